@@ -1,0 +1,1 @@
+"""A several times smaller key-value cache for vision-language models and LLMs while they generate."""

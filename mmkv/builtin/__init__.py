@@ -1,0 +1,1 @@
+"""The built-in vision-language model, its data and its training."""
