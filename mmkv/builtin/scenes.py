@@ -1,0 +1,239 @@
+"""Pictures of coloured shapes on a 3x3 grid, with questions, answers and a scorer.
+
+Everything is deterministic in `(seed, split)`. A scene belongs to exactly one split by a checksum
+of its content, so no held-out scene (same objects at the same places) is ever trained on.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Split = Literal["train", "heldout"]
+
+COLORS: dict[str, tuple[int, int, int]] = {
+    "red": (215, 40, 40),
+    "orange": (245, 140, 25),
+    "yellow": (245, 220, 50),
+    "green": (40, 150, 60),
+    "blue": (45, 85, 215),
+    "purple": (130, 50, 160),
+    "black": (25, 25, 25),
+    "white": (252, 252, 252),
+}
+SHAPES = ("circle", "square", "triangle", "star", "diamond", "cross", "ring")
+PLACES = (
+    "top left",
+    "top center",
+    "top right",
+    "middle left",
+    "center",
+    "middle right",
+    "bottom left",
+    "bottom center",
+    "bottom right",
+)
+NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+ORDINALS = ("first", "second", "third")
+
+_HELDOUT_SHARE = 8  # one content checksum in eight belongs to the held-out split
+_SENTENCE = re.compile(rf"({'|'.join(COLORS)}) ({'|'.join(SHAPES)}) is at the ({'|'.join(PLACES)})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Object:
+    """One coloured shape; `dx`, `dy`, `size` are fractions of a grid cell."""
+
+    color: str
+    shape: str
+    place: str
+    dx: float = 0.0
+    dy: float = 0.0
+    size: float = 0.7
+    tint: tuple[int, int, int] = (0, 0, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """Objects in reading order, at most one in a cell, on a plain background."""
+
+    objects: tuple[Object, ...]
+    background: tuple[int, int, int] = (185, 185, 185)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A question about a picture and the answer that is right."""
+
+    text: str
+    answer: str
+
+
+def make_scene(seed: int, split: Split = "heldout", count: int | None = None) -> Scene:
+    """Return the scene number `seed` of a split, with `count` (else 2 to 6) objects."""
+    if count is not None and not 1 <= count <= len(PLACES):
+        raise ValueError(f"count must be 1 to {len(PLACES)}, got {count}")
+    if split not in ("train", "heldout"):
+        raise ValueError(f"split must be 'train' or 'heldout', got {split!r}")
+    rng = random.Random(f"scene:{split}:{seed}:{count}")
+    while True:
+        scene = _random_scene(rng, count if count is not None else rng.randint(2, 6))
+        if (_checksum(scene) % _HELDOUT_SHARE == 0) == (split == "heldout"):
+            return scene
+
+
+def _random_scene(rng: random.Random, count: int) -> Scene:
+    kinds = rng.sample([(c, s) for c in COLORS for s in SHAPES], count)
+    places = sorted(rng.sample(range(len(PLACES)), count))
+    objects = tuple(
+        Object(
+            color=color,
+            shape=shape,
+            place=PLACES[place],
+            dx=rng.uniform(-0.12, 0.12),
+            dy=rng.uniform(-0.12, 0.12),
+            size=rng.uniform(0.58, 0.82),
+            tint=(rng.randint(-12, 12), rng.randint(-12, 12), rng.randint(-12, 12)),
+        )
+        for (color, shape), place in zip(kinds, places, strict=True)
+    )
+    grey = rng.randint(150, 205)
+    background = tuple(grey + rng.randint(-12, 12) for _ in range(3))
+    return Scene(objects=objects, background=background)  # type: ignore[arg-type]
+
+
+def _checksum(scene: Scene) -> int:
+    content = ";".join(f"{o.color} {o.shape} {o.place}" for o in scene.objects)
+    return zlib.crc32(content.encode())
+
+
+def draw(scene: Scene, size: int = 384) -> Image.Image:
+    """Draw a scene as an RGB picture of `size` x `size` pixels."""
+    from PIL import Image, ImageDraw
+
+    image = Image.new("RGB", (size, size), scene.background)
+    canvas = ImageDraw.Draw(image)
+    cell = size / 3
+    for item in scene.objects:
+        row, column = divmod(PLACES.index(item.place), 3)
+        x = (column + 0.5 + item.dx) * cell
+        y = (row + 0.5 + item.dy) * cell
+        base = COLORS[item.color]
+        fill = tuple(min(255, max(0, c + t)) for c, t in zip(base, item.tint, strict=True))
+        _draw_shape(canvas, item.shape, x, y, item.size * cell / 2, fill)
+    return image
+
+
+def _draw_shape(canvas, shape: str, x: float, y: float, r: float, fill) -> None:
+    if shape == "circle":
+        canvas.ellipse((x - r, y - r, x + r, y + r), fill=fill)
+    elif shape == "square":
+        s = 0.86 * r
+        canvas.rectangle((x - s, y - s, x + s, y + s), fill=fill)
+    elif shape == "triangle":
+        canvas.polygon([(x, y - r), (x + r, y + 0.8 * r), (x - r, y + 0.8 * r)], fill=fill)
+    elif shape == "star":
+        points = []
+        for i in range(10):
+            radius = 1.08 * r if i % 2 == 0 else 0.45 * r
+            angle = math.pi * i / 5 - math.pi / 2
+            points.append((x + radius * math.cos(angle), y + radius * math.sin(angle)))
+        canvas.polygon(points, fill=fill)
+    elif shape == "diamond":
+        canvas.polygon([(x, y - r), (x + 0.75 * r, y), (x, y + r), (x - 0.75 * r, y)], fill=fill)
+    elif shape == "cross":
+        w = 0.33 * r
+        canvas.rectangle((x - w, y - r, x + w, y + r), fill=fill)
+        canvas.rectangle((x - r, y - w, x + r, y + w), fill=fill)
+    elif shape == "ring":
+        canvas.ellipse((x - r, y - r, x + r, y + r), outline=fill, width=max(1, round(0.38 * r)))
+    else:
+        raise ValueError(f"shape must be one of {SHAPES}, got {shape!r}")
+
+
+def article(noun: str) -> str:
+    """Return `noun` with "a" or "an"."""
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
+
+
+def _sentence(item: Object) -> str:
+    text = article(f"{item.color} {item.shape} is at the {item.place}.")
+    return text[0].upper() + text[1:]
+
+
+def _count(number: int, noun: str, tail: str) -> str:
+    verb = "is" if number == 1 else "are"
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"There {verb} {NUMBERS[number]} {noun}{ending} {tail}."
+
+
+def describe(scene: Scene) -> str:
+    """Return the full description: the number of objects, then a sentence for each."""
+    first = _count(len(scene.objects), "object", "in the picture")
+    return " ".join([first, *(_sentence(item) for item in scene.objects)])
+
+
+def score_description(text: str, scene: Scene) -> tuple[int, int]:
+    """Count the objects that `text` gives with the right colour, shape and place.
+
+    Returns `(right, total)`; `total` is the number of objects in the scene, or the number that the
+    text claims if that is larger, so that naming more than there is does not pay.
+    """
+    truth = {(o.color, o.shape, o.place) for o in scene.objects}
+    claims = set(_SENTENCE.findall(text))
+    return len(truth & claims), max(len(truth), len(claims))
+
+
+def describe_question(which: str, rng: random.Random) -> str:
+    """Return one phrasing of the request to describe `which` (such as "the picture")."""
+    return rng.choice(
+        (f"Describe {which}.", f"Describe {which} in detail.", f"What is in {which}?")
+    )
+
+
+def ask(scene: Scene, rng: random.Random, count: int, which: str = "the picture") -> list[Question]:
+    """Return `count` short questions about `scene`; `which` names the picture in them."""
+    tail = "" if which == "the picture" else f" of {which}"
+    questions = []
+    for _ in range(count):
+        kind = rng.choice(("at", "at", "at", "where", "count", "shapes", "colors", "color"))
+        item = rng.choice(scene.objects)
+        if kind == "at":
+            free = rng.random() < 0.25
+            place = rng.choice(PLACES) if free else item.place
+            found = [o for o in scene.objects if o.place == place]
+            answer = _sentence(found[0]) if found else f"Nothing is at the {place}."
+            questions.append(Question(text=f"What is at the {place}{tail}?", answer=answer))
+        elif kind == "where":
+            name = f"{item.color} {item.shape}"
+            scope = "" if which == "the picture" else f" in {which}"
+            text = f"Where is the {name}{scope}?"
+            questions.append(Question(text=text, answer=f"The {name} is at the {item.place}."))
+        elif kind == "count":
+            text = f"How many objects are in {which}?"
+            answer = _count(len(scene.objects), "object", "in the picture")
+            questions.append(Question(text=text, answer=answer))
+        elif kind == "shapes":
+            shape = rng.choice((item.shape, rng.choice(SHAPES)))
+            number = sum(o.shape == shape for o in scene.objects)
+            plural = "crosses" if shape == "cross" else f"{shape}s"
+            text = f"How many {plural} are in {which}?"
+            questions.append(Question(text=text, answer=_count(number, shape, "in the picture")))
+        elif kind == "colors":
+            color = rng.choice((item.color, rng.choice(tuple(COLORS))))
+            number = sum(o.color == color for o in scene.objects)
+            text = f"How many {color} objects are in {which}?"
+            answer = _count(number, f"{color} object", "in the picture")
+            questions.append(Question(text=text, answer=answer))
+        else:
+            text = f"What color is the {item.shape} at the {item.place}{tail}?"
+            answer = f"The {item.shape} is {item.color}."
+            questions.append(Question(text=text, answer=answer))
+    return questions

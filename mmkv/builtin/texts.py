@@ -1,0 +1,145 @@
+"""Long texts that hide records (`key value`) among filler, with look-up questions and answers.
+
+Everything is deterministic in `(seed, split)`; a checksum of the records puts each text in exactly
+one split, so no held-out text is ever trained on.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mmkv.builtin.scenes import Question, Split
+
+KEYS = tuple(
+    "amber ash bark bay bell birch bolt brass briar brook camp cape cave cedar chalk clay cliff "
+    "clover coal coast copper coral cove crane creek crest crow dawn deer delta dove drift dune "
+    "dusk eagle elm ember falcon fern field finch fjord flint fog forge fox frost gale garnet gate "
+    "glen grove gull harbor hawk hazel heron hill holly iris iron ivory ivy jade jasper juniper "
+    "kelp lake lark laurel leaf lily lime linen lotus lynx maple marble marsh meadow mint mist "
+    "moon moss nest oak oasis ocean olive onyx opal orchid otter owl pearl pebble pine plum pond "
+    "poppy quail quartz rain raven reed ridge robin rose ruby sage sand shore silver slate spring "
+    "spruce swan thorn tide topaz trail tulip valley violet willow wren".split()
+)
+VALUES = tuple(
+    "anchor apple apron arrow badge bag ball barn basket bean bench bike blanket boat book boot "
+    "bottle bowl box bread brick bridge broom brush bucket butter button cabin cake camera candle "
+    "cap card carpet cart castle chain chair cheese church clock cloth coat coin comb cookie cup "
+    "curtain desk dish door dress drum fan fence fiddle flag flour flute fork frame glass glove "
+    "guitar hammer hat helmet honey hook horn hose house jacket jam jar key kite knife ladder lamp "
+    "letter lid lock map mask mat milk mirror mug nail needle novel oar oven paddle page pan paper "
+    "pasta peach pear pen pepper phone piano pie pillow pipe plate pocket pot purse radio rake "
+    "ribbon rice ring rope ruler salt scarf school shelf ship shirt shoe shovel soap sock sofa "
+    "spoon stamp stool stove sugar table tent ticket towel tower toy train tray truck vase violin "
+    "wagon wallet watch wheel whistle window wool".split()
+)
+_SUBJECTS = "wind sun road city river people garden night water sky town day street".split()
+_STATES = "calm old warm cold quiet long bright dark clean small large green slow new".split()
+_TAILS = ("", "", " today", " this year", " in the morning", " at night", " for now", " again")
+
+_HELDOUT_SHARE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookup:
+    """A text with records, the records in order, and one question on each."""
+
+    text: str
+    records: tuple[tuple[str, str], ...]
+    questions: tuple[Question, ...]
+
+
+def filler(rng: random.Random) -> str:
+    """Return one sentence that carries no record."""
+    subject, state = rng.choice(_SUBJECTS), rng.choice(_STATES)
+    kind = rng.randrange(3)
+    if kind == 0:
+        return f"The {subject} is {state}{rng.choice(_TAILS)}."
+    if kind == 1:
+        return f"The {subject} and the {rng.choice(_SUBJECTS)} are {state}{rng.choice(_TAILS)}."
+    return f"It is {state} and {rng.choice(_STATES)} by the {subject}{rng.choice(_TAILS)}."
+
+
+def phrase(key: str, rng: random.Random) -> str:
+    """Return one phrasing of the question for the value of `key`."""
+    return rng.choice(
+        (
+            f"What is the value of {key}?",
+            f"Find the value of {key}.",
+            f"Which word follows {key}?",
+            f"Look up {key}.",
+            f"What comes after {key}?",
+        )
+    )
+
+
+def answer(key: str, value: str) -> str:
+    """Return the right answer: the record itself, so that it names the key before the value."""
+    return f"{key} {value}."
+
+
+def make_lookup(
+    seed: int,
+    tokens: int,
+    split: Split = "heldout",
+    records: int | None = None,
+    measure: Callable[[str], int] | None = None,
+) -> Lookup:
+    """Return text number `seed` of a split, close to `tokens` tokens long.
+
+    `records` defaults to one for every 16 tokens. Sentences are added until `measure` (default: an
+    estimate of one token for each word and full stop, exact for these words under the built-in
+    tokenizer) reaches `tokens`, so the text is never longer than that.
+    """
+    if tokens < 32:
+        raise ValueError(f"tokens must be at least 32, got {tokens}")
+    wanted = max(2, tokens // 16) if records is None else records
+    if not 1 <= wanted <= len(KEYS):
+        raise ValueError(f"records must be 1 to {len(KEYS)}, got {wanted}")
+    rng = random.Random(f"text:{split}:{seed}:{tokens}:{records}")
+    while True:
+        keys = rng.sample(KEYS, wanted)
+        pairs = tuple((key, rng.choice(VALUES)) for key in keys)
+        checksum = zlib.crc32(repr(pairs).encode())
+        if (checksum % _HELDOUT_SHARE == 0) == (split == "heldout"):
+            break
+    text = _compose(pairs, tokens, rng, measure or estimate)
+    questions = tuple(Question(text=phrase(k, rng), answer=answer(k, v)) for k, v in pairs)
+    return Lookup(text=text, records=pairs, questions=questions)
+
+
+def estimate(text: str) -> int:
+    """Count words and full stops: the tokens of a text made of known words."""
+    return len(text.split()) + text.count(".")
+
+
+def _compose(
+    pairs: tuple[tuple[str, str], ...],
+    tokens: int,
+    rng: random.Random,
+    measure: Callable[[str], int],
+) -> str:
+    sentences = [answer(key, value) for key, value in pairs]
+    left = tokens - sum(measure(s) for s in sentences)
+    extra = []
+    while True:
+        sentence = filler(rng)
+        left -= measure(sentence)
+        if left < 0:
+            break
+        extra.append(sentence)
+    # Records keep their order; filler falls between them at random.
+    slots = sorted(rng.sample(range(len(sentences) + len(extra)), len(sentences)))
+    merged, records = extra, iter(sentences)
+    for slot in slots:
+        merged.insert(slot, next(records))
+    return " ".join(merged)
+
+
+def score_answer(text: str, question: Question) -> bool:
+    """Say whether `text` gives the right value: the last word of the right answer."""
+    value = question.answer.rstrip(".").split()[-1]
+    words = text.strip().rstrip(".").split()
+    return bool(words) and words[min(1, len(words) - 1)].rstrip(".") == value
