@@ -49,8 +49,8 @@ def _corpus() -> list[str]:
         scene = scenes.make_scene(seed, "train")
         lines.append(f" {scenes.describe(scene)} {scenes.describe_question('the picture', rng)}")
         for which in ("the picture", "the first picture"):
-            for question in scenes.ask(scene, rng, 8, which):
-                lines.append(f" {question.text} {question.answer}")
+            asked = scenes.ask(scene, rng, 8, which)
+            lines += [f" {question.text} {question.answer}" for question in asked]
         lines += [f" {texts.filler(rng)} {texts.phrase('key', rng)}" for _ in range(8)]
     # Task words come out whole when each is seen far more often than any fragment needs to be.
     return ["".join(words)] * 40 + lines + [word for word in words for _ in range(20)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mmkv.builtin.scenes import Question, Split
 
-KEYS = tuple(
+_KEY_WORDS = (
     "amber ash bark bay bell birch bolt brass briar brook camp cape cave cedar chalk clay cliff "
     "clover coal coast copper coral cove crane creek crest crow dawn deer delta dove drift dune "
     "dusk eagle elm ember falcon fern field finch fjord flint fog forge fox frost gale garnet gate "
@@ -21,9 +21,9 @@ KEYS = tuple(
     "kelp lake lark laurel leaf lily lime linen lotus lynx maple marble marsh meadow mint mist "
     "moon moss nest oak oasis ocean olive onyx opal orchid otter owl pearl pebble pine plum pond "
     "poppy quail quartz rain raven reed ridge robin rose ruby sage sand shore silver slate spring "
-    "spruce swan thorn tide topaz trail tulip valley violet willow wren".split()
+    "spruce swan thorn tide topaz trail tulip valley violet willow wren"
 )
-VALUES = tuple(
+_VALUE_WORDS = (
     "anchor apple apron arrow badge bag ball barn basket bean bench bike blanket boat book boot "
     "bottle bowl box bread brick bridge broom brush bucket butter button cabin cake camera candle "
     "cap card carpet cart castle chain chair cheese church clock cloth coat coin comb cookie cup "
@@ -33,10 +33,14 @@ VALUES = tuple(
     "pasta peach pear pen pepper phone piano pie pillow pipe plate pocket pot purse radio rake "
     "ribbon rice ring rope ruler salt scarf school shelf ship shirt shoe shovel soap sock sofa "
     "spoon stamp stool stove sugar table tent ticket towel tower toy train tray truck vase violin "
-    "wagon wallet watch wheel whistle window wool".split()
+    "wagon wallet watch wheel whistle window wool"
 )
-_SUBJECTS = "wind sun road city river people garden night water sky town day street".split()
-_STATES = "calm old warm cold quiet long bright dark clean small large green slow new".split()
+_SUBJECT_WORDS = "wind sun road city river people garden night water sky town day street"
+_STATE_WORDS = "calm old warm cold quiet long bright dark clean small large green slow new"
+KEYS = tuple(_KEY_WORDS.split())
+VALUES = tuple(_VALUE_WORDS.split())
+_SUBJECTS = tuple(_SUBJECT_WORDS.split())
+_STATES = tuple(_STATE_WORDS.split())
 _TAILS = ("", "", " today", " this year", " in the morning", " at night", " for now", " again")
 
 _HELDOUT_SHARE = 8

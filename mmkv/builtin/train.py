@@ -1,0 +1,246 @@
+"""Trains the built-in model from nothing: `python -m mmkv.builtin.train --out DIR --minutes 90`.
+
+Each step adds the gradients of one batch with pictures and one of texts. The schedule runs on the
+share of the time (or of the steps) that has passed, so a run ends annealed wherever it runs.
+`--resume` continues from the last checkpoint in DIR; the time already spent is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmkv.builtin import build, curriculum, texts
+from mmkv.builtin.curriculum import IGNORE, Batch
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlavaForConditionalGeneration, LlavaProcessor
+
+
+@dataclass
+class Progress:
+    """How far a run is; what a checkpoint holds beside the tensors."""
+
+    step: int = 0
+    seconds: float = 0.0
+
+
+def draw_batches(processor: LlavaProcessor, done: float, step: int, small: bool) -> list[Batch]:
+    """Return the batches of one step when the share `done` of the run has passed.
+
+    Texts grow from 128 to 1152 tokens; several pictures and pictures with texts come in once
+    single pictures have been learnt. `small` shrinks everything for a smoke run.
+    """
+    rng = random.Random(f"train:{step}")
+    tokenizer = processor.tokenizer
+    plan: list[tuple[str, int, int]] = []
+    lengths = [(128, 20), (256, 10), (512, 4), (1152, 2)]
+    if done < 0.04:
+        weights = (1, 1, 0, 0)
+    elif done < 0.15:
+        weights = (1, 3, 1, 0)
+    elif done < 0.4:
+        weights = (0, 2, 3, 1)
+    else:
+        weights = (0, 1, 1, 2)
+    length, count = rng.choices(lengths, weights)[0]
+    plan.append(("text", length, 2 if small else count))
+    several = 0.0 if done < 0.15 else 0.35 if done < 0.4 else 0.45
+    kind = rng.random()
+    if kind >= several:
+        plan.append(("one picture", 320, 2 if small else 24))
+    elif kind >= several / 3:
+        plan.append(("two or three pictures", 640, 1 if small else 8))
+    else:
+        plan.append(("picture and text", 512, 1 if small else 8))
+
+    batches = []
+    for task, length, count in plan:
+        writers = []
+        for _ in range(count):
+            if task == "text":
+                writers.append(curriculum.text_sequence(tokenizer, rng, length))
+            elif task == "picture and text":
+                writers.append(curriculum.text_sequence(tokenizer, rng, length, picture=True))
+            else:
+                pictures = 1 if task == "one picture" else rng.choice((2, 3))
+                writers.append(curriculum.picture_sequence(tokenizer, rng, pictures, length))
+        batches.append(curriculum.collate(f"{task} {length}" if task == "text" else task, writers))
+    return batches
+
+
+def batch_loss(
+    model: LlavaForConditionalGeneration, batch: Batch
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the mean loss over the answers' tokens, the predictions and the labels there."""
+    import torch
+    import torch.nn.functional as F
+
+    keep = batch.labels[:, 1:] != IGNORE
+    labels = batch.labels[:, 1:][keep]
+    # The model's own forward would compute logits at every position; only answers need them.
+    hidden = model.model(
+        input_ids=batch.input_ids, pixel_values=batch.pixel_values, use_cache=False
+    ).last_hidden_state
+    logits = model.lm_head(hidden[:, :-1][keep]).float()
+    return F.cross_entropy(logits, labels), logits.detach().argmax(-1), torch.as_tensor(labels)
+
+
+def learning_rate(done: float, step: int, peak: float) -> float:
+    """Return the rate at the share `done`: 100 steps of warm-up, then a cosine to 2 %."""
+    warm = min(1.0, (step + 1) / 100)
+    return peak * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+def save(path: Path, model, optimizer, progress: Progress) -> None:
+    """Write a checkpoint so that a reader never sees half of one."""
+    import torch
+
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "progress": asdict(progress),
+        "rng": torch.get_rng_state(),
+    }
+    torch.save(state, path.with_suffix(".part"))
+    os.replace(path.with_suffix(".part"), path)
+
+
+def export(model, processor: LlavaProcessor, folder: Path) -> None:
+    """Write the weights in bfloat16 with configuration, tokenizer and processor."""
+    import copy
+
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    copy.deepcopy(model).to(device="cpu", dtype=torch.bfloat16).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    # safetensors writes files only the owner can read; an installed package is read by others.
+    (folder / "model.safetensors").chmod(0o644)
+
+
+def train(
+    out: Path,
+    minutes: float | None = None,
+    steps: int | None = None,
+    resume: bool = False,
+    peak: float = 1.5e-3,
+    small: bool = False,
+    compiled: bool = True,
+    log_every: int = 50,
+    save_every: float = 240.0,
+) -> Progress:
+    """Train and leave `checkpoint.pt` and the exported model in `out`; return how far it got."""
+    import torch
+
+    if (minutes is None) == (steps is None):
+        raise ValueError(f"give minutes or steps, got minutes={minutes} and steps={steps}")
+    out.mkdir(parents=True, exist_ok=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    processor = build.build_processor()
+    model = build.build_model(processor).to(device)
+    # Eager attention compiles into far faster backward code on a CPU than the fused kernel's.
+    model.set_attn_implementation("eager")
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.02}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.98))
+    progress = Progress()
+    checkpoint = out / "checkpoint.pt"
+    if resume and checkpoint.exists():
+        state = torch.load(checkpoint, map_location=device, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"].cpu())
+        progress = Progress(**state["progress"])
+    if compiled:
+        for layer in (
+            *model.model.language_model.layers,
+            *model.model.vision_tower.encoder.layers,
+        ):
+            layer.compile(dynamic=False)
+    values = torch.zeros(len(processor.tokenizer), dtype=torch.bool, device=device)
+    words = [f" {w}" for w in texts.VALUES]
+    values[processor.tokenizer(words, add_special_tokens=False).input_ids] = True
+
+    model.train()
+    meter: dict[str, list[float]] = {}
+    begun, saved = time.monotonic() - progress.seconds, time.monotonic()
+    while True:
+        progress.seconds = time.monotonic() - begun
+        share = progress.step / steps if steps else progress.seconds / (60 * (minutes or 1))
+        if share >= 1:
+            break
+        rate = learning_rate(share, progress.step, peak)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for batch in draw_batches(processor, share, progress.step, small):
+            started = time.monotonic()
+            for name in ("input_ids", "labels", "pixel_values"):
+                tensor = getattr(batch, name)
+                setattr(batch, name, None if tensor is None else tensor.to(device))
+            with torch.autocast(device.type, dtype=torch.bfloat16):
+                loss, guess, labels = batch_loss(model, batch)
+            loss.backward()
+            right = (guess == labels)[values[labels]].float().mean().item()
+            entry = meter.setdefault(batch.task, [0.0, 0.0, 0.0, 0.0])
+            for i, number in enumerate((1.0, loss.item(), right, time.monotonic() - started)):
+                entry[i] += number
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        progress.step += 1
+        if progress.step % log_every == 0:
+            print(_line(progress, share, rate, meter), flush=True)
+            meter = {}
+        if time.monotonic() - saved > save_every:
+            save(checkpoint, model, optimizer, progress)
+            saved = time.monotonic()
+    save(checkpoint, model, optimizer, progress)
+    export(model, processor, out / "weights")
+    return progress
+
+
+def _line(progress: Progress, share: float, rate: float, meter: dict[str, list[float]]) -> str:
+    parts = [f"step {progress.step} {progress.seconds / 60:.1f} min {share:.0%} lr {rate:.1e}"]
+    for task, (n, loss, right, spent) in sorted(meter.items()):
+        # Share of look-up values predicted right; a batch without look-ups has none.
+        value = f" value {right / n:.2f}" if right == right else ""
+        parts.append(f"{task}: loss {loss / n:.3f}{value} {spent / n:.2f}s")
+    return " | ".join(parts)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m mmkv.builtin.train", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint and weights")
+    parser.add_argument("--minutes", type=float, help="length of the run in minutes, all told")
+    parser.add_argument("--steps", type=int, help="length of the run in steps")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in out")
+    parser.add_argument("--peak", type=float, default=1.5e-3, help="highest learning rate")
+    parser.add_argument("--small", action="store_true", help="tiny batches, for a smoke run")
+    parser.add_argument("--no-compile", action="store_true", help="do not compile the layers")
+    parser.add_argument("--log-every", type=int, default=50, help="steps between log lines")
+    options = parser.parse_args(argv)
+    progress = train(
+        options.out,
+        minutes=options.minutes,
+        steps=options.steps,
+        resume=options.resume,
+        peak=options.peak,
+        small=options.small,
+        compiled=not options.no_compile,
+        log_every=options.log_every,
+    )
+    print(f"done: {progress.step} steps in {progress.seconds / 60:.1f} minutes")
+
+
+if __name__ == "__main__":
+    main()
