@@ -50,12 +50,13 @@ def draw_batches(processor: LlavaProcessor, done: float, step: int, small: bool)
         weights = (0, 2, 3, 1)
     else:
         weights = (0, 1, 1, 2)
-    length, count = rng.choices(lengths, weights)[0]
-    plan.append(("text", length, 2 if small else count))
+    if done < 0.06 or step % 2 == 0:  # look-up is learnt early, then only kept and lengthened
+        length, count = rng.choices(lengths, weights)[0]
+        plan.append(("text", 128, 2) if small else ("text", length, count))
     several = 0.0 if done < 0.15 else 0.35 if done < 0.4 else 0.45
     kind = rng.random()
     if kind >= several:
-        plan.append(("one picture", 320, 2 if small else 24))
+        plan.append(("one picture", 304, 2 if small else 16))
     elif kind >= several / 3:
         plan.append(("two or three pictures", 640, 1 if small else 8))
     else:
