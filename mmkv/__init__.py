@@ -1,1 +1,71 @@
-"""A several times smaller key-value cache for vision-language models and LLMs while they generate."""
+"""mmkv: a several times smaller key-value cache for vision-language models and LLMs.
+
+    model = mmkv.wrap(model, policy="prefixkv", budget=0.2)
+
+and `model.generate(...)` works as before with a fifth of the cache.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mmkv import adapters, allocation, scores
+    from mmkv.builtin import load_builtin
+    from mmkv.cache import CompressedCache
+    from mmkv.policy import Policy
+    from mmkv.profiles import Profile, calibrate
+    from mmkv.registry import get_policy, list_policies, register_policy
+    from mmkv.report import CacheReport
+    from mmkv.wrapping import unwrap, wrap, wrapped
+
+__version__ = "0.1.0"
+
+# Everything public, by the module that holds it. Loaded on first use, so that `import mmkv` and
+# `mmkv --help` do not wait for torch and transformers.
+_HOME = {
+    "CacheReport": "mmkv.report",
+    "CompressedCache": "mmkv.cache",
+    "Policy": "mmkv.policy",
+    "Profile": "mmkv.profiles",
+    "calibrate": "mmkv.profiles",
+    "get_policy": "mmkv.registry",
+    "list_policies": "mmkv.registry",
+    "load_builtin": "mmkv.builtin",
+    "register_policy": "mmkv.registry",
+    "unwrap": "mmkv.wrapping",
+    "wrap": "mmkv.wrapping",
+    "wrapped": "mmkv.wrapping",
+}
+_MODULES = ("adapters", "allocation", "scores")
+
+__all__ = [
+    "CacheReport",
+    "CompressedCache",
+    "Policy",
+    "Profile",
+    "adapters",
+    "allocation",
+    "calibrate",
+    "get_policy",
+    "list_policies",
+    "load_builtin",
+    "register_policy",
+    "scores",
+    "unwrap",
+    "wrap",
+    "wrapped",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"mmkv.{name}")
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'mmkv' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,182 @@
+"""Profiles: per-layer kept fractions, measured once over a few samples and then reused.
+
+PrefixKV's offline estimation (arXiv 2412.03409: 10 samples are enough, 1 is close) and XKV's
+sampling (arXiv 2412.05896, section IV-C).
+
+A profile file is JSON: `{"format": "mmkv-profile", "version": 1, "policy", "budget", "samples",
+"fractions", "model"}`, where `fractions` holds the kept fraction of each compressed layer and
+`model` the shape it was measured on. The PrefixKV authors' files, a JSON list of one number per
+layer, the fraction removed, are read too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_FORMAT, _VERSION = "mmkv-profile", 1
+_SHAPE = ("model_type", "num_hidden_layers", "hidden_size", "num_key_value_heads")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Kept fraction per compressed layer.
+
+    Attributes:
+        fractions: one number in (0, 1] a layer.
+        budget: their mean, what the profile spends.
+        policy: the policy it was measured with; None where unknown.
+        samples: how many prompts it averages; None where unknown.
+        model: the shape of the decoder it was measured on; None where unknown.
+    """
+
+    fractions: tuple[float, ...]
+    budget: float
+    policy: str | None = None
+    samples: int | None = None
+    model: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is not a fraction."""
+        for layer, f in enumerate(self.fractions):
+            if not isinstance(f, int | float) or isinstance(f, bool) or not 0 <= f <= 1:
+                raise ValueError(f"profile: layer {layer} keeps {f!r}, expected a number in [0, 1]")
+        if not self.fractions:
+            raise ValueError("profile: no layers")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile as JSON."""
+        data = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        Path(path).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read a profile, ours or one of the PrefixKV authors'.
+
+        Raises:
+            ValueError: unreadable, or not a profile; the message names the file.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"profile {os.fspath(path)}: {error}") from None
+        try:
+            if isinstance(data, list):
+                numbers = [_number(x) for x in data]
+                kept = tuple(1.0 - x for x in numbers)
+                return cls(kept, budget=sum(kept) / max(1, len(kept)), policy="prefixkv")
+            if not isinstance(data, dict) or data.get("format") != _FORMAT:
+                raise ValueError(f"expected a JSON list, or an object with format={_FORMAT!r}")
+            if data.get("version") != _VERSION:
+                raise ValueError(f"version {data.get('version')!r}, expected {_VERSION}")
+            if not isinstance(data.get("fractions"), list):
+                raise ValueError("'fractions' is not a list")
+            fractions = tuple(_number(x) for x in data["fractions"])
+            return cls(
+                fractions,
+                budget=_number(data.get("budget")),
+                policy=data.get("policy"),
+                samples=data.get("samples"),
+                model=data.get("model"),
+            )
+        except ValueError as error:
+            raise ValueError(f"profile {os.fspath(path)}: {error}") from None
+
+    def fractions_for(
+        self, config: Any, n_layers: int, budget: float | int | None
+    ) -> tuple[float, ...]:
+        """The fractions, if they were measured on such a model and spend the budget.
+
+        Raises:
+            ValueError: another model's shape or another budget; the message says both.
+        """
+        if len(self.fractions) != n_layers:
+            raise ValueError(
+                f"the profile has {len(self.fractions)} layers, this model compresses {n_layers}"
+            )
+        mine = model_shape(config)
+        if self.model is not None and self.model != mine:
+            different = {k: (self.model.get(k), v) for k, v in mine.items() if self.model.get(k) != v}
+            raise ValueError(
+                "the profile was measured on another model: "
+                + ", ".join(f"{k} {a!r} there, {b!r} here" for k, (a, b) in different.items())
+            )
+        if budget is not None and (
+            not isinstance(budget, float) or abs(budget - self.budget) > 0.01
+        ):
+            raise ValueError(
+                f"budget={budget}, but the profile keeps {self.budget:.4f}: leave the budget out, "
+                "or calibrate for this one"
+            )
+        return self.fractions
+
+
+def model_shape(config: Any) -> dict[str, Any]:
+    """What a profile must agree with: the decoder's type, layers, width and key-value heads."""
+    return {name: getattr(config, name, None) for name in _SHAPE}
+
+
+def calibrate(
+    model: Any,
+    samples: Iterable[Mapping[str, Any]],
+    policy: str = "prefixkv",
+    budget: float = 0.5,
+    **policy_options: Any,
+) -> Profile:
+    """Average a policy's per-layer kept fractions over samples.
+
+    Args:
+        model: not wrapped; it is wrapped for the length of the call.
+        samples: what `model(**sample)` takes, such as a processor returns; each row of a batch
+            counts as a sample.
+        policy: one whose layer sizes depend on the prompt: prefixkv, xkv, squeeze.
+        budget: a fraction in (0, 1).
+        policy_options: override the policy's defaults.
+
+    Returns:
+        A profile for `mmkv.wrap(model, profile=...)`.
+
+    Raises:
+        ValueError: no samples, or a policy whose sizes do not depend on the prompt.
+    """
+    import torch
+    from tqdm.auto import tqdm
+
+    from mmkv.registry import get_policy
+    from mmkv.wrapping import wrapped
+
+    chosen = get_policy(policy, **policy_options)
+    if not chosen.needs_all_layers:
+        raise ValueError(
+            f"policy {chosen.name!r} sizes its layers without looking at the prompt "
+            f"(layers={chosen.layers!r}): there is nothing to calibrate"
+        )
+    rows: list[list[float]] = []
+    asked = None if chosen.retention is not None else budget
+    with wrapped(model, chosen, asked), torch.no_grad():
+        config = model.get_decoder().config
+        for sample in tqdm(samples, desc="calibrate", leave=False, disable=None):
+            cache = model(**sample, use_cache=True).past_key_values
+            for row, length in enumerate(cache.lengths):
+                rows.append([x.sizes[row] / length for x in cache.compressed])
+    if not rows:
+        raise ValueError("calibrate: no samples")
+    mean = tuple(sum(layer) / len(rows) for layer in zip(*rows, strict=True))
+    return Profile(
+        mean,
+        budget=sum(mean) / len(mean),
+        policy=chosen.name,
+        samples=len(rows),
+        model=model_shape(config),
+    )
+
+
+def _number(x: Any) -> float:
+    if isinstance(x, bool) or not isinstance(x, int | float) or not math.isfinite(x):
+        raise ValueError(f"expected a number, got {x!r}")
+    return float(x)

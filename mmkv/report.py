@@ -1,0 +1,162 @@
+"""What a compressed cache holds, as numbers and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mmkv.cache import CompressedCache
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer.
+
+    Attributes:
+        layer: its index in the decoder.
+        compressed: False for a layer with a sliding window of its own, which is left alone.
+        kept: tokens held now by each head of each row, [B][H]; [] if not compressed.
+        nbytes: bytes of its storages.
+        retained: the share of the competing prompt tokens' importance that was kept, mean over
+            rows; None where the policy has no attention score.
+    """
+
+    layer: int
+    compressed: bool
+    kept: list[list[int]]
+    nbytes: int
+    retained: float | None
+
+    @property
+    def mean_kept(self) -> float:
+        """Tokens per head, mean over rows and heads."""
+        counts = [n for row in self.kept for n in row]
+        return sum(counts) / len(counts) if counts else 0.0
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """A cache's contents. `seen` counts tokens per row without padding, generated ones included.
+
+    Attributes:
+        policy: its name.
+        budget: what was asked for.
+        seen: tokens seen by each row, [B].
+        layers: one report a layer.
+        nbytes: bytes of all storages, empty slots included.
+        full_nbytes: bytes that a cache of all tokens seen (padding included) would hold.
+        kept_fraction: pairs held over pairs seen, over all compressed layers.
+        retained: mean over layers of the retained importance; None where unknown.
+        notes: what a reader should know, such as rows that lost nothing.
+    """
+
+    policy: str
+    budget: float | int | None
+    seen: list[int]
+    layers: list[LayerReport]
+    nbytes: int
+    full_nbytes: int
+    kept_fraction: float
+    retained: float | None
+    notes: list[str]
+
+    @classmethod
+    def of(cls, cache: CompressedCache) -> CacheReport:
+        """Read a cache; it stays as it is.
+
+        Raises:
+            ValueError: nothing was run through it yet.
+        """
+        from mmkv.cache import CompressedLayer
+
+        prompt, layers = cache.prompt, []
+        if prompt is None:
+            raise ValueError("nothing is kept yet: run a prompt through the wrapped model first")
+        full = 0
+        for i, x in enumerate(cache.layers):
+            if isinstance(x, CompressedLayer):
+                counts = (x.kept() >= 0).sum(-1).tolist()
+                share = None if x.retained is None else float(x.retained.mean())
+                layers.append(LayerReport(i, True, counts, x.nbytes, share))
+                assert x.blocks is not None
+                block = x.blocks[0]
+                width = (block.keys.shape[-1] + block.values.shape[-1]) * block.keys.element_size()
+                full += x.batch * x.heads * x.seen * width
+            else:
+                held = [t for t in (x.keys, x.values) if t is not None]
+                nbytes = sum(t.untyped_storage().nbytes() for t in held)
+                full += nbytes
+                layers.append(LayerReport(i, False, [], nbytes, None))
+        generated = cache.compressed[0].seen - prompt.valid.shape[1]
+        # Beam search and returned sequences repeat rows; each came from one of the prompt's.
+        lengths = cache.lengths
+        seen = [n + generated for n in lengths]
+        heads = cache.compressed[0].heads
+        pairs = sum(n for x in layers for row in x.kept for n in row)
+        known = [x.retained for x in layers if x.retained is not None]
+        return cls(
+            policy=cache.plan.policy.name,
+            budget=cache.plan.budget,
+            seen=seen,
+            layers=layers,
+            nbytes=cache.nbytes,
+            full_nbytes=full,
+            kept_fraction=pairs / (sum(seen) * heads * len(cache.compressed)),
+            retained=sum(known) / len(known) if known else None,
+            notes=_notes(cache),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def __rich__(self) -> Table:
+        """A table for the terminal."""
+        from rich.table import Table
+
+        title = f"{self.policy}, budget {self.budget}: {self.kept_fraction:.1%} kept"
+        table = Table(title=title, caption="; ".join(self.notes) or None)
+        for column in ("layer", "kept per head", "min-max", "KiB", "retained importance"):
+            table.add_column(column, justify="right")
+        for x in self.layers:
+            counts = [n for row in x.kept for n in row]
+            table.add_row(
+                str(x.layer),
+                f"{x.mean_kept:.1f}" if x.compressed else "sliding",
+                f"{min(counts)}-{max(counts)}" if counts else "",
+                f"{x.nbytes / 1024:.1f}",
+                "" if x.retained is None else f"{x.retained:.3f}",
+            )
+        table.add_section()
+        seen = sum(self.seen) / len(self.seen)
+        share = "" if self.retained is None else f"{self.retained:.3f}"
+        table.add_row(
+            "all",
+            f"{self.kept_fraction * seen:.1f} of {seen:.0f}",
+            "",
+            f"{self.nbytes / 1024:.1f} of {self.full_nbytes / 1024:.1f}",
+            share,
+        )
+        return table
+
+
+def _notes(cache: CompressedCache) -> list[str]:
+    from mmkv.eviction import keeps_everything
+
+    policy, prompt = cache.plan.policy, cache.prompt
+    assert prompt is not None
+    if keeps_everything(policy, cache.plan.budget):
+        return ["the full cache: nothing is evicted"]
+    notes = []
+    for row, length in enumerate(cache.lengths):
+        sizes = [x.sizes[row] for x in cache.compressed if x.sizes is not None]
+        if all(n == length for n in sizes):
+            why = f"window {policy.observed}, " if policy.observed else ""
+            notes.append(
+                f"row {row} lost nothing: {length} prompt tokens, {why}budget {cache.plan.budget}"
+            )
+    return notes

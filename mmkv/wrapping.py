@@ -1,0 +1,363 @@
+"""`wrap` and `unwrap`: attach a policy to a model, and undo every step of it.
+
+What is changed on the model: its text config's attention implementation, the creation of its cache,
+and hooks that tell the cache about the prompt. State of a sequence lives on the cache, so one
+wrapped model serves several threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from mmkv import adapters, attention, scores
+from mmkv.cache import CompressedCache, CompressedLayer, Plan, incoming
+from mmkv.decoding import Grow
+from mmkv.policy import Policy
+from mmkv.profiles import Profile
+from mmkv.registry import get_policy
+
+M = TypeVar("M", bound=nn.Module)
+
+# The prompt's token ids, seen at the top of the model and needed in its decoder.
+_input_ids: ContextVar[Tensor | None] = ContextVar("mmkv_input_ids", default=None)
+
+
+def wrap(
+    model: M,
+    policy: str | Policy = "prefixkv",
+    budget: float | int | None = None,
+    *,
+    profile: Profile | str | os.PathLike[str] | None = None,
+    **policy_options: Any,
+) -> M:
+    """Attach an eviction policy to a model; `model.generate(...)` then works as before.
+
+    Args:
+        model: a `from_pretrained` object; see `mmkv.adapters` for the supported classes.
+        policy: a registered name (`mmkv.list_policies()`) or a `Policy`.
+        budget: what is kept. A float in (0, 1] is the fraction of the prompt's key-value pairs,
+            averaged over layers and heads; 1.0 keeps everything, in decoding too. An int is the
+            mean number of tokens per layer and head.
+        profile: per-layer kept fractions measured by `mmkv.calibrate`, or a file of them; it
+            replaces the policy's layer sizes, and gives the budget where none is named.
+        policy_options: override the policy's defaults.
+
+    Returns:
+        The same model, configured.
+
+    Raises:
+        ValueError: an unsupported model, an unknown policy or option, a budget out of range, a
+            profile of another model or budget, or a model that is wrapped already. Nothing is
+            changed then.
+    """
+    if is_wrapped(model):
+        raise ValueError(
+            f"this {type(model).__name__} is wrapped already ({_describe(model)}): "
+            "call mmkv.unwrap(model) first"
+        )
+    if isinstance(policy, Policy) and policy_options:
+        raise ValueError(
+            f"options {sorted(policy_options)} were given beside a Policy object: "
+            "give them to the policy, or name it by a string"
+        )
+    chosen = policy if isinstance(policy, Policy) else get_policy(policy, **policy_options)
+    parts = adapters.find(model)
+    n_layers = sum(
+        isinstance(x, CompressedLayer)
+        for x in CompressedCache(parts.config, Plan(chosen, None)).layers
+    )
+    if n_layers == 0:
+        raise ValueError(
+            f"every layer of this {type(model).__name__} has a sliding window "
+            f"(sliding_window={parts.config.sliding_window}) and keeps its own cache small: "
+            "there is nothing to compress"
+        )
+    fractions = None
+    if profile is not None:
+        loaded = profile if isinstance(profile, Profile) else Profile.load(profile)
+        fractions = loaded.fractions_for(parts.config, n_layers, budget)
+        budget = loaded.budget if budget is None else budget
+    budget = _checked_budget(chosen, budget)
+    base = parts.config._attn_implementation
+    if base not in attention.NAMES:
+        raise ValueError(
+            f"attn_implementation={base!r} is not supported: load the model with one of "
+            f"{', '.join(attention.NAMES)}"
+        )
+    if chosen.protect == "instruction" and parts.image_token_id is None:
+        raise ValueError(
+            f"protect='instruction' keeps the prompt's text and lets image tokens compete; "
+            f"{type(model).__name__} has no image tokens: use protect='none'"
+        )
+    if chosen.reposition and not hasattr(parts.decoder, "rotary_emb"):
+        raise ValueError("reposition=True needs rotary positions; this decoder has none")
+    plan = Plan(chosen, budget, fractions)
+    if chosen.needs_all_layers and chosen.allocation == "mini-prefill" and fractions is None:
+        plan.mini_prefill = lambda arguments: attention.run_mini_prefill(
+            parts.decoder, chosen, n_layers, arguments
+        )
+    attention.register()
+    with ExitStack() as undo:
+        _attach(model, parts, plan, base, undo)
+        model._mmkv = (plan, undo.pop_all())  # type: ignore[assignment]
+    return model
+
+
+def unwrap(model: M) -> M:
+    """Restore a wrapped model exactly.
+
+    Raises:
+        ValueError: the model is not wrapped.
+    """
+    if not is_wrapped(model):
+        raise ValueError(f"this {type(model).__name__} is not wrapped: call mmkv.wrap(model) first")
+    _, undo = model._mmkv  # type: ignore[misc]
+    del model._mmkv
+    undo.close()
+    return model
+
+
+@contextmanager
+def wrapped(model: M, *args: Any, **kwargs: Any) -> Iterator[M]:
+    """`wrap` for the length of a `with` block; takes the same arguments."""
+    wrap(model, *args, **kwargs)
+    try:
+        yield model
+    finally:
+        unwrap(model)
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether `wrap` was called on this very model."""
+    return "_mmkv" in vars(model)
+
+
+def _describe(model: nn.Module) -> str:
+    plan: Plan = model._mmkv[0]  # type: ignore[index, assignment]
+    return f"policy={plan.policy.name!r}, budget={plan.budget}"
+
+
+def _checked_budget(policy: Policy, budget: float | int | None) -> float | int | None:
+    if policy.keeps_all:
+        return 1.0
+    if policy.retention is not None:
+        if budget is not None:
+            raise ValueError(
+                f"budget={budget} and retention={policy.retention} both size the cache: give one"
+            )
+        return None
+    if budget is None:
+        raise ValueError(
+            f"policy {policy.name!r} needs a budget: a float in (0, 1] for a fraction of the "
+            "prompt, or an int for a number of tokens"
+        )
+    if isinstance(budget, bool) or not isinstance(budget, int | float):
+        raise ValueError(f"budget={budget!r}: expected a float in (0, 1] or an int of at least 1")
+    if isinstance(budget, float) and not 0 < budget <= 1:
+        raise ValueError(
+            f"budget={budget}: a float is the fraction kept, in (0, 1]; "
+            "use an int for a number of tokens"
+        )
+    if isinstance(budget, int) and budget < 1:
+        raise ValueError(f"budget={budget}: an int is the number of tokens kept, at least 1")
+    return budget
+
+
+def _attach(
+    model: nn.Module, parts: adapters.Adapter, plan: Plan, base: str, undo: ExitStack
+) -> None:
+    """Change the model; each change is registered for undo before it is made."""
+    config = parts.config
+
+    undo.callback(setattr, config, "_attn_implementation_internal", base)
+    config._attn_implementation_internal = attention.NAMES[base]
+
+    def prepare_cache(generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any) -> None:
+        mode = kwargs.get("generation_mode", args[0] if args else "")
+        _refuse_what_cannot_be_honoured(generation_config, str(getattr(mode, "value", mode)))
+        given = model_kwargs.get("past_key_values")
+        if given is not None:
+            _check_cache(given)
+            given._is_user_defined = True
+        elif generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = CompressedCache(
+                config, plan, max_length=generation_config.max_length or 0
+            )
+
+    def refuse_batching(*args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            "continuous batching keeps a paged cache of its own: mmkv.unwrap(model) first"
+        )
+
+    overrides = {"_prepare_cache_for_generation": prepare_cache}
+    for name in ("generate_batch", "init_continuous_batching"):
+        if hasattr(model, name):
+            overrides[name] = refuse_batching
+    for name, function in overrides.items():
+        undo.callback(vars(model).pop, name, None)
+        vars(model)[name] = function
+
+    hooks = [
+        parts.decoder.register_forward_pre_hook(_decoder_pre_hook(parts, plan), with_kwargs=True),
+        parts.decoder.register_forward_hook(_decoder_post_hook, with_kwargs=True),
+        model.register_forward_pre_hook(_model_pre_hook, with_kwargs=True),
+        model.register_forward_hook(_model_post_hook, always_call=True),
+    ]
+    if plan.late and plan.policy.layers == "squeeze":
+        for i, (layer, attn) in enumerate(zip(parts.layers, parts.attentions, strict=True)):
+            before = _Residual(i)
+            hooks.append(layer.register_forward_pre_hook(before.enter, with_kwargs=True))
+            hooks.append(attn.register_forward_hook(before.leave, with_kwargs=True))
+    for hook in hooks:
+        undo.callback(hook.remove)
+
+
+def _refuse_what_cannot_be_honoured(config: Any, mode: str) -> None:
+    name = config.cache_implementation
+    if name not in (None, "dynamic"):
+        raise ValueError(
+            f"cache_implementation={name!r} asks for a cache of its own, but this model makes a "
+            "compressed one: drop it, or mmkv.unwrap(model) first"
+        )
+    if "assisted" in mode:
+        raise ValueError(
+            "assisted decoding takes tokens back from the cache, which a compressed cache cannot: "
+            "generate without an assistant, or mmkv.unwrap(model) first"
+        )
+    if getattr(config, "prefill_chunk_size", None) is not None:
+        raise ValueError(
+            f"prefill_chunk_size={config.prefill_chunk_size}: a prompt in chunks is not supported "
+            "by a compressed cache: drop it, or mmkv.unwrap(model) first"
+        )
+
+
+def _check_cache(cache: Any) -> None:
+    if not isinstance(cache, CompressedCache):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}, but a wrapped model makes and continues "
+            "a CompressedCache: pass none, or mmkv.unwrap(model) first"
+        )
+
+
+def _model_pre_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    _input_ids.set(kwargs.get("input_ids", args[0] if args else None))
+
+
+def _model_post_hook(module: nn.Module, args: tuple, output: Any) -> None:
+    # Called after an exception too: nothing of this prompt may reach the next one.
+    _input_ids.set(None)
+    incoming.set(None)
+
+
+def _decoder_pre_hook(parts: adapters.Adapter, plan: Plan) -> Any:
+    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        if module.training:
+            raise ValueError(
+                "a wrapped model is for inference: call model.eval(), or mmkv.unwrap(model) to train"
+            )
+        if args:
+            kwargs = {"input_ids": args[0], **kwargs}
+        cache = kwargs.get("past_key_values")
+        if cache is None:
+            use_cache = kwargs.get("use_cache")
+            if not (module.config.use_cache if use_cache is None else use_cache):  # type: ignore[union-attr]
+                return None
+            cache = CompressedCache(parts.config, plan)
+            kwargs = {**kwargs, "past_key_values": cache}
+        _check_cache(cache)
+        embeds = kwargs.get("inputs_embeds")
+        tokens = kwargs["input_ids"] if embeds is None else embeds
+        mask = kwargs.get("attention_mask")
+        if cache.get_seq_length() == 0:
+            valid = _valid(tokens, mask)
+            cache.begin(valid, _image_tokens(parts, valid), kwargs)
+        elif tokens.shape[1] > 1:
+            _check_continuation(cache, tokens, mask)
+        return (), kwargs
+
+    return hook
+
+
+def _decoder_post_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    cache = kwargs.get("past_key_values")
+    if cache is None:
+        cache = getattr(output, "past_key_values", None)
+    if isinstance(cache, CompressedCache):
+        cache.finish()
+
+
+def _valid(tokens: Tensor, mask: Any) -> Tensor:
+    """Bool [B, N], False for padding."""
+    B, N = tokens.shape[:2]
+    if mask is None:
+        return torch.ones(B, N, dtype=torch.bool, device=tokens.device)
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape != (B, N):
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"attention_mask of shape {shape}: a compressed cache reads padding from a mask of "
+            f"shape {(B, N)}"
+        )
+    valid = mask.to(tokens.device).bool()
+    if not bool(valid[:, -1].all()):
+        raise ValueError(
+            "a row of the batch ends in padding: pad on the left (processor.tokenizer."
+            "padding_side = 'left'), as generation needs"
+        )
+    return valid
+
+
+def _image_tokens(parts: adapters.Adapter, valid: Tensor) -> Tensor | None:
+    """Bool [B, N], True where the prompt holds an image token; None where there is none to see."""
+    ids = _input_ids.get()
+    if parts.image_token_id is None or ids is None or ids.shape != valid.shape:
+        return None
+    return (ids == parts.image_token_id).to(valid.device)
+
+
+def _check_continuation(cache: CompressedCache, tokens: Tensor, mask: Any) -> None:
+    """Several tokens at once behind a compressed prompt: only where nothing has to be dropped."""
+    q = tokens.shape[1]
+    schedules = [b.schedule for x in cache.compressed for b in x.blocks or ()]
+    if not all(isinstance(s, Grow) for s in schedules):
+        raise ValueError(
+            f"{q} tokens at once behind a compressed prompt: policy {cache.plan.policy.name!r} "
+            "drops a token a step while decoding; feed them one by one, or use decode='grow'"
+        )
+    if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[:, -q:].all()):
+        raise ValueError("padding among tokens that continue a compressed cache is not supported")
+
+
+class _Residual:
+    """Measures how much one layer's attention changes the residual stream (SqueezeAttention)."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Remember the stream before a prefill's attention, on the cache."""
+        layer = self._layer(kwargs)
+        if layer is not None and layer.seen == 0:
+            layer.stream = args[0] if args else kwargs["hidden_states"]
+
+    def leave(self, attn: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Compare it with the stream after the attention was added back."""
+        layer = self._layer(kwargs)
+        if layer is None or layer.stream is None:
+            return
+        before, layer.stream = layer.stream, None
+        valid = kwargs["past_key_values"].prompt.valid.to(before.device)
+        layer.similarity = scores.residual_similarity(before, before + output[0], valid)
+
+    def _layer(self, kwargs: dict[str, Any]) -> CompressedLayer | None:
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, CompressedCache):
+            return None
+        layer = cache.layers[self.index]
+        return layer if isinstance(layer, CompressedLayer) else None

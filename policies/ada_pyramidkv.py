@@ -1,0 +1,21 @@
+"""Ada-KV on PyramidKV: PyramidKV's layer sizes, split among heads by how widely they attend.
+
+Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
+Inference", arXiv 2407.11550, section 4 (Ada-Pyramid).
+"""
+
+from dataclasses import dataclass
+
+from mmkv.policies.pyramidkv import PyramidKV
+from mmkv.policy import Heads
+from mmkv.registry import register_policy
+
+
+@register_policy("ada-pyramidkv", aliases=("ada-pyramid",))
+@dataclass(frozen=True, kw_only=True)
+class AdaPyramidKV(PyramidKV):
+    """PyramidKV with adaptive head sizes."""
+
+    paper = "Ada-KV, arXiv 2407.11550"
+    heads: Heads = "adaptive"
+    alpha: float = 0.5

@@ -1,0 +1,22 @@
+"""Ada-KV on SnapKV: a layer's size is split among its heads by how widely they attend.
+
+Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
+Inference", arXiv 2407.11550, algorithms 1 and 2. alpha = 0.5 as in the paper; its command line
+defaults to 0.2.
+"""
+
+from dataclasses import dataclass
+
+from mmkv.policies.snapkv import SnapKV
+from mmkv.policy import Heads
+from mmkv.registry import register_policy
+
+
+@register_policy("adakv", aliases=("ada", "ada-snapkv"))
+@dataclass(frozen=True, kw_only=True)
+class AdaSnapKV(SnapKV):
+    """SnapKV with adaptive head sizes."""
+
+    paper = "Ada-KV, arXiv 2407.11550"
+    heads: Heads = "adaptive"
+    alpha: float = 0.5

@@ -1,0 +1,24 @@
+"""ElasticCache: evicted pairs are merged into their nearest kept neighbour.
+
+Liu et al., "Efficient Inference of Vision Instruction-Following Models with Elastic Cache",
+arXiv 2407.18121, section 3. Its official code takes argsort for a rank and so keeps a nearly random
+set; here the intended top set is kept.
+"""
+
+from dataclasses import dataclass
+
+from mmkv.policy import Decode, Merge, Policy, Score
+from mmkv.registry import register_policy
+
+
+@register_policy("elastic")
+@dataclass(frozen=True, kw_only=True)
+class Elastic(Policy):
+    """Head-averaged accumulated attention, equal layers, merging by position."""
+
+    paper = "ElasticCache, arXiv 2407.18121"
+    score: Score = "accumulated"
+    average_heads: bool = True
+    decode: Decode = "ratio"
+    distance: int = 25
+    merge: Merge | None = "position"

@@ -1,0 +1,21 @@
+"""H2O: heavy hitters, the tokens that received most attention so far, and the most recent ones.
+
+Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language
+Models", arXiv 2306.14048, section 4. Half of the budget each.
+"""
+
+from dataclasses import dataclass
+
+from mmkv.policy import Decode, Policy, Score
+from mmkv.registry import register_policy
+
+
+@register_policy("h2o")
+@dataclass(frozen=True, kw_only=True)
+class H2O(Policy):
+    """Keep heavy hitters and recent tokens; while decoding, drop the lightest non-recent one."""
+
+    paper = "H2O, arXiv 2306.14048"
+    score: Score = "accumulated"
+    recent: float = 0.5
+    decode: Decode = "fixed"

@@ -1,0 +1,16 @@
+"""Local attention: the most recent tokens and nothing else (sliding window baseline)."""
+
+from dataclasses import dataclass
+
+from mmkv.policy import Decode, Policy, Score
+from mmkv.registry import register_policy
+
+
+@register_policy("local")
+@dataclass(frozen=True, kw_only=True)
+class Local(Policy):
+    """Keep the most recent tokens; while decoding, drop the oldest."""
+
+    paper = "baseline"
+    score: Score = "recency"
+    decode: Decode = "fixed"

@@ -1,0 +1,22 @@
+"""SnapKV: what the last queries of the prompt attend to, pooled over neighbouring keys.
+
+Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", arXiv 2404.14469,
+section 4. Defaults are its LongBench configuration; its classes default to 64 / 5 / avg.
+"""
+
+from dataclasses import dataclass
+
+from mmkv.policy import Policy, Pooling, Score
+from mmkv.registry import register_policy
+
+
+@register_policy("snapkv", aliases=("uniform",))
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(Policy):
+    """Keep the observation window and what it attends to; generated tokens stay."""
+
+    paper = "SnapKV, arXiv 2404.14469"
+    score: Score = "window"
+    window: int = 32
+    kernel_size: int = 7
+    pooling: Pooling | None = "max"

@@ -1,0 +1,22 @@
+"""StreamingLLM: a few first tokens (attention sinks) and the most recent ones.
+
+Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453, section 3.
+As published, positions are counted inside the cache: `reposition=True`. Off by default, because a
+prompt shorter than the training length needs no new positions.
+"""
+
+from dataclasses import dataclass
+
+from mmkv.policy import Decode, Policy, Score
+from mmkv.registry import register_policy
+
+
+@register_policy("streaming", aliases=("streamingllm",))
+@dataclass(frozen=True, kw_only=True)
+class Streaming(Policy):
+    """Keep 4 sinks and the most recent tokens; while decoding, drop the oldest non-sink."""
+
+    paper = "StreamingLLM, arXiv 2309.17453"
+    score: Score = "recency"
+    sinks: int = 4
+    decode: Decode = "fixed"

@@ -1,0 +1,25 @@
+"""XKV: layer sizes that maximise the mean retained importance, learned before the prefill.
+
+Li et al., "XKV: Personalized KV Cache Memory Reduction for Long-Context LLM Inference",
+arXiv 2412.05896, section IV. Its greedy loop takes one token at a time; because each layer's
+retention is concave, that equals one sort over the pooled scores.
+"""
+
+from dataclasses import dataclass
+
+from mmkv.policy import Allocation, Layers, Policy, Pooling, Score
+from mmkv.registry import register_policy
+
+
+@register_policy("xkv")
+@dataclass(frozen=True, kw_only=True)
+class XKV(Policy):
+    """SnapKV's score with a short window; layer sizes by pooled scores after a mini-prefill."""
+
+    paper = "XKV, arXiv 2412.05896"
+    score: Score = "window"
+    window: int = 8
+    kernel_size: int = 7
+    pooling: Pooling | None = "avg"
+    layers: Layers = "pooled"
+    allocation: Allocation = "mini-prefill"
