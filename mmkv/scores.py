@@ -1,0 +1,290 @@
+"""Importance of a prompt's tokens, computed from what attention already has at hand.
+
+Every score is a pure function of tensors: float32 out, higher = keep, inputs are never written to.
+
+Shape letters, here and in the rest of the package:
+
+- `B` rows of the batch
+- `Hq` query heads, `H` key-value heads; query head `h` reads key-value head `h // (Hq // H)`
+- `N` prompt tokens, padding included
+- `D` head dimension
+- `L` attention layers
+
+`valid` is a bool `[B, N]`, False for padding. Padding tokens score 0 and influence nothing: a
+left-padded row gives exactly what it gives alone.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Pooling = Literal["avg", "max"]
+
+# A tile of attention probabilities that stays in cache is several times faster on a CPU than one
+# that goes through memory; an accelerator wants few large launches. Both are counted in elements.
+_CPU_TILE_PER_THREAD = 2**18
+_DEVICE_TILE = 2**28
+
+
+@torch.no_grad()
+def window_attention(
+    query: Tensor,
+    key: Tensor,
+    *,
+    window: int,
+    kernel_size: int,
+    pooling: Pooling | None,
+    scale: float | None = None,
+    valid: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Mean attention that the last `window` queries pay to each earlier token, pooled over tokens.
+
+    Args:
+        query: `[B, Hq, Q, D]` with `window <= Q <= N`, of which the last `window` rows are used.
+        key: `[B, H, N, D]`.
+        window: number of queries in the observation window.
+        kernel_size: odd width of the pooling, in tokens; unused without pooling.
+        pooling: "avg" (zeros beyond the edges count), "max", or None. It is done per query head,
+            before the mean over the query heads of a group.
+        scale: factor of the logits, `D ** -0.5` by default.
+        valid: bool `[B, N]`, False for padding.
+        weights: `[window]`, non-negative, for a weighted mean over the window's queries
+            (PyramidInfer's recency weights); uniform by default.
+
+    Returns:
+        float32 `[B, H, N - window]`, in [0, 1].
+
+    Raises:
+        ValueError: shapes do not fit, the prompt is not longer than the window, or an option is
+            out of range.
+
+    Source: SnapKV, arXiv 2404.14469, section 4; weights: PyramidInfer, arXiv 2405.12532, section 3.
+    """
+    B, Hq, Q, D = _checked(query, key, valid)
+    H, N = key.shape[1], key.shape[2]
+    if window < 1:
+        raise ValueError(f"window must be at least 1, got {window}")
+    if window >= N:
+        raise ValueError(f"the prompt has {N} tokens, not more than the window of {window}")
+    if not window <= Q <= N:
+        raise ValueError(
+            f"query must have between window = {window} and N = {N} rows, got {tuple(query.shape)}"
+        )
+    if pooling not in ("avg", "max", None):
+        raise ValueError(f'pooling must be "avg", "max" or None, got {pooling!r}')
+    if pooling is not None and (kernel_size < 1 or kernel_size % 2 == 0):
+        raise ValueError(f"kernel_size must be a positive odd number, got {kernel_size}")
+    per_query = _window_weights(weights, window, query.device)
+
+    G = Hq // H
+    rows = query[:, :, -window:].float() * (D**-0.5 if scale is None else scale)
+    logits = rows.reshape(B, H, G * window, D) @ key.float().mT
+    logits = logits.view(B, H, G, window, N)
+
+    allowed = torch.ones(window, N, dtype=torch.bool, device=key.device).tril(N - window)
+    if valid is not None:
+        # Both sides of the mask: what padding holds may be anything, NaN included.
+        in_window = valid[:, -window:]
+        allowed = allowed & valid[:, None, None, None, :] & in_window[:, None, None, :, None]
+        per_query = per_query * in_window.float()[:, None, None, None, :]
+    per_query = per_query / per_query.sum(-1, keepdim=True).clamp_min(torch.finfo().tiny)
+    blocked = ~allowed
+    attention = logits.masked_fill(blocked, -torch.inf).softmax(-1)
+    attention = attention.masked_fill(blocked, 0.0)[..., : N - window]
+
+    scores = (per_query @ attention).view(B, Hq, N - window)
+    # Scores are not negative, so the zeros of padding act as either pooling's edge does.
+    if pooling == "avg":
+        scores = F.avg_pool1d(scores, kernel_size, stride=1, padding=kernel_size // 2)
+    elif pooling == "max":
+        scores = F.max_pool1d(scores, kernel_size, stride=1, padding=kernel_size // 2)
+    scores = scores.view(B, H, G, N - window).mean(2)
+    if valid is not None:
+        scores = scores.masked_fill(~valid[:, None, : N - window], 0.0)
+    return scores
+
+
+@torch.no_grad()
+def accumulated_attention(
+    query: Tensor,
+    key: Tensor,
+    *,
+    scale: float | None = None,
+    valid: Tensor | None = None,
+    block: int = 256,
+) -> Tensor:
+    """Attention that each token receives from all queries of the prompt, summed, without `N x N`.
+
+    A causal query row is complete in the keys up to its own block, so one pass over blocks of
+    queries is exact: softmax `block` rows against at most `N` keys, add up the columns. Extra
+    memory is `O(N * block)` per query head in flight.
+
+    Args:
+        query: `[B, Hq, N, D]`.
+        key: `[B, H, N, D]`.
+        scale: factor of the logits, `D ** -0.5` by default.
+        valid: bool `[B, N]`, False for padding: such queries are left out, such keys score 0.
+        block: query rows per block.
+
+    Returns:
+        float32 `[B, H, N]`, mean over the query heads of a group; a head's scores add up to its
+        number of valid queries.
+
+    Raises:
+        ValueError: shapes do not fit or `block` is below 1.
+
+    Source: H2O, arXiv 2306.14048, section 4; also the score of PrefixKV, arXiv 2412.03409.
+    """
+    B, Hq, Q, D = _checked(query, key, valid)
+    H, N = key.shape[1], key.shape[2]
+    if Q != N:
+        raise ValueError(
+            f"query and key must cover the same tokens, got {tuple(query.shape)} and "
+            f"{tuple(key.shape)}"
+        )
+    if block < 1:
+        raise ValueError(f"block must be at least 1, got {block}")
+    factor = D**-0.5 if scale is None else scale
+    G = Hq // H
+    block = min(block, max(N, 1))
+    tile = (
+        _CPU_TILE_PER_THREAD * torch.get_num_threads() if key.device.type == "cpu" else _DEVICE_TILE
+    )
+    chunk = max(1, tile // max(1, G * block * N))  # key-value heads in flight, over all rows
+
+    scores = torch.zeros(B * H, N, dtype=torch.float32, device=key.device)
+    future = torch.ones(block, block, dtype=torch.bool, device=key.device).triu(1)
+    grouped = query.unflatten(1, (H, G))
+    for heads in torch.arange(B * H, device=key.device).split(chunk):
+        b, h = heads // H, heads % H
+        scores[heads] = _column_sums(
+            grouped[b, h],
+            key[b, h].float(),
+            None if valid is None else ~valid[b],
+            future=future,
+            scale=factor,
+        )
+    return scores.view(B, H, N)
+
+
+@torch.no_grad()
+def recency(valid: Tensor) -> Tensor:
+    """Score each token by its place in the prompt: `s_j = j`, and 0 for padding.
+
+    Args:
+        valid: bool `[B, N]`, False for padding.
+
+    Returns:
+        float32 `[B, 1, N]`, one ranking for all heads.
+
+    Raises:
+        ValueError: `valid` is not a bool `[B, N]`.
+
+    Source: StreamingLLM, arXiv 2309.17453, section 3.2, without its sinks.
+    """
+    if valid.ndim != 2 or valid.dtype != torch.bool:
+        raise ValueError(f"valid must be a bool [B, N], got {valid.dtype} {tuple(valid.shape)}")
+    place = torch.arange(valid.shape[1], dtype=torch.float32, device=valid.device)
+    return (place * valid)[:, None]
+
+
+@torch.no_grad()
+def residual_similarity(before: Tensor, after: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Mean cosine similarity of the residual stream before and after an attention block.
+
+    Args:
+        before: `[B, N, hidden]`, the input of the block.
+        after: `[B, N, hidden]`, the same stream once the block's output was added.
+        valid: bool `[B, N]`, False for padding, which the mean leaves out.
+
+    Returns:
+        float32 `[B]`, in [-1, 1]; 0 for a row that is all padding. High means that the layer
+        changes little.
+
+    Raises:
+        ValueError: shapes do not fit.
+
+    Source: SqueezeAttention, arXiv 2404.04793, section 3.
+    """
+    if before.ndim != 3 or before.shape != after.shape:
+        raise ValueError(
+            "before and after must have one shape [B, N, hidden], got "
+            f"{tuple(before.shape)} and {tuple(after.shape)}"
+        )
+    _check_valid(valid, before.shape[0], before.shape[1])
+    similarity = F.cosine_similarity(before.float(), after.float(), dim=-1)  # [B, N]
+    if valid is None:
+        return similarity.mean(-1)
+    similarity = similarity.masked_fill(~valid, 0.0)
+    return similarity.sum(-1) / valid.sum(-1).clamp_min(1)
+
+
+def _column_sums(
+    query: Tensor,
+    key: Tensor,
+    padding: Tensor | None,
+    *,
+    future: Tensor,
+    scale: float,
+) -> Tensor:
+    """Column sums `[n, N]` of the causal attention of `query [n, G, N, D]` on `key [n, N, D]`."""
+    n, G, N, D = query.shape
+    block = future.shape[0]
+    # The lowest finite number and not -inf: the row of a padding query must stay finite.
+    lowest = torch.finfo(key.dtype).min
+    sums = key.new_zeros(n, N)
+    for start in range(0, N, block):
+        stop = min(start + block, N)
+        size = stop - start
+        rows = query[:, :, start:stop].float() * scale
+        counted = rows.new_full((n, G, size), 1.0 / G)
+        if padding is not None:  # what it holds may be anything, NaN included
+            absent = padding[:, None, start:stop]
+            rows = rows.masked_fill(absent[..., None], 0.0)
+            counted = counted.masked_fill(absent, 0.0)
+        # The group is folded into the rows of the matmul, so keys are never repeated.
+        logits = rows.reshape(n, G * size, D) @ key[:, :stop].mT
+        diagonal = logits.view(n, G, size, stop)[..., start:]
+        diagonal.masked_fill_(future[:size, :size], lowest)
+        if padding is not None:
+            logits.masked_fill_(padding[:, None, :stop], lowest)
+        sums[:, :stop] += (counted.view(n, 1, G * size) @ logits.softmax(-1))[:, 0]
+    return sums
+
+
+def _checked(query: Tensor, key: Tensor, valid: Tensor | None) -> tuple[int, int, int, int]:
+    """Check `query [B, Hq, Q, D]`, `key [B, H, N, D]` and `valid`; return `(B, Hq, Q, D)`."""
+    shapes = f"query {tuple(query.shape)} and key {tuple(key.shape)}"
+    if query.ndim != 4 or key.ndim != 4:
+        raise ValueError(f"query must be [B, Hq, N, D] and key [B, H, N, D], got {shapes}")
+    B, Hq, Q, D = query.shape
+    if key.shape[0] != B:
+        raise ValueError(f"query and key must have the same batch size, got {shapes}")
+    if key.shape[3] != D:
+        raise ValueError(f"query and key must have the same head_dim, got {shapes}")
+    if key.shape[1] < 1 or Hq < 1 or Hq % key.shape[1]:
+        raise ValueError(f"query heads must be a multiple of key-value heads, got {shapes}")
+    _check_valid(valid, B, key.shape[2])
+    return B, Hq, Q, D
+
+
+def _check_valid(valid: Tensor | None, B: int, N: int) -> None:
+    if valid is not None and (valid.dtype != torch.bool or tuple(valid.shape) != (B, N)):
+        raise ValueError(
+            f"valid must be a bool [B, N] = ({B}, {N}), got {valid.dtype} {tuple(valid.shape)}"
+        )
+
+
+def _window_weights(weights: Tensor | None, window: int, device: torch.device) -> Tensor:
+    if weights is None:
+        return torch.ones(window, device=device)
+    if tuple(weights.shape) != (window,):
+        raise ValueError(f"weights must be [window] = ({window},), got {tuple(weights.shape)}")
+    if not (bool(weights.isfinite().all()) and weights.min() >= 0 and weights.max() > 0):
+        raise ValueError(
+            f"weights must be finite, not negative and not all 0, got {weights.tolist()}"
+        )
+    return weights.detach().to(device, torch.float32)

@@ -1,0 +1,536 @@
+"""Allocators against loops that read like the papers, and against exhaustive search."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmkv.allocation import (
+    adaptive_heads,
+    fit,
+    geometric,
+    pooled,
+    prefix,
+    pyramid,
+    retention,
+    squeeze,
+    uniform,
+)
+
+quick = settings(max_examples=60, deadline=None)
+seeds = st.integers(0, 2**20)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Importances as attention makes them: a few large entries, many small ones, no ties."""
+    generator = torch.Generator().manual_seed(seed)
+    return (2 * torch.randn(*shape, generator=generator, dtype=torch.float64)).exp()
+
+
+def splits(parts: int, total: int, most: int) -> Iterator[tuple[int, ...]]:
+    """All ways of splitting `total` into `parts` numbers from 0 to `most`."""
+    for split in itertools.product(range(most + 1), repeat=parts):
+        if sum(split) == total:
+            yield split
+
+
+def naive_retention(layer: list[float], size: int) -> float:
+    return sum(sorted(layer, reverse=True)[:size]) / sum(layer)
+
+
+def naive_prefix(importance: list[list[float]], total: int) -> list[int]:
+    """PrefixKV's binary search for one `p`, then the rest where retention is lowest."""
+
+    def sizes(p: float) -> list[int]:
+        return [
+            next(o for o in range(len(layer) + 1) if naive_retention(layer, o) >= p - 1e-15)
+            for layer in importance
+        ]
+
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        p = (low + high) / 2
+        low, high = (p, high) if sum(sizes(p)) <= total else (low, p)
+    result = sizes(low)
+    while sum(result) < total:
+        open_layers = [i for i, layer in enumerate(importance) if result[i] < len(layer)]
+        lowest = min(open_layers, key=lambda i: naive_retention(importance[i], result[i]))
+        result[lowest] += 1
+    return result
+
+
+def naive_pooled(importance: list[list[float]], total: int) -> list[int]:
+    """XKV's algorithm 1: one token at a time, to the layer whose next entry adds most."""
+    shares = [sorted((w / sum(layer) for w in layer), reverse=True) for layer in importance]
+    sizes = [0] * len(shares)
+    for _ in range(total):
+        open_layers = [i for i, layer in enumerate(shares) if sizes[i] < len(layer)]
+        best = max(open_layers, key=lambda i: shares[i][sizes[i]])
+        sizes[best] += 1
+    return sizes
+
+
+def naive_adaptive_heads(scores: list[list[float]], per_head: int, alpha: float) -> list[int]:
+    """Ada-KV's algorithm 2 for one row."""
+    H = len(scores)
+    everything = [(score, h) for h, head in enumerate(scores) for score in head]
+    winners = sorted(everything, reverse=True)[: H * per_head]
+    reals = [
+        (1 - alpha) * sum(winner == h for _, winner in winners) + alpha * per_head for h in range(H)
+    ]
+    sizes = [math.floor(real + 1e-9) for real in reals]
+    while sum(sizes) < H * per_head:
+        sizes[max(range(H), key=lambda h: round(reals[h] - sizes[h], 9))] += 1
+    return sizes
+
+
+def highest_of_three_clusters(values: list[float]) -> set[int]:
+    """The exact 3-means of scalars: clusters are intervals, so try every pair of cuts."""
+    order = sorted(range(len(values)), key=lambda layer: values[layer])
+
+    def spread(group: list[int]) -> float:
+        mean = sum(values[layer] for layer in group) / len(group)
+        return sum((values[layer] - mean) ** 2 for layer in group)
+
+    cuts = itertools.combinations(range(1, len(values)), 2)
+    _, high = min(
+        cuts,
+        key=lambda cut: (
+            spread(order[: cut[0]]) + spread(order[cut[0] : cut[1]]) + spread(order[cut[1] :])
+        ),
+    )
+    return set(order[high:])
+
+
+# fit
+
+
+@quick
+@given(st.data())
+def test_fit_spends_the_total_within_the_bounds_in_the_order_of_the_wishes(
+    data: st.DataObject,
+) -> None:
+    wishes = data.draw(st.lists(st.floats(-1e6, 1e6) | st.integers(-5, 50), min_size=1, max_size=9))
+    floor = data.draw(st.integers(0, 20))
+    max_size = floor + data.draw(st.integers(0, 2000))
+    total = data.draw(st.integers(floor * len(wishes), max_size * len(wishes)))
+    sizes = fit(wishes, total, floor=floor, max_size=max_size)
+    assert sum(sizes) == total
+    assert all(type(size) is int and floor <= size <= max_size for size in sizes)
+    for (wish, size), (other_wish, other) in itertools.permutations(
+        zip(wishes, sizes, strict=True), 2
+    ):
+        if wish > other_wish + 1e-3:
+            assert size >= other
+
+
+@quick
+@given(
+    st.lists(st.floats(-1, 6).map(lambda wish: round(wish, 2)), min_size=3, max_size=3),
+    st.integers(0, 12),
+    st.integers(0, 1),
+)
+def test_fit_changes_the_clipped_wishes_least(wishes: list[float], total: int, floor: int) -> None:
+    most = 4
+    if not 3 * floor <= total:
+        return
+
+    def change(sizes: Any) -> float:
+        return sum(
+            (size - min(max(wish, floor), most)) ** 2
+            for size, wish in zip(sizes, wishes, strict=True)
+        )
+
+    best = min(change(split) for split in splits(3, total, most) if min(split) >= floor)
+    got = fit(wishes, total, floor=floor, max_size=most)
+    assert change(got) == pytest.approx(best, abs=1e-9)
+
+
+@quick
+@given(st.lists(st.integers(0, 100), min_size=1))
+def test_fit_leaves_good_sizes_alone(sizes: list[int]) -> None:
+    assert fit(sizes, sum(sizes), max_size=100) == sizes
+
+
+def test_fit_settles_ties_for_the_larger_wish_then_the_first_layer() -> None:
+    assert fit([2.5, 2.5, 2.5, 2.5], 10, max_size=9) == [3, 3, 2, 2]
+    assert fit([0, 0, 1], 4, floor=1, max_size=2) == [1, 1, 2]
+    assert fit([math.inf, 1, -math.inf], 11, max_size=10) == [10, 1, 0]
+
+
+# Formulas over depth
+
+
+@quick
+@given(st.integers(1, 80), st.integers(0, 5000), st.data())
+def test_every_formula_spends_its_total_and_never_grows_with_depth(
+    n_layers: int, max_size: int, data: st.DataObject
+) -> None:
+    total = data.draw(st.integers(0, n_layers * max_size))
+    beta = data.draw(st.floats(1, 1000))
+    decay = data.draw(st.floats(0.01, 1))
+    for sizes in (
+        uniform(n_layers, total, max_size=max_size),
+        pyramid(n_layers, total, beta=beta, max_size=max_size),
+        geometric(n_layers, total, decay=decay, max_size=max_size),
+    ):
+        assert len(sizes) == n_layers
+        assert sum(sizes) == total
+        assert all(type(size) is int and 0 <= size <= max_size for size in sizes)
+        assert sizes == sorted(sizes, reverse=True)
+
+
+@quick
+@given(st.integers(1, 80), st.integers(0, 5000))
+def test_uniform_sizes_differ_by_at_most_one(n_layers: int, total: int) -> None:
+    sizes = uniform(n_layers, total, max_size=total)
+    assert max(sizes) - min(sizes) == (1 if total % n_layers else 0)
+
+
+@pytest.mark.parametrize(("n_layers", "total", "beta"), [(32, 32 * 128, 20), (7, 501, 3.5)])
+def test_pyramid_is_the_papers_arithmetic_series(n_layers: int, total: int, beta: float) -> None:
+    mean = total / n_layers
+    low = mean / beta
+    high = 2 * mean - low
+    sizes = pyramid(n_layers, total, beta=beta, max_size=10**6)
+    for layer, size in enumerate(sizes):
+        assert abs(size - (high - (high - low) * layer / (n_layers - 1))) < 1
+    # One layer that cannot be that large: it is full, and the last makes up for it.
+    most = int(high) - 10
+    capped = pyramid(n_layers, total, beta=beta, max_size=most)
+    for layer, size in enumerate(capped):
+        wanted = most - (most - (2 * mean - most)) * layer / (n_layers - 1)
+        assert abs(size - wanted) < 1
+    assert sum(capped) == total
+
+
+@pytest.mark.parametrize(("decay", "max_size"), [(0.95, 10**6), (0.7, 10**6), (0.8, 700), (1, 300)])
+def test_geometric_is_a_capped_series_scaled_to_the_total(decay: float, max_size: int) -> None:
+    n_layers, total = 16, 16 * 300
+
+    def series(scale: float) -> list[float]:
+        return [min(max_size, scale * decay**layer) for layer in range(n_layers)]
+
+    low, high = 0.0, 1e9
+    for _ in range(100):
+        scale = (low + high) / 2
+        low, high = (scale, high) if sum(series(scale)) <= total else (low, scale)
+    sizes = geometric(n_layers, total, decay=decay, max_size=max_size)
+    for size, wanted in zip(sizes, series(low), strict=True):
+        assert abs(size - wanted) < 1
+
+
+def test_the_default_decay_leaves_the_last_of_32_layers_a_fifth() -> None:
+    sizes = geometric(32, 32 * 1000, max_size=10**6)
+    assert sizes[-1] / sizes[0] == pytest.approx(0.2, abs=0.01)
+
+
+# squeeze
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("p", [0.35, 0.3])
+def test_squeeze_cuts_the_cluster_of_the_highest_similarity(seed: int, p: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    n_layers, mean = 16, 100
+    centres = torch.tensor([0.2, 0.6, 0.9])[torch.randint(3, (n_layers,), generator=generator)]
+    similarity = centres + 0.05 * torch.randn(n_layers, generator=generator)
+    cut = highest_of_three_clusters(similarity.tolist())
+    total = n_layers * mean
+    rest = (total - len(cut) * p * mean) / (n_layers - len(cut))
+    sizes = squeeze(similarity, total, p=p, max_size=10**6)
+    assert sum(sizes) == total
+    for layer, size in enumerate(sizes):
+        assert abs(size - (p * mean if layer in cut else rest)) < 1
+    assert sizes == squeeze(similarity.tolist(), total, p=p, max_size=10**6)
+
+
+@pytest.mark.parametrize("similarity", [[0.5] * 6, [0.1, 0.9, 0.1, 0.9, 0.9, 0.1], [0.3], [0.1, 1]])
+def test_squeeze_is_uniform_without_three_distinct_values(similarity: list[float]) -> None:
+    n_layers = len(similarity)
+    total = 10 * n_layers + n_layers // 2
+    sizes = squeeze(torch.tensor(similarity), total, max_size=50)
+    assert sizes == uniform(n_layers, total, max_size=50)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.floats(-1, 1), min_size=1, max_size=12), st.data())
+def test_squeeze_spends_its_total(similarity: list[float], data: st.DataObject) -> None:
+    total = data.draw(st.integers(0, 40 * len(similarity)))
+    sizes = squeeze(torch.tensor(similarity), total, max_size=40)
+    assert sum(sizes) == total
+    assert all(0 <= size <= 40 for size in sizes)
+
+
+# prefix and pooled
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prefix_equals_bisection_and_pooled_equals_the_greedy_loop(seed: int) -> None:
+    importance = random(5, 12, seed=seed)
+    for total in range(0, 61, 3):
+        assert prefix(importance, total) == naive_prefix(importance.tolist(), total)
+        assert pooled(importance, total=total) == naive_pooled(importance.tolist(), total)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_split_has_a_higher_lowest_or_mean_retention(seed: int) -> None:
+    n_layers, n = 3, 5
+    importance = random(n_layers, n, seed=seed)
+    layers = importance.tolist()
+    for total in range(n_layers * n + 1):
+        kept = [
+            [naive_retention(layer, size) for layer, size in zip(layers, split, strict=True)]
+            for split in splits(n_layers, total, n)
+        ]
+        lowest = min(retention(importance, prefix(importance, total)))
+        assert lowest == pytest.approx(max(min(shares) for shares in kept), abs=1e-12)
+        mean = sum(retention(importance, pooled(importance, total=total)))
+        assert mean == pytest.approx(max(sum(shares) for shares in kept), abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("target", [1e-6, 0.3, 0.75, 0.99, 1.0])
+def test_pooled_reaches_a_retention_with_the_fewest_tokens(seed: int, target: float) -> None:
+    n_layers, n = 3, 5
+    importance = random(n_layers, n, seed=seed)
+    layers = importance.tolist()
+    sizes = pooled(importance, retention=target)
+    assert sum(retention(importance, sizes)) / n_layers >= target - 1e-9
+    for split in splits(n_layers, sum(sizes) - 1, n):
+        kept = [naive_retention(layer, size) for layer, size in zip(layers, split, strict=True)]
+        assert sum(kept) / n_layers < target - 1e-9
+
+
+@pytest.mark.parametrize("n", [7, 10, 49, 60])
+def test_pooled_retention_is_not_misled_by_rounding(n: int) -> None:
+    # k of n equal entries are k / n, also where their sum in float64 is a little less.
+    importance = torch.full((1, n), 0.1)
+    for k in range(1, n + 1):
+        assert pooled(importance, retention=k / n) == [k]
+
+
+@quick
+@given(st.integers(1, 6), st.integers(1, 12), seeds, st.booleans())
+def test_more_tokens_never_take_one_from_a_layer(L: int, N: int, seed: int, ties: bool) -> None:
+    importance = random(L, N, seed=seed)
+    if ties:
+        importance = importance.clamp(max=3).floor()
+    for allocate in (prefix, pooled):
+        before = [0] * L
+        for total in range(L * N + 1):
+            sizes = allocate(importance, total)
+            assert sum(sizes) == total
+            assert all(type(size) is int and size <= N for size in sizes)
+            assert all(new >= old for new, old in zip(sizes, before, strict=True))
+            before = sizes
+
+
+@quick
+@given(st.integers(1, 5), st.integers(1, 10), seeds, st.floats(1e-6, 1e6))
+def test_the_scale_of_a_layer_does_not_matter(L: int, N: int, seed: int, scale: float) -> None:
+    importance = random(L, N, seed=seed)
+    scaled = importance.clone()
+    scaled[0] *= scale
+    total = L * N // 2
+    for allocate in (prefix, pooled):
+        torch.testing.assert_close(
+            retention(scaled, allocate(scaled, total)),
+            retention(importance, allocate(importance, total)),
+        )
+
+
+def test_equal_layers_share_equally() -> None:
+    for importance in (torch.ones(4, 10), torch.eye(10)[:1].expand(4, 10)):
+        for allocate in (prefix, pooled):
+            assert allocate(importance, 22) == [6, 6, 5, 5]
+
+
+DEGENERATE = [
+    ("zeros count as uniform", [0, 0, 0, 0], [1, 1, 1, 1]),
+    ("nan counts as 0", [3, math.nan, 1, 5], [3, 0, 1, 5]),
+    ("only nan counts as uniform", [math.nan] * 4, [1, 1, 1, 1]),
+    ("inf counts as the largest", [math.inf, 2, 1, 5], [5, 2, 1, 5]),
+    ("inf among zeros", [math.inf, 0, 0, math.inf], [1, 0, 0, 1]),
+    ("only inf counts as uniform", [math.inf] * 4, [1, 1, 1, 1]),
+    ("sums that overflow", [1.5e308, 1.5e308, 0, 1.5e308], [1, 1, 0, 1]),
+    ("sums that underflow", [5e-324, 0, 5e-324, 0], [1, 0, 1, 0]),
+]
+
+
+@pytest.mark.parametrize(
+    ("given_layer", "meant_layer"),
+    [case[1:] for case in DEGENERATE],
+    ids=[case[0] for case in DEGENERATE],
+)
+def test_degenerate_layers_mean_what_is_documented(
+    given_layer: list[float], meant_layer: list[float]
+) -> None:
+    others = [[4.0, 3, 2, 1], [1.0, 9, 1, 0.5]]
+    got = torch.tensor([given_layer, *others], dtype=torch.float64)
+    meant = torch.tensor([meant_layer, *others], dtype=torch.float64)
+    for total in range(13):
+        for allocate in (prefix, pooled):
+            sizes = allocate(got, total)
+            assert sum(sizes) == total
+            assert sizes == allocate(meant, total)
+            assert retention(got, sizes) == pytest.approx(retention(meant, sizes))
+    assert pooled(got, retention=0.8) == pooled(meant, retention=0.8)
+
+
+@quick
+@given(st.integers(1, 6), st.integers(1, 12), seeds)
+def test_retention_is_the_share_of_the_largest_entries(L: int, N: int, seed: int) -> None:
+    importance = random(L, N, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(N + 1, (L,), generator=generator).tolist()
+    want = [naive_retention(w, n) for w, n in zip(importance.tolist(), sizes, strict=True)]
+    assert retention(importance, sizes) == pytest.approx(want)
+    assert retention(importance, [0] * L) == [0.0] * L
+    assert retention(importance, [N] * L) == [1.0] * L
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64])
+def test_importances_of_any_type_are_counted_exactly(dtype: torch.dtype) -> None:
+    importance = (10 * random(3, 8)).clamp(max=1000).round().to(dtype)
+    before = importance.clone()
+    for allocate in (prefix, pooled):
+        assert allocate(importance, 11) == allocate(importance.double(), 11)
+    assert torch.equal(importance, before)
+
+
+# adaptive_heads
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("H", [1, 3, 8])
+def test_adaptive_heads_equals_the_loop_row_by_row(alpha: float, H: int) -> None:
+    scores = random(4, H, 20, seed=H)
+    for per_head in (0, 1, 7, 20):
+        got = adaptive_heads(scores, per_head, alpha=alpha)
+        for b, row in enumerate(scores.tolist()):
+            assert got[b].tolist() == naive_adaptive_heads(row, per_head, alpha)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_alpha_zero_retains_the_most_of_all_splits(seed: int) -> None:
+    H, N = 3, 5
+    scores = random(1, H, N, seed=seed)
+    heads = [sorted(head, reverse=True) for head in scores[0].tolist()]
+
+    def kept(split: Any) -> float:
+        return sum(sum(head[:size]) for head, size in zip(heads, split, strict=True))
+
+    for per_head in range(N + 1):
+        got = adaptive_heads(scores, per_head, alpha=0.0)[0].tolist()
+        best = max(kept(split) for split in splits(H, H * per_head, N))
+        assert kept(got) == pytest.approx(best)
+
+
+@quick
+@given(
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(1, 12),
+    st.floats(0, 1),
+    seeds,
+    st.booleans(),
+    st.data(),
+)
+def test_adaptive_heads_spends_each_rows_budget_within_bounds(
+    B: int, H: int, N: int, alpha: float, seed: int, ties: bool, data: st.DataObject
+) -> None:
+    per_head = data.draw(st.integers(0, N))
+    scores = random(B, H, N, seed=seed).float()
+    if ties:
+        scores = scores.clamp(max=2).floor()
+    sizes = adaptive_heads(scores, per_head, alpha=alpha)
+    assert sizes.dtype == torch.long
+    assert sizes.shape == (B, H)
+    assert (sizes.sum(-1) == H * per_head).all()
+    assert (sizes >= 0).all()
+    assert (sizes <= N).all()
+    # The even share is a promise, up to the rounding.
+    assert (sizes >= math.floor(alpha * per_head - 1e-9)).all()
+
+
+def test_adaptive_heads_is_uniform_where_nothing_tells_heads_apart() -> None:
+    for scores in (torch.zeros(2, 4, 10), torch.full((2, 4, 10), math.nan)):
+        for alpha in (0.0, 0.5, 1.0):
+            assert (adaptive_heads(scores, 3, alpha=alpha) == 3).all()
+    assert (adaptive_heads(random(2, 4, 10), 3, alpha=1.0) == 3).all()
+
+
+def test_adaptive_heads_takes_nan_as_nothing_and_inf_as_most() -> None:
+    scores = torch.tensor([[[math.inf, 1, 1], [math.nan, 2, 2], [3, 3, 0]]])
+    # The six largest: inf; 2, 2; 3, 3; and one of the ones.
+    assert adaptive_heads(scores, 2, alpha=0.0).tolist() == [[2, 2, 2]]
+    assert adaptive_heads(scores, 1, alpha=0.0).tolist() == [[1, 0, 2]]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_inputs_on_a_gpu_give_the_same_sizes_on_the_cpu() -> None:
+    importance, scores = random(6, 50), random(2, 4, 50)
+    assert prefix(importance.cuda(), 100) == prefix(importance, 100)
+    assert pooled(importance.cuda(), 100) == pooled(importance, 100)
+    assert retention(importance.cuda(), [5] * 6) == retention(importance, [5] * 6)
+    got = adaptive_heads(scores.cuda(), 10)
+    assert got.device.type == "cpu"
+    assert torch.equal(got, adaptive_heads(scores, 10))
+    similarity = torch.linspace(0.1, 0.9, 12)
+    assert squeeze(similarity.cuda(), 90, max_size=50) == squeeze(similarity, 90, max_size=50)
+
+
+# Errors
+
+IMPORTANCE = torch.ones(4, 10)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: fit([1, 1], 3, floor=2, max_size=9), r"3 tokens .* 4 "),
+        (lambda: fit([1, 1], 19, max_size=9), r"19 tokens .* 18 "),
+        (lambda: fit([1, math.nan], 2, max_size=9), r"nan"),
+        (lambda: fit([], 0, max_size=9), r"at least one layer"),
+        (lambda: fit([1], 1, floor=-1, max_size=9), r"floor .*-1"),
+        (lambda: uniform(0, 0, max_size=9), r"at least one layer.*0"),
+        (lambda: uniform(4, 41, max_size=10), r"41 tokens .* 40 "),
+        (lambda: uniform(4, -1, max_size=10), r"-1 tokens .* 0 "),
+        (lambda: pyramid(4, 41, max_size=10), r"41 tokens .* 40 "),
+        (lambda: pyramid(4, 20, beta=0.5, max_size=10), r"beta .*0\.5"),
+        (lambda: geometric(4, 41, max_size=10), r"41 tokens .* 40 "),
+        (lambda: geometric(4, 20, decay=0.0, max_size=10), r"decay .*0\.0"),
+        (lambda: geometric(4, 20, decay=1.1, max_size=10), r"decay .*1\.1"),
+        (lambda: squeeze([0.1, 0.5, 0.9], 31, max_size=10), r"31 tokens .* 30 "),
+        (lambda: squeeze([0.1, 0.5, 0.9], 9, p=0, max_size=10), r"p .*got 0"),
+        (lambda: squeeze([0.1, math.nan, 0.9], 9, max_size=10), r"nan"),
+        (lambda: squeeze(torch.ones(2, 2), 9, max_size=10), r"\(2, 2\)"),
+        (lambda: prefix(IMPORTANCE, 41), r"41 tokens .* 40 "),
+        (lambda: prefix(IMPORTANCE, -1), r"-1 tokens .* 40 "),
+        (lambda: prefix(torch.ones(4), 2), r"\[L, N\], got \(4,\)"),
+        (lambda: prefix(torch.ones(4, 0), 0), r"\[L, N\], got \(4, 0\)"),
+        (lambda: prefix(-IMPORTANCE, 2), r"negative, got -1"),
+        (lambda: pooled(IMPORTANCE, total=41), r"41 tokens .* 40 "),
+        (lambda: pooled(-IMPORTANCE, total=2), r"negative, got -1"),
+        (lambda: pooled(IMPORTANCE), r"exactly one .*None and None"),
+        (lambda: pooled(IMPORTANCE, total=2, retention=0.5), r"exactly one .*2 and 0\.5"),
+        (lambda: pooled(IMPORTANCE, retention=0.0), r"retention .*got 0\.0"),
+        (lambda: pooled(IMPORTANCE, retention=1.5), r"retention .*got 1\.5"),
+        (lambda: retention(IMPORTANCE, [1, 2, 3]), r"4 numbers.*\[1, 2, 3\]"),
+        (lambda: retention(IMPORTANCE, [1, 2, 3, 11]), r"\[0, 10\].*11"),
+        (lambda: adaptive_heads(torch.ones(1, 2, 5), 6), r"5 tokens .*got 6"),
+        (lambda: adaptive_heads(torch.ones(1, 2, 5), -1), r"got -1"),
+        (lambda: adaptive_heads(torch.ones(2, 5), 1), r"\[B, H, N\].*\(2, 5\)"),
+        (lambda: adaptive_heads(torch.ones(1, 2, 5), 1, alpha=1.2), r"alpha .*1\.2"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_numbers(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
