@@ -1,0 +1,1 @@
+"""Metrics as `evaluate` modules, loaded from the package."""
