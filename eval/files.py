@@ -1,0 +1,184 @@
+"""Reads published data files; every error names the file, the entry and the field."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from .samples import DataError, check_image
+
+# Limits against a wrong file by mistake or a hostile one; the published files are far below them.
+MAX_JSON_BYTES = 256 * 2**20
+MAX_LINE_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One object of a data file, and where it stands (`place`, such as "line 3")."""
+
+    path: Path
+    place: str
+    fields: dict[str, Any]
+
+    def error(self, field: str, problem: str) -> DataError:
+        """Return the error for a field of this entry."""
+        return DataError(f"{self.path}: {self.place}: field {field!r}: {problem}")
+
+    def text(self, field: str, empty: bool = False) -> str:
+        """Return a text field; blank only where `empty` allows it."""
+        value = self._get(field)
+        if not isinstance(value, str):
+            raise self.error(field, f"expected text, got {_kind(value)}")
+        if not value.strip() and not empty:
+            raise self.error(field, "is empty")
+        return value
+
+    def texts(self, field: str, empty: bool = False) -> tuple[str, ...]:
+        """Return a field that is a list of texts, with at least one unless `empty`."""
+        value = self._get(field)
+        if not isinstance(value, list):
+            raise self.error(field, f"expected a list of texts, got {_kind(value)}")
+        for i, item in enumerate(value):
+            if not isinstance(item, str):
+                raise self.error(field, f"item {i}: expected text, got {_kind(item)}")
+        if not value and not empty:
+            raise self.error(field, "is an empty list")
+        return tuple(value)
+
+    def optional(self, field: str) -> Any:
+        """Return a field or None."""
+        return self.fields.get(field)
+
+    def _get(self, field: str) -> Any:
+        if field not in self.fields:
+            raise self.error(field, f"is missing; the entry has {sorted(self.fields)}")
+        return self.fields[field]
+
+    def image(self, field: str, folder: Path) -> Path:
+        """Return the picture that a field names, which must lie inside `folder`.
+
+        The name is a relative path without "..", and no link may lead out of the folder. The
+        picture's header is checked too.
+        """
+        name = self.text(field)
+        windows = PureWindowsPath(name)
+        if "\0" in name or PurePosixPath(name).is_absolute() or windows.anchor:
+            raise self.error(field, f"expected a path inside the image folder, got {name!r}")
+        if ".." in windows.parts:
+            raise self.error(field, f"must not contain '..', got {name!r}")
+        try:
+            path = (folder / name).resolve()
+            if not path.is_relative_to(folder.resolve()):
+                raise self.error(field, f"{name!r} leads out of the image folder {folder}")
+            if not path.is_file():
+                raise self.error(field, f"no picture {name!r} in {folder}")
+        except (OSError, RuntimeError) as error:  # too long a name, a loop of links
+            raise self.error(field, f"{name[:200]!r} cannot be looked up: {error}") from error
+        try:
+            check_image(path)
+        except DataError as error:
+            raise self.error(field, str(error)) from error
+        return path
+
+
+def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> Any:
+    """Return the content of a JSON file. Raises DataError."""
+    _require_file(path)
+    size = path.stat().st_size
+    if size > limit:
+        raise DataError(f"{path}: has {size} bytes, more than {limit}")
+    try:
+        return json.loads(path.read_bytes().decode("utf-8-sig"))
+    except RecursionError as error:
+        raise DataError(f"{path}: is nested too deeply") from error
+    except (OSError, ValueError) as error:  # UnicodeDecodeError and JSONDecodeError among them
+        raise DataError(f"{path}: not a JSON file in UTF-8: {error}") from error
+
+
+def read_lines(path: Path, limit: int | None = None) -> Iterator[Entry]:
+    """Yield the objects of a JSONL file, at most `limit`; blank lines are left out."""
+    _require_file(path)
+    found = 0
+    with path.open("rb") as file:
+        number = 0
+        while (limit is None or found < limit) and (raw := file.readline(MAX_LINE_BYTES + 1)):
+            number += 1
+            place = f"line {number}"
+            if len(raw) > MAX_LINE_BYTES:
+                raise DataError(f"{path}: {place}: has more than {MAX_LINE_BYTES} bytes")
+            try:
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                if not line.strip():
+                    continue
+                value = json.loads(line)
+            except RecursionError as error:
+                raise DataError(f"{path}: {place}: is nested too deeply") from error
+            except ValueError as error:
+                raise DataError(f"{path}: {place}: not a JSON object in UTF-8: {error}") from error
+            found += 1
+            yield as_entry(path, place, value)
+    if not found:
+        raise DataError(f"{path}: has no entries")
+
+
+def as_entry(path: Path, place: str, value: Any) -> Entry:
+    """Return `value` as an entry; raises DataError if it is no JSON object."""
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: {place}: expected an object, got {_kind(value)}")
+    return Entry(path=path, place=place, fields=value)
+
+
+def find_file(data: str | Path, suffix: str, names: tuple[str, ...] = ()) -> Path:
+    """Return the data file: `data` itself, or in a folder one of `names`, else the only one."""
+    path = Path(data)
+    if not path.is_dir():
+        _require_file(path)
+        return path
+    for name in names:
+        if (path / name).is_file():
+            return path / name
+    found = sorted(path.glob(f"*{suffix}"))
+    if len(found) != 1:
+        raise DataError(f"{path}: expected one {suffix} file in this folder, found {len(found)}")
+    return found[0]
+
+
+def find_image_folder(data: Path, image_folder: Path | None) -> Path:
+    """Return the folder of the pictures: given, or `images` beside `data`, or that folder."""
+    if image_folder is None:
+        beside = data.parent / "images"
+        return beside if beside.is_dir() else data.parent
+    if not image_folder.is_dir():
+        raise DataError(f"{image_folder}: the image folder does not exist")
+    return image_folder
+
+
+class Names:
+    """Gives each sample of a run an id of its own."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[str] = Counter()
+
+    def unique(self, name: str) -> str:
+        """Return `name`, with "#2", "#3" and so on when it was given before."""
+        while True:
+            self._seen[name] += 1
+            if self._seen[name] == 1:
+                return name
+            name = f"{name}#{self._seen[name]}"
+
+
+def _require_file(path: Path) -> None:
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value"}
+    if value is None:
+        return "null"
+    return names.get(type(value), "a number")

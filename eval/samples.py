@@ -1,0 +1,124 @@
+"""What a suite is made of: one sample, its pictures, and the error for bad data files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+# A picture of more pixels or bytes than this is refused; both are far above any published one.
+MAX_PIXELS = 50_000_000
+MAX_IMAGE_BYTES = 64 * 2**20
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
+
+
+class DataError(ValueError):
+    """A data file is not what a suite expects; the message names file, entry and field."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One prompt of a suite, with what is needed to run and to score it.
+
+    Attributes:
+        id: Unique within a run of the suite.
+        suite: Name of the suite.
+        task: Name of the LongBench dataset or kind of task, else the suite's name.
+        prompt: The user's text, without placeholders for images.
+        images: Pictures (Pillow images, or paths that `open_images` reads), before the prompt.
+        answers: Reference answers; the first is teacher-forced for perplexity.
+        chat: Whether the chat template is applied.
+        max_new_tokens: Most tokens to generate.
+        metric: Name of the scorer in `mmkv.eval.scoring` for the generated text, or None.
+        classes: All classes of a classification task.
+        tags: Groups that the sample counts in, such as "ocr" or "depth=0.5".
+        truncate: Whether a prompt beyond the model's length is cut in its middle.
+        first_line: Whether only the first line of the output is scored.
+        note: Why figures of this sample do not compare with published ones; "" if they do.
+    """
+
+    id: str
+    suite: str
+    task: str
+    prompt: str
+    images: tuple[Any, ...] = ()
+    answers: tuple[str, ...] = ()
+    chat: bool = True
+    max_new_tokens: int = 128
+    metric: str | None = None
+    classes: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    truncate: bool = False
+    first_line: bool = False
+    note: str = ""
+
+    @property
+    def comparable(self) -> bool:
+        """Whether figures compare with published ones."""
+        return not self.note
+
+
+def suite_notes(samples: Iterable[Sample]) -> tuple[str, ...]:
+    """Return each reason why figures of `samples` do not compare with published ones, once."""
+    return tuple(dict.fromkeys(sample.note for sample in samples if sample.note))
+
+
+def open_images(sample: Sample) -> list[Image.Image]:
+    """Return the pictures of `sample` as RGB images, reading those that are paths.
+
+    Raises:
+        DataError: A file is missing, too large, of another format, or cannot be decoded.
+    """
+    return [read_image(i) if isinstance(i, str | Path) else i for i in sample.images]
+
+
+def read_image(path: str | Path) -> Image.Image:
+    """Read one picture as RGB, its first frame if it has several. Raises DataError."""
+    return _open(Path(path), decode=True)
+
+
+def check_image(path: str | Path) -> None:
+    """Check a picture's size and header without decoding it. Raises DataError."""
+    _open(Path(path), decode=False)
+
+
+def _open(path: Path, decode: bool) -> Image.Image:
+    import warnings
+
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        size = path.stat().st_size
+        if size > MAX_IMAGE_BYTES:
+            raise DataError(f"{path}: picture has {size} bytes, more than {MAX_IMAGE_BYTES}")
+        with warnings.catch_warnings():
+            # Pillow only warns about a decompression bomb up to twice its limit.
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path, formats=FORMATS) as image:
+                width, height = image.size
+                if width * height > MAX_PIXELS:
+                    raise DataError(
+                        f"{path}: picture has {width} x {height} pixels, more than {MAX_PIXELS}"
+                    )
+                return image.convert("RGB") if decode else image
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        raise DataError(f"{path}: {error}") from error
+    except UnidentifiedImageError as error:
+        raise DataError(f"{path}: not a {', '.join(FORMATS)} picture") from error
+    except DataError:
+        raise
+    except (OSError, ValueError, SyntaxError) as error:
+        raise DataError(f"{path}: cannot be read as a picture: {error}") from error
+
+
+def interleave(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """Return the first sample of every group, then the second of each, and so on.
+
+    A limit on the number of samples then covers all tasks alike.
+    """
+    longest = max((len(group) for group in groups), default=0)
+    return [group[i] for i in range(longest) for group in groups if i < len(group)]
