@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 # Top-level classes, and the decoders they may hold (by `config.model_type`).
 TEXT_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
@@ -30,6 +30,20 @@ class Adapter:
     layers: tuple[nn.Module, ...]
     attentions: tuple[nn.Module, ...]
     image_token_id: int | None
+
+    def rotary_frequencies(self) -> Tensor:
+        """Frequencies of the rotary embedding, [D / 2]; pair i is dimensions i and i + D / 2.
+
+        Raises:
+            ValueError: the embedding changes with the length, so keys cannot be turned afterwards.
+        """
+        rotary = self.decoder.rotary_emb
+        if rotary.rope_type not in ("default", "linear", "llama3"):
+            raise ValueError(
+                f"reposition=True turns keys by fixed frequencies, but rope_type="
+                f"{rotary.rope_type!r} changes them with the length: use reposition=False"
+            )
+        return rotary.inv_freq  # type: ignore[return-value]
 
 
 def find(model: nn.Module) -> Adapter:

@@ -19,6 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmkv.cache import incoming
+from mmkv.eviction import Prompt, importance
 from mmkv.policy import Policy
 
 # The model's attention implementation -> ours. transformers treats any name containing "flash"
@@ -38,14 +39,13 @@ class Enough(Exception):  # noqa: N818 - a signal, not an error
 class Collector:
     """Gathers every layer's scores in a forward pass that stores nothing."""
 
-    def __init__(self, policy: Policy, valid: Tensor, n_layers: int) -> None:
-        self.policy, self.valid, self.n_layers = policy, valid, n_layers
+    def __init__(self, policy: Policy, n_layers: int, prompt: Prompt) -> None:
+        self.policy, self.n_layers, self.prompt = policy, n_layers, prompt
         self.scores: list[Tensor] = []
 
     def add(self, query: Tensor, key: Tensor, scale: float | None) -> None:
         """Score one layer; after the last one nothing more is needed."""
-        valid = self.valid.to(key.device)
-        self.scores.append(self.policy.importance(query, key, scale=scale, valid=valid))
+        self.scores.append(importance(self.policy, query, key, scale=scale, prompt=self.prompt))
         if len(self.scores) == self.n_layers:
             raise Enough
 
@@ -124,22 +124,14 @@ class _Overlay:
 
 
 def run_mini_prefill(
-    decoder: nn.Module, policy: Policy, n_layers: int, arguments: dict[str, Any]
+    decoder: nn.Module, policy: Policy, n_layers: int, arguments: dict[str, Any], prompt: Prompt
 ) -> list[Tensor]:
     """Every layer's scores [B, H or 1, N], from a forward pass that stores no keys or values.
 
     XKV (arXiv 2412.05896, section IV-A): the pass ends inside the last layer, once its attention
     scores are known.
     """
-    embeds, ids, mask = (
-        arguments.get(k) for k in ("inputs_embeds", "input_ids", "attention_mask")
-    )
-    tokens = embeds if embeds is not None else ids
-    assert tokens is not None
-    valid = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-    if mask is not None:
-        valid = mask.bool()
-    collector = Collector(policy, valid, n_layers)
+    collector = Collector(policy, n_layers, prompt)
     token = collecting.set(collector)
     try:
         with torch.no_grad():

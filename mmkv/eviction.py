@@ -61,6 +61,20 @@ class Prompt:
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
+def importance(
+    policy: Policy, query: Tensor, key: Tensor, *, scale: float | None, prompt: Prompt
+) -> Tensor:
+    """The policy's scores, made finite: a query or key that overflowed must not decide the rest.
+
+    NaN and -inf count as no importance, inf as more than any finite score. Shapes as in
+    `Policy.importance`.
+    """
+    valid = prompt.to(key.device).valid
+    with torch.no_grad():
+        found = policy.importance(query, key, scale=scale, valid=valid)
+    return found.nan_to_num(nan=0.0, posinf=1e30, neginf=0.0)
+
+
 def total_kept(budget: float | int, n_layers: int, length: int) -> int:
     """Tokens kept over all layers (per head): a float is a fraction, an int a mean per layer."""
     if isinstance(budget, float):
@@ -146,7 +160,7 @@ def competing(scores: Sequence[Tensor], prompt: Prompt, row: int) -> Tensor:
     for s in scores:
         own = s[row][:, free.to(s.device)]
         if own.shape[0] > 1:
-            own = own.nan_to_num(nan=0.0).sort(dim=-1, descending=True).values
+            own = own.sort(dim=-1, descending=True).values
         rows.append(own.mean(dim=0).cpu())
     return torch.stack(rows)
 
@@ -189,7 +203,7 @@ def select(
                     scores[b : b + 1, :, free], n - forced, alpha=policy.alpha
                 )
                 counts[b] = forced + split[0].cpu()
-    rank = scores.nan_to_num(nan=0.0).masked_fill(must[:, None], float("inf"))
+    rank = scores.masked_fill(must[:, None], float("inf"))
     rank = rank.masked_fill(~valid[:, None], float("-inf"))
     M = int(counts.max())
     chosen = rank.argsort(dim=-1, descending=True, stable=True)[..., :M]
@@ -203,7 +217,7 @@ def select(
 def retained(scores: Tensor, indices: Tensor, prompt: Prompt) -> Tensor:
     """The share of the competing tokens' importance that was kept, [B]; 1 where none compete."""
     free = (prompt.valid & ~prompt.must)[:, None]
-    s = scores.nan_to_num(nan=0.0).clamp(min=0) * free
+    s = scores.clamp(min=0) * free
     kept = s.gather(-1, indices.clamp(min=0)).masked_fill(indices < 0, 0.0)
     total = s.sum(dim=(-1, -2))
     return torch.where(total > 0, kept.sum(dim=(-1, -2)) / total.clamp(min=1e-30), 1.0)

@@ -99,7 +99,7 @@ class Policy:
     def __post_init__(self) -> None:
         """Validate every option; each message shows the value received."""
         for field, hint in get_type_hints(type(self)).items():
-            choices = [c for c in _literals(hint)]
+            choices = _literals(hint)
             if choices and (value := getattr(self, field)) not in choices:
                 raise ValueError(f"{field}={value!r}: expected one of {choices}")
         if self.window < 1 or self.kernel_size < 1 or self.kernel_size % 2 == 0:

@@ -101,7 +101,9 @@ class Profile:
             )
         mine = model_shape(config)
         if self.model is not None and self.model != mine:
-            different = {k: (self.model.get(k), v) for k, v in mine.items() if self.model.get(k) != v}
+            different = {
+                k: (self.model.get(k), v) for k, v in mine.items() if self.model.get(k) != v
+            }
             raise ValueError(
                 "the profile was measured on another model: "
                 + ", ".join(f"{k} {a!r} there, {b!r} here" for k, (a, b) in different.items())

@@ -71,7 +71,7 @@ class CacheReport:
         Raises:
             ValueError: nothing was run through it yet.
         """
-        from mmkv.cache import CompressedLayer
+        from mmkv.layer import CompressedLayer
 
         prompt, layers = cache.prompt, []
         if prompt is None:

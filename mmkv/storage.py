@@ -8,6 +8,7 @@ so per-head sizes free memory without a loop over heads.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mmkv.decoding import Lightest, Schedule, Slots
+from mmkv.repositioning import reposition
 
 # Slots added at a time once the reserve made at prefill is used up: a share of those in use.
 _CHUNK = 1 / 8
@@ -31,6 +33,7 @@ class Block:
         filled: bool [R, 1, S], which slots attention may see; None while all in use are filled.
         mass: float32 [R, S], attention accumulated by each slot; only H2O's decoding needs it.
         schedule: which slot is next.
+        inv_freq: [D / 2], to count positions inside the cache; None to keep the original ones.
     """
 
     rows: Tensor | None
@@ -40,6 +43,7 @@ class Block:
     filled: Tensor | None
     mass: Tensor | None
     schedule: Schedule
+    inv_freq: Tensor | None = None
 
     @classmethod
     def of(
@@ -52,6 +56,7 @@ class Block:
         *,
         reserve: int,
         rows: Tensor | None = None,
+        inv_freq: Tensor | None = None,
     ) -> Block:
         """Copy kept pairs [R, M, D] into storage of their own, with `reserve` empty slots."""
         R, M, D = keys.shape
@@ -63,6 +68,7 @@ class Block:
             filled=None,
             mass=None if mass is None else mass.new_zeros(R, M + reserve),
             schedule=schedule,
+            inv_freq=inv_freq,
         )
         block.keys[:, :M], block.values[:, :M], block.positions[:, :M] = keys, values, positions
         if block.mass is not None and mass is not None:
@@ -118,6 +124,8 @@ class Block:
             held = self.positions[:, None, :width]
             last = torch.arange(position, position + q, device=held.device)[None, :, None]
             visible = ((held >= 0) & (held <= last)).repeat(1, query.shape[1] // q, 1)
+        if self.inv_freq is not None:
+            keys = reposition(keys, self.positions[:, :width], position + q - 1, self.inv_freq)
         if self.mass is None and softcap is None:
             return scaled_dot_product_attention(
                 query[:, None],
@@ -213,12 +221,12 @@ def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = 0.04) -> lis
     """
     order = np.argsort(-counts, kind="stable")
     size = counts[order].astype(np.int64)
-    # Cut only where the rounded length changes: at most 33 places, so the search is exact and cheap.
+    # Cut only where the rounded length changes: at most 33 places, so the search is cheap.
     rounded = np.ceil(size / max(1, size[0]) * 32)
     cuts = np.concatenate([[0], np.flatnonzero(np.diff(rounded)) + 1, [len(size)]])
     allowed = (1 + slack) * size.sum()
     n = len(cuts) - 1
-    # cost[j]: slots needed for the first cuts[j] rows; `back` remembers where the last block starts.
+    # cost[j]: slots needed for the first cuts[j] rows; `back`: where their last block starts.
     cost = np.full(n + 1, np.inf)
     cost[0] = 0.0
     back: list[np.ndarray] = []
@@ -234,4 +242,4 @@ def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = 0.04) -> lis
     for step in reversed(back):
         edges.append(int(step[edges[-1]]))
     edges.reverse()
-    return [np.sort(order[cuts[a] : cuts[b]]) for a, b in zip(edges, edges[1:], strict=False) if a < b]
+    return [np.sort(order[cuts[a] : cuts[b]]) for a, b in pairwise(edges) if a < b]

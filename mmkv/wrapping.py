@@ -11,14 +11,16 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from mmkv import adapters, attention, scores
-from mmkv.cache import CompressedCache, CompressedLayer, Plan, incoming
+from mmkv.cache import CompressedCache, Plan, incoming
 from mmkv.decoding import Grow
+from mmkv.layer import CompressedLayer
 from mmkv.policy import Policy
 from mmkv.profiles import Profile
 from mmkv.registry import get_policy
@@ -96,13 +98,11 @@ def wrap(
             f"protect='instruction' keeps the prompt's text and lets image tokens compete; "
             f"{type(model).__name__} has no image tokens: use protect='none'"
         )
-    if chosen.reposition and not hasattr(parts.decoder, "rotary_emb"):
-        raise ValueError("reposition=True needs rotary positions; this decoder has none")
     plan = Plan(chosen, budget, fractions)
+    if chosen.reposition:
+        plan.inv_freq = parts.rotary_frequencies()
     if chosen.needs_all_layers and chosen.allocation == "mini-prefill" and fractions is None:
-        plan.mini_prefill = lambda arguments: attention.run_mini_prefill(
-            parts.decoder, chosen, n_layers, arguments
-        )
+        plan.mini_prefill = partial(attention.run_mini_prefill, parts.decoder, chosen, n_layers)
     attention.register()
     with ExitStack() as undo:
         _attach(model, parts, plan, base, undo)
@@ -179,7 +179,9 @@ def _attach(
     undo.callback(setattr, config, "_attn_implementation_internal", base)
     config._attn_implementation_internal = attention.NAMES[base]
 
-    def prepare_cache(generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any) -> None:
+    def prepare_cache(
+        generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
+    ) -> None:
         mode = kwargs.get("generation_mode", args[0] if args else "")
         _refuse_what_cannot_be_honoured(generation_config, str(getattr(mode, "value", mode)))
         given = model_kwargs.get("past_key_values")
@@ -260,7 +262,8 @@ def _decoder_pre_hook(parts: adapters.Adapter, plan: Plan) -> Any:
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         if module.training:
             raise ValueError(
-                "a wrapped model is for inference: call model.eval(), or mmkv.unwrap(model) to train"
+                "a wrapped model is for inference: call model.eval(), or to train it "
+                "mmkv.unwrap(model)"
             )
         if args:
             kwargs = {"input_ids": args[0], **kwargs}

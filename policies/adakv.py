@@ -8,6 +8,7 @@ defaults to 0.2.
 from dataclasses import dataclass
 
 from mmkv.policies.snapkv import SnapKV
+
 from mmkv.policy import Heads
 from mmkv.registry import register_policy
 

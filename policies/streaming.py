@@ -1,8 +1,8 @@
 """StreamingLLM: a few first tokens (attention sinks) and the most recent ones.
 
-Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453, section 3.
-As published, positions are counted inside the cache: `reposition=True`. Off by default, because a
-prompt shorter than the training length needs no new positions.
+Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453,
+section 3. As published, positions are counted inside the cache: `reposition=True`. Off by default,
+because a prompt shorter than the training length needs no new positions.
 """
 
 from dataclasses import dataclass

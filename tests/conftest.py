@@ -108,7 +108,9 @@ def row_of(inputs: dict[str, torch.Tensor], b: int) -> dict[str, torch.Tensor]:
     real = inputs["attention_mask"][b].bool()
     row = {k: inputs[k][b : b + 1, real] for k in ("input_ids", "attention_mask")}
     if "pixel_values" in inputs:
-        per_row = [(inputs["input_ids"][i] == IMAGE).sum().item() // IMAGE_TOKENS for i in range(b + 1)]
+        per_row = [
+            (inputs["input_ids"][i] == IMAGE).sum().item() // IMAGE_TOKENS for i in range(b + 1)
+        ]
         start = sum(per_row[:b])
         row["pixel_values"] = inputs["pixel_values"][start : start + per_row[b]]
     return row

@@ -28,7 +28,10 @@ def _masked_attention(module, query, key, value, attention_mask, scaling=None, *
         edit = _state.get("edit")
         if edit is not None:
             key, value = edit(module.layer_idx, key, value)
+        if _state.get("inv_freq") is not None:
+            key = naive_reposition(key, visible, _state["inv_freq"])
         attention_mask = None
+    seen: list[Tensor] = []
     out = torch.zeros(B, query.shape[1], query.shape[2], D)
     for h in range(query.shape[1]):
         logits = query[:, h] @ key[:, h // G].transpose(-1, -2) * scale
@@ -36,7 +39,11 @@ def _masked_attention(module, query, key, value, attention_mask, scaling=None, *
             logits = logits + attention_mask[:, 0, :, :S]
         if allowed is not None:
             logits = logits.masked_fill(~visible[:, h // G, None, :], -math.inf)
-        out[:, h] = logits.softmax(-1) @ value[:, h // G]
+        weights = logits.softmax(-1)
+        out[:, h] = weights @ value[:, h // G]
+        seen.append(weights)
+    if allowed is not None and _state.get("record") is not None:
+        _state["record"][-1].append(torch.stack(seen, dim=1))
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -62,15 +69,20 @@ def masked_logits(
     tokens: Tensor,
     kept: list[list[Tensor]],
     merge: str | None = None,
+    reposition: bool = False,
+    record: list[list[Tensor]] | None = None,
 ) -> Tensor:
     """Logits [1 + T - 1, B, V] of the prompt's last token and of T - 1 teacher-forced tokens.
 
     `kept[t][layer]` is what the compressed cache held after the prefill (t = 0) and each step.
+    `record` receives each decode step's attention weights, [layer][B, Hq, 1, S].
     """
     decoder = model.get_decoder()
     before = decoder.config._attn_implementation
     decoder.config._attn_implementation_internal = "test_masked"
     _state.update(allowed=None, edit=None)
+    _state["record"] = record
+    _state["inv_freq"] = decoder.rotary_emb.inv_freq if reposition else None
     mask = inputs["attention_mask"]
     try:
         with torch.no_grad():
@@ -93,6 +105,8 @@ def masked_logits(
                 _state["edit"] = edit
             for t in range(tokens.shape[1] - 1):
                 _state["allowed"] = allowed_from(kept[t], N + t)
+                if record is not None:
+                    record.append([])
                 mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
                 out = model(
                     input_ids=tokens[:, t : t + 1],
@@ -104,8 +118,22 @@ def masked_logits(
                 logits.append(out.logits[:, -1])
     finally:
         decoder.config._attn_implementation_internal = before
-        _state.update(allowed=None, edit=None)
+        _state.update(allowed=None, edit=None, inv_freq=None, record=None)
     return torch.stack(logits)
+
+
+def naive_reposition(keys: Tensor, visible: Tensor, inv_freq: Tensor) -> Tensor:
+    """Turn each visible key to its place counted back from the newest, one pair at a time."""
+    keys, half = keys.clone(), keys.shape[-1] // 2
+    for b in range(keys.shape[0]):
+        for h in range(keys.shape[1]):
+            held = visible[b, h].nonzero()[:, 0].tolist()
+            for steps_back, p in enumerate(reversed(held)):
+                turn = (held[-1] - p) - steps_back
+                x = torch.complex(keys[b, h, p, :half], keys[b, h, p, half:])
+                x = x * torch.polar(torch.ones(half), turn * inv_freq)
+                keys[b, h, p] = torch.cat([x.real, x.imag])
+    return keys
 
 
 def naive_merge(

@@ -32,6 +32,9 @@ COMPOSED = [
     Variant("h2o", (), 44),
     Variant("snapkv", (), 44),
     Variant("streaming", (("merge", "position"),)),
+    Variant("streaming", (("reposition", True),)),
+    Variant("prefixkv", (("reposition", True), ("distance", 4))),
+    Variant("adakv", (("reposition", True),)),
     Variant("snapkv", (("sinks", 4), ("average_heads", True))),
 ]
 VARIANTS = [Variant(name) for name in mmkv.list_policies()] + COMPOSED
@@ -74,8 +77,9 @@ def test_eviction_equals_masking(models, variant, name, rows):
     model, inputs = models(name), make_inputs(name, ROWS[rows])
     with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
         logits, tokens, cache, held = generate(model, inputs)
+    policy = mmkv.get_policy(variant.policy, **options_of(variant))
     expected = masked_logits(
-        model, inputs, tokens, held, merge=mmkv.get_policy(variant.policy, **options_of(variant)).merge
+        model, inputs, tokens, held, merge=policy.merge, reposition=policy.reposition
     )
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
     if variant.policy != "full":
@@ -165,13 +169,17 @@ def test_budget_is_spent_exactly(models, variant):
         pytest.skip("keeps everything at any budget")
     model, lengths = models("llama"), (133, 57)
     inputs = make_inputs("llama", lengths)
-    with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
-        with torch.no_grad():
-            cache = model(**inputs, use_cache=True).past_key_values
+    options = options_of(variant)
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
     for b, n in enumerate(lengths):
         per_layer = [(cache.kept(i)[b] >= 0).sum(-1) for i in range(3)]
         sizes = [float(x.float().mean()) for x in per_layer]
-        wanted = 3 * min(variant.budget, n) if isinstance(variant.budget, int) else round(variant.budget * 3 * n)
+        wanted = (
+            3 * min(variant.budget, n)
+            if isinstance(variant.budget, int)
+            else round(variant.budget * 3 * n)
+        )
         assert sum(sizes) == wanted
         assert all(0 <= s <= n for s in sizes)
 
@@ -184,13 +192,20 @@ def test_bytes_are_really_freed(policy):
     from conftest import make_model
 
     model, inputs = make_model("llama"), make_inputs("llama", (1000,))
-    pair_bytes = 3 * 1000 * 2 * 16 * 2 * 4  # layers, tokens, heads, head_dim, key and value, float32
+    pair_bytes = (
+        3 * 1000 * 2 * 16 * 2 * 4
+    )  # layers, tokens, heads, head_dim, key and value, float32
     with mmkv.wrapped(model, policy, 0.2):
         *_, cache, _ = generate(model, inputs, new=8)
     gc.collect()
     alive: dict[int, int] = {}
     for x in gc.get_objects():
-        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.shape[-1:] == (16,) and x.ndim >= 3:
+        if (
+            type(x) is torch.Tensor
+            and x.is_floating_point()
+            and x.shape[-1:] == (16,)
+            and x.ndim >= 3
+        ):
             alive[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
     assert sum(alive.values()) == cache.nbytes
     if policy == "full":

@@ -1,0 +1,181 @@
+"""One layer of the compressed cache: blocks of kept pairs, and the whole prefill while it waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from mmkv.decoding import Grow
+from mmkv.storage import Block
+
+
+@dataclass
+class Held:
+    """A layer's whole prefill, kept until its size is known."""
+
+    keys: Tensor
+    values: Tensor
+    scores: Tensor | None
+
+
+class CompressedLayer(CacheLayerMixin):
+    """One layer's kept pairs, in blocks of rows; `None` before the prefill."""
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop everything."""
+        self.seen = 0
+        self.batch = 0
+        self.heads = 0
+        self.blocks: list[Block] | None = None
+        self.held: Held | None = None
+        self.sizes: list[int] | None = None
+        self.retained: Tensor | None = None
+        self.stream: Tensor | None = None
+        self.similarity: Tensor | None = None
+        self.is_initialized = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Learn the layer's shape."""
+        self.batch, self.heads = key_states.shape[:2]
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Count the tokens and hand them on; the attention function stores them."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.seen += key_states.shape[-2]
+        return key_states, value_states
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        """Tokens seen, not kept: positions go on from here."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """The new tokens' own block: each layer knows itself which old ones it holds."""
+        if isinstance(query_length, Tensor):  # older releases pass the cache positions
+            query_length = query_length.shape[0]
+        return query_length, self.seen
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def reset(self) -> None:
+        """Drop everything, ready for a new prompt."""
+        self.forget()
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: evicted tokens cannot come back."""
+        raise ValueError(
+            "a compressed cache cannot be cropped, so assisted and contrastive decoding cannot "
+            "use it: generate without them, or mmkv.unwrap(model) first"
+        )
+
+    def offload(self) -> None:
+        """Refused: the cache is small because it was compressed; it stays on the device."""
+        raise ValueError(
+            "a compressed cache cannot be offloaded: generate without cache offloading"
+        )
+
+    prefetch = offload
+
+    def select_rows(self, batch: Tensor) -> None:
+        """Choose rows of the batch; everything a row has moves with it."""
+        if self.blocks is None:
+            return
+        chosen = batch.cpu().numpy()
+        wanted = (chosen[:, None] * self.heads + np.arange(self.heads)).reshape(-1)
+        blocks = []
+        for block in self.blocks:
+            old = np.arange(self.rows) if block.rows is None else block.rows.cpu().numpy()
+            place = np.full(self.rows, -1)
+            place[old] = np.arange(len(old))
+            mine = np.flatnonzero(place[wanted] >= 0)
+            if len(mine):
+                rows = None if block.rows is None else torch.from_numpy(mine).to(block.rows.device)
+                blocks.append(block.select(place[wanted[mine]], rows))
+        self.blocks, self.batch = blocks, len(chosen)
+        if self.sizes is not None:
+            self.sizes = [self.sizes[int(b)] for b in chosen]
+        if self.retained is not None:
+            self.retained = self.retained[batch.to(self.retained.device)]
+
+    @property
+    def rows(self) -> int:
+        """B * H."""
+        return self.batch * self.heads
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages held for keys and values."""
+        stored = sum(b.nbytes for b in self.blocks or ())
+        if self.held is not None:
+            whole = (self.held.keys, self.held.values)
+            stored += sum(
+                {
+                    x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in whole
+                }.values()
+            )
+        return stored
+
+    def kept(self) -> Tensor:
+        """Original positions held, int64 [B, H, n], ascending, -1 as filler at the end."""
+        if self.blocks is None:
+            raise ValueError("nothing is kept yet: run a prompt through the wrapped model first")
+        width = max(b.positions.shape[1] for b in self.blocks)
+        device = self.blocks[0].positions.device
+        found = torch.full((self.rows, width), -1, dtype=torch.int64, device=device)
+        for block in self.blocks:
+            where = slice(None) if block.rows is None else block.rows
+            found[where, : block.positions.shape[1]] = block.positions.long()
+        far = torch.iinfo(torch.int64).max
+        found = found.masked_fill(found < 0, far).sort(dim=-1).values
+        longest = int((found < far).sum(-1).max())
+        found = found[:, :longest].masked_fill(found[:, :longest] == far, -1)
+        return found.view(self.batch, self.heads, longest)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """A decode step, or a continuation by q tokens: write, attend, drop.
+
+        Args:
+            query: [B, Hq, q, D].
+            key: [B, H, q, D].
+            value: [B, H, q, D].
+            options: scale and softcap.
+
+        Returns:
+            [B, q, Hq, D].
+        """
+        assert self.blocks is not None
+        B, Hq, q, D = query.shape
+        first = self.seen - q
+        rows = query.reshape(self.rows, Hq // self.heads * q, D)
+        key, value = key.flatten(0, 1).detach(), value.flatten(0, 1).detach()
+        out = rows.new_empty(*rows.shape[:2], value.shape[-1])
+        for block in self.blocks:
+            where = slice(None) if block.rows is None else block.rows
+            block.append(key[where], value[where], first)
+            out[where] = block.attend(rows[where], q, first, **options)
+            if q == 1:
+                block.drop(first)
+            elif isinstance(block.schedule, Grow):
+                block.schedule.extend(q)
+        return out.view(B, Hq, q, -1).transpose(1, 2)

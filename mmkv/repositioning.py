@@ -1,0 +1,34 @@
+"""Positions counted inside the cache, as StreamingLLM published it (arXiv 2309.17453, section 3.2).
+
+Keys are stored with the rotation of their original position. Before a step they are turned on, so
+that the token kept i-th before the newest is seen at distance i, however far back it stood.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def reposition(keys: Tensor, positions: Tensor, newest: int, inv_freq: Tensor) -> Tensor:
+    """Turn keys so that their distances to the newest token are consecutive.
+
+    Args:
+        keys: [R, S, D], after rotary embedding at `positions`.
+        positions: [R, S], -1 where a slot is empty.
+        newest: the newest token's position; its own key stays as it is.
+        inv_freq: [D / 2], frequencies; pair i is dimensions i and i + D / 2.
+
+    Returns:
+        [R, S, D], a copy.
+    """
+    empty = positions < 0
+    rank = positions.masked_fill(empty, newest + 1).argsort(dim=-1).argsort(dim=-1)
+    held = (~empty).sum(dim=-1, keepdim=True)
+    turn = (newest - positions) - (held - 1 - rank)
+    angle = turn.masked_fill(empty, 0)[..., None].float() * inv_freq.to(keys.device).float()
+    cos = torch.cat([angle.cos()] * 2, dim=-1)
+    sin = torch.cat([angle.sin()] * 2, dim=-1)
+    first, second = keys.float().chunk(2, dim=-1)
+    half = torch.cat([-second, first], dim=-1)
+    return (keys.float() * cos + half * sin).to(keys.dtype)
