@@ -1,0 +1,116 @@
+"""MM-Vet: open questions about pictures, each with the capabilities it needs (arXiv 2308.02490).
+
+Published data has two shapes: a JSON object of id -> `{imagename, question, answer, imagesource,
+capability}`, and a JSON list of `{image, question, answer}`. In answers, "<OR>" separates
+alternatives and "<AND>" joins parts. Built-in data are questions about held-out scenes.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from . import files
+from .description import BUILTIN_NOTE, IMAGE_MARK
+from .samples import DataError, Sample
+
+NAME = "mmvet"
+BUILTIN_SIZE = 48
+NOTE = "MM-Vet's own score is given by GPT-4; here it is the F1 of the answer's words"
+
+
+def load(
+    data: str | Path = "builtin",
+    *,
+    limit: int | None = None,
+    tasks: list[str] | None = None,
+    image_folder: Path | None = None,
+) -> list[Sample]:
+    """Return the samples, from the built-in data or a published file. Raises DataError."""
+    if data == "builtin":
+        return builtin(BUILTIN_SIZE if limit is None else limit)
+    path = files.find_file(data, ".json", ("mm-vet.json",))
+    content = files.read_json(path)
+    if not isinstance(content, dict | list) or not content:
+        raise DataError(f"{path}: expected an object of entries by id, or a list of entries")
+    folder = files.find_image_folder(path, image_folder)
+    names = files.Names()
+    if isinstance(content, dict):
+        field = "imagename"
+        entries = [(key, f"entry {key!r}", value) for key, value in content.items()]
+    else:
+        field = "image"
+        entries = [(_name(value, i), f"entry {i}", value) for i, value in enumerate(content)]
+    return [
+        _sample(files.as_entry(path, place, value), names.unique(name), field, folder)
+        for name, place, value in entries[:limit]
+    ]
+
+
+def _name(value: Any, number: int) -> str:
+    given = value.get("id", value.get("question_id")) if isinstance(value, dict) else None
+    return str(number if given is None else given)
+
+
+def _sample(entry: files.Entry, name: str, field: str, folder: Path) -> Sample:
+    question = entry.text("question").replace(IMAGE_MARK, "").strip()
+    if not question:
+        raise entry.error("question", "is empty beside the image mark")
+    given = entry.text("answer").replace("<AND>", " and ").split("<OR>")
+    answers = tuple(" ".join(text.split()) for text in given if text.strip())
+    if not answers:
+        raise entry.error("answer", "is empty beside its marks")
+    return Sample(
+        id=name,
+        suite=NAME,
+        task=NAME,
+        prompt=question,
+        images=(entry.image(field, folder),),
+        answers=answers,
+        max_new_tokens=256,
+        metric="token_f1",
+        tags=entry.texts("capability") if "capability" in entry.fields else (),
+        note=NOTE,
+    )
+
+
+def builtin(size: int) -> list[Sample]:
+    """Return `size` questions about held-out scenes.
+
+    Capabilities: "rec" to recognise colour or shape, "spat" to place, "count" to count, and
+    "several" where two pictures are shown and one is asked about. Scenes hold no text, so nothing
+    stands for MM-Vet's "ocr".
+    """
+    from mmkv.builtin import scenes
+
+    samples: list[Sample] = []
+    for seed in range(size):
+        rng = random.Random(f"mmvet:{seed}")
+        number = 2 if seed % 4 == 3 else 1
+        shown = [scenes.make_scene(1000 + seed + i * 100_000) for i in range(number)]
+        about = rng.randrange(number)
+        which = "the picture" if number == 1 else f"the {scenes.ORDINALS[about]} picture"
+        question = scenes.ask(shown[about], rng, 1, which)[0]
+        tags = _capabilities(question.text)
+        samples.append(
+            Sample(
+                id=f"question-{seed}",
+                suite=NAME,
+                task=NAME,
+                prompt=question.text,
+                images=tuple(scenes.draw(scene) for scene in shown),
+                answers=(question.answer,),
+                max_new_tokens=24,
+                metric="token_f1",
+                tags=(*tags, "several") if number > 1 else tags,
+                note=BUILTIN_NOTE,
+            )
+        )
+    return samples
+
+
+def _capabilities(question: str) -> tuple[str, ...]:
+    if question.startswith("How many"):
+        return ("count",) if question.startswith("How many objects") else ("rec", "count")
+    return ("rec", "spat")
