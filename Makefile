@@ -1,0 +1,46 @@
+# Every target installs what it needs, once, into .venv.
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,\
+	$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+BIN := .venv/bin
+STAMP := .venv/.installed
+TEST := -n 2
+PICTURE := mmkv/builtin/pictures/scene1.png
+FOLDERS := mmkv policies $(wildcard eval demo)
+
+.PHONY: run test lint type format clean install
+
+run: install
+	$(BIN)/mmkv chat $(PICTURE) "Describe the image." --policy prefixkv --budget 0.2
+
+test: install
+	$(BIN)/pytest $(TEST)
+
+lint: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+# A type checker must see the folders as they import: mmkv/policies, mmkv/eval.
+type: install
+	@rm -rf .typecheck && mkdir .typecheck && ln -s ../pyproject.toml .typecheck
+	@for f in $$(find $(FOLDERS) -name '*.py'); do \
+		case $$f in mmkv/*) link=.typecheck/$$f ;; *) link=.typecheck/mmkv/$$f ;; esac; \
+		mkdir -p $$(dirname $$link); ln -s "$(CURDIR)/$$f" $$link; \
+	done
+	$(BIN)/pyright -p .typecheck --pythonpath $(BIN)/python
+
+format: install
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed (make PYTHON=...)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -e '.[dev,eval]'
+	@touch $@
+
+clean:
+	rm -rf .venv .typecheck out build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
