@@ -62,17 +62,17 @@ def _turns(entry: files.Entry) -> tuple[str, str]:
         raise entry.error("conversations", "expected a list of a human and a gpt turn")
     texts = []
     for i, speaker in enumerate(("human", "gpt")):
-        turn = turns[i]
-        if not isinstance(turn, dict) or turn.get("from") != speaker:
-            raise entry.error(f"conversations[{i}].from", f"expected {speaker!r}")
-        text = turn.get("value")
-        if isinstance(text, str) and speaker == "human":
-            text = text.strip().removeprefix(IMAGE_MARK).removesuffix(IMAGE_MARK)
-        if not isinstance(text, str) or not text.strip():
-            raise entry.error(f"conversations[{i}].value", "expected a text that is not empty")
+        turn = files.as_entry(entry.path, f"{entry.place}: conversations[{i}]", turns[i])
+        if turn.text("from") != speaker:
+            raise turn.error("from", f"expected {speaker!r}, got {turn.text('from')!r}")
+        text = turn.text("value").strip()
+        if speaker == "human":
+            text = text.removeprefix(IMAGE_MARK).removesuffix(IMAGE_MARK).strip()
+        if not text:
+            raise turn.error("value", "is empty beside the image mark")
         if IMAGE_MARK in text:
-            raise entry.error(f"conversations[{i}].value", "expected one image at the start or end")
-        texts.append(text.strip())
+            raise turn.error("value", f"expected one {IMAGE_MARK}, at the start or the end")
+        texts.append(text)
     return texts[0], texts[1]
 
 

@@ -31,8 +31,7 @@ class Entry:
     def text(self, field: str, empty: bool = False) -> str:
         """Return a text field; blank only where `empty` allows it."""
         value = self._get(field)
-        if not isinstance(value, str):
-            raise self.error(field, f"expected text, got {_kind(value)}")
+        self._check_text(field, value)
         if not value.strip() and not empty:
             raise self.error(field, "is empty")
         return value
@@ -43,8 +42,7 @@ class Entry:
         if not isinstance(value, list):
             raise self.error(field, f"expected a list of texts, got {_kind(value)}")
         for i, item in enumerate(value):
-            if not isinstance(item, str):
-                raise self.error(field, f"item {i}: expected text, got {_kind(item)}")
+            self._check_text(field, item, f"item {i}: ")
         if not value and not empty:
             raise self.error(field, "is an empty list")
         return tuple(value)
@@ -52,6 +50,14 @@ class Entry:
     def optional(self, field: str) -> Any:
         """Return a field or None."""
         return self.fields.get(field)
+
+    def _check_text(self, field: str, value: Any, item: str = "") -> None:
+        if not isinstance(value, str):
+            raise self.error(field, f"{item}expected text, got {_kind(value)}")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:  # JSON can escape halves of a surrogate pair
+            raise self.error(field, f"{item}has characters that are none: {error}") from error
 
     def _get(self, field: str) -> Any:
         if field not in self.fields:

@@ -7,6 +7,7 @@ folder of them, read in order of name), cut to lengths in words.
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
@@ -70,7 +71,9 @@ def _builtin(depth: float, length: int, repeat: int) -> Sample:
 
 
 def _insert(parts: list[str], needle: str, depth: float) -> list[str]:
-    place = round(depth * len(parts))
+    """Put the needle where the parts before it are nearest to the share `depth` of all letters."""
+    before = list(itertools.accumulate((len(part) for part in parts), initial=0))
+    place = min(range(len(before)), key=lambda i: abs(before[i] - depth * before[-1]))
     return [*parts[:place], needle, *parts[place:]]
 
 

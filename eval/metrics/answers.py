@@ -33,7 +33,7 @@ class Answers(evaluate.Metric):
             ),
         )
 
-    def _compute(
+    def _compute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         predictions: list[str],
         references: list[list[str]],

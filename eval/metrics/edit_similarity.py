@@ -30,7 +30,7 @@ class EditSimilarity(evaluate.Metric):
             ],
         )
 
-    def _compute(
+    def _compute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         predictions: list[str],
         references: list[Any],

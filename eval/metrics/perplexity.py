@@ -27,7 +27,9 @@ class Perplexity(evaluate.Metric):
             ),
         )
 
-    def _compute(self, nll: list[float], tokens: list[int]) -> dict[str, Any]:
+    def _compute(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, nll: list[float], tokens: list[int]
+    ) -> dict[str, Any]:
         total = sum(tokens)
         if min(tokens) < 0 or total < 1:
             raise ValueError(f"tokens must be at least 0 and 1 in all, got {tokens}")

@@ -31,7 +31,7 @@ class Rouge(evaluate.Metric):
             ],
         )
 
-    def _compute(
+    def _compute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, predictions: list[str], references: list[Any], use_aggregator: bool = True
     ) -> dict[str, Any]:
         result: dict[str, Any] = {}

@@ -29,7 +29,7 @@ class TokenF1(evaluate.Metric):
             ],
         )
 
-    def _compute(
+    def _compute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, predictions: list[str], references: list[Any], use_aggregator: bool = True
     ) -> dict[str, Any]:
         scores = [

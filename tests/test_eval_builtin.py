@@ -1,0 +1,93 @@
+"""The suites' built-in data: deterministic, small enough for the built-in model, and answerable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mmkv.eval import scoring
+from mmkv.eval.suites import SUITES, load_suite
+
+from mmkv.builtin import WEIGHTS, scenes
+
+SIZES = {
+    "description": 50,
+    "mmvet": 48,
+    "longbench": 70,
+    "needle": 40,
+    "cnn_dailymail": 20,
+    "xsum": 20,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(WEIGHTS)
+
+
+def test_every_suite_is_listed():
+    assert set(SUITES) == set(SIZES)
+    assert all(suite.name == name and suite.description for name, suite in SUITES.items())
+
+
+@pytest.mark.parametrize("suite", sorted(SIZES))
+def test_builtin_data_is_deterministic_and_of_its_size(suite):
+    first, again = load_suite(suite), load_suite(suite, Path("builtin"))
+    assert first == again
+    assert len(first) == SIZES[suite]
+    assert len({s.id for s in first}) == len(first)
+    assert len({(s.prompt, s.images and s.images[0].tobytes()) for s in first}) == len(first)
+    assert load_suite(suite, limit=9) == first[:9]
+    assert all(s.suite == suite and s.note and not s.comparable for s in first)
+
+
+@pytest.mark.parametrize("suite", sorted(SIZES))
+def test_builtin_data_fits_the_builtin_model(suite, tokenizer):
+    for sample in load_suite(suite):
+        prompt = tokenizer.encode(sample.prompt, add_special_tokens=False)
+        reply = tokenizer.encode(f" {sample.answers[0]}", add_special_tokens=False)
+        assert len(prompt) + 150 * len(sample.images) + sample.max_new_tokens + 16 <= 2048
+        assert len(reply) < sample.max_new_tokens
+        assert tokenizer.image_token not in sample.prompt
+
+
+@pytest.mark.parametrize("suite", sorted(SIZES))
+def test_the_reference_of_builtin_data_scores_full_marks(suite):
+    found = [scoring.score(sample, sample.answers[0]) for sample in load_suite(suite)]
+    assert found == [None if suite == "description" else 1.0] * SIZES[suite]
+
+
+def test_builtin_descriptions_are_of_heldout_scenes():
+    for seed, sample in enumerate(load_suite("description", limit=4)):
+        scene = scenes.make_scene(seed, "heldout")
+        assert sample.answers == (scenes.describe(scene),)
+        assert sample.images[0].tobytes() == scenes.draw(scene).tobytes()
+
+
+def test_builtin_questions_have_capabilities():
+    found = load_suite("mmvet")
+    assert {tag for s in found for tag in s.tags} == {"rec", "spat", "count", "several"}
+    assert all((len(s.images) == 2) == ("several" in s.tags) for s in found)
+
+
+def test_builtin_longbench_has_seven_kinds_that_take_turns():
+    found = load_suite("longbench")
+    kinds = [s.task for s in found[:7]]
+    assert len(set(kinds)) == 7
+    assert [s.task for s in found] == kinds * 10
+    assert {s.task for s in found if not s.chat} == {"few_shot", "code"}
+    selected = load_suite("longbench", tasks=["code", "count"], limit=3)
+    assert [s.id for s in selected] == ["code-0", "count-0", "code-1"]
+    with pytest.raises(ValueError, match=r"got \['qasper'\]"):
+        load_suite("longbench", tasks=["qasper"])
+
+
+def test_the_builtin_needle_lies_at_its_depth():
+    for sample in load_suite("needle"):
+        text, needle = sample.prompt, sample.answers[0]
+        depth = float(sample.tags[0].removeprefix("depth="))
+        place = text.index(needle) / len(text.rsplit(".", 1)[0])
+        assert place == pytest.approx(depth, abs=0.03)
+        assert text.count(needle) == 1

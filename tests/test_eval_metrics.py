@@ -1,0 +1,236 @@
+"""Scorers and `evaluate` modules against independent implementations written as loops."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import string
+
+import pytest
+
+pytest.importorskip("evaluate", reason="the eval extra is not installed")
+
+from mmkv.eval import scoring
+from mmkv.eval.metrics import METRICS, load_metric
+from mmkv.eval.samples import Sample
+from rouge_score import rouge_scorer
+
+WORDS = ("a", "an", "The,", "red", "Red,", "ring.", "star", "is", "left-hand", "12", "café", "x=1;")
+
+
+def random_pairs(seed: int, number: int = 200) -> tuple[list[str], list[str]]:
+    """Texts of the words above, of random characters, equal and empty ones among them."""
+    rng = random.Random(seed)
+    alphabet = string.ascii_letters[:8] + "  .,é"
+
+    def text() -> str:
+        if rng.random() < 0.5:
+            return " ".join(rng.choice(WORDS) for _ in range(rng.randrange(14)))
+        return "".join(rng.choice(alphabet) for _ in range(rng.randrange(40)))
+
+    pairs = [(text(), text()) for _ in range(number)]
+    pairs[:5] = [("", ""), ("", "red"), ("red", ""), ("the", "a"), ("red ring", "red ring")]
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+PREDICTIONS, REFERENCES = random_pairs(0)
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+# Oracles -----------------------------------------------------------------------------------------
+
+
+def loop_lcs(a: list[str], b: list[str]) -> int:
+    table = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
+    for i in range(len(a)):
+        for j in range(len(b)):
+            if a[i] == b[j]:
+                table[i + 1][j + 1] = table[i][j] + 1
+            else:
+                table[i + 1][j + 1] = max(table[i][j + 1], table[i + 1][j])
+    return table[-1][-1]
+
+
+def loop_rouge_l(a: str, b: str) -> float:
+    left, right = (re.findall(r"[a-z0-9]+", text.lower()) for text in (a, b))
+    common = loop_lcs(left, right)
+    if not common:
+        return 0.0
+    precision, recall = common / len(left), common / len(right)
+    return 2 * precision * recall / (precision + recall)
+
+
+def loop_f1(a: str, b: str) -> float:
+    def words(text: str) -> list[str]:
+        kept = "".join(c for c in text.lower() if c not in string.punctuation)
+        return [word for word in kept.split() if word not in ("a", "an", "the")]
+
+    left, right = words(a), words(b)
+    spare, shared = list(right), 0
+    for word in left:
+        if word in spare:
+            spare.remove(word)
+            shared += 1
+    if not shared:
+        return 0.0
+    precision, recall = shared / len(left), shared / len(right)
+    return 2 * precision * recall / (precision + recall)
+
+
+def loop_matches(a: str, b: str) -> int:
+    """Characters in the longest common block, then left and right of it, and so on."""
+    best = (0, 0, 0)
+    for i in range(len(a)):
+        for j in range(len(b)):
+            n = 0
+            while i + n < len(a) and j + n < len(b) and a[i + n] == b[j + n]:
+                n += 1
+            if n > best[0]:
+                best = (n, i, j)
+    n, i, j = best
+    if n == 0:
+        return 0
+    return n + loop_matches(a[:i], b[:j]) + loop_matches(a[i + n :], b[j + n :])
+
+
+def loop_similarity(a: str, b: str) -> float:
+    total = len(a) + len(b)
+    return round(100 * (2 * loop_matches(a, b) / total if total else 1.0)) / 100
+
+
+# Modules -----------------------------------------------------------------------------------------
+
+
+def test_rouge_is_rouge_score_and_a_loop():
+    found = load_metric("rouge").compute(
+        predictions=PREDICTIONS, references=REFERENCES, use_aggregator=False
+    )
+    oracle = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
+    for i, (text, right) in enumerate(zip(PREDICTIONS, REFERENCES, strict=True)):
+        for kind, result in oracle.score(right, text).items():
+            assert found[kind][i] == pytest.approx(result.fmeasure, abs=1e-12)
+        assert found["rougeL"][i] == pytest.approx(loop_rouge_l(text, right), abs=1e-12)
+    mean = load_metric("rouge").compute(predictions=PREDICTIONS, references=REFERENCES)
+    for kind, value in mean.items():
+        assert value == pytest.approx(sum(found[kind]) / 200)
+
+
+@pytest.mark.parametrize(
+    ("name", "oracle"), [("token_f1", loop_f1), ("edit_similarity", loop_similarity)]
+)
+def test_modules_agree_with_a_loop(name, oracle):
+    expected = [oracle(a, b) for a, b in zip(PREDICTIONS, REFERENCES, strict=True)]
+    options = {"predictions": PREDICTIONS, "references": REFERENCES}
+    found = load_metric(name).compute(**options, use_aggregator=False)[name]
+    assert found == pytest.approx(expected, abs=1e-12)
+    assert load_metric(name).compute(**options)[name] == pytest.approx(sum(expected) / 200)
+
+
+@pytest.mark.parametrize("name", ["rouge", "token_f1", "edit_similarity"])
+def test_the_best_of_several_references_counts(name):
+    several = [[REFERENCES[i], REFERENCES[-1 - i]] for i in range(200)]
+
+    def scores(references):
+        return load_metric(name).compute(
+            predictions=PREDICTIONS, references=references, use_aggregator=False
+        )
+
+    one, other, both = scores(REFERENCES), scores(REFERENCES[::-1]), scores(several)
+    for key, values in both.items():
+        assert values == [max(a, b) for a, b in zip(one[key], other[key], strict=True)]
+
+
+def test_perplexity_counts_all_tokens_alike():
+    nll, tokens = [3.0, 0.5, 0.0], [3, 1, 0]
+    found = load_metric("perplexity").compute(nll=nll, tokens=tokens)
+    assert found["perplexity"] == pytest.approx(math.exp(3.5 / 4))
+    assert found["mean_nll"] == pytest.approx(3.5 / 4)
+    assert found["tokens"] == 4
+    huge = load_metric("perplexity").compute(nll=[1e6], tokens=[1])
+    assert huge["perplexity"] == math.inf
+
+
+def test_perplexity_without_tokens_is_refused():
+    with pytest.raises(ValueError, match=r"\[0\]"):
+        load_metric("perplexity").compute(nll=[0.0], tokens=[0])
+
+
+def test_short_answers_are_scored_by_name():
+    found = load_metric("answers").compute(
+        predictions=["it is 7 or 8", "7"],
+        references=[["7"], ["7"]],
+        classes=[[], []],
+        scorer="count",
+    )
+    assert found == {"score": 0.75}
+
+
+def test_an_unknown_metric_is_refused_with_the_names_there_are():
+    with pytest.raises(ValueError, match=r"token_f1.*got 'bleu'"):
+        load_metric("bleu")
+    with pytest.raises(ValueError, match=r"rouge_l.*got 'bleu'"):
+        scoring.get_scorer("bleu")
+
+
+def test_every_module_loads_from_the_package_and_says_what_it_is():
+    for name in METRICS:
+        module = load_metric(name)
+        assert module.description, name
+        assert module.inputs_description, name
+
+
+# Scorers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(scoring.SCORERS))
+def test_scorers_stay_in_0_to_1_and_are_best_for_the_answer_itself(name):
+    scorer = scoring.SCORERS[name]
+    for text, right in zip(PREDICTIONS, REFERENCES, strict=True):
+        assert 0 <= scorer(text, (right,), ("red", "circle")) <= 1
+    answer = "12" if name == "count" else "red 12"
+    assert scorer(answer, (answer,), (answer,)) == 1
+    assert scorer("", (answer,), (answer,)) == 0
+    assert scorer(answer, (), (answer,)) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "answers", "classes", "value"),
+    [
+        ("token_f1", "The red ring.", ("a ring",), (), 2 / 3),
+        ("token_f1", "ring", ("star", "ring"), (), 1),
+        ("rouge_2", "a red ring", ("the red ring",), (), 0.5),
+        ("classification", "Type: Date", ("Date",), ("Date", "City"), 1),
+        ("classification", "Date or City", ("Date",), ("Date", "City"), 0.5),
+        ("classification", "City", ("Date",), ("Date", "City"), 0),
+        ("classification", "Other date", ("Other date",), ("date", "Other date", "Other"), 1),
+        ("count", "There are 7.", ("7",), (), 1),
+        ("count", "7, not 17", ("7",), (), 0.5),
+        ("count", "seven", ("7",), (), 0),
+        ("retrieval", "Paragraph 7", ("Paragraph 7",), (), 1),
+        ("retrieval", "7 or 8", ("Paragraph 7",), (), 0.5),
+        ("retrieval", "Paragraph 17", ("Paragraph 7",), (), 0),
+        ("edit_similarity", "\n# a comment\nx = 1\ny", ("x = 1",), (), 1),
+        ("edit_similarity", "// only a comment", ("x = 1",), (), 0),
+        ("edit_similarity", "abcd", ("bcde",), (), 0.75),
+        ("exact", "The Ring.", ("ring",), (), 1),
+        ("exact", "a red ring", ("ring",), (), 0),
+        ("contains", "It is a ring.", ("star", "ring"), (), 1),
+        ("contains", "It is a string.", ("ring",), (), 0),
+        ("contains", "anything", ("the",), (), 0),
+    ],
+)
+def test_scorers_on_examples(name, text, answers, classes, value):
+    assert scoring.SCORERS[name](text, answers, classes) == pytest.approx(value)
+
+
+def test_a_sample_is_scored_by_its_metric_on_its_first_line():
+    options = {"id": "1", "suite": "longbench", "task": "trec", "prompt": "", "answers": ("ring",)}
+    sample = Sample(**options, metric="exact", first_line=True)
+    assert scoring.score(sample, "\n\nring\nstar") == 1
+    assert scoring.score(Sample(**options, metric="exact"), "ring\nstar") == 0
+    assert scoring.score(Sample(**options), "ring") is None
