@@ -1,0 +1,357 @@
+"""One question to a model, with the full cache and with a compressed one.
+
+What `mmkv chat` does, without its terminal: errors a user can make are `ValueError`s whose message
+is one line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+from mmkv.registry import policy_class
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+    from torch import Tensor
+
+    from mmkv.policy import Policy
+    from mmkv.report import CacheReport
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model and what turns text and pictures into its inputs (`reads_pictures`) or only text."""
+
+    name: str
+    model: Any
+    processor: Any
+    reads_pictures: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came out.
+
+    Attributes:
+        text: the answer.
+        tokens: how many tokens were generated.
+        nbytes: bytes of the cache when it ended.
+        report: the compressed cache when it ended; None with the full cache.
+        kept: (layer, int64 [H, n]) for each compressed layer, as `cache.kept`, after the prompt.
+    """
+
+    text: str
+    tokens: int
+    nbytes: int
+    report: CacheReport | None = None
+    kept: list[tuple[int, Tensor]] = field(default_factory=list["tuple[int, Tensor]"])
+
+
+def parse_budget(text: str) -> float | int:
+    """A number with a dot is a fraction, one without is a number of tokens.
+
+    Raises:
+        ValueError: neither; its range is checked by `mmkv.wrap`.
+    """
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        raise ValueError(
+            f"budget {text!r}: expected a fraction such as 0.2 or a number of tokens such as 200"
+        ) from None
+
+
+def parse_options(policy: str, pairs: Sequence[str]) -> dict[str, Any]:
+    """Policy options from texts such as "window=16", as the policy's fields are typed.
+
+    Raises:
+        ValueError: an unknown policy, no "=", or a value of another type. An unknown option is
+            left to `mmkv.get_policy`, which lists the candidates.
+    """
+    cls = policy_class(policy)
+    hints = get_type_hints(cls)
+    typed = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or not name:
+            raise ValueError(f"option {pair!r}: expected name=value, such as window=16")
+        options[name] = _value(name, text.strip(), typed.get(name, str))
+    return options
+
+
+def _value(name: str, text: str, hint: Any) -> Any:
+    """A text as the type that a field's annotation names."""
+    choices = _flat(hint)
+    if text in choices:
+        return text
+    if text.lower() == "none" and type(None) in choices:
+        return None
+    for kind, expected, read in (
+        (bool, "true or false", _bool),
+        (int, "a whole number", int),
+        (float, "a number", float),
+    ):
+        if kind in choices:
+            try:
+                return read(text)
+            except ValueError:
+                raise ValueError(f"option {name}={text!r}: expected {expected}") from None
+    return text
+
+
+def _flat(hint: Any) -> list[Any]:
+    """The types and literal values of an annotation."""
+    args = get_args(hint)
+    return [x for arg in args for x in _flat(arg)] if args else [hint]
+
+
+def _bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError
+    return text.lower() == "true"
+
+
+def read_picture(path: str | Path) -> Image.Image:
+    """A picture as RGB, upright.
+
+    Raises:
+        ValueError: missing or unreadable; the message names the file.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as picture:
+            return ImageOps.exif_transpose(picture).convert("RGB")
+    except FileNotFoundError:
+        why = "no such file"
+    except UnidentifiedImageError:
+        why = "not a picture in a known format"
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+    raise ValueError(f"cannot read picture {str(path)!r}: {why}")
+
+
+def load(name: str = "builtin", device: str = "auto", dtype: str = "auto") -> Loaded:
+    """The built-in model, or one that transformers loads from a folder or a hub.
+
+    Args:
+        name: "builtin", a folder, or a hub's id.
+        device: "auto" is the GPU where there is one.
+        dtype: one of `DTYPES`; "auto" is what the model was saved in (built-in: float32).
+
+    Raises:
+        ValueError: a model that cannot be loaded, or an unknown device or dtype.
+    """
+    import torch
+    from safetensors import SafetensorError
+
+    from mmkv.builtin import load_builtin
+
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+    chosen: torch.dtype | None = None if dtype == "auto" else getattr(torch, dtype)
+    where = _device(device)
+    with _quiet():
+        if name == "builtin":
+            model, processor = load_builtin(dtype=chosen)
+            return Loaded(name, model.to(where), processor, reads_pictures=True)  # type: ignore[arg-type]
+        try:
+            return _load_pretrained(name, where, chosen or "auto")
+        except (OSError, ValueError, ImportError, SafetensorError) as error:
+            raise ValueError(f"cannot load model {name!r}: {error}") from error
+
+
+def _load_pretrained(name: str, device: torch.device, dtype: Any) -> Loaded:
+    import transformers as hf
+    from transformers.models.auto import modeling_auto
+
+    kind: str = hf.AutoConfig.from_pretrained(name).model_type
+    reads_pictures = kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    reader: Any = hf.AutoProcessor if reads_pictures else hf.AutoTokenizer
+    maker: Any = hf.AutoModelForImageTextToText if reads_pictures else hf.AutoModelForCausalLM
+    processor = reader.from_pretrained(name)
+    model = maker.from_pretrained(name, dtype=dtype)
+    return Loaded(name, model.to(device).eval(), processor, reads_pictures)
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r}: {str(error).splitlines()[0]}") from None
+    return device
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """No progress bars and warnings of transformers between an answer's lines."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def encode(loaded: Loaded, question: str, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+    """The model's inputs for one user message: the pictures, then the question.
+
+    Raises:
+        ValueError: pictures for a model that reads none, or no chat template to place them.
+    """
+    processor: Any = loaded.processor
+    if pictures and not loaded.reads_pictures:
+        raise ValueError(f"model {loaded.name!r} reads text only: leave the pictures out")
+    if processor.chat_template is None:
+        if pictures:
+            raise ValueError(f"model {loaded.name!r} has no chat template: no place for pictures")
+        inputs = processor(text=question, return_tensors="pt")
+    else:
+        parts = [{"type": "image", "image": x} for x in pictures]
+        text = {"type": "text", "text": question}
+        inputs = processor.apply_chat_template(
+            [{"role": "user", "content": [*parts, text] if loaded.reads_pictures else question}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+    model = loaded.model
+    return {
+        k: x.to(model.device, model.dtype) if x.is_floating_point() else x.to(model.device)
+        for k, x in inputs.items()
+    }
+
+
+def ask(
+    loaded: Loaded,
+    inputs: dict[str, Any],
+    policy: Policy | None = None,
+    budget: float | int | None = None,
+    *,
+    profile: str | Path | None = None,
+    max_new_tokens: int = 80,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Answer:
+    """Generate one answer, with the full cache (`policy` None) or a compressed one.
+
+    Args:
+        loaded: a model that is not wrapped; it is left so.
+        inputs: from `encode`.
+        policy: as for `mmkv.wrap`.
+        budget: as for `mmkv.wrap`.
+        profile: as for `mmkv.wrap`.
+        max_new_tokens: when to stop at the latest.
+        temperature: 0 takes the likeliest token; above, tokens are drawn.
+        seed: what the draws start from.
+
+    Raises:
+        ValueError: what `mmkv.wrap` refuses, or a budget below what must be kept.
+    """
+    import torch
+
+    from mmkv.wrapping import wrapped
+
+    model, kept = loaded.model, list[tuple[int, "Tensor"]]()
+
+    def remember(module: Any, args: Any, output: Any) -> None:
+        if not kept:
+            kept.extend(_kept(output.past_key_values))
+
+    drawn = {"temperature": temperature} if temperature else {"temperature": None, "top_p": None}
+    options: dict[str, Any] = {
+        **inputs,
+        "max_new_tokens": max_new_tokens,
+        "do_sample": temperature > 0,
+        "return_dict_in_generate": True,
+        **drawn,
+    }
+    torch.manual_seed(seed)
+    with _quiet():
+        if policy is None:
+            out = model.generate(**options)
+        else:
+            with wrapped(model, policy, budget, profile=profile):
+                hook = model.register_forward_hook(remember)
+                try:
+                    out = model.generate(**options)
+                finally:
+                    hook.remove()
+    new = out.sequences[0, inputs["input_ids"].shape[1] :]
+    cache = out.past_key_values
+    return Answer(
+        text=loaded.processor.decode(new, skip_special_tokens=True).strip(),
+        tokens=len(new),
+        nbytes=_nbytes(cache) if policy is None else cache.nbytes,
+        report=None if policy is None else cache.report(),
+        kept=kept,
+    )
+
+
+def _kept(cache: Any) -> list[tuple[int, Tensor]]:
+    from mmkv.cache import CompressedLayer
+
+    layers = enumerate(cache.layers)
+    return [(i, cache.kept(i)[0].cpu()) for i, x in layers if isinstance(x, CompressedLayer)]
+
+
+def _nbytes(cache: Any) -> int:
+    held = [t for x in cache.layers for t in (x.keys, x.values) if t is not None]
+    return sum(t.untyped_storage().nbytes() for t in held)
+
+
+def image_mask(loaded: Loaded, inputs: dict[str, Any]) -> Tensor:
+    """Bool [N], True where the prompt holds an image token."""
+    ids: Tensor = inputs["input_ids"][0].cpu()
+    token = getattr(loaded.model.config, "image_token_id", None)
+    return ids.eq(-1 if token is None else token)
+
+
+def draw(
+    loaded: Loaded,
+    inputs: dict[str, Any],
+    answer: Answer,
+    pictures: Sequence[Image.Image],
+    paths: Sequence[Path],
+    title: str,
+) -> None:
+    """Write one PNG a picture: its patches that the cache kept after the prompt, layer by layer.
+
+    Raises:
+        ValueError: the model's patch grid is not known.
+        OSError: a file cannot be written.
+    """
+    from mmkv import picture as show
+
+    pixels: Tensor = inputs["pixel_values"].float().cpu()
+    if pixels.ndim != 4 or len(pixels) != len(pictures):
+        raise ValueError(
+            f"the patch grid is not known: pixel_values of shape {tuple(pixels.shape)} for "
+            f"{len(pictures)} picture(s)"
+        )
+    image = image_mask(loaded, inputs)
+    shares = [(i, show.kept_patches(kept, image, len(pictures))) for i, kept in answer.kept]
+    for p, (original, path) in enumerate(zip(pictures, paths, strict=True)):
+        seen = show.as_seen(original, pixels[p].numpy(), loaded.processor.image_processor)
+        show.save_png(path, seen, [(i, x[p]) for i, x in shares], title)

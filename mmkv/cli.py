@@ -1,0 +1,262 @@
+"""The command line. Heavy imports stay inside the commands, so that `mmkv --help` is quick.
+
+The evaluation package adds its commands by `mmkv.eval.cli.commands`, a `typer.Typer`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from mmkv.chat import Answer
+
+app = typer.Typer(
+    name="mmkv",
+    help="A several times smaller key-value cache for vision-language models and LLMs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+_EVALUATION = {
+    "eval": "Measure policies on a suite.",
+    "report": "Summarise measured results.",
+    "plot": "Draw measured results.",
+    "calibrate": "Measure a profile of layer budgets.",
+}
+_DEFAULT_BUDGET = 0.2
+_PIPED_WIDTH = 126
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line; what a user got wrong is one line and exit code 2."""
+    try:
+        app(args=None if argv is None else list(argv), prog_name="mmkv")
+    except (ValueError, OSError) as error:
+        typer.echo(f"mmkv: error: {' '.join(str(error).split())}", err=True)
+        sys.exit(2)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from mmkv import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def policies(
+    markdown: Annotated[bool, typer.Option(help="Print a Markdown table.")] = False,
+) -> None:
+    """List the policies: their parts, papers, options and defaults."""
+    from mmkv import tables
+
+    if markdown:
+        typer.echo(tables.policy_markdown(), nl=False)
+        return
+    console = _console()
+    console.print(tables.policy_tables(console.width), highlight=False, markup=False)
+
+
+@app.command()
+def chat(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PICTURE|QUESTION",
+            help="Pictures, and last the question; - reads the question from standard input.",
+            show_default=False,
+        ),
+    ] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(metavar="PATH", help="One more picture, before the others.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="See `mmkv policies`.")] = "prefixkv",
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="What is kept: 0.2 is a fraction, 200 a number of tokens per layer and head. "
+            "[default: 0.2, or the profile's]"
+        ),
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of the policy.")
+    ] = None,
+    protect: Annotated[
+        str | None, typer.Option(help="instruction keeps the prompt's text; none does not.")
+    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="Measured layer budgets.")] = None,
+    model: Annotated[
+        str, typer.Option(help="builtin, a folder, or an id that transformers loads.")
+    ] = "builtin",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 80,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="For a temperature above 0.")] = 0,
+    out: Annotated[
+        Path, typer.Option(help="Folder of the PNGs, or the file of a single one (.png).")
+    ] = Path("out"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """Answer a question with the full cache and with a compressed one, and show what was kept."""
+    from mmkv import chat as talk
+    from mmkv.registry import get_policy
+
+    paths, question = _pictures_and_question(words or [], image or [])
+    pairs = [*(option or []), *([] if protect is None else [f"protect={protect}"])]
+    chosen = get_policy(policy, **talk.parse_options(policy, pairs))
+    kept = None if budget is None else talk.parse_budget(budget)
+    if kept is None and profile is None and chosen.retention is None:
+        kept = _DEFAULT_BUDGET
+    pictures = [talk.read_picture(path) for path in paths]
+    if out.suffix.lower() == ".png" and len(paths) > 1:
+        raise ValueError(f"--out {out}: one file for {len(paths)} pictures; name a folder")
+
+    loaded = talk.load(model, device, dtype)
+    inputs = talk.encode(loaded, question, pictures)
+    how: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+    }
+    # The compressed run first: a budget that cannot be honoured then costs no full run.
+    compressed = talk.ask(loaded, inputs, chosen, kept, profile=profile, **how)
+    full = talk.ask(loaded, inputs, **how)
+    assert compressed.report is not None
+    size = "" if compressed.report.budget is None else f"-{compressed.report.budget}"
+    title = f"{chosen.name}{size.replace('-', ', budget ')}: image patches kept after the prompt"
+    written = _png_paths(out, paths, f"{chosen.name}{size}")
+    problem = None
+    if pictures:
+        try:
+            talk.draw(loaded, inputs, compressed, pictures, written, title)
+        except ValueError as error:
+            written, problem = [], f"no picture written: {error}"
+
+    n_image = int(talk.image_mask(loaded, inputs).sum())
+    prompt = {"tokens": inputs["input_ids"].shape[1], "image_tokens": n_image}
+    if as_json:
+        data = {
+            "model": model,
+            "question": question,
+            "pictures": [str(path) for path in paths],
+            "prompt": prompt,
+            "full": _numbers(full),
+            "compressed": _numbers(compressed),
+            "report": compressed.report.to_dict(),
+            "png": [str(path) for path in written],
+        }
+        typer.echo(json.dumps(data, indent=2))
+    else:
+        _show(question, prompt, full, compressed, written)
+    if problem is not None:
+        typer.echo(f"mmkv: {problem}", err=True)
+
+
+def _pictures_and_question(words: list[str], images: list[Path]) -> tuple[list[Path], str]:
+    """Split the arguments: the last is the question."""
+    if not words:
+        raise ValueError('no question: mmkv chat [PICTURE]... "QUESTION"')
+    *pictures, question = words
+    if question == "-":
+        question = sys.stdin.read()
+    elif Path(question).suffix and os.path.exists(question):
+        raise ValueError(f"no question: the last argument is the file {question!r}")
+    if not question.strip():
+        raise ValueError("the question is empty")
+    return [*images, *map(Path, pictures)], question.strip()
+
+
+def _png_paths(out: Path, pictures: Sequence[Path], name: str) -> list[Path]:
+    if out.suffix.lower() == ".png":
+        return [out] * len(pictures)
+    stems = [path.stem for path in pictures]
+    return [
+        out / (f"{stem}-{name}.png" if stems.count(stem) == 1 else f"{stem}-{i}-{name}.png")
+        for i, stem in enumerate(stems, start=1)
+    ]
+
+
+def _numbers(answer: Answer) -> dict[str, Any]:
+    return {"answer": answer.text, "tokens": answer.tokens, "nbytes": answer.nbytes}
+
+
+def _show(
+    question: str,
+    prompt: dict[str, int],
+    full: Answer,
+    compressed: Answer,
+    written: Sequence[Path],
+) -> None:
+    console = _console()
+
+    def line(text: str = "", style: str | None = None) -> None:
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    report = compressed.report
+    assert report is not None
+    images = f", {prompt['image_tokens']} of them image tokens" if prompt["image_tokens"] else ""
+    line(question, "bold")
+    line(f"prompt: {prompt['tokens']} tokens{images}", "dim")
+    for name, answer in (
+        ("full cache", full),
+        (f"{report.policy}, budget {report.budget}", compressed),
+    ):
+        line()
+        line(f"{name}: {answer.nbytes / 1024:.1f} KiB after {answer.tokens} tokens", "bold")
+        line(f"  {answer.text}")
+    line()
+    console.print(report)
+    for path in written:
+        line(f"kept patches: {path}")
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        return Console(width=_PIPED_WIDTH)
+    return console
+
+
+def _mount_evaluation() -> None:
+    """Commands of `mmkv.eval`, where it is installed; each imports it only when it runs."""
+    if find_spec("mmkv.eval") is None or find_spec("mmkv.eval.cli") is None:
+        return
+
+    def forward(context: typer.Context) -> None:
+        commands: typer.Typer = import_module("mmkv.eval.cli").commands
+        commands(args=[str(context.info_name), *context.args], prog_name="mmkv")
+
+    for name, summary in _EVALUATION.items():
+        app.command(
+            name,
+            help=summary,
+            add_help_option=False,
+            context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+        )(forward)
+
+
+_mount_evaluation()

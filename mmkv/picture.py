@@ -1,0 +1,190 @@
+"""Which patches of a picture a cache still holds, and a PNG that shows it.
+
+Shape letters as in `mmkv.scores`; P is the number of pictures of a prompt.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from torch import Tensor
+
+Shares = NDArray[np.float32]
+
+# A patch no head holds keeps this much of its light and colour.
+_DIM = 0.2
+_SHADE = np.array([34.0, 38.0, 48.0])
+_INK, _QUIET, _LINE = "#22262e", "#6b7280", "#ffffff"
+
+
+def patch_grid(image_tokens: int, pictures: int) -> tuple[int, int]:
+    """Rows and columns of the patches of a picture, for models with one square grid a picture.
+
+    Raises:
+        ValueError: the tokens are not one square grid for each picture.
+    """
+    per_picture, rest = divmod(image_tokens, pictures) if pictures else (0, image_tokens)
+    side = math.isqrt(per_picture)
+    if rest or not per_picture or side * side != per_picture:
+        raise ValueError(
+            f"the patch grid is not known: {image_tokens} image tokens of {pictures} picture(s) "
+            "are not one square grid for each picture"
+        )
+    return side, side
+
+
+def kept_patches(kept: Tensor, image: Tensor, pictures: int) -> Shares:
+    """The share of heads that hold each patch, for one row of the batch.
+
+    Args:
+        kept: int64 [H, n], original positions, -1 as filler: a row of `cache.kept(layer)`.
+        image: bool [N], True where the prompt holds an image token.
+        pictures: P, how many pictures they come from, one after the other.
+
+    Returns:
+        float32 [P, rows, cols] in [0, 1].
+
+    Raises:
+        ValueError: the patch grid is not known.
+    """
+    places = image.nonzero()[:, 0]
+    grid = patch_grid(len(places), pictures)
+    held = (kept.to(places.device)[:, :, None] == places).any(dim=1)  # [H, P * rows * cols]
+    return held.float().mean(dim=0).view(pictures, *grid).cpu().numpy()
+
+
+def as_seen(picture: Image.Image, pixels: Any, processor: Any) -> Image.Image:
+    """The part of a picture that the model sees, as sharp as the original where that is possible.
+
+    Args:
+        picture: RGB.
+        pixels: [3, height, width], what the image processor made of it.
+        processor: the image processor, for its mean and deviation.
+    """
+    mean, std = (np.reshape(getattr(processor, f"image_{x}"), (3, 1, 1)) for x in ("mean", "std"))
+    rgb = np.clip(np.asarray(pixels, dtype=np.float64) * std + mean, 0, 1).transpose(1, 2, 0) * 255
+    seen = Image.fromarray(rgb.round().astype(np.uint8))
+    width, height = picture.size
+    side = min(width, height)
+    left, top = (width - side) // 2, (height - side) // 2
+    for candidate in (picture, picture.crop((left, top, left + side, top + side))):
+        small = np.asarray(candidate.resize(seen.size, Image.Resampling.BICUBIC), dtype=np.float64)
+        if np.abs(small - rgb).mean() < 6:  # of 255: the same view, but for rounding
+            longest = max(256, *seen.size)
+            return candidate.resize((longest, longest * seen.height // seen.width))
+    return seen
+
+
+def save_png(
+    path: str | os.PathLike[str],
+    picture: Image.Image,
+    layers: Sequence[tuple[int, Shares]],
+    title: str,
+) -> None:
+    """Write the picture once for each layer, evicted patches darkened, and the mean over layers.
+
+    Args:
+        path: where to; missing folders are made.
+        picture: RGB, what the model sees of it.
+        layers: (layer, float32 [rows, cols]), the share of heads that hold each patch.
+        title: the heading.
+
+    Raises:
+        ValueError: no layers.
+        OSError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    if not layers:
+        raise ValueError("no compressed layer, so there is nothing to show")
+    panels = len(layers) + 2
+    cols = min(5 if panels <= 20 else 8, panels)
+    rows = math.ceil(panels / cols)
+    width, height = 2.3 * cols + 0.2, 2.6 * rows + 0.8  # inches
+    figure = Figure(figsize=(width, height), dpi=110, facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.subplots_adjust(
+        left=0.15 / width,
+        right=1 - 0.15 / width,
+        bottom=0.25 / height,
+        top=1 - 0.9 / height,
+        wspace=0.06,
+        hspace=0.15,
+    )
+    left = 0.15 / width
+    figure.text(left, 1 - 0.15 / height, title, va="top", fontsize=12, color=_INK)
+    legend = "Brightness is the share of heads that hold a patch; counts are means over heads."
+    figure.text(left, 1 - 0.42 / height, legend, va="top", fontsize=8.5, color=_QUIET)
+    axes = [figure.add_subplot(rows, cols, i + 1) for i in range(panels)]
+    for axis in axes:
+        axis.set_axis_off()
+
+    axes[0].imshow(picture)
+    _caption(axes[0], "the picture")
+    for axis, (layer, shares) in zip(axes[1:], layers, strict=False):
+        axis.imshow(_lit(picture, shares))
+        _outline(axis, picture, shares)
+        _caption(axis, f"layer {layer}: {shares.sum():.0f} of {shares.size}")
+
+    mean = np.mean([shares for _, shares in layers], axis=0)
+    extent = (-0.5, picture.width - 0.5, picture.height - 0.5, -0.5)
+    shown = axes[-1].imshow(mean, cmap="cividis", vmin=0, vmax=1, extent=extent)
+    _caption(axes[-1], f"all layers: {mean.mean():.0%} kept")
+    beside = axes[-1].inset_axes((0, -0.05, 1, 0.03))
+    bar = figure.colorbar(shown, cax=beside, orientation="horizontal", ticks=[0.02, 0.98])
+    bar.outline.set_visible(False)  # type: ignore[operator]
+    beside.set_xticklabels(["in no layer and head", "in all"])
+    beside.tick_params(labelsize=7, labelcolor=_QUIET, length=0, pad=2)
+    for label, side in zip(beside.get_xticklabels(), ("left", "right"), strict=True):
+        label.set_horizontalalignment(side)
+
+    parent = os.path.dirname(os.fspath(path))
+    os.makedirs(parent or ".", exist_ok=True)
+    figure.savefig(os.fspath(path), format="png")
+
+
+def _lit(picture: Image.Image, shares: Shares) -> NDArray[np.uint8]:
+    """The picture, each patch as bright as the share of heads that hold it."""
+    rgb = np.asarray(picture, dtype=np.float64)
+    light = _spread(shares, picture)[:, :, None]
+    dark = _DIM * rgb + (1 - _DIM) * _SHADE
+    return (light * rgb + (1 - light) * dark).round().astype(np.uint8)
+
+
+def _spread(shares: Shares, picture: Image.Image) -> Shares:
+    """[rows, cols] to [height, width], each patch its own rectangle."""
+    rows, cols = shares.shape
+    y = np.arange(picture.height) * rows // picture.height
+    x = np.arange(picture.width) * cols // picture.width
+    return shares[y[:, None], x[None, :]]
+
+
+def _outline(axis: Axes, picture: Image.Image, shares: Shares) -> None:
+    """A thin line around what is kept: a dark object stays apart from a dark patch."""
+    rows, cols = shares.shape
+    high, wide = picture.height / rows, picture.width / cols
+    held = np.pad(shares > 0, 1)
+    lines: list[tuple[tuple[float, float], tuple[float, float]]] = []
+    for r, c in zip(*np.nonzero(held[:, :-1] != held[:, 1:]), strict=True):
+        x, y = c * wide - 0.5, (r - 1) * high - 0.5
+        lines.append(((x, y), (x, y + high)))
+    for r, c in zip(*np.nonzero(held[:-1] != held[1:]), strict=True):
+        x, y = (c - 1) * wide - 0.5, r * high - 0.5
+        lines.append(((x, y), (x + wide, y)))
+    from matplotlib.collections import LineCollection
+
+    axis.add_collection(LineCollection(lines, colors=_LINE, linewidths=0.8, alpha=0.85))
+
+
+def _caption(axis: Axes, text: str) -> None:
+    axis.set_title(text, fontsize=9, color=_INK, pad=4)

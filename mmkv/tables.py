@@ -1,0 +1,120 @@
+"""The policy table, made from the registry: for the terminal and, as Markdown, for the README."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mmkv.policy import Policy
+from mmkv.registry import list_policies, policy_class
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+COLUMNS: tuple[str, ...] = (
+    "policy",
+    "score",
+    "layer budgets",
+    "head budgets",
+    "decoding",
+    "paper",
+    "options",
+)
+# Options that have a column of their own.
+_PARTS = ("score", "layers", "heads", "decode")
+# Columns of a terminal that all fit in.
+_WIDTH = 126
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """One policy.
+
+    Attributes:
+        names: its name and its aliases.
+        parts: score, layer budgets, head budgets, decoding.
+        paper: where it comes from.
+        options: what it reads beside the parts, with defaults; without the shared ones.
+    """
+
+    names: tuple[str, ...]
+    parts: tuple[str, ...]
+    paper: str
+    options: tuple[str, ...]
+
+
+def policy_rows() -> list[PolicyRow]:
+    """One row for each registered policy, in alphabetical order."""
+    shared = shared_options()
+    return [_row(policy_class(name), shared) for name in list_policies()]
+
+
+def shared_options() -> dict[str, Any]:
+    """Options that every policy reads (but one that keeps all), with their usual defaults."""
+    classes = [policy_class(name) for name in list_policies()]
+    read = [set(cls.options()) for cls in classes if not cls.keeps_all]
+    common = set.intersection(*read) if read else set[str]()
+    return {k: v for k, v in Policy.options().items() if k in common and k not in _PARTS}
+
+
+def _row(cls: type[Policy], shared: dict[str, Any]) -> PolicyRow:
+    policy, options = cls(), cls.options()
+    own = {k: v for k, v in options.items() if k not in _PARTS and (k, v) not in shared.items()}
+    return PolicyRow(
+        names=(cls.name, *cls.aliases),
+        parts=tuple("none" if policy.keeps_all else getattr(policy, part) for part in _PARTS),
+        paper=cls.paper,
+        options=_texts(own),
+    )
+
+
+def _texts(options: dict[str, Any]) -> tuple[str, ...]:
+    """Options with their values as the command line takes them."""
+    texts: list[str] = []
+    for name, value in options.items():
+        if isinstance(value, bool) or value is None:
+            value = str(value).lower()
+        texts.append(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}")
+    return tuple(texts)
+
+
+def policy_tables(width: int) -> Group:
+    """All policies as a rich table, or as two where `width` columns are too few for one."""
+    from rich.console import Group
+
+    also = ", ".join(_texts(shared_options()))
+    note = (
+        f"\nEvery policy but full also has {also}.\n"
+        "score, layers, heads and decode are options too; set one with --option name=value."
+    )
+    if width >= _WIDTH:
+        return Group(_table(COLUMNS), note)
+    return Group(_table(COLUMNS[:5]), _table(("policy", "paper", "options")), note)
+
+
+def _table(columns: tuple[str, ...]) -> Table:
+    from rich.table import Table
+
+    table = Table(show_lines=True)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in policy_rows():
+        paper = row.paper.replace(", arXiv", ",\narXiv")
+        cells = ("\n".join(row.names), *row.parts, paper, ", ".join(row.options))
+        by_name = dict(zip(COLUMNS, cells, strict=True))
+        table.add_row(*(by_name[column] for column in columns))
+    return table
+
+
+def policy_markdown() -> str:
+    """The same table in Markdown; the README holds it, and a test compares the two."""
+    rows = [(_code(row.names), *row.parts, row.paper, _code(row.options)) for row in policy_rows()]
+    lines = [f"| {' | '.join(x)} |" for x in (COLUMNS, ("---",) * len(COLUMNS), *rows)]
+    also = _code(_texts(shared_options()))
+    lines += ["", f"Every policy but `full` also has {also}."]
+    return "\n".join(lines) + "\n"
+
+
+def _code(texts: tuple[str, ...]) -> str:
+    return ", ".join(f"`{text}`" for text in texts)

@@ -1,0 +1,287 @@
+"""The command line: what it prints and writes, and one line with exit code 2 for bad input."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+
+import mmkv
+from mmkv import chat, cli
+from mmkv.builtin import example_pictures
+
+QUESTION = "Describe the image."
+SHORT = ("--max-new-tokens", "4")
+
+
+def run(capsys, *words):
+    """stdout, stderr and exit code of a command."""
+    try:
+        cli.main([str(word) for word in words])
+        code = 0
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    printed = capsys.readouterr()
+    return printed.out, printed.err, code
+
+
+def complaint(capsys, *words) -> str:
+    """The one line that bad input gets."""
+    out, err, code = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("mmkv: error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.fixture
+def picture():
+    return example_pictures()[0]
+
+
+@pytest.fixture(scope="module")
+def builtin():
+    return chat.load()
+
+
+@pytest.fixture
+def load(monkeypatch, builtin):
+    """Commands get the built-in model without loading it again."""
+    monkeypatch.setattr(chat, "load", lambda *args: builtin)
+
+
+@pytest.mark.usefixtures("load")
+class TestChat:
+    def test_shows_answers_and_bytes_per_layer_and_writes_a_png(
+        self, capsys, picture, tmp_path, builtin
+    ):
+        out, err, code = run(capsys, "chat", picture, QUESTION, "--out", tmp_path, *SHORT)
+        assert (code, err) == (0, "")
+        assert QUESTION in out
+        assert "144 of them image tokens" in out
+        assert "full cache: " in out
+        assert "prefixkv, budget 0.2: " in out
+        layers = builtin.model.config.text_config.num_hidden_layers
+        rows = [
+            line for line in out.splitlines() if line.strip("│ ").split("│")[0].strip().isdigit()
+        ]
+        assert len(rows) == layers
+        assert "KiB" in out
+        (png,) = tmp_path.iterdir()
+        assert f"kept patches: {png}" in out
+        with Image.open(png) as image:
+            assert image.format == "PNG"
+            assert min(image.size) > 300
+
+    def test_json(self, capsys, picture, tmp_path):
+        words = ("--budget", "60", "--policy", "h2o", "--option", "recent=0.25", "--json", *SHORT)
+        out, err, code = run(capsys, "chat", picture, QUESTION, "--out", tmp_path, *words)
+        assert (code, err) == (0, "")
+        data = json.loads(out)
+        assert data["report"]["policy"] == "h2o"
+        assert data["report"]["budget"] == 60
+        assert data["compressed"]["nbytes"] == data["report"]["nbytes"] < data["full"]["nbytes"]
+        assert data["prompt"]["image_tokens"] == 144
+        assert [str(path) for path in tmp_path.iterdir()] == data["png"]
+
+    def test_full_budget_changes_nothing(self, capsys, picture, tmp_path):
+        words = ("--budget", "1.0", "--json", "--max-new-tokens", "12")
+        data = json.loads(run(capsys, "chat", picture, QUESTION, "--out", tmp_path, *words)[0])
+        assert data["compressed"]["answer"] == data["full"]["answer"]
+
+    def test_several_pictures(self, capsys, tmp_path):
+        first, second = example_pictures()[:2]
+        words = (
+            "--image",
+            first,
+            second,
+            "Describe the second picture.",
+            "--protect",
+            "instruction",
+        )
+        out, _, code = run(capsys, "chat", *words, "--budget", "0.3", "--out", tmp_path, *SHORT)
+        assert code == 0
+        assert "288 of them image tokens" in out
+        assert len(list(tmp_path.iterdir())) == 2
+
+    def test_the_same_name_twice_makes_two_files(self, capsys, picture, tmp_path):
+        run(capsys, "chat", picture, picture, QUESTION, "--out", tmp_path, *SHORT)
+        assert len(list(tmp_path.iterdir())) == 2
+
+    def test_text_only_from_standard_input(self, capsys, monkeypatch, tmp_path):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("What is it? " * 20))
+        out, _, code = run(capsys, "chat", "-", "--out", tmp_path / "none", *SHORT)
+        assert code == 0
+        assert "image tokens" not in out
+        assert not (tmp_path / "none").exists()
+
+    def test_out_names_the_file(self, capsys, picture, tmp_path):
+        png = tmp_path / "deep" / "kept.png"
+        assert run(capsys, "chat", picture, QUESTION, "--out", png, *SHORT)[2] == 0
+        assert png.is_file()
+
+    def test_sampling_repeats_with_its_seed(self, capsys, picture, tmp_path):
+        words = ("--temperature", "1.5", "--seed", "3", "--json", "--out", tmp_path)
+        first, second = (
+            json.loads(run(capsys, "chat", picture, QUESTION, *words, *SHORT)[0]) for _ in range(2)
+        )
+        assert first["full"]["answer"] == second["full"]["answer"]
+
+    def test_a_profile_gives_the_budget(self, capsys, picture, tmp_path, builtin):
+        layers = builtin.model.config.text_config.num_hidden_layers
+        path = tmp_path / "profile.json"
+        mmkv.Profile((0.3,) * layers, budget=0.3).save(path)
+        words = ("--profile", path, "--json", "--out", tmp_path)
+        data = json.loads(run(capsys, "chat", picture, QUESTION, *words, *SHORT)[0])
+        assert data["report"]["budget"] == 0.3
+
+    def test_the_model_is_left_unwrapped(self, capsys, picture, tmp_path, builtin):
+        run(capsys, "chat", picture, QUESTION, "--out", tmp_path, *SHORT)
+        assert "_mmkv" not in vars(builtin.model)
+
+    @pytest.mark.parametrize(
+        ("words", "expected"),
+        [
+            (("--policy", "snapkv", "--option", "window=40"), "40 must be kept"),
+            (("--policy", "streaming", "--budget", "3"), "4 must be kept"),
+        ],
+    )
+    def test_a_budget_below_what_must_be_kept(self, capsys, picture, words, expected):
+        assert expected in complaint(capsys, "chat", picture, QUESTION, *words)
+
+    def test_an_unwritable_folder(self, capsys, picture, tmp_path):
+        (tmp_path / "file").touch()
+        out = tmp_path / "file" / "below"
+        assert "file" in complaint(capsys, "chat", picture, QUESTION, "--out", out, *SHORT)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--policy", "prefixvk"), "Did you mean 'prefixkv'?"),
+        (("--option", "windo=3", "--policy", "snapkv"), "Did you mean 'window'?"),
+        (("--option", "window=wide", "--policy", "snapkv"), "expected a whole number"),
+        (("--option", "window", "--policy", "snapkv"), "expected name=value"),
+        (("--option", "average_heads=maybe"), "expected true or false"),
+        (("--option", "score=best"), "expected one of"),
+        (("--protect", "all"), "expected one of ['none', 'instruction']"),
+        (("--budget", "much"), "budget 'much'"),
+        (("--model", "/no/such/model"), "cannot load model '/no/such/model'"),
+        (("--device", "abacus"), "device 'abacus'"),
+        (("--dtype", "int8"), "dtype 'int8'"),
+    ],
+)
+def test_bad_options(capsys, picture, words, expected):
+    assert expected in complaint(capsys, "chat", picture, QUESTION, *words)
+
+
+@pytest.mark.parametrize("budget", ["0", "-5", "0.0", "1.5", "-0.2"])
+@pytest.mark.usefixtures("load")
+def test_budget_out_of_range(capsys, picture, budget):
+    assert f"budget={budget}" in complaint(capsys, "chat", picture, QUESTION, "--budget", budget)
+
+
+def test_missing_picture(capsys, tmp_path):
+    missing = tmp_path / "none.png"
+    assert complaint(capsys, "chat", missing, QUESTION).endswith(
+        f"{str(missing)!r}: no such file\n"
+    )
+
+
+def test_broken_pictures(capsys, picture, tmp_path):
+    text = tmp_path / "text.png"
+    text.write_text("not a picture")
+    assert "not a picture in a known format" in complaint(capsys, "chat", text, QUESTION)
+    cut = tmp_path / "cut.png"
+    cut.write_bytes(picture.read_bytes()[:2000])
+    assert "cut.png" in complaint(capsys, "chat", cut, QUESTION)
+    assert str(tmp_path) in complaint(capsys, "chat", tmp_path, QUESTION)
+
+
+def test_no_question(capsys, picture, monkeypatch):
+    assert "no question" in complaint(capsys, "chat")
+    assert "no question" in complaint(capsys, "chat", picture)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    assert "the question is empty" in complaint(capsys, "chat", picture, "-")
+
+
+def test_two_pictures_do_not_fit_one_file(capsys, picture):
+    words = (picture, picture, QUESTION, "--out", "one.png")
+    assert "name a folder" in complaint(capsys, "chat", *words)
+
+
+@pytest.mark.parametrize("width", ["80", "200"])
+def test_policies_lists_every_policy(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", width)
+    out, _, code = run(capsys, "policies")
+    assert code == 0
+    for name in mmkv.list_policies():
+        assert f"│ {name} " in out
+    for text in ("distance=25", "2412.03409", "accumulated", "pyramid", "adaptive", "ratio"):
+        assert text in out
+
+
+def test_values_of_options_follow_the_fields():
+    parse = chat.parse_options
+    assert parse("snapkv", ["window=8", "pooling=none", "kernel-size=3", "recent=1"]) == {
+        "window": 8,
+        "pooling": None,
+        "kernel_size": 3,
+        "recent": 1.0,
+    }
+    assert parse("xkv", ["retention=0.5", "average_heads=True", "protect=none"]) == {
+        "retention": 0.5,
+        "average_heads": True,
+        "protect": "none",
+    }
+    assert parse("squeeze", ["base=local"]) == {"base": "local"}
+
+
+def test_the_evaluation_gets_its_words_unread(monkeypatch):
+    """`mmkv eval --help` and all the rest is for mmkv.eval.cli, imported only then."""
+    import types
+
+    import typer
+
+    commands, seen = typer.Typer(), []
+
+    @commands.command(context_settings={"ignore_unknown_options": True})
+    def plot(words: list[str]) -> None:
+        seen.extend(words)
+
+    @commands.command()
+    def report() -> None: ...
+
+    fake = types.ModuleType("mmkv.eval.cli")
+    fake.commands = commands
+    monkeypatch.setitem(sys.modules, "mmkv.eval.cli", fake)
+    fresh = typer.Typer()
+    fresh.command("chat")(cli.chat)
+    monkeypatch.setattr(cli, "app", fresh)
+    monkeypatch.setattr(cli, "find_spec", lambda name: True)
+    cli._mount_evaluation()
+    with pytest.raises(SystemExit):
+        cli.main(["plot", "--dark", "a", "b"])
+    assert seen == ["--dark", "a", "b"]
+
+
+def test_help_and_policies_are_quick():
+    code = (
+        "import sys\n"
+        "from mmkv import cli\n"
+        "for words in (['--help'], ['chat', '--help'], ['policies'], ['--version']):\n"
+        "    try:\n"
+        "        cli.main(words)\n"
+        "    except SystemExit as stop:\n"
+        "        assert not stop.code, words\n"
+        "slow = {'torch', 'transformers', 'matplotlib', 'numpy', 'PIL'} & set(sys.modules)\n"
+        "assert not slow, slow\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "chat" in done.stdout
+    assert mmkv.__version__ in done.stdout
