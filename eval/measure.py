@@ -1,0 +1,198 @@
+"""One policy at one budget on one batch: perplexity, replies, and what was kept."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .prompts import Encoder
+from .scoring import rouge_l, score
+from .store import Row
+from .variants import Variant
+
+if TYPE_CHECKING:
+    from .samples import Sample
+
+FULL = "full"
+# Encoded batches kept in memory between policies; more are encoded again.
+_REMEMBERED = 8
+
+
+@dataclass
+class Job:
+    """What all batches of a run share."""
+
+    model: Any
+    encoder: Encoder
+    samples: Sequence[Sample]
+    metrics: tuple[str, ...]
+    about: dict[str, Any]
+    references: dict[int, str] = field(default_factory=dict)
+    _encoded: dict[tuple[int, ...], dict[str, Any]] = field(default_factory=dict)
+    _answers: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def generates(self) -> bool:
+        """Whether a metric needs the model's own reply."""
+        return bool({"rouge", "score"} & set(self.metrics))
+
+    def inputs(self, batch: tuple[int, ...]) -> dict[str, Any]:
+        """The batch's prompts on the model's device."""
+        found = self._encoded.get(batch)
+        if found is None:
+            found = self.encoder.batch([self.samples[i] for i in batch])
+            if len(self._encoded) < _REMEMBERED:
+                self._encoded[batch] = found
+        device, dtype = self.model.device, self.model.dtype
+        return {
+            k: v.to(device, dtype) if v.is_floating_point() else v.to(device)
+            for k, v in found.items()
+        }
+
+    def answer(self, index: int) -> list[int]:
+        """Token ids of a sample's reference answer."""
+        if index not in self._answers:
+            self._answers[index] = self.encoder.answer(self.samples[index])
+        return self._answers[index]
+
+
+def measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, ...]) -> list[Row]:
+    """One policy and budget on one batch.
+
+    Where the core refuses the batch, its halves are tried, down to the one sample whose budget
+    cannot be honoured: that row holds the reason in `error`.
+    """
+    from torch import OutOfMemoryError
+
+    try:
+        with variant.wrapped(job.model, budget):
+            return _measure(job, variant, budget, batch)
+    except (ValueError, OutOfMemoryError) as error:
+        if len(batch) == 1:
+            row = head(variant, budget, batch[0]) | _about(job, variant, batch[0])
+            return [row | {"error": str(error).splitlines()[0]}]
+    half = len(batch) // 2
+    return [r for part in (batch[:half], batch[half:]) for r in measure(job, variant, budget, part)]
+
+
+def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, ...]) -> list[Row]:
+    from .perplexity import perplexity, score_answers
+
+    start = time.perf_counter()
+    inputs, cache = job.inputs(batch), None
+    rows = [head(variant, budget, i) | _about(job, variant, i) for i in batch]
+    if "ppl" in job.metrics:
+        scored = score_answers(job.model, inputs, [job.answer(i) for i in batch])
+        cache = scored.cache
+        for row, nll, n in zip(rows, scored.nll, scored.tokens, strict=True):
+            if not math.isfinite(nll):
+                row["error"] = f"the answer's log-likelihood is {nll}"
+                continue
+            ppl = perplexity([nll], [n])
+            row |= {"nll": nll, "answer_tokens": n, "ppl": ppl if ppl != math.inf else None}
+        del scored
+    if job.generates:
+        texts, cache, speed = _generate(job, inputs, batch, rows)
+        for row, text in zip(rows, texts, strict=True):
+            sample = job.samples[row["index"]]
+            row |= {"text": text, **_text_figures(job, variant, row["index"], sample, text)}
+            row["tokens_per_s"] = speed
+    seconds = (time.perf_counter() - start) / len(batch)
+    return [
+        row | facts | {"held_bytes": cache.nbytes // len(batch), "seconds": round(seconds, 4)}
+        for row, facts in zip(rows, kept_by_row(cache), strict=True)
+    ]
+
+
+def _text_figures(
+    job: Job, variant: Variant, index: int, sample: Sample, text: str
+) -> dict[str, float | None]:
+    figures: dict[str, float | None] = {"score": score(sample, text)}
+    if "rouge" in job.metrics:
+        # The full cache against itself, then everything else against what it said.
+        full = text if variant.name == FULL else job.references.get(index)
+        # Two empty replies agree, where ROUGE would give 0.
+        same = full == text
+        figures["rouge"] = 1.0 if same else None if full is None else rouge_l(text, (full,))
+        figures["rouge_reference"] = rouge_l(text, sample.answers[:1]) if sample.answers else None
+    return figures
+
+
+def _generate(
+    job: Job, inputs: dict[str, Any], batch: tuple[int, ...], rows: list[Row]
+) -> tuple[list[str], Any, float]:
+    """Greedy replies, the cache behind them, and new tokens a second over the batch."""
+    import torch
+
+    limits = [job.samples[i].max_new_tokens for i in batch]
+    start = time.perf_counter()
+    with torch.no_grad():
+        out = job.model.generate(
+            **inputs,
+            max_new_tokens=max(limits),
+            do_sample=False,
+            num_beams=1,
+            pad_token_id=job.encoder.tokenizer.pad_token_id,
+            return_dict_in_generate=True,
+        )
+    new = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+    seconds = time.perf_counter() - start
+    ends = job.model.generation_config.eos_token_id
+    ends = {ends} if isinstance(ends, int) else set(ends or ())
+    texts, total = [], 0
+    for row, ids, limit in zip(rows, new, limits, strict=True):
+        stop = next((i for i, token in enumerate(ids) if token in ends), len(ids) - 1) + 1
+        total += stop
+        ids = ids[: min(stop, limit)]
+        row["new_tokens"] = len(ids)
+        texts.append(job.encoder.decode(ids).strip())
+    return texts, out.past_key_values, round(total / seconds, 2)
+
+
+def kept_by_row(cache: Any) -> list[dict[str, Any]]:
+    """What each row kept of its prompt, right after the prefill.
+
+    `cache_bytes` counts the kept pairs alone, so it does not depend on a row's batch; what the
+    storages hold beside them is in `held_bytes`.
+    """
+    layers, lengths = cache.compressed, cache.lengths
+    report = cache.report()
+    plain = sum(x.nbytes for x in report.layers if not x.compressed)
+    seen = cache.get_seq_length()
+    pair = (report.full_nbytes - plain) // (len(lengths) * layers[0].heads * len(layers) * seen)
+    found = []
+    for row, length in enumerate(lengths):
+        kept = sum(x.sizes[row] for x in layers)
+        shares = [float(x.retained[row]) for x in layers if x.retained is not None]
+        retained = sum(shares) / len(shares) if shares else None
+        whole = kept == length * len(layers)
+        found.append(
+            {
+                "prompt_tokens": length,
+                "kept_fraction": kept / (length * len(layers)),
+                "cache_bytes": kept * layers[0].heads * pair,
+                "full_bytes": length * len(layers) * layers[0].heads * pair,
+                "retained": 1.0 if whole else retained,
+            }
+        )
+    return found
+
+
+def head(variant: Variant, budget: float | int, index: int) -> Row:
+    """What identifies a row."""
+    return {"policy": variant.label, "budget": budget, "index": index}
+
+
+def _about(job: Job, variant: Variant, index: int) -> Row:
+    sample = job.samples[index]
+    return {
+        "sample": sample.id,
+        "suite": sample.suite,
+        "task": sample.task,
+        "tags": list(sample.tags),
+        "options": variant.recorded,
+        **job.about,
+    }

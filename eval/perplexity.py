@@ -1,0 +1,135 @@
+"""Perplexity of a reference answer behind a compressed prompt, as PrefixKV measures it.
+
+Prefill on the prompt, evict, then feed the reference answer token by token, with decode-time
+pruning; `exp` of the mean negative log-likelihood over all answer tokens (arXiv 2412.03409,
+section 4). The first answer token is predicted by the prefill's last position.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Tokens fed at once where nothing is dropped while decoding; bounds the memory of the logits.
+_CHUNK = 128
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Answers scored by a model, one entry a row.
+
+    Attributes:
+        nll: summed negative log-likelihood of the answer's tokens, in nats.
+        tokens: how many there are.
+        greedy: whether each of them was the model's first choice.
+        cache: `past_key_values` after the last step.
+    """
+
+    nll: list[float]
+    tokens: list[int]
+    greedy: list[bool]
+    cache: Any
+
+
+def perplexity(nll: Iterable[float], tokens: Iterable[int]) -> float | None:
+    """`exp` of the mean over all tokens of all rows; None without tokens."""
+    total = sum(tokens)
+    if not total:
+        return None
+    mean = sum(nll) / total
+    return math.exp(mean) if mean < 700 else math.inf
+
+
+@torch.no_grad()
+def score_answers(
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    answers: Sequence[Sequence[int]],
+    *,
+    one_pass: bool | None = None,
+) -> Scored:
+    """Teacher-force one answer per row behind the prompts.
+
+    Rows whose answer has ended keep being fed, and no longer count: what a row keeps depends on
+    that row alone.
+
+    Args:
+        model: wrapped or not.
+        inputs: what a processor returns for left-padded prompts, on the model's device.
+        answers: token ids, one list a row; an empty one scores nothing.
+        one_pass: feed many tokens at once instead of one. By default where it gives the same
+            number: where decoding drops nothing.
+
+    Raises:
+        ValueError: as many answers as rows are needed; or what the core refuses, such as a budget
+            below what must be kept.
+    """
+    ids = inputs["input_ids"]
+    if len(answers) != ids.shape[0]:
+        raise ValueError(f"{len(answers)} answers for {ids.shape[0]} prompts")
+    mask = inputs.get("attention_mask")
+    mask = torch.ones_like(ids) if mask is None else mask
+    accepted = inspect.signature(model.forward).parameters
+    numbered = "position_ids" in accepted and not _counts_positions_itself(model)
+
+    def forward(tokens: Mapping[str, Tensor], **more: Any) -> Any:
+        if numbered:
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+            more["position_ids"] = positions[:, -tokens["input_ids"].shape[1] :]
+        return model(**{**tokens, "attention_mask": mask}, use_cache=True, **more)
+
+    last = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+    out = forward(inputs, **last)
+    cache = out.past_key_values
+    lengths = torch.tensor([len(a) for a in answers])
+    longest = int(lengths.max()) if len(answers) else 0
+    # Padding is a real token to the model: nothing behind a row's answer reaches its figures.
+    wide = torch.zeros(len(answers), max(1, longest), dtype=torch.long)
+    for row, answer in enumerate(answers):
+        wide[row, : len(answer)] = torch.tensor(list(answer), dtype=torch.long)
+    wide = wide.to(ids.device)
+    loss, best = [], []
+
+    def read(logits: Tensor, start: int) -> None:
+        target = wide[:, start : start + logits.shape[1]].to(logits.device)
+        flat = logits.float().flatten(0, 1)
+        nll = torch.nn.functional.cross_entropy(flat, target.flatten(), reduction="none")
+        loss.append(nll.view_as(target).double().cpu())
+        best.append((logits.argmax(-1) == target).cpu())
+
+    read(out.logits[:, -1:], 0)
+    del out
+    one_pass = drops_nothing(cache) if one_pass is None else one_pass
+    step = _CHUNK if one_pass else 1
+    for start in range(0, longest - 1, step):
+        piece = wide[:, start : min(start + step, longest - 1)]
+        mask = torch.cat([mask, mask.new_ones(piece.shape)], dim=-1)
+        read(forward({"input_ids": piece}, past_key_values=cache).logits, start + 1)
+    counts = torch.arange(wide.shape[1]) < lengths[:, None]
+    nll = (torch.cat(loss, dim=1) * counts).sum(-1)
+    greedy = (torch.cat(best, dim=1) | ~counts).all(-1)
+    return Scored(nll.tolist(), lengths.tolist(), greedy.tolist(), cache)
+
+
+def drops_nothing(cache: Any) -> bool:
+    """Whether decoding only adds to this cache, so that several tokens may be fed at once."""
+    from mmkv.eviction import keeps_everything
+
+    plan = getattr(cache, "plan", None)
+    if plan is None:
+        return True  # transformers' own cache of a model that is not wrapped
+    if keeps_everything(plan.policy, plan.budget):
+        return True
+    return plan.policy.decode == "grow" and not plan.policy.reposition
+
+
+def _counts_positions_itself(model: Any) -> bool:
+    """Whether positions have more than one axis (Qwen2-VL), so that they are left to the model."""
+    inner = getattr(model, "model", None)
+    return hasattr(model, "get_rope_index") or hasattr(inner, "get_rope_index")

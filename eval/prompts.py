@@ -1,0 +1,126 @@
+"""From samples to what a model reads: chat template, pictures, truncation, answer tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .samples import open_images
+
+if TYPE_CHECKING:
+    from .samples import Sample
+
+# Left free behind a truncated prompt for what the chat template adds.
+_TEMPLATE_ROOM = 32
+
+
+class Encoder:
+    """Encodes samples for one model.
+
+    Args:
+        processor: a transformers processor, or a tokenizer for a text model.
+        max_length: the model's longest sequence; prompts of samples with `truncate` are cut in
+            their middle to fit it. None cuts nothing.
+    """
+
+    def __init__(self, processor: Any, max_length: int | None = None) -> None:
+        self.processor = processor
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.max_length = max_length
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+
+    def batch(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """The prompts as one left-padded batch of tensors."""
+        texts = [self.render(s, self.fit(s)) for s in samples]
+        images = [image for s in samples for image in open_images(s)]
+        options: dict[str, Any] = {
+            "padding": True,
+            "padding_side": "left",
+            "return_tensors": "pt",
+            "add_special_tokens": self._adds_special(texts[0]),
+        }
+        if self.processor is self.tokenizer:
+            if images:
+                raise ValueError(f"sample {samples[0].id}: has pictures, but the model reads none")
+            found = self.tokenizer(texts, **options)
+        else:
+            found = self.processor(text=texts, **({"images": images} if images else {}), **options)
+        return {k: v for k, v in found.items() if k != "token_type_ids"}
+
+    def render(self, sample: Sample, prompt: str, answer: str | None = None) -> str:
+        """The prompt as text, up to where the reply starts; with `answer`, also the reply."""
+        template = getattr(self.processor, "chat_template", None)
+        if not (sample.chat and template):
+            mark = getattr(self.processor, "image_token", "<image>") + "\n"
+            text = mark * len(sample.images) + prompt
+            if answer is None:
+                return text
+            return text + ("" if text[-1:].isspace() else " ") + answer
+
+        def content(text: str, images: int = 0) -> Any:
+            if self.processor is self.tokenizer:  # a text model's template reads plain text
+                return text
+            return [{"type": "image"}] * images + [{"type": "text", "text": text}]
+
+        messages = [{"role": "user", "content": content(prompt, len(sample.images))}]
+        if answer is not None:
+            messages.append({"role": "assistant", "content": content(answer)})
+        return self.processor.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=answer is None
+        )
+
+    def answer(self, sample: Sample) -> list[int]:
+        """Token ids of the first reference answer, as they would follow the prompt.
+
+        The template's own tokens behind the answer do not count. [] without an answer.
+        """
+        if not sample.answers or not sample.answers[0].strip():
+            return []
+        # Pictures and cut texts are far from the reply: a short stand-in tokenises the same.
+        prompt, answer = sample.prompt[-400:], sample.answers[0].strip()
+        before = self.render(sample, prompt)
+        whole = self.render(sample, prompt, answer)
+        end = whole.rfind(answer)
+        if not whole.startswith(before) or end < len(before):
+            return self._ids(" " + answer, special=False)
+        whole = whole[: end + len(answer)]
+        special = self._adds_special(before)
+        first, ids = self._ids(before, special), self._ids(whole, special)
+        if special and ids[-1:] == [self.tokenizer.eos_token_id] == first[-1:]:
+            first, ids = first[:-1], ids[:-1]  # a tokenizer that closes every text
+        if ids[: len(first)] == first:
+            return ids[len(first) :]
+        return self._ids(whole[len(before) :], special=False)
+
+    def fit(self, sample: Sample) -> str:
+        """The prompt's text, cut in its middle where the sample allows it and it is too long."""
+        if not sample.truncate or self.max_length is None:
+            return sample.prompt
+        from .longbench import truncate_middle
+
+        room = self.max_length - sample.max_new_tokens - _TEMPLATE_ROOM
+        ids = self._ids(sample.prompt, special=False)
+        cut = truncate_middle(ids, max(2, room))
+        if len(cut) == len(ids):
+            return sample.prompt
+        half = len(cut) // 2
+        return self.decode(cut[:half]) + self.decode(cut[half:])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special ones left out."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=special)["input_ids"]
+
+    def _adds_special(self, text: str) -> bool:
+        """Whether the tokenizer shall add its own marks: not where the template has done so."""
+        bos = self.tokenizer.bos_token
+        return bos is None or not text.startswith(bos)
+
+
+def longest(model: Any) -> int | None:
+    """The longest sequence a model was made for, from its text config."""
+    config = model.config.get_text_config()
+    return getattr(config, "max_position_embeddings", None)

@@ -1,0 +1,242 @@
+"""Runs policies x budgets over a suite's samples; each finished row is on disk at once.
+
+The unit of work is a batch at one policy and budget. Batches are the same whatever the number of
+processes, so that a run of several gives the rows of a run of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .measure import FULL, Job, head, measure
+from .processes import Processes, find_processes
+from .prompts import Encoder, longest
+from .store import (
+    Row,
+    Store,
+    describe_environment,
+    digest_of,
+    environment_id,
+    key_of,
+)
+from .variants import Variant, check_budget, parse_variants
+
+if TYPE_CHECKING:
+    import os
+
+    from .samples import Sample
+
+METRICS = ("ppl", "rouge", "score")
+
+
+def run(
+    model: Any,
+    processor: Any,
+    samples: Sequence[Sample],
+    *,
+    policies: Sequence[str],
+    budgets: Sequence[float | int] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
+    metrics: Sequence[str] = ("ppl", "rouge"),
+    out: str | os.PathLike[str],
+    options: Mapping[str, Any] | None = None,
+    batch_size: int = 8,
+    model_name: str | None = None,
+    data: str = "builtin",
+    limit: int | None = None,
+    max_length: int | None = None,
+    seed: int = 0,
+    processes: Processes | None = None,
+    progress: bool = True,
+) -> list[Row]:
+    """Measure policies at budgets, or go on with a run that was stopped.
+
+    Args:
+        model: not wrapped; it is wrapped for each policy and budget, and left unwrapped.
+        processor: a transformers processor, or a tokenizer for a text model.
+        samples: the suite.
+        policies: see `parse_variants`. "full" is added where the metrics compare with it.
+        budgets: fractions of the prompt, or numbers of tokens.
+        metrics: any of "ppl", "rouge" (ROUGE-L against the full cache's reply and against the
+            reference answer) and "score" (the sample's own metric).
+        out: the run's folder; see `mmkv.eval.store`.
+        options: given to every policy that reads them.
+        batch_size: samples at once. With several processes, at most samples / processes.
+        model_name: recorded; by default the config's.
+        data: recorded; with "builtin", windows default to 8 tokens.
+        limit: recorded; samples are taken as they are.
+        max_length: prompts that may be cut are cut to it; by default the model's own length.
+        seed: of torch, for policies that draw.
+        processes: this process's place; by default what the launcher says.
+        progress: show a bar.
+
+    Returns:
+        All rows, in order of policy, budget and sample. In a run of several processes, the first
+        one's; the others return their own.
+
+    Raises:
+        RunError: the folder holds a run of other settings.
+        ValueError: bad arguments, or a policy that cannot be put on this model.
+    """
+    import torch
+
+    variants = check_arguments(policies, budgets, metrics, options, builtin=data == "builtin")
+    if not samples:
+        raise ValueError("no samples")
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}: expected at least 1")
+    processes = processes or find_processes()
+    max_length = longest(model) if max_length is None else max_length
+    settings = {
+        "model": model_name or model.config.name_or_path or type(model).__name__,
+        "suite": samples[0].suite,
+        "data": data,
+        "data_digest": digest_of(samples),
+        "policies": {v.label: v.recorded for v in variants},
+        "budgets": list(budgets),
+        "metrics": list(metrics),
+        "options": dict(options or {}),
+        "limit": limit,
+        "n": len(samples),
+        "batch_size": batch_size,
+        "max_length": max_length,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "seed": seed,
+        "notes": list(dict.fromkeys(s.note for s in samples if getattr(s, "note", ""))),
+    }
+    environment = describe_environment(model.device)
+    store = Store(out, None if processes.count == 1 else processes.rank)
+    labels = [v.label for v in variants]
+    columns = [1.0, *(b for b in budgets if b != 1.0)]
+    if processes.main:
+        store.claim(settings, environment)
+        store.merge(labels, columns)
+    processes.wait()
+    rows = {key_of(row): row for row in store.rows()}
+    about = {
+        "run": environment_id(settings, environment),
+        "model": settings["model"],
+        "n": len(samples),
+    }
+    job = Job(model, Encoder(processor, max_length), samples, tuple(metrics), about)
+    batches = [
+        tuple(range(i, min(i + batch_size, len(samples))))
+        for i in range(0, len(samples), batch_size)
+    ]
+    mine = batches[processes.rank :: processes.count]
+    if processes.main and len(batches) < processes.count:
+        print(
+            f"{processes.count} processes share {len(batches)} batches: some have nothing to do; "
+            f"use --batch-size {max(1, len(samples) // processes.count)} or less"
+        )
+    _try_all(model, variants, budgets)
+    total = sum(len(batch) for batch in mine) * sum(len(v.budgets(budgets)) for v in variants)
+    torch.manual_seed(seed)
+    with _bar(total, shown=progress and processes.main) as advance:
+        for variant, budget, batch in _work(variants, budgets, mine):
+            missing = [i for i in batch if key_of(head(variant, budget, i)) not in rows]
+            if missing:
+                done = [r for r in measure(job, variant, budget, batch) if r["index"] in missing]
+                store.append(done)
+                rows |= {key_of(r): r for r in done}
+            if variant.name == FULL:
+                _remember(job, rows, variant, batch)
+            advance(len(batch), f"{variant.label} {budget:g}")
+    processes.wait()
+    merged = store.merge(labels, columns) if processes.main else list(rows.values())
+    processes.wait()
+    return merged
+
+
+def check_arguments(
+    policies: Sequence[str],
+    budgets: Sequence[float | int],
+    metrics: Sequence[str],
+    options: Mapping[str, Any] | None = None,
+    *,
+    builtin: bool = False,
+) -> list[Variant]:
+    """What can be checked without a model; returns the policies, the full cache first.
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    unknown = [m for m in metrics if m not in METRICS]
+    if unknown or not metrics:
+        raise ValueError(f"metric {(unknown or [''])[0]!r}: expected some of {', '.join(METRICS)}")
+    if not budgets or not policies:
+        raise ValueError("no budgets" if policies else "no policies")
+    for budget in budgets:
+        check_budget(budget)
+    variants = parse_variants(policies, options, builtin=builtin)
+    full = [v for v in variants if v.name == FULL]
+    if not full and "rouge" in metrics:
+        full = parse_variants([FULL])
+    return [*full, *(v for v in variants if v.name != FULL)]
+
+
+def _remember(job: Job, rows: Mapping[Any, Row], variant: Variant, batch: tuple[int, ...]) -> None:
+    """The full cache's replies, which the others are compared with."""
+    for i in batch:
+        text = rows[key_of(head(variant, 1.0, i))].get("text")
+        if text is not None:
+            job.references[i] = text
+
+
+def _work(
+    variants: Sequence[Variant],
+    budgets: Sequence[float | int],
+    batches: Sequence[tuple[int, ...]],
+) -> Iterator[tuple[Variant, float | int, tuple[int, ...]]]:
+    for variant in variants:
+        for budget in variant.budgets(budgets):
+            for batch in batches:
+                yield variant, budget, batch
+
+
+def _try_all(model: Any, variants: Sequence[Variant], budgets: Sequence[float | int]) -> None:
+    """Put each policy on the model once, so that one that cannot work fails at the start."""
+    for variant in variants:
+        for budget in variant.budgets(budgets):
+            try:
+                with variant.wrapped(model, budget):
+                    pass
+            except ValueError as error:
+                raise ValueError(f"policy {variant.label} at {budget}: {error}") from None
+
+
+class _bar:  # noqa: N801 - used like a function
+    """A progress bar with time left; silent where it is not wanted."""
+
+    def __init__(self, total: int, *, shown: bool) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self.progress = Progress(
+            TextColumn("{task.description:<24}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            disable=not shown,
+        )
+        self.task = self.progress.add_task("", total=total)
+
+    def __enter__(self) -> Any:
+        self.progress.start()
+
+        def advance(n: int, what: str) -> None:
+            self.progress.update(self.task, advance=n, description=what)
+
+        return advance
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()

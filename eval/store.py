@@ -1,0 +1,227 @@
+"""A run's folder: `run.json`, what made it, and `rows.jsonl`, one JSON line a row.
+
+Rows are appended and flushed line by line, so a killed run keeps everything it finished; a last
+line that was cut short is dropped and done again. In a run of several processes, process r appends
+to `rows.<r>.jsonl`, and the files are merged at the end. The folder must be seen by all processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+Key = tuple[str, str, int]
+
+# What differs between two runs of the same thing: measured time, and storage shared by a batch.
+MACHINE_FIELDS = ("seconds", "tokens_per_s", "held_bytes")
+_SETTINGS, _ROWS = "run.json", "rows.jsonl"
+
+
+class RunError(ValueError):
+    """A run's folder cannot be used; the message names the file."""
+
+
+def key_of(row: Row) -> Key:
+    """What a row is of: policy, budget and sample number."""
+    return row["policy"], json.dumps(row["budget"]), row["index"]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Rows of one file; [] if there is none. A last line that was cut short is left out.
+
+    Raises:
+        RunError: a line in the middle is not a row.
+    """
+    if not path.exists():
+        return []
+    rows: list[Row] = []
+    lines = path.read_bytes().split(b"\n")
+    # What follows the last newline was being written when the run was killed.
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            row = json.loads(line)
+            key_of(row)
+        except (ValueError, TypeError, KeyError):
+            raise RunError(f"{path}: line {number} is not a row of a run") from None
+        rows.append(row)
+    return rows
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The content of `run.json`.
+
+    Raises:
+        RunError: the folder holds no run.
+    """
+    path = folder / _SETTINGS
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"{folder}: no run here ({_SETTINGS} is missing)") from None
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path}: {error}") from None
+    if not isinstance(data, dict) or "settings" not in data or "made_by" not in data:
+        raise RunError(f"{path}: 'settings' or 'made_by' is missing")
+    return data
+
+
+class Store:
+    """Reads and writes a run's folder.
+
+    Args:
+        folder: created if it is missing.
+        rank: this process's number in a run of several, None in a run of one.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], rank: int | None = None) -> None:
+        self.folder = Path(folder)
+        self.rank = rank
+
+    @property
+    def own_file(self) -> Path:
+        """Where this process appends."""
+        return self.folder / (_ROWS if self.rank is None else f"rows.{self.rank}.jsonl")
+
+    def claim(self, settings: dict[str, Any], environment: dict[str, Any]) -> None:
+        """Start a run here, or go on with the one that is here.
+
+        Raises:
+            RunError: the folder holds a run of other settings; the message names the first.
+        """
+        settings = json.loads(json.dumps(settings))
+        run: dict[str, Any] = {"settings": settings, "made_by": []}
+        if (self.folder / _SETTINGS).exists():
+            run = read_settings(self.folder)
+            check_same(run["settings"], settings, self.folder)
+        made_by = {"id": environment_id(settings, environment), **environment}
+        if made_by not in run["made_by"]:
+            run["made_by"].append(made_by)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _replace(self.folder / _SETTINGS, json.dumps(run, indent=2) + "\n")
+
+    def rows(self) -> list[Row]:
+        """All rows of all processes, each once, in the order found."""
+        found: dict[Key, Row] = {}
+        for path in [self.folder / _ROWS, *sorted(self.folder.glob("rows.*.jsonl"))]:
+            for row in read_rows(path):
+                found.setdefault(key_of(row), row)
+        return list(found.values())
+
+    def append(self, rows: Iterable[Row]) -> None:
+        """Write rows and see them to the disk."""
+        self._mend()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.own_file.open("a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+                file.flush()
+            os.fsync(file.fileno())
+
+    def merge(self, policies: Sequence[str] = (), budgets: Sequence[float | int] = ()) -> list[Row]:
+        """Bring all rows into `rows.jsonl`, in order of policy, budget and sample.
+
+        To be called by one process while no other writes.
+        """
+        rank = {name: i for i, name in enumerate(policies)}
+        place = {json.dumps(budget): i for i, budget in enumerate(budgets)}
+
+        def order(row: Row) -> tuple[int, int, int]:
+            policy, budget, index = key_of(row)
+            return rank.get(policy, len(rank)), place.get(budget, len(place)), index
+
+        rows = sorted(self.rows(), key=order)
+        parts = sorted(self.folder.glob("rows.*.jsonl"))
+        if rows or parts:
+            lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+            _replace(self.folder / _ROWS, "".join(lines))
+        for part in parts:
+            part.unlink()
+        return rows
+
+    def _mend(self) -> None:
+        """Cut off a last line that was not finished."""
+        path = self.own_file
+        if not path.exists():
+            return
+        with path.open("rb+") as file:
+            size = file.seek(0, os.SEEK_END)
+            if size == 0:
+                return
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def check_same(there: dict[str, Any], here: dict[str, Any], folder: Path) -> None:
+    """Refuse to mix rows of different settings.
+
+    Raises:
+        RunError: names the first option that differs, with both values.
+    """
+    for name in [*there, *(n for n in here if n not in there)]:
+        if there.get(name) != here.get(name):
+            raise RunError(
+                f"{folder} holds a run with {name}={there.get(name)!r}, this one has "
+                f"{name}={here.get(name)!r}: choose another --out for a new run, or the same "
+                "options to go on with that one"
+            )
+
+
+def environment_id(settings: dict[str, Any], environment: dict[str, Any]) -> str:
+    """The `run` field of the rows: settings, versions, commit and device in eight digits."""
+    return _digest([settings, environment])
+
+
+def digest_of(samples: Iterable[Any]) -> str:
+    """A fingerprint of samples' texts, so that a changed data file does not go unnoticed."""
+    return _digest([[s.id, s.task, s.prompt, list(s.answers), len(s.images)] for s in samples])
+
+
+def describe_environment(device: Any) -> dict[str, Any]:
+    """Versions, commit and device: what a row was computed by, beside its settings."""
+    import torch
+    import transformers
+
+    import mmkv
+
+    device = torch.device(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {
+        "mmkv": mmkv.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": _commit(Path(mmkv.__file__).parent),
+        "device": name,
+    }
+
+
+def _digest(data: Any) -> str:
+    text = json.dumps(data, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _commit(folder: Path) -> str | None:
+    """The checkout's commit, with "+" where files were changed since; None outside of one."""
+    git = ["git", "-C", str(folder)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True)
+        dirty = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "."], capture_output=True)
+    except OSError:
+        return None
+    if head.returncode != 0:
+        return None
+    return head.stdout.decode().strip() + ("+" if dirty.returncode else "")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

@@ -1,0 +1,148 @@
+"""What a run compares: policies with their options, at budgets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# The built-in prompts are short: with a window of 32 tokens, a tenth of them could not be honoured.
+BUILTIN_WINDOW = 8
+PROFILE = "profile"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A policy as one run uses it.
+
+    Attributes:
+        label: how it was asked for, such as "xkv" or "prefixkv:layers=uniform".
+        name: the registered policy.
+        options: what differs from its defaults.
+        profile: a profile's path; "{budget}" in it stands for the kept fraction, "{removed}" for
+            the rest.
+    """
+
+    label: str
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    profile: str | None = None
+
+    def budgets(self, budgets: Sequence[float | int]) -> list[float | int]:
+        """The budgets it runs at: the full cache has only one."""
+        from mmkv.registry import get_policy
+
+        return [1.0] if get_policy(self.name, **self.options).keeps_all else list(budgets)
+
+    def wrapped(self, model: Any, budget: float | int) -> AbstractContextManager[Any]:
+        """The model with this policy, for the length of a `with` block."""
+        from mmkv.wrapping import wrapped
+
+        return wrapped(model, self.name, budget, profile=self.profile_at(budget), **self.options)
+
+    def profile_at(self, budget: float | int) -> Path | None:
+        """The profile's path at a budget, None without one."""
+        if self.profile is None:
+            return None
+        path = self.profile.replace("{budget}", f"{budget:g}")
+        return Path(path.replace("{removed}", f"{1 - budget:.3g}"))
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """The options as rows hold them."""
+        return self.options | ({PROFILE: self.profile} if self.profile else {})
+
+
+def parse_variants(
+    policies: Sequence[str], options: Mapping[str, Any] | None = None, *, builtin: bool = False
+) -> list[Variant]:
+    """Policies by name, each with the options it reads.
+
+    Args:
+        policies: "name" or "name:option=value:option=value".
+        options: given to every policy that reads them.
+        builtin: the built-in data is used; policies with an observation window get one of 8
+            tokens, unless told otherwise.
+
+    Raises:
+        ValueError: an unknown policy or option, a bad value, an option that no policy reads, or a
+            policy named twice.
+    """
+    from mmkv.registry import get_policy, policy_class
+
+    options, used, variants = dict(options or {}), set(), []
+    for text in policies:
+        label, *parts = text.strip().split(":")
+        cls = policy_class(label)
+        own = parse_options(parts)
+        profile = own.pop(PROFILE, None)
+        reads = get_policy(label, **own)
+        known = [] if cls.keeps_all else [o for o in cls.options() if reads.reads(o)]
+        shared = {k: v for k, v in options.items() if k in known}
+        used |= shared.keys()
+        if builtin and "window" in known and reads.observed:
+            shared = {"window": BUILTIN_WINDOW} | shared
+        chosen = shared | own
+        get_policy(cls.name, **chosen)
+        label = ":".join([cls.name, *parts])
+        if any(v.label == label for v in variants):
+            raise ValueError(f"policy {label!r} is named twice")
+        variants.append(Variant(label, cls.name, chosen, profile))
+    for name in options:
+        if name not in used:
+            labels = ", ".join(v.label for v in variants)
+            raise ValueError(f"option {name!r} is read by none of the policies {labels}")
+    return variants
+
+
+def parse_options(texts: Sequence[str]) -> dict[str, Any]:
+    """Options from "key=value" texts; a value is JSON, or else a word.
+
+    Raises:
+        ValueError: no "=", or a key named twice.
+    """
+    options: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not key or key in options:
+            raise ValueError(f"option {text!r}: expected key=value, each key once")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = {"True": True, "False": False, "None": None}.get(value, value)
+    return options
+
+
+def parse_budgets(text: str) -> list[float | int]:
+    """Budgets from a comma-separated list: "0.1,0.25" are fractions, "128" a number of tokens.
+
+    Raises:
+        ValueError: not a number, out of range, or named twice.
+    """
+    found: list[float | int] = []
+    for part in text.split(","):
+        try:
+            budget: float | int = int(part) if part.strip().isdigit() else float(part)
+        except ValueError:
+            raise ValueError(
+                f"budget {part!r}: expected a fraction or a number of tokens"
+            ) from None
+        check_budget(budget)
+        if budget in found:
+            raise ValueError(f"budget {part.strip()} is named twice")
+        found.append(budget)
+    return found
+
+
+def check_budget(budget: float | int) -> None:
+    """Raise a ValueError for a budget out of range."""
+    if isinstance(budget, bool) or not isinstance(budget, int | float):
+        raise ValueError(f"budget {budget!r}: expected a fraction or a number of tokens")
+    if isinstance(budget, float) and not 0 < budget <= 1:
+        raise ValueError(f"budget {budget}: a fraction is in (0, 1]")
+    if isinstance(budget, int) and budget < 1:
+        raise ValueError(f"budget {budget}: a number of tokens is at least 1")

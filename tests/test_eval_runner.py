@@ -1,0 +1,305 @@
+"""Runs: rows, resuming, refusing, several processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import make_model
+from evaluation import make_samples, make_tokenizer, save_model
+from mmkv.eval import runner
+from mmkv.eval.perplexity import perplexity
+from mmkv.eval.processes import Processes
+from mmkv.eval.store import MACHINE_FIELDS, RunError, Store, key_of, read_rows, read_settings
+from mmkv.eval.variants import parse_budgets, parse_options, parse_variants
+
+import mmkv
+
+ASKED = {"policies": ["full", "snapkv", "prefixkv", "h2o"], "budgets": [0.5, 1.0], "batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+def run(model, tokenizer, out, samples=None, **asked):
+    samples = make_samples() if samples is None else samples
+    return runner.run(model, tokenizer, samples, out=out, progress=False, **{**ASKED, **asked})
+
+
+def without_times(rows):
+    return [{k: v for k, v in row.items() if k not in MACHINE_FIELDS} for row in rows]
+
+
+def test_rows(model, tokenizer, tmp_path):
+    rows = run(model, tokenizer, tmp_path)
+    assert rows == read_rows(tmp_path / "rows.jsonl")
+    assert len(rows) == 5 * (1 + 3 * 2)
+    assert [r["index"] for r in rows[:5]] == [0, 1, 2, 3, 4]
+    assert list(dict.fromkeys(r["policy"] for r in rows)) == ASKED["policies"]
+    settings, made_by = (read_settings(tmp_path)[k] for k in ("settings", "made_by"))
+    assert settings["n"] == 5
+    assert made_by[0]["transformers"]
+    for row in rows:
+        assert row["run"] == made_by[0]["id"]
+        assert row["n"] == 5
+        assert row["model"] == settings["model"]
+        assert row["options"] == ({"window": 8} if row["policy"] == "snapkv" else {})
+        assert row["ppl"] == pytest.approx(perplexity([row["nll"]], [row["answer_tokens"]]))
+        assert row["tokens_per_s"] > 0
+        assert row["new_tokens"] == 6
+        # 3 layers, 2 key-value heads of width 16, keys and values in float32.
+        assert row["full_bytes"] == row["prompt_tokens"] * 3 * 2 * 2 * 16 * 4
+        assert row["cache_bytes"] == pytest.approx(row["kept_fraction"] * row["full_bytes"])
+        if row["policy"] == "full" or row["budget"] == 1.0:
+            assert row["kept_fraction"] == row["rouge"] == row["retained"] == 1.0
+        else:
+            # Rounded to whole tokens per layer.
+            assert row["kept_fraction"] == pytest.approx(0.5, abs=0.02)
+            assert 0.3 < row["retained"] < 1
+
+
+def test_whole_budget_is_the_full_cache(model, tokenizer, tmp_path):
+    rows = run(model, tokenizer, tmp_path, policies=mmkv.list_policies(), budgets=[1.0])
+    full = {r["index"]: r for r in rows if r["policy"] == "full"}
+    assert len(rows) == 5 * len(mmkv.list_policies())
+    for row in rows:
+        assert row["ppl"] == pytest.approx(full[row["index"]]["ppl"], abs=1e-4, rel=1e-6)
+        assert row["text"] == full[row["index"]]["text"]
+
+
+def test_the_full_cache_is_added_for_rouge_only(model, tokenizer, tmp_path):
+    rows = run(model, tokenizer, tmp_path / "a", policies=["snapkv"], budgets=[0.5])
+    assert {r["policy"] for r in rows} == {"full", "snapkv"}
+    rows = run(
+        model, tokenizer, tmp_path / "b", policies=["snapkv"], budgets=[0.5], metrics=["ppl"]
+    )
+    assert {r["policy"] for r in rows} == {"snapkv"}
+    assert "text" not in rows[0]
+
+
+def test_replies_are_scored_as_the_sample_asks(model, tokenizer, tmp_path):
+    rows = run(model, tokenizer, tmp_path / "a", policies=["full"], metrics=["score"])
+    samples = [
+        replace(s, answers=(row["text"],), max_new_tokens=3 if i == 0 else 6)
+        for i, (s, row) in enumerate(zip(make_samples(), rows, strict=True))
+    ]
+    rows = run(model, tokenizer, tmp_path / "b", samples, policies=["full"], metrics=["score"])
+    assert [r["new_tokens"] for r in rows] == [3, 6, 6, 6, 6]
+    assert [r["score"] for r in rows[1:]] == [1.0] * 4
+    assert rows[0]["score"] < 1
+
+
+def test_a_torn_run_goes_on_to_the_same_rows(model, tokenizer, tmp_path):
+    whole = run(model, tokenizer, tmp_path / "whole")
+    run(model, tokenizer, tmp_path / "torn")
+    path = tmp_path / "torn" / "rows.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    # Killed while it wrote the second row of a batch.
+    path.write_bytes(b"".join(lines[:13]) + lines[13][:40])
+    assert len(read_rows(path)) == 13
+    assert without_times(run(model, tokenizer, tmp_path / "torn")) == without_times(whole)
+    assert read_rows(path)[:13] == [json.loads(line) for line in lines[:13]]
+
+
+def test_nothing_is_computed_twice(model, tokenizer, tmp_path, monkeypatch):
+    rows = run(model, tokenizer, tmp_path)
+    monkeypatch.setattr(runner, "measure", lambda *_: pytest.fail("computed again"))
+    assert run(model, tokenizer, tmp_path) == rows
+
+
+def test_a_stop_keeps_what_was_finished(model, tokenizer, tmp_path, monkeypatch):
+    calls, real = [], runner.measure
+
+    def stop_later(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(runner, "measure", stop_later)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tokenizer, tmp_path)
+    assert len(read_rows(tmp_path / "rows.jsonl")) == 5
+
+
+@pytest.mark.parametrize(
+    ("option", "changed"),
+    [
+        ("budgets", {"budgets": [0.5]}),
+        ("policies", {"policies": ["snapkv"]}),
+        ("policies", {"options": {"window": 5}}),
+        ("metrics", {"metrics": ["ppl"]}),
+        ("batch_size", {"batch_size": 3}),
+        ("data_digest", {"samples": make_samples()[:4]}),
+    ],
+)
+def test_a_changed_option_is_refused(model, tokenizer, tmp_path, option, changed):
+    run(model, tokenizer, tmp_path, metrics=["score"], policies=["full"])
+    asked = {"metrics": ["score"], "policies": ["full", "snapkv"], **changed}
+    if option != "policies":
+        asked["policies"] = ["full"]
+    before = (tmp_path / "rows.jsonl").read_bytes()
+    with pytest.raises(RunError, match=rf"{option}=.*choose another --out"):
+        run(model, tokenizer, tmp_path, **asked)
+    assert (tmp_path / "rows.jsonl").read_bytes() == before
+
+
+def test_an_impossible_budget_is_a_row_with_its_reason(model, tokenizer, tmp_path):
+    """Two of the five prompts are too short for a window of 8 at a fifth of their length."""
+    rows = run(model, tokenizer, tmp_path, policies=["snapkv"], budgets=[0.2], batch_size=5)
+    rows = [r for r in rows if r["policy"] == "snapkv"]
+    assert [r["index"] for r in rows] == [0, 1, 2, 3, 4]
+    assert ["error" in r for r in rows] == [False, True, False, True, False]
+    assert "8 must be kept" in rows[1]["error"]
+    assert "ppl" not in rows[1]
+    alone = run(
+        model, tokenizer, tmp_path / "alone", policies=["snapkv"], budgets=[0.2], batch_size=1
+    )
+    for row, other in zip(rows, alone[5:], strict=True):
+        assert row.get("text") == other.get("text")
+        assert row.get("error") == other.get("error")
+        if "nll" in row:
+            assert row["nll"] == pytest.approx(other["nll"], rel=1e-4)
+
+
+def test_bad_arguments(model, tokenizer, tmp_path):
+    for message, asked in {
+        "unknown policy 'snapkx'": {"policies": ["snapkx"]},
+        "metric 'bleu'": {"metrics": ["bleu"]},
+        "budget 1.5": {"budgets": [1.5]},
+        "no samples": {"samples": []},
+        "batch_size=0": {"batch_size": 0},
+        "'windw' is read by none": {"options": {"windw": 3}},
+        "protect='instruction' .*no image tokens": {"policies": ["snapkv:protect=instruction"]},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            run(model, tokenizer, tmp_path / "new", **asked)
+    assert not (tmp_path / "new" / "rows.jsonl").exists()
+
+
+def test_variants():
+    shown = parse_variants(
+        ["snapkv", "pyramid:window=4:beta=10", "prefixkv:layers=uniform", "full"],
+        {"window": 6, "distance": 9},
+    )
+    assert [(v.label, v.options) for v in shown] == [
+        ("snapkv", {"window": 6}),
+        ("pyramidkv:window=4:beta=10", {"window": 4, "beta": 10}),
+        ("prefixkv:layers=uniform", {"distance": 9, "layers": "uniform"}),
+        ("full", {}),
+    ]
+    assert shown[3].budgets([0.1, 0.2]) == [1.0]
+    (profiled,) = parse_variants(["prefixkv:profile=p/{budget}-{removed}.json"])
+    assert profiled.profile_at(0.1) == Path("p/0.1-0.9.json")
+    assert [v.options for v in parse_variants(["snapkv", "h2o"], builtin=True)] == [
+        {"window": 8},
+        {},
+    ]
+    assert parse_options(["a=1", "b=x", "c=0.5", "d=None"]) == {
+        "a": 1,
+        "b": "x",
+        "c": 0.5,
+        "d": None,
+    }
+    budgets = parse_budgets("0.1,128,1.0")
+    assert [type(b) for b in budgets] == [float, int, float]
+    for bad in ("", "x", "0", "1.5", "0.1,0.1", "nan"):
+        with pytest.raises(ValueError, match="budget"):
+            parse_budgets(bad)
+    for message, names in {"named twice": ["h2o", "h2o"], "no effect": ["local:window=3"]}.items():
+        with pytest.raises(ValueError, match=message):
+            parse_variants(names)
+
+
+def test_a_line_that_is_no_row_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"policy": "full", "budget": 1.0, "index": 0}\nnonsense\n{"half')
+    with pytest.raises(RunError, match=r"rows\.jsonl: line 2"):
+        read_rows(path)
+    with pytest.raises(RunError, match="no run here"):
+        read_settings(tmp_path)
+
+
+def test_processes_share_the_batches(model, tokenizer, tmp_path, monkeypatch):
+    """Each of two processes alone, without a launcher: together they make the rows of one."""
+    monkeypatch.setattr(Processes, "wait", lambda self: None)
+    whole = run(model, tokenizer, tmp_path / "one")
+    merged = []
+    for rank in (1, 0):
+        merged = run(model, tokenizer, tmp_path / "two", processes=Processes(rank, 2))
+    assert without_times(merged) == without_times(whole)
+    assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["rows.jsonl", "run.json"]
+
+
+def test_a_killed_process_is_made_up_for(tmp_path):
+    """accelerate launches two; one is killed on the way; the same command finishes the run."""
+    folder = save_model(tmp_path / "model")
+    script = tmp_path / "work.py"
+    script.write_text(_SCRIPT)
+    single, double = tmp_path / "one", tmp_path / "two"
+    policies = {"policies": ["snapkv", "h2o"], "budgets": [0.5], "batch_size": 1}
+    run(make_model("llama"), make_tokenizer(), single, model_name="tiny", **policies)
+    killed = _launch(script, folder, double, kill="1", check=False)
+    assert killed.returncode != 0
+    left = Store(double).rows()
+    assert 0 < len(left) < 15
+    _launch(script, folder, double)
+    one, two = (read_rows(p / "rows.jsonl") for p in (single, double))
+    assert len(one) == 15
+    assert [key_of(r) for r in two] == [key_of(r) for r in one]
+    assert without_times(two) == without_times(one)
+    kept = {key_of(r) for r in left}
+    assert [r for r in two if key_of(r) in kept] == sorted(left, key=two.index)
+
+
+_SCRIPT = """
+import os, sys, torch
+torch.set_num_threads(1)
+sys.path.insert(0, os.environ["TESTS"])
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from evaluation import make_samples
+from mmkv.eval import runner
+folder, out = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder).eval()
+if os.environ.get("KILL") == os.environ.get("RANK", "0"):
+    real, calls = runner.measure, []
+    def measure(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            os.kill(os.getpid(), 9)
+        return real(*args)
+    runner.measure = measure
+runner.run(model, AutoTokenizer.from_pretrained(folder), make_samples(), out=out, progress=False,
+    policies=["snapkv", "h2o"], budgets=[0.5], batch_size=1, model_name="tiny")
+"""
+
+
+def _launch(script: Path, folder: Path, out: Path, *, kill: str = "", check: bool = True):
+    # Despite its name, the option only asks for several processes on this machine.
+    accelerate = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"]
+    accelerate += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+    accelerate += ["--main_process_port=0"]
+    command = [sys.executable, *accelerate, script, folder, out]
+    here = str(Path(__file__).parent)
+    env = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "TESTS": here,
+        "KILL": kill,
+    }
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert not check or done.returncode == 0, done.stderr[-2000:]
+    return done
