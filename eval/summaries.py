@@ -2,7 +2,8 @@
 
 The tasks are two of SqueezeAttention's (arXiv 2404.04793). Published data is JSONL with `article`
 and `highlights` (CNN/DailyMail) or `document` and `summary` (XSum), and perhaps `id`. Built-in data
-asks for records of look-up texts: several for CNN/DailyMail, one for XSum.
+is what the built-in model can answer: for CNN/DailyMail several sentences on the picture beside a
+text, for XSum one record of a text.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ class _Set:
     request: str
     max_new_tokens: int
     seed: int
-    records: int
 
 
 _CNN = _Set(
@@ -37,7 +37,6 @@ _CNN = _Set(
     request="Summarise the article above in three or four sentences.",
     max_new_tokens=128,
     seed=200_000,
-    records=3,
 )
 _XSUM = _Set(
     name="xsum",
@@ -46,7 +45,6 @@ _XSUM = _Set(
     request="Summarise the article above in one sentence.",
     max_new_tokens=64,
     seed=300_000,
-    records=1,
 )
 
 
@@ -97,23 +95,29 @@ def _load(which: _Set, data: str | Path, limit: int | None) -> list[Sample]:
 
 
 def _builtin(which: _Set, size: int) -> list[Sample]:
-    from mmkv.builtin import texts
+    from mmkv.builtin import scenes, texts
 
     samples = []
     for number in range(size):
         rng = random.Random(f"{which.name}:{number}")
-        lookup = texts.make_lookup(which.seed + number, rng.choice((384, 512, 640)))
-        chosen = sorted(rng.sample(range(len(lookup.records)), which.records))
-        keys = [lookup.records[i][0] for i in chosen]
-        asked = f"{', '.join(keys[:-1])} and {keys[-1]}" if keys[1:] else keys[0]
+        if which is _CNN:
+            lookup = texts.make_lookup(which.seed + number, rng.choice((160, 240, 320)))
+            scene = scenes.make_scene(which.seed + number)
+            images, question = (scenes.draw(scene),), scenes.describe_question("the picture", rng)
+            answer, length = scenes.describe(scene), 96
+        else:
+            lookup = texts.make_lookup(which.seed + number, rng.choice((384, 512, 640)))
+            asked = rng.choice(lookup.questions)
+            images, question, answer, length = (), asked.text, asked.answer, 8
         samples.append(
             Sample(
                 id=f"text-{number}",
                 suite=which.name,
                 task=which.name,
-                prompt=f"{lookup.text} Look up {asked}.",
-                answers=(" ".join(lookup.questions[i].answer for i in chosen),),
-                max_new_tokens=8 * which.records,
+                prompt=f"{lookup.text} {question}",
+                images=images,
+                answers=(answer,),
+                max_new_tokens=length,
                 metric="rouge_2",
                 note=BUILTIN_NOTE,
             )

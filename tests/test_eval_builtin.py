@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from mmkv.eval import scoring
+from mmkv.eval import longbench_builtin, scoring
 from mmkv.eval.suites import SUITES, load_suite
 
 from mmkv.builtin import WEIGHTS, scenes
@@ -78,6 +78,7 @@ def test_builtin_longbench_has_seven_kinds_that_take_turns():
     assert len(set(kinds)) == 7
     assert [s.task for s in found] == kinds * 10
     assert {s.task for s in found if not s.chat} == {"few_shot", "code"}
+    assert {s.task for s in found if s.images} == set(longbench_builtin.WITH_PICTURE)
     selected = load_suite("longbench", tasks=["code", "count"], limit=3)
     assert [s.id for s in selected] == ["code-0", "count-0", "code-1"]
     with pytest.raises(ValueError, match=r"got \['qasper'\]"):
@@ -91,3 +92,21 @@ def test_the_builtin_needle_lies_at_its_depth():
         place = text.index(needle) / len(text.rsplit(".", 1)[0])
         assert place == pytest.approx(depth, abs=0.03)
         assert text.count(needle) == 1
+
+
+def test_a_wrong_value_costs_marks_in_every_task_of_longbench():
+    for sample in load_suite("longbench"):
+        wrong = {
+            "summary": "There are no objects in the picture.",
+            "count": "There are twelve stars in the picture.",
+        }
+        text = wrong.get(sample.task) or f"{sample.answers[0].split()[0]} nothing."
+        assert (scoring.score(sample, text) or 0) < 0.8, sample.id
+
+
+def test_builtin_passages_for_retrieval_have_six_names():
+    for sample in load_suite("longbench", tasks=["retrieval"]):
+        assert len(set(sample.classes)) == 6
+        assert all(sample.prompt.count(f"Passage {name}:") == 1 for name in sample.classes)
+        passage = sample.prompt.split(f"Passage {sample.answers[1]}:")[1].split("\n\n")[0]
+        assert sample.answers[0] in passage

@@ -1,0 +1,217 @@
+"""Suites of pictures read from published files, and the errors for bad files and pictures."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+from mmkv.eval import files, samples
+from mmkv.eval.suites import DataError, load_suite, open_images, suite_notes
+from PIL import Image
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "images").mkdir()
+    for name in ("a.png", "b.jpg"):
+        Image.new("RGB", (8, 6), (200, 30, 30)).save(tmp_path / "images" / name)
+    return tmp_path
+
+
+def write(path: Path, content) -> Path:
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def description(**changes) -> dict:
+    turns = [
+        {"from": "human", "value": "<image>\nDescribe it."},
+        {"from": "gpt", "value": "A red plane."},
+    ]
+    return {"id": "7", "image": "a.png", "conversations": turns} | changes
+
+
+def test_description_reads_the_published_list(folder):
+    second = description(id="8", image="b.jpg")
+    second["conversations"][0]["value"] = "What is here?\n<image>"
+    path = write(folder / "data.json", [description(), second])
+    first, other = load_suite("description", path)
+    assert (first.id, first.prompt, first.answers) == ("7", "Describe it.", ("A red plane.",))
+    assert other.prompt == "What is here?"
+    assert first.comparable
+    assert suite_notes([first, other]) == ()
+    assert [image.size for image in open_images(other)] == [(8, 6)]
+    assert load_suite("description", folder, limit=1) == [first]
+
+
+def test_pictures_may_lie_beside_the_file_or_in_a_given_folder(folder):
+    path = write(folder / "images" / "data.json", [description()])
+    assert load_suite("description", path)[0].images == (folder / "images" / "a.png",)
+    moved = write(folder / "data.json", [description(image="images/a.png")])
+    assert load_suite("description", moved, image_folder=folder)[0].images == (
+        folder / "images" / "a.png",
+    )
+    with pytest.raises(DataError, match="nowhere"):
+        load_suite("description", moved, image_folder=folder / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("text", r"entry 1: expected an object, got text"),
+        (description(image=None), r"entry 1: field 'image': expected text, got null"),
+        ({"id": "1", "conversations": description()["conversations"]}, r"'image': is missing"),
+        (description(conversations=[]), r"entry 1: field 'conversations'"),
+        (
+            description(conversations=[{"from": "gpt", "value": "x"}] * 2),
+            r"entry 1: conversations\[0\]: field 'from': expected 'human', got 'gpt'",
+        ),
+        (
+            description(conversations=[{"from": "human", "value": "<image>\n"}] * 2),
+            r"conversations\[0\]: field 'value': is empty",
+        ),
+        (
+            description(conversations=[{"from": "human", "value": "a <image> b"}] * 2),
+            r"conversations\[0\]: field 'value': expected one <image>",
+        ),
+        (
+            description(conversations=[{"from": "human", "value": "a \ud800"}] * 2),
+            r"field 'value': has characters that are none",
+        ),
+    ],
+)
+def test_description_names_file_entry_and_field(folder, entry, message):
+    path = write(folder / "data.json", [description(), entry])
+    with pytest.raises(DataError, match=message) as caught:
+        load_suite("description", path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [{}, [], "text", 3])
+@pytest.mark.parametrize("suite", ["description", "mmvet"])
+def test_a_file_of_another_shape_is_refused(folder, suite, content):
+    with pytest.raises(DataError, match=r"data\.json: expected"):
+        load_suite(suite, write(folder / "data.json", content))
+
+
+@pytest.mark.parametrize("raw", [b"", b"[{]", b'["\xff"]', b"[" * 100_000])
+def test_a_file_that_is_no_json_is_refused(folder, raw):
+    (folder / "data.json").write_bytes(raw)
+    with pytest.raises(DataError, match=r"data\.json: (not a JSON file|is nested)"):
+        load_suite("description", folder / "data.json")
+
+
+def test_missing_and_doubtful_files_are_refused(folder, monkeypatch):
+    with pytest.raises(DataError, match="no such file"):
+        load_suite("description", folder / "nothing.json")
+    with pytest.raises(DataError, match="found 0"):
+        load_suite("description", folder)
+    write(folder / "one.json", [description()])
+    write(folder / "two.json", [description()])
+    with pytest.raises(DataError, match="found 2"):
+        load_suite("description", folder)
+    with pytest.raises(DataError, match="more than 10"):
+        files.read_json(folder / "one.json", limit=10)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../secret.png",
+        "/etc/passwd",
+        "x/../../secret.png",
+        "C:\\a.png",
+        "..\\secret.png",
+        "a\0.png",
+    ],
+)
+def test_pictures_outside_the_folder_are_refused(folder, name):
+    Image.new("RGB", (4, 4)).save(folder / "secret.png")
+    path = write(folder / "data.json", [description(image=name)])
+    with pytest.raises(DataError, match=r"data\.json: entry 0: field 'image': (expected|must)"):
+        load_suite("description", path)
+
+
+def test_a_link_out_of_the_folder_is_refused(folder):
+    Image.new("RGB", (4, 4)).save(folder / "secret.png")
+    (folder / "images" / "link.png").symlink_to(folder / "secret.png")
+    (folder / "images" / "loop.png").symlink_to(folder / "images" / "loop.png")
+    path = write(folder / "data.json", [description(image="link.png")])
+    with pytest.raises(DataError, match="leads out of the image folder"):
+        load_suite("description", path)
+    write(path, [description(image="loop.png")])
+    with pytest.raises(DataError, match="field 'image'"):
+        load_suite("description", path)
+
+
+def png_of(width: int, height: int) -> bytes:
+    """A PNG whose header claims a size; its data are missing."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    start = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header
+    return start + struct.pack(">I", zlib.crc32(header)) + b"\0\0\0\0IDAT\x35\xaf\x06\x1e"
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"no picture", "not a JPEG, PNG"),
+        (b"", "not a JPEG, PNG"),
+        (png_of(8000, 8000), "8000 x 8000 pixels"),
+        (png_of(12_000, 8000), "decompression bomb"),
+        (png_of(60_000, 60_000), "decompression bomb"),
+    ],
+)
+def test_bad_pictures_are_refused_before_they_are_decoded(folder, raw, message):
+    (folder / "images" / "bad.png").write_bytes(raw)
+    path = write(folder / "data.json", [description(), description(image="bad.png")])
+    with pytest.raises(DataError, match=rf"entry 1: field 'image': .*bad\.png.*{message}"):
+        load_suite("description", path)
+
+
+def test_a_picture_that_breaks_in_decoding_names_its_file(folder):
+    (folder / "images" / "cut.png").write_bytes(png_of(64, 64))
+    path = write(folder / "data.json", [description(image="cut.png")])
+    (sample,) = load_suite("description", path)
+    with pytest.raises(DataError, match=r"cut\.png"):
+        open_images(sample)
+
+
+def test_a_picture_of_too_many_bytes_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(samples, "MAX_IMAGE_BYTES", 20)
+    with pytest.raises(DataError, match="more than 20"):
+        load_suite("description", write(folder / "data.json", [description()]))
+
+
+def test_mmvet_reads_both_published_shapes(folder):
+    entry = {"question": "What?", "answer": "two<OR>2 <AND> three", "imagesource": "x"}
+    tagged = entry | {"imagename": "a.png", "capability": ["ocr", "math"]}
+    (sample,) = load_suite("mmvet", write(folder / "mm-vet.json", {"v1_0": tagged}))
+    assert (sample.id, sample.tags, sample.prompt) == ("v1_0", ("ocr", "math"), "What?")
+    assert sample.answers == ("two", "2 and three")
+    assert "GPT-4" in sample.note
+    listed = [entry | {"image": "a.png"}, entry | {"image": "b.jpg"}]
+    found = load_suite("mmvet", write(folder / "list.json", listed))
+    assert [s.id for s in found] == ["0", "1"]
+    assert found[1].images == (folder / "images" / "b.jpg",)
+    assert found[0].tags == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"imagename": "none.png"}, r"entry 'v1_0': field 'imagename': no picture"),
+        ({"question": ""}, r"entry 'v1_0': field 'question': is empty"),
+        ({"answer": 3}, r"field 'answer': expected text, got a number"),
+        ({"answer": "<OR>"}, r"field 'answer': is empty"),
+        ({"capability": "ocr"}, r"field 'capability': expected a list of texts, got text"),
+        ({"capability": ["ocr", 1]}, r"field 'capability': item 1: expected text"),
+    ],
+)
+def test_mmvet_names_file_entry_and_field(folder, change, message):
+    entry = {"imagename": "a.png", "question": "What?", "answer": "two", "capability": ["ocr"]}
+    path = write(folder / "mm-vet.json", {"v1_0": entry | change})
+    with pytest.raises(DataError, match=r"mm-vet\.json: " + ".*" + message):
+        load_suite("mmvet", path)
