@@ -1,0 +1,82 @@
+"""The README says what is so: its table, its code, its figures, its commands."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_inputs
+from PIL import Image
+
+import mmkv
+from mmkv import chat, registry, tables
+from mmkv.builtin import example_pictures
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def between(start: str, end: str) -> str:
+    return README.split(start, 1)[1].split(end, 1)[0]
+
+
+def test_policy_table_is_the_registrys():
+    shown = between("<!-- policies -->\n", "<!-- /policies -->")
+    assert shown == tables.policy_markdown(), "put in the output of: mmkv policies --markdown"
+
+
+def test_code_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 2
+    exec(blocks[0].replace("max_new_tokens=80", "max_new_tokens=4"), names)
+    assert "prefixkv" in capsys.readouterr().out
+    names["samples"] = [names["inputs"]]
+    exec(blocks[1], names)
+    assert (tmp_path / "profile.json").is_file()
+
+
+def test_measured_bytes():
+    loaded = chat.load()
+    with Image.open(example_pictures()[0]) as picture:
+        inputs = chat.encode(loaded, "Describe the image.", [picture])
+    rows = re.findall(r"^\| ([\w ]+) \| ([\d.-]+) \| ([\d.]+) KiB \|$", README, re.MULTILINE)
+    assert len(rows) > 3
+    for name, size, shown in rows:
+        policy, budget = None, None
+        if name != "not wrapped":
+            policy, budget = mmkv.get_policy(name), chat.parse_budget(size)
+        answer = chat.ask(loaded, inputs, policy, budget, max_new_tokens=1)
+        assert f"{answer.nbytes / 1024:.1f}" == shown, (name, size)
+
+
+def test_the_policy_of_contributing_works(models, monkeypatch, tmp_path):
+    monkeypatch.setattr(registry, "_policies", dict(registry._policies))
+    monkeypatch.setattr(registry, "_aliases", dict(registry._aliases))
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "bookends.py").write_text(block, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("bookends")
+    model, inputs = models("llama"), make_inputs("llama", (90,))
+    with mmkv.wrapped(model, "ends", 0.5), torch.no_grad():
+        kept = model(**inputs).past_key_values.kept(0)[0]
+    assert kept[:, :8].tolist() == [list(range(8))] * len(kept)
+    assert kept[:, -16:].tolist() == [list(range(74, 90))] * len(kept)
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_files_and_targets_exist(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (ROOT / link).exists(), link
+    for path in re.findall(r"`((?:mmkv|tests|policies|\.ci)/[\w./]+)`", text):
+        assert (ROOT / path).exists(), path
+    for words in re.findall(r"\bmake ((?:[a-z]+ ?)+)`", text):
+        for target in words.split():
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
