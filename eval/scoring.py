@@ -20,6 +20,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rouge_score.rouge_scorer import RougeScorer
+
     from .samples import Sample
 
 Scorer = Callable[[str, tuple[str, ...], tuple[str, ...]], float]
@@ -67,7 +69,7 @@ def _f1(words: list[str], right: list[str]) -> float:
 
 
 @lru_cache(maxsize=4)
-def _rouge(kind: str):
+def _rouge(kind: str) -> RougeScorer:
     from rouge_score.rouge_scorer import RougeScorer
 
     return RougeScorer([kind], use_stemmer=False)
