@@ -45,7 +45,8 @@ class Collector:
 
     def add(self, query: Tensor, key: Tensor, scale: float | None) -> None:
         """Score one layer; after the last one nothing more is needed."""
-        self.scores.append(importance(self.policy, query, key, scale=scale, prompt=self.prompt))
+        valid = self.prompt.valid
+        self.scores.append(importance(self.policy, query, key, scale=scale, valid=valid))
         if len(self.scores) == self.n_layers:
             raise Enough
 
@@ -92,7 +93,6 @@ def _attention(
         )
     return new.cache.attend(
         new.layer_idx,
-        module,
         query,
         key,
         value,

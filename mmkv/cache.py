@@ -3,7 +3,8 @@
 The way of one prompt: `begin` (before the first layer) learns the prompt and, where they are known,
 the layer sizes; `attend` (once a layer) delegates the prefill and evicts, at once or, when sizes
 depend on all layers, in `finish` (after the last layer). A decode step writes the new token into a
-slot, attends, and empties the slot of the token it drops.
+slot, attends, and empties the slot of the token it drops. A new turn of a conversation is a prompt
+again: what is left of earlier turns competes with the new tokens under the same budget.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from mmkv import eviction
 from mmkv.decoding import make_schedule
 from mmkv.eviction import Prompt
-from mmkv.layer import CompressedLayer, Held
+from mmkv.held import Held
+from mmkv.layer import CompressedLayer
 from mmkv.merging import merge
 from mmkv.policy import Policy
 from mmkv.storage import Block, group_rows
@@ -45,7 +47,7 @@ class Incoming(NamedTuple):
 incoming: ContextVar[Incoming | None] = ContextVar("mmkv_incoming", default=None)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Plan:
     """How a cache is made smaller: what `wrap` was asked for."""
 
@@ -59,15 +61,19 @@ class Plan:
         default=None, repr=False
     )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        """Copies of a cache share their plan: it never changes, and it knows the model."""
+        return self
+
     @property
-    def late(self) -> bool:
-        """Whether sizes are known only after the prefill."""
-        return (
-            self.policy.needs_all_layers
-            and self.fractions is None
-            and self.mini_prefill is None
-            and not eviction.keeps_everything(self.policy, self.budget)
-        )
+    def keeps_everything(self) -> bool:
+        """Whether nothing is ever evicted."""
+        return eviction.keeps_everything(self.policy, self.budget)
+
+    @property
+    def needs_all_layers(self) -> bool:
+        """Whether sizes depend on the scores of every layer."""
+        return self.policy.needs_all_layers and self.fractions is None and not self.keeps_everything
 
 
 class CompressedCache(Cache):
@@ -89,7 +95,12 @@ class CompressedCache(Cache):
         self.plan = plan
         self.max_length = max_length
         self.prompt: Prompt | None = None
-        self._lengths: list[int] = []
+        # The next forward pass brings a prompt, not a generated token.
+        self.expects_prompt = True
+        # Tokens at which a prompt fed in chunks is complete; None: each pass brings a whole one.
+        self.complete_at: int | None = None
+        # Between `begin` and `finish`.
+        self.prefilling = False
 
     @property
     def compressed(self) -> list[CompressedLayer]:
@@ -106,35 +117,50 @@ class CompressedCache(Cache):
         return out
 
     def begin(self, valid: Tensor, image: Tensor | None, arguments: dict[str, Any]) -> None:
-        """Before the prefill: learn the prompt; size the layers where sizes are known.
+        """Before a prompt, or its next chunk: learn it; size the layers where sizes are known.
 
         Args:
-            valid: bool [B, N], False for padding.
-            image: bool [B, N], True for image tokens, or None.
+            valid: bool [B, q], False for padding.
+            image: bool [B, q], True for image tokens, or None.
             arguments: the decoder's, for a mini-prefill.
 
         Raises:
             ValueError: the budget is below what must be kept.
         """
-        prompt = Prompt.of(self.plan.policy, valid, image)
-        if not all(prompt.lengths):
-            raise ValueError(
-                f"row {prompt.lengths.index(0)} of the batch is padding alone: it has no token"
-            )
-        if self.plan.late:
+        plan, seen = self.plan, self.get_seq_length()
+        known = 0 if self.prompt is None else self.prompt.valid.shape[1]
+        prompt = Prompt.of(plan.policy, valid, image, before=self.prompt, generated=seen - known)
+        self.expects_prompt = (
+            self.complete_at is not None and prompt.valid.shape[1] < self.complete_at
+        )
+        if not self.expects_prompt:
+            if not all(prompt.lengths):
+                raise ValueError(
+                    f"row {prompt.lengths.index(0)} of the batch is padding alone: it has no token"
+                )
+            if not bool(valid[:, -1].all()):
+                raise ValueError(
+                    "a row of the batch ends in padding: pad on the left (processor.tokenizer."
+                    "padding_side = 'left'), as generation needs"
+                )
             self._check_budget(prompt)
-        else:
-            scores = None
-            if self.plan.mini_prefill is not None and self._evicts(prompt):
-                self._check_budget(prompt)
-                scores = self.plan.mini_prefill(arguments, prompt)
-            self._size_layers(prompt, scores)
-        self.prompt, self._lengths = prompt, prompt.lengths
+        for layer in self.compressed:
+            layer.sizes = None
+            if layer.held is None:  # not a later chunk of the same prompt
+                layer.similarity = None
+        first = plan.mini_prefill if seen == 0 and not self.expects_prompt else None
+        if first is not None and self._evicts(prompt):
+            scores = first(arguments, prompt)
+            everywhere = torch.arange(valid.shape[1], device=valid.device)
+            positions = everywhere.masked_fill(~prompt.valid, -1)[:, None]
+            self._size_layers(prompt, scores, [positions.to(x.device) for x in scores])
+        elif not self.expects_prompt and not plan.needs_all_layers:
+            self._size_layers(prompt)
+        self.prompt, self.prefilling = prompt, True
 
     def attend(
         self,
         layer_idx: int,
-        module: torch.nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -143,45 +169,84 @@ class CompressedCache(Cache):
         scale: float | None,
         softcap: float | None = None,
     ) -> tuple[Tensor, Any]:
-        """One layer's attention: the prefill is delegated, then evicted; a decode step is ours."""
-        layer = self.layers[layer_idx]
+        """One layer's attention: a first prompt's is delegated, a later one's and a step's is ours.
+
+        Args:
+            layer_idx: which layer.
+            query: [B, Hq, q, D].
+            key: [B, H, q, D].
+            value: [B, H, q, D].
+            delegate: the model's own attention over just these tokens.
+            scale: factor of the query-key products, None for D ** -0.5.
+            softcap: bound of the logits, or None.
+
+        Returns:
+            [B, q, Hq, D], and attention weights where the model's own attention gives them.
+        """
+        layer, prompt, plan = self.layers[layer_idx], self.prompt, self.plan
         assert isinstance(layer, CompressedLayer)
-        if layer.blocks is not None:
-            scale = query.shape[-1] ** -0.5 if scale is None else scale
-            return layer.attend(query, key, value, scale=scale, softcap=softcap), None
-        out = delegate()
-        prompt = self.prompt
         if prompt is None:
             raise ValueError(
                 "this CompressedCache was not started by a wrapped model: let the model make it"
             )
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        if not self.prefilling:
+            return layer.attend(query, key, value, scale=factor, softcap=softcap), None
+        first = layer.seen - query.shape[2]
+        positions = torch.arange(first, layer.seen, device=key.device)
+        valid = prompt.valid[:, first:].to(key.device)
+        positions = positions.masked_fill(~valid, -1)[:, None]
+        past = layer.past()
+        if past is None:
+            held, out = Held(key, value, positions), delegate()
+        else:
+            held = past.extended(key, value, positions)
+            options = {"scale": factor, "softcap": softcap, "inv_freq": plan.inv_freq}
+            out = held.attend(query, first, **options), None
         with torch.no_grad():
-            scores = None
-            if self._evicts(prompt) or self._drops_later():
-                scores = eviction.importance(
-                    self.plan.policy, query, key, scale=scale, prompt=prompt
-                )
-            if layer.sizes is None:
-                layer.held = Held(key, value, scores)
-            else:
-                self._store(layer, key, value, scores)
+            self._keep(layer, held, query, scale, first=past is None)
         return out
 
+    def _keep(
+        self, layer: CompressedLayer, held: Held, query: Tensor, scale: float | None, *, first: bool
+    ) -> None:
+        """Score what a layer holds; evict at once if its size is known, else hold it whole."""
+        policy, prompt = self.plan.policy, self.prompt
+        assert prompt is not None
+        accumulates = policy.score == "accumulated" and not self.plan.keeps_everything
+        if accumulates or (self._evicts(prompt) and not self.expects_prompt):
+            if first:
+                valid = prompt.valid.to(query.device)
+                held.scores = eviction.importance(
+                    policy, query, held.keys, scale=scale, valid=valid
+                )
+            else:
+                held.score(policy, query, scale=scale)
+        if self.expects_prompt:
+            held.remember(policy, query)
+        else:
+            held.tail = None
+        layer.blocks = None
+        layer.held = held
+        if layer.sizes is not None:
+            self._store(layer)
+
     def finish(self) -> None:
-        """After the last layer of a prefill: size and evict the layers that had to wait."""
-        waiting = [x for x in self.compressed if x.held is not None]
-        if not waiting or self.prompt is None:
+        """After the last layer of a prompt: size and evict the layers that had to wait."""
+        prompt, layers = self.prompt, self.compressed
+        if not self.prefilling or prompt is None:
             return
-        scores = [
-            x.held.scores for x in waiting if x.held is not None and x.held.scores is not None
-        ]
-        self._size_layers(self.prompt, scores or None)
-        with torch.no_grad():
-            for layer in waiting:
-                held, layer.held = layer.held, None
-                assert held is not None
-                self._store(layer, held.keys, held.values, held.scores)
-                del held
+        self.prefilling = False
+        if self.expects_prompt:
+            return
+        waiting = [x for x in layers if x.held is not None]
+        if waiting:
+            held = [x.held for x in waiting if x.held is not None]
+            scores = [h.scores for h in held if h.scores is not None]
+            self._size_layers(prompt, scores, [h.positions for h in held])
+            with torch.no_grad():
+                for layer in waiting:
+                    self._store(layer)
 
     def kept(self, layer: int) -> Tensor:
         """Original positions kept by a layer, int64 [B, H, n], ascending, -1 as filler.
@@ -199,8 +264,8 @@ class CompressedCache(Cache):
 
     @property
     def lengths(self) -> list[int]:
-        """Prompt tokens of each row, without padding."""
-        return self._lengths
+        """Tokens of each row up to the end of the last prompt, without padding."""
+        return [] if self.prompt is None else self.prompt.lengths
 
     @property
     def nbytes(self) -> int:
@@ -228,7 +293,7 @@ class CompressedCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times."""
-        self._select_rows(torch.arange(len(self._lengths)).repeat_interleave(repeats))
+        self._select_rows(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only these rows, by index or by a bool mask."""
@@ -241,32 +306,25 @@ class CompressedCache(Cache):
                 layer.select_rows(batch)
             else:
                 layer.batch_select_indices(batch)
-        self._lengths = [self._lengths[int(b)] for b in batch]
+        if self.prompt is not None:
+            self.prompt = self.prompt.rows(batch)
 
     def reset(self) -> None:
         """Drop everything, ready for a new prompt."""
         super().reset()
-        self.prompt = None
+        self.prompt, self.expects_prompt, self.prefilling = None, True, False
 
     def _evicts(self, prompt: Prompt) -> bool:
-        """Whether any row of the prompt is long enough to lose a token."""
-        policy, budget = self.plan.policy, self.plan.budget
-        if eviction.keeps_everything(policy, budget):
+        """Whether any row is long enough to lose a token."""
+        longest, budget = max(prompt.lengths), self.plan.budget
+        if self.plan.keeps_everything or longest <= self.plan.policy.observed:
             return False
-        longest = max(prompt.lengths)
-        return longest > policy.observed and (isinstance(budget, float | None) or longest > budget)
-
-    def _drops_later(self) -> bool:
-        """Whether decoding will need the scores of a prompt that itself loses nothing."""
-        policy, budget = self.plan.policy, self.plan.budget
-        return (
-            isinstance(budget, int) and policy.decode == "fixed" and policy.score == "accumulated"
-        )
+        return isinstance(budget, float | None) or longest > budget
 
     def _check_budget(self, prompt: Prompt) -> None:
         """Fail before the work, not after it, when a row's budget is below what must be kept."""
         plan, n = self.plan, len(self.compressed)
-        if plan.budget is None or eviction.keeps_everything(plan.policy, plan.budget):
+        if plan.budget is None or plan.keeps_everything:
             return
         for length, floor in zip(prompt.lengths, prompt.floors, strict=True):
             eviction.row_sizes(
@@ -278,107 +336,122 @@ class CompressedCache(Cache):
                 fractions=[1.0] * n,
             )
 
-    def _size_layers(self, prompt: Prompt, scores: Sequence[Tensor] | None) -> None:
-        """Set every layer's size for every row."""
+    def _size_layers(
+        self, prompt: Prompt, scores: Sequence[Tensor] = (), positions: Sequence[Tensor] = ()
+    ) -> None:
+        """Set every layer's size for every row, from the layers' scores where sizes need them."""
         layers, plan = self.compressed, self.plan
-        for x in layers:
-            x.sizes = []
-        for row, (length, floor) in enumerate(zip(prompt.lengths, prompt.floors, strict=True)):
-            importance = similarity = None
-            if scores is not None and plan.policy.layers in ("prefix", "pooled"):
-                importance = eviction.competing(scores, prompt, row)
-            if plan.policy.layers == "squeeze" and layers[0].similarity is not None:
-                similarity = torch.stack(
-                    [x.similarity[row].cpu() for x in layers if x.similarity is not None]
-                )
-            sizes = eviction.row_sizes(
+        importance: Sequence[Tensor | None] = [None] * len(prompt.lengths)
+        if scores and plan.policy.layers in ("prefix", "pooled"):
+            importance = eviction.competing(scores, positions, prompt)
+        similarity = None
+        if plan.policy.layers == "squeeze" and layers[0].similarity is not None:
+            measured = [x.similarity.cpu() for x in layers if x.similarity is not None]
+            similarity = torch.stack(measured, dim=1)
+        sizes = [
+            eviction.row_sizes(
                 plan.policy,
                 plan.budget,
                 n_layers=len(layers),
                 length=length,
                 floor=floor,
                 fractions=plan.fractions,
-                importance=importance,
-                similarity=similarity,
+                importance=importance[row],
+                similarity=None if similarity is None else similarity[row],
             )
-            for x, n in zip(layers, sizes, strict=True):
-                assert x.sizes is not None
-                x.sizes.append(n)
+            for row, (length, floor) in enumerate(zip(prompt.lengths, prompt.floors, strict=True))
+        ]
+        for i, layer in enumerate(layers):
+            layer.sizes = [row[i] for row in sizes]
 
-    def _store(
-        self, layer: CompressedLayer, key: Tensor, value: Tensor, scores: Tensor | None
-    ) -> None:
-        """Evict: copy what the layer keeps into storage of its own."""
+    def _store(self, layer: CompressedLayer) -> None:
+        """Evict: copy what the layer keeps into storage of its own, and let go of the rest."""
+        held, layer.held = layer.held, None
+        assert held is not None
         assert self.prompt is not None
         assert layer.sizes is not None
-        policy, (B, H, N, _) = self.plan.policy, key.shape
-        prompt = self.prompt.to(key.device)
-        shrinks = layer.sizes != prompt.lengths
-        indices, counts = eviction.select(policy, scores if shrinks else None, prompt, layer.sizes)
-        if scores is not None and policy.score != "recency":
-            layer.retained = eviction.retained(scores, indices, prompt)
-        indices, counts = indices.expand(B, H, -1), counts.expand(B, H)
-        if policy.merge is not None and shrinks:
-            key, value = merge(key, value, indices, prompt.valid, how=policy.merge)
-        else:
-            where = indices.clamp(min=0)[..., None]
-            key = key.gather(2, where.expand(-1, -1, -1, key.shape[-1]))
-            value = value.gather(2, where.expand(-1, -1, -1, value.shape[-1]))
-        mass = None
-        if policy.decode == "fixed" and policy.score == "accumulated" and scores is not None:
-            mass = (
-                scores.expand(B, H, N).gather(2, indices.clamp(min=0)).masked_fill(indices < 0, 0)
-            )
-        self._build_blocks(layer, key, value, indices, mass, counts.numpy().reshape(-1))
+        policy, (B, H, U, _) = self.plan.policy, held.keys.shape
+        prompt = self.prompt.to(held.keys.device)
+        indices, counts, anchored = eviction.select(
+            policy, held.scores, held.positions, prompt, layer.sizes
+        )
+        if held.scores is not None and policy.score != "recency":
+            layer.retained = eviction.retained(held.scores, indices, held.positions, prompt)
+        indices = indices.expand(B, H, -1)
+        at = indices.clamp(min=0)
 
-    def _build_blocks(
+        def kept(x: Tensor) -> Tensor:
+            return x.gather(2, at[..., None].expand(-1, -1, -1, x.shape[-1]))
+
+        keys, values = held.keys.detach(), held.values.detach()
+        if policy.merge is not None and layer.sizes != prompt.lengths:
+            keys, values = merge(keys, values, indices, held.positions, how=policy.merge)
+        else:
+            keys, values = kept(keys), kept(values)
+        filler = indices < 0
+        positions = held.positions.expand(B, H, U).gather(2, at).masked_fill(filler, -1)
+        mass = None
+        if held.scores is not None and policy.score == "accumulated":
+            mass = held.scores.expand(B, H, U).gather(2, at).masked_fill(filler, 0)
+
+        def per_row(x: Tensor) -> np.ndarray:
+            return x.expand(B, H).reshape(-1).numpy()
+
+        layer.blocks = self._blocks(
+            [keys, values, positions], mass, per_row(counts), per_row(anchored)
+        )
+
+    def _blocks(
         self,
-        layer: CompressedLayer,
-        key: Tensor,
-        value: Tensor,
-        indices: Tensor,
+        pairs: list[Tensor],
         mass: Tensor | None,
         counts: np.ndarray,
-    ) -> None:
-        """Group the layer's rows by length and give each group storage and a schedule."""
+        anchored: np.ndarray,
+    ) -> list[Block]:
+        """Group rows by length; give each group storage and a schedule.
+
+        Args:
+            pairs: keys and values [B, H, M, D] and positions [B, H, M].
+            mass: [B, H, M], attention accumulated so far, where the policy scores by it.
+            counts: [B * H], how many of the M each row keeps.
+            anchored: [B * H], how many of those, the first ones, decoding must not drop.
+        """
         assert self.prompt is not None
-        H = key.shape[1]
-        policy, budget = self.plan.policy, self.plan.budget
+        plan, H, device = self.plan, pairs[0].shape[1], pairs[0].device
         lengths = np.repeat(self.prompt.lengths, H)
-        protected = np.repeat(self.prompt.anchored, H)
         capacity: np.ndarray | None = counts
-        if eviction.keeps_everything(policy, budget):
+        if plan.keeps_everything:
             capacity = None
-        elif isinstance(budget, int):
-            capacity = np.maximum(counts, np.where(lengths <= budget, budget, counts))
+        elif isinstance(plan.budget, int):
+            # A prompt shorter than the budget fills it up while decoding.
+            capacity = np.where(lengths <= plan.budget, plan.budget, counts)
         groups = group_rows(counts)
         expected = min(max(0, self.max_length - self.prompt.valid.shape[1]), _MOST_RESERVED)
-        layer.blocks = []
+        blocks = []
         for rows in groups:
-            n = counts[rows]
             schedule = make_schedule(
-                policy,
-                counts=n,
+                plan.policy,
+                counts=counts[rows],
                 lengths=lengths[rows],
-                protected=protected[rows],
+                protected=anchored[rows],
                 capacity=None if capacity is None else capacity[rows],
             )
-            index = torch.from_numpy(rows).to(key.device) if len(groups) > 1 else None
-            at = slice(None) if index is None else index
-            width = int(n.max())
-
-            def take(x: Tensor, at: Any = at, width: int = width) -> Tensor:
-                return x.flatten(0, 1)[at, :width]
-
-            layer.blocks.append(
+            index = torch.from_numpy(rows).to(device) if len(groups) > 1 else None
+            width = int(counts[rows].max())
+            own = [
+                x.flatten(0, 1)[slice(None) if index is None else index, :width]
+                for x in (*pairs, *(() if mass is None else (mass,)))
+            ]
+            blocks.append(
                 Block.of(
-                    take(key),
-                    take(value),
-                    take(indices),
-                    None if mass is None else take(mass),
+                    own[0],
+                    own[1],
+                    own[2],
+                    None if mass is None else own[3],
                     schedule,
                     reserve=schedule.room(expected),
                     rows=index,
-                    inv_freq=self.plan.inv_freq,
+                    inv_freq=plan.inv_freq,
                 )
             )
+        return blocks

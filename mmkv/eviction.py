@@ -6,7 +6,7 @@ own length, so it keeps exactly what it keeps alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,60 +18,94 @@ from mmkv.policy import Policy
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is known of the prompt before its first layer runs.
+    """What is known of the T tokens seen so far, before the last of them run through the layers.
 
     Attributes:
-        valid: bool [B, N], False for padding.
+        valid: bool [B, T], False for padding.
+        image: bool [B, T], True where an image token stands.
+        asked: bool [B, T], True for tokens given in a prompt, False for generated ones.
+        must: bool [B, T], kept in every layer whatever the scores say.
+        protected: bool [B, T], the part of `must` that decoding may not drop either.
         lengths: valid tokens of each row, on the host.
-        image: bool [B, N], True where an image token stands; None for a prompt without pictures.
-        must: bool [B, N], kept in every layer whatever the scores say.
-        protected: bool [B, N], the part of `must` that decoding may not drop either.
         floors: how many tokens each row must keep, on the host.
-        anchored: how many of those decoding may not drop, on the host.
     """
 
     valid: Tensor
-    lengths: list[int]
-    image: Tensor | None
+    image: Tensor
+    asked: Tensor
     must: Tensor
     protected: Tensor
+    lengths: list[int]
     floors: list[int]
-    anchored: list[int]
 
     @classmethod
-    def of(cls, policy: Policy, valid: Tensor, image: Tensor | None) -> Prompt:
-        """Mark what the policy always keeps: sinks, the observation window, protected text."""
+    def of(
+        cls,
+        policy: Policy,
+        valid: Tensor,
+        image: Tensor | None = None,
+        *,
+        before: Prompt | None = None,
+        generated: int = 0,
+    ) -> Prompt:
+        """Mark what the policy always keeps: sinks, the observation window, protected text.
+
+        Args:
+            policy: its always-kept parts decide.
+            valid: bool [B, q], the new tokens.
+            image: bool [B, q], or None without pictures.
+            before: what was known of earlier tokens.
+            generated: how many were generated since.
+        """
+        image = torch.zeros_like(valid) if image is None else image
+        asked = torch.ones_like(valid)
+        if before is not None:
+            between = valid.new_ones(valid.shape[0], generated)
+            valid = torch.cat([before.valid, between, valid], dim=1)
+            image = torch.cat([before.image, ~between, image], dim=1)
+            asked = torch.cat([before.asked, ~between, asked], dim=1)
         order = valid.cumsum(-1)
         length = order[:, -1:]
         protected = valid & (order <= policy.sinks)
         if policy.protect == "instruction":
-            protected = protected | (valid & ~image if image is not None else valid)
+            protected = protected | (valid & asked & ~image)
         must = protected | (valid & (order > length - policy.observed))
-        # One transfer to the host for all three.
-        lengths, floors, anchored = torch.stack(
-            [length[:, 0], must.sum(-1), protected.sum(-1)]
-        ).tolist()
-        return cls(valid, lengths, image, must, protected, floors, anchored)
+        lengths, floors = torch.stack([length[:, 0], must.sum(-1)]).tolist()
+        return cls(valid, image, asked, must, protected, lengths, floors)
 
     def to(self, device: torch.device) -> Prompt:
         """The same on another device, for models split over several."""
-        if self.valid.device == device:
-            return self
-        names = ("valid", "must", "protected")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        return self if self.valid.device == device else self._each(lambda x: x.to(device))
+
+    def rows(self, batch: Tensor) -> Prompt:
+        """A choice of rows, which may repeat."""
+        chosen = [int(b) for b in batch]
+        return replace(
+            self._each(lambda x: x[batch.to(x.device)]),
+            lengths=[self.lengths[b] for b in chosen],
+            floors=[self.floors[b] for b in chosen],
+        )
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Prompt:
+        names = ("valid", "image", "asked", "must", "protected")
+        return replace(self, **{name: change(getattr(self, name)) for name in names})
+
+    def at(self, name: str, positions: Tensor) -> Tensor:
+        """A mark of the tokens at `positions` [B, 1 or H, U]; False where there is none."""
+        mark: Tensor = getattr(self, name)[:, None].expand(-1, positions.shape[1], -1)
+        return mark.gather(-1, positions.clamp(min=0)) & (positions >= 0)
 
 
 def importance(
-    policy: Policy, query: Tensor, key: Tensor, *, scale: float | None, prompt: Prompt
+    policy: Policy, query: Tensor, key: Tensor, *, scale: float | None, valid: Tensor
 ) -> Tensor:
     """The policy's scores, made finite: a query or key that overflowed must not decide the rest.
 
-    NaN and -inf count as no importance, inf as more than any finite score. Shapes as in
-    `Policy.importance`.
+    NaN and -inf count as no importance, inf as more than any finite score. Arguments and shapes as
+    in `Policy.importance`.
     """
-    valid = prompt.to(key.device).valid
     with torch.no_grad():
-        found = policy.importance(query, key, scale=scale, valid=valid)
+        found = policy.importance(query, key, scale=scale, valid=valid.to(key.device))
     return found.nan_to_num(nan=0.0, posinf=1e30, neginf=0.0)
 
 
@@ -148,76 +182,115 @@ def keeps_everything(policy: Policy, budget: float | int | None) -> bool:
     return policy.keeps_all or (isinstance(budget, float) and budget >= 1.0)
 
 
-def competing(scores: Sequence[Tensor], prompt: Prompt, row: int) -> Tensor:
-    """The scores of one row's competing tokens, [L, C], as the layer allocators want them.
+def competing(
+    scores: Sequence[Tensor], positions: Sequence[Tensor], prompt: Prompt
+) -> list[Tensor]:
+    """The scores of each row's competing tokens, largest first, as the layer allocators want them.
 
     Heads that rank for themselves keep their own best, so a layer's n-th entry is the mean over
     heads of each head's n-th largest score: its prefix sums are what the layer then really retains.
     (The papers' R_l is defined on one ranking; with one ranking per layer this is the same.)
+
+    Args:
+        scores: [B, 1 or H, U] of each layer.
+        positions: [B, 1 or H, U] of each layer.
+        prompt: what is known of the tokens.
+
+    Returns:
+        [L, C] on the host for each of the B rows; a layer that lost tokens in earlier turns, and so
+        has fewer to offer, is filled up with zeros.
     """
-    free = prompt.valid[row] & ~prompt.must[row]
-    rows = []
-    for s in scores:
-        own = s[row][:, free.to(s.device)]
-        if own.shape[0] > 1:
-            own = own.sort(dim=-1, descending=True).values
-        rows.append(own.mean(dim=0).cpu())
-    return torch.stack(rows)
+    ranked, offered = [], []
+    for s, p in zip(scores, positions, strict=True):
+        free = (p >= 0) & ~prompt.to(p.device).at("must", p)
+        own = s.masked_fill(~free[:, : s.shape[1]], float("-inf"))
+        own = own.sort(dim=-1, descending=True).values
+        ranked.append(own.masked_fill(own == float("-inf"), 0.0).mean(dim=1).cpu())
+        offered.append(free.sum(-1).amax(-1).cpu())
+    most = torch.stack(offered).amax(0).tolist()
+    return [
+        torch.stack([torch.nn.functional.pad(r[b, :n], (0, n - len(r[b, :n]))) for r in ranked])
+        for b, n in enumerate(most)
+    ]
 
 
 def select(
-    policy: Policy, scores: Tensor | None, prompt: Prompt, sizes: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+    policy: Policy,
+    scores: Tensor | None,
+    positions: Tensor,
+    prompt: Prompt,
+    sizes: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
     """Choose the tokens one layer keeps.
 
     Args:
         policy: its `heads`, `recent` and always-kept parts decide.
-        scores: [B, H or 1, N]; None when every row keeps everything.
-        prompt: what is known of the prompt.
+        scores: [B, 1 or H, U]; None when every row keeps everything.
+        positions: [B, 1 or H, U], ascending, -1 where there is no token.
+        prompt: what is known of the tokens.
         sizes: tokens kept per head, for each of the B rows.
 
     Returns:
-        indices: int64 [B, H or 1, M], original positions, -1 as filler at the end. Those that
-            decoding must not drop come first, then by age: the order in which slots are filled.
-        counts: int64 [B, H or 1] on the host.
+        indices: int64 [B, 1 or H, M], among the U, -1 as filler at the end. Those that decoding
+            must not drop come first, then by age: the order in which slots are filled.
+        counts: int64 [B, 1 or H], on the host.
+        anchored: int64 [B, 1 or H], how many of them decoding must not drop, on the host.
     """
-    valid, device = prompt.valid, prompt.valid.device
-    B, N = valid.shape
-    size = torch.tensor(list(sizes), device=device)
+    B, P, U = positions.shape
+    device = positions.device
     if scores is None:
-        scores = torch.zeros(B, 1, N, device=device)
-    must = prompt.must
+        scores = torch.zeros(B, P, U, device=device)
+    heads = max(P, scores.shape[1])
+    present = (positions >= 0).expand(B, heads, U)
+    must = prompt.at("must", positions).expand(B, heads, U)
+    protected = prompt.at("protected", positions).expand(B, heads, U)
+    scores = scores.expand(B, heads, U)
+    # A head cannot keep more than earlier turns left it.
+    size = torch.tensor(list(sizes), device=device)[:, None].minimum(present.sum(-1))
     if policy.recent:
         # The most recent tokens take their share of what is left over by the tokens kept anyway.
-        free = valid & ~must
+        free = present & ~must
         share = torch.minimum((policy.recent * size).long(), size - must.sum(-1))
         age = free.flip(-1).cumsum(-1).flip(-1)
-        must = must | (free & (age <= share[:, None]))
-    counts = torch.tensor(list(sizes))[:, None].expand(B, scores.shape[1]).clone()
+        must = must | (free & (age <= share[..., None]))
     if policy.heads == "adaptive":
-        for b, n in enumerate(sizes):
-            free = valid[b] & ~must[b]
-            forced = int(must[b].sum())
-            if forced < n < prompt.lengths[b]:
-                split = allocation.adaptive_heads(
-                    scores[b : b + 1, :, free], n - forced, alpha=policy.alpha
-                )
-                counts[b] = forced + split[0].cpu()
-    rank = scores.masked_fill(must[:, None], float("inf"))
-    rank = rank.masked_fill(~valid[:, None], float("-inf"))
+        size = _adaptive(policy, scores, present & ~must, must.sum(-1), size, sizes)
+    rank = scores.masked_fill(must, float("inf")).masked_fill(~present, float("-inf"))
+    counts, anchored = torch.stack([size, protected.sum(-1)]).cpu()
     M = int(counts.max())
     chosen = rank.argsort(dim=-1, descending=True, stable=True)[..., :M]
-    filler = torch.arange(M, device=device) >= counts.to(device)[..., None]
-    late = ~prompt.protected[:, None].expand_as(rank).gather(-1, chosen)
-    order = (chosen + N * late).masked_fill(filler, 3 * N).argsort(dim=-1)
-    indices = chosen.masked_fill(filler, -1).gather(-1, order)
-    return indices, counts
+    filler = torch.arange(M, device=device) >= size[..., None]
+    late = ~protected.gather(-1, chosen)
+    order = (chosen + U * late).masked_fill(filler, 3 * U).argsort(dim=-1)
+    return chosen.masked_fill(filler, -1).gather(-1, order), counts, anchored
 
 
-def retained(scores: Tensor, indices: Tensor, prompt: Prompt) -> Tensor:
+def _adaptive(
+    policy: Policy,
+    scores: Tensor,
+    free: Tensor,
+    forced: Tensor,
+    size: Tensor,
+    sizes: Sequence[int],
+) -> Tensor:
+    """Split each row's size among its heads: [B, H] tokens, all at most what a head holds."""
+    split = size.clone()
+    held = forced + free.sum(-1)
+    for b, n in enumerate(sizes):
+        spare = n - int(forced[b].max())
+        columns = free[b].any(0)
+        if 0 < spare < int(columns.sum()):
+            competing = (scores[b] * free[b])[:, columns]
+            share = allocation.adaptive_heads(competing[None], spare, alpha=policy.alpha)[0]
+            split[b] = forced[b] + share.to(split.device)
+    return split.minimum(held)
+
+
+def retained(scores: Tensor, indices: Tensor, positions: Tensor, prompt: Prompt) -> Tensor:
     """The share of the competing tokens' importance that was kept, [B]; 1 where none compete."""
-    free = (prompt.valid & ~prompt.must)[:, None]
+    free = (positions >= 0) & ~prompt.at("must", positions)
     s = scores.clamp(min=0) * free
-    kept = s.gather(-1, indices.clamp(min=0)).masked_fill(indices < 0, 0.0)
-    total = s.sum(dim=(-1, -2))
-    return torch.where(total > 0, kept.sum(dim=(-1, -2)) / total.clamp(min=1e-30), 1.0)
+    kept = s.expand(-1, indices.shape[1], -1).gather(-1, indices.clamp(min=0))
+    kept = kept.masked_fill(indices < 0, 0.0).mean(dim=1).sum(-1)
+    total = s.mean(dim=1).sum(-1)
+    return torch.where(total > 0, kept / total.clamp(min=1e-30), 1.0)

@@ -1,8 +1,7 @@
-"""One layer of the compressed cache: blocks of kept pairs, and the whole prefill while it waits."""
+"""One layer of the compressed cache: blocks of kept pairs, or a whole prompt while it waits."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,16 +10,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from mmkv.decoding import Grow
+from mmkv.held import Held
 from mmkv.storage import Block
-
-
-@dataclass
-class Held:
-    """A layer's whole prefill, kept until its size is known."""
-
-    keys: Tensor
-    values: Tensor
-    scores: Tensor | None
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -46,6 +37,7 @@ class CompressedLayer(CacheLayerMixin):
         self.retained: Tensor | None = None
         self.stream: Tensor | None = None
         self.similarity: Tensor | None = None
+        self.compared: Tensor | None = None
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -126,31 +118,35 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def nbytes(self) -> int:
         """Bytes of the storages held for keys and values."""
-        stored = sum(b.nbytes for b in self.blocks or ())
-        if self.held is not None:
-            whole = (self.held.keys, self.held.values)
-            stored += sum(
-                {
-                    x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in whole
-                }.values()
-            )
-        return stored
+        held = 0 if self.held is None else self.held.nbytes
+        return held + sum(b.nbytes for b in self.blocks or ())
+
+    def compare(self, similarity: Tensor, tokens: Tensor) -> None:
+        """Take in the mean similarity [B] of the residual stream over a prompt's `tokens` [B].
+
+        The chunks of one prompt are averaged; `begin` forgets the last prompt's.
+        """
+        if self.similarity is None or self.compared is None:
+            self.similarity, self.compared = similarity, tokens
+            return
+        total = self.compared + tokens
+        both = self.similarity * self.compared + similarity * tokens
+        self.similarity, self.compared = both / total.clamp(min=1), total
+
+    def past(self) -> Held | None:
+        """All that is held of earlier tokens; None before the first."""
+        if self.held is not None or self.blocks is None:
+            return self.held
+        return Held.from_blocks(self.blocks, self.batch, self.heads)
 
     def kept(self) -> Tensor:
         """Original positions held, int64 [B, H, n], ascending, -1 as filler at the end."""
         if self.blocks is None:
             raise ValueError("nothing is kept yet: run a prompt through the wrapped model first")
-        width = max(b.positions.shape[1] for b in self.blocks)
-        device = self.blocks[0].positions.device
-        found = torch.full((self.rows, width), -1, dtype=torch.int64, device=device)
-        for block in self.blocks:
-            where = slice(None) if block.rows is None else block.rows
-            found[where, : block.positions.shape[1]] = block.positions.long()
+        found = Held.from_blocks(self.blocks, self.batch, self.heads).positions
         far = torch.iinfo(torch.int64).max
         found = found.masked_fill(found < 0, far).sort(dim=-1).values
-        longest = int((found < far).sum(-1).max())
-        found = found[:, :longest].masked_fill(found[:, :longest] == far, -1)
-        return found.view(self.batch, self.heads, longest)
+        return found.masked_fill(found == far, -1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """A decode step, or a continuation by q tokens: write, attend, drop.

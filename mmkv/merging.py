@@ -13,15 +13,21 @@ from mmkv.policy import Merge
 
 
 def merge(
-    keys: Tensor, values: Tensor, indices: Tensor, valid: Tensor, *, how: Merge, block: int = 256
+    keys: Tensor,
+    values: Tensor,
+    indices: Tensor,
+    positions: Tensor,
+    *,
+    how: Merge,
+    block: int = 256,
 ) -> tuple[Tensor, Tensor]:
     """Average every evicted pair into its anchor.
 
     Args:
         keys: [B, H, N, D], after rotary embedding.
         values: [B, H, N, D].
-        indices: [B, H, M], kept positions, -1 as filler at the end.
-        valid: bool [B, N]; padding is merged nowhere.
+        indices: [B, H, M], kept tokens among the N, -1 as filler at the end.
+        positions: [B, 1 or H, N], where each token stands; -1 for padding, which is merged nowhere.
         how: "position", the nearest kept position, the earlier one of two equally near; or
             "feature", the kept key of highest cosine similarity.
         block: tokens compared at a time for "feature".
@@ -30,12 +36,14 @@ def merge(
         The kept keys and values [B, H, M, D]: each the plain mean of its group.
     """
     B, H, N, D = keys.shape
-    filler = indices < 0
+    filler, at = indices < 0, indices.clamp(min=0)
+    positions = positions.expand(B, H, N)
     if how == "position":
-        anchor = _nearest(indices.masked_fill(filler, 4 * N), N)
+        far = torch.iinfo(torch.int64).max // 4
+        anchor = _nearest(positions.gather(-1, at).masked_fill(filler, far), positions)
     else:
         unit = torch.nn.functional.normalize(keys.float(), dim=-1)
-        kept = unit.gather(2, indices.clamp(min=0)[..., None].expand(-1, -1, -1, D))
+        kept = unit.gather(2, at[..., None].expand(-1, -1, -1, D))
         anchor = torch.cat(
             [
                 (part @ kept.transpose(-1, -2))
@@ -49,25 +57,22 @@ def merge(
     own = torch.arange(indices.shape[-1], device=keys.device).expand_as(indices)
     anchor = torch.cat([anchor, torch.zeros_like(anchor[..., :1])], dim=-1)
     anchor = anchor.scatter(-1, indices.masked_fill(filler, N), own)[..., :N]
-    weight = valid[:, None, :, None].float()
-    where = anchor[..., None].expand(-1, -1, -1, D)
+    weight = (positions >= 0)[..., None].float()
 
-    def mean(x: Tensor) -> Tensor:
-        total = x.new_zeros(B, H, indices.shape[-1], D, dtype=torch.float32)
-        total.scatter_add_(2, where, x.float() * weight)
-        return (total / group.clamp(min=1)).to(x.dtype)
+    def sums(x: Tensor) -> Tensor:
+        total = torch.zeros(B, H, indices.shape[-1], x.shape[-1], device=x.device)
+        return total.scatter_add_(2, anchor[..., None].expand_as(x), x)
 
-    group = torch.zeros(B, H, indices.shape[-1], 1, device=keys.device)
-    group.scatter_add_(2, anchor[..., None], weight.expand(B, H, N, 1))
-    return mean(keys), mean(values)
+    size = sums(weight).clamp(min=1)
+    merged = [(sums(x.float() * weight) / size).to(x.dtype) for x in (keys, values)]
+    return merged[0], merged[1]
 
 
-def _nearest(kept: Tensor, n: int) -> Tensor:
-    """For each position 0..n-1 the index into `kept` [B, H, M] of the nearest kept position."""
+def _nearest(kept: Tensor, positions: Tensor) -> Tensor:
+    """For each of `positions` [B, H, N] the index of the nearest of `kept` [B, H, M]."""
     ordered, order = kept.sort(dim=-1)
-    position = torch.arange(n, device=kept.device).expand(*kept.shape[:2], n).contiguous()
-    right = torch.searchsorted(ordered, position).clamp(max=kept.shape[-1] - 1)
+    right = torch.searchsorted(ordered, positions.contiguous()).clamp(max=kept.shape[-1] - 1)
     left = (right - 1).clamp(min=0)
-    far = (ordered.gather(-1, right) - position).abs()
-    near = (position - ordered.gather(-1, left)).abs()
-    return order.gather(-1, torch.where(near <= far, left, right))
+    above = (ordered.gather(-1, right) - positions).abs()
+    below = (positions - ordered.gather(-1, left)).abs()
+    return order.gather(-1, torch.where(below <= above, left, right))

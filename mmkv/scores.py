@@ -124,7 +124,7 @@ def accumulated_attention(
     memory is `O(N * block)` per query head in flight.
 
     Args:
-        query: `[B, Hq, N, D]`.
+        query: `[B, Hq, Q, D]`, the last `Q <= N` tokens' queries.
         key: `[B, H, N, D]`.
         scale: factor of the logits, `D ** -0.5` by default.
         valid: bool `[B, N]`, False for padding: such queries are left out, such keys score 0.
@@ -141,16 +141,15 @@ def accumulated_attention(
     """
     B, Hq, Q, D = _checked(query, key, valid)
     H, N = key.shape[1], key.shape[2]
-    if Q != N:
+    if Q > N:
         raise ValueError(
-            f"query and key must cover the same tokens, got {tuple(query.shape)} and "
-            f"{tuple(key.shape)}"
+            f"there are more queries than keys, got {tuple(query.shape)} and {tuple(key.shape)}"
         )
     if block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
     factor = D**-0.5 if scale is None else scale
     G = Hq // H
-    block = min(block, max(N, 1))
+    block = min(block, max(Q, 1))
     tile = (
         _CPU_TILE_PER_THREAD * torch.get_num_threads() if key.device.type == "cpu" else _DEVICE_TILE
     )
@@ -231,16 +230,19 @@ def _column_sums(
     future: Tensor,
     scale: float,
 ) -> Tensor:
-    """Column sums `[n, N]` of the causal attention of `query [n, G, N, D]` on `key [n, N, D]`."""
-    n, G, N, D = query.shape
-    block = future.shape[0]
+    """Column sums `[n, N]` of the causal attention of `query [n, G, Q, D]` on `key [n, N, D]`.
+
+    The queries are those of the last `Q` keys.
+    """
+    (n, G, Q, D), N = query.shape, key.shape[1]
+    block, past = future.shape[0], N - Q
     # The lowest finite number and not -inf: the row of a padding query must stay finite.
     lowest = torch.finfo(key.dtype).min
     sums = key.new_zeros(n, N)
-    for start in range(0, N, block):
+    for start in range(past, N, block):
         stop = min(start + block, N)
         size = stop - start
-        rows = query[:, :, start:stop].float() * scale
+        rows = query[:, :, start - past : stop - past].float() * scale
         counted = rows.new_full((n, G, size), 1.0 / G)
         if padding is not None:  # what it holds may be anything, NaN included
             absent = padding[:, None, start:stop]

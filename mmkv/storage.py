@@ -31,7 +31,8 @@ class Block:
         keys, values: [R, S, D]; S is the capacity, of which the schedule's `width` is in use.
         positions: int32 [R, S], original position of each slot's token, -1 where empty.
         filled: bool [R, 1, S], which slots attention may see; None while all in use are filled.
-        mass: float32 [R, S], attention accumulated by each slot; only H2O's decoding needs it.
+        mass: float32 [R, S], attention accumulated by each slot, for policies that score by it;
+            decoding adds to it where it also drops by it (H2O).
         schedule: which slot is next.
         inv_freq: [D / 2], to count positions inside the cache; None to keep the original ones.
     """
@@ -121,23 +122,16 @@ class Block:
         keys, values = self.keys[:, :width], self.values[:, :width]
         visible = None if self.filled is None else self.filled[:, :, :width]
         if q > 1:
-            held = self.positions[:, None, :width]
-            last = torch.arange(position, position + q, device=held.device)[None, :, None]
-            visible = ((held >= 0) & (held <= last)).repeat(1, query.shape[1] // q, 1)
+            visible = causal_view(self.positions[:, :width], position, q)
         if self.inv_freq is not None:
             keys = reposition(keys, self.positions[:, :width], position + q - 1, self.inv_freq)
-        if self.mass is None and softcap is None:
-            return scaled_dot_product_attention(
-                query[:, None],
-                keys[:, None],
-                values[:, None],
-                attn_mask=None if visible is None else visible[:, None],
-                scale=scale,
-            )[:, 0]
-        weights = self._weights(query, keys, visible, scale, softcap)
-        if self.mass is not None:
-            self.mass[:, :width] += weights.mean(dim=1) * q
-        return weights.to(values.dtype) @ values
+        counted = self.mass is not None and isinstance(self.schedule, Lightest)
+        out, weights = attend(
+            query, keys, values, visible, scale=scale, softcap=softcap, weigh=counted
+        )
+        if self.mass is not None and weights is not None:
+            self.mass[:, :width] += weights.mean(dim=1)
+        return out
 
     def drop(self, newest: int) -> None:
         """Count the step and empty the slots of the tokens it drops."""
@@ -192,20 +186,54 @@ class Block:
         if self.filled is not None:
             self.filled = grown(self.filled[:, 0], False)[:, None]
 
-    def _weights(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        visible: Tensor | None,
-        scale: float,
-        softcap: float | None,
-    ) -> Tensor:
-        logits = (query @ keys.transpose(-1, -2)).float() * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        if visible is not None:
-            logits = logits.masked_fill(~visible, float("-inf"))
-        return logits.softmax(dim=-1)
+
+def causal_view(positions: Tensor, first: int, q: int) -> Tensor:
+    """Which tokens [R, U] the q new ones at `first`, `first` + 1, ... may see: bool [R, q, U]."""
+    last = torch.arange(first, first + q, device=positions.device)[None, :, None]
+    return (positions[:, None] >= 0) & (positions[:, None] <= last)
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    weigh: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of G query heads of q tokens each over one row's keys; no key is repeated.
+
+    Args:
+        query: [R, G * q, D], the q tokens of each head side by side.
+        keys, values: [R, U, D].
+        visible: bool [R, 1 or q, U]; None: all.
+        scale: factor of the query-key products.
+        softcap: bound of the logits (Gemma 2), or None.
+        weigh: return the weights too.
+
+    Returns:
+        [R, G * q, D], and float32 weights [R, G * q, U] if asked for.
+    """
+    if visible is not None and visible.shape[1] > 1:
+        visible = visible.repeat(1, query.shape[1] // visible.shape[1], 1)
+    if softcap is None and not weigh:
+        out = scaled_dot_product_attention(
+            query[:, None],
+            keys[:, None],
+            values[:, None],
+            attn_mask=None if visible is None else visible[:, None],
+            scale=scale,
+        )
+        return out[:, 0], None
+    logits = (query @ keys.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if visible is not None:
+        logits = logits.masked_fill(~visible, float("-inf"))
+    weights = logits.softmax(dim=-1)
+    return weights.to(values.dtype) @ values, weights
 
 
 def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = 0.04) -> list[np.ndarray]:

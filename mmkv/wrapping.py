@@ -98,11 +98,11 @@ def wrap(
             f"protect='instruction' keeps the prompt's text and lets image tokens compete; "
             f"{type(model).__name__} has no image tokens: use protect='none'"
         )
-    plan = Plan(chosen, budget, fractions)
-    if chosen.reposition:
-        plan.inv_freq = parts.rotary_frequencies()
+    mini_prefill = None
     if chosen.needs_all_layers and chosen.allocation == "mini-prefill" and fractions is None:
-        plan.mini_prefill = partial(attention.run_mini_prefill, parts.decoder, chosen, n_layers)
+        mini_prefill = partial(attention.run_mini_prefill, parts.decoder, chosen, n_layers)
+    inv_freq = parts.rotary_frequencies() if chosen.reposition else None
+    plan = Plan(chosen, budget, fractions, inv_freq, mini_prefill)
     attention.register()
     with ExitStack() as undo:
         _attach(model, parts, plan, base, undo)
@@ -184,14 +184,20 @@ def _attach(
     ) -> None:
         mode = kwargs.get("generation_mode", args[0] if args else "")
         _refuse_what_cannot_be_honoured(generation_config, str(getattr(mode, "value", mode)))
-        given = model_kwargs.get("past_key_values")
-        if given is not None:
-            _check_cache(given)
-            given._is_user_defined = True
-        elif generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = CompressedCache(
-                config, plan, max_length=generation_config.max_length or 0
-            )
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None:
+            _check_cache(cache)
+            cache._is_user_defined = True
+        elif generation_config.use_cache is False:
+            return
+        else:
+            cache = model_kwargs["past_key_values"] = CompressedCache(config, plan)
+        cache.max_length = generation_config.max_length or 0
+        cache.expects_prompt = True
+        cache.complete_at = None
+        if getattr(generation_config, "prefill_chunk_size", None) is not None:
+            mask = model_kwargs.get("attention_mask")
+            cache.complete_at = generation_config._mask_length if mask is None else mask.shape[1]
 
     def refuse_batching(*args: Any, **kwargs: Any) -> None:
         raise ValueError(
@@ -212,7 +218,7 @@ def _attach(
         model.register_forward_pre_hook(_model_pre_hook, with_kwargs=True),
         model.register_forward_hook(_model_post_hook, always_call=True),
     ]
-    if plan.late and plan.policy.layers == "squeeze":
+    if plan.needs_all_layers and plan.policy.layers == "squeeze":
         for i, (layer, attn) in enumerate(zip(parts.layers, parts.attentions, strict=True)):
             before = _Residual(i)
             hooks.append(layer.register_forward_pre_hook(before.enter, with_kwargs=True))
@@ -232,11 +238,6 @@ def _refuse_what_cannot_be_honoured(config: Any, mode: str) -> None:
         raise ValueError(
             "assisted decoding takes tokens back from the cache, which a compressed cache cannot: "
             "generate without an assistant, or mmkv.unwrap(model) first"
-        )
-    if getattr(config, "prefill_chunk_size", None) is not None:
-        raise ValueError(
-            f"prefill_chunk_size={config.prefill_chunk_size}: a prompt in chunks is not supported "
-            "by a compressed cache: drop it, or mmkv.unwrap(model) first"
         )
 
 
@@ -278,8 +279,8 @@ def _decoder_pre_hook(parts: adapters.Adapter, plan: Plan) -> Any:
         embeds = kwargs.get("inputs_embeds")
         tokens = kwargs["input_ids"] if embeds is None else embeds
         mask = kwargs.get("attention_mask")
-        if cache.get_seq_length() == 0:
-            valid = _valid(tokens, mask)
+        if cache.expects_prompt:
+            valid = _valid(tokens, mask, cache.get_seq_length())
             cache.begin(valid, _image_tokens(parts, valid), kwargs)
         elif tokens.shape[1] > 1:
             _check_continuation(cache, tokens, mask)
@@ -296,24 +297,18 @@ def _decoder_post_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], o
         cache.finish()
 
 
-def _valid(tokens: Tensor, mask: Any) -> Tensor:
-    """Bool [B, N], False for padding."""
-    B, N = tokens.shape[:2]
+def _valid(tokens: Tensor, mask: Any, seen: int) -> Tensor:
+    """Bool [B, q], False for padding among the new tokens."""
+    B, q = tokens.shape[:2]
     if mask is None:
-        return torch.ones(B, N, dtype=torch.bool, device=tokens.device)
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape != (B, N):
+        return torch.ones(B, q, dtype=torch.bool, device=tokens.device)
+    if not isinstance(mask, Tensor) or mask.shape != (B, seen + q):
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
             f"attention_mask of shape {shape}: a compressed cache reads padding from a mask of "
-            f"shape {(B, N)}"
+            f"shape {(B, seen + q)}"
         )
-    valid = mask.to(tokens.device).bool()
-    if not bool(valid[:, -1].all()):
-        raise ValueError(
-            "a row of the batch ends in padding: pad on the left (processor.tokenizer."
-            "padding_side = 'left'), as generation needs"
-        )
-    return valid
+    return mask[:, seen:].to(tokens.device).bool()
 
 
 def _image_tokens(parts: adapters.Adapter, valid: Tensor) -> Tensor | None:
@@ -344,9 +339,9 @@ class _Residual:
         self.index = index
 
     def enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Remember the stream before a prefill's attention, on the cache."""
+        """Remember the stream before a prompt's attention, on the cache."""
         layer = self._layer(kwargs)
-        if layer is not None and layer.seen == 0:
+        if layer is not None and kwargs["past_key_values"].prefilling:
             layer.stream = args[0] if args else kwargs["hidden_states"]
 
     def leave(self, attn: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -355,8 +350,8 @@ class _Residual:
         if layer is None or layer.stream is None:
             return
         before, layer.stream = layer.stream, None
-        valid = kwargs["past_key_values"].prompt.valid.to(before.device)
-        layer.similarity = scores.residual_similarity(before, before + output[0], valid)
+        valid = kwargs["past_key_values"].prompt.valid[:, -before.shape[1] :].to(before.device)
+        layer.compare(scores.residual_similarity(before, before + output[0], valid), valid.sum(-1))
 
     def _layer(self, kwargs: dict[str, Any]) -> CompressedLayer | None:
         cache = kwargs.get("past_key_values")

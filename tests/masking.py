@@ -24,25 +24,27 @@ def _masked_attention(module, query, key, value, attention_mask, scaling=None, *
     scale = D**-0.5 if scaling is None else scaling
     allowed = _state["allowed"]
     if allowed is not None:
-        visible = allowed[module.layer_idx]  # [B, H, S]
-        edit = _state.get("edit")
-        if edit is not None:
-            key, value = edit(module.layer_idx, key, value)
-        if _state.get("inv_freq") is not None:
-            key = naive_reposition(key, visible, _state["inv_freq"])
+        visible = allowed[module.layer_idx]  # [B, H, q, S]
+        edited = _state["edited"][module.layer_idx]
+        if edited is not None:
+            n = edited[0].shape[2]
+            key = torch.cat([edited[0], key[:, :, n:]], dim=2)
+            value = torch.cat([edited[1], value[:, :, n:]], dim=2)
+        if _state["inv_freq"] is not None:
+            key = naive_reposition(key, visible[:, :, -1], _state["inv_freq"])
         attention_mask = None
-    seen: list[Tensor] = []
     out = torch.zeros(B, query.shape[1], query.shape[2], D)
+    seen: list[Tensor] = []
     for h in range(query.shape[1]):
         logits = query[:, h] @ key[:, h // G].transpose(-1, -2) * scale
         if attention_mask is not None:
             logits = logits + attention_mask[:, 0, :, :S]
         if allowed is not None:
-            logits = logits.masked_fill(~visible[:, h // G, None, :], -math.inf)
+            logits = logits.masked_fill(~visible[:, h // G], -math.inf)
         weights = logits.softmax(-1)
         out[:, h] = weights @ value[:, h // G]
         seen.append(weights)
-    if allowed is not None and _state.get("record") is not None:
+    if allowed is not None and _state["record"] is not None:
         _state["record"][-1].append(torch.stack(seen, dim=1))
     return out.transpose(1, 2).contiguous(), None
 
@@ -51,37 +53,44 @@ AttentionInterface.register("test_masked", _masked_attention)
 AttentionMaskInterface.register("test_masked", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
-def allowed_from(kept: list[Tensor], seen: int) -> list[Tensor]:
-    """Positions kept by each layer [B, H, n] -> bool [B, H, seen + 1]; the newest sees itself."""
+def allowed_from(kept: list[Tensor], seen: int, q: int = 1) -> list[Tensor]:
+    """Positions kept by each layer [B, H, n] -> bool [B, H, q, seen + q] for q tokens more.
+
+    Each of them sees what was kept, those before it, and itself.
+    """
     masks = []
     for positions in kept:
         B, H, _ = positions.shape
-        mask = torch.zeros(B, H, seen + 2, dtype=torch.bool)
-        mask.scatter_(-1, positions.masked_fill(positions < 0, seen + 1), True)
-        mask[..., seen] = True
-        masks.append(mask[..., : seen + 1])
+        old = torch.zeros(B, H, seen + 1, dtype=torch.bool)
+        old.scatter_(-1, positions.masked_fill(positions < 0, seen), True)
+        new = torch.ones(q, q, dtype=torch.bool).tril().expand(B, H, q, q)
+        masks.append(torch.cat([old[:, :, None, :seen].expand(B, H, q, seen), new], dim=-1))
     return masks
 
 
 def masked_logits(
     model: torch.nn.Module,
     inputs: dict[str, Tensor],
-    tokens: Tensor,
+    feeds: Tensor | list[dict[str, Tensor]],
     kept: list[list[Tensor]],
     merge: str | None = None,
     reposition: bool = False,
     record: list[list[Tensor]] | None = None,
 ) -> Tensor:
-    """Logits [1 + T - 1, B, V] of the prompt's last token and of T - 1 teacher-forced tokens.
+    """Last-token logits [1 + F, B, V] of the prompt and of each of F feeds behind it.
 
-    `kept[t][layer]` is what the compressed cache held after the prefill (t = 0) and each step.
-    `record` receives each decode step's attention weights, [layer][B, Hq, 1, S].
+    `feeds` are model inputs of q >= 1 tokens each, or generated tokens [B, T], of which the last is
+    never fed. `kept[t][layer]` is what the compressed cache held after the prompt (t = 0) and after
+    each feed; a feed of more than one token is a new turn, after which it evicts (and merges).
+    `record` receives each feed's attention weights, [layer][B, Hq, q, S].
     """
+    if isinstance(feeds, Tensor):
+        feeds = [{"input_ids": feeds[:, t : t + 1]} for t in range(feeds.shape[1] - 1)]
     decoder = model.get_decoder()
     before = decoder.config._attn_implementation
     decoder.config._attn_implementation_internal = "test_masked"
-    _state.update(allowed=None, edit=None)
-    _state["record"] = record
+    layers = range(len(decoder.layers))
+    _state.update(allowed=None, edited=[None for _ in layers], record=record)
     _state["inv_freq"] = decoder.rotary_emb.inv_freq if reposition else None
     mask = inputs["attention_mask"]
     try:
@@ -89,37 +98,41 @@ def masked_logits(
             out = model(**inputs, position_ids=_positions(mask), use_cache=True)
             cache = out.past_key_values
             logits = [out.logits[:, -1]]
-            N = mask.shape[1]
-            merged = None
             if merge is not None:
-                merged = [
-                    naive_merge(x.keys.clone(), x.values.clone(), kept[0][i], mask.bool(), merge)
-                    for i, x in enumerate(cache.layers)
-                ]
-
-                def edit(i: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-                    key, value = key.clone(), value.clone()
-                    key[:, :, :N], value[:, :, :N] = merged[i]
-                    return key, value
-
-                _state["edit"] = edit
-            for t in range(tokens.shape[1] - 1):
-                _state["allowed"] = allowed_from(kept[t], N + t)
+                H = kept[0][0].shape[1]
+                candidates = mask.bool()[:, None].expand(-1, H, -1)
+                _merge_all(cache, kept[0], [candidates for _ in layers], merge)
+            for t, feed in enumerate(feeds):
+                q, seen = feed["input_ids"].shape[1], mask.shape[1]
+                _state["allowed"] = allowed_from(kept[t], seen, q)
                 if record is not None:
                     record.append([])
-                mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+                mask = torch.cat([mask, torch.ones_like(mask[:, :1]).expand(-1, q)], dim=1)
                 out = model(
-                    input_ids=tokens[:, t : t + 1],
+                    **feed,
                     attention_mask=mask,
-                    position_ids=_positions(mask)[:, -1:],
+                    position_ids=_positions(mask)[:, -q:],
                     past_key_values=cache,
                     use_cache=True,
                 )
                 logits.append(out.logits[:, -1])
+                if merge is not None and q > 1:
+                    _merge_all(cache, kept[t + 1], [m[:, :, -1] for m in _state["allowed"]], merge)
     finally:
         decoder.config._attn_implementation_internal = before
-        _state.update(allowed=None, edit=None, inv_freq=None, record=None)
+        _state.update(allowed=None, inv_freq=None, record=None)
     return torch.stack(logits)
+
+
+def _merge_all(cache: Any, kept: list[Tensor], candidates: list[Tensor], how: str) -> None:
+    """Merge every layer's candidates into what it keeps, on top of earlier merges."""
+    for i, layer in enumerate(cache.layers):
+        keys, values = layer.keys.clone(), layer.values.clone()
+        edited = _state["edited"][i]
+        if edited is not None:
+            n = edited[0].shape[2]
+            keys[:, :, :n], values[:, :, :n] = edited
+        _state["edited"][i] = naive_merge(keys, values, kept[i], candidates[i], how)
 
 
 def naive_reposition(keys: Tensor, visible: Tensor, inv_freq: Tensor) -> Tensor:
@@ -137,16 +150,16 @@ def naive_reposition(keys: Tensor, visible: Tensor, inv_freq: Tensor) -> Tensor:
 
 
 def naive_merge(
-    keys: Tensor, values: Tensor, kept: Tensor, valid: Tensor, how: str
+    keys: Tensor, values: Tensor, kept: Tensor, candidates: Tensor, how: str
 ) -> tuple[Tensor, Tensor]:
-    """Average every evicted pair into its anchor, one token at a time; others stay as they are."""
+    """Average every evicted candidate into its anchor, one at a time; others stay as they are."""
     merged_keys, merged_values = keys.clone(), values.clone()
     for b in range(keys.shape[0]):
         for h in range(keys.shape[1]):
             anchors = [p for p in kept[b, h].tolist() if p >= 0]
             groups = {p: [p] for p in anchors}
             for j in range(keys.shape[2]):
-                if not valid[b, j] or j in groups:
+                if not candidates[b, h, j] or j in groups:
                     continue
                 if how == "position":
                     best = min(anchors, key=lambda p: (abs(p - j), p))

@@ -93,7 +93,6 @@ def test_a_budget_below_what_must_be_kept_says_both_numbers(text_model, policy):
         ({"cache_implementation": "offloaded"}, r"cache_implementation='offloaded'"),
         ({"cache_implementation": "quantized"}, r"cache_implementation='quantized'"),
         ({"prompt_lookup_num_tokens": 3}, r"assisted decoding"),
-        ({"prefill_chunk_size": 8}, r"prefill_chunk_size=8"),
         ({"past_key_values": DynamicCache()}, r"past_key_values is a DynamicCache"),
     ],
 )

@@ -50,6 +50,8 @@ def generate(model, inputs, new=NEW, **kwargs):
 
     def record(module, args, kwargs, output):
         cache = output.past_key_values
+        if cache.expects_prompt:
+            return  # a chunk of a prompt: nothing is evicted yet
         held.append([cache.kept(i).clone() for i in range(len(cache.layers))])
 
     wrapped = isinstance(getattr(model, "_mmkv", None), tuple)
