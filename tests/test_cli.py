@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import subprocess
 import sys
 
 import pytest
+from conftest import make_model
 from PIL import Image
 
 import mmkv
 from mmkv import chat, cli
-from mmkv.builtin import example_pictures
+from mmkv.builtin import WEIGHTS, example_pictures
 
 QUESTION = "Describe the image."
 SHORT = ("--max-new-tokens", "4")
@@ -285,3 +287,25 @@ def test_help_and_policies_are_quick():
     assert done.returncode == 0, done.stderr
     assert "chat" in done.stdout
     assert mmkv.__version__ in done.stdout
+
+
+def test_a_model_from_a_folder(capsys, picture, tmp_path):
+    words = ("--model", WEIGHTS, "--dtype", "bfloat16", "--json", "--out", tmp_path)
+    out, _, code = run(capsys, "chat", picture, QUESTION, *words, *SHORT)
+    assert code == 0
+    assert len(json.loads(out)["png"]) == 1
+
+
+def test_a_text_model_from_a_folder(capsys, picture, builtin, tmp_path):
+    model = make_model("llama")
+    model.resize_token_embeddings(len(builtin.processor.tokenizer), mean_resizing=False)
+    model.save_pretrained(tmp_path)
+    tokenizer = copy.deepcopy(builtin.processor.tokenizer)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    capsys.readouterr()  # progress of saving
+    words = ("--model", tmp_path, "--json", "--budget", "0.5", *SHORT)
+    out, err, code = run(capsys, "chat", "What is it? " * 20, *words)
+    assert (code, err) == (0, "")
+    assert json.loads(out)["report"]["kept_fraction"] < 0.6
+    assert "reads text only" in complaint(capsys, "chat", picture, QUESTION, *words)
