@@ -46,17 +46,21 @@ class Job:
             found = self.encoder.batch([self.samples[i] for i in batch])
             if len(self._encoded) < _REMEMBERED:
                 self._encoded[batch] = found
-        device, dtype = self.model.device, self.model.dtype
-        return {
-            k: v.to(device, dtype) if v.is_floating_point() else v.to(device)
-            for k, v in found.items()
-        }
+        return on_device(self.model, found)
 
     def answer(self, index: int) -> list[int]:
         """Token ids of a sample's reference answer."""
         if index not in self._answers:
             self._answers[index] = self.encoder.answer(self.samples[index])
         return self._answers[index]
+
+
+def on_device(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs where the model is, pictures in its dtype."""
+    device, dtype = model.device, model.dtype
+    return {
+        k: v.to(device, dtype) if v.is_floating_point() else v.to(device) for k, v in inputs.items()
+    }
 
 
 def measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, ...]) -> list[Row]:

@@ -11,10 +11,10 @@ import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Tokens fed at once where nothing is dropped while decoding; bounds the memory of the logits.
 _CHUNK = 128
@@ -46,7 +46,6 @@ def perplexity(nll: Iterable[float], tokens: Iterable[int]) -> float | None:
     return math.exp(mean) if mean < 700 else math.inf
 
 
-@torch.no_grad()
 def score_answers(
     model: Any,
     inputs: Mapping[str, Tensor],
@@ -70,10 +69,24 @@ def score_answers(
         ValueError: as many answers as rows are needed; or what the core refuses, such as a budget
             below what must be kept.
     """
+    import torch
+
     ids = inputs["input_ids"]
     if len(answers) != ids.shape[0]:
         raise ValueError(f"{len(answers)} answers for {ids.shape[0]} prompts")
-    mask = inputs.get("attention_mask")
+    with torch.no_grad():
+        return _score(model, inputs, answers, one_pass)
+
+
+def _score(
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    answers: Sequence[Sequence[int]],
+    one_pass: bool | None,
+) -> Scored:
+    import torch
+
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     mask = torch.ones_like(ids) if mask is None else mask
     accepted = inspect.signature(model.forward).parameters
     numbered = "position_ids" in accepted and not _counts_positions_itself(model)

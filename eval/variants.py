@@ -146,3 +146,8 @@ def check_budget(budget: float | int) -> None:
         raise ValueError(f"budget {budget}: a fraction is in (0, 1]")
     if isinstance(budget, int) and budget < 1:
         raise ValueError(f"budget {budget}: a number of tokens is at least 1")
+
+
+def percent(budget: float | int) -> str:
+    """A budget in words."""
+    return f"{100 * budget:g}%" if isinstance(budget, float) else f"{budget} tokens"

@@ -17,6 +17,7 @@ from mmkv.eval.perplexity import perplexity
 from mmkv.eval.processes import Processes
 from mmkv.eval.store import MACHINE_FIELDS, RunError, Store, key_of, read_rows, read_settings
 from mmkv.eval.variants import parse_budgets, parse_options, parse_variants
+from transformers import AutoModelForCausalLM
 
 import mmkv
 
@@ -250,7 +251,9 @@ def test_a_killed_process_is_made_up_for(tmp_path):
     script.write_text(_SCRIPT)
     single, double = tmp_path / "one", tmp_path / "two"
     policies = {"policies": ["snapkv", "h2o"], "budgets": [0.5], "batch_size": 1}
-    run(make_model("llama"), make_tokenizer(), single, model_name="tiny", **policies)
+    # Read from the file here too: where weights lie in memory shows in the last digit.
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    run(model, make_tokenizer(), single, model_name="tiny", **policies)
     killed = _launch(script, folder, double, kill="1", check=False)
     assert killed.returncode != 0
     left = Store(double).rows()

@@ -1,0 +1,305 @@
+"""The commands `mmkv eval`, `report`, `calibrate` and `plot`.
+
+What can be checked without a model is checked before one is loaded: what a user got wrong is one
+line and exit code 2. Ctrl-C keeps every finished row and exits with 130.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+POLICIES = "full,local,streaming,h2o,elastic,snapkv,pyramidkv,adakv,squeeze,xkv,prefixkv"
+BUDGETS = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9"
+PLOTS = ("layers", "lorenz", "retention")
+
+_Model = Annotated[str, typer.Option(help="builtin, a folder, or an id that transformers loads.")]
+_Data = Annotated[str, typer.Option(help="builtin, or a path to the published file or folder.")]
+_Option = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="A policy option, for every policy that reads it. With the built-in data, window=8 "
+        "unless given.",
+    ),
+]
+_Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+_Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+_Map = Annotated[
+    str | None, typer.Option(help="auto spreads a model over all GPUs of this machine.")
+]
+_Images = Annotated[Path | None, typer.Option(help="Where pictures lie, if not beside the data.")]
+_Limit = Annotated[int | None, typer.Option(min=1, help="Use the first samples only.")]
+
+
+def _told(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn what a user got wrong into one line and exit code 2."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except (ValueError, OSError) as error:
+            typer.echo(f"mmkv: error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(2) from None
+
+    return run
+
+
+@_told
+def eval_command(
+    suite: Annotated[
+        str,
+        typer.Argument(help="description, mmvet, longbench, needle, cnn_dailymail or xsum."),
+    ],
+    model: _Model = "builtin",
+    data: _Data = "builtin",
+    policies: Annotated[
+        str, typer.Option(help="Names, or name:option=value:option=value, with commas between.")
+    ] = POLICIES,
+    budgets: Annotated[
+        str, typer.Option(help="Fractions of the prompt (0.2), or tokens per layer and head (128).")
+    ] = BUDGETS,
+    metrics: Annotated[
+        str, typer.Option(help="Of ppl, rouge, score; the last two generate replies.")
+    ] = "ppl,rouge",
+    limit: _Limit = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The run's folder; the same command goes on. [default: runs/SUITE]"),
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Samples at once; a stop loses at most one batch.")
+    ] = 25,
+    option: _Option = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="LongBench tasks, with commas between. [default: all]")
+    ] = None,
+    image_folder: _Images = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(min=64, help="Cut long texts to it. [default: the model's length]"),
+    ] = None,
+    device: _Device = "auto",
+    dtype: _Dtype = "auto",
+    device_map: _Map = None,
+    seed: Annotated[int, typer.Option(help="Recorded with the run.")] = 0,
+) -> None:
+    """Measure policies at budgets on a suite; every finished row is kept.
+
+    The same command goes on with a run that was stopped. Changed options need another --out.
+    A policy's window can be larger than a small budget: such rows hold the reason in `error`, and
+    the report counts them; --option window=8 makes it smaller.
+    """
+    from .runner import check_arguments
+    from .suites import load_suite
+    from .variants import parse_budgets, parse_options
+
+    chosen = parse_options(option or [])
+    sizes = parse_budgets(budgets)
+    names, wanted = _split(policies), _split(metrics)
+    check_arguments(names, sizes, wanted, chosen, builtin=data == "builtin")
+    only = None if tasks is None else _split(tasks)
+    samples = load_suite(suite, data, limit=limit, tasks=only, image_folder=image_folder)
+    folder = out or Path("runs") / suite
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out {folder} is a file, not a folder")
+
+    from .loading import load_model
+    from .processes import find_processes
+    from .runner import run
+
+    processes = find_processes(device)
+    if processes.count > 1:
+        if device_map is not None:
+            raise ValueError("--device-map spreads one process over all GPUs: start only one")
+        device = str(processes.device)
+    loaded, processor = load_model(model, device=device, dtype=dtype, device_map=device_map)
+    try:
+        run(
+            loaded,
+            processor,
+            samples,
+            policies=names,
+            budgets=sizes,
+            metrics=wanted,
+            out=folder,
+            options=chosen,
+            batch_size=batch_size,
+            model_name=model,
+            data=data,
+            limit=limit,
+            max_length=max_length,
+            seed=seed,
+            processes=processes,
+            progress=sys.stderr.isatty() or sys.stdout.isatty(),
+        )
+    except KeyboardInterrupt:
+        typer.echo(
+            f"\nmmkv: stopped; finished rows are in {folder}, the same command goes on", err=True
+        )
+        raise typer.Exit(130) from None
+    if processes.main:
+        from .report import Report
+
+        _console().print(Report(folder).main_table())
+        typer.echo(f"mmkv report {folder}  for all tables and curves")
+
+
+@_told
+def report_command(
+    folder: Annotated[Path, typer.Argument(help="A run's folder, such as runs/description.")],
+    plots: Annotated[bool, typer.Option(help="Draw the curves.")] = True,
+) -> None:
+    """Print a run's tables; write report.md, report.csv and curves.png into its folder."""
+    from .report import Report
+
+    report = Report(folder)
+    console = _console()
+    for table in report.tables():
+        console.print(table)
+    for path in report.write(plots=plots):
+        typer.echo(f"wrote {path}")
+
+
+@_told
+def calibrate_command(
+    out: Annotated[Path, typer.Option(help="The profile's file.")] = Path("profile.json"),
+    policy: Annotated[
+        str, typer.Option(help="One that sizes layers by the prompt: prefixkv, xkv, squeeze.")
+    ] = "prefixkv",
+    budget: Annotated[float, typer.Option(help="Fraction of the prompt kept.")] = 0.2,
+    model: _Model = "builtin",
+    suite: Annotated[
+        str, typer.Option(help="The suite that the prompts are from.")
+    ] = "description",
+    data: _Data = "builtin",
+    limit: _Limit = 10,
+    option: _Option = None,
+    image_folder: _Images = None,
+    device: _Device = "auto",
+    dtype: _Dtype = "auto",
+    device_map: _Map = None,
+) -> None:
+    """Average a policy's layer sizes over a suite's prompts, into a profile.
+
+    Use it by `mmkv.wrap(model, profile=...)`, or in a run as the policy prefixkv:profile=PATH, in
+    which {budget} stands for each budget.
+    """
+    from .suites import load_suite
+    from .variants import check_budget, parse_options, parse_variants
+
+    check_budget(budget)
+    (variant,) = parse_variants([policy], parse_options(option or []), builtin=data == "builtin")
+    samples = load_suite(suite, data, limit=limit, image_folder=image_folder)
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out}: no such folder")
+
+    from mmkv.profiles import calibrate
+
+    from .loading import load_model
+    from .prompts import Encoder, longest
+
+    loaded, processor = load_model(model, device=device, dtype=dtype, device_map=device_map)
+    encoder = Encoder(processor, longest(loaded))
+    inputs = (_on(loaded, encoder.batch([s])) for s in samples)
+    profile = calibrate(loaded, inputs, variant.name, budget, **variant.options)
+    profile.save(out)
+    shares = " ".join(f"{f:.3f}" for f in profile.fractions)
+    typer.echo(f"kept by layer, mean of {profile.samples} prompts: {shares}")
+    typer.echo(f"wrote {out}")
+
+
+@_told
+def plot_command(
+    kind: Annotated[
+        str,
+        typer.Argument(
+            help="layers: kept tokens by layer; lorenz: importance held by the top tokens, by "
+            "layer; retention: importance retained by layer."
+        ),
+    ],
+    out: Annotated[Path | None, typer.Option(help="The PNG. [default: KIND.png]")] = None,
+    policies: Annotated[
+        str, typer.Option(help="As for eval; lorenz draws the score of the first.")
+    ] = "prefixkv,xkv,squeeze,pyramidkv,snapkv",
+    budget: Annotated[str, typer.Option(help="As for eval.")] = "0.2",
+    model: _Model = "builtin",
+    suite: Annotated[str, typer.Option(help="The suite that the prompt is from.")] = "description",
+    data: _Data = "builtin",
+    sample: Annotated[int, typer.Option(min=0, help="Number of the suite's sample.")] = 0,
+    prompt: Annotated[str | None, typer.Option(help="A prompt instead of a sample.")] = None,
+    image: Annotated[list[Path] | None, typer.Option(help="Pictures before the prompt.")] = None,
+    option: _Option = None,
+    image_folder: _Images = None,
+    device: _Device = "auto",
+    dtype: _Dtype = "auto",
+    device_map: _Map = None,
+) -> None:
+    """Draw what policies keep of one prompt, as a PNG."""
+    from .samples import Sample, check_image
+    from .suites import load_suite
+    from .variants import parse_budgets, parse_options, parse_variants
+
+    if kind not in PLOTS:
+        raise ValueError(f"plot {kind!r}: expected one of {', '.join(PLOTS)}")
+    size, *more = parse_budgets(budget)
+    if more:
+        raise ValueError(f"--budget {budget}: a plot has one budget")
+    names = _split(policies)
+    variants = parse_variants(names, parse_options(option or []), builtin=data == "builtin")
+    if prompt is not None:
+        for path in image or []:
+            check_image(path)
+        pictures = tuple(image or [])
+        shown = Sample(id="prompt", suite="prompt", task="prompt", prompt=prompt, images=pictures)
+    else:
+        samples = load_suite(suite, data, limit=sample + 1, image_folder=image_folder)
+        if sample >= len(samples):
+            raise ValueError(f"--sample {sample}: the suite has {len(samples)}")
+        shown = samples[sample]
+    path = out or Path(f"{kind}.png")
+    if not path.parent.is_dir():
+        raise ValueError(f"--out {path}: no such folder")
+
+    from . import plots
+    from .loading import load_model
+    from .prompts import Encoder, longest
+
+    loaded, processor = load_model(model, device=device, dtype=dtype, device_map=device_map)
+    inputs = _on(loaded, Encoder(processor, longest(loaded)).batch([shown]))
+    about = f"{model}, {shown.suite} {shown.id}"
+    figure = plots.plot_prompt(loaded, inputs, kind, variants, size, about)
+    typer.echo(f"wrote {plots.save(figure, path)}")
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _on(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    from .measure import on_device
+
+    return on_device(model, inputs)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
+
+
+# What `mmkv` mounts.
+commands = typer.Typer(
+    name="mmkv", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+commands.command("eval")(eval_command)
+commands.command("report")(report_command)
+commands.command("calibrate")(calibrate_command)
+commands.command("plot")(plot_command)

@@ -1,0 +1,344 @@
+"""Figures: metric against budget, kept tokens by layer, Lorenz curves, retained importance.
+
+A policy has the same colour in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from torch import Tensor
+
+    from .report import Report
+    from .variants import Variant
+
+# Family by hue: recency grey to brown, accumulated attention blue to green, windows warm.
+COLOURS = {
+    "full": "#222222",
+    "local": "#9a9a9a",
+    "streaming": "#8c6d4f",
+    "h2o": "#7fb2e5",
+    "elastic": "#3aa6a0",
+    "squeeze": "#2e7d32",
+    "prefixkv": "#1f4fb4",
+    "snapkv": "#f2a93b",
+    "pyramidkv": "#e07b39",
+    "pyramidinfer": "#b98ad9",
+    "adakv": "#d64f8a",
+    "ada-pyramidkv": "#8e2f7a",
+    "xkv": "#c62828",
+}
+_OTHERS = ("#5b8c5a", "#7a6ff0", "#00838f", "#a1887f", "#c0a000")
+_MARKERS = "osD^vP<>Xph*d"
+_HINTS = {"ppl": " (lower is better)", "retained": ", mean over layers"}
+
+
+def style_of(label: str) -> dict[str, Any]:
+    """Colour, marker and dash of a policy; one with options of its own is dashed."""
+    name = label.split(":")[0]
+    names = list(COLOURS)
+    if name in COLOURS:
+        place = names.index(name)
+        colour = COLOURS[name]
+    else:
+        place = sum(name.encode())
+        colour = _OTHERS[place % len(_OTHERS)]
+    dashed = ":" in label
+    return {
+        "color": colour,
+        "marker": _MARKERS[place % len(_MARKERS)],
+        "linestyle": (0, (3, 1.5)) if dashed else "-",
+        "markerfacecolor": "white" if dashed else colour,
+        "markersize": 4.5,
+        "linewidth": 1.6,
+    }
+
+
+def plot_report(report: Report, folder: Path) -> list[Path]:
+    """A run's curves, and a heat-map where samples lie on a grid of depth and length."""
+    paths = []
+    if report.policies:
+        paths.append(save(curves(report), folder / "curves.png"))
+    if {t.split("=")[0] for t in report.tags} >= {"depth", "length"}:
+        for budget in report.budgets:
+            name = f"needle-{budget:g}.png"
+            paths.append(save(heat_map(report, budget), folder / name))
+    return paths
+
+
+def curves(report: Report) -> Figure:
+    """One panel a metric: the metric against the budget, one line a policy."""
+    from .report import FULL, label_of
+
+    metrics = [*report.shown]
+    every = [report.figures(p, b) for p in report.policies for b in report.budgets]
+    metrics += ["retained"] if any(f and f.retained is not None for f in every) else []
+    figure, axes = _panels(len(metrics))
+    full = report.figures(FULL, 1.0)
+    budgets = sorted(report.budgets, key=float)
+    fractions = all(isinstance(b, float) for b in budgets)
+    places = [100 * b for b in budgets] if fractions else [float(b) for b in budgets]
+    for axis, metric in zip(axes, metrics, strict=True):
+        top = 100.0 if metric == "score" else 1.0
+        for policy in report.policies:
+            found = [report.figures(policy, b) for b in budgets]
+            values = [getattr(f, metric) if f else None for f in found]
+            known = [(x, top * y) for x, y in zip(places, values, strict=True) if y is not None]
+            if known:
+                axis.plot(*zip(*known, strict=True), label=policy, **style_of(policy))
+        value = getattr(full, metric) if full else None
+        if value is not None:
+            axis.axhline(top * value, label="full cache", color=COLOURS[FULL], lw=1.2, ls=":")
+        if metric == "ppl":
+            _log_axis(axis)
+        axis.set_title(label_of(metric) + _HINTS.get(metric, ""), fontsize=10, loc="left")
+        axis.set_xlabel("kept, % of the prompt" if fractions else "kept, tokens per head")
+        axis.set_xticks(places, [f"{x:g}" for x in places])
+    s = report.settings
+    _finish(figure, axes, f"{s['suite']} ({s['data']}), {s['model']}, n = {s['n']}")
+    return figure
+
+
+def heat_map(report: Report, budget: float | int) -> Figure:
+    """Mean score by depth and length, one panel a policy (needle in a haystack)."""
+    import matplotlib.pyplot as plt
+
+    from .report import FULL
+    from .variants import percent
+
+    def values(tag: str) -> list[str]:
+        found = [t.split("=")[1] for t in report.tags if t.startswith(f"{tag}=")]
+        return sorted(found, key=float)
+
+    depths, lengths = values("depth"), values("length")
+    policies = [p for p in [FULL, *report.policies] if report.figures(p, budget)]
+    across = min(4, len(policies))
+    down = -(-len(policies) // across)
+    figure, grid = plt.subplots(
+        down,
+        across,
+        figsize=(1.2 + 2.3 * across, 0.9 + 1.9 * down),
+        squeeze=False,
+        sharex=True,
+        sharey=True,
+        layout="constrained",
+    )
+    image = None
+    for axis, policy in zip(grid.flat, policies, strict=False):
+        cells = [
+            [
+                report.figures(
+                    policy,
+                    budget,
+                    lambda r, d=d, n=n: f"depth={d}" in r["tags"] and f"length={n}" in r["tags"],
+                )
+                for n in lengths
+            ]
+            for d in depths
+        ]
+        shares = [
+            [float("nan") if not f or f.score is None else 100 * f.score for f in row]
+            for row in cells
+        ]
+        image = axis.imshow(shares, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+        axis.set_title(policy, fontsize=9)
+        axis.set_xticks(range(len(lengths)), lengths, fontsize=7)
+        axis.set_yticks(range(len(depths)), [f"{100 * float(d):g}" for d in depths], fontsize=7)
+    for axis in grid.flat[len(policies) :]:
+        axis.set_visible(False)
+    figure.supxlabel("length of the text", fontsize=9)
+    figure.supylabel("depth of the needle, %", fontsize=9)
+    if image is not None:
+        figure.colorbar(image, ax=grid, label="found, %", shrink=0.8)
+    s = report.settings
+    figure.suptitle(f"{s['suite']}, {s['model']}, kept: {percent(budget)}", fontsize=10)
+    return figure
+
+
+def plot_prompt(
+    model: Any,
+    inputs: Mapping[str, Any],
+    kind: str,
+    variants: Sequence[Variant],
+    budget: float | int,
+    about: str,
+) -> Figure:
+    """What policies make of one prompt.
+
+    Args:
+        model: not wrapped.
+        inputs: the prompt, one row.
+        kind: "layers" (kept tokens), "lorenz" (of the first policy's score) or "retention".
+        variants: the policies.
+        budget: for "layers" and "retention".
+        about: model and prompt, for the title.
+    """
+    import torch
+
+    from mmkv.registry import get_policy
+
+    from .variants import percent
+
+    if kind == "lorenz":
+        first = variants[0]
+        scores = layer_scores(model, inputs, get_policy(first.name, **first.options))
+        return lorenz([s[0] for s in scores], title=f"{about}: importance as {first.label} sees it")
+    values: dict[str, list[float | None]] = {}
+    full = None
+    for variant in variants:
+        with variant.wrapped(model, budget), torch.no_grad():
+            report = model(**inputs, use_cache=True).past_key_values.report()
+        layers = [x for x in report.layers if x.compressed]
+        kept: list[float | None] = [x.mean_kept for x in layers]
+        values[variant.label] = kept if kind == "layers" else [x.retained for x in layers]
+        full = float(report.seen[0])
+    title = f"{about}, kept: {percent(budget)}"
+    if kind == "layers":
+        return layer_lines(values, title=title, what="kept tokens per head, by layer", full=full)
+    return layer_lines(values, title=title, what="retained importance, by layer", full=1.0)
+
+
+def layer_lines(
+    values: Mapping[str, Sequence[float | None]],
+    *,
+    title: str,
+    what: str,
+    full: float | None = None,
+) -> Figure:
+    """One value a layer, one line a policy: kept tokens, or retained importance."""
+    figure, (axis,) = _panels(1)
+    for label, numbers in values.items():
+        known = [(i, v) for i, v in enumerate(numbers) if v is not None]
+        if known:
+            axis.plot(*zip(*known, strict=True), label=label, **style_of(label))
+    if full is not None:
+        axis.axhline(full, label="full cache", color=COLOURS["full"], lw=1.2, ls=":")
+    axis.set_ylim(bottom=0)
+    axis.set_title(what, fontsize=10, loc="left")
+    axis.set_xlabel("layer")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    _finish(figure, [axis], title)
+    return figure
+
+
+def lorenz(scores: Sequence[Tensor], *, title: str) -> Figure:
+    """Share of importance held by the most important tokens, one line a layer.
+
+    Args:
+        scores: importance of one prompt in each layer, [H or 1, C]; heads are averaged after
+            each is sorted, as each keeps its own best.
+        title: above the figure.
+    """
+    import matplotlib.pyplot as plt
+    import torch
+
+    figure, (axis,) = _panels(1)
+    colours = plt.get_cmap("viridis")
+    last = max(1, len(scores) - 1)
+    for layer, s in enumerate(scores):
+        ranked = s.float().cpu().clamp(min=0).sort(dim=-1, descending=True).values.mean(0)
+        share = torch.cat([torch.zeros(1), ranked.cumsum(0)]) / ranked.sum()
+        x = torch.linspace(0, 100, len(share))
+        axis.plot(
+            x, 100 * share, color=colours(0.92 * layer / last), lw=1.4, label=f"layer {layer}"
+        )
+    axis.plot([0, 100], [0, 100], color="#bbbbbb", lw=1, ls=":", label="all alike")
+    axis.set_title("importance held, %", fontsize=10, loc="left")
+    axis.set_xlabel("most important tokens, % of the prompt")
+    _finish(figure, [axis], title)
+    return figure
+
+
+def layer_scores(model: Any, inputs: Mapping[str, Any], policy: Any) -> list[Tensor]:
+    """A policy's importance of a prompt's tokens in each layer, [B, H or 1, N].
+
+    Args:
+        model: not wrapped.
+        inputs: what a processor returns.
+        policy: a `Policy` with an attention score.
+
+    Raises:
+        ValueError: the policy has none, or the prompt is within its window.
+    """
+    import torch
+
+    from mmkv.wrapping import wrapped
+
+    if policy.score == "recency" or policy.keeps_all:
+        raise ValueError(f"policy {policy.name!r} has no attention score")
+    found: list[Tensor] = []
+
+    class Recording(type(policy)):  # type: ignore[misc]
+        def importance(self, *args: Any, **kwargs: Any) -> Tensor:
+            found.append(super().importance(*args, **kwargs))
+            return found[-1]
+
+    options = {f.name: getattr(policy, f.name) for f in fields(policy)}
+    # Equal layers in one pass: each layer is scored once, in order.
+    recording = Recording(**{**options, "layers": "uniform", "heads": "uniform", "retention": None})
+    with wrapped(model, recording, 0.9), torch.no_grad():
+        model(**inputs, use_cache=True)
+    if not found:
+        raise ValueError(f"the prompt is not longer than the window of {policy.observed} tokens")
+    return found
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a PNG."""
+    import matplotlib.pyplot as plt
+
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    plt.close(figure)
+    return path
+
+
+def _panels(n: int) -> tuple[Figure, list[Axes]]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(
+        1, n, figsize=(1.9 + 3.7 * n, 3.7), squeeze=False, layout="constrained"
+    )
+    for axis in axes[0]:
+        axis.grid(True, color="#e6e6e6", linewidth=0.7)
+        axis.set_axisbelow(True)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+        for side in ("left", "bottom"):
+            axis.spines[side].set_color("#888888")
+        axis.tick_params(labelsize=8, color="#888888")
+    return figure, list(axes[0])
+
+
+def _log_axis(axis: Axes) -> None:
+    """Logarithmic, with plain numbers at 1, 2, 5, 10, ..."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    subs = (1.0, 2.0, 5.0) if high / low < 500 else (1.0,)
+    if high / low < 4:
+        subs = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
+    axis.yaxis.set_major_locator(LogLocator(base=10, subs=subs))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _finish(figure: Figure, axes: Sequence[Axes], title: str) -> None:
+    """Title above, one legend for all panels outside on the right."""
+    shown: dict[str, Any] = {}
+    for axis in axes:
+        for line, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            shown.setdefault(label, line)
+    figure.legend(
+        shown.values(), shown.keys(), loc="outside right center", frameon=False, fontsize=8
+    )
+    figure.suptitle(title, fontsize=10.5, x=0.01, ha="left")

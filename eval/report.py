@@ -1,0 +1,370 @@
+"""From a run's rows to tables in the papers' layout: policies by budgets, "ppl / ROUGE" cells."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .measure import FULL
+from .papers import AVERAGE, PaperTable, tables_for
+from .perplexity import perplexity
+from .store import Row, RunError, Store, read_settings
+from .variants import percent
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+NONE = "–"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a policy reached at a budget over a set of samples; None where nothing was measured.
+
+    Attributes:
+        n: samples.
+        errors: how many of them could not be measured.
+        ppl: perplexity over all answer tokens.
+        rouge: mean ROUGE-L F against the full cache's reply.
+        rouge_reference: mean ROUGE-L F against the reference answer.
+        score: mean of the samples' own metrics, in [0, 1].
+        kept_fraction: mean share of the prompt's pairs kept after the prefill.
+        retained: mean share of their importance.
+        cache_bytes: mean bytes of the kept pairs, a sample.
+        full_bytes: mean bytes of all pairs of the prompt.
+        tokens_per_s: mean speed of generation, of a whole batch.
+    """
+
+    n: int
+    errors: int
+    ppl: float | None
+    rouge: float | None
+    rouge_reference: float | None
+    score: float | None
+    kept_fraction: float | None
+    retained: float | None
+    cache_bytes: float | None
+    full_bytes: float | None
+    tokens_per_s: float | None
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Figures:
+        """Summarise rows of one policy and budget."""
+        names = [f for f in cls.__dataclass_fields__ if f not in ("n", "errors", "ppl")]
+        scored = [r for r in rows if r.get("nll") is not None]
+        return cls(
+            n=len(rows),
+            errors=sum("error" in r for r in rows),
+            ppl=perplexity([r["nll"] for r in scored], [r["answer_tokens"] for r in scored]),
+            **{name: _mean(r.get(name) for r in rows) for name in names},
+        )
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table to print: a title, the first column's name, columns, rows and remarks."""
+
+    title: str
+    corner: str
+    columns: list[str]
+    rows: list[tuple[str, list[str]]]
+    notes: list[str] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        """As Markdown."""
+        lines = [f"### {self.title}", ""]
+        lines.append("| " + " | ".join([self.corner, *self.columns]) + " |")
+        lines.append("|---" + "|---:" * len(self.columns) + "|")
+        lines += ["| " + " | ".join([name, *cells]) + " |" for name, cells in self.rows]
+        lines += ["", *[f"{note}\n" for note in self.notes]]
+        return "\n".join(lines)
+
+    def __rich__(self) -> RichTable:
+        """For the terminal."""
+        from rich.table import Table as RichTable
+
+        table = RichTable(title=self.title, caption="\n".join(self.notes) or None)
+        table.add_column(self.corner, no_wrap=True)
+        for column in self.columns:
+            table.add_column(column, justify="right", no_wrap=True)
+        for name, cells in self.rows:
+            table.add_row(name, *(cell.replace("**", "") for cell in cells))
+        return table
+
+
+class Report:
+    """A run, read back.
+
+    Args:
+        folder: the run's folder.
+
+    Raises:
+        RunError: no run there, or no finished row yet.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        run = read_settings(self.folder)
+        self.settings: dict[str, Any] = run["settings"]
+        self.made_by: list[dict[str, Any]] = run["made_by"]
+        self.rows = Store(self.folder).rows()
+        if not self.rows:
+            raise RunError(f"{self.folder}: no finished row yet")
+        self._cells: dict[tuple[str, str], list[Row]] = {}
+        for row in self.rows:
+            self._cells.setdefault((row["policy"], repr(row["budget"])), []).append(row)
+        self.policies = [p for p in self.settings["policies"] if p != FULL]
+        self.budgets: list[float | int] = self.settings["budgets"]
+        self.tasks = list(dict.fromkeys(r["task"] for r in self.rows))
+        self.tags = list(dict.fromkeys(t for r in self.rows for t in r["tags"]))
+
+    def figures(
+        self, policy: str, budget: float | int, only: Callable[[Row], bool] = lambda row: True
+    ) -> Figures | None:
+        """One cell; None where there is no row."""
+        rows = self._cells.get((policy, repr(1.0 if policy == FULL else budget)), [])
+        found = [row for row in rows if only(row)]
+        return Figures.of(found) if found else None
+
+    @property
+    def shown(self) -> list[str]:
+        """The metrics of the main table's cells."""
+        names = ["ppl", "rouge", "score"]
+        every = [
+            f for p in [FULL, *self.policies] for b in self.budgets if (f := self.figures(p, b))
+        ]
+        return [n for n in names if any(getattr(f, n) is not None for f in every)]
+
+    @property
+    def papers(self) -> list[PaperTable]:
+        """What the papers print for this model and suite."""
+        return tables_for(self.settings["model"], self.settings["suite"])
+
+    def tables(self) -> list[Table]:
+        """All tables, the main one first."""
+        found = [self.main_table(), *self.side_tables()]
+        if len(self.tasks) > 1:
+            found += self.group_tables("task", self.tasks, lambda row, name: row["task"] == name)
+        if len(self.tags) > 1 and self.tags != self.tasks:
+            found += self.group_tables("tag", self.tags, lambda row, name: name in row["tags"])
+        return found
+
+    def main_table(self) -> Table:
+        """Policies by budgets, with the papers' rows below ours."""
+        shown, budgets = self.shown, self.budgets
+        cells = {p: [self.figures(p, b) for b in budgets] for p in self.policies}
+        best = [
+            {m: _best(m, [row[i] for row in cells.values()]) for m in shown}
+            for i in range(len(budgets))
+        ]
+        rows = []
+        for policy, found in cells.items():
+            texts = [_cell(f, shown, b) for f, b in zip(found, best, strict=True)]
+            rows.append((policy, texts))
+            rows += self._paper_rows(policy, shown)
+        names = " / ".join(_LABELS[m] for m in shown)
+        title = f"{self.settings['suite']} ({self.settings['data']}), {self.settings['model']}"
+        return Table(f"{title}: {names}", "kept", [percent(b) for b in budgets], rows, self.notes())
+
+    def _paper_rows(self, policy: str, shown: Sequence[str]) -> list[tuple[str, list[str]]]:
+        rows = []
+        for table in self.papers:
+            for found, name in table.names():
+                if found != policy:
+                    continue
+                cells = []
+                for budget in self.budgets:
+                    figures = dict(table.figures(found, name, budget))
+                    if table.by_task and AVERAGE in figures:
+                        figures["score"] = figures[AVERAGE] / 100
+                    texts = [_text(m, figures.get(m)) for m in shown]
+                    cells.append(" / ".join(texts) if set(texts) != {NONE} else NONE)
+                if set(cells) != {NONE}:
+                    rows.append((f"paper: {name}", cells))
+        return rows
+
+    def side_tables(self) -> list[Table]:
+        """What goes beside quality: one table each."""
+        found = []
+        for metric in (
+            "retained",
+            "kept_fraction",
+            "cache_bytes",
+            "rouge_reference",
+            "tokens_per_s",
+        ):
+            rows = []
+            for policy in self.policies:
+                figures = [self.figures(policy, b) for b in self.budgets]
+                rows.append((policy, [_text(metric, f and getattr(f, metric)) for f in figures]))
+            if any(set(cells) != {NONE} for _, cells in rows):
+                full = self.figures(FULL, 1.0)
+                value = full and getattr(full, metric)
+                notes = [] if value is None else [f"Full cache: {_text(metric, value)}."]
+                columns = [percent(b) for b in self.budgets]
+                found.append(Table(_LABELS[metric], "kept", columns, rows, notes))
+        return found
+
+    def group_tables(
+        self, what: str, names: Sequence[str], belongs: Callable[[Row, str], bool]
+    ) -> list[Table]:
+        """One table a budget: policies by tasks, or by tags such as capabilities."""
+        scored = "score" in self.shown
+        shown = ["score"] if scored else self.shown
+        found = []
+        for budget in self.budgets:
+            rows = []
+            for policy in [FULL, *self.policies]:
+                group = [self.figures(policy, budget, lambda r, n=n: belongs(r, n)) for n in names]
+                if not any(group):
+                    continue
+                cells = [_cell(f, shown) for f in group]
+                if what == "task" and scored:
+                    cells.append(_text("score", _mean(f and f.score for f in group)))
+                rows.append((policy, cells))
+                rows += self._paper_tasks(policy, budget, names) if what == "task" else []
+            average = ["average"] if what == "task" and scored else []
+            title = f"{' / '.join(_LABELS[m] for m in shown)} by {what}, kept: {percent(budget)}"
+            found.append(Table(title, what, [*names, *average], rows))
+        return found
+
+    def _paper_tasks(
+        self, policy: str, budget: float | int, names: Sequence[str]
+    ) -> list[tuple[str, list[str]]]:
+        rows = []
+        for table in (t for t in self.papers if t.by_task):
+            for found, called in table.names():
+                size = 1.0 if policy == FULL else budget
+                figures = table.figures(found, called, size) if found == policy else {}
+                if figures:
+                    cells = [figures.get(n) for n in [*names, AVERAGE]]
+                    texts = [NONE if x is None else f"{x:.1f}" for x in cells]
+                    rows.append((f"paper: {called}", texts))
+        return rows
+
+    def notes(self) -> list[str]:
+        """What a reader of the tables must know."""
+        s = self.settings
+        full = self.figures(FULL, 1.0)
+        notes = []
+        if full is not None:
+            values = ", ".join(f"{_LABELS[m]} {_cell(full, [m])}" for m in self.shown)
+            notes.append(f"Full cache: {values}.")
+        expected = s["n"] * (len(self.policies) * len(self.budgets) + (FULL in s["policies"]))
+        if len(self.rows) < expected:
+            notes.append(f"Not finished: {len(self.rows)} of {expected} rows.")
+        notes += self._errors()
+        options = [
+            f"{label} with {', '.join(f'{k}={v}' for k, v in chosen.items())}"
+            for label, chosen in s["policies"].items()
+            if chosen and ":" not in label
+        ]
+        if options:
+            notes.append(f"Options: {'; '.join(options)}.")
+        notes += [f"Not comparable with published figures: {note}." for note in s.get("notes", [])]
+        notes += [f"Rows 'paper:' are from {t.source} ({t.model})." for t in self.papers]
+        for m in self.made_by:
+            commit = f", commit {m['commit']}" if m.get("commit") else ""
+            notes.append(
+                f"n = {s['n']}, {s['dtype']} on {m['device']}, mmkv {m['mmkv']}{commit}, "
+                f"torch {m['torch']}, transformers {m['transformers']}; run {m['id']}."
+            )
+        return notes
+
+    def _errors(self) -> list[str]:
+        groups: dict[tuple[str, float | int], list[Row]] = {}
+        for row in self.rows:
+            if "error" in row:
+                groups.setdefault((row["policy"], row["budget"]), []).append(row)
+        return [
+            f"{policy} at {percent(budget)}: {len(rows)} of {rows[0]['n']} samples could not be "
+            f"measured ({rows[0]['error']})."
+            for (policy, budget), rows in groups.items()
+        ]
+
+    def write(self, *, plots: bool = True) -> list[Path]:
+        """Write report.md, report.csv and the curves into the run's folder; returns their paths."""
+        tables = "\n".join(t.markdown() for t in self.tables())
+        text = self.folder / "report.md"
+        text.write_text(f"# {self.settings['suite']}, {self.settings['model']}\n\n{tables}")
+        written = [text, self.write_csv()]
+        if plots:
+            from .plots import plot_report
+
+            written += plot_report(self, self.folder)
+        return written
+
+    def write_csv(self) -> Path:
+        """All figures, one line for each policy, budget and group of samples."""
+        groups: list[tuple[str, Callable[[Row], bool]]] = [("all", lambda row: True)]
+        groups += [(f"task {t}", lambda r, t=t: r["task"] == t) for t in self.tasks]
+        groups += [(f"tag {t}", lambda r, t=t: t in r["tags"]) for t in self.tags]
+        path = self.folder / "report.csv"
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["group", "policy", "budget", *Figures.__dataclass_fields__])
+            for group, only in groups:
+                for policy in [FULL, *self.policies]:
+                    for budget in [1.0] if policy == FULL else self.budgets:
+                        found = self.figures(policy, budget, only)
+                        if found is not None:
+                            writer.writerow([group, policy, budget, *asdict(found).values()])
+        return path
+
+
+_LABELS = {
+    "ppl": "perplexity",
+    "rouge": "ROUGE-L",
+    "score": "score",
+    "retained": "retained importance",
+    "kept_fraction": "share of pairs kept after the prefill",
+    "cache_bytes": "KiB of kept pairs a sample",
+    "rouge_reference": "ROUGE-L against the reference answer",
+    "tokens_per_s": "tokens per second of a batch, prefill included",
+}
+
+
+def label_of(metric: str) -> str:
+    """A metric's name in words."""
+    return _LABELS[metric]
+
+
+def _text(metric: str, value: float | None) -> str:
+    if value is None:
+        return NONE
+    if metric == "ppl":  # three digits, as in the papers
+        return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"
+    if metric == "score":
+        return f"{100 * value:.1f}"
+    if metric == "cache_bytes":
+        return f"{value / 1024:.0f}"
+    if metric == "tokens_per_s":
+        return f"{value:.0f}"
+    return f"{value:.3f}" if metric in ("retained", "kept_fraction") else f"{value:.2f}"
+
+
+def _cell(figures: Figures | None, shown: Sequence[str], best: dict[str, str] | None = None) -> str:
+    """Metrics between slashes; the best are bold; "*" where some samples are missing."""
+    if figures is None or figures.errors == figures.n:
+        return NONE
+    texts = []
+    for metric in shown:
+        text = _text(metric, getattr(figures, metric))
+        texts.append(f"**{text}**" if best and text == best[metric] and text != NONE else text)
+    return " / ".join(texts) + ("*" if figures.errors else "")
+
+
+def _best(metric: str, column: Sequence[Figures | None]) -> str:
+    values = [v for f in column if f and (v := getattr(f, metric)) is not None]
+    if not values:
+        return NONE
+    return _text(metric, min(values) if metric == "ppl" else max(values))
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else None
