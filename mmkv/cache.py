@@ -11,29 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from mmkv import eviction
-from mmkv.decoding import make_schedule
 from mmkv.eviction import Prompt
 from mmkv.held import Held
 from mmkv.layer import CompressedLayer
-from mmkv.merging import merge
-from mmkv.policy import Policy
-from mmkv.storage import Block, group_rows
+from mmkv.plan import Plan
+from mmkv.storing import evict
 
 if TYPE_CHECKING:
     from mmkv.report import CacheReport
-
-# Slots reserved at prefill for tokens to come, at the most; beyond it storage grows in chunks.
-_MOST_RESERVED = 256
 
 
 class Incoming(NamedTuple):
@@ -45,35 +38,6 @@ class Incoming(NamedTuple):
 
 
 incoming: ContextVar[Incoming | None] = ContextVar("mmkv_incoming", default=None)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a cache is made smaller: what `wrap` was asked for."""
-
-    policy: Policy
-    budget: float | int | None
-    fractions: tuple[float, ...] | None = None
-    # Frequencies of the decoder's rotary embedding [D / 2], for policy.reposition.
-    inv_freq: Tensor | None = field(default=None, repr=False)
-    # Called with the decoder's arguments before the prefill; returns the scores of every layer.
-    mini_prefill: Callable[[dict[str, Any], Prompt], list[Tensor]] | None = field(
-        default=None, repr=False
-    )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
-        """Copies of a cache share their plan: it never changes, and it knows the model."""
-        return self
-
-    @property
-    def keeps_everything(self) -> bool:
-        """Whether nothing is ever evicted."""
-        return eviction.keeps_everything(self.policy, self.budget)
-
-    @property
-    def needs_all_layers(self) -> bool:
-        """Whether sizes depend on the scores of every layer."""
-        return self.policy.needs_all_layers and self.fractions is None and not self.keeps_everything
 
 
 class CompressedCache(Cache):
@@ -365,93 +329,12 @@ class CompressedCache(Cache):
             layer.sizes = [row[i] for row in sizes]
 
     def _store(self, layer: CompressedLayer) -> None:
-        """Evict: copy what the layer keeps into storage of its own, and let go of the rest."""
+        """Evict: the layer keeps a copy of what it keeps, and lets go of the rest."""
         held, layer.held = layer.held, None
         assert held is not None
         assert self.prompt is not None
         assert layer.sizes is not None
-        policy, (B, H, U, _) = self.plan.policy, held.keys.shape
-        prompt = self.prompt.to(held.keys.device)
-        indices, counts, anchored = eviction.select(
-            policy, held.scores, held.positions, prompt, layer.sizes
+        expected = max(0, self.max_length - self.prompt.valid.shape[1])
+        layer.blocks, layer.retained = evict(
+            held, self.plan, self.prompt.to(held.keys.device), layer.sizes, expected
         )
-        if held.scores is not None and policy.score != "recency":
-            layer.retained = eviction.retained(held.scores, indices, held.positions, prompt)
-        indices = indices.expand(B, H, -1)
-        at = indices.clamp(min=0)
-
-        def kept(x: Tensor) -> Tensor:
-            return x.gather(2, at[..., None].expand(-1, -1, -1, x.shape[-1]))
-
-        keys, values = held.keys.detach(), held.values.detach()
-        if policy.merge is not None and layer.sizes != prompt.lengths:
-            keys, values = merge(keys, values, indices, held.positions, how=policy.merge)
-        else:
-            keys, values = kept(keys), kept(values)
-        filler = indices < 0
-        positions = held.positions.expand(B, H, U).gather(2, at).masked_fill(filler, -1)
-        mass = None
-        if held.scores is not None and policy.score == "accumulated":
-            mass = held.scores.expand(B, H, U).gather(2, at).masked_fill(filler, 0)
-
-        def per_row(x: Tensor) -> np.ndarray:
-            return x.expand(B, H).reshape(-1).numpy()
-
-        layer.blocks = self._blocks(
-            [keys, values, positions], mass, per_row(counts), per_row(anchored)
-        )
-
-    def _blocks(
-        self,
-        pairs: list[Tensor],
-        mass: Tensor | None,
-        counts: np.ndarray,
-        anchored: np.ndarray,
-    ) -> list[Block]:
-        """Group rows by length; give each group storage and a schedule.
-
-        Args:
-            pairs: keys and values [B, H, M, D] and positions [B, H, M].
-            mass: [B, H, M], attention accumulated so far, where the policy scores by it.
-            counts: [B * H], how many of the M each row keeps.
-            anchored: [B * H], how many of those, the first ones, decoding must not drop.
-        """
-        assert self.prompt is not None
-        plan, H, device = self.plan, pairs[0].shape[1], pairs[0].device
-        lengths = np.repeat(self.prompt.lengths, H)
-        capacity: np.ndarray | None = counts
-        if plan.keeps_everything:
-            capacity = None
-        elif isinstance(plan.budget, int):
-            # A prompt shorter than the budget fills it up while decoding.
-            capacity = np.where(lengths <= plan.budget, plan.budget, counts)
-        groups = group_rows(counts)
-        expected = min(max(0, self.max_length - self.prompt.valid.shape[1]), _MOST_RESERVED)
-        blocks = []
-        for rows in groups:
-            schedule = make_schedule(
-                plan.policy,
-                counts=counts[rows],
-                lengths=lengths[rows],
-                protected=anchored[rows],
-                capacity=None if capacity is None else capacity[rows],
-            )
-            index = torch.from_numpy(rows).to(device) if len(groups) > 1 else None
-            width = int(counts[rows].max())
-            own = [
-                x.flatten(0, 1)[slice(None) if index is None else index, :width]
-                for x in (*pairs, *(() if mass is None else (mass,)))
-            ]
-            blocks.append(
-                Block.of(
-                    own[0],
-                    own[1],
-                    own[2],
-                    None if mass is None else own[3],
-                    schedule,
-                    reserve=schedule.room(expected),
-                    rows=index,
-                    inv_freq=plan.inv_freq,
-                )
-            )
-        return blocks

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from mmkv import adapters, attention, scores
-from mmkv.cache import CompressedCache, Plan, incoming
+from mmkv.cache import CompressedCache, incoming
 from mmkv.decoding import Grow
 from mmkv.layer import CompressedLayer
+from mmkv.plan import Plan
 from mmkv.policy import Policy
 from mmkv.profiles import Profile
 from mmkv.registry import get_policy
