@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from mmkv import eviction
 from mmkv.eviction import Prompt
 from mmkv.held import Held
-from mmkv.layer import CompressedLayer
+from mmkv.layer import CompressedLayer, nbytes
 from mmkv.plan import Plan
 from mmkv.storing import evict
 
@@ -165,8 +165,8 @@ class CompressedCache(Cache):
             held, out = Held(key, value, positions), delegate()
         else:
             held = past.extended(key, value, positions)
-            options = {"scale": factor, "softcap": softcap, "inv_freq": plan.inv_freq}
-            out = held.attend(query, first, **options), None
+            inv_freq = plan.inv_freq
+            out = held.attend(query, first, scale=factor, softcap=softcap, inv_freq=inv_freq), None
         with torch.no_grad():
             self._keep(layer, held, query, scale, first=past is None)
         return out
@@ -234,16 +234,7 @@ class CompressedCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the storages really held for keys and values, empty slots included."""
-        plain = [
-            x
-            for layer in self.layers
-            if not isinstance(layer, CompressedLayer)
-            for x in (layer.keys, layer.values)
-            if x is not None
-        ]
-        return sum(x.nbytes for x in self.compressed) + sum(
-            x.untyped_storage().nbytes() for x in plain
-        )
+        return sum(nbytes(x) for x in self.layers)
 
     def report(self) -> CacheReport:
         """Per layer: kept per head, bytes, retained importance; and the totals."""
@@ -268,7 +259,7 @@ class CompressedCache(Cache):
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
                 layer.select_rows(batch)
-            else:
+            elif isinstance(layer, DynamicLayer):
                 layer.batch_select_indices(batch)
         if self.prompt is not None:
             self.prompt = self.prompt.rows(batch)

@@ -175,3 +175,11 @@ class CompressedLayer(CacheLayerMixin):
             elif isinstance(block.schedule, Grow):
                 block.schedule.extend(q)
         return out.view(B, Hq, q, -1).transpose(1, 2)
+
+
+def nbytes(layer: object) -> int:
+    """Bytes of the storages a layer of any cache holds for keys and values."""
+    if isinstance(layer, CompressedLayer):
+        return layer.nbytes
+    held = [getattr(layer, name, None) for name in ("keys", "values")]
+    return sum(x.untyped_storage().nbytes() for x in held if x is not None)

@@ -71,7 +71,7 @@ class CacheReport:
         Raises:
             ValueError: nothing was run through it yet.
         """
-        from mmkv.layer import CompressedLayer
+        from mmkv.layer import CompressedLayer, nbytes
 
         prompt, layers = cache.prompt, []
         if prompt is None:
@@ -87,14 +87,11 @@ class CacheReport:
                 width = (block.keys.shape[-1] + block.values.shape[-1]) * block.keys.element_size()
                 full += x.batch * x.heads * x.seen * width
             else:
-                held = [t for t in (x.keys, x.values) if t is not None]
-                nbytes = sum(t.untyped_storage().nbytes() for t in held)
-                full += nbytes
-                layers.append(LayerReport(i, False, [], nbytes, None))
+                held = nbytes(x)
+                full += held
+                layers.append(LayerReport(i, False, [], held, None))
         generated = cache.compressed[0].seen - prompt.valid.shape[1]
-        # Beam search and returned sequences repeat rows; each came from one of the prompt's.
-        lengths = cache.lengths
-        seen = [n + generated for n in lengths]
+        seen = [n + generated for n in cache.lengths]
         heads = cache.compressed[0].heads
         pairs = sum(n for x in layers for row in x.kept for n in row)
         known = [x.retained for x in layers if x.retained is not None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,7 +90,7 @@ class Block:
         slots = self.schedule.slots()
         self._ensure(self.schedule.width + q - 1)
         if isinstance(slots, int):
-            where: tuple = (slice(None), slice(slots, slots + q))
+            where: tuple[Any, ...] = (slice(None), slice(slots, slots + q))
             self.keys[where], self.values[where] = key, value
             self.positions[where] = torch.arange(
                 position, position + q, dtype=torch.int32, device=self.positions.device

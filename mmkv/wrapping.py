@@ -8,7 +8,7 @@ wrapped model serves several threads.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -107,7 +107,7 @@ def wrap(
     attention.register()
     with ExitStack() as undo:
         _attach(model, parts, plan, base, undo)
-        model._mmkv = (plan, undo.pop_all())  # type: ignore[assignment]
+        vars(model)["_mmkv"] = (plan, undo.pop_all())
     return model
 
 
@@ -119,14 +119,13 @@ def unwrap(model: M) -> M:
     """
     if not is_wrapped(model):
         raise ValueError(f"this {type(model).__name__} is not wrapped: call mmkv.wrap(model) first")
-    _, undo = model._mmkv  # type: ignore[misc]
-    del model._mmkv
+    undo: ExitStack = vars(model).pop("_mmkv")[1]
     undo.close()
     return model
 
 
 @contextmanager
-def wrapped(model: M, *args: Any, **kwargs: Any) -> Iterator[M]:
+def wrapped(model: M, *args: Any, **kwargs: Any) -> Generator[M]:
     """`wrap` for the length of a `with` block; takes the same arguments."""
     wrap(model, *args, **kwargs)
     try:
@@ -141,7 +140,7 @@ def is_wrapped(model: nn.Module) -> bool:
 
 
 def _describe(model: nn.Module) -> str:
-    plan: Plan = model._mmkv[0]  # type: ignore[index, assignment]
+    plan: Plan = vars(model)["_mmkv"][0]
     return f"policy={plan.policy.name!r}, budget={plan.budget}"
 
 
@@ -181,7 +180,7 @@ def _attach(
     config._attn_implementation_internal = attention.NAMES[base]
 
     def prepare_cache(
-        generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any
+        generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         mode = kwargs.get("generation_mode", args[0] if args else "")
         _refuse_what_cannot_be_honoured(generation_config, str(getattr(mode, "value", mode)))
@@ -250,18 +249,20 @@ def _check_cache(cache: Any) -> None:
         )
 
 
-def _model_pre_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def _model_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _input_ids.set(kwargs.get("input_ids", args[0] if args else None))
 
 
-def _model_post_hook(module: nn.Module, args: tuple, output: Any) -> None:
+def _model_post_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     # Called after an exception too: nothing of this prompt may reach the next one.
     _input_ids.set(None)
     incoming.set(None)
 
 
 def _decoder_pre_hook(parts: adapters.Adapter, plan: Plan) -> Any:
-    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+    def hook(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if module.training:
             raise ValueError(
                 "a wrapped model is for inference: call model.eval(), or to train it "
@@ -290,7 +291,9 @@ def _decoder_pre_hook(parts: adapters.Adapter, plan: Plan) -> Any:
     return hook
 
 
-def _decoder_post_hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+def _decoder_post_hook(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
     cache = kwargs.get("past_key_values")
     if cache is None:
         cache = getattr(output, "past_key_values", None)
@@ -339,13 +342,15 @@ class _Residual:
     def __init__(self, index: int) -> None:
         self.index = index
 
-    def enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember the stream before a prompt's attention, on the cache."""
         layer = self._layer(kwargs)
         if layer is not None and kwargs["past_key_values"].prefilling:
             layer.stream = args[0] if args else kwargs["hidden_states"]
 
-    def leave(self, attn: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    def leave(
+        self, attn: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         """Compare it with the stream after the attention was added back."""
         layer = self._layer(kwargs)
         if layer is None or layer.stream is None:

@@ -7,7 +7,6 @@ Inference", arXiv 2407.11550, section 4 (Ada-Pyramid).
 from dataclasses import dataclass
 
 from mmkv.policies.pyramidkv import PyramidKV
-
 from mmkv.policy import Heads
 from mmkv.registry import register_policy
 

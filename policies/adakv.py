@@ -8,7 +8,6 @@ defaults to 0.2.
 from dataclasses import dataclass
 
 from mmkv.policies.snapkv import SnapKV
-
 from mmkv.policy import Heads
 from mmkv.registry import register_policy
 

