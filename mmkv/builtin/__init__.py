@@ -42,6 +42,6 @@ def load_builtin(
 def example_pictures() -> list[Path]:
     """Return the shipped example pictures in order.
 
-    They are the held-out scenes `make_scene(i, count=i + 3)` for i = 0 to 3, drawn with smooth edges.
+    They are the held-out scenes `make_scene(i, count=i + 3)` for i = 0 to 3, with smooth edges.
     """
     return sorted(PICTURES.glob("*.png"))

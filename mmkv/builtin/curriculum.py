@@ -21,12 +21,17 @@ IGNORE = -100
 
 @dataclass
 class Batch:
-    """Tensors of one batch: ids and labels `[B, L]`, pixels `[N, 3, 96, 96]` or None."""
+    """Tensors of one batch: ids and labels `[B, L]`, pixels `[N, 3, 96, 96]` or None.
+
+    `cells` `[N, 9, 2]` holds what is in each grid cell of each picture: 1 + the number of the
+    colour and of the shape, 0 where the cell is empty.
+    """
 
     task: str
     input_ids: torch.Tensor
     labels: torch.Tensor
-    pixel_values: torch.Tensor | None
+    pixel_values: torch.Tensor | None = None
+    cells: torch.Tensor | None = None
 
 
 @dataclass
@@ -38,6 +43,7 @@ class Writer:
     ids: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
     pictures: list[Image.Image] = field(default_factory=list)
+    scenes: list[scenes.Scene] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._encode = _encoder(self.tokenizer)
@@ -84,6 +90,16 @@ def _drawn(scene: scenes.Scene, rng: random.Random) -> Image.Image:
     return scenes.draw(scene, rng.choice((192, 256, 384)))
 
 
+def scene_alone(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Writer:
+    """Return a sequence without tokens: one training scene, for the vision tower alone."""
+    writer = Writer(tokenizer, 0)
+    writer.ids, writer.labels = [], []
+    scene = scenes.make_scene(rng.randrange(2**40), "train")
+    writer.scenes.append(scene)
+    writer.pictures.append(scenes.draw(scene, 192))
+    return writer
+
+
 def picture_sequence(
     tokenizer: PreTrainedTokenizerFast, rng: random.Random, pictures: int, length: int
 ) -> Writer:
@@ -91,6 +107,7 @@ def picture_sequence(
     writer = Writer(tokenizer, length)
     shown = [scenes.make_scene(rng.randrange(2**40), "train") for _ in range(pictures)]
     drawn = tuple(_drawn(scene, rng) for scene in shown)
+    writer.scenes += shown
     names = ["the picture"] if pictures == 1 else [f"the {o} picture" for o in scenes.ORDINALS]
     turns: list[scenes.Question] = []
     for scene, name in zip(shown, names, strict=False):
@@ -131,6 +148,7 @@ def text_sequence(
     if picture:
         scene = scenes.make_scene(rng.randrange(2**40), "train")
         pictures = (_drawn(scene, rng),)
+        writer.scenes.append(scene)
         asked = asked[:4] + scenes.ask(scene, rng, 3)
         rng.shuffle(asked)
     writer.turn(f"{lookup.text} {asked[0].text}", asked[0].answer, pictures)
@@ -148,12 +166,23 @@ def collate(task: str, writers: list[Writer]) -> Batch:
     pad = writers[0].tokenizer.pad_token_id
     ids = torch.full((len(writers), length), pad)
     labels = torch.full((len(writers), length), IGNORE)
-    pictures = []
+    pictures, shown = [], []
     for row, writer in enumerate(writers):
         ids[row, : len(writer.ids)] = torch.tensor(writer.ids)
         labels[row, : len(writer.labels)] = torch.tensor(writer.labels)
         pictures += writer.pictures
-    return Batch(task, ids, labels, pixels(pictures) if pictures else None)
+        shown += writer.scenes
+    if not pictures:
+        return Batch(task, ids, labels)
+    return Batch(task, ids, labels, pixels(pictures), torch.tensor([_cells(s) for s in shown]))
+
+
+def _cells(scene: scenes.Scene) -> list[list[int]]:
+    found = [[0, 0] for _ in scenes.PLACES]
+    for item in scene.objects:
+        color = 1 + tuple(scenes.COLORS).index(item.color)
+        found[scenes.PLACES.index(item.place)] = [color, 1 + scenes.SHAPES.index(item.shape)]
+    return found
 
 
 def pixels(pictures: list[Image.Image]) -> torch.Tensor:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
+    from mmkv.builtin.probe import Probe
+
 
 @dataclass
 class Progress:
@@ -35,8 +37,9 @@ class Progress:
 def draw_batches(processor: LlavaProcessor, done: float, step: int, small: bool) -> list[Batch]:
     """Return the batches of one step when the share `done` of the run has passed.
 
-    Texts grow from 128 to 1152 tokens; several pictures and pictures with texts come in once
-    single pictures have been learnt. `small` shrinks everything for a smoke run.
+    At first the vision tower learns alone, from the probe, beside short texts: its steps are
+    several times cheaper without the text model. Then texts grow from 128 to 1152 tokens; several
+    pictures and pictures with texts come in last. `small` shrinks everything for a smoke run.
     """
     rng = random.Random(f"train:{step}")
     tokenizer = processor.tokenizer
@@ -50,48 +53,64 @@ def draw_batches(processor: LlavaProcessor, done: float, step: int, small: bool)
         weights = (0, 2, 3, 1)
     else:
         weights = (0, 1, 1, 2)
-    if done < 0.06 or step % 2 == 0:  # look-up is learnt early, then only kept and lengthened
+    alone = done < 0.08
+    if step % 4 == 0:  # look-up is learnt early, then only kept and lengthened
         length, count = rng.choices(lengths, weights)[0]
         plan.append(("text", 128, 2) if small else ("text", length, count))
-    several = 0.0 if done < 0.15 else 0.35 if done < 0.4 else 0.45
+    several = 0.0 if done < 0.15 else 0.1 if done < 0.65 else 0.45
     kind = rng.random()
-    if kind >= several:
+    if alone:
+        plan.append(("cells", 0, 4 if small else 32))
+    elif kind >= several:
         plan.append(("one picture", 304, 2 if small else 16))
     elif kind >= several / 3:
-        plan.append(("two or three pictures", 640, 1 if small else 8))
+        plan.append(("two or three pictures", 640, 1 if small else 6))
     else:
         plan.append(("picture and text", 512, 1 if small else 8))
 
     batches = []
     for task, length, count in plan:
         writers = []
-        for _ in range(count):
+        for row in range(count):
             if task == "text":
                 writers.append(curriculum.text_sequence(tokenizer, rng, length))
+            elif task == "cells":
+                writers.append(curriculum.scene_alone(tokenizer, rng))
             elif task == "picture and text":
                 writers.append(curriculum.text_sequence(tokenizer, rng, length, picture=True))
             else:
-                pictures = 1 if task == "one picture" else rng.choice((2, 3))
+                # Always 16 pictures in six rows: compiled code is kept for few shapes only.
+                pictures = 1 if task == "one picture" else 3 - (row % 3 == 0)
                 writers.append(curriculum.picture_sequence(tokenizer, rng, pictures, length))
         batches.append(curriculum.collate(f"{task} {length}" if task == "text" else task, writers))
     return batches
 
 
 def batch_loss(
-    model: LlavaForConditionalGeneration, batch: Batch
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the mean loss over the answers' tokens, the predictions and the labels there."""
+    model: LlavaForConditionalGeneration, probe: Probe, batch: Batch
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the mean loss over the answers, the probe's, the predictions and the labels."""
     import torch
     import torch.nn.functional as F
 
     keep = batch.labels[:, 1:] != IGNORE
     labels = batch.labels[:, 1:][keep]
-    # The model's own forward would compute logits at every position; only answers need them.
-    hidden = model.model(
-        input_ids=batch.input_ids, pixel_values=batch.pixel_values, use_cache=False
-    ).last_hidden_state
-    logits = model.lm_head(hidden[:, :-1][keep]).float()
-    return F.cross_entropy(logits, labels), logits.detach().argmax(-1), torch.as_tensor(labels)
+    loss = seen = probe.nothing.bias.new_zeros(())
+    guess = labels
+    if batch.labels.shape[1] == 0:
+        features = model.model.get_image_features(batch.pixel_values).pooler_output
+        features = torch.cat(tuple(features))
+    else:
+        # The model's own forward would compute logits at every position; only answers need them.
+        out = model.model(
+            input_ids=batch.input_ids, pixel_values=batch.pixel_values, use_cache=False
+        )
+        features = out.image_hidden_states
+        logits = model.lm_head(out.last_hidden_state[:, :-1][keep]).float()
+        loss, guess = F.cross_entropy(logits, labels), logits.detach().argmax(-1)
+    if batch.cells is not None:
+        seen = probe(features, batch.cells, model.get_input_embeddings().weight)
+    return loss, seen, guess, labels
 
 
 def learning_rate(done: float, step: int, peak: float) -> float:
@@ -100,12 +119,13 @@ def learning_rate(done: float, step: int, peak: float) -> float:
     return peak * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-def save(path: Path, model, optimizer, progress: Progress) -> None:
+def save(path: Path, model, probe, optimizer, progress: Progress) -> None:
     """Write a checkpoint so that a reader never sees half of one."""
     import torch
 
     state = {
         "model": model.state_dict(),
+        "probe": probe.state_dict(),
         "optimizer": optimizer.state_dict(),
         "progress": asdict(progress),
         "rng": torch.get_rng_state(),
@@ -141,6 +161,8 @@ def train(
     """Train and leave `checkpoint.pt` and the exported model in `out`; return how far it got."""
     import torch
 
+    from mmkv.builtin.probe import Probe
+
     if (minutes is None) == (steps is None):
         raise ValueError(f"give minutes or steps, got minutes={minutes} and steps={steps}")
     out.mkdir(parents=True, exist_ok=True)
@@ -149,8 +171,10 @@ def train(
     model = build.build_model(processor).to(device)
     # Eager attention compiles into far faster backward code on a CPU than the fused kernel's.
     model.set_attn_implementation("eager")
+    probe = Probe(processor.tokenizer, model.config.text_config.hidden_size).to(device)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
+    vectors += probe.parameters()
     groups = [{"params": matrices, "weight_decay": 0.02}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.98))
     progress = Progress()
@@ -158,10 +182,12 @@ def train(
     if resume and checkpoint.exists():
         state = torch.load(checkpoint, map_location=device, weights_only=True)
         model.load_state_dict(state["model"])
+        probe.load_state_dict(state["probe"])
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"].cpu())
         progress = Progress(**state["progress"])
     if compiled:
+        torch._dynamo.config.recompile_limit = 32  # one compiled shape for each kind of batch
         for layer in (
             *model.model.language_model.layers,
             *model.model.vision_tower.encoder.layers,
@@ -184,15 +210,16 @@ def train(
             group["lr"] = rate
         for batch in draw_batches(processor, share, progress.step, small):
             started = time.monotonic()
-            for name in ("input_ids", "labels", "pixel_values"):
+            for name in ("input_ids", "labels", "pixel_values", "cells"):
                 tensor = getattr(batch, name)
                 setattr(batch, name, None if tensor is None else tensor.to(device))
             with torch.autocast(device.type, dtype=torch.bfloat16):
-                loss, guess, labels = batch_loss(model, batch)
-            loss.backward()
+                loss, seen, guess, labels = batch_loss(model, probe, batch)
+            (loss + 0.25 * seen).backward()
             right = (guess == labels)[values[labels]].float().mean().item()
-            entry = meter.setdefault(batch.task, [0.0, 0.0, 0.0, 0.0])
-            for i, number in enumerate((1.0, loss.item(), right, time.monotonic() - started)):
+            entry = meter.setdefault(batch.task, [0.0] * 5)
+            spent = time.monotonic() - started
+            for i, number in enumerate((1.0, loss.item(), right, seen.item(), spent)):
                 entry[i] += number
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -202,19 +229,20 @@ def train(
             print(_line(progress, share, rate, meter), flush=True)
             meter = {}
         if time.monotonic() - saved > save_every:
-            save(checkpoint, model, optimizer, progress)
+            save(checkpoint, model, probe, optimizer, progress)
             saved = time.monotonic()
-    save(checkpoint, model, optimizer, progress)
+    save(checkpoint, model, probe, optimizer, progress)
     export(model, processor, out / "weights")
     return progress
 
 
 def _line(progress: Progress, share: float, rate: float, meter: dict[str, list[float]]) -> str:
     parts = [f"step {progress.step} {progress.seconds / 60:.1f} min {share:.0%} lr {rate:.1e}"]
-    for task, (n, loss, right, spent) in sorted(meter.items()):
+    for task, (n, loss, right, seen, spent) in sorted(meter.items()):
         # Share of look-up values predicted right; a batch without look-ups has none.
         value = f" value {right / n:.2f}" if right == right else ""
-        parts.append(f"{task}: loss {loss / n:.3f}{value} {spent / n:.2f}s")
+        probe = f" probe {seen / n:.3f}" if seen else ""
+        parts.append(f"{task}: loss {loss / n:.3f}{value}{probe} {spent / n:.2f}s")
     return " | ".join(parts)
 
 
