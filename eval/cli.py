@@ -154,6 +154,9 @@ def eval_command(
 @_told
 def report_command(
     folder: Annotated[Path, typer.Argument(help="A run's folder, such as runs/description.")],
+    every: Annotated[
+        bool, typer.Option("--all", help="Print all tables of report.md, not only the papers'.")
+    ] = False,
     plots: Annotated[bool, typer.Option(help="Draw the curves.")] = True,
 ) -> None:
     """Print a run's tables; write report.md, report.csv and curves.png into its folder."""
@@ -161,7 +164,7 @@ def report_command(
 
     report = Report(folder)
     console = _console()
-    for table in report.tables():
+    for table in report.tables() if every else report.first_tables():
         console.print(table)
     for path in report.write(plots=plots):
         typer.echo(f"wrote {path}")
@@ -273,7 +276,7 @@ def plot_command(
 
     loaded, processor = load_model(model, device=device, dtype=dtype, device_map=device_map)
     inputs = _on(loaded, Encoder(processor, longest(loaded)).batch([shown]))
-    about = f"{model}, {shown.suite} {shown.id}"
+    about = f"{Path(model).name}, {shown.suite} {shown.id}"
     figure = plots.plot_prompt(loaded, inputs, kind, variants, size, about)
     typer.echo(f"wrote {plots.save(figure, path)}")
 

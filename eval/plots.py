@@ -36,7 +36,11 @@ COLOURS = {
 }
 _OTHERS = ("#5b8c5a", "#7a6ff0", "#00838f", "#a1887f", "#c0a000")
 _MARKERS = "osD^vP<>Xph*d"
-_HINTS = {"ppl": " (lower is better)", "retained": ", mean over layers"}
+_HINTS = {
+    "ppl": " (lower is better)",
+    "rouge": " against the full cache's reply",
+    "retained": ", mean over layers",
+}
 
 
 def style_of(label: str) -> dict[str, Any]:
@@ -98,7 +102,9 @@ def curves(report: Report) -> Figure:
         if metric == "ppl":
             _log_axis(axis)
         axis.set_title(label_of(metric) + _HINTS.get(metric, ""), fontsize=10, loc="left")
-        axis.set_xlabel("kept, % of the prompt" if fractions else "kept, tokens per head")
+        axis.set_xlabel(
+            "kept, % of the prompt" if fractions else "kept, tokens per head", fontsize=9
+        )
         axis.set_xticks(places, [f"{x:g}" for x in places])
     s = report.settings
     _finish(figure, axes, f"{s['suite']} ({s['data']}), {s['model']}, n = {s['n']}")
@@ -146,7 +152,12 @@ def heat_map(report: Report, budget: float | int) -> Figure:
             [float("nan") if not f or f.score is None else 100 * f.score for f in row]
             for row in cells
         ]
-        image = axis.imshow(shares, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+        image = axis.imshow(shares, vmin=0, vmax=100, cmap="YlGnBu", aspect="auto")
+        axis.set_xticks([i - 0.5 for i in range(1, len(lengths))], minor=True)
+        axis.set_yticks([i - 0.5 for i in range(1, len(depths))], minor=True)
+        axis.grid(which="minor", color="white", linewidth=1.2)
+        axis.tick_params(which="both", length=0)
+        axis.spines[:].set_visible(False)
         axis.set_title(policy, fontsize=9)
         axis.set_xticks(range(len(lengths)), lengths, fontsize=7)
         axis.set_yticks(range(len(depths)), [f"{100 * float(d):g}" for d in depths], fontsize=7)
@@ -157,7 +168,9 @@ def heat_map(report: Report, budget: float | int) -> Figure:
     if image is not None:
         figure.colorbar(image, ax=grid, label="found, %", shrink=0.8)
     s = report.settings
-    figure.suptitle(f"{s['suite']}, {s['model']}, kept: {percent(budget)}", fontsize=10)
+    figure.suptitle(
+        f"{s['suite']}, {s['model']}, kept: {percent(budget)}", fontsize=10.5, x=0.01, ha="left"
+    )
     return figure
 
 
@@ -188,7 +201,8 @@ def plot_prompt(
     if kind == "lorenz":
         first = variants[0]
         scores = layer_scores(model, inputs, get_policy(first.name, **first.options))
-        return lorenz([s[0] for s in scores], title=f"{about}: importance as {first.label} sees it")
+        what = f"share of importance held, %, by the score of {first.label}"
+        return lorenz([s[0] for s in scores], title=about, what=what)
     values: dict[str, list[float | None]] = {}
     full = None
     for variant in variants:
@@ -221,19 +235,20 @@ def layer_lines(
         axis.axhline(full, label="full cache", color=COLOURS["full"], lw=1.2, ls=":")
     axis.set_ylim(bottom=0)
     axis.set_title(what, fontsize=10, loc="left")
-    axis.set_xlabel("layer")
+    axis.set_xlabel("layer", fontsize=9)
     axis.xaxis.get_major_locator().set_params(integer=True)
     _finish(figure, [axis], title)
     return figure
 
 
-def lorenz(scores: Sequence[Tensor], *, title: str) -> Figure:
+def lorenz(scores: Sequence[Tensor], *, title: str, what: str) -> Figure:
     """Share of importance held by the most important tokens, one line a layer.
 
     Args:
         scores: importance of one prompt in each layer, [H or 1, C]; heads are averaged after
             each is sorted, as each keeps its own best.
         title: above the figure.
+        what: above the panel.
     """
     import matplotlib.pyplot as plt
     import torch
@@ -249,8 +264,8 @@ def lorenz(scores: Sequence[Tensor], *, title: str) -> Figure:
             x, 100 * share, color=colours(0.92 * layer / last), lw=1.4, label=f"layer {layer}"
         )
     axis.plot([0, 100], [0, 100], color="#bbbbbb", lw=1, ls=":", label="all alike")
-    axis.set_title("importance held, %", fontsize=10, loc="left")
-    axis.set_xlabel("most important tokens, % of the prompt")
+    axis.set_title(what, fontsize=10, loc="left")
+    axis.set_xlabel("most important tokens, % of the prompt", fontsize=9)
     _finish(figure, [axis], title)
     return figure
 

@@ -141,7 +141,9 @@ class Report:
 
     @property
     def papers(self) -> list[PaperTable]:
-        """What the papers print for this model and suite."""
+        """What the papers print for this model and suite; nothing where the data are our own."""
+        if self.settings["data"] == "builtin":
+            return []
         return tables_for(self.settings["model"], self.settings["suite"])
 
     def tables(self) -> list[Table]:
@@ -152,6 +154,12 @@ class Report:
         if len(self.tags) > 1 and self.tags != self.tasks:
             found += self.group_tables("tag", self.tags, lambda row, name: name in row["tags"])
         return found
+
+    def first_tables(self) -> list[Table]:
+        """Those that the papers print: the main one, and by task or capability."""
+        named = [t for t in self.tags if "=" not in t]
+        found = [t for t in self.tables() if t.corner in ("task", "tag") and named]
+        return [self.main_table(), *found]
 
     def main_table(self) -> Table:
         """Policies by budgets, with the papers' rows below ours."""
@@ -205,6 +213,11 @@ class Report:
                 full = self.figures(FULL, 1.0)
                 value = full and getattr(full, metric)
                 notes = [] if value is None else [f"Full cache: {_text(metric, value)}."]
+                if metric == "retained":
+                    notes.append(
+                        "A share of what the policy's own score finds: compare policies of one "
+                        "score, such as xkv with xkv:layers=uniform."
+                    )
                 columns = [percent(b) for b in self.budgets]
                 found.append(Table(_LABELS[metric], "kept", columns, rows, notes))
         return found
@@ -337,7 +350,7 @@ def _text(metric: str, value: float | None) -> str:
     if value is None:
         return NONE
     if metric == "ppl":  # three digits, as in the papers
-        return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"
+        return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
     if metric == "score":
         return f"{100 * value:.1f}"
     if metric == "cache_bytes":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +151,25 @@ def check_budget(budget: float | int) -> None:
 def percent(budget: float | int) -> str:
     """A budget in words."""
     return f"{100 * budget:g}%" if isinstance(budget, float) else f"{budget} tokens"
+
+
+def plugin_arguments(
+    policy: str, budget: float | int | str | None, profile: str | None, kwargs: dict[str, Any]
+) -> tuple[float | int | None, dict[str, Any], dict[str, Any]]:
+    """Budget, the policy's options, and what is left for the harness.
+
+    Raises:
+        ValueError: an unknown policy, option or budget.
+    """
+    from mmkv.registry import get_policy, policy_class
+
+    names = {f.name for f in fields(policy_class(policy))}
+    mine = parse_options([f"{k}={v}" for k, v in kwargs.items() if k in names])
+    chosen = get_policy(policy, **mine)
+    if isinstance(budget, str):
+        budget = parse_options([f"budget={budget}"])["budget"]
+    if chosen.retention is not None or profile is not None:
+        budget = None
+    if budget is not None:
+        check_budget(budget)
+    return budget, mine, {k: v for k, v in kwargs.items() if k not in names}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from conftest import PAD, VOCAB, make_model
+
 from mmkv.eval.samples import Sample
 
 WORDS = [f"w{i}" for i in range(4, VOCAB)]

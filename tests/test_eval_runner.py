@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from conftest import make_model
 from evaluation import make_samples, make_tokenizer, save_model
+from transformers import AutoModelForCausalLM
+
+import mmkv
 from mmkv.eval import runner
 from mmkv.eval.perplexity import perplexity
 from mmkv.eval.processes import Processes
 from mmkv.eval.store import MACHINE_FIELDS, RunError, Store, key_of, read_rows, read_settings
 from mmkv.eval.variants import parse_budgets, parse_options, parse_variants
-from transformers import AutoModelForCausalLM
-
-import mmkv
 
 ASKED = {"policies": ["full", "snapkv", "prefixkv", "h2o"], "budgets": [0.5, 1.0], "batch_size": 2}
 

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 from conftest import make_inputs, make_model, row_of, short
-from mmkv.eval.perplexity import drops_nothing, perplexity, score_answers
 
 import mmkv
+from mmkv.eval.perplexity import drops_nothing, perplexity, score_answers
 
 LENGTHS = (40, 31, 52)
 ANSWERS = [[5, 9, 40, 17, 88], [33], [7, 7, 90, 101, 12, 64, 30, 8]]

@@ -1,0 +1,125 @@
+"""lm_eval's tasks on compressed caches: a model named `mmkv` for the evaluation harness.
+
+    python -m mmkv.eval.lm_eval --model mmkv --tasks NAME \\
+        --model_args pretrained=PATH_OR_ID,policy=xkv,budget=0.2,window=8
+
+takes what `lm_eval` takes; after `import mmkv.eval.lm_eval` its Python functions know the model as
+well. Replies are generated from the compressed cache. Where lm_eval scores a given continuation,
+the context is the prompt: it is prefilled and compressed, and the continuation is fed token by
+token, as `mmkv.eval.perplexity` does. (A plain forward pass over both would compress nothing.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from tqdm import tqdm
+
+from .perplexity import score_answers
+from .variants import plugin_arguments
+
+Request = tuple[tuple[str, str] | None, list[int], list[int]]
+
+
+@register_model("mmkv")
+class MMKV(HFLM):
+    """A causal model of transformers with a compressed cache.
+
+    Args:
+        pretrained: a path, an id, or a model, as for lm_eval's `hf`; or "builtin".
+        policy: as for `mmkv.wrap`.
+        budget: as for `mmkv.wrap`.
+        profile: as for `mmkv.wrap`.
+        batch_size: a number; "auto" is not supported.
+        kwargs: the policy's options, and what lm_eval's `hf` takes.
+
+    Raises:
+        ValueError: what `mmkv.wrap` refuses.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        policy: str = "prefixkv",
+        budget: float | int | None = 0.5,
+        profile: str | None = None,
+        batch_size: int | str = 1,
+        **kwargs: Any,
+    ) -> None:
+        from mmkv.wrapping import wrap
+
+        size, mine, rest = plugin_arguments(policy, budget, profile, kwargs)
+        if not str(batch_size).isdigit():
+            raise ValueError(f"batch_size={batch_size!r}: a compressed model needs a number")
+        if pretrained == "builtin":
+            pretrained, rest["tokenizer"] = builtin_text_model()
+        super().__init__(pretrained, batch_size=int(batch_size), **rest)
+        wrap(self.model, policy, size, profile=profile, **mine)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[Request],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+        **_: Any,
+    ) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation behind its context, and whether it is greedy."""
+        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        # Equal lengths side by side: little padding, and the largest batch first.
+        order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]))
+        size = override_bs or int(self.batch_size)
+        bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0)
+        for start in range(0, len(order), size):
+            places = order[start : start + size]
+            contexts, answers = zip(*(self._cut(requests[i]) for i in places), strict=True)
+            scored = score_answers(self.model, self._left_padded(contexts), answers)
+            for i, nll, greedy in zip(places, scored.nll, scored.greedy, strict=True):
+                found[i] = (-nll, greedy)
+                text = requests[i][0]
+                if text is not None:
+                    self.cache_hook.add_partial("loglikelihood", text, found[i])
+            bar.update(len(places))
+        bar.close()
+        return found
+
+    def _cut(self, request: Request) -> tuple[list[int], list[int]]:
+        """Context and continuation; a context that is too long loses its beginning."""
+        _, context, continuation = request
+        room = max(1, self.max_length - len(continuation))
+        return context[-room:], continuation
+
+    def _left_padded(self, contexts: Sequence[list[int]]) -> dict[str, Any]:
+        import torch
+
+        width = max(len(c) for c in contexts)
+        pad = self.tokenizer.pad_token_id or 0
+        ids = torch.tensor([[pad] * (width - len(c)) + c for c in contexts])
+        mask = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts])
+        return {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device)}
+
+
+def builtin_text_model() -> tuple[Any, Any]:
+    """The built-in model without its vision tower, and its tokenizer."""
+    from transformers import LlamaForCausalLM
+
+    from mmkv.builtin import load_builtin
+
+    model, processor = load_builtin()
+    text = LlamaForCausalLM(model.config.text_config)
+    text.model, text.lm_head = model.get_decoder(), model.lm_head
+    text.generation_config = model.generation_config
+    return text.eval(), processor.tokenizer
+
+
+def main() -> None:
+    """lm_eval's own command line, which now knows the model."""
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()
