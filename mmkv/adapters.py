@@ -3,14 +3,106 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 
-# Top-level classes, and the decoders they may hold (by `config.model_type`).
-TEXT_MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
-VISION_MODELS = ("LlavaForConditionalGeneration",)
-DECODERS = ("llama", "mistral", "qwen2")
+
+@dataclass(frozen=True)
+class Decoder:
+    """Facts about one kind of text decoder.
+
+    Attributes:
+        layers: where its blocks are.
+        attention: where a block keeps its attention module.
+        cache: what the attention module's forward calls the cache.
+        added: the module of a block that the attention's output passes before it is added to the
+            residual stream; None where it is added as it is.
+        rotary: why keys cannot be turned afterwards, for the error; None where they can.
+        slides: whether it has layers with a sliding window beside those that are compressed.
+    """
+
+    layers: str = "layers"
+    attention: str = "self_attn"
+    cache: str = "past_key_values"
+    added: str | None = None
+    rotary: str | None = None
+    slides: bool = False
+
+
+_PLAIN = Decoder()
+_MULTIMODAL = Decoder(rotary="its rotary positions have three parts")
+
+# By `config.model_type` of the decoder.
+DECODERS: dict[str, Decoder] = {
+    "gemma": _PLAIN,
+    "gemma2": Decoder(added="post_attention_layernorm", slides=True),
+    "gemma3_text": Decoder(
+        added="post_attention_layernorm",
+        rotary="its layers have two rotary embeddings",
+        slides=True,
+    ),
+    "gpt_neox": Decoder(attention="attention", cache="layer_past"),
+    "llama": _PLAIN,
+    "mistral": _PLAIN,
+    "mixtral": _PLAIN,
+    "opt": Decoder(rotary="it has learned positions"),
+    "phi3": _PLAIN,
+    "qwen2": _PLAIN,
+    "qwen2_5_vl_text": _MULTIMODAL,
+    "qwen2_vl_text": _MULTIMODAL,
+    "qwen3": _PLAIN,
+    "qwen3_vl_text": _MULTIMODAL,
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """Facts about one class of models.
+
+    Attributes:
+        decoders: the kinds of decoder it may hold.
+        images: config attributes that hold the ids of its image and video tokens.
+    """
+
+    decoders: tuple[str, ...]
+    images: tuple[str, ...] = ()
+
+
+_IMAGE = ("image_token_id",)
+_IMAGE_AND_VIDEO = ("image_token_id", "video_token_id")
+
+# By class name; a subclass counts as its base.
+MODELS: dict[str, Model] = {
+    "Gemma2ForCausalLM": Model(("gemma2",)),
+    "Gemma3ForCausalLM": Model(("gemma3_text",)),
+    "Gemma3ForConditionalGeneration": Model(("gemma3_text",), _IMAGE),
+    "GemmaForCausalLM": Model(("gemma",)),
+    "GPTNeoXForCausalLM": Model(("gpt_neox",)),
+    "Idefics3ForConditionalGeneration": Model(("llama",), _IMAGE),
+    "InternVLForConditionalGeneration": Model(("qwen2", "llama"), _IMAGE),
+    "LlamaForCausalLM": Model(("llama",)),
+    "LlavaForConditionalGeneration": Model(("llama", "mistral", "qwen2"), _IMAGE),
+    "LlavaNextForConditionalGeneration": Model(("llama", "mistral", "qwen2"), _IMAGE),
+    "LlavaOnevisionForConditionalGeneration": Model(("qwen2",), _IMAGE_AND_VIDEO),
+    "MistralForCausalLM": Model(("mistral",)),
+    "MixtralForCausalLM": Model(("mixtral",)),
+    "OPTForCausalLM": Model(("opt",)),
+    "PaliGemmaForConditionalGeneration": Model(("gemma", "gemma2"), _IMAGE),
+    "Phi3ForCausalLM": Model(("phi3",)),
+    "Qwen2_5_VLForConditionalGeneration": Model(("qwen2_5_vl_text",), _IMAGE_AND_VIDEO),
+    "Qwen2ForCausalLM": Model(("qwen2",)),
+    "Qwen2VLForConditionalGeneration": Model(("qwen2_vl_text",), _IMAGE_AND_VIDEO),
+    "Qwen3ForCausalLM": Model(("qwen3",)),
+    "Qwen3VLForConditionalGeneration": Model(("qwen3_vl_text",), _IMAGE_AND_VIDEO),
+    "SmolVLMForConditionalGeneration": Model(("llama",), _IMAGE),
+}
+
+# Known classes that cannot be wrapped, and why.
+REFUSED: dict[str, str] = {
+    "FalconForCausalLM": "its attention does not go through transformers' AttentionInterface",
+}
 
 
 @dataclass(frozen=True)
@@ -21,29 +113,47 @@ class Adapter:
         decoder: the text decoder; its forward sees embeddings, mask and cache.
         config: the decoder's config, which carries the attention implementation.
         layers: its blocks, in order. The residual stream enters a block as its first argument.
-        attentions: the attention module of each block; its output is added to the residual stream.
-        image_token_id: stands in `input_ids` for each image token; None for a text-only model.
+        attentions: the attention module of each block.
+        image_token_ids: stand in `input_ids` for image and video tokens; empty for a text model.
+        facts: what is known of this kind of decoder.
     """
 
     decoder: nn.Module
     config: Any
     layers: tuple[nn.Module, ...]
     attentions: tuple[nn.Module, ...]
-    image_token_id: int | None
+    image_token_ids: tuple[int, ...]
+    facts: Decoder
+
+    def added(self, index: int, output: Tensor) -> Tensor:
+        """What a block adds to the residual stream, given its attention module's output."""
+        name = self.facts.added
+        return output if name is None else getattr(self.layers[index], name)(output)
 
     def rotary_frequencies(self) -> Tensor:
         """Frequencies of the rotary embedding, [D / 2]; pair i is dimensions i and i + D / 2.
 
         Raises:
-            ValueError: the embedding changes with the length, so keys cannot be turned afterwards.
+            ValueError: the embedding cannot be undone by turning whole keys by fixed frequencies.
         """
-        rotary = self.decoder.rotary_emb
-        if rotary.rope_type not in ("default", "linear", "llama3"):
-            raise ValueError(
-                f"reposition=True turns keys by fixed frequencies, but rope_type="
-                f"{rotary.rope_type!r} changes them with the length: use reposition=False"
-            )
-        return rotary.inv_freq  # type: ignore[return-value]
+        why = self.facts.rotary
+        if why is None:
+            rotary = self.decoder.rotary_emb
+            if rotary.rope_type not in ("default", "linear", "llama3"):
+                why = f"rope_type={rotary.rope_type!r} changes them with the length"
+            elif 2 * len(rotary.inv_freq) != _head_dim(self.config):  # type: ignore[arg-type]
+                why = "only a part of each key is turned"
+            else:
+                return rotary.inv_freq  # type: ignore[return-value]
+        raise ValueError(
+            f"reposition=True turns keys by fixed frequencies, which a "
+            f"{type(self.decoder).__name__} does not allow ({why}): use reposition=False"
+        )
+
+
+def _head_dim(config: Any) -> int:
+    found = getattr(config, "head_dim", None)
+    return found or config.hidden_size // config.num_attention_heads
 
 
 def find(model: nn.Module) -> Adapter:
@@ -53,22 +163,43 @@ def find(model: nn.Module) -> Adapter:
         ValueError: the class or its decoder is not supported; the message names it and those that
             are.
     """
-    supported = f"supported: {', '.join((*VISION_MODELS, *TEXT_MODELS))}"
-    names = {cls.__name__ for cls in type(model).__mro__}
-    if not names & {*TEXT_MODELS, *VISION_MODELS}:
-        raise ValueError(f"mmkv cannot wrap a {type(model).__name__}; {supported}")
+    name = type(model).__name__
+    names = [cls.__name__ for cls in type(model).__mro__]
+    known = next((MODELS[n] for n in names if n in MODELS), None)
+    if known is None:
+        why = next((f": {REFUSED[n]}" for n in names if n in REFUSED), "")
+        raise ValueError(f"mmkv cannot wrap a {name}{why}; supported: {', '.join(MODELS)}")
     decoder = model.get_decoder()  # type: ignore[operator]
-    config = decoder.config
-    if config.model_type not in DECODERS:
+    kind = decoder.config.model_type
+    if kind not in known.decoders:
         raise ValueError(
-            f"mmkv cannot wrap a {type(model).__name__} whose decoder is a "
-            f"{type(decoder).__name__} ({config.model_type!r}); decoders: {', '.join(DECODERS)}"
+            f"mmkv cannot wrap a {name} whose decoder is a {type(decoder).__name__} ({kind!r}); "
+            f"decoders: {', '.join(known.decoders)}"
         )
-    layers = tuple(decoder.layers)
+    facts = DECODERS[kind]
+    layers = tuple(attrgetter(facts.layers)(decoder))
+    ids = tuple(getattr(model.config, token) for token in known.images)
     return Adapter(
         decoder=decoder,
-        config=config,
+        config=decoder.config,
         layers=layers,
-        attentions=tuple(layer.self_attn for layer in layers),
-        image_token_id=model.config.image_token_id if names & {*VISION_MODELS} else None,  # type: ignore[union-attr]
+        attentions=tuple(getattr(layer, facts.attention) for layer in layers),
+        image_token_ids=tuple(token for token in ids if token is not None),
+        facts=facts,
     )
+
+
+def table() -> list[dict[str, str]]:
+    """Every known class: "class", "status" ("supported" or "refused") and "compressed"."""
+    rows = []
+    for name, model in MODELS.items():
+        slide = [DECODERS[kind].slides for kind in model.decoders]
+        what = "every layer"
+        if all(slide):
+            what = "layers with full attention; sliding layers are left alone"
+        elif any(slide):
+            what = "every layer, or those with full attention where others slide"
+        rows.append({"class": name, "status": "supported", "compressed": what})
+    for name, why in REFUSED.items():
+        rows.append({"class": name, "status": "refused", "compressed": f"nothing: {why}"})
+    return sorted(rows, key=lambda row: row["class"].lower())

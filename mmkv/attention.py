@@ -7,7 +7,7 @@ to the cache's own layer in decoding. On a model that is not wrapped it only del
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -37,17 +37,19 @@ class Enough(Exception):  # noqa: N818 - a signal, not an error
 
 
 class Collector:
-    """Gathers every layer's scores in a forward pass that stores nothing."""
+    """Gathers the scores of the layers that are compressed, in a pass that stores nothing."""
 
-    def __init__(self, policy: Policy, n_layers: int, prompt: Prompt) -> None:
-        self.policy, self.n_layers, self.prompt = policy, n_layers, prompt
+    def __init__(self, policy: Policy, layers: Sequence[int], prompt: Prompt) -> None:
+        self.policy, self.layers, self.prompt = policy, layers, prompt
         self.scores: list[Tensor] = []
 
-    def add(self, query: Tensor, key: Tensor, scale: float | None) -> None:
+    def add(self, layer_idx: int, query: Tensor, key: Tensor, scale: float | None) -> None:
         """Score one layer; after the last one nothing more is needed."""
+        if layer_idx not in self.layers:
+            return
         valid = self.prompt.valid
         self.scores.append(importance(self.policy, query, key, scale=scale, valid=valid))
-        if len(self.scores) == self.n_layers:
+        if len(self.scores) == len(self.layers):
             raise Enough
 
 
@@ -79,7 +81,7 @@ def _attention(
 
     scale = kwargs.get("scaling")
     if (collector := collecting.get()) is not None:
-        collector.add(query, key, scale)
+        collector.add(module.layer_idx, query, key, scale)
         return delegate()
     new = incoming.get()
     incoming.set(None)
@@ -124,14 +126,18 @@ class _Overlay:
 
 
 def run_mini_prefill(
-    decoder: nn.Module, policy: Policy, n_layers: int, arguments: dict[str, Any], prompt: Prompt
+    decoder: nn.Module,
+    policy: Policy,
+    layers: Sequence[int],
+    arguments: dict[str, Any],
+    prompt: Prompt,
 ) -> list[Tensor]:
-    """Every layer's scores [B, H or 1, N], from a forward pass that stores no keys or values.
+    """Scores [B, H or 1, N] of the compressed `layers`, from a pass that stores nothing.
 
     XKV (arXiv 2412.05896, section IV-A): the pass ends inside the last layer, once its attention
     scores are known.
     """
-    collector = Collector(policy, n_layers, prompt)
+    collector = Collector(policy, layers, prompt)
     token = collecting.set(collector)
     try:
         with torch.no_grad():

@@ -28,8 +28,8 @@ from mmkv.registry import get_policy
 
 M = TypeVar("M", bound=nn.Module)
 
-# The prompt's token ids, seen at the top of the model and needed in its decoder.
-_input_ids: ContextVar[Tensor | None] = ContextVar("mmkv_input_ids", default=None)
+# The prompt's token ids and mask, seen at the top of the model and needed in its decoder.
+_top: ContextVar[tuple[Tensor | None, Any]] = ContextVar("mmkv_top", default=(None, None))
 
 
 def wrap(
@@ -72,10 +72,9 @@ def wrap(
         )
     chosen = policy if isinstance(policy, Policy) else get_policy(policy, **policy_options)
     parts = adapters.find(model)
-    n_layers = sum(
-        isinstance(x, CompressedLayer)
-        for x in CompressedCache(parts.config, Plan(chosen, None)).layers
-    )
+    everywhere = CompressedCache(parts.config, Plan(chosen, None)).layers
+    compressed = [i for i, x in enumerate(everywhere) if isinstance(x, CompressedLayer)]
+    n_layers = len(compressed)
     if n_layers == 0:
         raise ValueError(
             f"every layer of this {type(model).__name__} has a sliding window "
@@ -94,14 +93,14 @@ def wrap(
             f"attn_implementation={base!r} is not supported: load the model with one of "
             f"{', '.join(attention.NAMES)}"
         )
-    if chosen.protect == "instruction" and parts.image_token_id is None:
+    if chosen.protect == "instruction" and not parts.image_token_ids:
         raise ValueError(
             f"protect='instruction' keeps the prompt's text and lets image tokens compete; "
             f"{type(model).__name__} has no image tokens: use protect='none'"
         )
     mini_prefill = None
     if chosen.needs_all_layers and chosen.allocation == "mini-prefill" and fractions is None:
-        mini_prefill = partial(attention.run_mini_prefill, parts.decoder, chosen, n_layers)
+        mini_prefill = partial(attention.run_mini_prefill, parts.decoder, chosen, compressed)
     inv_freq = parts.rotary_frequencies() if chosen.reposition else None
     plan = Plan(chosen, budget, fractions, inv_freq, mini_prefill)
     attention.register()
@@ -220,7 +219,7 @@ def _attach(
     ]
     if plan.needs_all_layers and plan.policy.layers == "squeeze":
         for i, (layer, attn) in enumerate(zip(parts.layers, parts.attentions, strict=True)):
-            before = _Residual(i)
+            before = _Residual(parts, i)
             hooks.append(layer.register_forward_pre_hook(before.enter, with_kwargs=True))
             hooks.append(attn.register_forward_hook(before.leave, with_kwargs=True))
     for hook in hooks:
@@ -250,12 +249,13 @@ def _check_cache(cache: Any) -> None:
 
 
 def _model_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _input_ids.set(kwargs.get("input_ids", args[0] if args else None))
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    _top.set((ids, kwargs.get("attention_mask", args[1] if len(args) > 1 else None)))
 
 
 def _model_post_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     # Called after an exception too: nothing of this prompt may reach the next one.
-    _input_ids.set(None)
+    _top.set((None, None))
     incoming.set(None)
 
 
@@ -281,6 +281,9 @@ def _decoder_pre_hook(parts: adapters.Adapter, plan: Plan) -> Any:
         embeds = kwargs.get("inputs_embeds")
         tokens = kwargs["input_ids"] if embeds is None else embeds
         mask = kwargs.get("attention_mask")
+        if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim == 4):
+            # Gemma 3 and PaliGemma say above the decoder which tokens see each other.
+            mask = _top.get()[1]
         if cache.expects_prompt:
             valid = _valid(tokens, mask, cache.get_seq_length())
             cache.begin(valid, _image_tokens(parts, valid), kwargs)
@@ -317,10 +320,10 @@ def _valid(tokens: Tensor, mask: Any, seen: int) -> Tensor:
 
 def _image_tokens(parts: adapters.Adapter, valid: Tensor) -> Tensor | None:
     """Bool [B, N], True where the prompt holds an image token; None where there is none to see."""
-    ids = _input_ids.get()
-    if parts.image_token_id is None or ids is None or ids.shape != valid.shape:
+    ids = _top.get()[0]
+    if not parts.image_token_ids or ids is None or ids.shape != valid.shape:
         return None
-    return (ids == parts.image_token_id).to(valid.device)
+    return torch.isin(ids, torch.tensor(parts.image_token_ids, device=ids.device)).to(valid.device)
 
 
 def _check_continuation(cache: CompressedCache, tokens: Tensor, mask: Any) -> None:
@@ -339,29 +342,28 @@ def _check_continuation(cache: CompressedCache, tokens: Tensor, mask: Any) -> No
 class _Residual:
     """Measures how much one layer's attention changes the residual stream (SqueezeAttention)."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(self, parts: adapters.Adapter, index: int) -> None:
+        self.parts, self.index = parts, index
 
-    def enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Remember the stream before a prompt's attention, on the cache."""
-        layer = self._layer(kwargs)
-        if layer is not None and kwargs["past_key_values"].prefilling:
+        cache, layer = self._layer(kwargs)
+        if cache is not None and layer is not None and cache.prefilling:
             layer.stream = args[0] if args else kwargs["hidden_states"]
 
-    def leave(
-        self, attn: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+    def leave(self, attn: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Compare it with the stream after the attention was added back."""
-        layer = self._layer(kwargs)
-        if layer is None or layer.stream is None:
+        cache, layer = self._layer(kwargs)
+        if cache is None or cache.prompt is None or layer is None or layer.stream is None:
             return
         before, layer.stream = layer.stream, None
-        valid = kwargs["past_key_values"].prompt.valid[:, -before.shape[1] :].to(before.device)
-        layer.compare(scores.residual_similarity(before, before + output[0], valid), valid.sum(-1))
+        valid = cache.prompt.valid[:, -before.shape[1] :].to(before.device)
+        after = before + self.parts.added(self.index, output[0])
+        layer.compare(scores.residual_similarity(before, after, valid), valid.sum(-1))
 
-    def _layer(self, kwargs: dict[str, Any]) -> CompressedLayer | None:
-        cache = kwargs.get("past_key_values")
+    def _layer(self, kwargs: dict[str, Any]) -> tuple[CompressedCache | None, Any]:
+        cache = kwargs.get(self.parts.facts.cache)
         if not isinstance(cache, CompressedCache):
-            return None
+            return None, None
         layer = cache.layers[self.index]
-        return layer if isinstance(layer, CompressedLayer) else None
+        return cache, layer if isinstance(layer, CompressedLayer) else None

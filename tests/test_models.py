@@ -1,0 +1,160 @@
+"""Every supported class, on a tiny random model: evicting is masking, a full budget is identity.
+
+The reference is the same model with transformers' own cache, fed the same tokens through its own
+`generate` or forward, so that it finds positions (multimodal ones too) and masks for itself. From
+the first step on, the layers that are compressed see only what the compressed cache held. Layers
+with a sliding window are left as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+import zoo
+from conftest import short
+from masking import allowed_from
+from transformers import AttentionInterface, AttentionMaskInterface, LogitsProcessor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+import mmkv
+
+NEW = 6
+POLICIES = ["prefixkv", "adakv", "h2o", "streaming", "squeeze"]
+SUPPORTED = [row["class"] for row in mmkv.adapters.table() if row["status"] == "supported"]
+NAMES = [name for name in zoo.CONFIGS if name.partition(":")[0] in SUPPORTED]
+VISION = [name for name in NAMES if "Conditional" in name]
+
+_state: dict = {}
+
+
+def _attention(module, query, key, value, attention_mask, scaling=None, softcap=None, **kwargs):
+    """Plain attention in which a layer may be told what it sees: bool [B, H, q, S]."""
+    G = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(G, dim=1), value.repeat_interleave(G, dim=1)
+    logits = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    allowed = _state["allowed"].get(module.layer_idx)
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed.repeat_interleave(G, dim=1), -math.inf)
+    elif attention_mask is not None:
+        logits = logits + attention_mask
+    return (logits.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("test_models", _attention)
+AttentionMaskInterface.register("test_models", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+
+
+@functools.cache
+def model_of(name: str) -> torch.nn.Module:
+    return zoo.make(name)
+
+
+def inputs_of(model, rows: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    wide = model.config.model_type in ("llava_next", "llava_onevision")  # 52 tokens a picture
+    lengths = {"one": (132 if wide else 90,), "padded": (132, 81) if wide else (88, 47)}
+    return zoo.prompt(model, lengths[rows], seed)
+
+
+class Feed(LogitsProcessor):
+    """Makes `generate` choose given tokens [B, T]."""
+
+    def __init__(self, tokens: torch.Tensor, start: int) -> None:
+        self.tokens, self.start = tokens, start
+
+    def __call__(self, input_ids, scores):
+        t = input_ids.shape[1] - self.start
+        return torch.full_like(scores, -1e9).scatter(1, self.tokens[:, t : t + 1], 0.0)
+
+
+def generate(model, inputs, **kwargs):
+    """Greedy: logits [T, B, V] and tokens."""
+    out = model.generate(
+        **inputs,
+        max_new_tokens=NEW,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **kwargs,
+    )
+    return torch.stack(out.logits), out.sequences[:, -NEW:], out.past_key_values
+
+
+def generate_wrapped(model, inputs):
+    """The same, and what each compressed layer held after the prompt and after each step."""
+    held = []
+
+    def record(module, args, output):
+        cache = output.past_key_values
+        layers = [i for i, x in enumerate(cache.layers) if hasattr(x, "blocks")]
+        held.append({i: cache.kept(i).clone() for i in layers})
+
+    hook = model.register_forward_hook(record)
+    try:
+        return *generate(model, inputs), held
+    finally:
+        hook.remove()
+
+
+def reference(model, inputs, tokens, held, run=None):
+    """Logits of the plain model that is fed `tokens` and sees only what was `held`."""
+    decoder = model.get_decoder()
+    before = decoder.config._attn_implementation
+    start, step = inputs["input_ids"].shape[1], 0
+
+    def prepare(module, args):
+        nonlocal step
+        _state["allowed"] = {}
+        if step > 0:
+            layers = list(held[step - 1])
+            masks = allowed_from([held[step - 1][i] for i in layers], start + step - 1)
+            _state["allowed"] = dict(zip(layers, masks, strict=True))
+        step += 1
+
+    hook = decoder.register_forward_pre_hook(prepare)
+    decoder.config._attn_implementation_internal = "test_models"
+    try:
+        if run is not None:
+            return run(model, inputs, tokens)
+        return generate(model, inputs, logits_processor=[Feed(tokens, start)])[0]
+    finally:
+        hook.remove()
+        decoder.config._attn_implementation_internal = before
+
+
+def test_every_class_is_tried():
+    """What the table calls supported is in the lists of this file, and the other way round."""
+    assert sorted({name.partition(":")[0] for name in NAMES}) == sorted(SUPPORTED)
+    assert set(mmkv.adapters.MODELS) == set(SUPPORTED)
+    tried = {model_of(name).get_decoder().config.model_type for name in NAMES}
+    assert tried == set(mmkv.adapters.DECODERS)
+
+
+@pytest.mark.parametrize("rows", ["one", "padded"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
+def test_eviction_equals_masking(name, policy, rows):
+    model = model_of(name)
+    inputs = inputs_of(model, rows)
+    with mmkv.wrapped(model, policy, 0.3, **short(policy)):
+        logits, tokens, cache, held = generate_wrapped(model, inputs)
+    assert held[0][max(held[0])].shape[-1] < inputs["input_ids"].shape[1] / 1.5
+    assert cache.report().kept_fraction < 0.5, "nothing was evicted: the oracle saw nothing"
+    expected = reference(model, inputs, tokens, held)
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("policy", ["prefixkv", "h2o"])
+@pytest.mark.parametrize("name", NAMES)
+def test_full_budget_is_identity(name, policy):
+    model = model_of(name)
+    inputs = inputs_of(model, "padded")
+    expected, tokens, _ = generate(model, inputs)
+    with mmkv.wrapped(model, policy, 1.0, **short(policy)):
+        logits, got, _ = generate(model, inputs)
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
+    assert torch.equal(got, tokens)
