@@ -31,7 +31,8 @@ class Block:
         rows: int64 [R], index into the layer's B * H rows; None when the block holds all, in order.
         keys, values: [R, S, D]; S is the capacity, of which the schedule's `width` is in use.
         positions: int32 [R, S], original position of each slot's token, -1 where empty.
-        filled: bool [R, 1, S], which slots attention may see; None while all in use are filled.
+        bias: [R, 1, S], added to the logits: 0 for filled slots, -inf for empty ones; None while
+            all in use are filled. A bool mask would be turned into one in every step.
         mass: float32 [R, S], attention accumulated by each slot, for policies that score by it;
             decoding adds to it where it also drops by it (H2O).
         schedule: which slot is next.
@@ -42,7 +43,7 @@ class Block:
     keys: Tensor
     values: Tensor
     positions: Tensor
-    filled: Tensor | None
+    bias: Tensor | None
     mass: Tensor | None
     schedule: Schedule
     inv_freq: Tensor | None = None
@@ -67,7 +68,7 @@ class Block:
             keys=keys.new_zeros(R, M + reserve, D),
             values=values.new_zeros(R, M + reserve, values.shape[-1]),
             positions=positions.new_full((R, M + reserve), -1, dtype=torch.int32),
-            filled=None,
+            bias=None,
             mass=None if mass is None else mass.new_zeros(R, M + reserve),
             schedule=schedule,
             inv_freq=inv_freq,
@@ -76,7 +77,8 @@ class Block:
         if block.mass is not None and mass is not None:
             block.mass[:, :M] = mass
         if not schedule.agree:
-            block.filled = (block.positions >= 0)[:, None]
+            empty = (block.positions < 0)[:, None]
+            block.bias = keys.new_zeros(empty.shape).masked_fill(empty, float("-inf"))
         return block
 
     @property
@@ -101,8 +103,8 @@ class Block:
             self.positions[where] = position
         if self.mass is not None:
             self.mass[where] = 0.0
-        if self.filled is not None:
-            self.filled[where[0], 0, where[1]] = True
+        if self.bias is not None:
+            self.bias[where[0], 0, where[1]] = 0.0
 
     def attend(
         self, query: Tensor, q: int, position: int, *, scale: float, softcap: float | None
@@ -121,7 +123,7 @@ class Block:
         """
         width = self.schedule.width + q - 1
         keys, values = self.keys[:, :width], self.values[:, :width]
-        visible = None if self.filled is None else self.filled[:, :, :width]
+        visible = None if self.bias is None else self.bias[:, :, :width]
         if q > 1:
             visible = causal_view(self.positions[:, :width], position, q)
         if self.inv_freq is not None:
@@ -149,8 +151,8 @@ class Block:
         row, slot = self._where(victims)
         keep = victims < 0
         self.positions[row, slot] = torch.where(keep, self.positions[row, slot], -1)
-        if self.filled is not None:
-            self.filled[row, 0, slot] &= keep
+        if self.bias is not None:
+            self.bias[row, 0, slot] = torch.where(keep, self.bias[row, 0, slot], float("-inf"))
 
     def select(self, chosen: np.ndarray, rows: Tensor | None) -> Block:
         """A copy holding the block's rows `chosen`, which become the layer's rows `rows`."""
@@ -161,7 +163,7 @@ class Block:
             keys=self.keys[index],
             values=self.values[index],
             positions=self.positions[index],
-            filled=None if self.filled is None else self.filled[index],
+            bias=None if self.bias is None else self.bias[index],
             mass=None if self.mass is None else self.mass[index],
             schedule=self.schedule.select(chosen),
         )
@@ -184,8 +186,8 @@ class Block:
         self.positions = grown(self.positions, -1)
         if self.mass is not None:
             self.mass = grown(self.mass, 0)
-        if self.filled is not None:
-            self.filled = grown(self.filled[:, 0], False)[:, None]
+        if self.bias is not None:
+            self.bias = grown(self.bias[:, 0], float("-inf"))[:, None]
 
 
 def causal_view(positions: Tensor, first: int, q: int) -> Tensor:
@@ -209,7 +211,7 @@ def attend(
     Args:
         query: [R, G * q, D], the q tokens of each head side by side.
         keys, values: [R, U, D].
-        visible: bool [R, 1 or q, U]; None: all.
+        visible: bool [R, 1 or q, U], or a bias of the logits; None: all.
         scale: factor of the query-key products.
         softcap: bound of the logits (Gemma 2), or None.
         weigh: return the weights too.
@@ -231,8 +233,10 @@ def attend(
     logits = (query @ keys.transpose(-1, -2)).float() * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    if visible is not None:
+    if visible is not None and visible.dtype == torch.bool:
         logits = logits.masked_fill(~visible, float("-inf"))
+    elif visible is not None:
+        logits = logits + visible
     weights = logits.softmax(dim=-1)
     return weights.to(values.dtype) @ values, weights
 

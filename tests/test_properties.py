@@ -1,0 +1,202 @@
+"""Any policy with any options on any prompt: the oracle, exact budgets, or a clear refusal."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import pytest
+import torch
+from conftest import IMAGE, make_inputs, make_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from masking import masked_logits
+from test_oracles import generate
+
+import mmkv
+
+MODELS = {name: make_model(name) for name in ("llama", "llama-mha", "llava-llama")}
+OPTIONS = {
+    "window": st.integers(1, 40),
+    "kernel_size": st.sampled_from([1, 3, 7]),
+    "pooling": st.sampled_from(["avg", "max", None]),
+    "average_heads": st.booleans(),
+    "recency_weighted": st.booleans(),
+    "sinks": st.integers(0, 9),
+    "recent": st.floats(0, 1),
+    "layers": st.sampled_from(["uniform", "pyramid", "geometric", "squeeze", "prefix", "pooled"]),
+    "beta": st.floats(1, 40),
+    "decay": st.floats(0.3, 1),
+    "p": st.floats(0.1, 1),
+    "allocation": st.sampled_from(["one-pass", "mini-prefill"]),
+    "heads": st.sampled_from(["uniform", "adaptive"]),
+    "alpha": st.floats(0, 1),
+    "decode": st.sampled_from(["grow", "ratio", "fixed"]),
+    "distance": st.integers(0, 9),
+    "merge": st.sampled_from([None, "position", "feature"]),
+    "protect": st.sampled_from(["none", "instruction"]),
+    "reposition": st.booleans(),
+}
+
+
+@st.composite
+def cases(draw):
+    name = draw(st.sampled_from(sorted(MODELS)))
+    least = 40 if name == "llava-llama" else 1
+    lengths = draw(st.lists(st.integers(least, 90), min_size=1, max_size=3))
+    chosen = draw(st.lists(st.sampled_from(sorted(OPTIONS)), max_size=4, unique=True))
+    options = {key: draw(OPTIONS[key]) for key in chosen}
+    budget = draw(st.floats(0.02, 1) | st.integers(1, 100))
+    policy = draw(st.sampled_from(mmkv.list_policies()))
+    return name, tuple(lengths), policy, budget, options, draw(st.integers(0, 99))
+
+
+@settings(
+    max_examples=300,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(cases())
+def test_the_oracle_or_a_clear_refusal(case):
+    name, lengths, policy, budget, options, seed = case
+    model, inputs = MODELS[name], make_inputs(name, lengths, seed)
+    refusal = None
+    try:
+        chosen = mmkv.get_policy(policy, **options)
+        with mmkv.wrapped(model, chosen, budget):
+            logits, tokens, cache, held = generate(model, inputs, new=8)
+    except ValueError as error:  # any other type of error fails the test
+        refusal = str(error)
+    if refusal is not None:
+        assert any(str(v) in refusal for v in [budget, *options, *options.values()]), refusal
+        return
+    expected = masked_logits(
+        model, inputs, tokens, held, merge=chosen.merge, reposition=chosen.reposition
+    )
+    torch.testing.assert_close(logits, expected, atol=3e-4, rtol=0)
+    for b, n in enumerate(lengths):
+        kept = sum(float((x[b] >= 0).sum(-1).float().mean()) for x in held[0])
+        if chosen.keeps_all or (isinstance(budget, float) and budget == 1.0):
+            assert kept == 3 * n
+        elif chosen.retention is None and n > chosen.observed:
+            floor = cache.prompt.floors[b]
+            wanted = round(budget * 3 * n) if isinstance(budget, float) else 3 * min(budget, n)
+            assert kept == (wanted if n > floor else 3 * n)
+
+
+@pytest.mark.parametrize("policy", mmkv.list_policies())
+@pytest.mark.parametrize("extreme", [0.0, 1e4])
+def test_extreme_scores(policy, extreme):
+    """All-equal scores, and attention so peaked that all but one score vanish."""
+    model, inputs = make_model("llama"), make_inputs("llama", (60, 33))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(extreme)
+    options = {"window": 5} if mmkv.get_policy(policy).observed else {}
+    with mmkv.wrapped(model, policy, 0.4, **options):
+        logits, tokens, _, held = generate(model, inputs, new=8)
+    chosen = mmkv.get_policy(policy, **options)
+    expected = masked_logits(model, inputs, tokens, held, merge=chosen.merge)
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
+    if policy != "full":
+        for b, n in enumerate((60, 33)):
+            kept = sum(float((x[b] >= 0).sum(-1).float().mean()) for x in held[0])
+            assert kept == round(0.4 * 3 * n)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("policy", ["prefixkv", "adakv", "h2o", "elastic"])
+def test_half_precision_runs(policy, dtype):
+    """Half precision keeps its dtype and stays near the float32 answer."""
+    model, inputs = make_model("llama").to(dtype), make_inputs("llama", (60, 33))
+    options = {"window": 5} if mmkv.get_policy(policy).observed else {}
+    with mmkv.wrapped(model, policy, 0.4, **options), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+        step = model(input_ids=torch.tensor([[5], [6]]), past_key_values=cache)
+    assert step.logits.dtype == dtype
+    assert step.logits.isfinite().all()
+    assert all(b.keys.dtype == dtype for x in cache.compressed for b in x.blocks)
+
+
+def test_a_prompt_of_only_image_tokens():
+    model = MODELS["llava-llama"]
+    inputs = {
+        "input_ids": torch.full((1, 16), IMAGE),
+        "attention_mask": torch.ones(1, 16, dtype=torch.long),
+        "pixel_values": torch.randn(1, 3, 16, 16),
+    }
+    for policy in mmkv.list_policies():
+        options = {"window": 2} if mmkv.get_policy(policy).observed else {}
+        with (
+            mmkv.wrapped(model, policy, 0.5, protect="instruction", **options)
+            if (policy != "full")
+            else mmkv.wrapped(model, policy)
+        ):
+            logits, tokens, _, held = generate(model, inputs, new=6)
+        chosen = mmkv.get_policy(policy)
+        expected = masked_logits(model, inputs, tokens, held, merge=chosen.merge)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_soak():
+    """Many generations with changing policy, budget and prompt leave nothing behind."""
+    model = make_model("llama")
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    rng, live = random.Random(0), []
+    for i in range(120):
+        policy = rng.choice(mmkv.list_policies())
+        inputs = make_inputs("llama", (rng.randrange(20, 60), rng.randrange(50, 90)), seed=i)
+        options = {"window": 4} if mmkv.get_policy(policy).observed else {}
+        mmkv.wrap(model, policy, rng.choice([0.3, 0.6, 1.0, 30]), **options)
+        if i % 10 == 3:  # an interrupt in the middle
+            hook = model.model.layers[2].register_forward_hook(_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                generate(model, inputs, new=2)
+            hook.remove()
+        model.generate(**inputs, max_new_tokens=2, do_sample=False)
+        mmkv.unwrap(model)
+        if i % 40 == 39:
+            gc.collect()
+            live.append(sum(type(x) is torch.Tensor for x in gc.get_objects()))
+    assert live[0] == live[1] == live[2], f"tensors alive after 40, 80 and 120 rounds: {live}"
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def _interrupt(*args):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv", "adakv", "prefixkv", "streaming"])
+def test_a_decode_step_allocates_nothing_that_grows(policy):
+    """Counted at the dispatcher: no output of a step's operations is as large as one layer's cache.
+
+    H2O is left out: it has to look at the attention weights.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+            for x in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given:
+                    self.size = max(self.size, x.numel())
+            return out
+
+    sizes = []
+    for n in (300, 900):
+        model = make_model("llama")
+        with mmkv.wrapped(model, policy, 0.4), torch.no_grad():
+            inputs = make_inputs("llama", (n,))
+            *_, cache, _ = generate(model, inputs, new=20)
+            seen = cache.get_seq_length()
+            for block in (b for x in cache.compressed for b in x.blocks):
+                block._ensure(block.schedule.width)  # no growth within the counted step
+            position = torch.tensor([[seen]])
+            with Largest() as largest:
+                model(input_ids=position * 0 + 5, position_ids=position, past_key_values=cache)
+        sizes.append(largest.size)
+    assert sizes[0] == sizes[1], f"the largest new tensor grew with the cache: {sizes}"
