@@ -101,7 +101,19 @@ def _attention(
         delegate,
         scale=scale,
         softcap=kwargs.get("softcap"),
+        among=_among(attention_mask, query.shape[2]),
     )
+
+
+def _among(mask: Tensor | None, q: int) -> Tensor | None:
+    """Which of q new tokens see which, bool [B, 1, q, q]: Gemma 3's images see all of themselves.
+
+    None where it is plainly causal, as a mask that was not made says.
+    """
+    if mask is None or mask.ndim != 4 or q == 1:
+        return None
+    block = mask[..., -q:]
+    return block if block.dtype == torch.bool else block > torch.finfo(block.dtype).min / 2
 
 
 def _base_function(base: str, module: nn.Module) -> tuple[Callable[..., Any], Any]:

@@ -132,6 +132,7 @@ class CompressedCache(Cache):
         *,
         scale: float | None,
         softcap: float | None = None,
+        among: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         """One layer's attention: a first prompt's is delegated, a later one's and a step's is ours.
 
@@ -143,6 +144,7 @@ class CompressedCache(Cache):
             delegate: the model's own attention over just these tokens.
             scale: factor of the query-key products, None for D ** -0.5.
             softcap: bound of the logits, or None.
+            among: bool [B, 1, q, q], which of these tokens see which; None: causal.
 
         Returns:
             [B, q, Hq, D], and attention weights where the model's own attention gives them.
@@ -155,6 +157,11 @@ class CompressedCache(Cache):
             )
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         if not self.prefilling:
+            if among is not None and bool(among.triu(1).any()):
+                raise ValueError(
+                    "image tokens that see later ones continue a compressed prompt: give the new "
+                    "turn to model.generate(..., past_key_values=cache)"
+                )
             return layer.attend(query, key, value, scale=factor, softcap=softcap), None
         first = layer.seen - query.shape[2]
         positions = torch.arange(first, layer.seen, device=key.device)
@@ -165,8 +172,8 @@ class CompressedCache(Cache):
             held, out = Held(key, value, positions), delegate()
         else:
             held = past.extended(key, value, positions)
-            inv_freq = plan.inv_freq
-            out = held.attend(query, first, scale=factor, softcap=softcap, inv_freq=inv_freq), None
+            options = {"scale": factor, "softcap": softcap, "inv_freq": plan.inv_freq}
+            out = held.attend(query, first, among=among, **options), None
         with torch.no_grad():
             self._keep(layer, held, query, scale, first=past is None)
         return out

@@ -86,16 +86,20 @@ class Held:
         scale: float,
         softcap: float | None = None,
         inv_freq: Tensor | None = None,
+        among: Tensor | None = None,
     ) -> Tensor:
         """Attention of the last q tokens over all: query [B, Hq, q, D] -> [B, q, Hq, D].
 
-        `first` is the position of the first of them; the arguments are those of `storage.attend`.
+        `first` is the position of the first of them, `among` bool [B, 1, q, q] which of them see
+        which (None: causal); the other arguments are those of `storage.attend`.
         """
         B, Hq, q, _ = query.shape
         H = self.keys.shape[1]
         keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
         positions = self.positions.expand(B, H, -1).flatten(0, 1)
         visible = causal_view(positions, first, q)
+        if among is not None:
+            visible[..., -q:] = among.to(keys.device).expand(B, H, q, q).flatten(0, 1)
         # Every new token sees itself, padding too: a row of the softmax is never empty.
         own = torch.arange(q, device=keys.device)
         visible[:, own, positions.shape[1] - q + own] = True

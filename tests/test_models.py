@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import functools
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
 import zoo
 from conftest import short
-from masking import allowed_from
 from transformers import AttentionInterface, AttentionMaskInterface, LogitsProcessor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -27,22 +27,29 @@ SUPPORTED = [row["class"] for row in mmkv.adapters.table() if row["status"] == "
 NAMES = [name for name in zoo.CONFIGS if name.partition(":")[0] in SUPPORTED]
 VISION = [name for name in NAMES if "Conditional" in name]
 
-_state: dict = {}
+_state: dict = {"kept": {}}
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, softcap=None, **kwargs):
-    """Plain attention in which a layer may be told what it sees: bool [B, H, q, S]."""
+    """Plain attention in which a layer may be told which earlier tokens it still has."""
     G = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(G, dim=1), value.repeat_interleave(G, dim=1)
     logits = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    allowed = _state["allowed"].get(module.layer_idx)
-    if allowed is not None:
-        logits = logits.masked_fill(~allowed.repeat_interleave(G, dim=1), -math.inf)
-    elif attention_mask is not None:
+    kept = _state["kept"].get(module.layer_idx)
+    if attention_mask is not None:
         logits = logits + attention_mask
+    if kept is not None:
+        gone = ~seen_by(kept, key.shape[2] - query.shape[2]).repeat_interleave(G, dim=1)
+        logits[..., : gone.shape[-1]].masked_fill_(gone[:, :, None], -math.inf)
     return (logits.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+def seen_by(kept: torch.Tensor, seen: int) -> torch.Tensor:
+    """Positions kept [B, H, n], -1 as filler -> bool [B, H, seen]."""
+    found = torch.zeros(*kept.shape[:2], seen + 1, dtype=torch.bool)
+    return found.scatter_(-1, kept.masked_fill(kept < 0, seen), True)[..., :seen]
 
 
 AttentionInterface.register("test_models", _attention)
@@ -84,46 +91,43 @@ def generate(model, inputs, **kwargs):
     return torch.stack(out.logits), out.sequences[:, -NEW:], out.past_key_values
 
 
-def generate_wrapped(model, inputs):
-    """The same, and what each compressed layer held after the prompt and after each step."""
-    held = []
+@contextmanager
+def recorded(model):
+    """What each compressed layer held after each of a wrapped model's passes."""
+    held: list[dict[int, torch.Tensor]] = []
 
     def record(module, args, output):
         cache = output.past_key_values
-        layers = [i for i, x in enumerate(cache.layers) if hasattr(x, "blocks")]
-        held.append({i: cache.kept(i).clone() for i in layers})
+        if not cache.expects_prompt:
+            layers = [i for i, x in enumerate(cache.layers) if hasattr(x, "blocks")]
+            held.append({i: cache.kept(i).clone() for i in layers})
 
     hook = model.register_forward_hook(record)
     try:
-        return *generate(model, inputs), held
+        yield held
     finally:
         hook.remove()
 
 
-def reference(model, inputs, tokens, held, run=None):
-    """Logits of the plain model that is fed `tokens` and sees only what was `held`."""
+@contextmanager
+def seeing(model, held):
+    """The plain model, its passes after the first seeing only what was `held` before them."""
     decoder = model.get_decoder()
     before = decoder.config._attn_implementation
-    start, step = inputs["input_ids"].shape[1], 0
-
-    def prepare(module, args):
-        nonlocal step
-        _state["allowed"] = {}
-        if step > 0:
-            layers = list(held[step - 1])
-            masks = allowed_from([held[step - 1][i] for i in layers], start + step - 1)
-            _state["allowed"] = dict(zip(layers, masks, strict=True))
-        step += 1
-
-    hook = decoder.register_forward_pre_hook(prepare)
+    kept = iter([{}, *held])
+    hook = decoder.register_forward_pre_hook(lambda *_: _state.update(kept=next(kept)))
     decoder.config._attn_implementation_internal = "test_models"
     try:
-        if run is not None:
-            return run(model, inputs, tokens)
-        return generate(model, inputs, logits_processor=[Feed(tokens, start)])[0]
+        yield model
     finally:
         hook.remove()
         decoder.config._attn_implementation_internal = before
+
+
+def fed(model, inputs, tokens, **kwargs):
+    """`generate` that chooses `tokens`."""
+    feed = Feed(tokens, inputs["input_ids"].shape[1])
+    return generate(model, inputs, logits_processor=[feed], **kwargs)
 
 
 def test_every_class_is_tried():
@@ -140,11 +144,11 @@ def test_every_class_is_tried():
 def test_eviction_equals_masking(name, policy, rows):
     model = model_of(name)
     inputs = inputs_of(model, rows)
-    with mmkv.wrapped(model, policy, 0.3, **short(policy)):
-        logits, tokens, cache, held = generate_wrapped(model, inputs)
-    assert held[0][max(held[0])].shape[-1] < inputs["input_ids"].shape[1] / 1.5
+    with mmkv.wrapped(model, policy, 0.3, **short(policy)), recorded(model) as held:
+        logits, tokens, cache = generate(model, inputs)
     assert cache.report().kept_fraction < 0.5, "nothing was evicted: the oracle saw nothing"
-    expected = reference(model, inputs, tokens, held)
+    with seeing(model, held):
+        expected = fed(model, inputs, tokens)[0]
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
 
 
@@ -156,5 +160,29 @@ def test_full_budget_is_identity(name, policy):
     expected, tokens, _ = generate(model, inputs)
     with mmkv.wrapped(model, policy, 1.0, **short(policy)):
         logits, got, _ = generate(model, inputs)
+        chunked, _, _ = generate(model, inputs, prefill_chunk_size=33)
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
     assert torch.equal(got, tokens)
+    torch.testing.assert_close(
+        chunked, generate(model, inputs, prefill_chunk_size=33)[0], atol=2e-4, rtol=0
+    )
+
+
+@pytest.mark.parametrize("policy", ["prefixkv", "h2o"])
+@pytest.mark.parametrize("picture", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_turn_equals_masking(name, picture, policy):
+    """A conversation goes on: positions count what was said, not what was kept."""
+    if picture and name not in VISION:
+        pytest.skip("takes no pictures")
+    model = model_of(name)
+    inputs = inputs_of(model, "one")
+    with mmkv.wrapped(model, policy, 0.4, **short(policy)), recorded(model) as held:
+        first, words, cache = generate(model, inputs)
+        turn = zoo.next_turn(model, inputs, words, picture)
+        second, answer, _ = generate(model, turn, past_key_values=cache)
+    with seeing(model, held):
+        plain, _, cache = fed(model, inputs, words)
+        again, _, _ = fed(model, turn, answer, past_key_values=cache)
+    torch.testing.assert_close(first, plain, atol=2e-4, rtol=0)
+    torch.testing.assert_close(second, again, atol=2e-4, rtol=0)

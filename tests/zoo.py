@@ -259,20 +259,58 @@ def prompt(
     inputs = {"input_ids": ids, "attention_mask": mask}
     for key in dict.fromkeys(k for row in found for p in row for k in p.inputs):
         inputs[key] = torch.cat([p.inputs[key] for row in found for p in row if key in p.inputs])
+    if model.config.model_type in ("idefics3", "smolvlm"):
+        inputs["pixel_values"] = _by_row(found)
+    return {**inputs, **_kinds(model, ids)}
+
+
+def _by_row(found: list[list[_Picture]]) -> Tensor:
+    """Pixels [B, pictures, 3, H, W]; zeros where a row has fewer pictures."""
+    rows = [torch.cat([p.inputs["pixel_values"] for p in row]) for row in found]
+    most = max(map(len, rows))
+    return torch.stack([torch.cat([x, x.new_zeros(most - len(x), *x[0].shape)]) for x in rows])
+
+
+def _kinds(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    """What each token is, for models that want to be told."""
     kind = model.config.model_type
-    if kind in ("idefics3", "smolvlm"):  # a row of pictures for each row, empty ones are zeros
-        most = max(map(len, found))
-        whole = inputs["pixel_values"].new_zeros(
-            len(lengths), most, *inputs["pixel_values"][0].shape
-        )
-        for b, row in enumerate(found):
-            for i, p in enumerate(row):
-                whole[b, i] = p.inputs["pixel_values"][0]
-        inputs["pixel_values"] = whole
     if kind.startswith("qwen") and hasattr(model.config, "vision_config"):
-        inputs["mm_token_type_ids"] = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+        return {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
     if kind == "gemma3":
-        inputs["token_type_ids"] = (ids == IMAGE).long()
+        return {"token_type_ids": (ids == IMAGE).long()}
     if kind == "paligemma":
-        inputs["token_type_ids"] = torch.zeros_like(ids)
-    return inputs
+        return {"token_type_ids": torch.zeros_like(ids)}
+    return {}
+
+
+def next_turn(
+    model: nn.Module, inputs: dict[str, Tensor], words: Tensor, picture: bool, seed: int = 5
+) -> dict[str, Any]:
+    """The conversation of one row so far, with new text and perhaps one new picture."""
+    g = torch.Generator().manual_seed(seed)
+    one = _picture(model, 2, g) if picture else None
+    new = torch.randint(8, VOCAB, (1, 20 if one is None else 30 + one.count), generator=g)
+    ids = torch.cat([inputs["input_ids"], words, new], dim=1)
+    at = ids.shape[1] - new.shape[1] + 4
+    more: dict[str, Any] = {}
+    if one is not None:
+        for _ in range(one.runs):
+            ids[:, at : at + one.count // one.runs] = one.token
+            at += one.count // one.runs + 4
+        more = dict(one.inputs)
+    kind = model.config.model_type
+    if kind.startswith("qwen"):
+        # Positions need the grids of every turn, the tower only this turn's pixels.
+        if "pixel_values_videos" in more:
+            pixels, grid = more.pop("pixel_values_videos"), more["video_grid_thw"]
+            found = model.get_video_features(pixels, grid, return_dict=True)
+            more["mm_encoder_outputs"] = {"video": found}
+        more.update({k: v for k, v in inputs.items() if k.endswith("grid_thw")})
+    if kind in ("idefics3", "smolvlm") and "pixel_values" in more:
+        more["pixel_values"] = more["pixel_values"][None]
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        **more,
+        **_kinds(model, ids),
+    }
