@@ -3,18 +3,24 @@
     lmms-eval --model mmkv --tasks NAME \\
         --model_args pretrained=PATH_OR_ID,policy=prefixkv,budget=0.2
 
-It is lmms-eval's generic `huggingface` model, wrapped. The entry point (group `lmms_eval.models`)
-is `manifest`.
+Tasks that generate are supported. The entry point (group `lmms_eval.models`) is `manifest`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from .loading import load_model
+from .measure import on_device
+from .prompts import adds_special, longest
 from .variants import plugin_arguments
 
 if TYPE_CHECKING:
     from lmms_eval.models.registry_v2 import ModelManifest
+
+_DEFAULTS = {"max_new_tokens": 1024, "num_beams": 1}
+_PASSED = ("max_new_tokens", "num_beams", "temperature", "top_p")
 
 
 def manifest() -> ModelManifest:
@@ -24,53 +30,151 @@ def manifest() -> ModelManifest:
     return ModelManifest(model_id="mmkv", chat_class_path=f"{__name__}.MMKV")
 
 
-def make_class(base: type) -> type:
-    """A model class of lmms-eval whose `model` is wrapped.
+def make_class(base: type, messages: type) -> type:
+    """A model class for lmms-eval.
 
     Args:
-        base: loads a model, which is then its `model`.
+        base: `lmms_eval.api.model.lmms`.
+        messages: `lmms_eval.protocol.ChatMessages`.
     """
 
     class MMKV(base):  # type: ignore[misc, valid-type]
         """A model of transformers with a compressed cache.
 
         Args:
+            pretrained: a path, an id, or "builtin".
             policy: as for `mmkv.wrap`.
             budget: as for `mmkv.wrap`.
             profile: as for `mmkv.wrap`.
-            kwargs: the policy's options, and what the base takes.
+            batch_size: requests at once.
+            device: "auto" is the GPU where there is one.
+            dtype: "auto" is what the model was saved in.
+            device_map: "auto" spreads the model over all GPUs.
+            options: the policy's.
         """
+
+        is_simple = False
 
         def __init__(
             self,
+            pretrained: str = "builtin",
             policy: str = "prefixkv",
             budget: float | int | str | None = 0.5,
             profile: str | None = None,
-            **kwargs: Any,
+            batch_size: int | str = 1,
+            device: str | None = "auto",
+            dtype: str = "auto",
+            device_map: str | None = None,
+            **options: Any,
         ) -> None:
+            from accelerate import Accelerator
+
             from mmkv.wrapping import wrap
 
-            size, mine, rest = plugin_arguments(policy, budget, profile, kwargs)
-            if rest.get("pretrained") == "builtin":
-                from mmkv.builtin import WEIGHTS
-
-                rest["pretrained"] = str(WEIGHTS)
-            super().__init__(**rest)
-            tokenizer = getattr(self, "_tokenizer", None)
-            for owner in (tokenizer, getattr(getattr(self, "processor", None), "tokenizer", None)):
-                if owner is not None:
-                    owner.padding_side = "left"  # batches end where generation starts
+            size, mine, rest = plugin_arguments(policy, budget, profile, options)
+            if rest:
+                raise ValueError(f"unknown arguments: {', '.join(rest)}")
+            super().__init__()
+            self.accelerator = Accelerator()
+            self._rank = self.accelerator.process_index
+            self._world_size = self.accelerator.num_processes
+            place = str(self.accelerator.device) if self._world_size > 1 else device or "auto"
+            self.model, self.processor = load_model(
+                pretrained, device=place, dtype=dtype, device_map=device_map
+            )
+            self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
+            self.max_length = longest(self.model) or 2048
+            self.device, self.batch_size = self.model.device, int(batch_size)
             wrap(self.model, policy, size, profile=profile, **mine)
+
+        @property
+        def rank(self) -> int:
+            """This process's number."""
+            return self._rank
+
+        @property
+        def world_size(self) -> int:
+            """How many processes there are."""
+            return self._world_size
+
+        def generate_until(self, requests: list[Any]) -> list[str]:
+            """A reply to each request."""
+            from tqdm import tqdm
+
+            groups: dict[str, list[int]] = {}
+            for i, request in enumerate(requests):
+                groups.setdefault(repr(sorted(request.args[2].items())), []).append(i)
+            replies = [""] * len(requests)
+            with tqdm(total=len(requests), disable=self.rank != 0, desc="replies") as bar:
+                for places in groups.values():
+                    for start in range(0, len(places), self.batch_size):
+                        chunk = places[start : start + self.batch_size]
+                        texts = self._reply([requests[i].args for i in chunk])
+                        for i, text in zip(chunk, texts, strict=True):
+                            replies[i] = text
+                            context, _, options = requests[i].args[:3]
+                            self.cache_hook.add_partial("generate_until", (context, options), text)
+                        bar.update(len(chunk))
+            return replies
+
+        def _reply(self, requests: list[tuple[Any, ...]]) -> list[str]:
+            """Replies to a batch that has the same options."""
+            options = requests[0][2]
+            texts, pictures = [], []
+            for _, to_messages, _, place, task, split in requests:
+                chat = messages(messages=to_messages(self.task_dict[task][split][place]))
+                images, videos, audios = chat.extract_media()
+                if videos or audios:
+                    raise ValueError(f"task {task!r} has videos or sounds: only pictures are read")
+                pictures += images
+                texts.append(
+                    self.processor.apply_chat_template(
+                        chat.to_hf_messages(), tokenize=False, add_generation_prompt=True
+                    )
+                )
+            inputs = self.processor(
+                text=texts,
+                **({"images": pictures} if pictures else {}),
+                padding=True,
+                padding_side="left",  # the batch ends where generation starts
+                return_tensors="pt",
+                add_special_tokens=adds_special(self.tokenizer, texts[0]),
+            )
+            given = {k: options[k] for k in _PASSED if options.get(k) is not None}
+            how = {**_DEFAULTS, **given}
+            how["do_sample"] = how.get("temperature", 0) > 0
+            if not how["do_sample"]:
+                how |= {"temperature": None, "top_p": None}
+            ids = self.model.generate(**on_device(self.model, inputs), **how)
+            new = ids[:, inputs["input_ids"].shape[1] :]
+            decoded = self.processor.batch_decode(new, skip_special_tokens=True)
+            return [cut(text, options.get("until") or ()) for text in decoded]
+
+        def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+            """Not supported."""
+            raise NotImplementedError("mmkv: only tasks that generate are supported")
+
+        def generate_until_multi_round(self, requests: list[Any]) -> list[str]:
+            """Not supported."""
+            raise NotImplementedError("mmkv: conversations of several rounds are not supported")
 
     MMKV.__module__, MMKV.__qualname__ = __name__, "MMKV"
     return MMKV
 
 
+def cut(text: str, stops: str | Iterable[str]) -> str:
+    """The text before the first of the stops."""
+    for stop in [stops] if isinstance(stops, str) else stops:
+        text = text.split(stop)[0] if stop else text
+    return text.strip()
+
+
 def __getattr__(name: str) -> Any:
     if name != "MMKV":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from lmms_eval.models.chat.huggingface import Huggingface
+    from lmms_eval.api.model import lmms
+    from lmms_eval.protocol import ChatMessages
 
-    made = make_class(Huggingface)
+    made = make_class(lmms, ChatMessages)
     globals()[name] = made
     return made

@@ -38,7 +38,7 @@ class Encoder:
             "padding": True,
             "padding_side": "left",
             "return_tensors": "pt",
-            "add_special_tokens": self._adds_special(texts[0]),
+            "add_special_tokens": adds_special(self.tokenizer, texts[0]),
         }
         if self.processor is self.tokenizer:
             if images:
@@ -85,7 +85,7 @@ class Encoder:
         if not whole.startswith(before) or end < len(before):
             return self._ids(" " + answer, special=False)
         whole = whole[: end + len(answer)]
-        special = self._adds_special(before)
+        special = adds_special(self.tokenizer, before)
         first, ids = self._ids(before, special), self._ids(whole, special)
         if special and ids[-1:] == [self.tokenizer.eos_token_id] == first[-1:]:
             first, ids = first[:-1], ids[:-1]  # a tokenizer that closes every text
@@ -114,10 +114,11 @@ class Encoder:
     def _ids(self, text: str, special: bool) -> list[int]:
         return self.tokenizer(text, add_special_tokens=special)["input_ids"]
 
-    def _adds_special(self, text: str) -> bool:
-        """Whether the tokenizer shall add its own marks: not where the template has done so."""
-        bos = self.tokenizer.bos_token
-        return bos is None or not text.startswith(bos)
+
+def adds_special(tokenizer: Any, text: str) -> bool:
+    """Whether the tokenizer shall add its own marks: not where a template has done so."""
+    bos = tokenizer.bos_token
+    return bos is None or not text.startswith(bos)
 
 
 def longest(model: Any) -> int | None:

@@ -361,14 +361,14 @@ def _text(metric: str, value: float | None) -> str:
 
 
 def _cell(figures: Figures | None, shown: Sequence[str], best: dict[str, str] | None = None) -> str:
-    """Metrics between slashes; the best are bold; "*" where some samples are missing."""
+    """Metrics between slashes; the best are bold; "†" where some samples are missing."""
     if figures is None or figures.errors == figures.n:
         return NONE
     texts = []
     for metric in shown:
         text = _text(metric, getattr(figures, metric))
         texts.append(f"**{text}**" if best and text == best[metric] and text != NONE else text)
-    return " / ".join(texts) + ("*" if figures.errors else "")
+    return " / ".join(texts) + ("†" if figures.errors else "")
 
 
 def _best(metric: str, column: Sequence[Figures | None]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,22 +124,51 @@ def test_arguments():
             plugin_arguments(*bad, None, {})
 
 
-def test_lmms_model_is_wrapped():
-    """On a stand-in for lmms-eval's model, which has many dependencies."""
+class Lmms:
+    """Stands in for lmms-eval's base class: the package has many dependencies."""
 
-    class Base:
-        def __init__(self, pretrained: str, device: str = "cpu") -> None:
-            self.pretrained, self.model = pretrained, make_model("llava-llama")
-            self._tokenizer = make_tokenizer()
-            self._tokenizer.padding_side = "right"
+    def __init__(self) -> None:
+        self.task_dict: dict[str, Any] = {}
+        self.cache_hook = SimpleNamespace(add_partial=lambda *_: None)
 
-    made = plugin.make_class(Base)(
-        policy="snapkv", budget="0.3", window="6", pretrained="x", device="cpu"
-    )
-    assert made.pretrained == "x"
-    assert made._tokenizer.padding_side == "left"
-    plan = made.model._mmkv[0]
+
+class Messages:
+    """Stands in for lmms-eval's messages."""
+
+    def __init__(self, messages: Any) -> None:
+        self.sample = messages
+
+    def extract_media(self) -> tuple[list[Any], list[Any], list[Any]]:
+        return list(self.sample.images), [], []
+
+    def to_hf_messages(self) -> list[dict[str, Any]]:
+        content = [{"type": "image"}, {"type": "text", "text": self.sample.prompt}]
+        return [{"role": "user", "content": content}]
+
+
+def test_lmms_model_replies_from_a_compressed_cache():
+    from mmkv.eval.suites import load_suite
+
+    made = plugin.make_class(Lmms, Messages)
+    model = made(policy="snapkv", budget="0.3", window="6", device="cpu", batch_size="2")
+    plan = model.model._mmkv[0]
     assert (plan.policy.name, plan.policy.window, plan.budget) == ("snapkv", 6, 0.3)
+    model.task_dict = {"t": {"test": load_suite("description", limit=3)}}
+
+    def ask(options: dict[str, Any]) -> list[str]:
+        arguments = [("", lambda s: s, options, i, "t", "test") for i in range(3)]
+        return model.generate_until([SimpleNamespace(args=a) for a in arguments])
+
+    long, short = ask({"max_new_tokens": 6}), ask({"max_new_tokens": 3})
+    assert len(long) == 3
+    assert all(a.startswith(b) for a, b in zip(long, short, strict=True))
+    with pytest.raises(ValueError, match="unknown arguments: windw"):
+        made(policy="snapkv", windw=3)
+
+
+def test_stops():
+    assert plugin.cut("one two\n\nthree", ["\n\n", "two"]) == "one"
+    assert plugin.cut(" one ", ()) == "one"
 
 
 def test_lmms_eval_finds_the_model():
