@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,9 @@ class Decoder:
             residual stream; None where it is added as it is.
         rotary: why keys cannot be turned afterwards, for the error; None where they can.
         slides: whether it has layers with a sliding window beside those that are compressed.
+        forward: stands in for the attention module's forward, called with the module first, where
+            that does not go through transformers' AttentionInterface.
+        refused: a flag of the config that must not be set, and why.
     """
 
     layers: str = "layers"
@@ -29,6 +34,32 @@ class Decoder:
     added: str | None = None
     rotary: str | None = None
     slides: bool = False
+    forward: Callable[..., Any] | None = None
+    refused: tuple[str, str] | None = None
+
+
+def _falcon_attention(
+    module: Any,
+    hidden_states: Tensor,
+    alibi: Tensor | None,
+    attention_mask: Tensor | None,
+    layer_past: Any = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """Falcon's attention [B, q, C] -> [B, q, C], through the AttentionInterface."""
+    from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+
+    assert position_embeddings is not None
+    fused = module.query_key_value(hidden_states)
+    query, key, value = (x.transpose(1, 2) for x in module._split_heads(fused))
+    query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+    if layer_past is not None:
+        key, value = layer_past.update(key, value, module.layer_idx)
+    attend = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
+    scale = module.inv_norm_factor
+    out, weights = attend(module, query, key, value, attention_mask, scaling=scale)
+    return module.dense(out.flatten(2)), weights
 
 
 _PLAIN = Decoder()
@@ -36,6 +67,13 @@ _MULTIMODAL = Decoder(rotary="its rotary positions have three parts")
 
 # By `config.model_type` of the decoder.
 DECODERS: dict[str, Decoder] = {
+    "falcon": Decoder(
+        layers="h",
+        attention="self_attention",
+        cache="layer_past",
+        forward=_falcon_attention,
+        refused=("alibi", "its ALiBi position biases change with the distance"),
+    ),
     "gemma": _PLAIN,
     "gemma2": Decoder(added="post_attention_layernorm", slides=True),
     "gemma3_text": Decoder(
@@ -75,6 +113,7 @@ _IMAGE_AND_VIDEO = ("image_token_id", "video_token_id")
 
 # By class name; a subclass counts as its base.
 MODELS: dict[str, Model] = {
+    "FalconForCausalLM": Model(("falcon",)),
     "Gemma2ForCausalLM": Model(("gemma2",)),
     "Gemma3ForCausalLM": Model(("gemma3_text",)),
     "Gemma3ForConditionalGeneration": Model(("gemma3_text",), _IMAGE),
@@ -101,7 +140,9 @@ MODELS: dict[str, Model] = {
 
 # Known classes that cannot be wrapped, and why.
 REFUSED: dict[str, str] = {
-    "FalconForCausalLM": "its attention does not go through transformers' AttentionInterface",
+    "BloomForCausalLM": "its ALiBi position biases are added outside the AttentionInterface",
+    "GptOssForCausalLM": "its attention has learned sinks",
+    "MptForCausalLM": "its ALiBi position biases are added outside the AttentionInterface",
 }
 
 
@@ -177,6 +218,9 @@ def find(model: nn.Module) -> Adapter:
             f"decoders: {', '.join(known.decoders)}"
         )
     facts = DECODERS[kind]
+    if facts.refused is not None and getattr(decoder.config, facts.refused[0]):
+        flag, why = facts.refused
+        raise ValueError(f"mmkv cannot wrap a {name} with {flag}=True: {why}")
     layers = tuple(attrgetter(facts.layers)(decoder))
     ids = tuple(getattr(model.config, token) for token in known.images)
     return Adapter(

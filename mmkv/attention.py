@@ -119,7 +119,9 @@ def _among(mask: Tensor | None, q: int) -> Tensor | None:
 def _base_function(base: str, module: nn.Module) -> tuple[Callable[..., Any], Any]:
     """The model's own attention function, and the module it should see."""
     if base == "eager":
-        return sys.modules[type(module).__module__].eager_attention_forward, module
+        own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        # Where a model has none (Falcon) the same is computed by sdpa.
+        return own or ALL_ATTENTION_FUNCTIONS["sdpa"], module
     if base.startswith("flash"):
         # It looks its kernel up by the config's implementation name.
         config = _Overlay(module.config, _attn_implementation=base)

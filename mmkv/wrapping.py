@@ -211,6 +211,13 @@ def _attach(
         undo.callback(vars(model).pop, name, None)
         vars(model)[name] = function
 
+    if parts.facts.forward is not None:
+        for attn in parts.attentions:
+            own = {k: v for k, v in vars(attn).items() if k == "forward"}
+            undo.callback(vars(attn).update, own)
+            undo.callback(vars(attn).pop, "forward", None)
+            vars(attn)["forward"] = partial(parts.facts.forward, attn)
+
     hooks = [
         parts.decoder.register_forward_pre_hook(_decoder_pre_hook(parts, plan), with_kwargs=True),
         parts.decoder.register_forward_hook(_decoder_post_hook, with_kwargs=True),

@@ -109,18 +109,35 @@ def recorded(model):
         hook.remove()
 
 
+def hide(attn, args, kwargs):
+    """Put what a layer no longer holds into its mask."""
+    kept = _state["kept"].get(attn.layer_idx)
+    if kept is None:
+        return None
+    mask = kwargs["attention_mask"]
+    gone = ~seen_by(kept, mask.shape[-1] - mask.shape[-2])
+    mask = mask.expand(-1, gone.shape[1], -1, -1).clone()
+    mask[..., : gone.shape[-1]].masked_fill_(gone[:, :, None], -math.inf)
+    return args, {**kwargs, "attention_mask": mask}
+
+
 @contextmanager
 def seeing(model, held):
     """The plain model, its passes after the first seeing only what was `held` before them."""
     decoder = model.get_decoder()
     before = decoder.config._attn_implementation
     kept = iter([{}, *held])
-    hook = decoder.register_forward_pre_hook(lambda *_: _state.update(kept=next(kept)))
+    hooks = [decoder.register_forward_pre_hook(lambda *_: _state.update(kept=next(kept)))]
     decoder.config._attn_implementation_internal = "test_models"
+    if decoder.config.model_type == "falcon":  # does not ask for an attention function
+        decoder.config._attn_implementation_internal = "eager"
+        blocks = [layer.self_attention for layer in decoder.h]
+        hooks += [x.register_forward_pre_hook(hide, with_kwargs=True) for x in blocks]
     try:
         yield model
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         decoder.config._attn_implementation_internal = before
 
 
