@@ -16,7 +16,7 @@ from .store import Row, RunError, Store, read_settings
 from .variants import percent
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
+    from rich.console import Group
 
 NONE = "–"
 
@@ -83,17 +83,20 @@ class Table:
         lines += ["", *[f"{note}\n" for note in self.notes]]
         return "\n".join(lines)
 
-    def __rich__(self) -> RichTable:
+    def __rich__(self) -> Group:
         """For the terminal."""
+        from rich.console import Group
         from rich.table import Table as RichTable
+        from rich.text import Text
 
-        table = RichTable(title=self.title, caption="\n".join(self.notes) or None)
+        table = RichTable()
         table.add_column(self.corner, no_wrap=True)
         for column in self.columns:
             table.add_column(column, justify="right", no_wrap=True)
         for name, cells in self.rows:
             table.add_row(name, *(cell.replace("**", "") for cell in cells))
-        return table
+        notes = [Text(note, style="dim") for note in self.notes]
+        return Group(Text(self.title, style="bold"), table, *notes, Text())
 
 
 class Report:

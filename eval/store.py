@@ -208,16 +208,19 @@ def _digest(data: Any) -> str:
 
 
 def _commit(folder: Path) -> str | None:
-    """The checkout's commit, with "+" where files were changed since; None outside of one."""
-    git = ["git", "-C", str(folder)]
+    """The checkout's commit, with "+" where code was changed since; None outside of one."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True)
+
     try:
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True)
-        dirty = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "."], capture_output=True)
+        # An installed copy may lie in somebody else's checkout, which does not track it.
+        if git("ls-files", "--error-unmatch", "__init__.py").returncode:
+            return None
+        head = git("rev-parse", "--short=12", "HEAD").stdout.strip()
+        return head + ("+" if git("diff", "--quiet", "HEAD", "--", ":/*.py").returncode else "")
     except OSError:
         return None
-    if head.returncode != 0:
-        return None
-    return head.stdout.decode().strip() + ("+" if dirty.returncode else "")
 
 
 def _replace(path: Path, text: str) -> None:
