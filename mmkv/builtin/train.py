@@ -38,8 +38,9 @@ def draw_batches(processor: LlavaProcessor, done: float, step: int, small: bool)
     """Return the batches of one step when the share `done` of the run has passed.
 
     At first the vision tower learns alone, from the probe, beside short texts: its steps are
-    several times cheaper without the text model. Then texts grow from 128 to 1152 tokens; several
-    pictures and pictures with texts come in last. `small` shrinks everything for a smoke run.
+    several times cheaper without the text model. They go on beside the rest, while texts grow from
+    128 to 1152 tokens; several pictures, and pictures with texts, come in last. `small` shrinks
+    everything for a smoke run.
     """
     rng = random.Random(f"train:{step}")
     tokenizer = processor.tokenizer
@@ -57,10 +58,11 @@ def draw_batches(processor: LlavaProcessor, done: float, step: int, small: bool)
     if step % 4 == 0:  # look-up is learnt early, then only kept and lengthened
         length, count = rng.choices(lengths, weights)[0]
         plan.append(("text", 128, 2) if small else ("text", length, count))
-    several = 0.0 if done < 0.15 else 0.1 if done < 0.65 else 0.45
+    several = 0.0 if done < 0.15 else 0.1 if done < 0.62 else 0.35
     kind = rng.random()
+    plan.append(("cells", 0, 4 if small else 32))
     if alone:
-        plan.append(("cells", 0, 4 if small else 32))
+        pass
     elif kind >= several:
         plan.append(("one picture", 304, 2 if small else 16))
     elif kind >= several / 3:
