@@ -7,10 +7,13 @@ TEST := -n 2
 PICTURE := mmkv/builtin/pictures/scene1.png
 FOLDERS := mmkv policies $(wildcard eval demo)
 
-.PHONY: run test lint type format clean install
+.PHONY: run demo test lint type format clean install
 
 run: install
 	$(BIN)/mmkv chat $(PICTURE) "Describe the image." --policy prefixkv --budget 0.2
+
+demo: install
+	$(BIN)/mmkv demo
 
 test: install
 	$(BIN)/pytest $(TEST)
@@ -39,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into .venv (once; some minutes) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
-		-c constraints.txt -e '.[dev,eval]'
+		-c constraints.txt -e '.[dev,eval,demo]'
 	@touch $@
 
 clean:
