@@ -18,6 +18,15 @@ demo: install
 test: install
 	$(BIN)/pytest $(TEST)
 
+test-matrix: $(MATRIX:%=test-transformers-%)
+
+test-transformers-%:
+	@test -x .venv-matrix/$*/bin/python || $(PYTHON) -m venv .venv-matrix/$*
+	@sed '/^transformers==/d' constraints.txt > .venv-matrix/$*/constraints.txt
+	@.venv-matrix/$*/bin/python -m pip install -qq --disable-pip-version-check \
+		-c .venv-matrix/$*/constraints.txt -e '.[dev,eval]' transformers==$*
+	.venv-matrix/$*/bin/pytest $(TEST)
+
 lint: install
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -46,5 +55,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .typecheck out build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-matrix .typecheck out build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from mmkv.eval import longbench_builtin, scoring
-from mmkv.eval.suites import SUITES, load_suite
 
 from mmkv.builtin import WEIGHTS, scenes
+from mmkv.eval import longbench_builtin, scoring
+from mmkv.eval.suites import SUITES, load_suite
 
 SIZES = {
     "description": 50,

@@ -11,10 +11,11 @@ import pytest
 
 pytest.importorskip("evaluate", reason="the eval extra is not installed")
 
+from rouge_score import rouge_scorer
+
 from mmkv.eval import scoring
 from mmkv.eval.metrics import METRICS, load_metric
 from mmkv.eval.samples import Sample
-from rouge_score import rouge_scorer
 
 WORDS = ("a", "an", "The,", "red", "Red,", "ring.", "star", "is", "left-hand", "12", "café", "x=1;")
 

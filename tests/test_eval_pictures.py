@@ -8,9 +8,10 @@ import zlib
 from pathlib import Path
 
 import pytest
+from PIL import Image
+
 from mmkv.eval import files, samples
 from mmkv.eval.suites import DataError, load_suite, open_images, suite_notes
-from PIL import Image
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from mmkv.eval import files, longbench
 from mmkv.eval.suites import DataError, Sample, load_suite, suite_notes
 

@@ -5,6 +5,8 @@ A policy is covered by being registered. Variants add the options that switch it
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from conftest import Variant, clone, make_inputs, row_of, short
@@ -189,31 +191,32 @@ def test_budget_is_spent_exactly(models, variant):
 @pytest.mark.parametrize("policy", mmkv.list_policies())
 def test_bytes_are_really_freed(policy):
     """`nbytes` is what the allocator holds, and at 0.2 of 1,000 tokens it is at most a quarter."""
-    import gc
-
     from conftest import make_model
 
     model, inputs = make_model("llama"), make_inputs("llama", (1000,))
-    pair_bytes = (
-        3 * 1000 * 2 * 16 * 2 * 4
-    )  # layers, tokens, heads, head_dim, key and value, float32
+    # layers, tokens, heads, head_dim, key and value, float32
+    pair_bytes = 3 * 1000 * 2 * 16 * 2 * 4
+    others = _storages(head_dim=16)
     with mmkv.wrapped(model, policy, 0.2):
         *_, cache, _ = generate(model, inputs, new=8)
-    gc.collect()
-    alive: dict[int, int] = {}
-    for x in gc.get_objects():
-        if (
-            type(x) is torch.Tensor
-            and x.is_floating_point()
-            and x.shape[-1:] == (16,)
-            and x.ndim >= 3
-        ):
-            alive[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-    assert sum(alive.values()) == cache.nbytes
+    alive = _storages(head_dim=16)
+    assert sum(n for at, n in alive.items() if at not in others) == cache.nbytes
     if policy == "full":
         assert cache.nbytes >= pair_bytes
     else:
         assert cache.nbytes <= 0.25 * pair_bytes
+
+
+def _storages(head_dim: int) -> dict[int, int]:
+    """Address and bytes of every storage that could hold keys or values."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
+    held = [x for x in tensors if x.ndim >= 3 and x.shape[-1] == head_dim]
+    return {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+        for x in held
+        if x.is_floating_point()
+    }
 
 
 def test_a_wrong_set_would_be_noticed(models):
