@@ -7,7 +7,10 @@ TEST := -n 2
 PICTURE := mmkv/builtin/pictures/scene1.png
 FOLDERS := mmkv policies $(wildcard eval demo)
 
-.PHONY: run demo test lint type format clean install
+# The oldest transformers we support and the newest, on the pinned torch.
+MATRIX := 5.17.0 5.23.0
+
+.PHONY: run demo test test-matrix lint type format clean install
 
 run: install
 	$(BIN)/mmkv chat $(PICTURE) "Describe the image." --policy prefixkv --budget 0.2
