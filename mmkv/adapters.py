@@ -120,7 +120,7 @@ MODELS: dict[str, Model] = {
     "GemmaForCausalLM": Model(("gemma",)),
     "GPTNeoXForCausalLM": Model(("gpt_neox",)),
     "Idefics3ForConditionalGeneration": Model(("llama",), _IMAGE),
-    "InternVLForConditionalGeneration": Model(("qwen2", "llama"), _IMAGE),
+    "InternVLForConditionalGeneration": Model(("qwen2", "qwen3", "llama"), _IMAGE),
     "LlamaForCausalLM": Model(("llama",)),
     "LlavaForConditionalGeneration": Model(("llama", "mistral", "qwen2"), _IMAGE),
     "LlavaNextForConditionalGeneration": Model(("llama", "mistral", "qwen2"), _IMAGE),

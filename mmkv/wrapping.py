@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from mmkv import adapters, attention, scores
 from mmkv.cache import CompressedCache, incoming
@@ -28,8 +29,8 @@ from mmkv.registry import get_policy
 
 M = TypeVar("M", bound=nn.Module)
 
-# The prompt's token ids and mask, seen at the top of the model and needed in its decoder.
-_top: ContextVar[tuple[Tensor | None, Any]] = ContextVar("mmkv_top", default=(None, None))
+# What the model was called with at its top, which its decoder does not see: ids, mask, cache.
+_top: ContextVar[dict[str, Any] | None] = ContextVar("mmkv_top", default=None)
 
 
 def wrap(
@@ -257,12 +258,13 @@ def _check_cache(cache: Any) -> None:
 
 def _model_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     ids = kwargs.get("input_ids", args[0] if args else None)
-    _top.set((ids, kwargs.get("attention_mask", args[1] if len(args) > 1 else None)))
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    _top.set({"ids": ids, "mask": mask, "cache": kwargs.get("past_key_values")})
 
 
 def _model_post_hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     # Called after an exception too: nothing of this prompt may reach the next one.
-    _top.set((None, None))
+    _top.set(None)
     incoming.set(None)
 
 
@@ -277,7 +279,10 @@ def _decoder_pre_hook(parts: adapters.Adapter, plan: Plan) -> Any:
             )
         if args:
             kwargs = {"input_ids": args[0], **kwargs}
-        cache = kwargs.get("past_key_values")
+        cache, top = kwargs.get("past_key_values"), _top.get() or {"cache": True}
+        made = isinstance(cache, DynamicCache) and cache.get_seq_length() == 0
+        if made and top["cache"] is None:
+            cache = None  # Idefics3 made one on its way down
         if cache is None:
             use_cache = kwargs.get("use_cache")
             if not (module.config.use_cache if use_cache is None else use_cache):  # type: ignore[union-attr]
@@ -290,7 +295,7 @@ def _decoder_pre_hook(parts: adapters.Adapter, plan: Plan) -> Any:
         mask = kwargs.get("attention_mask")
         if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim == 4):
             # Gemma 3 and PaliGemma say above the decoder which tokens see each other.
-            mask = _top.get()[1]
+            mask = top.get("mask")
         if cache.expects_prompt:
             valid = _valid(tokens, mask, cache.get_seq_length())
             cache.begin(valid, _image_tokens(parts, valid), kwargs)
@@ -327,7 +332,7 @@ def _valid(tokens: Tensor, mask: Any, seen: int) -> Tensor:
 
 def _image_tokens(parts: adapters.Adapter, valid: Tensor) -> Tensor | None:
     """Bool [B, N], True where the prompt holds an image token; None where there is none to see."""
-    ids = _top.get()[0]
+    ids = (_top.get() or {}).get("ids")
     if not parts.image_token_ids or ids is None or ids.shape != valid.shape:
         return None
     return torch.isin(ids, torch.tensor(parts.image_token_ids, device=ids.device)).to(valid.device)

@@ -1,59 +1,22 @@
-"""Every supported class, on a tiny random model: evicting is masking, a full budget is identity.
-
-The reference is the same model with transformers' own cache, fed the same tokens through its own
-`generate` or forward, so that it finds positions (multimodal ones too) and masks for itself. From
-the first step on, the layers that are compressed see only what the compressed cache held. Layers
-with a sliding window are left as they are.
-"""
+"""Every supported class, on a tiny random model: evicting is masking, full budget is identity."""
 
 from __future__ import annotations
 
 import functools
-import math
-from contextlib import contextmanager
 
 import pytest
 import torch
+import transformers as tf
 import zoo
 from conftest import short
-from transformers import AttentionInterface, AttentionMaskInterface, LogitsProcessor
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from twin import fed, generate, recorded, seeing
 
 import mmkv
 
-NEW = 6
 POLICIES = ["prefixkv", "adakv", "h2o", "streaming", "squeeze"]
 SUPPORTED = [row["class"] for row in mmkv.adapters.table() if row["status"] == "supported"]
 NAMES = [name for name in zoo.CONFIGS if name.partition(":")[0] in SUPPORTED]
 VISION = [name for name in NAMES if "Conditional" in name]
-
-_state: dict = {"kept": {}}
-
-
-def _attention(module, query, key, value, attention_mask, scaling=None, softcap=None, **kwargs):
-    """Plain attention in which a layer may be told which earlier tokens it still has."""
-    G = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(G, dim=1), value.repeat_interleave(G, dim=1)
-    logits = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    kept = _state["kept"].get(module.layer_idx)
-    if attention_mask is not None:
-        logits = logits + attention_mask
-    if kept is not None:
-        gone = ~seen_by(kept, key.shape[2] - query.shape[2]).repeat_interleave(G, dim=1)
-        logits[..., : gone.shape[-1]].masked_fill_(gone[:, :, None], -math.inf)
-    return (logits.softmax(-1) @ value).transpose(1, 2).contiguous(), None
-
-
-def seen_by(kept: torch.Tensor, seen: int) -> torch.Tensor:
-    """Positions kept [B, H, n], -1 as filler -> bool [B, H, seen]."""
-    found = torch.zeros(*kept.shape[:2], seen + 1, dtype=torch.bool)
-    return found.scatter_(-1, kept.masked_fill(kept < 0, seen), True)[..., :seen]
-
-
-AttentionInterface.register("test_models", _attention)
-AttentionMaskInterface.register("test_models", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
 @functools.cache
@@ -67,92 +30,17 @@ def inputs_of(model, rows: str, seed: int = 0) -> dict[str, torch.Tensor]:
     return zoo.prompt(model, lengths[rows], seed)
 
 
-class Feed(LogitsProcessor):
-    """Makes `generate` choose given tokens [B, T]."""
-
-    def __init__(self, tokens: torch.Tensor, start: int) -> None:
-        self.tokens, self.start = tokens, start
-
-    def __call__(self, input_ids, scores):
-        t = input_ids.shape[1] - self.start
-        return torch.full_like(scores, -1e9).scatter(1, self.tokens[:, t : t + 1], 0.0)
-
-
-def generate(model, inputs, **kwargs):
-    """Greedy: logits [T, B, V] and tokens."""
-    out = model.generate(
-        **inputs,
-        max_new_tokens=NEW,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **kwargs,
-    )
-    return torch.stack(out.logits), out.sequences[:, -NEW:], out.past_key_values
-
-
-@contextmanager
-def recorded(model):
-    """What each compressed layer held after each of a wrapped model's passes."""
-    held: list[dict[int, torch.Tensor]] = []
-
-    def record(module, args, output):
-        cache = output.past_key_values
-        if not cache.expects_prompt:
-            layers = [i for i, x in enumerate(cache.layers) if hasattr(x, "blocks")]
-            held.append({i: cache.kept(i).clone() for i in layers})
-
-    hook = model.register_forward_hook(record)
-    try:
-        yield held
-    finally:
-        hook.remove()
-
-
-def hide(attn, args, kwargs):
-    """Put what a layer no longer holds into its mask."""
-    kept = _state["kept"].get(attn.layer_idx)
-    if kept is None:
-        return None
-    mask = kwargs["attention_mask"]
-    gone = ~seen_by(kept, mask.shape[-1] - mask.shape[-2])
-    mask = mask.expand(-1, gone.shape[1], -1, -1).clone()
-    mask[..., : gone.shape[-1]].masked_fill_(gone[:, :, None], -math.inf)
-    return args, {**kwargs, "attention_mask": mask}
-
-
-@contextmanager
-def seeing(model, held):
-    """The plain model, its passes after the first seeing only what was `held` before them."""
-    decoder = model.get_decoder()
-    before = decoder.config._attn_implementation
-    kept = iter([{}, *held])
-    hooks = [decoder.register_forward_pre_hook(lambda *_: _state.update(kept=next(kept)))]
-    decoder.config._attn_implementation_internal = "test_models"
-    if decoder.config.model_type == "falcon":  # does not ask for an attention function
-        decoder.config._attn_implementation_internal = "eager"
-        blocks = [layer.self_attention for layer in decoder.h]
-        hooks += [x.register_forward_pre_hook(hide, with_kwargs=True) for x in blocks]
-    try:
-        yield model
-    finally:
-        for hook in hooks:
-            hook.remove()
-        decoder.config._attn_implementation_internal = before
-
-
-def fed(model, inputs, tokens, **kwargs):
-    """`generate` that chooses `tokens`."""
-    feed = Feed(tokens, inputs["input_ids"].shape[1])
-    return generate(model, inputs, logits_processor=[feed], **kwargs)
-
-
 def test_every_class_is_tried():
     """What the table calls supported is in the lists of this file, and the other way round."""
     assert sorted({name.partition(":")[0] for name in NAMES}) == sorted(SUPPORTED)
     assert set(mmkv.adapters.MODELS) == set(SUPPORTED)
-    tried = {model_of(name).get_decoder().config.model_type for name in NAMES}
-    assert tried == set(mmkv.adapters.DECODERS)
+    tried = {(name.partition(":")[0], decoder_of(name).config.model_type) for name in NAMES}
+    assert tried == {(n, d) for n, m in mmkv.adapters.MODELS.items() for d in m.decoders}
+    assert {kind for _, kind in tried} == set(mmkv.adapters.DECODERS)
+
+
+def decoder_of(name: str) -> torch.nn.Module:
+    return model_of(name).get_decoder()
 
 
 @pytest.mark.parametrize("rows", ["one", "padded"])
@@ -167,6 +55,19 @@ def test_eviction_equals_masking(name, policy, rows):
     with seeing(model, held):
         expected = fed(model, inputs, tokens)[0]
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["Qwen2VLForCond", "Gemma3ForCond", "OPT", "Falcon"])
+def test_a_wrong_set_would_be_noticed(kind):
+    """The reference can fail: masking one kept token more changes the logits."""
+    model = model_of(next(name for name in NAMES if name.startswith(kind)))
+    inputs = inputs_of(model, "one")
+    with mmkv.wrapped(model, "adakv", 0.3, **short("adakv")), recorded(model) as held:
+        logits, tokens, _ = generate(model, inputs)
+    for step in held:
+        step[max(step)][:, 0, 4] = -1
+    with seeing(model, held):
+        assert (fed(model, inputs, tokens)[0] - logits)[1:].abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("policy", ["prefixkv", "h2o"])
@@ -186,12 +87,11 @@ def test_full_budget_is_identity(name, policy):
 
 
 @pytest.mark.parametrize("policy", ["prefixkv", "h2o"])
-@pytest.mark.parametrize("picture", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "picture"), [(n, False) for n in NAMES] + [(n, True) for n in VISION]
+)
 def test_a_second_turn_equals_masking(name, picture, policy):
     """A conversation goes on: positions count what was said, not what was kept."""
-    if picture and name not in VISION:
-        pytest.skip("takes no pictures")
     model = model_of(name)
     inputs = inputs_of(model, "one")
     with mmkv.wrapped(model, policy, 0.4, **short(policy)), recorded(model) as held:
@@ -203,3 +103,201 @@ def test_a_second_turn_equals_masking(name, picture, policy):
         again, _, _ = fed(model, turn, answer, past_key_values=cache)
     torch.testing.assert_close(first, plain, atol=2e-4, rtol=0)
     torch.testing.assert_close(second, again, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["Falcon", "Gemma3ForCond", "PaliGemma", "Qwen2VL", "OPT"])
+def test_eager_models_too(name):
+    """Masks are numbers there, not bool."""
+    name = next(x for x in NAMES if x.startswith(name))
+    model = zoo.make(name, "eager")
+    inputs = inputs_of(model, "one")
+    with mmkv.wrapped(model, "prefixkv", 0.4, **short("prefixkv")), recorded(model) as held:
+        first, words, cache = generate(model, inputs)
+        turn = zoo.next_turn(model, inputs, words, name in VISION)
+        second, answer, _ = generate(model, turn, past_key_values=cache)
+    with seeing(model, held):
+        plain, _, cache = fed(model, inputs, words)
+        again, _, _ = fed(model, turn, answer, past_key_values=cache)
+    torch.testing.assert_close(first, plain, atol=2e-4, rtol=0)
+    torch.testing.assert_close(second, again, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plain_forward_finds_its_positions(name):
+    """Without `generate`, positions come from the tokens seen (and the model's rope deltas)."""
+    model = model_of(name)
+    inputs = inputs_of(model, "one")
+    new = torch.randint(8, zoo.VOCAB, (4, 1, 1), generator=torch.Generator().manual_seed(9))
+
+    def talk():
+        out = model(**inputs, use_cache=True)
+        logits = [out.logits[:, -1]]
+        for ids in new:
+            out = model(input_ids=ids, past_key_values=out.past_key_values, use_cache=True)
+            logits.append(out.logits[:, -1])
+        return torch.stack(logits)
+
+    with torch.no_grad():
+        with mmkv.wrapped(model, "h2o", 0.3), recorded(model) as held:
+            logits = talk()
+        with seeing(model, held):
+            torch.testing.assert_close(logits, talk(), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_image_and_video_tokens_compete(name):
+    """protect="instruction" knows the tokens of pictures and videos; all text stays."""
+    model = model_of(name)
+    inputs = inputs_of(model, "padded")
+    options = {"protect": "instruction", **short("prefixkv")}
+    with mmkv.wrapped(model, "prefixkv", 0.8, **options), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+    ids, valid = inputs["input_ids"], inputs["attention_mask"].bool()
+    image = (ids == zoo.IMAGE) | (ids == zoo.VIDEO)
+    assert image.any(-1).all()
+    assert torch.equal(cache.prompt.image, image)
+    dropped = 0
+    for i, layer in enumerate(cache.layers):
+        if not hasattr(layer, "blocks"):
+            continue
+        for b in range(len(ids)):
+            text = set((valid & ~image)[b].nonzero()[:, 0].tolist())
+            assert all(text <= set(head.tolist()) for head in cache.kept(i)[b])
+        dropped += int(valid.sum() - (cache.kept(i)[:, 0] >= 0).sum())
+    assert dropped > 0
+
+
+@pytest.mark.parametrize("rows", ["one", "padded"])
+@pytest.mark.parametrize("name", NAMES)
+def test_mini_prefill_scores_the_compressed_layers(name, rows):
+    """XKV's first pass finds the sizes that one pass finds; sliding layers do not count."""
+    model = model_of(name)
+    inputs = inputs_of(model, rows)
+    kept = []
+    for allocation in ("mini-prefill", "one-pass"):
+        options = {"allocation": allocation, **short("xkv")}
+        with mmkv.wrapped(model, "xkv", 0.4, **options), torch.no_grad():
+            cache = model(**inputs, use_cache=True).past_key_values
+        layers = [i for i, x in enumerate(cache.layers) if hasattr(x, "blocks")]
+        kept.append([cache.kept(i) for i in layers])
+        slides = sum(kind == "sliding_attention" for kind in layer_types(model))
+        assert len(layers) == len(cache.layers) - slides > 0
+    assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+
+
+def layer_types(model) -> list[str]:
+    return getattr(model.get_decoder().config, "layer_types", None) or []
+
+
+# The norm that sees the residual stream after the attention, where a block has one.
+AFTER = {
+    "gemma2": "pre_feedforward_layernorm",
+    "gemma3_text": "pre_feedforward_layernorm",
+    "opt": "final_layer_norm",
+}
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if "Falcon" not in n])
+def test_squeeze_compares_the_residual_stream(name):
+    """SqueezeAttention's similarity is that of the stream before and after the attention."""
+    model = model_of(name)
+    inputs = inputs_of(model, "one")
+    decoder = model.get_decoder()
+    before, after, hooks = {}, {}, []
+    kind = decoder.config.model_type
+    norm = AFTER.get(kind, "post_attention_layernorm")
+    if name.endswith("post-norm"):
+        norm = "self_attn_layer_norm"
+    parallel = kind == "gpt_neox" and decoder.config.use_parallel_residual
+    for i, block in enumerate(decoder.layers):
+
+        def enter(module, args, i=i):
+            before[i] = args[0]
+
+        def leave(module, args, i=i):
+            after[i] = args[0].view_as(before[i])
+
+        def add(module, args, output, i=i):
+            after[i] = before[i] + output
+
+        hooks.append(block.register_forward_pre_hook(enter))
+        if parallel:
+            hooks.append(block.attention.dense.register_forward_hook(add))
+        else:
+            hooks.append(getattr(block, norm).register_forward_pre_hook(leave))
+    try:
+        with mmkv.wrapped(model, "squeeze", 0.4), torch.no_grad():
+            cache = model(**inputs, use_cache=True).past_key_values
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for i, layer in enumerate(cache.layers):
+        if hasattr(layer, "blocks"):
+            expected = torch.cosine_similarity(before[i], after[i], dim=-1).mean()
+            torch.testing.assert_close(layer.similarity, expected[None], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_repositioning_or_a_reason(name):
+    """Keys are turned to their place in the cache where that is possible, else it is refused."""
+    model = model_of(name)
+    facts = mmkv.adapters.find(model).facts
+    if facts.rotary is not None or "NeoX" in name:
+        with pytest.raises(ValueError, match="use reposition=False"):
+            mmkv.wrap(model, "streaming", 0.4, reposition=True)
+        return
+    inputs = inputs_of(model, "padded")
+    with mmkv.wrapped(model, "streaming", 0.4, reposition=True), recorded(model) as held:
+        logits, tokens, _ = generate(model, inputs)
+    if facts.forward is not None:
+        return  # the reference cannot turn the keys of a model that computes attention itself
+    with seeing(model, held, inv_freq=model.get_decoder().rotary_emb.inv_freq):
+        expected = fed(model, inputs, tokens)[0]
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("cls", ["Mistral", "Mixtral", "Phi3"])
+def test_a_model_that_slides_everywhere_is_refused(cls):
+    config = getattr(tf, f"{cls}Config")(**zoo.TEXT, sliding_window=16)
+    model = getattr(tf, f"{cls}ForCausalLM")(config).eval()
+    with pytest.raises(ValueError, match="nothing to compress"):
+        mmkv.wrap(model, "prefixkv", 0.5)
+
+
+def test_what_cannot_be_wrapped_says_why():
+    bloom = tf.BloomForCausalLM(tf.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=9))
+    with pytest.raises(ValueError, match=r"BloomForCausalLM: its ALiBi.*supported: .*Llama"):
+        mmkv.wrap(bloom, "prefixkv", 0.5)
+    falcon = tf.FalconForCausalLM(tf.FalconConfig(**zoo.TEXT, alibi=True))
+    with pytest.raises(ValueError, match="FalconForCausalLM with alibi=True"):
+        mmkv.wrap(falcon, "prefixkv", 0.5)
+    config = tf.LlavaConfig(text_config=tf.Qwen3Config(**zoo.TEXT), vision_config=zoo.CLIP)
+    llava = tf.LlavaForConditionalGeneration(config)
+    with pytest.raises(
+        ValueError, match=r"decoder is a Qwen3Model.*decoders: llama, mistral, qwen2"
+    ):
+        mmkv.wrap(llava, "prefixkv", 0.5)
+
+
+def test_the_table_covers_what_is_known():
+    rows = {row["class"]: row for row in mmkv.adapters.table()}
+    assert set(rows) == {*mmkv.adapters.MODELS, *mmkv.adapters.REFUSED}
+    assert rows["LlamaForCausalLM"]["compressed"] == "every layer"
+    assert "sliding layers are left alone" in rows["Gemma3ForConditionalGeneration"]["compressed"]
+    assert rows["BloomForCausalLM"]["status"] == "refused"
+
+
+def test_falcon_is_left_as_it_was():
+    """Its attention's forward is replaced while it is wrapped, and given back."""
+    model = model_of("FalconForCausalLM")
+    attn = model.transformer.h[0].self_attention
+    own = vars(attn)["forward"] = attn.forward
+    try:
+        with mmkv.wrapped(model, "prefixkv", 0.5):
+            assert vars(attn)["forward"] is not own
+        assert vars(attn)["forward"] is own
+    finally:
+        del vars(attn)["forward"]
+    with mmkv.wrapped(model, "prefixkv", 0.5):
+        pass
+    assert "forward" not in vars(attn)

@@ -81,11 +81,22 @@ def _vision(cls: str, tower: Any, text: Any, **options: Any) -> Callable[[], Any
     return make
 
 
+def _over(first: Callable[[], Any], text: Callable[[], Any]) -> Callable[[], Any]:
+    """A configuration with another decoder."""
+
+    def make() -> Any:
+        config = first()
+        config.text_config = text()
+        return config
+
+    return make
+
+
 def _siglip(**changes: Any) -> Any:
     return tf.SiglipVisionConfig(**{**_TOWER, **changes})
 
 
-_CLIP = {"model_type": "clip_vision_model", **_TOWER}
+CLIP = {"model_type": "clip_vision_model", **_TOWER}
 _SIGLIP = {"model_type": "siglip_vision_model", **_TOWER, "vision_use_head": False}
 _FLAT = {"vision_feature_layer": -1}
 
@@ -110,16 +121,16 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "FalconForCausalLM:40b": _text(
         "FalconConfig", alibi=False, new_decoder_architecture=True, num_kv_heads=2
     ),
-    "LlavaForConditionalGeneration": _vision("LlavaConfig", _CLIP, _text("LlamaConfig"), **_FLAT),
+    "LlavaForConditionalGeneration": _vision("LlavaConfig", CLIP, _text("LlamaConfig"), **_FLAT),
     "LlavaForConditionalGeneration:mistral": _vision(
-        "LlavaConfig", _CLIP, _text("MistralConfig", sliding_window=None), **_FLAT
+        "LlavaConfig", CLIP, _text("MistralConfig", sliding_window=None), **_FLAT
     ),
     "LlavaNextForConditionalGeneration": _vision(
-        "LlavaNextConfig", _CLIP, _text("LlamaConfig"), image_grid_pinpoints=_ANYRES, **_FLAT
+        "LlavaNextConfig", CLIP, _text("LlamaConfig"), image_grid_pinpoints=_ANYRES, **_FLAT
     ),
     "LlavaNextForConditionalGeneration:mistral": _vision(
         "LlavaNextConfig",
-        _CLIP,
+        CLIP,
         _text("MistralConfig", sliding_window=None),
         image_grid_pinpoints=_ANYRES,
         **_FLAT,
@@ -181,6 +192,19 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         projection_dim=64,
     ),
 }
+
+
+# Every decoder a class may hold.
+for _name, _decoders in {
+    "InternVL": ("Qwen3", "Llama"),
+    "Llava": ("Qwen2",),
+    "LlavaNext": ("Qwen2",),
+}.items():
+    for _decoder in _decoders:
+        _first = CONFIGS[f"{_name}ForConditionalGeneration"]
+        CONFIGS[f"{_name}ForConditionalGeneration:{_decoder.lower()}"] = _over(
+            _first, _text(f"{_decoder}Config", **({"head_dim": 16} if _decoder == "Qwen3" else {}))
+        )
 
 
 def make(name: str, attn: str | None = None) -> nn.Module:
