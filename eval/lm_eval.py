@@ -21,11 +21,13 @@ from tqdm import tqdm
 from .perplexity import score_answers
 from .variants import plugin_arguments
 
+# Its metaclass hides its attributes from a type checker.
+_Base: Any = HFLM
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
 @register_model("mmkv")
-class MMKV(HFLM):
+class MMKV(_Base):
     """A causal model of transformers with a compressed cache.
 
     Args:
@@ -107,8 +109,9 @@ def builtin_text_model() -> tuple[Any, Any]:
 
     from mmkv.builtin import load_builtin
 
-    model, processor = load_builtin()
-    text = LlamaForCausalLM(model.config.text_config)
+    loaded: tuple[Any, Any] = load_builtin()
+    model, processor = loaded
+    text: Any = LlamaForCausalLM(model.get_decoder().config)
     text.model, text.lm_head = model.get_decoder(), model.lm_head
     text.generation_config = model.generation_config
     return text.eval(), processor.tokenizer

@@ -6,6 +6,8 @@
 Tasks that generate are supported. The entry point (group `lmms_eval.models`) is `manifest`.
 """
 
+# pyright: reportMissingImports=false, reportUnknownParameterType=false
+# lmms-eval is no dependency: it is the one that loads this module.
 from __future__ import annotations
 
 from collections.abc import Iterable

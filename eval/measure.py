@@ -86,7 +86,8 @@ def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, 
     from .perplexity import perplexity, score_answers
 
     start = time.perf_counter()
-    inputs, cache = job.inputs(batch), None
+    inputs = job.inputs(batch)
+    cache: Any = None
     rows = [head(variant, budget, i) | _about(job, variant, i) for i in batch]
     if "ppl" in job.metrics:
         scored = score_answers(job.model, inputs, [job.answer(i) for i in batch])

@@ -52,7 +52,7 @@ class PaperTable:
 @cache
 def paper_tables() -> tuple[PaperTable, ...]:
     """All tables that are known."""
-    text = files(__package__).joinpath("papers.json").read_text(encoding="utf-8")
+    text = files("mmkv.eval").joinpath("papers.json").read_text(encoding="utf-8")
     return tuple(
         PaperTable(
             source=t["source"],

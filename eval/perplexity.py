@@ -86,8 +86,8 @@ def _score(
 ) -> Scored:
     import torch
 
-    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-    mask = torch.ones_like(ids) if mask is None else mask
+    ids = inputs["input_ids"]
+    mask = inputs["attention_mask"] if "attention_mask" in inputs else torch.ones_like(ids)
     accepted = inspect.signature(model.forward).parameters
     numbered = "position_ids" in accepted and not _counts_positions_itself(model)
 

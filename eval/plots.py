@@ -226,6 +226,8 @@ def layer_lines(
     full: float | None = None,
 ) -> Figure:
     """One value a layer, one line a policy: kept tokens, or retained importance."""
+    from matplotlib.ticker import MaxNLocator
+
     figure, (axis,) = _panels(1)
     for label, numbers in values.items():
         known = [(i, v) for i, v in enumerate(numbers) if v is not None]
@@ -236,7 +238,7 @@ def layer_lines(
     axis.set_ylim(bottom=0)
     axis.set_title(what, fontsize=10, loc="left")
     axis.set_xlabel("layer", fontsize=9)
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     _finish(figure, [axis], title)
     return figure
 
@@ -335,7 +337,7 @@ def _panels(n: int) -> tuple[Figure, list[Axes]]:
 
 def _log_axis(axis: Axes) -> None:
     """Logarithmic, with plain numbers at 1, 2, 5, 10, ..."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axis.set_yscale("log")
     low, high = axis.get_ylim()
@@ -343,7 +345,7 @@ def _log_axis(axis: Axes) -> None:
     if high / low < 4:
         subs = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
     axis.yaxis.set_major_locator(LogLocator(base=10, subs=subs))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.yaxis.set_minor_formatter(NullFormatter())
 
 

@@ -153,9 +153,9 @@ class Report:
         """All tables, the main one first."""
         found = [self.main_table(), *self.side_tables()]
         if len(self.tasks) > 1:
-            found += self.group_tables("task", self.tasks, lambda row, name: row["task"] == name)
+            found += self.group_tables("task", self.tasks)
         if len(self.tags) > 1 and self.tags != self.tasks:
-            found += self.group_tables("tag", self.tags, lambda row, name: name in row["tags"])
+            found += self.group_tables("tag", self.tags)
         return found
 
     def first_tables(self) -> list[Table]:
@@ -225,9 +225,7 @@ class Report:
                 found.append(Table(_LABELS[metric], "kept", columns, rows, notes))
         return found
 
-    def group_tables(
-        self, what: str, names: Sequence[str], belongs: Callable[[Row, str], bool]
-    ) -> list[Table]:
+    def group_tables(self, what: str, names: Sequence[str]) -> list[Table]:
         """One table a budget: policies by tasks, or by tags such as capabilities."""
         scored = "score" in self.shown
         shown = ["score"] if scored else self.shown
@@ -235,7 +233,7 @@ class Report:
         for budget in self.budgets:
             rows = []
             for policy in [FULL, *self.policies]:
-                group = [self.figures(policy, budget, lambda r, n=n: belongs(r, n)) for n in names]
+                group = [self.figures(policy, budget, _belongs(what, n)) for n in names]
                 if not any(group):
                     continue
                 cells = [_cell(f, shown) for f in group]
@@ -317,8 +315,8 @@ class Report:
     def write_csv(self) -> Path:
         """All figures, one line for each policy, budget and group of samples."""
         groups: list[tuple[str, Callable[[Row], bool]]] = [("all", lambda row: True)]
-        groups += [(f"task {t}", lambda r, t=t: r["task"] == t) for t in self.tasks]
-        groups += [(f"tag {t}", lambda r, t=t: t in r["tags"]) for t in self.tags]
+        groups += [(f"task {t}", _belongs("task", t)) for t in self.tasks]
+        groups += [(f"tag {t}", _belongs("tag", t)) for t in self.tags]
         path = self.folder / "report.csv"
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
@@ -347,6 +345,13 @@ _LABELS = {
 def label_of(metric: str) -> str:
     """A metric's name in words."""
     return _LABELS[metric]
+
+
+def _belongs(what: str, name: str) -> Callable[[Row], bool]:
+    """Whether a row is of a task, or has a tag."""
+    if what == "task":
+        return lambda row: row["task"] == name
+    return lambda row: name in row["tags"]
 
 
 def _text(metric: str, value: float | None) -> str:

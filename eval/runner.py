@@ -109,6 +109,7 @@ def run(
     store = Store(out, None if processes.count == 1 else processes.rank)
     labels = [v.label for v in variants]
     columns = [1.0, *(b for b in budgets if b != 1.0)]
+    store.check(settings)
     if processes.main:
         store.claim(settings, environment)
         store.merge(labels, columns)

@@ -88,17 +88,26 @@ class Store:
         """Where this process appends."""
         return self.folder / (_ROWS if self.rank is None else f"rows.{self.rank}.jsonl")
 
+    def check(self, settings: dict[str, Any]) -> None:
+        """Whether a run may start or go on here; every process asks for itself.
+
+        Raises:
+            RunError: the folder holds a run of other settings; the message names the first.
+        """
+        if (self.folder / _SETTINGS).exists():
+            there = read_settings(self.folder)["settings"]
+            check_same(there, json.loads(json.dumps(settings)), self.folder)
+
     def claim(self, settings: dict[str, Any], environment: dict[str, Any]) -> None:
         """Start a run here, or go on with the one that is here.
 
         Raises:
             RunError: the folder holds a run of other settings; the message names the first.
         """
-        settings = json.loads(json.dumps(settings))
+        self.check(settings)
         run: dict[str, Any] = {"settings": settings, "made_by": []}
         if (self.folder / _SETTINGS).exists():
             run = read_settings(self.folder)
-            check_same(run["settings"], settings, self.folder)
         made_by = {"id": environment_id(settings, environment), **environment}
         if made_by not in run["made_by"]:
             run["made_by"].append(made_by)

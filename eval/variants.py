@@ -166,10 +166,9 @@ def plugin_arguments(
     names = {f.name for f in fields(policy_class(policy))}
     mine = parse_options([f"{k}={v}" for k, v in kwargs.items() if k in names])
     chosen = get_policy(policy, **mine)
-    if isinstance(budget, str):
-        budget = parse_options([f"budget={budget}"])["budget"]
+    size: Any = parse_options([f"budget={budget}"])["budget"]
     if chosen.retention is not None or profile is not None:
-        budget = None
-    if budget is not None:
-        check_budget(budget)
-    return budget, mine, {k: v for k, v in kwargs.items() if k not in names}
+        size = None
+    if size is not None:
+        check_budget(size)
+    return size, mine, {k: v for k, v in kwargs.items() if k not in names}
