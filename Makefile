@@ -25,7 +25,7 @@ test-matrix: $(MATRIX:%=test-transformers-%)
 
 test-transformers-%:
 	@test -x .venv-matrix/$*/bin/python || $(PYTHON) -m venv .venv-matrix/$*
-	@sed '/^transformers==/d' constraints.txt > .venv-matrix/$*/constraints.txt
+	@sed -E '/^(transformers|tokenizers|huggingface_hub)==/d' constraints.txt > .venv-matrix/$*/constraints.txt
 	@.venv-matrix/$*/bin/python -m pip install -qq --disable-pip-version-check \
 		-c .venv-matrix/$*/constraints.txt -e '.[dev,eval]' transformers==$*
 	.venv-matrix/$*/bin/pytest $(TEST)
