@@ -31,7 +31,8 @@ class Figures:
         ppl: perplexity over all answer tokens.
         rouge: mean ROUGE-L F against the full cache's reply.
         rouge_reference: mean ROUGE-L F against the reference answer.
-        score: mean of the samples' own metrics, in [0, 1].
+        score: mean of the samples' own metrics, in [0, 1]; with several tasks, the mean of the
+            tasks' means, as LongBench averages.
         kept_fraction: mean share of the prompt's pairs kept after the prefill.
         retained: mean share of their importance.
         cache_bytes: mean bytes of the kept pairs, a sample.
@@ -54,12 +55,17 @@ class Figures:
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Figures:
         """Summarise rows of one policy and budget."""
-        names = [f for f in cls.__dataclass_fields__ if f not in ("n", "errors", "ppl")]
+        own = ("n", "errors", "ppl", "score")
+        names = [f for f in cls.__dataclass_fields__ if f not in own]
+        tasks: dict[str, list[Row]] = {}
+        for row in rows:
+            tasks.setdefault(row["task"], []).append(row)
         scored = [r for r in rows if r.get("nll") is not None]
         return cls(
             n=len(rows),
             errors=sum("error" in r for r in rows),
             ppl=perplexity([r["nll"] for r in scored], [r["answer_tokens"] for r in scored]),
+            score=_mean(_mean(r.get("score") for r in group) for group in tasks.values()),
             **{name: _mean(r.get(name) for r in rows) for name in names},
         )
 
@@ -161,8 +167,8 @@ class Report:
     def first_tables(self) -> list[Table]:
         """Those that the papers print: the main one, and by task or capability."""
         named = [t for t in self.tags if "=" not in t]
-        found = [t for t in self.tables() if t.corner in ("task", "tag") and named]
-        return [self.main_table(), *found]
+        kinds = ["task", "tag"] if named else ["task"]
+        return [self.main_table(), *(t for t in self.tables() if t.corner in kinds)]
 
     def main_table(self) -> Table:
         """Policies by budgets, with the papers' rows below ours."""
