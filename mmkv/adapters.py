@@ -179,13 +179,13 @@ class Adapter:
         """
         why = self.facts.rotary
         if why is None:
-            rotary = self.decoder.rotary_emb
+            rotary: Any = self.decoder.rotary_emb
             if rotary.rope_type not in ("default", "linear", "llama3"):
                 why = f"rope_type={rotary.rope_type!r} changes them with the length"
-            elif 2 * len(rotary.inv_freq) != _head_dim(self.config):  # type: ignore[arg-type]
+            elif 2 * len(rotary.inv_freq) != _head_dim(self.config):
                 why = "only a part of each key is turned"
             else:
-                return rotary.inv_freq  # type: ignore[return-value]
+                return rotary.inv_freq
         raise ValueError(
             f"reposition=True turns keys by fixed frequencies, which a "
             f"{type(self.decoder).__name__} does not allow ({why}): use reposition=False"

@@ -66,7 +66,7 @@ def register() -> None:
 
 def _attention(
     base: str,
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,

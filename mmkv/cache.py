@@ -172,7 +172,7 @@ class CompressedCache(Cache):
             held, out = Held(key, value, positions), delegate()
         else:
             held = past.extended(key, value, positions)
-            options = {"scale": factor, "softcap": softcap, "inv_freq": plan.inv_freq}
+            options: Any = {"scale": factor, "softcap": softcap, "inv_freq": plan.inv_freq}
             out = held.attend(query, first, among=among, **options), None
         with torch.no_grad():
             self._keep(layer, held, query, scale, first=past is None)

@@ -256,6 +256,10 @@ def _check_cache(cache: Any) -> None:
         )
 
 
+def _is_new(cache: Any) -> bool:
+    return isinstance(cache, DynamicCache) and cache.get_seq_length() == 0
+
+
 def _model_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     ids = kwargs.get("input_ids", args[0] if args else None)
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
@@ -279,10 +283,10 @@ def _decoder_pre_hook(parts: adapters.Adapter, plan: Plan) -> Any:
             )
         if args:
             kwargs = {"input_ids": args[0], **kwargs}
-        cache, top = kwargs.get("past_key_values"), _top.get() or {"cache": True}
-        made = isinstance(cache, DynamicCache) and cache.get_seq_length() == 0
-        if made and top["cache"] is None:
-            cache = None  # Idefics3 made one on its way down
+        cache: Any = kwargs.get("past_key_values")
+        top = _top.get() or {"cache": cache}
+        if top["cache"] is None and _is_new(cache):
+            cache = None  # Idefics3 made it on its way down
         if cache is None:
             use_cache = kwargs.get("use_cache")
             if not (module.config.use_cache if use_cache is None else use_cache):  # type: ignore[union-attr]
@@ -295,7 +299,7 @@ def _decoder_pre_hook(parts: adapters.Adapter, plan: Plan) -> Any:
         mask = kwargs.get("attention_mask")
         if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim == 4):
             # Gemma 3 and PaliGemma say above the decoder which tokens see each other.
-            mask = top.get("mask")
+            mask = top.get("mask", mask)
         if cache.expects_prompt:
             valid = _valid(tokens, mask, cache.get_seq_length())
             cache.begin(valid, _image_tokens(parts, valid), kwargs)
@@ -357,13 +361,15 @@ class _Residual:
     def __init__(self, parts: adapters.Adapter, index: int) -> None:
         self.parts, self.index = parts, index
 
-    def enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember the stream before a prompt's attention, on the cache."""
         cache, layer = self._layer(kwargs)
         if cache is not None and layer is not None and cache.prefilling:
             layer.stream = args[0] if args else kwargs["hidden_states"]
 
-    def leave(self, attn: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    def leave(
+        self, attn: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         """Compare it with the stream after the attention was added back."""
         cache, layer = self._layer(kwargs)
         if cache is None or cache.prompt is None or layer is None or layer.stream is None:
