@@ -1,6 +1,6 @@
 """The command line. Heavy imports stay inside the commands, so that `mmkv --help` is quick.
 
-The evaluation package adds its commands by `mmkv.eval.cli.commands`, a `typer.Typer`.
+Packages add commands by a `commands` in their `cli`, a `typer.Typer`: see `_MOUNTED`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-_EVALUATION = {
-    "eval": "Measure policies on a suite.",
-    "report": "Summarise measured results.",
-    "plot": "Draw measured results.",
-    "calibrate": "Measure a profile of layer budgets.",
+_MOUNTED = {
+    "mmkv.eval": {
+        "eval": "Measure policies on a suite.",
+        "report": "Summarise measured results.",
+        "plot": "Draw measured results.",
+        "calibrate": "Measure a profile of layer budgets.",
+    },
+    "mmkv.bench": {"bench": "Time policies beside the unwrapped model."},
 }
 _DEFAULT_BUDGET = 0.2
 _PIPED_WIDTH = 126
@@ -241,22 +244,28 @@ def _console() -> Any:
     return console
 
 
-def _mount_evaluation() -> None:
-    """Commands of `mmkv.eval`, where it is installed; each imports it only when it runs."""
-    if find_spec("mmkv.eval") is None or find_spec("mmkv.eval.cli") is None:
+def _mount(package: str, commands: dict[str, str]) -> None:
+    """Commands of a package, where it is installed; each imports it only when it runs."""
+    if find_spec(package) is None or find_spec(f"{package}.cli") is None:
         return
 
     def forward(context: typer.Context) -> None:
-        commands: typer.Typer = import_module("mmkv.eval.cli").commands
-        commands(args=[str(context.info_name), *context.args], prog_name="mmkv")
+        app: typer.Typer = import_module(f"{package}.cli").commands
+        app(args=[str(context.info_name), *context.args], prog_name="mmkv")
 
-    for name, summary in _EVALUATION.items():
+    for name, summary in commands.items():
         app.command(
             name,
             help=summary,
             add_help_option=False,
             context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
         )(forward)
+
+
+def _mount_evaluation() -> None:
+    """All of them: what measures quality, and what measures speed."""
+    for package, commands in _MOUNTED.items():
+        _mount(package, commands)
 
 
 _mount_evaluation()

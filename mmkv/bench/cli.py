@@ -1,0 +1,276 @@
+"""The command `mmkv bench`.
+
+What can be checked without a model is checked before one is made: what a user got wrong is one line
+and exit code 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from mmkv.bench.presets import Setting
+    from mmkv.bench.report import Result
+    from mmkv.bench.rival import Worker
+
+POLICIES, BUDGETS = "full,snapkv,adakv,prefixkv", "0.2"
+_PIPED_WIDTH = 200
+_TOY_MEMORY = 64_000_000
+
+commands = typer.Typer(
+    name="mmkv", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+
+
+@commands.callback()
+def _group() -> None:
+    """Keep `bench` a command by name, though it is the only one here."""
+
+
+@commands.command("bench")
+def bench_command(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="builtin, a folder or an id that transformers loads, or random weights: "
+            "llama-120m-random, llama-8b-random, llava-1.5-7b-random, llava-1.5-13b-random, "
+            "mistral-7b-random. [default: builtin]",
+        ),
+    ] = None,
+    prompt: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the prompt. [default: 4096]")
+    ] = None,
+    new: Annotated[int | None, typer.Option(min=2, help="Tokens generated. [default: 128]")] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=0, help="Sequences at once; 0: the largest that fits. [default: 4]"),
+    ] = None,
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            help="Names, or name:option=value:option=value, with commas between. "
+            f"[default: {POLICIES}]"
+        ),
+    ] = None,
+    budgets: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Fractions of the prompt, or tokens per layer and head. [default: {BUDGETS}]"
+        ),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="Instead of the above: ci, prefixkv, xkv, squeeze; commas between."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each row.")] = 5,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.0, help="Reduce rounds to be done by then.")
+    ] = None,
+    eager: Annotated[
+        bool, typer.Option(help="Measure the unwrapped model's eager attention too.")
+    ] = True,
+    roofline: Annotated[
+        bool, typer.Option("--roofline", help="Add the bytes-bound ideal of each row.")
+    ] = False,
+    kvpress_python: Annotated[
+        Path | None,
+        typer.Option(help="Interpreter of an environment with kvpress: its nearest presses."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    out: Annotated[Path, typer.Option(help="The JSON beside the table.")] = Path("out/bench.json"),
+    toy: Annotated[
+        bool, typer.Option("--toy", hidden=True, help="Shrink every model and prompt.")
+    ] = False,
+) -> None:
+    """Time the unwrapped model, its full cache wrapped, and policies, in turns.
+
+    The unwrapped model is what `generate` does with its default cache. Warm-up is not counted, no
+    run stops early, and the device is waited for.
+    """
+    started = time.monotonic()
+    given = {"model": model, "prompt": prompt, "new": new, "batch": batch}
+    given |= {"policies": policies, "budgets": budgets}
+    settings = _settings(given, preset, eager)
+    settings = [dataclasses.replace(s, rounds=rounds) for s in settings]
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a folder, not a file")
+    where = _device(device, settings, preset, toy=toy)
+    until = math.inf if minutes is None else started + 60 * minutes
+    _run(
+        [s.toy() for s in settings] if toy else settings,
+        device=where,
+        dtype=dtype,
+        python=kvpress_python,
+        until=until,
+        roofline=roofline,
+        out=out,
+        toy=toy,
+    )
+
+
+def _settings(given: dict[str, Any], preset: str | None, eager: bool) -> list[Setting]:
+    """The presets asked for, or one setting of the user's own."""
+    from mmkv.bench.presets import PRESETS, Setting
+    from mmkv.bench.runner import make_rows
+    from mmkv.chat import parse_budget
+
+    if preset is None:
+        asked = {k: v for k, v in given.items() if v is not None}
+        texts = [_split(asked.pop(k, d)) for k, d in (("policies", POLICIES), ("budgets", BUDGETS))]
+        kept = tuple(parse_budget(b) for b in texts[1])
+        for budget in kept:
+            if budget <= 0 or (isinstance(budget, float) and budget > 1):
+                raise ValueError(
+                    f"--budgets {budget}: expected fractions in (0, 1] or numbers of tokens"
+                )
+        defaults: dict[str, Any] = {"model": "builtin", "prompt": 4096, "new": 128, "batch": 4}
+        own = Setting(**(defaults | asked), policies=tuple(texts[0]), budgets=kept, eager=eager)
+        make_rows(own, kvpress=False)
+        return [own]
+    extra = [name for name, value in given.items() if value is not None]
+    if extra:
+        raise ValueError(f"--preset names the {extra[0]} too: drop --{extra[0]}")
+    names = _split(preset)
+    for name in names:
+        if name not in PRESETS:
+            raise ValueError(f"preset {name!r}: expected {', '.join(PRESETS)}")
+    return [setting for name in names for setting in PRESETS[name]]
+
+
+def _device(device: str, settings: list[Setting], preset: str | None, *, toy: bool) -> str:
+    """The device's name; the presets say themselves where they belong."""
+    import torch
+
+    if device == "auto":
+        gpu = torch.cuda.is_available() and preset != "ci"
+        device = "cuda" if gpu else "cpu"
+    try:
+        kind = torch.device(device).type
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r}: {str(error).splitlines()[0]}") from None
+    if kind == "cpu" and not toy and preset is not None and preset != "ci":
+        raise ValueError(
+            f"--preset {preset} is for a GPU ({len(settings)} settings of 7B and more)"
+        )
+    return device
+
+
+def _run(
+    settings: list[Setting],
+    *,
+    device: str,
+    dtype: str,
+    python: Path | None,
+    until: float,
+    roofline: bool,
+    out: Path,
+    toy: bool,
+) -> None:
+    """Measure setting after setting; the JSON is written after each."""
+    from mmkv.bench.presets import Verdict, break_even_lines
+    from mmkv.bench.report import save
+    from mmkv.bench.rival import Worker
+    from mmkv.bench.runner import Bench
+
+    worker = None if python is None else Worker(python)
+    console = _console()
+    results: list[Result] = []
+    verdicts: list[tuple[str, Verdict]] = []
+    loaded, name = None, ""
+    try:
+        for i, setting in enumerate(settings):
+            if loaded is None or setting.model != name:
+                loaded = None  # frees the last model before the next one is made
+                name = setting.model
+                _tell(f"making {name}")
+                loaded = _load(name, device, dtype, worker, toy=toy)
+            now = time.monotonic()
+            share = now + (until - now) / (len(settings) - i)
+            result = Bench(
+                setting,
+                loaded,
+                device=_in_words(device),
+                dtype=str(loaded.dtype).removeprefix("torch."),
+                worker=worker,
+                until=share,
+                roofline=roofline,
+                memory=_TOY_MEMORY if toy else None,
+                tell=_tell,
+            ).run()
+            results.append(result)
+            found = [check.judge(result) for check in setting.checks]
+            verdicts += [(setting.name, v) for v in found]
+            save(out, results, [{"setting": s, **dataclasses.asdict(v)} for s, v in verdicts])
+            _tell("")
+            console.print(result.table(), markup=False)
+            for line in [*break_even_lines(result), *map(str, found)]:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+    finally:
+        if worker is not None:
+            worker.close()
+    typer.echo(f"wrote {out}")
+
+
+def _load(name: str, device: str, dtype: str, worker: Worker | None, *, toy: bool) -> Any:
+    """The model, in kvpress's process too."""
+    import torch
+
+    from mmkv import chat
+    from mmkv.bench import models
+
+    if name.endswith("-random") and name not in models.SHAPES:
+        raise ValueError(f"model {name!r}: expected one of {', '.join(models.SHAPES)}")
+    shape = models.SHAPES.get(name)
+    if shape is not None:
+        shape = shape.toy() if toy else shape
+        model, spec = models.make(shape, device, dtype), dataclasses.asdict(shape.decoder)
+        there: dict[str, Any] = {"shape": spec}
+    else:
+        from mmkv.builtin import WEIGHTS
+
+        model = chat.load(name, device, dtype).model
+        there = {"path": str(WEIGHTS) if name == "builtin" else name}
+    if worker is not None:
+        there_dtype = str(model.dtype).removeprefix("torch.")
+        worker.load(there, device, there_dtype, torch.get_num_threads())
+    return model
+
+
+def _in_words(device: str) -> str:
+    import platform
+
+    import torch
+
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _tell(text: str) -> None:
+    """What is being done, on one line that is overwritten; nothing where nobody looks."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{text}")
+        sys.stderr.flush()
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        return Console(width=_PIPED_WIDTH)
+    return console

@@ -1,0 +1,198 @@
+"""Models for timing: random weights in the shape of real models, made on the device.
+
+Imports nothing of mmkv: kvpress's environment, in which mmkv is not installed, loads this file too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor
+
+Fields = dict[str, Any]
+
+_LLAMA_7B: Fields = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32064,
+    "max_position_embeddings": 4096,
+}
+_LLAMA_13B: Fields = _LLAMA_7B | {
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 40,
+}
+_MISTRAL_7B: Fields = _LLAMA_7B | {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "sliding_window": None,
+}
+_LLAMA_8B: Fields = _LLAMA_7B | {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+_LLAMA_120M: Fields = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+}
+_CLIP_L: Fields = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+    "projection_dim": 768,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a random model looks like.
+
+    Attributes:
+        kind: "llama", "mistral", or "llava" (a Llama behind a CLIP tower).
+        text: fields of the decoder's config.
+        vision: fields of the tower's config, for "llava".
+        dtype: of the weights where none is asked for: on the CPU, and on a GPU.
+    """
+
+    kind: str
+    text: Fields
+    vision: Fields | None = None
+    dtype: tuple[str, str] = ("float32", "bfloat16")
+
+    @property
+    def decoder(self) -> Shape:
+        """The text decoder alone: same speed on text, and known to more libraries."""
+        return replace(self, kind="llama", vision=None) if self.kind == "llava" else self
+
+    def toy(self) -> Shape:
+        """The same kind of model, small enough for a test."""
+        heads, shared = self.text["num_attention_heads"], self.text["num_key_value_heads"]
+        small = {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": max(1, 4 * shared // heads),
+            "vocab_size": 256,
+        }
+        tower = None if self.vision is None else dict.fromkeys(self.vision, 32)
+        if tower is not None:
+            tower |= {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
+        return replace(self, text=self.text | small, vision=tower)
+
+
+SHAPES: dict[str, Shape] = {
+    "llama-120m-random": Shape("llama", _LLAMA_120M, dtype=("float32", "float32")),
+    "llama-8b-random": Shape("llama", _LLAMA_8B),
+    "llava-1.5-7b-random": Shape("llava", _LLAMA_7B, _CLIP_L),
+    "llava-1.5-13b-random": Shape("llava", _LLAMA_13B, _CLIP_L),
+    "mistral-7b-random": Shape("mistral", _MISTRAL_7B),
+}
+
+
+def make(shape: Shape, device: str, dtype: str = "auto", seed: int = 0) -> Any:
+    """A model of this shape with random weights, in eval mode; nothing is downloaded.
+
+    Queries and keys are wider than a fresh model's, each head by its own factor: attention then
+    prefers some tokens, and policies with sizes per head get heads that differ.
+
+    Args:
+        shape: what it looks like.
+        device: where it is made.
+        dtype: of the weights; "auto" is the shape's own.
+        seed: of the weights.
+
+    Raises:
+        ValueError: an unknown dtype.
+    """
+    where = torch.device(device)
+    name = shape.dtype[where.type != "cpu"] if dtype == "auto" else dtype
+    chosen = getattr(torch, name, None)
+    if not isinstance(chosen, torch.dtype):
+        raise ValueError(f"dtype {dtype!r}: expected auto, float32, bfloat16 or float16")
+    classes: dict[str, tuple[Any, Any]] = {
+        "llama": (hf.LlamaConfig, hf.LlamaForCausalLM),
+        "mistral": (hf.MistralConfig, hf.MistralForCausalLM),
+        "llava": (hf.LlamaConfig, hf.LlavaForConditionalGeneration),
+    }
+    configure, build = classes[shape.kind]
+    config = configure(**shape.text, tie_word_embeddings=False)
+    if shape.kind == "llava":
+        config = hf.LlavaConfig(
+            text_config=config,
+            vision_config=hf.CLIPVisionConfig(**(shape.vision or {})),
+            image_token_index=shape.text["vocab_size"] - 1,
+        )
+    config._attn_implementation = "sdpa"
+    before = torch.get_default_dtype()
+    torch.manual_seed(seed)
+    torch.set_default_dtype(chosen)
+    try:
+        with where:
+            model = build(config)
+    finally:
+        torch.set_default_dtype(before)
+    _widen(model, shape.text)
+    # Every run gives as many tokens as asked for.
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def _widen(model: Any, text: Fields) -> None:
+    heads, hidden = text["num_attention_heads"], text["hidden_size"]
+    with torch.no_grad():
+        for name, weight in model.get_decoder().named_parameters():
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                weight.normal_(0, (2 / hidden) ** 0.5)
+            if name.endswith("q_proj.weight"):
+                factors = torch.linspace(0.5, 1.5, heads, device=weight.device)
+                weight.view(heads, -1).mul_(factors[:, None].to(weight.dtype))
+
+
+def make_prompt(model: Any, batch: int, tokens: int, seed: int = 0) -> Tensor:
+    """Random token ids [batch, tokens] on the model's device, none of them an image's."""
+    vocab = model.get_input_embeddings().num_embeddings
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, vocab, (batch, tokens), generator=g)
+    for field in ("image_token_id", "video_token_id"):
+        found = getattr(model.config, field, None)
+        if found is not None:
+            ids[ids == found] = 3 if found != 3 else 4
+    return ids.to(model.device)
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of all weights."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def step_bytes(model: Any) -> int:
+    """Bytes of the weights that a decode step reads: the decoder's without its token embeddings,
+    and the output layer's."""
+    table, out = model.get_input_embeddings(), model.get_output_embeddings()
+    read = {id(p): p for p in model.get_decoder().parameters() if p is not table.weight}
+    if out is not None:
+        read[id(out.weight)] = out.weight
+    return sum(p.numel() * p.element_size() for p in read.values())

@@ -1,0 +1,161 @@
+"""kvpress as a rival: which press is nearest to a policy, and the process that runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mmkv.bench.measure import Run
+from mmkv.policy import Policy
+
+WORKER = Path(__file__).with_name("kvpress_worker.py")
+
+
+def nearest_press(policy: Policy, budget: float | int, prompt: int) -> dict[str, Any] | None:
+    """The press that does most nearly what a policy does, as the worker takes it; None if none.
+
+    Args:
+        policy: its parts decide; a window and its kernel are passed on.
+        budget: what is kept.
+        prompt: tokens of the prompt.
+    """
+    kept = budget if isinstance(budget, float) else budget / prompt
+    options: dict[str, Any] = {"compression_ratio": max(0.0, round(1 - kept, 6))}
+    if policy.keeps_all or policy.layers in ("squeeze", "pooled", "geometric"):
+        return None
+    if policy.score == "recency":
+        return {"name": "StreamingLLMPress", "options": options | {"n_sink": policy.sinks}}
+    if policy.score == "accumulated":
+        return {"name": "ObservedAttentionPress", "options": options, "eager": True}
+    options |= {"window_size": policy.window, "kernel_size": policy.kernel_size}
+    name = "SnapKVPress"
+    if policy.layers == "pyramid" and policy.heads == "uniform":
+        name, options = "PyramidKVPress", options | {"beta": round(policy.beta)}
+    press = {"name": name, "options": options}
+    if policy.heads == "adaptive":
+        return {
+            "name": "AdaKVPress",
+            "inner": press,
+            "options": {"alpha_safeguard": policy.alpha},
+        }
+    return press
+
+
+def press_label(press: dict[str, Any]) -> str:
+    """A press in words, such as "AdaKVPress(SnapKVPress)"."""
+    inner = press.get("inner")
+    return press["name"] if inner is None else f"{press['name']}({press_label(inner)})"
+
+
+class WorkerError(RuntimeError):
+    """kvpress could not do its turn.
+
+    Attributes:
+        memory: whether memory ran out.
+    """
+
+    def __init__(self, message: str, *, memory: bool = False) -> None:
+        super().__init__(message)
+        self.memory = memory
+
+
+class Worker:
+    """A process in kvpress's environment that waits for its turns.
+
+    Args:
+        python: that environment's interpreter.
+
+    Raises:
+        ValueError: no such program.
+    """
+
+    def __init__(self, python: str | Path) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the worker
+        # Its own packages: nothing of this environment's.
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONHOME"}
+        try:
+            self._process = subprocess.Popen(
+                [str(python), str(WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                env=environment,
+            )
+        except OSError as error:
+            self._errors.close()
+            raise ValueError(f"--kvpress-python {python}: {error.strerror}") from None
+        self.versions: dict[str, str | None] = {}
+
+    def load(self, model: dict[str, Any], device: str, dtype: str, threads: int) -> None:
+        """Make the model there: {"shape": ...} or {"path": ...}."""
+        asked = {"do": "load", **model, "device": device, "dtype": dtype, "threads": threads}
+        self.versions = self._ask(asked)["versions"]
+
+    def run(
+        self, press: dict[str, Any], batch: int, prompt: int, new: int, *, trace: bool = False
+    ) -> Run:
+        """One timed run with a press.
+
+        Raises:
+            WorkerError: it failed there.
+        """
+        answer = self._ask(
+            {
+                "do": "run",
+                "press": press,
+                "batch": batch,
+                "prompt": prompt,
+                "new": new,
+                "trace": trace,
+            }
+        )
+        return Run(**{f.name: answer[f.name] for f in dataclasses.fields(Run)})
+
+    def close(self) -> None:
+        """End the process."""
+        if self._errors.closed:
+            return
+        if self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._errors.close()
+
+    def _ask(self, asked: dict[str, Any]) -> dict[str, Any]:
+        pipe, answers = self._process.stdin, self._process.stdout
+        assert pipe is not None
+        assert answers is not None
+        try:
+            pipe.write(json.dumps(asked) + "\n")
+            pipe.flush()
+            line = answers.readline()
+        except OSError:
+            line = ""
+        if not line:
+            self._process.wait()
+            raise WorkerError(f"kvpress's process ended ({self._last_words()})")
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            raise WorkerError(f"kvpress's process answered {line.strip()[:200]!r}") from None
+        if "error" in answer:
+            raise WorkerError(f"kvpress: {answer['error']}", memory=bool(answer.get("memory")))
+        return answer
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        lines = [x.strip() for x in self._errors.read().splitlines() if x.strip()]
+        return lines[-1] if lines else f"exit code {self._process.returncode}"

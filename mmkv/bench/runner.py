@@ -1,0 +1,398 @@
+"""Rows in turns: A B A B, so that a machine that drifts drifts for all."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from mmkv.bench import measure, models
+from mmkv.bench.measure import Run
+from mmkv.bench.presets import Setting
+from mmkv.bench.report import Result, RowResult
+from mmkv.bench.rival import Worker, WorkerError, nearest_press, press_label
+
+T = TypeVar("T")
+# Tokens of a warm-up: enough for kernels to be compiled and for runs in graphs to begin.
+_WARM_GPU, _WARM_CPU = 48, 4
+_FEWEST_NEW = 32
+_GROWTH_BUDGET = 0.6
+_LARGEST_BATCH = 512
+
+
+@dataclass(frozen=True)
+class Row:
+    """What takes turns.
+
+    Attributes:
+        label: what the table calls it.
+        kind: "unwrapped", "policy" or "kvpress".
+        name: the attention implementation, the policy, or the press.
+        budget: what is kept; None where nothing is evicted.
+        options: of the policy, "profile" among them.
+        press: as kvpress's worker takes it.
+    """
+
+    label: str
+    kind: str
+    name: str
+    budget: float | int | None = None
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    press: dict[str, Any] | None = None
+
+
+def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
+    """A setting's rows, in the order of their turns.
+
+    Raises:
+        ValueError: an unknown policy or option, or a value out of range.
+    """
+    from mmkv.registry import get_policy
+
+    rows = [Row("unwrapped sdpa", "unwrapped", "sdpa")]
+    if setting.eager:
+        rows.append(Row("unwrapped eager", "unwrapped", "eager"))
+    presses: list[Row] = []
+    for text in setting.policies:
+        name, options = _parsed(text)
+        policy = get_policy(name, **{k: v for k, v in options.items() if k != "profile"})
+        label = ":".join([policy.name, *text.split(":")[1:]])
+        if policy.keeps_all or policy.retention is not None:
+            rows.append(Row(label, "policy", policy.name, None, options))
+            continue
+        for budget in setting.budgets:
+            rows.append(Row(f"{label} {budget:g}", "policy", policy.name, budget, options))
+            press = nearest_press(policy, budget, setting.prompt)
+            wanted = setting.presses is None or label in setting.presses
+            if kvpress and wanted and press is not None:
+                title = f"kvpress {press_label(press)} {budget:g}"
+                if all(r.label != title for r in presses):
+                    presses.append(Row(title, "kvpress", press_label(press), budget, {}, press))
+    doubled = {r.label for r in rows if [x.label for x in rows].count(r.label) > 1}
+    if doubled:
+        raise ValueError(f"--policies names a row twice: {', '.join(sorted(doubled))}")
+    return rows + presses
+
+
+def interleave(rows: Sequence[T], rounds: int) -> Generator[tuple[int, T]]:
+    """(round, row) in the order of the turns: every row once, then every row again."""
+    for turn in range(rounds):
+        for row in rows:
+            yield turn, row
+
+
+class Bench:
+    """One setting on one model.
+
+    Args:
+        setting: what to measure.
+        model: not wrapped; it is left so.
+        device: in words, for the report.
+        dtype: in words.
+        worker: kvpress's process with the same model, or None.
+        until: seconds of `time.monotonic` at which it should be done; rounds, and if need be
+            generated tokens, are reduced.
+        roofline: add the bytes-bound ideal.
+        memory: bytes that count as free when the largest batch is sought; None asks the device.
+        tell: called with what is being done.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        model: Any,
+        *,
+        device: str,
+        dtype: str,
+        worker: Worker | None = None,
+        until: float = math.inf,
+        roofline: bool = False,
+        memory: int | None = None,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.setting, self.model, self.worker = setting, model, worker
+        self.until, self.memory, self.tell = until, memory, tell
+        self.gpu = model.device.type == "cuda"
+        self.new = setting.new
+        self.rows = make_rows(setting, kvpress=worker is not None)
+        self.result = Result(
+            name=setting.name,
+            model=setting.model,
+            prompt=setting.prompt,
+            new=setting.new,
+            rounds=0,
+            device=device,
+            about=_about(dtype, self.gpu, worker),
+            weight_bytes=models.weight_bytes(model),
+            step_weight_bytes=models.step_bytes(model),
+            layers=model.get_decoder().config.num_hidden_layers,
+        )
+        if roofline:
+            self.result.bandwidth = measure.copy_bandwidth(model.device)
+
+    def run(self) -> Result:
+        """Warm up, take turns, count allocations."""
+        batch, result = self.setting.batch, self.result
+        result.rows = [
+            RowResult(r.label, r.kind, r.name, r.budget, dict(r.options), batch, self.new)
+            for r in self.rows
+        ]
+        pairs = list(zip(self.rows, result.rows, strict=True))
+        seconds = sum(self._warm_up(row, found) for row, found in pairs)
+        pairs = [(row, found) for row, found in pairs if not found.note]
+        self._fit_tokens(pairs, seconds)
+        last = 0.0
+        for turn in range(self.setting.rounds):
+            start = time.monotonic()
+            if turn and start + last > self.until:
+                result.notes.append(f"{turn} rounds instead of {self.setting.rounds}: out of time")
+                break
+            for _, (row, found) in interleave(pairs, 1):
+                self.tell(f"{result.name}: round {turn + 1}, {row.label}")
+                self._turn(row, found)
+            result.rounds, last = turn + 1, time.monotonic() - start
+        for row in result.rows:
+            row.new = self.new
+            if result.bandwidth is not None and row.cache_bytes is not None:
+                row.ideal_step_s = (result.step_weight_bytes + row.cache_bytes) / result.bandwidth
+        result.new = self.new
+        if self.setting.growth and not self.gpu:
+            self._count()
+        if batch:
+            with _attention(self.model, "sdpa"):
+                ids = models.make_prompt(self.model, batch, self.setting.prompt)
+                result.plain_peak_bytes = self._guarded(
+                    None, lambda: measure.plain_peak(self.model, ids)
+                )
+        return result
+
+    def _warm_up(self, row: Row, found: RowResult) -> float:
+        """Find the batch, measure the peaks; the seconds that a full turn will about take."""
+        if row.name == "eager" and (why := self._too_large(found.batch)):
+            found.note = why
+            return 0.0
+        self.tell(f"{self.result.name}: warm-up, {row.label}")
+        if found.batch == 0:
+            found.batch = largest_batch(
+                lambda n: self._guarded(None, lambda: self._peak(row, n)),
+                self._free(),
+                _LARGEST_BATCH if self.memory is None else 4,
+            )
+        new = min(self.new, _WARM_GPU if self.gpu else _WARM_CPU)
+        run = self._guarded(found, lambda: self._once(row, found.batch, new, trace=True))
+        if run is None:
+            return 0.0
+        found.prefill_peak_bytes, found.peak_bytes = run.prefill_peak_bytes, run.peak_bytes
+        return run.prefill_s + run.decode_s / run.steps * (self.new - 1)
+
+    def _turn(self, row: Row, found: RowResult) -> None:
+        run = self._guarded(found, lambda: self._once(row, found.batch, self.new))
+        if run is None:
+            return
+        found.prefill_s.append(run.prefill_s)
+        found.step_s.append(run.decode_s / run.steps)
+        found.prefill_cache_bytes, found.cache_bytes = run.prefill_cache_bytes, run.cache_bytes
+        if run.peak_bytes is not None and run.prefill_peak_bytes is not None:
+            found.prefill_peak_bytes, found.peak_bytes = run.prefill_peak_bytes, run.peak_bytes
+
+    def _once(self, row: Row, batch: int, new: int, *, trace: bool = False) -> Run:
+        if row.kind == "kvpress":
+            assert self.worker is not None
+            assert row.press is not None
+            if self.gpu:
+                torch.cuda.empty_cache()
+            return self.worker.run(row.press, batch, self.setting.prompt, new, trace=trace)
+        ids = models.make_prompt(self.model, batch, self.setting.prompt)
+        with self._ready(row):
+            return measure.run_once(self.model, ids, new, trace=trace)
+
+    @contextmanager
+    def _ready(self, row: Row) -> Generator[None]:
+        """The model as a row has it."""
+        from mmkv.wrapping import wrapped
+
+        if row.kind == "unwrapped":
+            with _attention(self.model, row.name):
+                yield
+            return
+        options = dict(row.options)
+        profile = options.pop("profile", None)
+        if profile == "falling":
+            profile = falling_profile(self.result.layers, row.budget)
+        with wrapped(self.model, row.name, row.budget, profile=profile, **options):
+            yield
+
+    def _peak(self, row: Row, batch: int) -> int | None:
+        return self._once(row, batch, 2, trace=True).peak_bytes
+
+    def _guarded(self, found: RowResult | None, work: Callable[[], T]) -> T | None:
+        """What `work` gives; None and a note on the row where it does not fit or cannot be done."""
+        try:
+            return work()
+        except (RuntimeError, ValueError) as error:
+            short = isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
+            if isinstance(error, WorkerError):
+                short = error.memory
+            if not short and (found is None or not isinstance(error, ValueError | WorkerError)):
+                raise
+            why = "out of memory" if short else " ".join(str(error).split())
+        if found is not None:
+            found.note = why
+            found.prefill_s, found.step_s = [], []
+        if self.gpu:
+            torch.cuda.empty_cache()
+        return None
+
+    def _fit_tokens(self, pairs: list[tuple[Row, RowResult]], seconds: float) -> None:
+        """Generate fewer tokens where not even one round fits into the time."""
+        left = self.until - time.monotonic()
+        if not pairs or seconds <= left or self.new <= _FEWEST_NEW:
+            return
+        self.new = max(_FEWEST_NEW, int(self.new * max(0.0, left) / seconds))
+        self.result.notes.append(f"{self.new} new tokens instead of {self.setting.new}: no time")
+
+    def _free(self) -> int:
+        if self.memory is not None:
+            return self.memory
+        if self.gpu:
+            torch.cuda.empty_cache()
+            return torch.cuda.mem_get_info(self.model.device)[0]
+        return free_memory()
+
+    def _too_large(self, batch: int) -> str:
+        """Why eager attention's weights do not fit; "" if they do."""
+        config = self.model.get_decoder().config
+        cells = max(1, batch) * config.num_attention_heads * self.setting.prompt**2
+        # Products, float32 weights and their cast live at once.
+        needed = cells * (2 * self.model.dtype.itemsize + 4)
+        if needed < 0.9 * self._free():
+            return ""
+        return f"does not fit: its weights take {needed / 1e9:.1f} GB"
+
+    def _count(self) -> None:
+        """How a decode step's tensors grow with the cache, on one sequence."""
+        for text in self.setting.growth:
+            self.tell(f"{self.result.name}: counting the tensors of {text}'s decode step")
+            name, options = _parsed(text)
+            row = Row(text, "policy", name, _GROWTH_BUDGET, options)
+            steps: list[measure.Step] = []
+            for prompt in self.setting.growth_prompts:
+                ids = models.make_prompt(self.model, 1, prompt)
+                with self._ready(row):
+                    steps.append(measure.trace_step(self.model, ids))
+            self.result.growth[text] = step_growth(
+                steps[0], steps[1], self.model.get_decoder().config, self.model.dtype.itemsize
+            )
+
+
+def step_growth(
+    short: measure.Step, long: measure.Step, config: Any, itemsize: int
+) -> dict[str, float]:
+    """How a decode step's tensors grow with the cache.
+
+    Returns:
+        "nbytes": bytes it allocates and writes more; "slots": token slots (of one key-value head
+        each) that a layer holds more, mean over layers; "ops": tensor operations it has more.
+    """
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    slots = (long.cache_bytes - short.cache_bytes) / (
+        2 * head_dim * itemsize * config.num_hidden_layers
+    )
+    return {
+        "nbytes": float(long.nbytes - short.nbytes),
+        "slots": slots,
+        "ops": float(long.ops - short.ops),
+    }
+
+
+def largest_batch(peak: Callable[[int], int | None], free: int, most: int) -> int:
+    """The largest batch that fits, from what one and two sequences take at their peak.
+
+    Args:
+        peak: bytes that a batch takes at its peak; None if it does not fit.
+        free: bytes there are.
+        most: the largest to try.
+    """
+    one, two = peak(1), peak(2)
+    if one is None or two is None:
+        return 1
+    fits = 1 + int(max(0.0, 0.95 * free - one) // max(1, two - one))
+    batch = max(1, min(fits, most))
+    while batch > 1 and peak(batch) is None:
+        batch = int(batch * 0.9)
+    return batch
+
+
+def falling_profile(layers: int, budget: float | int | None) -> Any:
+    """A made-up profile: the first layer keeps 1.5 times the budget, the last half of it."""
+    from mmkv.profiles import Profile
+
+    if not isinstance(budget, float):
+        raise ValueError(f"profile=falling needs a fraction as its budget, not {budget!r}")
+    spread = min(0.5, 1 / budget - 1)
+    steps = [2 * i / max(1, layers - 1) - 1 for i in range(layers)]
+    return Profile(tuple(budget * (1 - spread * s) for s in steps), budget=budget)
+
+
+def free_memory() -> int:
+    """Bytes of memory that are free or can be freed."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _parsed(text: str) -> tuple[str, dict[str, Any]]:
+    """A policy's name and options from "name:option=value"."""
+    from mmkv.chat import parse_options
+
+    name, *pairs = text.strip().split(":")
+    own = dict(p.split("=", 1) for p in pairs if p.startswith("profile="))
+    return name, parse_options(name, [p for p in pairs if not p.startswith("profile=")]) | own
+
+
+@contextmanager
+def _attention(model: Any, name: str) -> Generator[None]:
+    """The model with another attention implementation."""
+    before = model.get_decoder().config._attn_implementation
+    if before == name:
+        yield
+        return
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _about(dtype: str, gpu: bool, worker: Worker | None) -> dict[str, Any]:
+    import transformers
+
+    import mmkv
+
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "mmkv": mmkv.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "cuda": torch.version.cuda,
+        },
+        "kvpress": None if worker is None else worker.versions,
+        "peak": "CUDA allocator, above the weights"
+        if gpu
+        else "CPU allocator's events in the warm-up, above the weights",
+    }
