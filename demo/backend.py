@@ -1,0 +1,407 @@
+"""Models and conversations of the image chat, without its page.
+
+Each turn is answered twice, token by token in turn: by the model as it is, with the full cache, and
+by a wrapped one. Both share weights and nothing else, so conversations with different policies
+never meet. What a user can get wrong is a `ValueError` whose message is one line.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from mmkv import chat
+from mmkv.cache import CompressedCache
+from mmkv.registry import get_policy
+from mmkv.wrapping import wrap
+
+from .outcome import Kept, kept_of, rouge_l
+from .stepping import Draw, Stepper, Turnstile
+from .turns import Tokens, first_turn, next_turn
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from torch import nn
+
+    from mmkv.policy import Policy
+
+LONGEST_QUESTION = 4000  # characters
+MOST_TOKENS = 512  # of one answer
+_INTERVAL = 0.1  # seconds between two looks at the answers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the controls say.
+
+    Attributes:
+        policy: a registered name.
+        budget: the fraction kept.
+        options: of the policy, where they differ from its defaults.
+        max_new_tokens: when an answer stops at the latest.
+        temperature: 0 takes the likeliest token.
+        seed: what draws start from.
+    """
+
+    policy: str = "prefixkv"
+    budget: float = 0.2
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    max_new_tokens: int = 80
+    temperature: float = 0.0
+    seed: int = 0
+
+    def chosen(self) -> tuple[Policy, float | None]:
+        """The policy and its budget.
+
+        Raises:
+            ValueError: an unknown policy, a wrong option, or a number out of range.
+        """
+        if not 1 <= self.max_new_tokens <= MOST_TOKENS:
+            raise ValueError(
+                f"max new tokens {self.max_new_tokens}: expected a number from 1 to {MOST_TOKENS}"
+            )
+        if not 0 <= self.temperature <= 2:
+            raise ValueError(f"temperature {self.temperature}: expected a number from 0 to 2")
+        policy = get_policy(self.policy, **self.options)
+        return policy, None if policy.retention is not None else self.budget
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two answers as it stands.
+
+    Attributes:
+        text: so far.
+        tokens: how many.
+        first: seconds of the model's time to the first token, None before it.
+        rate: tokens a second after the first, None before the second.
+        nbytes: of the cache.
+        full_nbytes: of a full cache of the same tokens.
+        kept: the share of key-value pairs held.
+        done: nothing will follow.
+    """
+
+    text: str = ""
+    tokens: int = 0
+    first: float | None = None
+    rate: float | None = None
+    nbytes: int = 0
+    full_nbytes: int = 0
+    kept: float = 1.0
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question and its two answers.
+
+    Attributes:
+        question: as asked.
+        picture: that came with it, or None.
+        label: the compressed side's policy and budget.
+        full: the answer with the full cache.
+        compressed: the answer with the compressed cache.
+        notes: what a reader should know.
+        kept: what the compressed cache kept of the prompt; None while the answers stream.
+        rouge: ROUGE-L F-measure between the answers; None while they stream.
+    """
+
+    question: str
+    picture: Image.Image | None
+    label: str
+    full: Side = field(default_factory=Side)
+    compressed: Side = field(default_factory=Side)
+    notes: tuple[str, ...] = ()
+    kept: Kept | None = None
+    rouge: float | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether both answers have ended and were compared."""
+        return self.kept is not None
+
+
+class Engine:
+    """One model that serves many conversations, whose tokens take turns on it."""
+
+    def __init__(self, loaded: chat.Loaded) -> None:
+        self.loaded = loaded
+        self.turnstile = Turnstile()
+        # A first run pays for what later ones find ready; its time would be the full cache's.
+        inputs = chat.encode(loaded, "?", [])
+        loaded.model.generate(**inputs, max_new_tokens=2, do_sample=False)
+
+    def twin(self) -> Any:
+        """A model of its own structure and state that shares every weight."""
+        model: nn.Module = self.loaded.model
+        shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
+        return copy.deepcopy(model, cast("dict[int, Any]", shared))
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens that the model's positions reach; None if unknown."""
+        config = self.loaded.model.config.get_text_config()
+        return getattr(config, "max_position_embeddings", None)
+
+
+@dataclass
+class _Branch:
+    """One side of a conversation: its model, its tokens and its cache."""
+
+    model: Any
+    tokens: Tokens | None = None
+    cache: Any = None
+
+
+class Conversation:
+    """One user's turns on one model; `ask` continues it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.turns: list[Turn] = []
+        self._busy = threading.Lock()
+        self._stop = False
+        self._closed = False
+        self._full = _Branch(None)
+        self._compressed = _Branch(None)
+        self._wrapped: tuple[Policy, float | None] | None = None
+        self._counts: list[int] = []
+        self._pictures: list[Image.Image] = []
+
+    def stop(self) -> None:
+        """End the answers that are streaming; what they have said stays."""
+        self._stop = True
+
+    def clear(self) -> None:
+        """Forget every turn and free both caches.
+
+        Raises:
+            ValueError: the answers did not stop within ten seconds.
+        """
+        self.stop()
+        if not self._busy.acquire(timeout=10):
+            raise ValueError("the answers are still streaming: stop them first")
+        try:
+            self.turns, self._counts, self._pictures, self._wrapped = [], [], [], None
+            self._full, self._compressed = _Branch(None), _Branch(None)
+        finally:
+            self._busy.release()
+
+    def close(self) -> None:
+        """The user has gone: stop, and free everything as soon as nothing runs."""
+        self._closed = True
+        self.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both caches between turns."""
+        return sum(_nbytes(x.cache) for x in (self._full, self._compressed))
+
+    def ask(
+        self, question: str, picture: Image.Image | None, settings: Settings
+    ) -> Generator[Turn]:
+        """Answer a question: the turn as it grows, and last the whole of it.
+
+        Args:
+            question: of the user.
+            picture: new in this turn, RGB; None asks on about the earlier ones.
+            settings: another policy, option or budget than before reads the conversation again.
+
+        Raises:
+            ValueError: an empty question, no picture, a setting out of range, a budget below what
+                must be kept, or more tokens than the model reads. The conversation stays as it was.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise ValueError("an answer is still streaming: wait for it, or stop it")
+        try:
+            self._stop = False
+            yield from self._answered(_checked(question), picture, settings)
+        finally:
+            self._busy.release()
+            if self._closed:
+                self.clear()
+
+    def _answered(
+        self, question: str, picture: Image.Image | None, settings: Settings
+    ) -> Generator[Turn]:
+        policy, budget = settings.chosen()
+        loaded = self.engine.loaded
+        pictures = [] if picture is None else [picture]
+        if loaded.reads_pictures and not self._pictures and not pictures:
+            raise ValueError("there is no picture yet: choose an example or upload one")
+        mark = getattr(loaded.processor, "image_token", None)
+        if mark and mark in question:
+            raise ValueError(f"the question holds {mark!r}, which stands for a picture: reword it")
+        notes: tuple[str, ...] = ()
+        compressed, wrapped = self._compressed, (policy, budget)
+        with self.engine.turnstile.turn():
+            if self._full.model is None:
+                self._full.model = self.engine.twin()
+            if wrapped != self._wrapped:
+                model = wrap(self.engine.twin(), policy, budget)
+                compressed = _Branch(model, self._compressed.tokens)
+                if self.turns:
+                    notes = ("The policy changed: it read the whole conversation again.",)
+        label = policy.name if budget is None else f"{policy.name} {budget:g}"
+        turn = Turn(question, picture, label, notes=notes)
+        runs = [
+            _Run(self.engine, x, self._counts, question, pictures, settings)
+            for x in (compressed, self._full)
+        ]
+        try:
+            yield turn
+            yield from self._stream(turn, runs)
+            kept = runs[0].kept
+            assert kept is not None
+            if not all(run.stepper.done for run in runs):
+                notes += ("Stopped before the end.",)
+        finally:
+            for run in runs:
+                run.stepper.close()
+        # From here on the turn counts; before, an error left everything as it was.
+        for run in runs:
+            run.keep()
+        self._compressed, self._wrapped = compressed, wrapped
+        self._counts.append(len(pictures))
+        self._pictures += pictures
+        turn = dataclasses.replace(
+            turn,
+            full=runs[1].side(done=True),
+            compressed=runs[0].side(done=True),
+            notes=notes,
+            kept=kept,
+        )
+        turn = dataclasses.replace(turn, rouge=rouge_l(turn.full.text, turn.compressed.text))
+        self.turns.append(turn)
+        yield turn
+
+    def _stream(self, turn: Turn, runs: Sequence[_Run]) -> Generator[Turn]:
+        """A token of each answer in turn. The compressed one leads: it alone can be refused."""
+        looked = 0.0
+        while not (self._stop and runs[1].stepper.seconds):
+            going = False
+            for run in runs:
+                going |= run.step()
+            if not going:
+                return
+            if time.perf_counter() - looked > _INTERVAL:
+                looked = time.perf_counter()
+                compressed, full = (x.side() for x in runs)
+                yield dataclasses.replace(turn, full=full, compressed=compressed)
+
+
+class _Run:
+    """One side of one turn while it is answered."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        branch: _Branch,
+        counts: Sequence[int],
+        question: str,
+        pictures: Sequence[Image.Image],
+        settings: Settings,
+    ) -> None:
+        self.branch, self.engine = branch, engine
+        loaded, before = engine.loaded, branch.tokens
+        if before is None:
+            new = first_turn(loaded, question, pictures)
+            self.prompt = new
+        else:
+            new = next_turn(loaded, before, counts, question, pictures)
+            self.prompt = before.extended(new)
+        self.length = self.prompt.ids.shape[1]
+        needed, longest = self.length + settings.max_new_tokens, engine.longest
+        if longest is not None and needed > longest:
+            raise ValueError(
+                f"the conversation and a new answer take up to {needed} tokens, the model reads "
+                f"{longest}: clear the conversation, or ask for fewer new tokens"
+            )
+        self.pictures = sum(counts) + len(pictures)
+        unseen = self.prompt if branch.cache is None else new
+        options: dict[str, Any] = {
+            **self.prompt.inputs(unseen.pictures),
+            "max_new_tokens": settings.max_new_tokens,
+            "do_sample": False,
+            "temperature": None,
+            "top_p": None,
+            "top_k": None,
+        }
+        if branch.cache is not None:
+            # A copy, so that an error or a refusal leaves the conversation as it was.
+            options["past_key_values"] = copy.deepcopy(branch.cache)
+        if settings.temperature:
+            draw = Draw(settings.temperature, settings.seed, loaded.model.device)
+            options["logits_processor"] = [draw]
+        self.stepper = Stepper(branch.model, options)
+        self.kept: Kept | None = None
+
+    def step(self) -> bool:
+        """One more token, when it is this answer's turn."""
+        with self.engine.turnstile.turn():
+            going = self.stepper.step()
+            if going and self.kept is None and isinstance(self.stepper.cache, CompressedCache):
+                # Before the first decode step: what is held now is what the prompt left.
+                self.kept = kept_of(
+                    self.engine.loaded, self.prompt, self.stepper.cache, self.pictures
+                )
+        return going
+
+    def side(self, *, done: bool = False) -> Side:
+        """The answer as it stands."""
+        stepper = self.stepper
+        if stepper.sequence is None:
+            return Side()
+        seconds, cache = stepper.seconds, stepper.cache
+        text: str = self.engine.loaded.processor.decode(
+            stepper.sequence[self.length :], skip_special_tokens=True
+        )
+        nbytes = full = _nbytes(cache)
+        kept = 1.0
+        if isinstance(cache, CompressedCache):
+            report = cache.report()
+            full, kept = report.full_nbytes, report.kept_fraction
+        return Side(
+            text=text.strip().removesuffix("�"),
+            tokens=len(seconds),
+            first=seconds[0],
+            rate=(len(seconds) - 1) / sum(seconds[1:]) if len(seconds) > 1 else None,
+            nbytes=nbytes,
+            full_nbytes=full,
+            kept=kept,
+            done=done or stepper.done,
+        )
+
+    def keep(self) -> None:
+        """Make this turn part of the conversation."""
+        sequence = self.stepper.sequence
+        assert sequence is not None
+        answer = sequence[None, self.length :].to(self.prompt.ids.device)
+        self.branch.tokens = self.prompt.extended(Tokens(answer, {}, {}))
+        self.branch.cache = self.stepper.cache
+
+
+def _checked(question: str) -> str:
+    question = question.strip()
+    if not question:
+        raise ValueError("the question is empty")
+    if len(question) > LONGEST_QUESTION:
+        raise ValueError(
+            f"the question has {len(question)} characters: {LONGEST_QUESTION} at most are read"
+        )
+    return question
+
+
+def _nbytes(cache: Any) -> int:
+    """Bytes held for keys and values."""
+    if cache is None:
+        return 0
+    if isinstance(cache, CompressedCache):
+        return cache.nbytes
+    held = [t for x in cache.layers for t in (x.keys, x.values) if t is not None]
+    return sum(t.untyped_storage().nbytes() for t in held)

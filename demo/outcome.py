@@ -1,0 +1,132 @@
+"""What a compressed cache kept of a prompt, token by token and patch by patch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mmkv import chat, picture
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .turns import Tokens
+
+Shares = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Word:
+    """A token of the prompt, or all tokens of one picture in a row.
+
+    Attributes:
+        text: as the tokenizer writes it; "" for a picture.
+        layers: in how many layers at least one head holds it; None for a picture.
+        tokens: how many tokens it stands for.
+        kept: the share of heads and layers that hold it.
+    """
+
+    text: str
+    layers: int | None
+    tokens: int
+    kept: float
+
+
+@dataclass(frozen=True)
+class Kept:
+    """After the prompt, before the answer.
+
+    Attributes:
+        layers: indices of the compressed layers.
+        sizes: for each, the tokens held by a head, mean over heads.
+        seen: tokens seen.
+        words: the prompt in order.
+        patches: for each layer, float32 [rows, cols], the share of heads that hold each patch of
+            the last picture; [] where there is no picture or its grid is not known.
+        problem: why there are no patches, or None.
+    """
+
+    layers: list[int]
+    sizes: list[float]
+    seen: int
+    words: list[Word]
+    patches: list[Shares]
+    problem: str | None = None
+
+    @property
+    def mean(self) -> Shares:
+        """Float32 [rows, cols], the mean of `patches` over layers."""
+        return np.asarray(np.mean(self.patches, axis=0), dtype=np.float32)
+
+
+def kept_of(loaded: chat.Loaded, prompt: Tokens, cache: Any, pictures: int) -> Kept:
+    """Read a compressed cache that has just been given a prompt.
+
+    Args:
+        loaded: the model.
+        prompt: all tokens that the cache has seen.
+        cache: a `CompressedCache`.
+        pictures: how many pictures they hold.
+    """
+    from mmkv.cache import CompressedLayer
+
+    compressed = [i for i, x in enumerate(cache.layers) if isinstance(x, CompressedLayer)]
+    kept = [cache.kept(i)[0].cpu() for i in compressed]
+    seen = prompt.ids.shape[1]
+    held = torch.stack([_held(x, seen) for x in kept])  # [L, N], shares of heads
+    ids = prompt.ids[0].cpu()
+    image = chat.image_mask(loaded, {"input_ids": ids[None]})
+    patches, problem = list[Shares](), None
+    if pictures:
+        try:
+            patches = [picture.kept_patches(x, image, pictures)[-1] for x in kept]
+        except ValueError as error:
+            problem = str(error)
+    return Kept(
+        layers=compressed,
+        sizes=[(x >= 0).sum(dim=1).float().mean().item() for x in kept],
+        seen=seen,
+        words=_words(loaded, ids, image, held),
+        patches=patches,
+        problem=problem,
+    )
+
+
+def _held(kept: Tensor, seen: int) -> Tensor:
+    """Float32 [N]: the share of heads that hold each position; kept is [H, n], -1 as filler."""
+    counts = torch.zeros(seen + 1)
+    places = kept.flatten() + 1  # fillers fall on 0
+    counts.index_add_(0, places, torch.ones(len(places)))
+    return counts[1:] / len(kept)
+
+
+def _words(loaded: chat.Loaded, ids: Tensor, image: Tensor, held: Tensor) -> list[Word]:
+    words: list[Word] = []
+    share = held.mean(dim=0).tolist()
+    layers = (held > 0).sum(dim=0).tolist()
+    tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
+    run: list[float] = []
+    for i, (token, is_image) in enumerate(zip(ids.tolist(), image.tolist(), strict=True)):
+        if is_image:
+            run.append(share[i])
+            continue
+        if run:
+            words.append(Word("", None, len(run), sum(run) / len(run)))
+            run = []
+        words.append(Word(tokenizer.decode([token]), layers[i], 1, share[i]))
+    if run:
+        words.append(Word("", None, len(run), sum(run) / len(run)))
+    return words
+
+
+def rouge_l(one: str, other: str) -> float:
+    """ROUGE-L F-measure between two texts, in [0, 1]; equal texts have 1, also empty ones."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    if one == other:
+        return 1.0
+    return float(RougeScorer(["rougeL"]).score(one, other)["rougeL"].fmeasure)
