@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mmkv import adapters, allocation, scores
     from mmkv.builtin import load_builtin
     from mmkv.cache import CompressedCache
+    from mmkv.checkpoints import load
     from mmkv.policy import Policy
     from mmkv.profiles import Profile, calibrate
     from mmkv.registry import get_policy, list_policies, register_policy
@@ -32,6 +33,7 @@ _HOME = {
     "calibrate": "mmkv.profiles",
     "get_policy": "mmkv.registry",
     "list_policies": "mmkv.registry",
+    "load": "mmkv.checkpoints",
     "load_builtin": "mmkv.builtin",
     "register_policy": "mmkv.registry",
     "unwrap": "mmkv.wrapping",
@@ -50,6 +52,7 @@ __all__ = [
     "calibrate",
     "get_policy",
     "list_policies",
+    "load",
     "load_builtin",
     "register_policy",
     "scores",

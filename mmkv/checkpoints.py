@@ -1,0 +1,312 @@
+"""Original LLaVA checkpoints (`liuhaotian/llava-v1.5-7b` and its kind) as transformers' LLaVA.
+
+Their weights are those of LLaVA-1.5 (arXiv 2310.03744) under other names, and their configuration
+says the vision side in `mm_*` fields. Nothing is downloaded and no code of a checkpoint is run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+
+IMAGE, PAD = "<image>", "<pad>"
+_MULTIPLE = 64  # of embedding rows
+_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+# Vicuna's conversation, as LLaVA-1.5 was trained on it.
+CHAT_TEMPLATE = (
+    "{{- bos_token -}}"
+    "{%- if messages[0]['role'] != 'system' -%}{{- '" + _SYSTEM.replace("'", "\\'") + " ' -}}"
+    "{%- endif -%}"
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'user' -%}{{- 'USER: ' -}}"
+    "{%- elif message['role'] == 'assistant' -%}{{- 'ASSISTANT: ' -}}{%- endif -%}"
+    "{%- if message['content'] is string -%}{{- message['content'] | trim -}}"
+    "{%- else -%}"
+    "{%- for part in message['content'] if part['type'] == 'image' -%}{{- '<image>\\n' -}}"
+    "{%- endfor -%}"
+    "{%- for part in message['content'] if part['type'] == 'text' -%}"
+    "{{- part['text'] | trim -}}{%- endfor -%}"
+    "{%- endif -%}"
+    "{{- eos_token if message['role'] == 'assistant' else ' ' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- 'ASSISTANT:' -}}{%- endif -%}"
+)
+# Towers that a checkpoint may bring with it, by name: their configuration is not in it.
+_KNOWN_TOWERS = {
+    "clip-vit-large-patch14-336": {"image_size": 336, "projection_dim": 768},
+    "clip-vit-large-patch14": {"image_size": 224, "projection_dim": 768},
+}
+_LARGE = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "patch_size": 14,
+}
+_TEXT = {
+    "llava": "LlamaConfig",
+    "llava_llama": "LlamaConfig",
+    "llava_mistral": "MistralConfig",
+}
+_PROJECTOR = {
+    "0": "multi_modal_projector.linear_1",
+    "2": "multi_modal_projector.linear_2",
+}
+
+
+def load(
+    path: str | Path,
+    *,
+    vision_tower: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
+    """Load an original LLaVA-1.5 checkpoint from a local folder.
+
+    The image token `<image>` and a padding token stand at the end of the vocabulary, as in
+    transformers' own conversion; their embeddings are the mean of the others.
+
+    Args:
+        path: the folder, with `config.json`, a tokenizer and safetensors.
+        vision_tower: the folder of its CLIP tower, where the checkpoint does not hold it; by
+            default a folder of that name in or beside `path`.
+        dtype: of the weights; by default what the configuration says.
+
+    Returns:
+        The model in eval mode on the CPU, and its processor.
+
+    Raises:
+        ValueError: not such a checkpoint, a part of it that transformers' LLaVA does not have, or
+            weights that are missing or not in safetensors.
+    """
+    import torch
+    from transformers import GenerationConfig, LlavaForConditionalGeneration
+
+    folder = Path(path)
+    fields = _read_json(folder / "config.json")
+    _refuse_what_differs(folder, fields)
+    weights = _read_weights(folder)
+    tower = _find_tower(folder, fields, vision_tower)
+    state = _renamed(weights)
+    if not any(name.startswith("vision_tower.") for name in state):
+        if tower is None:
+            raise ValueError(
+                f"{folder} does not hold its vision tower {fields['mm_vision_tower']!r}: download "
+                "it and give its folder, mmkv.load(path, vision_tower=folder)"
+            )
+        own = _read_weights(tower).items()
+        state |= {f"vision_tower.{k}": v for k, v in own if k.startswith("vision_model.")}
+    tokenizer, image, pad = _tokenizer(folder)
+    rows = -(-max(int(fields["vocab_size"]), len(tokenizer)) // _MULTIPLE) * _MULTIPLE
+    for name in ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight"):
+        if name in state:
+            state[name] = _extended(state[name], rows)
+    config = _config(fields, tower, rows=rows, image=image, pad=pad)
+    if dtype is None:
+        dtype = getattr(torch, str(fields.get("torch_dtype") or fields.get("dtype") or "float32"))
+    loaded: Any = LlavaForConditionalGeneration.from_pretrained(
+        None,
+        config=config,
+        state_dict=state,
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are reported, and refused here
+    )
+    model, info = loaded
+    wrong = {k: sorted(map(str, v))[:4] for k, v in info.items() if v}
+    if wrong:
+        raise ValueError(f"the weights in {folder} do not fit its configuration: {wrong}")
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    model.generation_config.pad_token_id = pad
+    return model.eval(), _processor(fields, config, tokenizer)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected an object, got a {type(found).__name__}")
+    return found
+
+
+def _refuse_what_differs(folder: Path, fields: dict[str, Any]) -> None:
+    """Name what transformers' LLaVA would compute in another way."""
+    if "mm_vision_tower" not in fields or "vocab_size" not in fields:
+        raise ValueError(
+            f"{folder} is not an original LLaVA checkpoint: its config.json has no mm_vision_tower "
+            "and vocab_size; load a converted one with transformers' from_pretrained"
+        )
+    kind = fields.get("model_type")
+    if kind not in _TEXT:
+        raise ValueError(f"model_type={kind!r}: expected one of {', '.join(_TEXT)}")
+    if fields.get("mm_projector_type") != "mlp2x_gelu":
+        raise ValueError(
+            f"mm_projector_type={fields.get('mm_projector_type')!r}: transformers' LLaVA has "
+            "'mlp2x_gelu' alone"
+        )
+    if fields.get("mm_vision_select_feature", "patch") not in ("patch", "cls_patch"):
+        raise ValueError(
+            f"mm_vision_select_feature={fields['mm_vision_select_feature']!r}: expected 'patch' "
+            "or 'cls_patch'"
+        )
+    if fields.get("mm_use_im_start_end"):
+        raise ValueError("mm_use_im_start_end=True: tokens around each picture are not supported")
+    if "anyres" in str(fields.get("image_aspect_ratio")) or "unpad" in str(
+        fields.get("mm_patch_merge_type")
+    ):
+        raise ValueError(
+            f"{folder} is LLaVA-1.6, which cuts pictures into tiles: load a converted checkpoint "
+            "(llava-hf) with transformers' LlavaNextForConditionalGeneration"
+        )
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder's safetensors, in one file or in shards."""
+    from safetensors.torch import load_file
+
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        names = _read_json(index).get("weight_map")
+        if not isinstance(names, dict):
+            raise ValueError(f"{index}: has no weight_map")
+        files = sorted({str(name) for name in names.values()})
+        for name in files:
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise ValueError(f"{index}: {name!r} is not a safetensors file of this folder")
+    elif single.is_file():
+        files = [single.name]
+    else:
+        found = sorted(p.name for p in folder.glob("*.bin"))
+        raise ValueError(
+            f"{folder} has no model.safetensors"
+            + (
+                f" but {found[0]}, a pickle, which can run code and is not loaded: convert it to "
+                "safetensors first (safetensors' convert.py, or the Hub's conversion space)"
+                if found
+                else ""
+            )
+        )
+    tensors: dict[str, Tensor] = {}
+    for name in files:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name}: a shard of the weights is missing")
+        tensors |= load_file(folder / name)
+    return tensors
+
+
+def _find_tower(folder: Path, fields: dict[str, Any], given: str | Path | None) -> Path | None:
+    if given is not None:
+        if not (Path(given) / "config.json").is_file():
+            raise ValueError(f"vision_tower={str(given)!r}: no folder with a config.json")
+        return Path(given)
+    name = Path(str(fields["mm_vision_tower"])).name
+    near = (folder / name, folder.parent / name) if name else ()
+    return next((p for p in near if (p / "config.json").is_file()), None)
+
+
+def _renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names of transformers' converted LLaVA checkpoints, which every version of it reads."""
+    state: dict[str, Tensor] = {}
+    for name, x in weights.items():
+        new = f"language_model.{name}"
+        if name.startswith("model.mm_projector."):
+            place, _, kind = name.removeprefix("model.mm_projector.").partition(".")
+            new = f"{_PROJECTOR.get(place, 'mm_projector.' + place)}.{kind}"
+        elif name.startswith("model.vision_tower.vision_tower."):
+            new = "vision_tower." + name.removeprefix("model.vision_tower.vision_tower.")
+        if not name.endswith(("rotary_emb.inv_freq", "embeddings.position_ids")):
+            state[new] = x
+    return state
+
+
+def _extended(x: Tensor, rows: int) -> Tensor:
+    """Rows of a mean token behind those of the vocabulary."""
+    import torch
+
+    mean = x.float().mean(dim=0, keepdim=True).to(x.dtype)
+    return torch.cat([x, mean.expand(max(0, rows - len(x)), -1)])
+
+
+def _tokenizer(folder: Path) -> tuple[Any, int, int]:
+    """The tokenizer with the image and padding tokens added, and their ids."""
+    from transformers import AddedToken, AutoTokenizer, LlamaConfig
+
+    try:
+        # The folder's own config.json names no model that transformers knows.
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, config=LlamaConfig(), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, KeyError) as error:
+        raise ValueError(f"{folder}: its tokenizer cannot be loaded ({error})") from error
+    tokenizer.add_tokens(AddedToken(IMAGE, special=True, normalized=False), special_tokens=True)
+    tokenizer.add_special_tokens({"pad_token": PAD})
+    tokenizer.padding_side = "left"
+    image, pad = tokenizer.convert_tokens_to_ids([IMAGE, PAD])
+    return tokenizer, image, pad
+
+
+def _config(
+    fields: dict[str, Any], tower: Path | None, *, rows: int, image: int, pad: int
+) -> LlavaConfig:
+    import transformers
+
+    make = getattr(transformers, _TEXT[fields["model_type"]])
+    known = {*make().to_dict(), "rope_theta", "rope_scaling"} - {"model_type", "architectures"}
+    text = make.from_dict({k: v for k, v in fields.items() if k in known})
+    text.vocab_size, text.pad_token_id = rows, pad
+    name = Path(str(fields["mm_vision_tower"])).name
+    if tower is not None:
+        found = _read_json(tower / "config.json")
+        vision = found.get("vision_config", found)
+    elif name in _KNOWN_TOWERS:
+        vision = {**_LARGE, **_KNOWN_TOWERS[name]}
+    else:
+        raise ValueError(
+            f"mm_vision_tower={fields['mm_vision_tower']!r} is none of "
+            f"{', '.join(_KNOWN_TOWERS)}: give its folder, mmkv.load(path, vision_tower=folder)"
+        )
+    vision = {k: v for k, v in vision.items() if k not in ("model_type", "architectures")}
+    patch = fields.get("mm_vision_select_feature", "patch") == "patch"
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig.from_dict(vision),
+        text_config=text,
+        image_token_index=image,
+        vision_feature_layer=int(fields.get("mm_vision_select_layer", -2)),
+        vision_feature_select_strategy="default" if patch else "full",
+        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+    )
+    config.pad_token_id = pad
+    return config
+
+
+def _processor(fields: dict[str, Any], config: Any, tokenizer: Any) -> LlavaProcessor:
+    from transformers import LlavaProcessor
+    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+
+    side = config.vision_config.image_size
+    vicuna = fields["model_type"] != "llava_mistral"
+    return LlavaProcessor(
+        image_processor=LlavaImageProcessorPil(
+            size={"shortest_edge": side},
+            crop_size={"height": side, "width": side},
+            # Square pictures with bars, as LLaVA-1.5 was trained on; else the middle is cut out.
+            do_pad=fields.get("image_aspect_ratio") == "pad",
+        ),
+        tokenizer=tokenizer,
+        patch_size=config.vision_config.patch_size,
+        vision_feature_select_strategy=config.vision_feature_select_strategy,
+        image_token=IMAGE,
+        num_additional_image_tokens=1,  # CLIP's class token
+        chat_template=CHAT_TEMPLATE if vicuna else tokenizer.chat_template,
+    )
