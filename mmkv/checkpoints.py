@@ -6,6 +6,7 @@ says the vision side in `mm_*` fields. Nothing is downloaded and no code of a ch
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,10 @@ _SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
-# Vicuna's conversation, as LLaVA-1.5 was trained on it.
+# Vicuna's conversation, as LLaVA-1.5 was trained on it. The original tokenizes the text around a
+# picture piece by piece, so that each starts with a space: those behind <s> and <image> here.
 CHAT_TEMPLATE = (
-    "{{- bos_token -}}"
+    "{{- bos_token + ' ' -}}"
     "{%- if messages[0]['role'] != 'system' -%}{{- '" + _SYSTEM.replace("'", "\\'") + " ' -}}"
     "{%- endif -%}"
     "{%- for message in messages -%}"
@@ -31,7 +33,7 @@ CHAT_TEMPLATE = (
     "{%- elif message['role'] == 'assistant' -%}{{- 'ASSISTANT: ' -}}{%- endif -%}"
     "{%- if message['content'] is string -%}{{- message['content'] | trim -}}"
     "{%- else -%}"
-    "{%- for part in message['content'] if part['type'] == 'image' -%}{{- '<image>\\n' -}}"
+    "{%- for part in message['content'] if part['type'] == 'image' -%}{{- '<image> \\n' -}}"
     "{%- endfor -%}"
     "{%- for part in message['content'] if part['type'] == 'text' -%}"
     "{{- part['text'] | trim -}}{%- endfor -%}"
@@ -111,7 +113,10 @@ def load(
             state[name] = _extended(state[name], rows)
     config = _config(fields, tower, rows=rows, image=image, pad=pad)
     if dtype is None:
-        dtype = getattr(torch, str(fields.get("torch_dtype") or fields.get("dtype") or "float32"))
+        named = str(fields.get("torch_dtype") or fields.get("dtype") or "float32")
+        dtype = getattr(torch, named, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"torch_dtype={named!r}: no such dtype")
     loaded: Any = LlavaForConditionalGeneration.from_pretrained(
         None,
         config=config,
@@ -238,10 +243,24 @@ def _extended(x: Tensor, rows: int) -> Tensor:
     return torch.cat([x, mean.expand(max(0, rows - len(x)), -1)])
 
 
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package around it
+        return False
+
+
 def _tokenizer(folder: Path) -> tuple[Any, int, int]:
     """The tokenizer with the image and padding tokens added, and their ids."""
     from transformers import AddedToken, AutoTokenizer, LlamaConfig
 
+    if (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
+        missing = [x for x in ("sentencepiece", "google.protobuf") if not _installed(x)]
+        if missing:
+            raise ValueError(
+                f"{folder} has a SentencePiece tokenizer.model, which needs {' and '.join(missing)}"
+                ": pip install sentencepiece protobuf"
+            )
     try:
         # The folder's own config.json names no model that transformers knows.
         tokenizer = AutoTokenizer.from_pretrained(

@@ -118,8 +118,8 @@ def test_a_loaded_model_answers_about_a_picture(write):
     text = processor.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True
     )
-    assert text.endswith("USER: <image>\nw1 w2 w3 ASSISTANT:")
-    assert text.startswith("<s>A chat between")
+    assert text.endswith("USER: <image> \nw1 w2 w3 ASSISTANT:")
+    assert text.startswith("<s> A chat between")
     inputs = processor(images=[picture], text=[text], return_tensors="pt")
     assert (inputs["input_ids"] == model.config.image_token_id).sum() == 16
     # Bars above and below: the picture is padded to a square, not cut.
@@ -141,6 +141,7 @@ def test_a_loaded_model_answers_about_a_picture(write):
         ({"mm_use_im_start_end": True}, "mm_use_im_start_end"),
         ({"image_aspect_ratio": "anyres"}, "LLaVA-1.6"),
         ({"mm_vision_select_feature": "mean"}, "mm_vision_select_feature='mean'"),
+        ({"torch_dtype": "load"}, "torch_dtype='load'"),
         ({"vocab_size": None}, "vocab_size"),
         ({"num_hidden_layers": 4}, "do not fit"),
         ({"intermediate_size": 95}, "do not fit"),
@@ -162,6 +163,46 @@ def test_weights_load_through_safetensors_only(write):
     (folder / "pytorch_model-00001-of-00001.bin").write_bytes(b"cos\nsystem\n")
     with pytest.raises(ValueError, match=r"pytorch_model-00001.*pickle.*convert"):
         mmkv.load(folder)
+
+
+def test_a_sentencepiece_tokenizer_says_what_it_needs(write, monkeypatch):
+    folder = write()
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install sentencepiece protobuf"):
+        mmkv.load(folder)
+
+
+def test_a_picture_is_followed_by_a_space(write, tmp_path):
+    """The original encodes the text around pictures piece by piece; so does the chat template."""
+    spm = pytest.importorskip("sentencepiece", reason="only for original tokenizers")
+    folder = write()
+    (folder / "tokenizer.json").unlink()
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("USER: what is in this picture ? ASSISTANT: a cat on a mat\n" * 50)
+    spm.SentencePieceTrainer.train(
+        input=str(corpus),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+    )
+    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    model, processor = mmkv.load(folder)
+    content = [{"type": "image"}, {"type": "text", "text": "what is this ?"}]
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True
+    )
+    piece = spm.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    before = text.removeprefix("<s> ").split("<image>")[0]
+    after = "\nwhat is this ? ASSISTANT:"
+    image = model.config.image_token_id
+    expected = [1, *piece.encode(before), image, *piece.encode(after)]
+    assert processor.tokenizer(text, add_special_tokens=False).input_ids == expected
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/x.safetensors", "x.bin"])
