@@ -249,13 +249,14 @@ class Conversation:
                     notes = ("The policy changed: it read the whole conversation again.",)
         label = policy.name if budget is None else f"{policy.name} {budget:g}"
         turn = Turn(question, picture, label, notes=notes)
+        seen = [*self._pictures, *pictures]
         runs = [
             _Run(self.engine, x, self._counts, question, pictures, settings)
             for x in (compressed, self._full)
         ]
         try:
             yield turn
-            yield from self._stream(turn, runs)
+            yield from self._stream(turn, runs, seen)
             kept = runs[0].kept
             assert kept is not None
             if not all(run.stepper.done for run in runs):
@@ -280,13 +281,15 @@ class Conversation:
         self.turns.append(turn)
         yield turn
 
-    def _stream(self, turn: Turn, runs: Sequence[_Run]) -> Generator[Turn]:
+    def _stream(
+        self, turn: Turn, runs: Sequence[_Run], pictures: Sequence[Image.Image]
+    ) -> Generator[Turn]:
         """A token of each answer in turn. The compressed one leads: it alone can be refused."""
         looked = 0.0
         while not (self._stop and runs[1].stepper.seconds):
             going = False
             for run in runs:
-                going |= run.step()
+                going |= run.step(pictures)
             if not going:
                 return
             if time.perf_counter() - looked > _INTERVAL:
@@ -322,7 +325,6 @@ class _Run:
                 f"the conversation and a new answer take up to {needed} tokens, the model reads "
                 f"{longest}: clear the conversation, or ask for fewer new tokens"
             )
-        self.pictures = sum(counts) + len(pictures)
         unseen = self.prompt if branch.cache is None else new
         options: dict[str, Any] = {
             **self.prompt.inputs(unseen.pictures),
@@ -341,15 +343,13 @@ class _Run:
         self.stepper = Stepper(branch.model, options)
         self.kept: Kept | None = None
 
-    def step(self) -> bool:
+    def step(self, pictures: Sequence[Image.Image]) -> bool:
         """One more token, when it is this answer's turn."""
         with self.engine.turnstile.turn():
             going = self.stepper.step()
             if going and self.kept is None and isinstance(self.stepper.cache, CompressedCache):
                 # Before the first decode step: what is held now is what the prompt left.
-                self.kept = kept_of(
-                    self.engine.loaded, self.prompt, self.stepper.cache, self.pictures
-                )
+                self.kept = kept_of(self.engine.loaded, self.prompt, self.stepper.cache, pictures)
         return going
 
     def side(self, *, done: bool = False) -> Side:

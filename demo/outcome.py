@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from mmkv import chat, picture
 
 if TYPE_CHECKING:
+    from PIL import Image
     from torch import Tensor
 
     from .turns import Tokens
@@ -47,6 +49,7 @@ class Kept:
         words: the prompt in order.
         patches: for each layer, float32 [rows, cols], the share of heads that hold each patch of
             the last picture; [] where there is no picture or its grid is not known.
+        picture: the last picture as the model sees it, or None.
         problem: why there are no patches, or None.
     """
 
@@ -55,6 +58,7 @@ class Kept:
     seen: int
     words: list[Word]
     patches: list[Shares]
+    picture: Image.Image | None = None
     problem: str | None = None
 
     @property
@@ -63,14 +67,16 @@ class Kept:
         return np.asarray(np.mean(self.patches, axis=0), dtype=np.float32)
 
 
-def kept_of(loaded: chat.Loaded, prompt: Tokens, cache: Any, pictures: int) -> Kept:
+def kept_of(
+    loaded: chat.Loaded, prompt: Tokens, cache: Any, pictures: Sequence[Image.Image]
+) -> Kept:
     """Read a compressed cache that has just been given a prompt.
 
     Args:
         loaded: the model.
         prompt: all tokens that the cache has seen.
         cache: a `CompressedCache`.
-        pictures: how many pictures they hold.
+        pictures: that they hold, in order.
     """
     from mmkv.cache import CompressedLayer
 
@@ -83,7 +89,7 @@ def kept_of(loaded: chat.Loaded, prompt: Tokens, cache: Any, pictures: int) -> K
     patches, problem = list[Shares](), None
     if pictures:
         try:
-            patches = [picture.kept_patches(x, image, pictures)[-1] for x in kept]
+            patches = [picture.kept_patches(x, image, len(pictures))[-1] for x in kept]
         except ValueError as error:
             problem = str(error)
     return Kept(
@@ -92,8 +98,17 @@ def kept_of(loaded: chat.Loaded, prompt: Tokens, cache: Any, pictures: int) -> K
         seen=seen,
         words=_words(loaded, ids, image, held),
         patches=patches,
+        picture=_as_seen(loaded, prompt, pictures) if patches else None,
         problem=problem,
     )
+
+
+def _as_seen(loaded: chat.Loaded, prompt: Tokens, pictures: Sequence[Image.Image]) -> Image.Image:
+    pixels = prompt.pictures.get("pixel_values")
+    if pixels is None or pixels.ndim != 4 or len(pixels) != len(pictures):
+        return pictures[-1]
+    processor = loaded.processor.image_processor
+    return picture.as_seen(pictures[-1], pixels[-1].float().cpu().numpy(), processor)
 
 
 def _held(kept: Tensor, seen: int) -> Tensor:

@@ -177,6 +177,29 @@ def chat(
         typer.echo(f"mmkv: {problem}", err=True)
 
 
+@app.command()
+def demo(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="builtin, a folder, or an id that transformers loads; several can be chosen from.",
+            show_default="builtin",
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Where to listen; the default is this computer only.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 7860,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Open the image chat in a browser: both answers side by side, and what was kept."""
+    from mmkv.demo import server
+
+    names = model or ["builtin"]
+    server.run(models=names, host=host, port=port or None, device=device, dtype=dtype)
+
+
 def _pictures_and_question(words: list[str], images: list[Path]) -> tuple[list[Path], str]:
     """Split the arguments: the last is the question."""
     if not words:

@@ -1,0 +1,110 @@
+"""A policy's options as the page's controls: read from the dataclasses of the registry."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from mmkv.registry import list_policies, policy_class
+
+Kind = Literal["choice", "switch", "whole", "number", "text"]
+# Has a control of its own.
+_ELSEWHERE = ("protect",)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field of a policy's dataclass.
+
+    Attributes:
+        name: of the field.
+        kind: what its values are.
+        choices: for "choice".
+        optional: None is a value too.
+    """
+
+    name: str
+    kind: Kind
+    choices: tuple[str, ...] = ()
+    optional: bool = False
+
+    @property
+    def label(self) -> str:
+        """The name in words."""
+        return self.name.replace("_", " ")
+
+    def shown(self, value: Any) -> Any:
+        """A field's value as its control shows it."""
+        return "none" if value is None and self.kind == "choice" else value
+
+    def read(self, shown: Any) -> Any:
+        """A field's value from what its control shows.
+
+        Raises:
+            ValueError: no number where one is needed.
+        """
+        if shown is None or shown == "":
+            if self.optional:
+                return None
+            raise ValueError(f"option {self.label!r} is empty: give it a value")
+        if self.kind == "choice" and self.optional and shown == "none":
+            return None
+        if self.kind == "whole":
+            if shown != int(shown):
+                raise ValueError(f"option {self.label!r} is {shown}: expected a whole number")
+            return int(shown)
+        return float(shown) if self.kind == "number" else shown
+
+
+def all_options() -> list[Option]:
+    """The options of every registered policy, each once, in the dataclasses' order."""
+    found: dict[str, Option] = {}
+    for name in list_policies():
+        cls = policy_class(name)
+        hints = get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            if field.name not in found and field.name not in _ELSEWHERE:
+                found[field.name] = _option(field.name, hints[field.name])
+    return list(found.values())
+
+
+def _option(name: str, hint: Any) -> Option:
+    literals, types = _parts(hint)
+    optional = type(None) in types
+    if literals:
+        return Option(name, "choice", (*literals, *(["none"] if optional else [])), optional)
+    kinds: dict[Any, Kind] = {bool: "switch", float: "number", int: "whole"}
+    found: list[Kind] = [kind for known, kind in kinds.items() if known in types]
+    return Option(name, found[0] if found else "text", optional=optional)
+
+
+def _parts(hint: Any) -> tuple[list[str], list[Any]]:
+    """The literal values of an annotation and its types."""
+    if get_origin(hint) is Literal:
+        return [str(x) for x in get_args(hint)], []
+    args = get_args(hint)
+    if not args:
+        return [], [hint]
+    parts = [_parts(x) for x in args]
+    return [x for literals, _ in parts for x in literals], [x for _, types in parts for x in types]
+
+
+def defaults(policy: str) -> dict[str, Any]:
+    """The options that a policy reads, with their defaults."""
+    return {k: v for k, v in policy_class(policy).options().items() if k not in _ELSEWHERE}
+
+
+def changed(policy: str, shown: dict[str, Any]) -> dict[str, Any]:
+    """What the controls say where it differs from the policy's defaults.
+
+    Args:
+        policy: its name.
+        shown: by option; those that the policy does not read are ignored.
+
+    Raises:
+        ValueError: an unknown policy, or a control without a value.
+    """
+    known = defaults(policy)
+    read = {x.name: x.read(shown[x.name]) for x in all_options() if x.name in known}
+    return {name: value for name, value in read.items() if value != known[name]}

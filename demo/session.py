@@ -1,0 +1,204 @@
+"""What one browser tab holds: a picture that is being drawn on, and a conversation about it."""
+
+from __future__ import annotations
+
+import re
+import threading
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from PIL import Image, ImageDraw, ImageOps, UnidentifiedImageError
+
+from mmkv import chat
+
+from .backend import Conversation, Engine, Settings, Turn
+
+MOST_BYTES = 20 * 2**20  # of an uploaded file
+MOST_PIXELS = 40_000_000
+LONGEST_SIDE = 1024  # pixels of a picture that is kept
+# Formats that Pillow reads by itself: no other program sees an upload.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+_BLANK_SIDE = 384
+_MOST_POINTS = 20_000
+_COLOUR = re.compile(r"#[0-9a-f]{6}")
+
+Stroke = tuple[str, float, list[tuple[float, float]]]
+
+
+def read_upload(path: str | Path) -> Image.Image:
+    """An uploaded picture as RGB, upright, at most `LONGEST_SIDE` wide and high.
+
+    Raises:
+        ValueError: too large, broken, or of no known format; the message names the file only.
+    """
+    path = Path(path)
+    if path.stat().st_size > MOST_BYTES:
+        raise ValueError(f"{path.name!r} is larger than {MOST_BYTES >> 20} MiB")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(path, formats=FORMATS) as picture:
+                if picture.width * picture.height > MOST_PIXELS:
+                    raise ValueError(
+                        f"{path.name!r} has {picture.width} x {picture.height} pixels: at most "
+                        f"{MOST_PIXELS // 10**6} million are read"
+                    )
+                picture.draft("RGB", (LONGEST_SIDE, LONGEST_SIDE))
+                whole = ImageOps.exif_transpose(picture).convert("RGB")
+    except UnidentifiedImageError:
+        raise ValueError(
+            f"{path.name!r} is not a picture in a known format ({', '.join(FORMATS)})"
+        ) from None
+    except (OSError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path.name!r} is broken: {' '.join(str(error).split())}") from None
+    whole.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+    return whole
+
+
+def checked_strokes(data: Any) -> list[Stroke]:
+    """Strokes as the page sends them: colour, width and points as shares of the picture's width.
+
+    Raises:
+        ValueError: anything else, or too many points.
+    """
+    wrong = ValueError("the drawing could not be read: erase it and draw again")
+    strokes: list[Stroke] = []
+    if not isinstance(data, list):
+        raise wrong
+    try:
+        for stroke in cast("list[dict[str, Any]]", data):
+            colour, width = str(stroke["colour"]), float(stroke["width"])
+            points = [(float(x), float(y)) for x, y in stroke["points"]]
+            if not _COLOUR.fullmatch(colour) or not 0 < width <= 1:
+                raise wrong
+            if not all(-1 <= v <= 8 for point in points for v in point):
+                raise wrong
+            strokes.append((colour, width, points))
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise wrong from None
+    if sum(len(points) for _, _, points in strokes) > _MOST_POINTS:
+        raise ValueError("the drawing has too many lines: erase some")
+    return strokes
+
+
+def drawn(picture: Image.Image, strokes: Sequence[Stroke]) -> Image.Image:
+    """A copy of a picture with strokes on it."""
+    picture, side = picture.copy(), picture.width
+    pen = ImageDraw.Draw(picture)
+    for colour, width, points in strokes:
+        scaled = [(x * side, y * side) for x, y in points]
+        thick = max(1, round(width * side))
+        pen.line(scaled, fill=colour, width=thick, joint="curve")
+        for x, y in (scaled[:1] + scaled[-1:]) if scaled else ():
+            r = thick / 2
+            pen.ellipse((x - r, y - r, x + r, y + r), fill=colour)
+    return picture
+
+
+class Engines:
+    """The models on offer; each is loaded when it is first asked for.
+
+    Args:
+        names: as for `mmkv.chat.load`; only these can be chosen.
+        load: makes one of a name.
+    """
+
+    def __init__(self, names: Sequence[str], load: Callable[[str], chat.Loaded]) -> None:
+        self.names = list(dict.fromkeys(names))
+        self._load, self._made = load, dict[str, Engine]()
+        self._lock = threading.Lock()
+
+    def get(self, name: str) -> Engine:
+        """The engine of a model.
+
+        Raises:
+            ValueError: a model that is not on offer or cannot be loaded.
+        """
+        if name not in self.names:
+            raise ValueError(f"model {name!r} is not on offer here: {', '.join(self.names)}")
+        with self._lock:
+            if name not in self._made:
+                self._made[name] = Engine(self._load(name))
+            return self._made[name]
+
+
+class Session:
+    """One tab's picture and conversation."""
+
+    def __init__(self, engines: Engines) -> None:
+        self.engines = engines
+        self.model = engines.names[0]
+        self.picture: Image.Image | None = None
+        self.strokes: list[Stroke] = []
+        # The picture, or what is drawn on it, has not been asked about yet.
+        self.fresh = False
+        self._conversation: Conversation | None = None
+        self._closed = False
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The conversation's turns."""
+        return [] if self._conversation is None else self._conversation.turns
+
+    def use(self, picture: Image.Image) -> None:
+        """Ask about another picture from now on."""
+        self.picture, self.strokes, self.fresh = picture, [], True
+
+    def use_blank(self) -> None:
+        """An empty sheet to draw on."""
+        self.use(Image.new("RGB", (_BLANK_SIDE, _BLANK_SIDE), "#b4b4b4"))
+
+    def draw(self, data: Any) -> None:
+        """Replace what is drawn on the picture.
+
+        Raises:
+            ValueError: not strokes.
+        """
+        self.strokes = checked_strokes(data)
+        self.fresh = self.picture is not None
+
+    def ask(self, question: str, settings: Settings, model: str) -> Generator[Turn]:
+        """Continue the conversation, with the picture if it is new; as `Conversation.ask`.
+
+        Another model starts a new conversation.
+
+        Raises:
+            ValueError: as `Conversation.ask`, or a model that is not on offer.
+        """
+        engine = self.engines.get(model)
+        if self._conversation is None or self._conversation.engine is not engine:
+            self.clear()
+            self._conversation, self.model = Conversation(engine), model
+        if self._closed:
+            raise ValueError("this page was closed: reload it")
+        picture = self.picture if self.fresh and engine.loaded.reads_pictures else None
+        if picture is not None:
+            picture = drawn(picture, self.strokes)
+        asked = self.strokes
+        for turn in self._conversation.ask(question, picture, settings):
+            if turn.done and picture is not None and asked is self.strokes:
+                self.fresh = False
+            yield turn
+
+    def stop(self) -> None:
+        """End the answers that are streaming."""
+        if self._conversation is not None:
+            self._conversation.stop()
+
+    def clear(self) -> None:
+        """Forget the conversation and free its caches; the picture can be asked about again.
+
+        Raises:
+            ValueError: the answers did not stop in time.
+        """
+        if self._conversation is not None:
+            self._conversation.clear()
+        self.fresh = self.picture is not None
+
+    def close(self) -> None:
+        """The tab has gone: stop and free everything."""
+        self._closed = True
+        if self._conversation is not None:
+            self._conversation.close()
