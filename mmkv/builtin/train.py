@@ -58,7 +58,7 @@ def draw_batches(processor: LlavaProcessor, done: float, step: int, small: bool)
     if step % 4 == 0:  # look-up is learnt early, then only kept and lengthened
         length, count = rng.choices(lengths, weights)[0]
         plan.append(("text", 128, 2) if small else ("text", length, count))
-    several = 0.0 if done < 0.15 else 0.1 if done < 0.62 else 0.35
+    several = 0.0 if done < 0.15 else 0.1 if done < 0.62 else 0.15
     kind = rng.random()
     plan.append(("cells", 0, 4 if small else 32))
     if alone:
