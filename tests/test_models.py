@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 import pytest
 import torch
@@ -28,6 +29,13 @@ def inputs_of(model, rows: str, seed: int = 0) -> dict[str, torch.Tensor]:
     wide = model.config.model_type in ("llava_next", "llava_onevision")  # 52 tokens a picture
     lengths = {"one": (132 if wide else 90,), "padded": (132, 81) if wide else (88, 47)}
     return zoo.prompt(model, lengths[rows], seed)
+
+
+def needs_encoder_outputs(model) -> None:
+    """Qwen's new pictures come behind old grids, which only encoded ones can."""
+    known = inspect.signature(model.forward).parameters
+    if model.config.model_type.startswith("qwen") and "mm_encoder_outputs" not in known:
+        pytest.skip("this transformers takes no new picture in a later turn of a Qwen model")
 
 
 def test_every_class_is_tried():
@@ -78,12 +86,29 @@ def test_full_budget_is_identity(name, policy):
     expected, tokens, _ = generate(model, inputs)
     with mmkv.wrapped(model, policy, 1.0, **short(policy)):
         logits, got, _ = generate(model, inputs)
-        chunked, _, _ = generate(model, inputs, prefill_chunk_size=33)
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
     assert torch.equal(got, tokens)
-    torch.testing.assert_close(
-        chunked, generate(model, inputs, prefill_chunk_size=33)[0], atol=2e-4, rtol=0
-    )
+
+
+@pytest.mark.parametrize("policy", ["prefixkv", "h2o"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_in_chunks(name, policy):
+    """Each chunk is masked as the model masks it, pictures that see all of themselves too."""
+    model = model_of(name)
+    inputs = inputs_of(model, "padded")
+    try:
+        expected, tokens, _ = generate(model, inputs, prefill_chunk_size=33)
+    except RuntimeError as error:  # Qwen's, in transformers 5.17
+        pytest.skip(f"the plain model cannot take a prompt in chunks: {error}")
+    with mmkv.wrapped(model, policy, 1.0, **short(policy)):
+        logits, got, _ = generate(model, inputs, prefill_chunk_size=33)
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
+    assert torch.equal(got, tokens)
+    with mmkv.wrapped(model, policy, 0.4, **short(policy)), recorded(model) as held:
+        logits, tokens, _ = generate(model, inputs, prefill_chunk_size=33)
+    with seeing(model, held, chunks=-(-inputs["input_ids"].shape[1] // 33)):
+        expected = fed(model, inputs, tokens, prefill_chunk_size=33)[0]
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("policy", ["prefixkv", "h2o"])
@@ -93,6 +118,8 @@ def test_full_budget_is_identity(name, policy):
 def test_a_second_turn_equals_masking(name, picture, policy):
     """A conversation goes on: positions count what was said, not what was kept."""
     model = model_of(name)
+    if picture:
+        needs_encoder_outputs(model)
     inputs = inputs_of(model, "one")
     with mmkv.wrapped(model, policy, 0.4, **short(policy)), recorded(model) as held:
         first, words, cache = generate(model, inputs)
@@ -110,6 +137,7 @@ def test_eager_models_too(name):
     """Masks are numbers there, not bool."""
     name = next(x for x in NAMES if x.startswith(name))
     model = zoo.make(name, "eager")
+    needs_encoder_outputs(model)
     inputs = inputs_of(model, "one")
     with mmkv.wrapped(model, "prefixkv", 0.4, **short("prefixkv")), recorded(model) as held:
         first, words, cache = generate(model, inputs)

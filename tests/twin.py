@@ -107,11 +107,11 @@ def hide(attn, args, kwargs):
 
 
 @contextmanager
-def seeing(model, held, inv_freq=None):
-    """The plain model, its passes after the first seeing only what was `held` before them."""
+def seeing(model, held, inv_freq=None, chunks=1):
+    """The plain model, its passes after the prompt's seeing only what was `held` before them."""
     decoder = model.get_decoder()
     before = decoder.config._attn_implementation
-    kept = iter([{}, *held])
+    kept = iter([{}] * chunks + held)
     _state["inv_freq"] = inv_freq
     hooks = [decoder.register_forward_pre_hook(lambda *_: _state.update(kept=next(kept)))]
     decoder.config._attn_implementation_internal = "test_models"
