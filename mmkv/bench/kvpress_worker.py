@@ -16,6 +16,7 @@ import json
 import os
 import sys
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -71,21 +72,15 @@ def _load(state: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(state: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
     model, press = state["model"], _press(asked["press"])
     ids = state["models"].make_prompt(model, asked["batch"], asked["prompt"])
     with _attention(model, "eager" if asked["press"].get("eager") else "sdpa"), press(model):
         run = state["measure"].run_once(model, ids, asked["new"], trace=asked["trace"])
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
     return dataclasses.asdict(run)
 
 
 def _press(spec: dict[str, Any]) -> Any:
-    import kvpress
-
-    cls = getattr(kvpress, spec["name"])
+    cls = getattr(import_module("kvpress"), spec["name"])
     if "inner" in spec:
         return cls(_press(spec["inner"]), **spec["options"])
     return cls(**spec["options"])

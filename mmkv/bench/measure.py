@@ -8,9 +8,10 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,11 +60,10 @@ def run_once(model: Any, ids: Tensor, new: int, *, trace: bool = False) -> Run:
         trace: on the CPU, take the peaks from the allocator's events; such a run is slower. On a
             GPU the allocator counts them always.
     """
-    gpu = ids.device.type == "cuda"
+    gpu, before = ids.device.type == "cuda", 0
     seen: dict[str, Any] = {}
     gc.collect()
     if gpu:
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(ids.device)
         before = torch.cuda.memory_allocated(ids.device)
 
@@ -256,8 +256,9 @@ def trace_step(model: Any, ids: Tensor, *, at: int = 3) -> Step:
     return Step(sum(counter.sizes), max(counter.sizes), counter.ops, held)
 
 
+@cache
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a large copy reads and writes, the best of several."""
+    """Bytes a second that a large copy reads and writes, the best of several; measured once."""
     size = 1 << (31 if device.type == "cuda" else 27)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -270,8 +271,4 @@ def copy_bandwidth(device: torch.device) -> float:
         return time.perf_counter() - start
 
     once()
-    return 2 * size / _best(once, 8)
-
-
-def _best(measure: Callable[[], float], times: int) -> float:
-    return min(measure() for _ in range(times))
+    return 2 * size / min(once() for _ in range(8))

@@ -137,7 +137,7 @@ def make(shape: Shape, device: str, dtype: str = "auto", seed: int = 0) -> Any:
         "llava": (hf.LlamaConfig, hf.LlavaForConditionalGeneration),
     }
     configure, build = classes[shape.kind]
-    config = configure(**shape.text, tie_word_embeddings=False)
+    config: Any = configure(**shape.text, tie_word_embeddings=False)
     if shape.kind == "llava":
         config = hf.LlavaConfig(
             text_config=config,

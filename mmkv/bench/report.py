@@ -206,10 +206,11 @@ class Result:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Result:
         """Back from `to_dict`."""
-        rows = [
+        plain: dict[str, Any] = dict(data)
+        plain["rows"] = [
             RowResult(**{k: v for k, v in row.items() if k != "summary"}) for row in data["rows"]
         ]
-        return cls(**(data | {"rows": rows}))
+        return cls(**plain)
 
     def table(self) -> Table:
         """A table for the terminal."""

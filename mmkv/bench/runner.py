@@ -207,8 +207,6 @@ class Bench:
         if row.kind == "kvpress":
             assert self.worker is not None
             assert row.press is not None
-            if self.gpu:
-                torch.cuda.empty_cache()
             return self.worker.run(row.press, batch, self.setting.prompt, new, trace=trace)
         ids = models.make_prompt(self.model, batch, self.setting.prompt)
         with self._ready(row):
