@@ -329,3 +329,14 @@ def test_falcon_is_left_as_it_was():
     with mmkv.wrapped(model, "prefixkv", 0.5):
         pass
     assert "forward" not in vars(attn)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_beams_at_full_budget_are_the_plain_beams(name):
+    """Rows move with everything they have, in layers that slide too."""
+    model = model_of(name)
+    inputs = inputs_of(model, "padded")
+    options = {"max_new_tokens": 6, "num_beams": 3, "num_return_sequences": 2, "do_sample": False}
+    expected = model.generate(**inputs, **options)
+    with mmkv.wrapped(model, "adakv", 1.0, **short("adakv")):
+        assert torch.equal(model.generate(**inputs, **options), expected)
