@@ -156,6 +156,7 @@ def build_model(processor: LlavaProcessor, seed: int = 0) -> LlavaForConditional
     model = LlavaForConditionalGeneration(config)
     with torch.no_grad():
         _start_lookup(model)
+        _start_counting(model, tokenizer)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.bos_token_id = tokenizer.bos_token_id
@@ -227,3 +228,49 @@ def _start_lookup(model: LlavaForConditionalGeneration) -> None:
                 attention.q_proj.weight[span] *= 0.25
                 attention.q_proj.weight[span] += 1.6 * rows
                 attention.o_proj.weight[:, span] = 0.5 * copy
+
+
+def _start_counting(
+    model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Write a picture counter into the last key-value head of text layer 0, in place.
+
+    Every token attends to the latest number or ordinal before it (" 2" in "Picture 2:", or
+    " second") and writes which one it is, so that image tokens and questions that belong together
+    carry the same mark. Keys and values are fitted to the word embeddings by least squares.
+    """
+    import torch
+
+    text = model.model.language_model
+    hidden, half = text.config.hidden_size, HEAD_DIM // 2
+    marks = [tokenizer.encode(w)[-1] for w in (" 1", " 2", " 3", " first", " second", " third")]
+    embedding = text.layers[0].input_layernorm(text.embed_tokens.weight)
+    inputs = torch.cat([embedding, torch.ones(len(embedding), 1)], dim=1)
+    wanted = torch.zeros(len(embedding), 4)  # is it a mark; is it 1, 2 or 3
+    weight = torch.ones(len(embedding), 1)
+    for i, token in enumerate(marks):
+        wanted[token, [0, 1 + i % 3]] = 1.0
+        weight[token] = 200.0
+    gram = inputs.T @ (weight * inputs) + 1e-3 * torch.eye(hidden + 1)
+    fit = torch.linalg.solve(gram, inputs.T @ (weight * wanted))
+
+    attention = text.layers[0].self_attn
+    head = text.config.num_key_value_heads - 1
+    keys = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
+    queries = slice(2 * head * HEAD_DIM, (2 * head + 1) * HEAD_DIM)
+    both = slice(2 * head * HEAD_DIM, (2 * head + 2) * HEAD_DIM)
+    # Slow rotary pairs make a mark score 60 at any distance; pair 7, a quarter turn ahead, takes
+    # up to 30 off with the distance, so that the latest mark wins.
+    key, query = torch.zeros(HEAD_DIM), torch.zeros(HEAD_DIM)
+    key[12:16], key[7] = 3.0, 6.0
+    query[12:16], query[half + 7] = 60 * HEAD_DIM**0.5 / 12, 30 * HEAD_DIM**0.5 / 6
+    attention.q_proj.weight[queries] = 0
+    attention.q_proj.bias[queries] = query
+    attention.k_proj.weight[keys] = key[:, None] * fit[:hidden, 0]
+    attention.k_proj.bias[keys] = key * fit[hidden, 0]
+    attention.v_proj.weight[keys] = 0
+    attention.v_proj.weight[keys][:3] = fit[:hidden, 1:].T
+    attention.v_proj.bias[keys][:3] = fit[hidden, 1:]
+    attention.o_proj.weight[:, both] = 0
+    write = torch.linalg.qr(torch.randn(hidden, 3)).Q
+    attention.o_proj.weight[:, queries][:, :3] = 2.0 * write
