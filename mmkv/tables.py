@@ -1,7 +1,8 @@
-"""The policy table, made from the registry: for the terminal and, as Markdown, for the README."""
+"""The tables of policies and of models: for the terminal and, as Markdown, for the README."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -110,10 +111,21 @@ def _table(columns: tuple[str, ...]) -> Table:
 def policy_markdown() -> str:
     """The same table in Markdown; the README holds it, and a test compares the two."""
     rows = [(_code(row.names), *row.parts, row.paper, _code(row.options)) for row in policy_rows()]
-    lines = [f"| {' | '.join(x)} |" for x in (COLUMNS, ("---",) * len(COLUMNS), *rows)]
     also = _code(_texts(shared_options()))
-    lines += ["", f"Every policy but `full` also has {also}."]
-    return "\n".join(lines) + "\n"
+    return _markdown(COLUMNS, rows) + f"\nEvery policy but `full` also has {also}.\n"
+
+
+def model_markdown() -> str:
+    """Every known model class, from the adapters; the README holds it, and a test compares."""
+    from mmkv import adapters
+
+    rows = [(f"`{x['class']}`", x["status"], x["compressed"]) for x in adapters.table()]
+    return _markdown(("class", "status", "what is compressed"), rows)
+
+
+def _markdown(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = (columns, ("---",) * len(columns), *rows)
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _code(texts: tuple[str, ...]) -> str:

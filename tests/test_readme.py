@@ -28,6 +28,11 @@ def test_policy_table_is_the_registrys():
     assert shown == tables.policy_markdown(), "put in the output of: mmkv policies --markdown"
 
 
+def test_model_table_is_the_adapters():
+    shown = between("<!-- models -->\n", "<!-- /models -->")
+    assert shown == tables.model_markdown(), "put in what mmkv.tables.model_markdown() gives"
+
+
 def test_code_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict = {}
