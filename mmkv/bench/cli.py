@@ -120,7 +120,7 @@ def bench_command(
 def _settings(given: dict[str, Any], preset: str | None, eager: bool) -> list[Setting]:
     """The presets asked for, or one setting of the user's own."""
     from mmkv.bench.presets import PRESETS, Setting
-    from mmkv.bench.runner import make_rows
+    from mmkv.bench.rows import make_rows
     from mmkv.chat import parse_budget
 
     if preset is None:
@@ -177,7 +177,7 @@ def _run(
     toy: bool,
 ) -> None:
     """Measure setting after setting; the JSON is written after each."""
-    from mmkv.bench.presets import Verdict, break_even_lines
+    from mmkv.bench.presets import Verdict, lines_below
     from mmkv.bench.report import save
     from mmkv.bench.rival import Worker
     from mmkv.bench.runner import Bench
@@ -213,7 +213,7 @@ def _run(
             save(out, results, [{"setting": s, **dataclasses.asdict(v)} for s, v in verdicts])
             _tell("")
             console.print(result.table(), markup=False)
-            for line in [*break_even_lines(result), *map(str, found)]:
+            for line in [*lines_below(result), *map(str, found)]:
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
     finally:
         if worker is not None:
@@ -227,6 +227,7 @@ def _load(name: str, device: str, dtype: str, worker: Worker | None, *, toy: boo
 
     from mmkv import chat
     from mmkv.bench import models
+    from mmkv.bench.rival import WorkerError
 
     if name.endswith("-random") and name not in models.SHAPES:
         raise ValueError(f"model {name!r}: expected one of {', '.join(models.SHAPES)}")
@@ -242,7 +243,10 @@ def _load(name: str, device: str, dtype: str, worker: Worker | None, *, toy: boo
         there = {"path": str(WEIGHTS) if name == "builtin" else name}
     if worker is not None:
         there_dtype = str(model.dtype).removeprefix("torch.")
-        worker.load(there, device, there_dtype, torch.get_num_threads())
+        try:
+            worker.load(there, device, there_dtype, torch.get_num_threads())
+        except WorkerError as error:
+            raise ValueError(f"--kvpress-python: {error}") from None
     return model
 
 

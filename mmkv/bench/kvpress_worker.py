@@ -12,6 +12,7 @@ A failure is {"error": "...", "memory": whether memory ran out}. The end of the 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -68,6 +69,8 @@ def _load(state: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
         if chosen != "auto":
             chosen = getattr(torch, chosen)
         state["model"] = maker.from_pretrained(path, dtype=chosen).to(asked["device"]).eval()
+    gc.collect()
+    gc.freeze()
     return {"versions": {n: _version(n) for n in ("kvpress", "transformers", "torch")}}
 
 

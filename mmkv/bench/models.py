@@ -13,6 +13,11 @@ import transformers as hf
 from torch import Tensor
 
 Fields = dict[str, Any]
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 _LLAMA_7B: Fields = {
     "hidden_size": 4096,
@@ -128,8 +133,8 @@ def make(shape: Shape, device: str, dtype: str = "auto", seed: int = 0) -> Any:
     """
     where = torch.device(device)
     name = shape.dtype[where.type != "cpu"] if dtype == "auto" else dtype
-    chosen = getattr(torch, name, None)
-    if not isinstance(chosen, torch.dtype):
+    chosen = _DTYPES.get(name)
+    if chosen is None:
         raise ValueError(f"dtype {dtype!r}: expected auto, float32, bfloat16 or float16")
     classes: dict[str, tuple[Any, Any]] = {
         "llama": (hf.LlamaConfig, hf.LlamaForCausalLM),

@@ -312,11 +312,16 @@ PRESETS: dict[str, tuple[Setting, ...]] = {
 }
 
 
-def break_even_lines(result: Result) -> list[str]:
-    """One line a row: from how many decoded tokens on it is faster than the unwrapped model."""
+def lines_below(result: Result) -> list[str]:
+    """One line a policy: from how many decoded tokens on it is faster than the unwrapped model.
+
+    And one for each row that has no numbers, why.
+    """
     lines: list[str] = []
     for row in result.rows:
         found = result.summary(row)
+        if row.note:
+            lines.append(f"{row.label}: {row.note}")
         if "pays_from_steps" in found and row.kind == "policy":
             lines.append(_break_even_line(row, found["pays_from_steps"], result))
     return lines

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _FORMAT, _VERSION = "mmkv-bench", 1
+_SHORT = 16  # a note this long fits into the table
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,7 @@ class Result:
     def _cells(self, row: RowResult) -> list[str]:
         found = self.summary(row)
         if not found:
-            return [row.note]
+            return [row.note if len(row.note) <= _SHORT else "see below"]
         cells = [
             _interval(found["prefill_ms"]),
             _interval(found["step_ms"]),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,8 @@ from mmkv.bench import measure, models
 from mmkv.bench.measure import Run
 from mmkv.bench.presets import Setting
 from mmkv.bench.report import Result, RowResult
-from mmkv.bench.rival import Worker, WorkerError, nearest_press, press_label
+from mmkv.bench.rival import Worker, WorkerError
+from mmkv.bench.rows import Row, falling_profile, interleave, make_rows, parse
 
 T = TypeVar("T")
 # Tokens of a warm-up: enough for kernels to be compiled and for runs in graphs to begin.
@@ -26,67 +27,6 @@ _WARM_GPU, _WARM_CPU = 48, 4
 _FEWEST_NEW = 32
 _GROWTH_BUDGET = 0.6
 _LARGEST_BATCH = 512
-
-
-@dataclass(frozen=True)
-class Row:
-    """What takes turns.
-
-    Attributes:
-        label: what the table calls it.
-        kind: "unwrapped", "policy" or "kvpress".
-        name: the attention implementation, the policy, or the press.
-        budget: what is kept; None where nothing is evicted.
-        options: of the policy, "profile" among them.
-        press: as kvpress's worker takes it.
-    """
-
-    label: str
-    kind: str
-    name: str
-    budget: float | int | None = None
-    options: dict[str, Any] = field(default_factory=dict[str, Any])
-    press: dict[str, Any] | None = None
-
-
-def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
-    """A setting's rows, in the order of their turns.
-
-    Raises:
-        ValueError: an unknown policy or option, or a value out of range.
-    """
-    from mmkv.registry import get_policy
-
-    rows = [Row("unwrapped sdpa", "unwrapped", "sdpa")]
-    if setting.eager:
-        rows.append(Row("unwrapped eager", "unwrapped", "eager"))
-    presses: list[Row] = []
-    for text in setting.policies:
-        name, options = _parsed(text)
-        policy = get_policy(name, **{k: v for k, v in options.items() if k != "profile"})
-        label = ":".join([policy.name, *text.split(":")[1:]])
-        if policy.keeps_all or policy.retention is not None:
-            rows.append(Row(label, "policy", policy.name, None, options))
-            continue
-        for budget in setting.budgets:
-            rows.append(Row(f"{label} {budget:g}", "policy", policy.name, budget, options))
-            press = nearest_press(policy, budget, setting.prompt)
-            wanted = setting.presses is None or label in setting.presses
-            if kvpress and wanted and press is not None:
-                title = f"kvpress {press_label(press)} {budget:g}"
-                if all(r.label != title for r in presses):
-                    presses.append(Row(title, "kvpress", press_label(press), budget, {}, press))
-    doubled = {r.label for r in rows if [x.label for x in rows].count(r.label) > 1}
-    if doubled:
-        raise ValueError(f"--policies names a row twice: {', '.join(sorted(doubled))}")
-    return rows + presses
-
-
-def interleave(rows: Sequence[T], rounds: int) -> Generator[tuple[int, T]]:
-    """(round, row) in the order of the turns: every row once, then every row again."""
-    for turn in range(rounds):
-        for row in rows:
-            yield turn, row
 
 
 class Bench:
@@ -140,6 +80,15 @@ class Bench:
 
     def run(self) -> Result:
         """Warm up, take turns, count allocations."""
+        # Python's own collections then pass over what was there before.
+        gc.collect()
+        gc.freeze()
+        try:
+            return self._run()
+        finally:
+            gc.unfreeze()
+
+    def _run(self) -> Result:
         batch, result = self.setting.batch, self.result
         result.rows = [
             RowResult(r.label, r.kind, r.name, r.budget, dict(r.options), batch, self.new)
@@ -167,11 +116,10 @@ class Bench:
         if self.setting.growth and not self.gpu:
             self._count()
         if batch:
+            ids = models.make_prompt(self.model, batch, self.setting.prompt)
             with _attention(self.model, "sdpa"):
-                ids = models.make_prompt(self.model, batch, self.setting.prompt)
-                result.plain_peak_bytes = self._guarded(
-                    None, lambda: measure.plain_peak(self.model, ids)
-                )
+                peak = self._guarded(None, lambda: measure.plain_peak(self.model, ids))
+            result.plain_peak_bytes = peak
         return result
 
     def _warm_up(self, row: Row, found: RowResult) -> float:
@@ -279,7 +227,7 @@ class Bench:
         """How a decode step's tensors grow with the cache, on one sequence."""
         for text in self.setting.growth:
             self.tell(f"{self.result.name}: counting the tensors of {text}'s decode step")
-            name, options = _parsed(text)
+            name, options = parse(text)
             row = Row(text, "policy", name, _GROWTH_BUDGET, options)
             steps: list[measure.Step] = []
             for prompt in self.setting.growth_prompts:
@@ -329,17 +277,6 @@ def largest_batch(peak: Callable[[int], int | None], free: int, most: int) -> in
     return batch
 
 
-def falling_profile(layers: int, budget: float | int | None) -> Any:
-    """A made-up profile: the first layer keeps 1.5 times the budget, the last half of it."""
-    from mmkv.profiles import Profile
-
-    if not isinstance(budget, float):
-        raise ValueError(f"profile=falling needs a fraction as its budget, not {budget!r}")
-    spread = min(0.5, 1 / budget - 1)
-    steps = [2 * i / max(1, layers - 1) - 1 for i in range(layers)]
-    return Profile(tuple(budget * (1 - spread * s) for s in steps), budget=budget)
-
-
 def free_memory() -> int:
     """Bytes of memory that are free or can be freed."""
     try:
@@ -349,15 +286,6 @@ def free_memory() -> int:
     except OSError:
         pass
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _parsed(text: str) -> tuple[str, dict[str, Any]]:
-    """A policy's name and options from "name:option=value"."""
-    from mmkv.chat import parse_options
-
-    name, *pairs = text.strip().split(":")
-    own = dict(p.split("=", 1) for p in pairs if p.startswith("profile="))
-    return name, parse_options(name, [p for p in pairs if not p.startswith("profile=")]) | own
 
 
 @contextmanager

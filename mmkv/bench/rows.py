@@ -1,0 +1,93 @@
+"""What takes turns: the unwrapped model, policies at budgets, and their nearest presses."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from mmkv.bench.presets import Setting
+from mmkv.bench.rival import nearest_press, press_label
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What takes turns.
+
+    Attributes:
+        label: what the table calls it.
+        kind: "unwrapped", "policy" or "kvpress".
+        name: the attention implementation, the policy, or the press.
+        budget: what is kept; None where nothing is evicted.
+        options: of the policy, "profile" among them.
+        press: as kvpress's worker takes it.
+    """
+
+    label: str
+    kind: str
+    name: str
+    budget: float | int | None = None
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    press: dict[str, Any] | None = None
+
+
+def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
+    """A setting's rows, in the order of their turns.
+
+    Raises:
+        ValueError: an unknown policy or option, or a value out of range.
+    """
+    from mmkv.registry import get_policy
+
+    rows = [Row("unwrapped sdpa", "unwrapped", "sdpa")]
+    if setting.eager:
+        rows.append(Row("unwrapped eager", "unwrapped", "eager"))
+    presses: list[Row] = []
+    for text in setting.policies:
+        name, options = parse(text)
+        policy = get_policy(name, **{k: v for k, v in options.items() if k != "profile"})
+        label = ":".join([policy.name, *text.split(":")[1:]])
+        if policy.keeps_all or policy.retention is not None:
+            rows.append(Row(label, "policy", policy.name, None, options))
+            continue
+        for budget in setting.budgets:
+            rows.append(Row(f"{label} {budget:g}", "policy", policy.name, budget, options))
+            press = nearest_press(policy, budget, setting.prompt)
+            wanted = setting.presses is None or label in setting.presses
+            if kvpress and wanted and press is not None:
+                title = f"kvpress {press_label(press)} {budget:g}"
+                if all(r.label != title for r in presses):
+                    presses.append(Row(title, "kvpress", press_label(press), budget, {}, press))
+    doubled = {r.label for r in rows if [x.label for x in rows].count(r.label) > 1}
+    if doubled:
+        raise ValueError(f"--policies names a row twice: {', '.join(sorted(doubled))}")
+    return rows + presses
+
+
+def interleave(rows: Sequence[T], rounds: int) -> Generator[tuple[int, T]]:
+    """(round, row) in the order of the turns: every row once, then every row again."""
+    for turn in range(rounds):
+        for row in rows:
+            yield turn, row
+
+
+def falling_profile(layers: int, budget: float | int | None) -> Any:
+    """A made-up profile: the first layer keeps 1.5 times the budget, the last half of it."""
+    from mmkv.profiles import Profile
+
+    if not isinstance(budget, float):
+        raise ValueError(f"profile=falling needs a fraction as its budget, not {budget!r}")
+    spread = min(0.5, 1 / budget - 1)
+    steps = [2 * i / max(1, layers - 1) - 1 for i in range(layers)]
+    return Profile(tuple(budget * (1 - spread * s) for s in steps), budget=budget)
+
+
+def parse(text: str) -> tuple[str, dict[str, Any]]:
+    """A policy's name and options from "name:option=value"."""
+    from mmkv.chat import parse_options
+
+    name, *pairs = text.strip().split(":")
+    own = dict(p.split("=", 1) for p in pairs if p.startswith("profile="))
+    return name, parse_options(name, [p for p in pairs if not p.startswith("profile=")]) | own
