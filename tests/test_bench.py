@@ -100,11 +100,27 @@ class TestNumbers:
         assert measure.peaks(events) == (6, 6)
 
     def test_the_largest_batch_from_two_sizes(self):
-        peak = {n: 100 + 50 * n for n in range(1, 20)}
-        assert runner.largest_batch(peak.get, 1000, 64) == 17
-        assert runner.largest_batch(peak.get, 1000, 8) == 8
-        assert runner.largest_batch(lambda n: 50 * n if n < 12 else None, 1000, 64) == 11
-        assert runner.largest_batch(lambda n: None, 1000, 64) == 1
+        assert runner.largest_batch(150, 200, 1000, 64) == 17
+        assert runner.largest_batch(150, 200, 1000, 8) == 8
+        assert runner.largest_batch(2000, 3000, 1000, 8) == 1
+        assert runner.largest_batch(150, None, 1000, 64) == 1
+
+    def test_a_batch_that_did_not_fit_shrinks(self, model, monkeypatch):
+        real = runner.Bench._once
+
+        def once(self, row, batch, new, *, trace=False):
+            if batch > 12:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return real(self, row, batch, new, trace=trace)
+
+        monkeypatch.setattr(runner.Bench, "_once", once)
+        monkeypatch.setattr(runner, "largest_batch", lambda *args: 14)
+        found = bench(model, batch=0, prompt=80, policies=("full",), eager=False, rounds=1).run()
+        assert [(r.batch, r.note, len(r.step_s)) for r in found.rows] == [(12, "", 1)] * 2
+        found = bench(model, batch=14, prompt=80, policies=("full",), eager=False, rounds=1).run()
+        assert [r.note for r in found.rows] == ["out of memory"] * 2
+        assert found.base is None
+        assert "out of memory" in presets.lines_below(found)[0]
 
     def test_the_made_up_profile_spends_its_budget(self):
         for budget, layers in itertools.product((0.2, 0.8, 1.0), (2, 3, 12)):
@@ -194,7 +210,9 @@ class TestSteps:
 
     def test_counts(self, model):
         snap = self.growth(model, "snapkv")
-        assert (snap["nbytes"], snap["ops"]) == (0, 0)
+        assert snap["ops"] == 0
+        # The model's own mask may have a byte a token; a layer's has one for each of its slots.
+        assert snap["nbytes"] < 0.5 * snap["slots"]
         assert snap["slots"] == pytest.approx(4 * 0.6 * 96, rel=0.02)  # of four heads
         # A step that weighs what it attends to has one float per head and slot at least.
         assert self.growth(model, "h2o")["nbytes"] >= 4 * snap["slots"]

@@ -27,6 +27,7 @@ _WARM_GPU, _WARM_CPU = 48, 4
 _FEWEST_NEW = 32
 _GROWTH_BUDGET = 0.6
 _LARGEST_BATCH = 512
+_NO_MEMORY = "out of memory"
 
 
 class Bench:
@@ -95,7 +96,9 @@ class Bench:
             for r in self.rows
         ]
         pairs = list(zip(self.rows, result.rows, strict=True))
-        seconds = sum(self._warm_up(row, found) for row, found in pairs)
+        costs = [self._warm_up(row, found) for row, found in pairs]
+        # A first run may have compiled kernels: no row takes much longer than the unwrapped one.
+        seconds = sum(min(c, 1.5 * costs[0]) if costs[0] else c for c in costs)
         pairs = [(row, found) for row, found in pairs if not found.note]
         self._fit_tokens(pairs, seconds)
         last = 0.0
@@ -128,14 +131,19 @@ class Bench:
             found.note = why
             return 0.0
         self.tell(f"{self.result.name}: warm-up, {row.label}")
-        if found.batch == 0:
-            found.batch = largest_batch(
-                lambda n: self._guarded(None, lambda: self._peak(row, n)),
-                self._free(),
-                _LARGEST_BATCH if self.memory is None else 4,
-            )
         new = min(self.new, _WARM_GPU if self.gpu else _WARM_CPU)
+        largest = found.batch == 0
+        if largest:
+            peaks = [
+                self._guarded(None, lambda n=n: self._once(row, n, 2, trace=True)) for n in (1, 2)
+            ]
+            one, two = (None if run is None else run.peak_bytes for run in peaks)
+            most = _LARGEST_BATCH if self.memory is None else 4
+            found.batch = largest_batch(one, two, self._free(), most)
         run = self._guarded(found, lambda: self._once(row, found.batch, new, trace=True))
+        while run is None and largest and found.batch > 1 and found.note == _NO_MEMORY:
+            found.note, found.batch = "", int(found.batch * 0.9)
+            run = self._guarded(found, lambda: self._once(row, found.batch, new, trace=True))
         if run is None:
             return 0.0
         found.prefill_peak_bytes, found.peak_bytes = run.prefill_peak_bytes, run.peak_bytes
@@ -176,9 +184,6 @@ class Bench:
         with wrapped(self.model, row.name, row.budget, profile=profile, **options):
             yield
 
-    def _peak(self, row: Row, batch: int) -> int | None:
-        return self._once(row, batch, 2, trace=True).peak_bytes
-
     def _guarded(self, found: RowResult | None, work: Callable[[], T]) -> T | None:
         """What `work` gives; None and a note on the row where it does not fit or cannot be done."""
         try:
@@ -189,7 +194,7 @@ class Bench:
                 short = error.memory
             if not short and (found is None or not isinstance(error, ValueError | WorkerError)):
                 raise
-            why = "out of memory" if short else " ".join(str(error).split())
+            why = _NO_MEMORY if short else " ".join(str(error).split())
         if found is not None:
             found.note = why
             found.prefill_s, found.step_s = [], []
@@ -259,22 +264,19 @@ def step_growth(
     }
 
 
-def largest_batch(peak: Callable[[int], int | None], free: int, most: int) -> int:
-    """The largest batch that fits, from what one and two sequences take at their peak.
+def largest_batch(one: int | None, two: int | None, free: int, most: int) -> int:
+    """About the largest batch that fits, from what one and two sequences take at their peak.
 
     Args:
-        peak: bytes that a batch takes at its peak; None if it does not fit.
+        one: bytes at the peak of one sequence; None if it does not fit.
+        two: bytes at the peak of two.
         free: bytes there are.
         most: the largest to try.
     """
-    one, two = peak(1), peak(2)
     if one is None or two is None:
         return 1
     fits = 1 + int(max(0.0, 0.95 * free - one) // max(1, two - one))
-    batch = max(1, min(fits, most))
-    while batch > 1 and peak(batch) is None:
-        batch = int(batch * 0.9)
-    return batch
+    return max(1, min(fits, most))
 
 
 def free_memory() -> int:
