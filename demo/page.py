@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Generator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ _PAD = """{{#if value}}<div class="mm-pad"><div class="mm-pad-view">
 <canvas role="img" aria-label="Draw on the picture with a mouse, a finger or a pen"></canvas>
 </div></div><div class="mm-tools"><div class="mm-pens" role="group" aria-label="Colours"></div>
 <button type="button" class="mm-undo">Undo</button>
-<button type="button" class="mm-erase">Erase drawing</button></div>
+<button type="button" class="mm-erase">Erase</button></div>
 {{else}}<div class="mm-pad-none">No picture yet</div>{{/if}}"""
 _CHOOSE = """element.addEventListener('click', (event) => {
   const button = event.target.closest('[data-index]');
@@ -60,6 +61,16 @@ _quick: dict[str, Any] = {
 }
 
 
+class Upload(gr.UploadButton):
+    """An upload button that hands on the file's path; Gradio's own leaves an empty file beside."""
+
+    is_template = True  # the page shows it as its base class
+
+    def preprocess(self, payload: Any) -> str | None:
+        """Where the upload lies."""
+        return getattr(payload, "path", None)
+
+
 def theme() -> gr.Theme:
     """Calm greys and the fonts of the system: nothing is fetched."""
     return Default(
@@ -68,6 +79,13 @@ def theme() -> gr.Theme:
         radius_size="md",
         font=["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"],
         font_mono=["ui-monospace", "Menlo", "Consolas", "monospace"],
+    ).set(  # the default greys and teal are too pale to read
+        body_text_color_subdued="*neutral_500",
+        block_info_text_color="*neutral_500",
+        input_placeholder_color="*neutral_500",
+        button_primary_background_fill="*primary_700",
+        button_primary_background_fill_hover="*primary_800",
+        slider_color="*primary_700",
     )
 
 
@@ -83,8 +101,8 @@ def build(engines: Engines) -> gr.Blocks:
     with gr.Blocks(title="mmkv image chat", analytics_enabled=False, fill_width=True) as page:
         state: gr.State = gr.State(None, delete_callback=_leave)
         gr.HTML(_HEADER)
-        with gr.Row(equal_height=False):
-            with gr.Column(scale=4, min_width=300):
+        with gr.Row(elem_id="main"):
+            with gr.Column(min_width=0, elem_id="input"):
                 pad = gr.HTML(
                     "",
                     html_template=_PAD,
@@ -92,7 +110,7 @@ def build(engines: Engines) -> gr.Blocks:
                     elem_id="pad",
                 )
                 with gr.Row():
-                    upload = gr.UploadButton(
+                    upload = Upload(
                         "Upload a picture", file_types=["image"], size="sm", elem_id="upload"
                     )
                     blank = gr.Button("Blank sheet", size="sm")
@@ -111,6 +129,17 @@ def build(engines: Engines) -> gr.Blocks:
                 problem = gr.HTML(
                     "", js_on_load=_ANNOUNCE.format("alert", "assertive"), elem_id="problem"
                 )
+            with gr.Column(min_width=0, elem_id="answers"):
+                talk = gr.HTML(views.conversation([]), elem_id="talk")
+                status = gr.HTML(
+                    "", js_on_load=_ANNOUNCE.format("status", "polite"), elem_id="status"
+                )
+                with gr.Column(visible=False, elem_id="outcome") as outcome:
+                    layer = gr.Slider(0, 1, value=0, step=1, label="Layer", elem_id="layer")
+                    lit = gr.HTML(elem_id="patches")
+                    bars = gr.HTML(elem_id="bars")
+                    words = gr.HTML(elem_id="words")
+            with gr.Column(min_width=0, elem_id="settings"):
                 policy = gr.Dropdown(
                     list_policies(), value=_POLICY, label="Policy", elem_id="policy"
                 )
@@ -128,29 +157,19 @@ def build(engines: Engines) -> gr.Blocks:
                     info="Keep the prompt's text; only picture tokens compete",
                     elem_id="protect",
                 )
-                with gr.Accordion("Answer", open=False):
+                with gr.Accordion("Length, sampling, model", open=False):
                     longest = gr.Slider(1, MOST_TOKENS, value=80, step=1, label="Max new tokens")
                     temperature = gr.Slider(
                         0, 2, value=0, step=0.05, label="Temperature", info="0 is greedy"
                     )
                     model = gr.Dropdown(
-                        [(_short(x), x) for x in engines.names],
+                        engines.names,
                         value=engines.names[0],
                         label="Model",
                         info="Another model starts a new conversation",
                     )
                 with gr.Accordion("Options of the policy", open=False):
                     controls = {x.name: _control(x) for x in known}
-            with gr.Column(scale=7, min_width=300):
-                talk = gr.HTML(views.conversation([]), elem_id="talk")
-                status = gr.HTML(
-                    "", js_on_load=_ANNOUNCE.format("status", "polite"), elem_id="status"
-                )
-                with gr.Column(visible=False, elem_id="outcome") as outcome:
-                    layer = gr.Slider(0, 1, value=0, step=1, label="Layer", elem_id="layer")
-                    lit = gr.HTML(elem_id="patches")
-                    bars = gr.HTML(elem_id="bars")
-                    words = gr.HTML(elem_id="words")
 
         def example(session: Session | None, event: gr.EventData) -> tuple[Any, str]:
             return _example(samples, session, event)
@@ -191,11 +210,6 @@ def build(engines: Engines) -> gr.Blocks:
         layer.input(_layer, [state, layer], [lit], **last)
     page.queue(default_concurrency_limit=USERS, max_size=8 * USERS, api_open=False)
     return page
-
-
-def _short(name: str) -> str:
-    """A folder's last part: users need not learn where it lies."""
-    return Path(name).name if os.path.isdir(name) else name
 
 
 def _control(option: options.Option) -> Any:
@@ -240,14 +254,20 @@ def _pad_of(session: Session) -> str:
 
 
 def _uploaded(session: Session | None, path: str | None) -> tuple[Any, str]:
-    if session is None or path is None:
-        return gr.skip(), views.message(_LOST if session is None else "no file arrived")
+    folder = Path(os.environ["GRADIO_TEMP_DIR"]).resolve()
+    file = None if path is None else Path(path).resolve()
+    if file is None or not file.is_relative_to(folder) or not file.is_file():
+        return gr.skip(), views.message("no file arrived: upload it again")
     try:
-        session.use(read_upload(path))
+        if session is None:
+            raise ValueError(_LOST)
+        session.use(read_upload(file))
     except ValueError as error:
         return gr.skip(), views.message(str(error))
     finally:
-        Path(path).unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
+        with suppress(OSError):  # two uploads of the same file share the folder
+            file.parent.rmdir()
     return _pad_of(session), ""
 
 

@@ -103,10 +103,19 @@ class Engines:
     Args:
         names: as for `mmkv.chat.load`; only these can be chosen.
         load: makes one of a name.
+
+    Attributes:
+        names: as the page shows them.
     """
 
     def __init__(self, names: Sequence[str], load: Callable[[str], chat.Loaded]) -> None:
-        self.names = list(dict.fromkeys(names))
+        # A folder goes by its last part: where it lies is nobody's business on the page.
+        short = [Path(x).name if Path(x).is_dir() else x for x in names]
+        self._paths = {
+            x if short.count(x) == 1 else f"{x} ({i})": path
+            for i, (x, path) in enumerate(zip(short, names, strict=True), start=1)
+        }
+        self.names = list(self._paths)
         self._load, self._made = load, dict[str, Engine]()
         self._lock = threading.Lock()
 
@@ -120,7 +129,7 @@ class Engines:
             raise ValueError(f"model {name!r} is not on offer here: {', '.join(self.names)}")
         with self._lock:
             if name not in self._made:
-                self._made[name] = Engine(self._load(name))
+                self._made[name] = Engine(self._load(self._paths[name]))
             return self._made[name]
 
 

@@ -49,9 +49,8 @@ def _turn(turn: Turn) -> str:
     if turn.picture is not None:
         uri = data_uri(turn.picture, side=_THUMBNAIL)
         picture = f'<img src="{uri}" alt="The picture of this question">'
-    scale = max(turn.full.full_nbytes, turn.compressed.full_nbytes, 1)
-    sides = _side("Full cache", "full", turn.full, scale)
-    sides += _side(turn.label, "compressed", turn.compressed, scale)
+    sides = _side("Full cache", "full", turn.full)
+    sides += _side(turn.label, "compressed", turn.compressed)
     notes = "".join(f'<p class="mm-note">{escape(x)}</p>' for x in turn.notes)
     if turn.rouge is not None:
         notes = (
@@ -65,7 +64,7 @@ def _turn(turn: Turn) -> str:
     )
 
 
-def _side(name: str, kind: str, side: Side, scale: int) -> str:
+def _side(name: str, kind: str, side: Side) -> str:
     cursor = "" if side.done else '<span class="mm-cursor" aria-hidden="true"></span>'
     numbers = (
         ("First token", "–" if side.first is None else f"{side.first * 1000:.0f} ms"),
@@ -73,7 +72,7 @@ def _side(name: str, kind: str, side: Side, scale: int) -> str:
         ("Kept", f"{side.kept:.0%}" if side.tokens else "–"),
     )
     cells = "".join(f"<div><dt>{k}</dt><dd>{v}</dd></div>" for k, v in numbers)
-    share = 100 * side.nbytes / scale
+    share = 100 * side.nbytes / max(side.full_nbytes, 1)
     held = f"{_size(side.nbytes)} of {_size(side.full_nbytes)}" if side.tokens else "–"
     return (
         f'<section class="mm-side mm-{kind}" aria-label="{escape(name)}">'
