@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmkv.builtin import scenes, texts
 from mmkv.builtin.build import BOS, EOS, IMAGE, IMAGE_SIZE, IMAGE_TOKENS
@@ -163,8 +163,8 @@ def collate(task: str, writers: list[Writer]) -> Batch:
     import torch
 
     length = writers[0].length
-    pad = writers[0].tokenizer.pad_token_id
-    ids = torch.full((len(writers), length), pad)
+    pad: Any = writers[0].tokenizer.pad_token_id
+    ids = torch.full((len(writers), length), int(pad))
     labels = torch.full((len(writers), length), IGNORE)
     pictures, shown = [], []
     for row, writer in enumerate(writers):

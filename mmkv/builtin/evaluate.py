@@ -43,8 +43,8 @@ def user(text: str, *pictures: Any) -> list[Message]:
 
 
 def reply(
-    model: LlavaForConditionalGeneration,
-    processor: LlavaProcessor,
+    model: Any,
+    processor: Any,
     conversations: list[list[Message]],
     max_new_tokens: int,
     batch: int = 20,

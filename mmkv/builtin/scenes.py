@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from PIL import Image
+    from PIL import Image, ImageDraw
 
 Split = Literal["train", "heldout"]
 
@@ -131,7 +131,14 @@ def draw(scene: Scene, size: int = 384) -> Image.Image:
     return image
 
 
-def _draw_shape(canvas, shape: str, x: float, y: float, r: float, fill) -> None:
+def _draw_shape(
+    canvas: ImageDraw.ImageDraw,
+    shape: str,
+    x: float,
+    y: float,
+    r: float,
+    fill: tuple[int, ...],
+) -> None:
     if shape == "circle":
         canvas.ellipse((x - r, y - r, x + r, y + r), fill=fill)
     elif shape == "square":

@@ -21,14 +21,14 @@ import random
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmkv.builtin import build, curriculum, texts
 from mmkv.builtin.curriculum import IGNORE, Batch
 
 if TYPE_CHECKING:
     import torch
-    from transformers import LlavaForConditionalGeneration, LlavaProcessor
+    from transformers import LlavaProcessor
 
     from mmkv.builtin.probe import Probe
 
@@ -96,7 +96,7 @@ def draw_batches(processor: LlavaProcessor, done: float, step: int, small: bool)
 
 
 def batch_loss(
-    model: LlavaForConditionalGeneration, probe: Probe, batch: Batch
+    model: Any, probe: Probe, batch: Batch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the mean loss over the answers, the probe's, the predictions and the labels."""
     import torch
@@ -128,7 +128,9 @@ def learning_rate(done: float, step: int, peak: float) -> float:
     return peak * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-def save(path: Path, model, probe, optimizer, progress: Progress) -> None:
+def save(
+    path: Path, model: Any, probe: Probe, optimizer: torch.optim.Optimizer, progress: Progress
+) -> None:
     """Write a checkpoint so that a reader never sees half of one."""
     import torch
 
@@ -143,7 +145,7 @@ def save(path: Path, model, probe, optimizer, progress: Progress) -> None:
     os.replace(path.with_suffix(".part"), path)
 
 
-def export(model, processor: LlavaProcessor, folder: Path) -> None:
+def export(model: Any, processor: LlavaProcessor, folder: Path) -> None:
     """Write the weights in bfloat16 with configuration, tokenizer and processor."""
     import copy
 
@@ -177,7 +179,8 @@ def train(
     out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     processor = build.build_processor()
-    model = build.build_model(processor).to(device)
+    model: Any = build.build_model(processor)
+    model.to(device)
     # Eager attention compiles into far faster backward code on a CPU than the fused kernel's.
     model.set_attn_implementation("eager")
     probe = Probe(processor.tokenizer, model.config.text_config.hidden_size).to(device)
@@ -196,7 +199,7 @@ def train(
         torch.set_rng_state(state["rng"].cpu())
         progress = Progress(**state["progress"])
     if compiled:
-        torch._dynamo.config.recompile_limit = 32  # one compiled shape for each kind of batch
+        torch.compiler.config.recompile_limit = 32  # one compiled shape for each kind of batch
         for layer in (
             *model.model.language_model.layers,
             *model.model.vision_tower.encoder.layers,
