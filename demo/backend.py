@@ -12,17 +12,17 @@ import dataclasses
 import threading
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from mmkv import chat
 from mmkv.cache import CompressedCache
-from mmkv.registry import get_policy
 from mmkv.wrapping import wrap
 
 from .outcome import Kept, kept_of, rouge_l
 from .stepping import Draw, Stepper, Turnstile
 from .turns import Tokens, first_turn, next_turn
+from .values import Settings, Side, Turn
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -31,99 +31,7 @@ if TYPE_CHECKING:
     from mmkv.policy import Policy
 
 LONGEST_QUESTION = 4000  # characters
-MOST_TOKENS = 512  # of one answer
 _INTERVAL = 0.1  # seconds between two looks at the answers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the controls say.
-
-    Attributes:
-        policy: a registered name.
-        budget: the fraction kept.
-        options: of the policy, where they differ from its defaults.
-        max_new_tokens: when an answer stops at the latest.
-        temperature: 0 takes the likeliest token.
-        seed: what draws start from.
-    """
-
-    policy: str = "prefixkv"
-    budget: float = 0.2
-    options: dict[str, Any] = field(default_factory=dict[str, Any])
-    max_new_tokens: int = 80
-    temperature: float = 0.0
-    seed: int = 0
-
-    def chosen(self) -> tuple[Policy, float | None]:
-        """The policy and its budget.
-
-        Raises:
-            ValueError: an unknown policy, a wrong option, or a number out of range.
-        """
-        if not 1 <= self.max_new_tokens <= MOST_TOKENS:
-            raise ValueError(
-                f"max new tokens {self.max_new_tokens}: expected a number from 1 to {MOST_TOKENS}"
-            )
-        if not 0 <= self.temperature <= 2:
-            raise ValueError(f"temperature {self.temperature}: expected a number from 0 to 2")
-        policy = get_policy(self.policy, **self.options)
-        return policy, None if policy.retention is not None else self.budget
-
-
-@dataclass(frozen=True)
-class Side:
-    """One of the two answers as it stands.
-
-    Attributes:
-        text: so far.
-        tokens: how many.
-        first: seconds of the model's time to the first token, None before it.
-        rate: tokens a second after the first, None before the second.
-        nbytes: of the cache.
-        full_nbytes: of a full cache of the same tokens.
-        kept: the share of key-value pairs held.
-        done: nothing will follow.
-    """
-
-    text: str = ""
-    tokens: int = 0
-    first: float | None = None
-    rate: float | None = None
-    nbytes: int = 0
-    full_nbytes: int = 0
-    kept: float = 1.0
-    done: bool = False
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A question and its two answers.
-
-    Attributes:
-        question: as asked.
-        picture: that came with it, or None.
-        label: the compressed side's policy and budget.
-        full: the answer with the full cache.
-        compressed: the answer with the compressed cache.
-        notes: what a reader should know.
-        kept: what the compressed cache kept of the prompt; None while the answers stream.
-        rouge: ROUGE-L F-measure between the answers; None while they stream.
-    """
-
-    question: str
-    picture: Image.Image | None
-    label: str
-    full: Side = field(default_factory=Side)
-    compressed: Side = field(default_factory=Side)
-    notes: tuple[str, ...] = ()
-    kept: Kept | None = None
-    rouge: float | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether both answers have ended and were compared."""
-        return self.kept is not None
 
 
 class Engine:

@@ -13,7 +13,8 @@ from PIL import Image, ImageDraw, ImageOps, UnidentifiedImageError
 
 from mmkv import chat
 
-from .backend import Conversation, Engine, Settings, Turn
+from .backend import Conversation, Engine
+from .values import Settings, Turn
 
 MOST_BYTES = 20 * 2**20  # of an uploaded file
 MOST_PIXELS = 40_000_000

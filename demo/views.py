@@ -16,7 +16,7 @@ from .outcome import Kept, Shares, Word
 if TYPE_CHECKING:
     from PIL import Image
 
-    from .backend import Side, Turn
+    from .values import Side, Turn
 
 _THUMBNAIL = 96  # pixels
 _SHADES = 5

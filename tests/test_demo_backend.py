@@ -15,9 +15,11 @@ from mmkv.builtin import example_pictures
 
 pytest.importorskip("rouge_score")
 
-from mmkv.demo.backend import Conversation, Engine, Settings, Turn
+from mmkv.demo import options, session, views
+from mmkv.demo.backend import Conversation, Engine
 from mmkv.demo.outcome import rouge_l
 from mmkv.demo.stepping import Stepper, Turnstile
+from mmkv.demo.values import Settings, Turn
 
 QUESTION, NEXT = "Describe the picture.", "How many objects are in the picture?"
 SHORT = Settings(max_new_tokens=6)
@@ -341,3 +343,85 @@ def test_the_turnstile_serves_in_order():
 )
 def test_rouge_l(one, other, score):
     assert rouge_l(one, other) == pytest.approx(score)
+
+
+@pytest.mark.parametrize("policy", mmkv.list_policies())
+def test_controls_come_from_the_registry(policy):
+    known = options.defaults(policy)
+    by_name = {x.name: x for x in options.all_options()}
+    shown = {x.name: x.shown(known.get(x.name)) for x in by_name.values()}
+    assert options.changed(policy, shown) == {}
+    for name, value in known.items():
+        option = by_name[name]
+        if option.kind == "switch":
+            assert options.changed(policy, {**shown, name: not value}) == {name: not value}
+        elif option.kind == "whole":
+            assert options.changed(policy, {**shown, name: value + 1.0}) == {name: value + 1}
+        elif option.kind == "choice":
+            for choice in option.choices:
+                expected = None if choice == "none" else choice
+                changed = {} if expected == value else {name: expected}
+                assert options.changed(policy, {**shown, name: choice}) == changed
+    mmkv.get_policy(policy, **options.changed(policy, shown))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("window", None), ("window", 1.5), ("kernel_size", "")]
+)
+def test_a_control_without_a_sensible_value_is_named(name, value):
+    known = options.defaults("snapkv")
+    shown = {x.name: x.shown(known.get(x.name)) for x in options.all_options()}
+    with pytest.raises(ValueError, match=f"option '{name.replace('_', ' ')}'"):
+        options.changed("snapkv", {**shown, name: value})
+
+
+def test_a_session_asks_about_a_picture_once(engine, pictures):
+    offered = session.Engines(["builtin"], lambda name: engine.loaded)
+    tab = session.Session(offered)
+    tab.use(pictures[0])
+    tab.draw([{"colour": "#d72828", "width": 0.05, "points": [[0.1, 0.1], [0.9, 0.1]]}])
+    first = last(tab.ask(QUESTION, SHORT, "builtin"))
+    assert first.picture.getpixel((192, 38)) == (215, 40, 40)
+    assert tab.picture.getpixel((192, 38)) != (215, 40, 40)
+    assert last(tab.ask(NEXT, SHORT, "builtin")).picture is None
+    tab.draw([])
+    assert last(tab.ask(NEXT, SHORT, "builtin")).picture is not None
+    with pytest.raises(ValueError, match="not on offer"):
+        next(tab.ask(NEXT, SHORT, "/etc"))
+    tab.clear()
+    assert tab.turns == []
+    assert last(tab.ask(NEXT, SHORT, "builtin")).picture is not None
+    tab.close()
+    with pytest.raises(ValueError, match="was closed"):
+        next(tab.ask(NEXT, SHORT, "builtin"))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        "x",
+        [1],
+        [{"colour": "url(x)", "width": 0.1, "points": []}],
+        [{"colour": "#000000", "width": 2, "points": []}],
+        [{"colour": "#000000", "width": 0.1, "points": [[float("nan"), 0]]}],
+        [{"colour": "#000000", "width": 0.1, "points": [["x", 0]]}],
+    ],
+)
+def test_what_is_no_drawing_is_refused(data):
+    with pytest.raises(ValueError, match="could not be read"):
+        session.checked_strokes(data)
+
+
+def test_pages_know_folders_by_their_last_part(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name / "model").mkdir(parents=True)
+    names = ["builtin", str(tmp_path / "a" / "model"), str(tmp_path / "b" / "model")]
+    assert session.Engines(names, chat.load).names == ["builtin", "model (2)", "model (3)"]
+
+
+def test_text_is_escaped(engine, pictures):
+    turn = last(Conversation(engine).ask("<b>bold</b> & more", pictures[0], SHORT))
+    for part in (views.conversation([turn]), views.words(turn.kept), views.message("<b>")):
+        assert "<b>bold" not in part
+        assert "&lt;" in part

@@ -183,15 +183,15 @@ def test_two_turns_layers_and_another_policy(page, folder):
     full, compressed = page.answered(1)
     assert full
     assert compressed
-    assert page.text(".mm-side h3") == "Full cache prefixkv 0.2"
+    assert page.text(".mm-side h3") == "Full cache prefixkv 0.3"
     numbers = [x.text for x in page.all(".mm-numbers dd")]
     assert numbers[0].endswith("ms")
     assert numbers[1].endswith("tokens/s")
     assert numbers[2] == "100%"
-    assert int(numbers[5].rstrip("%")) < 40
+    assert int(numbers[5].rstrip("%")) < 50
     shares = [int(x.get_attribute("aria-valuenow")) for x in page.all(".mm-side [role=meter]")]
     assert shares[0] == 100
-    assert shares[1] < 50
+    assert shares[1] < 60
     assert "ROUGE-L" in page.text(".mm-note")
 
     first = page.text(".mm-lit figcaption")
@@ -216,7 +216,7 @@ def test_two_turns_layers_and_another_policy(page, folder):
     )
     page.ask("How many objects are in the picture?")
     page.answered(2)
-    assert page.text(".mm-turn:last-child .mm-compressed h3") == "streaming 0.2"
+    assert page.text(".mm-turn:last-child .mm-compressed h3") == "streaming 0.3"
     assert "read the whole conversation again" in page.text(".mm-turn:last-child")
     page.save("demo-1280.png")
 
@@ -385,3 +385,17 @@ def test_the_server_listens_on_loopback_only(server):
     rows = [x.split() for x in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     listening = {x[1] for x in rows if x[3] == "0A" and int(x[1].split(":")[1], 16) == port}
     assert listening == {f"0100007F:{port:04X}"}
+
+
+def test_an_upload_that_lies_elsewhere_is_neither_read_nor_removed(tmp_path, monkeypatch):
+    from mmkv.demo import events, session
+
+    (tmp_path / "uploads").mkdir()
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "uploads"))
+    outside = tmp_path / "outside.png"
+    Image.new("RGB", (8, 8)).save(outside)
+    tab = session.Session(session.Engines(["builtin"], lambda name: None))
+    for path in (outside, tmp_path / "uploads" / ".." / "outside.png"):
+        assert "no file arrived" in events.uploaded(tab, str(path))[1].lower()
+    assert outside.exists()
+    assert tab.picture is None

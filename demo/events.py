@@ -1,0 +1,209 @@
+"""What the page's controls do: sessions on one side, HTML and updates on the other."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Generator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from . import options, views
+from .session import Session, read_upload
+from .values import Settings, Turn
+
+log = logging.getLogger(__name__)
+
+QUESTIONS = (
+    "Describe the picture.",
+    "How many objects are in the picture?",
+    "What is at the top right?",
+    "Where is the yellow circle?",
+)
+_LOST = "this page lost its session: reload it"
+
+
+def policy_chosen(names: list[str], policy: str) -> list[Any]:
+    """Show the options that this policy reads, at its defaults."""
+    known = options.defaults(policy)
+    by_name = {x.name: x for x in options.all_options()}
+    return [
+        gr.update(visible=True, value=by_name[name].shown(known[name]))
+        if name in known
+        else gr.update(visible=False)
+        for name in names
+    ]
+
+
+def leave(session: Session | None) -> None:
+    """The tab has gone."""
+    if session is not None:
+        session.close()
+
+
+def _pad_of(session: Session) -> str:
+    return "" if session.picture is None else views.data_uri(session.picture, side=640)
+
+
+def path_of(payload: Any) -> str | None:
+    """Where an upload lies."""
+    return getattr(payload, "path", None)
+
+
+def uploaded(session: Session | None, path: str | None) -> tuple[Any, str]:
+    """Take a picture from an upload, and remove the file."""
+    folder = Path(os.environ["GRADIO_TEMP_DIR"]).resolve()
+    file = None if path is None else Path(path).resolve()
+    if file is None or not file.is_relative_to(folder) or not file.is_file():
+        return gr.skip(), views.message("no file arrived: upload it again")
+    try:
+        if session is None:
+            raise ValueError(_LOST)
+        session.use(read_upload(file))
+    except ValueError as error:
+        return gr.skip(), views.message(str(error))
+    finally:
+        file.unlink(missing_ok=True)
+        with suppress(OSError):  # two uploads of the same file share the folder
+            file.parent.rmdir()
+    return _pad_of(session), ""
+
+
+def blank(session: Session | None) -> tuple[Any, str]:
+    """Take an empty sheet."""
+    if session is None:
+        return gr.skip(), views.message(_LOST)
+    session.use_blank()
+    return _pad_of(session), ""
+
+
+def example(samples: list[Any], session: Session | None, event: gr.EventData) -> tuple[Any, str]:
+    """Take an example picture."""
+    if session is None:
+        return gr.skip(), views.message(_LOST)
+    index = _index(event, len(samples))
+    if index is None:
+        return gr.skip(), views.message("there is no such example")
+    session.use(samples[index])
+    return _pad_of(session), ""
+
+
+def question(event: gr.EventData) -> Any:
+    """Put an example question into the box."""
+    index = _index(event, len(QUESTIONS))
+    return gr.skip() if index is None else QUESTIONS[index]
+
+
+def _index(event: gr.EventData, size: int) -> int | None:
+    index = event._data.get("index") if isinstance(event._data, dict) else None  # pyright: ignore
+    return index if isinstance(index, int) and 0 <= index < size else None
+
+
+def drawn(session: Session | None, event: gr.EventData) -> str:
+    """Remember what was drawn."""
+    if session is None:
+        return views.message(_LOST)
+    try:
+        session.draw((event._data or {}).get("strokes"))  # pyright: ignore
+    except ValueError as error:
+        return views.message(str(error))
+    return ""
+
+
+def ask(
+    names: list[str],
+    session: Session | None,
+    question: str,
+    policy: str,
+    budget: float,
+    protect: bool,
+    longest: int,
+    temperature: float,
+    model: str,
+    *values: Any,
+) -> Generator[tuple[Any, ...]]:
+    """Stream a turn; the outputs are those of `shown` in `build`."""
+    idle = (gr.update(interactive=True), gr.update(interactive=False))
+    busy = (gr.update(interactive=False), gr.update(interactive=True))
+    rest = (gr.skip(),) * 6  # the outcome and the question
+    if session is None:
+        yield gr.skip(), views.message(_LOST), "", *idle, *rest
+        return
+    try:
+        chosen = options.changed(policy, dict(zip(names, values, strict=True)))
+        if protect:
+            chosen["protect"] = "instruction"
+        settings = Settings(
+            policy=policy,
+            budget=float(budget),
+            options=chosen,
+            max_new_tokens=int(longest),
+            temperature=float(temperature),
+        )
+        yield gr.skip(), "", "Answering", *busy, *rest
+        turn: Turn | None = None
+        for turn in session.ask(question or "", settings, model):
+            if not turn.done:
+                shown = views.conversation(session.turns, turn)
+                yield shown, gr.skip(), gr.skip(), gr.skip(), gr.skip(), *rest
+        assert turn is not None
+        yield _answered(session, turn, idle)
+    except ValueError as error:
+        yield views.conversation(session.turns), views.message(str(error)), "", *idle, *rest
+    except Exception as error:
+        log.exception("an answer failed")
+        text = (
+            f"the model failed: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+        )
+        yield views.conversation(session.turns), views.message(text), "", *idle, *rest
+
+
+def _answered(session: Session, turn: Turn, idle: tuple[Any, Any]) -> tuple[Any, ...]:
+    kept = turn.kept
+    assert kept is not None
+    status = (
+        f"Answered. Full cache: {turn.full.text} Compressed, {turn.compressed.kept:.0%} kept: "
+        f"{turn.compressed.text}"
+    )
+    return (
+        views.conversation(session.turns),
+        "",
+        f'<span class="mm-hidden">{views.escape(status)}</span>',
+        *idle,
+        gr.update(visible=True),
+        gr.update(
+            maximum=max(len(kept.layers) - 1, 1),
+            value=0,
+            visible=bool(kept.patches) and len(kept.layers) > 1,
+        ),
+        views.patches(kept, 0),
+        views.layer_bars(kept),
+        views.words(kept),
+        "",
+    )
+
+
+def stop(session: Session | None) -> None:
+    """End the answers that stream."""
+    if session is not None:
+        session.stop()
+
+
+def clear(session: Session | None) -> tuple[Any, ...]:
+    """Forget the conversation."""
+    if session is None:
+        return gr.skip(), views.message(_LOST), gr.skip(), gr.skip()
+    try:
+        session.clear()
+    except ValueError as error:
+        return gr.skip(), views.message(str(error)), gr.skip(), gr.skip()
+    return views.conversation([]), "", "Cleared", gr.update(visible=False)
+
+
+def layer(session: Session | None, place: int) -> Any:
+    """Show another layer's patches."""
+    kept = session.turns[-1].kept if session is not None and session.turns else None
+    return gr.skip() if kept is None else views.patches(kept, int(place))
