@@ -87,7 +87,8 @@ def chat(
         list[str] | None,
         typer.Argument(
             metavar="PICTURE|QUESTION",
-            help="Pictures, and last the question; - reads the question from standard input.",
+            help="Pictures, and last the question; - reads the question from standard input. "
+            "Without any, questions and commands are read line by line.",
             show_default=False,
         ),
     ] = None,
@@ -126,10 +127,27 @@ def chat(
     from mmkv import chat as talk
     from mmkv.registry import get_policy
 
-    paths, question = _pictures_and_question(words or [], image or [])
     pairs = [*(option or []), *([] if protect is None else [f"protect={protect}"])]
-    chosen = get_policy(policy, **talk.parse_options(policy, pairs))
+    options = talk.parse_options(policy, pairs)
+    chosen = get_policy(policy, **options)
     kept = None if budget is None else talk.parse_budget(budget)
+    if not words:
+        from mmkv import repl
+        from mmkv.demo.values import Settings
+
+        if profile is not None:
+            raise ValueError('--profile needs a question: mmkv chat [PICTURE]... "QUESTION"')
+        settings = Settings(
+            policy=policy,
+            budget=_DEFAULT_BUDGET if kept is None else kept,
+            options=options,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+        )
+        where = {"model": model, "device": device, "dtype": dtype}
+        raise typer.Exit(repl.run(_console(), settings, images=image or [], **where))
+    paths, question = _pictures_and_question(words, image or [])
     if kept is None and profile is None and chosen.retention is None:
         kept = _DEFAULT_BUDGET
     pictures = [talk.read_picture(path) for path in paths]
@@ -202,8 +220,6 @@ def demo(
 
 def _pictures_and_question(words: list[str], images: list[Path]) -> tuple[list[Path], str]:
     """Split the arguments: the last is the question."""
-    if not words:
-        raise ValueError('no question: mmkv chat [PICTURE]... "QUESTION"')
     *pictures, question = words
     if question == "-":
         question = sys.stdin.read()

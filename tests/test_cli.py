@@ -205,7 +205,6 @@ def test_broken_pictures(capsys, picture, tmp_path):
 
 
 def test_no_question(capsys, picture, monkeypatch):
-    assert "no question" in complaint(capsys, "chat")
     assert "no question" in complaint(capsys, "chat", picture)
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
     assert "the question is empty" in complaint(capsys, "chat", picture, "-")

@@ -1,0 +1,100 @@
+"""mmkv chat without a question: lines from a pipe, commands and answers."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from mmkv import chat
+from mmkv.builtin import example_pictures
+from mmkv.demo.session import Engines, Session
+from mmkv.demo.values import Settings
+from mmkv.repl import Repl
+
+
+@pytest.fixture(scope="module")
+def engines():
+    return Engines(["builtin"], lambda name: chat.load(name))
+
+
+def talk(engines, *lines: str, terminal: bool = False) -> tuple[str, int, Session]:
+    console = Console(file=io.StringIO(), width=200, force_terminal=terminal, color_system=None)
+    session = Session(engines)
+    settings = Settings(policy="adakv", budget=0.3, options={"window": 8}, max_new_tokens=12)
+    refused = Repl(session, settings, console).run(lines)
+    return console.file.getvalue(), refused, session
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_two_turns_about_a_picture(engines, terminal):
+    out, refused, session = talk(
+        engines,
+        f"/image {example_pictures()[0]}\n",
+        "Describe the picture.\n",
+        "\n",
+        "How many objects are in the picture?\n",
+        "/quit\n",
+        "never asked\n",
+        terminal=terminal,
+    )
+    assert refused == 0
+    assert [turn.question for turn in session.turns] == [
+        "Describe the picture.",
+        "How many objects are in the picture?",
+    ]
+    for turn in session.turns:
+        assert f"full cache: {turn.full.text.strip()}" in out
+        assert f"adakv 0.3: {turn.compressed.text.strip()}" in out
+        assert f"{turn.compressed.nbytes / 1024:.1f} of" in out
+        assert turn.compressed.nbytes < turn.full.nbytes
+    session.close()
+
+
+def test_commands_change_what_is_used(engines):
+    out, refused, session = talk(
+        engines,
+        f"/image {example_pictures()[1]}",
+        "/policy snapkv window=4",
+        "/budget 0.5",
+        "Describe the picture.",
+        "/clear",
+        "/help",
+    )
+    assert refused == 0
+    assert "policy snapkv, budget 0.3" in out
+    assert "policy snapkv, budget 0.5" in out
+    assert "snapkv 0.5: " in out
+    assert "/image PATH" in out
+    assert session.turns == []
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("What is there?", "no picture yet"),
+        ("/image nowhere.png", "nowhere.png"),
+        ("/policy nosuch", "unknown policy 'nosuch'"),
+        ("/policy snapkv windw=3", "'windw'"),
+        ("/budget much", "much"),
+    ],
+)
+def test_a_refused_line_says_why_and_the_chat_goes_on(engines, line, message):
+    out, refused, session = talk(engines, line, f"/image {example_pictures()[0]}", "Describe it.")
+    assert refused == 1
+    assert message in out
+    assert "Traceback" not in out
+    assert len(session.turns) == 1
+
+
+def test_it_works_in_a_pipe(monkeypatch, capsys):
+    from mmkv import cli
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("How many objects are in the picture?\n"))
+    words = ["mmkv", "chat", "--image", str(example_pictures()[0]), "--max-new-tokens", "8"]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code in (0, None)
+    assert "full cache: There are three objects" in capsys.readouterr().out
