@@ -286,17 +286,10 @@ class CompressedCache(Cache):
     def _check_budget(self, prompt: Prompt) -> None:
         """Fail before the work, not after it, when a row's budget is below what must be kept."""
         plan, n = self.plan, len(self.compressed)
-        if plan.budget is None or plan.keeps_everything:
+        if plan.budget is None:
             return
         for length, floor in zip(prompt.lengths, prompt.floors, strict=True):
-            eviction.row_sizes(
-                plan.policy,
-                plan.budget,
-                n_layers=n,
-                length=length,
-                floor=floor,
-                fractions=[1.0] * n,
-            )
+            eviction.row_total(plan.policy, plan.budget, n_layers=n, length=length, floor=floor)
 
     def _size_layers(
         self, prompt: Prompt, scores: Sequence[Tensor] = (), positions: Sequence[Tensor] = ()

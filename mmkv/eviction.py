@@ -116,6 +116,28 @@ def total_kept(budget: float | int, n_layers: int, length: int) -> int:
     return min(budget, length) * n_layers
 
 
+def row_total(
+    policy: Policy, budget: float | int, *, n_layers: int, length: int, floor: int
+) -> int:
+    """Tokens one row keeps over all layers, per head: all where it is too short to lose any.
+
+    Raises:
+        ValueError: the budget is below what must be kept; the message says both numbers.
+    """
+    if keeps_everything(policy, budget) or length <= policy.observed or length <= floor:
+        return n_layers * length
+    total = total_kept(budget, n_layers, length)
+    if total >= n_layers * length:
+        return n_layers * length
+    if total < n_layers * floor:
+        raise ValueError(
+            f"budget={budget} keeps {total / n_layers:.4g} of {length} tokens per layer and head, "
+            f"but {floor} must be kept (window={policy.observed}, sinks={policy.sinks}, "
+            f"protect={policy.protect!r}): raise the budget, or keep less of the prompt by force"
+        )
+    return total
+
+
 def row_sizes(
     policy: Policy,
     budget: float | int | None,
@@ -149,15 +171,9 @@ def row_sizes(
         chosen = allocation.pooled(importance, retention=policy.retention)
         return [floor + n for n in chosen]
     assert budget is not None
-    total = total_kept(budget, n_layers, length)
-    if total >= n_layers * length:
+    total = row_total(policy, budget, n_layers=n_layers, length=length, floor=floor)
+    if total == n_layers * length:
         return [length] * n_layers
-    if total < n_layers * floor:
-        raise ValueError(
-            f"budget={budget} keeps {total / n_layers:.4g} of {length} tokens per layer and head, "
-            f"but {floor} must be kept (window={policy.observed}, sinks={policy.sinks}, "
-            f"protect={policy.protect!r}): raise the budget, or keep less of the prompt by force"
-        )
     spare = total - n_layers * floor
     if fractions is not None:
         sizes = [f * length for f in fractions]
