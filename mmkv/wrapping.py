@@ -25,6 +25,7 @@ from mmkv.layer import CompressedLayer
 from mmkv.plan import Plan
 from mmkv.policy import Policy
 from mmkv.profiles import Profile
+from mmkv.refusing import refuse_moved, refuse_other_caches
 from mmkv.registry import get_policy
 
 M = TypeVar("M", bound=nn.Module)
@@ -183,7 +184,7 @@ def _attach(
         generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         mode = kwargs.get("generation_mode", args[0] if args else "")
-        _refuse_what_cannot_be_honoured(generation_config, str(getattr(mode, "value", mode)))
+        refuse_other_caches(generation_config, str(getattr(mode, "value", mode)))
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
             _check_cache(cache)
@@ -204,7 +205,15 @@ def _attach(
             "continuous batching keeps a paged cache of its own: mmkv.unwrap(model) first"
         )
 
-    overrides = {"_prepare_cache_for_generation": prepare_cache}
+    def prepare_config(*args: Any, **kwargs: Any) -> Any:
+        found = type(model)._prepare_generation_config(model, *args, **kwargs)  # type: ignore[operator]
+        refuse_moved(found[0])
+        return found
+
+    overrides: dict[str, Any] = {
+        "_prepare_cache_for_generation": prepare_cache,
+        "_prepare_generation_config": prepare_config,
+    }
     for name in ("generate_batch", "init_continuous_batching"):
         if hasattr(model, name):
             overrides[name] = refuse_batching
@@ -232,20 +241,6 @@ def _attach(
             hooks.append(attn.register_forward_hook(before.leave, with_kwargs=True))
     for hook in hooks:
         undo.callback(hook.remove)
-
-
-def _refuse_what_cannot_be_honoured(config: Any, mode: str) -> None:
-    name = config.cache_implementation
-    if name not in (None, "dynamic"):
-        raise ValueError(
-            f"cache_implementation={name!r} asks for a cache of its own, but this model makes a "
-            "compressed one: drop it, or mmkv.unwrap(model) first"
-        )
-    if "assisted" in mode:
-        raise ValueError(
-            "assisted decoding takes tokens back from the cache, which a compressed cache cannot: "
-            "generate without an assistant, or mmkv.unwrap(model) first"
-        )
 
 
 def _check_cache(cache: Any) -> None:

@@ -92,7 +92,13 @@ def test_a_budget_below_what_must_be_kept_says_both_numbers(text_model, policy):
         ({"cache_implementation": "static"}, r"cache_implementation='static'.*unwrap"),
         ({"cache_implementation": "offloaded"}, r"cache_implementation='offloaded'"),
         ({"cache_implementation": "quantized"}, r"cache_implementation='quantized'"),
+        ({"cache_implementation": "paged"}, r"continuous batching.*unwrap"),
         ({"prompt_lookup_num_tokens": 3}, r"assisted decoding"),
+        ({"assistant_early_exit": 1}, r"assisted decoding"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, r"penalty_alpha=0.6 asks for contrastive.*unwrap"),
+        ({"dola_layers": "low", "trust_remote_code": True}, r"dola_layers='low' asks for"),
+        ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0}, r"num_beam_groups=2"),
+        ({"num_beams": 4, "force_words_ids": [[[5]]]}, r"force_words_ids=\[\[\[5\]\]\] asks for"),
         ({"past_key_values": DynamicCache()}, r"past_key_values is a DynamicCache"),
     ],
 )
