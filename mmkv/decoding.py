@@ -1,12 +1,13 @@
-"""Which slot a generated token takes, and which token is dropped after its step.
+"""Which slot a generated token takes.
 
-Attention does not care in which order keys lie once they carry their rotation, so a dropped token's
-slot is overwritten by the next one: no concatenation, constant shapes. Except for H2O, whose victim
-depends on the attention, the whole schedule follows from the sizes after the prefill; it is kept on
-the host and costs no synchronisation.
+Attention does not care in which order keys lie once they carry their rotation, so the slot of the
+token that a step drops is taken by the next one: no concatenation, constant shapes, and nothing is
+written for a drop. Except for H2O, whose victim depends on the attention, the slots follow from the
+sizes after the prefill: they are worked out on the host some steps ahead, and a step that needs
+them on the device finds them there, without a synchronisation.
 
 A schedule holds one entry per row of its block ([R]: a batch row and key-value head), or a single
-entry ([1]) when all rows agree, so that a step writes one slice.
+entry ([1]) when all rows use the same slots, so that a step writes one slice.
 """
 
 from __future__ import annotations
@@ -20,86 +21,106 @@ from torch import Tensor
 
 from mmkv.policy import Policy
 
-Slots = int | Tensor
 S = TypeVar("S", bound="Schedule")
+
+# Steps worked out, and sent to the device, at a time.
+AHEAD = 64
 
 
 class Schedule:
-    """`slots` for the next token, `width` slots in use with it, `advance` after the step.
+    """`slots` of the next token, `width` slots in use with it, `advance` after the step.
 
     Attributes:
-        steps: tokens generated so far.
-        agree: all rows use the same slots, and no slot below `width` is empty during a step.
+        gapless: no slot below `width` is empty during a step, in any row.
+        shared: all rows use the same slots.
     """
 
     # Per-row arrays, [R] or [1], in the order of the block's rows.
     rows: tuple[str, ...] = ("counts",)
     counts: np.ndarray
+    table: Tensor | None = None
 
     def __init__(self, **arrays: np.ndarray) -> None:
-        self.steps = 0
-        self.agree = all(len(np.unique(a)) == 1 for a in arrays.values())
+        self.gapless = all(len(np.unique(a)) == 1 for a in arrays.values())
+        self.shared = self.gapless
         for name, a in arrays.items():
-            setattr(self, name, a[:1].copy() if self.agree else a.copy())
+            setattr(self, name, a[:1].copy() if self.gapless else a.copy())
+        self.at = AHEAD
 
-    @property
-    def width(self) -> int:
-        """Slots in use during the next step, the new token's included."""
-        raise NotImplementedError
-
-    def slots(self) -> Slots:
-        """The next token's slot: an int for all rows, or int64 [R]."""
-        raise NotImplementedError
-
-    def advance(self) -> Slots | None:
-        """Count a step; the slots whose tokens are dropped after it, -1 for none."""
+    def step(self) -> tuple[np.ndarray, int]:
+        """Work out one step more: the next token's slots, and how many are in use with it."""
         raise NotImplementedError
 
     def room(self, expected: int) -> int:
         """Slots to set aside behind the longest row, when `expected` tokens will be generated."""
         raise NotImplementedError
 
+    @property
+    def width(self) -> int:
+        """Slots in use during the next step, the new token's included."""
+        return self._planned()[1][self.at]
+
+    def slots(self, device: torch.device) -> int | Tensor:
+        """The next token's slot: an int for all rows, or int64 [R]."""
+        slots, _ = self._planned()
+        if self.shared:
+            return int(slots[self.at, 0])
+        return self.on_device(device)[self.at]
+
+    def on_device(self, device: torch.device) -> Tensor:
+        """The slots of this and the next steps, int64 [AHEAD, R or 1], this step's at `at`."""
+        if self.table is None:
+            self.table = torch.tensor(self._planned()[0], device=device)
+        return self.table
+
+    def advance(self, steps: int = 1) -> None:
+        """Count `steps` steps; the slots they free are the next ones to be taken."""
+        for _ in range(steps):
+            self._planned()
+            self.at += 1
+
     def select(self: S, rows: np.ndarray) -> S:
         """The same schedule for a choice of rows, which may repeat (beam search)."""
+        self._planned()
         new = copy.copy(self)
+        chosen = slice(None) if self.shared else rows
         for name in self.rows:
-            a = getattr(self, name)
-            setattr(new, name, a.copy() if self.agree else a[rows])
+            setattr(new, name, getattr(self, name)[chosen].copy())
+        new.planned = self.planned[:, chosen]
+        if self.table is not None:
+            at = chosen if self.shared else torch.from_numpy(rows).to(self.table.device)
+            new.table = self.table[:, at].clone()
         return new
 
-    def _plain(self, slots: np.ndarray) -> Slots:
-        return int(slots[0]) if self.agree else torch.from_numpy(slots.astype(np.int64))
+    def _planned(self) -> tuple[np.ndarray, list[int]]:
+        if self.at == AHEAD:
+            steps = [self.step() for _ in range(AHEAD)]
+            self.planned = np.stack([slots for slots, _ in steps]).astype(np.int64)
+            self.widths = [width for _, width in steps]
+            self.at = 0
+            if self.table is not None:  # in place: a captured graph reads it
+                self.table.copy_(torch.from_numpy(self.planned))
+        return self.planned, self.widths
 
 
 class Grow(Schedule):
     """Generated tokens are kept: one new slot a step, behind everything."""
 
-    def slots(self) -> int:
-        """Behind everything."""
-        return int(self.counts.max()) + self.steps
+    rows = ()
 
-    @property
-    def width(self) -> int:
-        """Grows by one a step."""
-        return self.slots() + 1
+    def __init__(self, **arrays: np.ndarray) -> None:
+        super().__init__(**arrays)
+        self.shared = True
+        self.end = self.counts.max(keepdims=True)
+
+    def step(self) -> tuple[np.ndarray, int]:
+        """Behind everything."""
+        slots, self.end = self.end, self.end + 1
+        return slots, int(self.end[0])
 
     def room(self, expected: int) -> int:
         """Every token stays."""
         return expected
-
-    def advance(self) -> None:
-        """Nothing is dropped."""
-        self.steps += 1
-
-    def extend(self, n: int) -> None:
-        """Count n tokens at once."""
-        self.steps += n
-
-    def select(self, rows: np.ndarray) -> Grow:
-        """The first new slot stays where it is, whatever rows remain."""
-        new = copy.copy(self)
-        new.counts = self.counts.copy()
-        return new
 
 
 class Ring(Schedule):
@@ -109,32 +130,24 @@ class Ring(Schedule):
     slots behind the protected ones are a ring.
     """
 
-    rows = ("counts", "protected", "capacity")
+    rows = ("counts", "protected", "capacity", "held")
     protected: np.ndarray
     capacity: np.ndarray
+    held: np.ndarray
 
-    def _slots(self) -> np.ndarray:
-        ring = self.capacity - self.protected + 1
-        return self.protected + (self.counts - self.protected + self.steps) % ring
+    def __init__(self, **arrays: np.ndarray) -> None:
+        super().__init__(**arrays)
+        self.held = self.counts.copy()  # tokens held before the step, if none had been dropped
 
-    def slots(self) -> Slots:
-        """The next slot of the ring."""
-        return self._plain(self._slots())
-
-    @property
-    def width(self) -> int:
-        """Constant once the ring is full."""
-        return int(np.minimum(self.counts + self.steps + 1, self.capacity + 1).max())
+    def step(self) -> tuple[np.ndarray, int]:
+        """The next slot of the ring; the oldest token lies there once it is full."""
+        slots = self.protected + (self.held - self.protected) % (self.capacity - self.protected + 1)
+        self.held = self.held + 1
+        return slots, int(np.minimum(self.held, self.capacity + 1).max())
 
     def room(self, expected: int) -> int:
         """What is missing to the constant size, and one spare slot."""
         return int((self.capacity + 1).max() - self.counts.max())
-
-    def advance(self) -> Slots | None:
-        """The oldest token lies where the next one will be written."""
-        self.steps += 1
-        over = self.counts + self.steps > self.capacity
-        return self._plain(np.where(over, self._slots(), -1)) if over.any() else None
 
 
 class Distance(Schedule):
@@ -152,45 +165,31 @@ class Distance(Schedule):
 
     def __init__(self, distance: int, **arrays: np.ndarray) -> None:
         super().__init__(**arrays)
-        self.distance = distance
+        self.distance, self.generated = distance, 0
         self.held = self.counts.copy()  # tokens held now
         self.fresh = self.counts.copy()  # the first slot never used
         # Slot of each of the last `distance` + 1 tokens, by step modulo their number; -1: none yet
-        # or kept for good.
+        # or kept for good. The entry of the step to come is the slot that the last drop freed.
         self.recent = np.full((len(self.counts), distance + 1), -1)
 
-    def _slots(self) -> np.ndarray:
-        freed = self.recent[:, self.steps % (self.distance + 1)]
-        return np.where(freed >= 0, freed, self.fresh)
-
-    def slots(self) -> Slots:
-        """The slot freed by the last drop, or the next fresh one."""
-        return self._plain(self._slots())
-
-    @property
-    def width(self) -> int:
-        """One more than the highest slot in use."""
-        return int(np.maximum(self.fresh, self._slots() + 1).max())
+    def step(self) -> tuple[np.ndarray, int]:
+        """The slot freed by the last drop, or the next fresh one; then drop where too many."""
+        now = self.generated % (self.distance + 1)
+        slots = np.where(self.recent[:, now] >= 0, self.recent[:, now], self.fresh)
+        self.fresh = np.maximum(self.fresh, slots + 1)
+        self.recent[:, now] = slots
+        self.generated += 1
+        self.held = self.held + 1
+        over = self.held > np.round(self.counts / self.lengths * (self.lengths + self.generated))
+        oldest = self.generated % (self.distance + 1)
+        # A token that survives its turn is never a victim again.
+        self.recent[:, oldest] = np.where(over, self.recent[:, oldest], -1)
+        self.held = self.held - (self.recent[:, oldest] >= 0)
+        return slots, int(self.fresh.max())
 
     def room(self, expected: int) -> int:
         """The recent tokens, which are never dropped."""
         return min(expected, self.distance + 1)
-
-    def advance(self) -> Slots | None:
-        """Drop the token `distance` behind the one just written, where the layer holds too many."""
-        slots = self._slots()
-        self.fresh = np.maximum(self.fresh, slots + 1)
-        self.recent[:, self.steps % (self.distance + 1)] = slots
-        self.steps += 1
-        self.held = self.held + 1
-        share = self.counts / self.lengths
-        over = self.held > np.round(share * (self.lengths + self.steps))
-        oldest = self.recent[:, self.steps % (self.distance + 1)]
-        victims = np.where(over, oldest, -1)
-        self.held = self.held - (victims >= 0)
-        # A token that survives its turn is never a victim again.
-        self.recent[:, self.steps % (self.distance + 1)] = victims
-        return self._plain(victims) if (victims >= 0).any() else None
 
 
 class Lightest(Schedule):
@@ -200,71 +199,102 @@ class Lightest(Schedule):
     synchronising, and the next token takes its slot.
     """
 
-    rows = ("counts", "protected", "capacity", "recent")
+    rows = ("counts", "protected", "capacity", "recent", "held")
     protected: np.ndarray
     capacity: np.ndarray
     recent: np.ndarray
+    held: np.ndarray
     freed: Tensor | None = None
 
-    def slots(self) -> Slots:
-        """The slot freed by the last victim; before the first, the next fresh one."""
-        return self._plain(self.counts + self.steps) if self.freed is None else self.freed
+    def __init__(self, **arrays: np.ndarray) -> None:
+        super().__init__(**arrays)
+        self.held = self.counts.copy()  # tokens held, if none had been dropped
+        self.recent = np.maximum(self.recent, 1)  # the newest is never the victim
+        # Whether a row may have nothing but protected and recent tokens to choose from.
+        self.crowded = bool((self.capacity < self.protected + self.recent).any())
+        self.columns: dict[str, int | Tensor] = {}
 
     @property
     def width(self) -> int:
         """Constant once the capacity is reached."""
-        return int(np.minimum(self.counts + self.steps + 1, self.capacity + 1).max())
+        return int(np.minimum(self.held + 1, self.capacity + 1).max())
+
+    @property
+    def full(self) -> bool:
+        """Whether every row drops a token each step from now on."""
+        return bool((self.held >= self.capacity).all())
+
+    def slots(self, device: torch.device) -> int | Tensor:
+        """The slot freed by the last victim; before the first, the next fresh one."""
+        if self.freed is None:
+            if self.shared:
+                return int(self.held[0])
+            self.freed = torch.tensor(self.held, device=device)
+        return self.freed
 
     def room(self, expected: int) -> int:
         """What is missing to the constant size, and one spare slot."""
         return int((self.capacity + 1).max() - self.counts.max())
 
-    def advance(self) -> None:
-        """Count a step; `drop` finds the victims."""
-        self.steps += 1
+    def advance(self, steps: int = 1) -> None:
+        """Count a step; `drop` has found the victims."""
+        self.held = self.held + steps
 
-    def drop(self, mass: Tensor, positions: Tensor, newest: int) -> Tensor | None:
-        """The slots whose tokens are dropped after this step, int64 [R], -1 for none.
+    def drop(self, mass: Tensor, positions: Tensor, newest: int | Tensor) -> None:
+        """Find the tokens that are dropped after this step: the next ones take their slots.
 
         Args:
-            mass: float32 [R, S], attention accumulated by each slot.
+            mass: float32 [R, S], attention accumulated by each slot, inf where nothing lies.
             positions: [R, S], -1 where a slot is empty.
             newest: position of the token just written.
         """
-        held = self.counts + self.steps
-        over = held > self.capacity
+        over = self.held >= self.capacity
         if not over.any():
-            return None
-
-        def column(a: np.ndarray) -> Tensor:
-            return torch.from_numpy(a).to(mass.device)[:, None]
-
-        slot = torch.arange(mass.shape[1], device=mass.device)
-        out_of_play = (
-            (positions < 0)
-            | (slot < column(self.protected))
-            | ((positions > newest - column(self.recent)) & (positions < newest))
-            | (positions == newest)
-        )
-        # Where the recent ones fill the whole capacity, the oldest of them has to go.
-        lightest = mass.masked_fill(out_of_play, float("inf"))
-        none_left = out_of_play.all(-1, keepdim=True)
-        oldest = positions.masked_fill((positions < 0) | (slot < column(self.protected)), 2**31 - 1)
-        victim = torch.where(none_left, oldest.float(), lightest).argmin(-1)
-        if over.all():
+            self.freed = None if self.shared else torch.tensor(self.held + 1, device=mass.device)
+            return
+        victim = self._victim(mass, positions, newest)
+        if not over.all():
+            fresh, late = (torch.tensor(a, device=mass.device) for a in (self.held + 1, over))
+            victim = torch.where(late, victim, fresh)
+        if self.freed is None:
             self.freed = victim
-            return victim
-        fresh = torch.from_numpy(held).to(mass.device)
-        late = torch.from_numpy(over).to(mass.device)
-        self.freed = torch.where(late, victim, fresh)
-        return torch.where(late, victim, -1)
+        else:  # in place: a captured graph reads it
+            self.freed.copy_(victim)
 
     def select(self, rows: np.ndarray) -> Lightest:
         """The freed slot moves with its row."""
-        new = super().select(rows)
+        new = copy.copy(self)
+        new.columns = {}
+        for name in self.rows:
+            setattr(new, name, getattr(self, name)[slice(None) if self.shared else rows].copy())
         if self.freed is not None:
             new.freed = self.freed[torch.from_numpy(rows).to(self.freed.device)]
         return new
+
+    def _victim(self, mass: Tensor, positions: Tensor, newest: int | Tensor) -> Tensor:
+        kept = positions > newest - self._column("recent", mass.device)
+        if self.protected.any():
+            slot = torch.arange(mass.shape[1], device=mass.device)
+            guarded = slot < self._column("protected", mass.device)
+            kept = kept | guarded
+        lightest = mass.masked_fill(kept, float("inf"))
+        if not self.crowded:
+            return lightest.argmin(-1)
+        # Where the recent ones fill the whole capacity, the oldest of them has to go.
+        barred = positions < 0
+        if self.protected.any():
+            barred = barred | guarded
+        oldest = positions.masked_fill(barred, 2**31 - 1)
+        none_left = (kept | barred).all(-1, keepdim=True)
+        return torch.where(none_left, oldest.float(), lightest).argmin(-1)
+
+    def _column(self, name: str, device: torch.device) -> int | Tensor:
+        """A per-row array as [R, 1] on the device, or as an int where all rows have the same."""
+        if name not in self.columns:
+            a = getattr(self, name)
+            same = len(np.unique(a)) == 1
+            self.columns[name] = int(a[0]) if same else torch.tensor(a, device=device)[:, None]
+        return self.columns[name]
 
 
 def make_schedule(

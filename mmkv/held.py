@@ -45,7 +45,7 @@ class Held:
                 whole[slice(None) if block.rows is None else block.rows, : part.shape[1]] = part
             return whole
 
-        positions, order = gathered("positions", -1).long().sort(dim=-1)
+        positions, order = gathered("held", -1).long().sort(dim=-1)
         start = int((positions < 0).sum(-1).min())
         order, positions = order[:, start:], positions[:, start:]
 
@@ -54,11 +54,12 @@ class Held:
             at = order if x.ndim == 2 else order[..., None].expand(-1, -1, x.shape[-1])
             return x.gather(1, at).unflatten(0, (batch, heads))
 
+        empty = positions.unflatten(0, (batch, heads)) < 0
         return cls(
             by_age("keys"),
             by_age("values"),
             positions.unflatten(0, (batch, heads)),
-            None if first.mass is None else by_age("mass"),
+            None if first.mass is None else by_age("mass").masked_fill(empty, 0.0),
         )
 
     @property
@@ -106,7 +107,7 @@ class Held:
         if inv_freq is not None:
             keys = reposition(keys, positions, first + q - 1, inv_freq)
         rows = query.reshape(B * H, Hq // H * q, -1)
-        out, _ = attend(rows, keys, values, visible, scale=scale, softcap=softcap)
+        out = attend(rows, keys, values, visible, scale=scale, softcap=softcap)
         return out.view(B, Hq, q, -1).transpose(1, 2)
 
     def score(self, policy: Policy, query: Tensor, *, scale: float | None) -> None:

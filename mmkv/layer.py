@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from mmkv.decoding import Grow
 from mmkv.held import Held
 from mmkv.storage import Block
 
@@ -38,6 +37,7 @@ class CompressedLayer(CacheLayerMixin):
         self.stream: Tensor | None = None
         self.similarity: Tensor | None = None
         self.compared: Tensor | None = None
+        self.ordered: tuple[list[Block], Tensor | None, Tensor | None] | None = None
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -164,17 +164,30 @@ class CompressedLayer(CacheLayerMixin):
         B, Hq, q, D = query.shape
         first = self.seen - q
         rows = query.reshape(self.rows, Hq // self.heads * q, D)
-        key, value = key.flatten(0, 1).detach(), value.flatten(0, 1).detach()
-        out = rows.new_empty(*rows.shape[:2], value.shape[-1])
+        key, value = key.flatten(0, 1), value.flatten(0, 1)
+        if key.requires_grad or value.requires_grad:
+            key, value = key.detach(), value.detach()
+        order, back = self._order()
+        if order is not None:
+            rows, key, value = rows[order], key[order], value[order]
+        out: list[Tensor] = []
+        start = 0
         for block in self.blocks:
-            where = slice(None) if block.rows is None else block.rows
-            block.append(key[where], value[where], first)
-            out[where] = block.attend(rows[where], q, first, **options)
-            if q == 1:
-                block.drop(first)
-            elif isinstance(block.schedule, Grow):
-                block.schedule.extend(q)
-        return out.view(B, Hq, q, -1).transpose(1, 2)
+            part = slice(start, start := start + len(block.keys))
+            block.append(key[part], value[part], first)
+            out.append(block.attend(rows[part], q, first, **options))
+            block.advance(self.seen - 1, q)
+        done = out[0] if back is None else torch.cat(out)[back]
+        return done.view(B, Hq, q, -1).transpose(1, 2)
+
+    def _order(self) -> tuple[Tensor | None, Tensor | None]:
+        """The rows as they lie in the blocks, and the way back; None where one block holds all."""
+        blocks = self.blocks or []
+        if self.ordered is None or self.ordered[0] is not blocks:
+            rows = [b.rows for b in blocks if b.rows is not None]
+            order = torch.cat(rows) if rows else None
+            self.ordered = blocks, order, None if order is None else order.argsort()
+        return self.ordered[1:]
 
 
 def nbytes(layer: object) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from mmkv.decoding import Lightest, Schedule, Slots
+from mmkv.decoding import Lightest, Schedule
 from mmkv.repositioning import reposition
 
 # Slots added at a time once the reserve made at prefill is used up: a share of those in use.
@@ -34,7 +34,7 @@ class Block:
         bias: [R, 1, S], added to the logits: 0 for filled slots, -inf for empty ones; None while
             all in use are filled. A bool mask would be turned into one in every step.
         mass: float32 [R, S], attention accumulated by each slot, for policies that score by it;
-            decoding adds to it where it also drops by it (H2O).
+            decoding adds to it where it also drops by it (H2O), and then inf marks empty slots.
         schedule: which slot is next.
         inv_freq: [D / 2], to count positions inside the cache; None to keep the original ones.
     """
@@ -47,6 +47,9 @@ class Block:
     mass: Tensor | None
     schedule: Schedule
     inv_freq: Tensor | None = None
+    # [R] numbers of the rows, and attention weights [R, G, S] of a step; made when first needed.
+    numbers: Tensor | None = None
+    weights: Tensor | None = None
 
     @classmethod
     def of(
@@ -57,54 +60,56 @@ class Block:
         mass: Tensor | None,
         schedule: Schedule,
         *,
-        reserve: int,
         rows: Tensor | None = None,
         inv_freq: Tensor | None = None,
     ) -> Block:
-        """Copy kept pairs [R, M, D] into storage of their own, with `reserve` empty slots."""
-        R, M, D = keys.shape
-        block = cls(
-            rows=rows,
-            keys=keys.new_zeros(R, M + reserve, D),
-            values=values.new_zeros(R, M + reserve, values.shape[-1]),
-            positions=positions.new_full((R, M + reserve), -1, dtype=torch.int32),
-            bias=None,
-            mass=None if mass is None else mass.new_zeros(R, M + reserve),
-            schedule=schedule,
-            inv_freq=inv_freq,
-        )
-        block.keys[:, :M], block.values[:, :M], block.positions[:, :M] = keys, values, positions
-        if block.mass is not None and mass is not None:
-            block.mass[:, :M] = mass
-        if not schedule.agree:
-            empty = (block.positions < 0)[:, None]
-            block.bias = keys.new_zeros(empty.shape).masked_fill(empty, float("-inf"))
-        return block
+        """Take over storage [R, S, D] that holds kept pairs, and after them empty slots."""
+        bias, empty = None, positions < 0
+        if not schedule.gapless:
+            bias = keys.new_zeros(positions.shape)[:, None].masked_fill(empty[:, None], -torch.inf)
+            if schedule.shared:  # what lies behind `width` is never looked at
+                bias[:, :, schedule.width - 1 :] = 0.0
+        if mass is not None and isinstance(schedule, Lightest):
+            mass = mass.masked_fill(empty, torch.inf)
+        return cls(rows, keys, values, positions, bias, mass, schedule, inv_freq)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the storages held for keys and values, empty slots included."""
         return sum(x.untyped_storage().nbytes() for x in (self.keys, self.values))
 
+    @property
+    def held(self) -> Tensor:
+        """Positions [R, S], -1 where empty: where the next token goes, nothing is held any more."""
+        slots = self.schedule.slots(self.keys.device)
+        if isinstance(slots, int):
+            if slots >= self.positions.shape[1]:
+                return self.positions
+            slots = torch.full(self.positions.shape[:1], slots, device=self.positions.device)
+        inside = slots.clamp(max=self.positions.shape[1] - 1)[:, None]
+        kept = self.positions.gather(1, inside).masked_fill((slots[:, None] == inside), -1)
+        return self.positions.scatter(1, inside, kept)
+
     def append(self, key: Tensor, value: Tensor, position: int) -> None:
         """Write the pairs [R, q, D] of q new tokens, the first at `position`, into their slots."""
         q = key.shape[1]
-        slots = self.schedule.slots()
         self._ensure(self.schedule.width + q - 1)
+        slots = self.schedule.slots(self.keys.device)
         if isinstance(slots, int):
             where: tuple[Any, ...] = (slice(None), slice(slots, slots + q))
             self.keys[where], self.values[where] = key, value
-            self.positions[where] = torch.arange(
-                position, position + q, dtype=torch.int32, device=self.positions.device
-            )
+            new = torch.arange(position, position + q, device=key.device) if q > 1 else position
+            self.positions[where] = new
         else:
-            where = self._where(slots)
+            if self.numbers is None:
+                self.numbers = torch.arange(len(self.keys), device=self.keys.device)
+            where = (self.numbers, slots)
             self.keys[where], self.values[where] = key[:, 0], value[:, 0]
             self.positions[where] = position
-        if self.mass is not None:
+            if self.bias is not None:
+                self.bias[self.numbers, 0, slots] = 0.0
+        if self.mass is not None and isinstance(self.schedule, Lightest):
             self.mass[where] = 0.0
-        if self.bias is not None:
-            self.bias[where[0], 0, where[1]] = 0.0
 
     def attend(
         self, query: Tensor, q: int, position: int, *, scale: float, softcap: float | None
@@ -122,37 +127,30 @@ class Block:
             [R, G * q, D].
         """
         width = self.schedule.width + q - 1
-        keys, values = self.keys[:, :width], self.values[:, :width]
+
+        def used(x: Tensor) -> Tensor:
+            return x if width == self.keys.shape[1] else x[:, :width]
+
+        keys, values, positions = used(self.keys), used(self.values), used(self.positions)
         visible = None if self.bias is None else self.bias[:, :, :width]
         if q > 1:
-            visible = causal_view(self.positions[:, :width], position, q)
+            visible = causal_view(positions, position, q)
         if self.inv_freq is not None:
-            keys = reposition(keys, self.positions[:, :width], position + q - 1, self.inv_freq)
-        counted = self.mass is not None and isinstance(self.schedule, Lightest)
-        out, weights = attend(
-            query, keys, values, visible, scale=scale, softcap=softcap, weigh=counted
-        )
-        if self.mass is not None and weights is not None:
-            self.mass[:, :width] += weights.mean(dim=1)
+            keys = reposition(keys, positions, position + q - 1, self.inv_freq)
+        if self.mass is None or not isinstance(self.schedule, Lightest):
+            return attend(query, keys, values, visible, scale=scale, softcap=softcap)
+        if self.weights is None or self.weights.shape[2] != width:
+            self.weights = torch.empty(*query.shape[:2], width, device=query.device)
+        out = weigh(query, keys, values, visible, self.weights, scale=scale, softcap=softcap)
+        mean = self.weights.new_full((1, 1, 1), 1 / query.shape[1])
+        used(self.mass)[:, None].baddbmm_(mean.expand(len(query), 1, query.shape[1]), self.weights)
         return out
 
-    def drop(self, newest: int) -> None:
-        """Count the step and empty the slots of the tokens it drops."""
-        victims = self.schedule.advance()
-        if isinstance(self.schedule, Lightest) and self.mass is not None:
-            victims = self.schedule.drop(self.mass, self.positions, newest)
-        if victims is None:
-            return
-        if isinstance(victims, int):
-            self.positions[:, victims] = -1
-            return
-        victims = victims.to(self.positions.device)
-        # A slot of -1 drops nothing: write back what its last slot holds.
-        row, slot = self._where(victims)
-        keep = victims < 0
-        self.positions[row, slot] = torch.where(keep, self.positions[row, slot], -1)
-        if self.bias is not None:
-            self.bias[row, 0, slot] = torch.where(keep, self.bias[row, 0, slot], float("-inf"))
+    def advance(self, newest: int, q: int) -> None:
+        """Count a step of q tokens, the last at `newest`; find what it drops."""
+        if self.mass is not None and isinstance(self.schedule, Lightest):
+            self.schedule.drop(self.mass, self.positions, newest)
+        self.schedule.advance(q)
 
     def select(self, chosen: np.ndarray, rows: Tensor | None) -> Block:
         """A copy holding the block's rows `chosen`, which become the layer's rows `rows`."""
@@ -166,11 +164,9 @@ class Block:
             bias=None if self.bias is None else self.bias[index],
             mass=None if self.mass is None else self.mass[index],
             schedule=self.schedule.select(chosen),
+            numbers=None,
+            weights=None,
         )
-
-    def _where(self, slots: Slots) -> tuple[Tensor, Tensor]:
-        slots = torch.as_tensor(slots, device=self.keys.device)
-        return torch.arange(len(slots), device=self.keys.device), slots
 
     def _ensure(self, width: int) -> None:
         """Grow the storage in chunks when the next token has no slot left."""
@@ -182,12 +178,13 @@ class Block:
         def grown(x: Tensor, fill: float) -> Tensor:
             return torch.cat([x, x.new_full((x.shape[0], more, *x.shape[2:]), fill)], dim=1)
 
+        lightest = isinstance(self.schedule, Lightest)
         self.keys, self.values = grown(self.keys, 0), grown(self.values, 0)
         self.positions = grown(self.positions, -1)
         if self.mass is not None:
-            self.mass = grown(self.mass, 0)
+            self.mass = grown(self.mass, torch.inf if lightest else 0)
         if self.bias is not None:
-            self.bias = grown(self.bias[:, 0], float("-inf"))[:, None]
+            self.bias = grown(self.bias[:, 0], 0 if self.schedule.shared else -torch.inf)[:, None]
 
 
 def causal_view(positions: Tensor, first: int, q: int) -> Tensor:
@@ -204,8 +201,7 @@ def attend(
     *,
     scale: float,
     softcap: float | None,
-    weigh: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     """Attention of G query heads of q tokens each over one row's keys; no key is repeated.
 
     Args:
@@ -214,31 +210,53 @@ def attend(
         visible: bool [R, 1 or q, U], or a bias of the logits; None: all.
         scale: factor of the query-key products.
         softcap: bound of the logits (Gemma 2), or None.
-        weigh: return the weights too.
 
     Returns:
-        [R, G * q, D], and float32 weights [R, G * q, U] if asked for.
+        [R, G * q, D].
     """
-    if visible is not None and visible.shape[1] > 1:
-        visible = visible.repeat(1, query.shape[1] // visible.shape[1], 1)
-    if softcap is None and not weigh:
-        out = scaled_dot_product_attention(
-            query[:, None],
-            keys[:, None],
-            values[:, None],
-            attn_mask=None if visible is None else visible[:, None],
-            scale=scale,
-        )
-        return out[:, 0], None
-    logits = (query @ keys.transpose(-1, -2)).float() * scale
     if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    if visible is not None and visible.dtype == torch.bool:
-        logits = logits.masked_fill(~visible, float("-inf"))
-    elif visible is not None:
-        logits = logits + visible
-    weights = logits.softmax(dim=-1)
-    return weights.to(values.dtype) @ values, weights
+        weights = torch.empty(*query.shape[:2], keys.shape[1], device=query.device)
+        return weigh(query, keys, values, visible, weights, scale=scale, softcap=softcap)
+    if visible is not None:
+        visible = _for_heads(visible, query)[:, None]
+    out = scaled_dot_product_attention(
+        query[:, None], keys[:, None], values[:, None], attn_mask=visible, scale=scale
+    )
+    return out[:, 0]
+
+
+def weigh(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor | None,
+    weights: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """`attend` that leaves the attention weights in `weights`, float32 [R, G * q, U]."""
+    if query.dtype == weights.dtype:
+        torch.bmm(query * scale, keys.mT, out=weights)
+    else:
+        weights.copy_((query * scale) @ keys.mT)
+    if softcap is not None:
+        weights.div_(softcap).tanh_().mul_(softcap)
+    if visible is not None:
+        visible = _for_heads(visible, query)
+        if visible.dtype == torch.bool:
+            weights.masked_fill_(~visible, -torch.inf)
+        else:
+            weights.add_(visible)
+    weights.sub_(weights.amax(-1, keepdim=True)).exp_()
+    weights.div_(weights.sum(-1, keepdim=True))
+    return weights.to(values.dtype) @ values
+
+
+def _for_heads(visible: Tensor, query: Tensor) -> Tensor:
+    """The q rows of `visible`, repeated for each head that shares a row's keys."""
+    q = visible.shape[1]
+    return visible if q == 1 else visible.repeat(1, query.shape[1] // q, 1)
 
 
 def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = 0.04) -> list[np.ndarray]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mmkv import eviction
-from mmkv.decoding import make_schedule
+from mmkv.decoding import Schedule, make_schedule
 from mmkv.eviction import Prompt
 from mmkv.held import Held
 from mmkv.merging import merge
@@ -41,82 +42,86 @@ def evict(
     if held.scores is not None and policy.score != "recency":
         retained = eviction.retained(held.scores, indices, held.positions, prompt)
     indices = indices.expand(B, H, -1)
-    at, filler = indices.clamp(min=0), indices < 0
-
-    def kept(x: Tensor) -> Tensor:
-        return x.gather(2, at[..., None].expand(-1, -1, -1, x.shape[-1]))
-
     keys, values = held.keys.detach(), held.values.detach()
+    tokens = indices.flatten(0, 1)  # [R, M], where each kept token lies in `keys` and `values`
     if policy.merge is not None and list(sizes) != prompt.lengths:
         keys, values = merge(keys, values, indices, held.positions, how=policy.merge)
-    else:
-        keys, values = kept(keys), kept(values)
-    positions = held.positions.expand(B, H, U).gather(2, at).masked_fill(filler, -1)
+        whole = torch.arange(indices.shape[-1], device=indices.device)
+        tokens = torch.where(indices < 0, -1, whole).flatten(0, 1)
+
+    def per_token(x: Tensor, empty: float) -> Tensor:
+        found = x.expand(B, H, U).gather(2, indices.clamp(min=0))
+        return found.masked_fill(indices < 0, empty).flatten(0, 1)
+
+    positions = per_token(held.positions, -1).int()
     mass = None
     if held.scores is not None and policy.score == "accumulated":
-        mass = held.scores.expand(B, H, U).gather(2, at).masked_fill(filler, 0)
+        mass = per_token(held.scores, 0)
 
     def per_row(x: Tensor) -> np.ndarray:
         return x.expand(B, H).reshape(-1).numpy()
 
-    pairs = [keys, values, positions]
-    return _blocks(
-        plan, prompt, pairs, mass, per_row(counts), per_row(anchored), expected
-    ), retained
+    blocks = []
+    for rows, schedule in _schedules(plan, prompt, per_row(counts), per_row(anchored)):
+        width = int(per_row(counts)[rows].max())
+        spare = (0, schedule.room(min(expected, _MOST_RESERVED)))
+        index = torch.from_numpy(rows).to(keys.device)
+        at = pad(tokens[index, :width], spare, value=-1)
+        blocks.append(
+            Block.of(
+                _gather(keys, index, at),
+                _gather(values, index, at),
+                pad(positions[index, :width], spare, value=-1),
+                None if mass is None else pad(mass[index, :width], spare),
+                schedule,
+                rows=None if len(rows) == B * H else index,
+                inv_freq=plan.inv_freq,
+            )
+        )
+    return blocks, retained
 
 
-def _blocks(
-    plan: Plan,
-    prompt: Prompt,
-    pairs: list[Tensor],
-    mass: Tensor | None,
-    counts: np.ndarray,
-    anchored: np.ndarray,
-    expected: int,
-) -> list[Block]:
-    """Group rows by length; give each group storage and a schedule.
+def _gather(x: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+    """The pairs of `rows` [R] at tokens `at` [R, S] of x [B, H, U, D], in storage of their own.
+
+    [R, S, D]; where `at` is -1, for an empty slot, any token is copied.
+    """
+    _, H, U, D = x.shape
+    at = at.clamp(min=0)
+    if x.transpose(1, 2).is_contiguous():  # as a projection leaves it
+        place = (rows // H * U)[:, None] + at
+        place, flat = place * H + (rows % H)[:, None], x.transpose(1, 2).reshape(-1, D)
+    else:
+        place, flat = rows[:, None] * U + at, x.reshape(-1, D)
+    return flat.index_select(0, place.flatten()).view(*at.shape, D)
+
+
+def _schedules(
+    plan: Plan, prompt: Prompt, counts: np.ndarray, anchored: np.ndarray
+) -> Iterator[tuple[np.ndarray, Schedule]]:
+    """Group rows by length; each group's rows, and their schedule.
 
     Args:
         plan: policy and budget.
         prompt: gives the rows' lengths.
-        pairs: keys and values [B, H, M, D] and positions [B, H, M].
-        mass: [B, H, M], attention accumulated so far, where the policy scores by it.
-        counts: [B * H], how many of the M each row keeps.
+        counts: [B * H], how many tokens each row keeps.
         anchored: [B * H], how many of those, the first ones, decoding must not drop.
-        expected: tokens that will be generated, as far as known.
     """
-    H, device = pairs[0].shape[1], pairs[0].device
-    lengths = np.repeat(prompt.lengths, H)
+    lengths = np.repeat(prompt.lengths, len(counts) // len(prompt.lengths))
     capacity: np.ndarray | None = counts
     if plan.keeps_everything:
         capacity = None
     elif isinstance(plan.budget, int):
         # A prompt shorter than the budget fills it up while decoding.
         capacity = np.where(lengths <= plan.budget, plan.budget, counts)
-    groups = group_rows(counts)
-    blocks = []
-    for rows in groups:
-        schedule = make_schedule(
-            plan.policy,
-            counts=counts[rows],
-            lengths=lengths[rows],
-            protected=anchored[rows],
-            capacity=None if capacity is None else capacity[rows],
+    for rows in group_rows(counts):
+        yield (
+            rows,
+            make_schedule(
+                plan.policy,
+                counts=counts[rows],
+                lengths=lengths[rows],
+                protected=anchored[rows],
+                capacity=None if capacity is None else capacity[rows],
+            ),
         )
-        index = torch.from_numpy(rows).to(device) if len(groups) > 1 else None
-        at = slice(None) if index is None else index
-        width = int(counts[rows].max())
-        keys, values, positions = (x.flatten(0, 1)[at, :width] for x in pairs)
-        blocks.append(
-            Block.of(
-                keys,
-                values,
-                positions,
-                None if mass is None else mass.flatten(0, 1)[at, :width],
-                schedule,
-                reserve=schedule.room(min(expected, _MOST_RESERVED)),
-                rows=index,
-                inv_freq=plan.inv_freq,
-            )
-        )
-    return blocks
