@@ -182,7 +182,7 @@ class Adapter:
             rotary: Any = self.decoder.rotary_emb
             if rotary.rope_type not in ("default", "linear", "llama3"):
                 why = f"rope_type={rotary.rope_type!r} changes them with the length"
-            elif 2 * len(rotary.inv_freq) != _head_dim(self.config):
+            elif 2 * len(rotary.inv_freq) != head_dim(self.config):
                 why = "only a part of each key is turned"
             else:
                 return rotary.inv_freq
@@ -192,7 +192,8 @@ class Adapter:
         )
 
 
-def _head_dim(config: Any) -> int:
+def head_dim(config: Any) -> int:
+    """Numbers in one head's key."""
     found = getattr(config, "head_dim", None)
     return found or config.hidden_size // config.num_attention_heads
 

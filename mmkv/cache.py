@@ -326,6 +326,6 @@ class CompressedCache(Cache):
         assert self.prompt is not None
         assert layer.sizes is not None
         expected = max(0, self.max_length - self.prompt.valid.shape[1])
-        layer.blocks, layer.retained = evict(
+        layer.blocks, layer.retained, layer.error = evict(
             held, self.plan, self.prompt.to(held.keys.device), layer.sizes, expected
         )

@@ -38,10 +38,11 @@ class Held:
         first = blocks[0]
 
         def gathered(name: str, fill: float) -> Tensor:
-            one: Tensor = getattr(first, name)
-            whole = one.new_full((R, width, *one.shape[2:]), fill)
+            one = getattr(first, name)
+            shape = (R, width, *one.shape[2:])
+            whole = torch.full(shape, fill, dtype=one.dtype, device=one.device)
             for block in blocks:
-                part: Tensor = getattr(block, name)
+                part: Tensor = getattr(block, name)[:, :]  # in 8 or 4 bits: read
                 whole[slice(None) if block.rows is None else block.rows, : part.shape[1]] = part
             return whole
 

@@ -34,6 +34,7 @@ class CompressedLayer(CacheLayerMixin):
         self.held: Held | None = None
         self.sizes: list[int] | None = None
         self.retained: Tensor | None = None
+        self.error: Tensor | None = None
         self.stream: Tensor | None = None
         self.similarity: Tensor | None = None
         self.compared: Tensor | None = None
@@ -109,6 +110,8 @@ class CompressedLayer(CacheLayerMixin):
             self.sizes = [self.sizes[int(b)] for b in chosen]
         if self.retained is not None:
             self.retained = self.retained[batch.to(self.retained.device)]
+        if self.error is not None:
+            self.error = self.error[batch.to(self.error.device)]
 
     @property
     def rows(self) -> int:
@@ -173,7 +176,7 @@ class CompressedLayer(CacheLayerMixin):
         out: list[Tensor] = []
         start = 0
         for block in self.blocks:
-            part = slice(start, start := start + len(block.keys))
+            part = slice(start, start := start + len(block.positions))
             block.append(key[part], value[part], first)
             out.append(block.attend(rows[part], q, first, **options))
             block.advance(self.seen - 1, q)

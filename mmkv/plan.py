@@ -26,6 +26,8 @@ class Plan:
     mini_prefill: Callable[[dict[str, Any], Prompt], list[Tensor]] | None = field(
         default=None, repr=False
     )
+    # What kept pairs are held as: "int8", "int4", or None for the model's own type.
+    kv_dtype: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         """Copies of a cache share their plan: it never changes, and it knows the model."""

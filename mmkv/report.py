@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ class LayerReport:
         nbytes: bytes of its storages.
         retained: the share of the competing prompt tokens' importance that was kept, mean over
             rows; None where the policy has no attention score.
+        key_error, value_error: what 8 or 4 bits cost, |x - as read| / |x| over what was kept of the
+            last prompt, mean over rows; None where nothing is quantised.
     """
 
     layer: int
@@ -30,6 +33,8 @@ class LayerReport:
     kept: list[list[int]]
     nbytes: int
     retained: float | None
+    key_error: float | None = None
+    value_error: float | None = None
 
     @property
     def mean_kept(self) -> float:
@@ -51,6 +56,8 @@ class CacheReport:
         full_nbytes: bytes that a cache of all tokens seen (padding included) would hold.
         kept_fraction: pairs held over pairs seen, over all compressed layers.
         retained: mean over layers of the retained importance; None where unknown.
+        kv_dtype: what kept pairs are held as; None for the model's own type.
+        key_error, value_error: means over the compressed layers; None where nothing is quantised.
         notes: what a reader should know, such as rows that lost nothing.
     """
 
@@ -62,6 +69,9 @@ class CacheReport:
     full_nbytes: int
     kept_fraction: float
     retained: float | None
+    kv_dtype: str | None
+    key_error: float | None
+    value_error: float | None
     notes: list[str]
 
     @classmethod
@@ -81,10 +91,11 @@ class CacheReport:
             if isinstance(x, CompressedLayer):
                 counts = (x.kept() >= 0).sum(-1).tolist()
                 share = None if x.retained is None else float(x.retained.mean())
-                layers.append(LayerReport(i, True, counts, x.nbytes, share))
+                errors = (None, None) if x.error is None else x.error.mean(0).tolist()
+                layers.append(LayerReport(i, True, counts, x.nbytes, share, *errors))
                 assert x.blocks is not None
                 block = x.blocks[0]
-                width = (block.keys.shape[-1] + block.values.shape[-1]) * block.keys.element_size()
+                width = (block.keys.shape[-1] + block.values.shape[-1]) * block.keys.dtype.itemsize
                 full += x.batch * x.heads * x.seen * width
             else:
                 held = nbytes(x)
@@ -94,7 +105,6 @@ class CacheReport:
         seen = [n + generated for n in cache.lengths]
         heads = cache.compressed[0].heads
         pairs = sum(n for x in layers for row in x.kept for n in row)
-        known = [x.retained for x in layers if x.retained is not None]
         return cls(
             policy=cache.plan.policy.name,
             budget=cache.plan.budget,
@@ -103,7 +113,10 @@ class CacheReport:
             nbytes=cache.nbytes,
             full_nbytes=full,
             kept_fraction=pairs / (sum(seen) * heads * len(cache.compressed)),
-            retained=sum(known) / len(known) if known else None,
+            retained=_mean(x.retained for x in layers),
+            kv_dtype=cache.plan.kv_dtype,
+            key_error=_mean(x.key_error for x in layers),
+            value_error=_mean(x.value_error for x in layers),
             notes=_notes(cache),
         )
 
@@ -115,9 +128,13 @@ class CacheReport:
         """A table for the terminal."""
         from rich.table import Table
 
-        title = f"{self.policy}, budget {self.budget}: {self.kept_fraction:.1%} kept"
+        held = "" if self.kv_dtype is None else f" in {self.kv_dtype}"
+        title = f"{self.policy}, budget {self.budget}: {self.kept_fraction:.1%} kept{held}"
         table = Table(title=title, caption="; ".join(self.notes) or None)
-        for column in ("layer", "kept per head", "min-max", "KiB", "retained importance"):
+        columns = ["layer", "kept per head", "min-max", "KiB", "retained importance"]
+        if self.kv_dtype is not None:
+            columns.append("key, value error")
+        for column in columns:
             table.add_column(column, justify="right")
         for x in self.layers:
             counts = [n for row in x.kept for n in row]
@@ -127,6 +144,7 @@ class CacheReport:
                 f"{min(counts)}-{max(counts)}" if counts else "",
                 f"{x.nbytes / 1024:.1f}",
                 "" if x.retained is None else f"{x.retained:.3f}",
+                *self._errors(x),
             )
         table.add_section()
         seen = sum(self.seen) / len(self.seen)
@@ -137,8 +155,20 @@ class CacheReport:
             "",
             f"{self.nbytes / 1024:.1f} of {self.full_nbytes / 1024:.1f}",
             share,
+            *self._errors(self),
         )
         return table
+
+    def _errors(self, x: LayerReport | CacheReport) -> list[str]:
+        if self.kv_dtype is None:
+            return []
+        known = [f"{e:.2%}" for e in (x.key_error, x.value_error) if e is not None]
+        return [", ".join(known)]
+
+
+def _mean(numbers: Iterable[float | None]) -> float | None:
+    known = [x for x in numbers if x is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _notes(cache: CompressedCache) -> list[str]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mmkv.decoding import Lightest, Schedule
+from mmkv.quantised import Quantised, Stored, nbytes, select
 from mmkv.repositioning import reposition
 
 # Slots added at a time once the reserve made at prefill is used up: a share of those in use.
@@ -29,7 +30,8 @@ class Block:
 
     Attributes:
         rows: int64 [R], index into the layer's B * H rows; None when the block holds all, in order.
-        keys, values: [R, S, D]; S is the capacity, of which the schedule's `width` is in use.
+        keys, values: [R, S, D]; S is the capacity, of which the schedule's `width` is in use. In 8
+            or 4 bits they are read and written in the model's type all the same.
         positions: int32 [R, S], original position of each slot's token, -1 where empty.
         bias: [R, 1, S], added to the logits: 0 for filled slots, -inf for empty ones; None while
             all in use are filled. A bool mask would be turned into one in every step.
@@ -40,8 +42,8 @@ class Block:
     """
 
     rows: Tensor | None
-    keys: Tensor
-    values: Tensor
+    keys: Stored
+    values: Stored
     positions: Tensor
     bias: Tensor | None
     mass: Tensor | None
@@ -54,8 +56,8 @@ class Block:
     @classmethod
     def of(
         cls,
-        keys: Tensor,
-        values: Tensor,
+        keys: Stored,
+        values: Stored,
         positions: Tensor,
         mass: Tensor | None,
         schedule: Schedule,
@@ -66,7 +68,8 @@ class Block:
         """Take over storage [R, S, D] that holds kept pairs, and after them empty slots."""
         bias, empty = None, positions < 0
         if not schedule.gapless:
-            bias = keys.new_zeros(positions.shape)[:, None].masked_fill(empty[:, None], -torch.inf)
+            bias = torch.zeros(positions.shape, dtype=keys.dtype, device=keys.device)[:, None]
+            bias.masked_fill_(empty[:, None], -torch.inf)
             if schedule.shared:  # what lies behind `width` is never looked at
                 bias[:, :, schedule.width - 1 :] = 0.0
         if mass is not None and isinstance(schedule, Lightest):
@@ -76,7 +79,7 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Bytes of the storages held for keys and values, empty slots included."""
-        return sum(x.untyped_storage().nbytes() for x in (self.keys, self.values))
+        return nbytes(self.keys) + nbytes(self.values)
 
     @property
     def held(self) -> Tensor:
@@ -102,7 +105,7 @@ class Block:
             self.positions[where] = new
         else:
             if self.numbers is None:
-                self.numbers = torch.arange(len(self.keys), device=self.keys.device)
+                self.numbers = torch.arange(len(self.positions), device=self.keys.device)
             where = (self.numbers, slots)
             self.keys[where], self.values[where] = key[:, 0], value[:, 0]
             self.positions[where] = position
@@ -128,8 +131,8 @@ class Block:
         """
         width = self.schedule.width + q - 1
 
-        def used(x: Tensor) -> Tensor:
-            return x if width == self.keys.shape[1] else x[:, :width]
+        def used(x: Stored) -> Tensor:
+            return x if isinstance(x, Tensor) and width == x.shape[1] else x[:, :width]
 
         keys, values, positions = used(self.keys), used(self.values), used(self.positions)
         visible = None if self.bias is None else self.bias[:, :, :width]
@@ -158,8 +161,8 @@ class Block:
         return replace(
             self,
             rows=rows,
-            keys=self.keys[index],
-            values=self.values[index],
+            keys=select(self.keys, index),
+            values=select(self.values, index),
             positions=self.positions[index],
             bias=None if self.bias is None else self.bias[index],
             mass=None if self.mass is None else self.mass[index],
@@ -178,8 +181,11 @@ class Block:
         def grown(x: Tensor, fill: float) -> Tensor:
             return torch.cat([x, x.new_full((x.shape[0], more, *x.shape[2:]), fill)], dim=1)
 
+        def longer(x: Stored) -> Stored:
+            return x.grown(more) if isinstance(x, Quantised) else grown(x, 0)
+
         lightest = isinstance(self.schedule, Lightest)
-        self.keys, self.values = grown(self.keys, 0), grown(self.values, 0)
+        self.keys, self.values = longer(self.keys), longer(self.values)
         self.positions = grown(self.positions, -1)
         if self.mass is not None:
             self.mass = grown(self.mass, torch.inf if lightest else 0)

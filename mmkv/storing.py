@@ -15,6 +15,7 @@ from mmkv.eviction import Prompt
 from mmkv.held import Held
 from mmkv.merging import merge
 from mmkv.plan import Plan
+from mmkv.quantised import Quantised, Stored, relative_error, squares
 from mmkv.storage import Block, group_rows
 
 # Slots set aside for tokens to come, at the most; beyond it storage grows in chunks.
@@ -23,7 +24,7 @@ _MOST_RESERVED = 256
 
 def evict(
     held: Held, plan: Plan, prompt: Prompt, sizes: Sequence[int], expected: int
-) -> tuple[list[Block], Tensor | None]:
+) -> tuple[list[Block], Tensor | None, Tensor | None]:
     """Choose what one layer keeps, merge or drop the rest, and copy it into storage of its own.
 
     Args:
@@ -34,7 +35,8 @@ def evict(
         expected: tokens that will be generated, as far as known.
 
     Returns:
-        The blocks, and the share of importance kept [B] where the policy scores by attention.
+        The blocks; the share of importance kept [B] where the policy scores by attention; and
+        where pairs are quantised, what that costs: `relative_error` of keys and values [B, 2].
     """
     policy, (B, H, U, _) = plan.policy, held.keys.shape
     indices, counts, anchored = eviction.select(policy, held.scores, held.positions, prompt, sizes)
@@ -61,24 +63,35 @@ def evict(
     def per_row(x: Tensor) -> np.ndarray:
         return x.expand(B, H).reshape(-1).numpy()
 
-    blocks = []
+    blocks: list[Block] = []
+    off = torch.zeros(B * H, 2, 2, device=keys.device)
     for rows, schedule in _schedules(plan, prompt, per_row(counts), per_row(anchored)):
         width = int(per_row(counts)[rows].max())
         spare = (0, schedule.room(min(expected, _MOST_RESERVED)))
         index = torch.from_numpy(rows).to(keys.device)
         at = pad(tokens[index, :width], spare, value=-1)
+        where = pad(positions[index, :width], spare, value=-1)
+        stored: list[Stored] = []
+        for i, x in enumerate((keys, values)):
+            exact = _gather(x, index, at)
+            if plan.kv_dtype is None:
+                stored.append(exact)
+                continue
+            stored.append(Quantised.of(exact, plan.kv_dtype))
+            off[index, i] = squares(exact, stored[i][:, :], where >= 0)
         blocks.append(
             Block.of(
-                _gather(keys, index, at),
-                _gather(values, index, at),
-                pad(positions[index, :width], spare, value=-1),
+                stored[0],
+                stored[1],
+                where,
                 None if mass is None else pad(mass[index, :width], spare),
                 schedule,
                 rows=None if len(rows) == B * H else index,
                 inv_freq=plan.inv_freq,
             )
         )
-    return blocks, retained
+    error = None if plan.kv_dtype is None else relative_error(off.view(B, H, 2, 2).sum(1))
+    return blocks, retained, error
 
 
 def _gather(x: Tensor, rows: Tensor, at: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from mmkv import adapters, attention, scores
+from mmkv import adapters, attention, quantised, scores
 from mmkv.cache import CompressedCache, incoming
 from mmkv.decoding import Grow
 from mmkv.layer import CompressedLayer
@@ -40,6 +40,7 @@ def wrap(
     budget: float | int | None = None,
     *,
     profile: Profile | str | os.PathLike[str] | None = None,
+    kv_dtype: str | None = None,
     **policy_options: Any,
 ) -> M:
     """Attach an eviction policy to a model; `model.generate(...)` then works as before.
@@ -52,6 +53,7 @@ def wrap(
             mean number of tokens per layer and head.
         profile: per-layer kept fractions measured by `mmkv.calibrate`, or a file of them; it
             replaces the policy's layer sizes, and gives the budget where none is named.
+        kv_dtype: "int8" or "int4" to hold what is kept in 8 or 4 bits; None for the model's type.
         policy_options: override the policy's defaults.
 
     Returns:
@@ -104,7 +106,8 @@ def wrap(
     if chosen.needs_all_layers and chosen.allocation == "mini-prefill" and fractions is None:
         mini_prefill = partial(attention.run_mini_prefill, parts.decoder, chosen, compressed)
     inv_freq = parts.rotary_frequencies() if chosen.reposition else None
-    plan = Plan(chosen, budget, fractions, inv_freq, mini_prefill)
+    quantised.check(kv_dtype, adapters.head_dim(parts.config))
+    plan = Plan(chosen, budget, fractions, inv_freq, mini_prefill, kv_dtype)
     attention.register()
     with ExitStack() as undo:
         _attach(model, parts, plan, base, undo)

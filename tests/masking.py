@@ -30,10 +30,16 @@ def _masked_attention(module, query, key, value, attention_mask, scaling=None, *
             n = edited[0].shape[2]
             key = torch.cat([edited[0], key[:, :, n:]], dim=2)
             value = torch.cat([edited[1], value[:, :, n:]], dim=2)
+        if _state["bits"] is not None:
+            # The tokens of a new turn are whole until they are stored.
+            n = S if query.shape[2] == 1 else S - query.shape[2]
+            key = torch.cat([fake_quantise(key[:, :, :n], _state["bits"]), key[:, :, n:]], dim=2)
+            stored = fake_quantise(value[:, :, :n], _state["bits"])
+            value = torch.cat([stored, value[:, :, n:]], dim=2)
         if _state["inv_freq"] is not None:
             key = naive_reposition(key, visible[:, :, -1], _state["inv_freq"])
         attention_mask = None
-    out = torch.zeros(B, query.shape[1], query.shape[2], D)
+    out = torch.zeros(B, query.shape[1], query.shape[2], D, dtype=query.dtype)
     seen: list[Tensor] = []
     for h in range(query.shape[1]):
         logits = query[:, h] @ key[:, h // G].transpose(-1, -2) * scale
@@ -76,6 +82,7 @@ def masked_logits(
     merge: str | None = None,
     reposition: bool = False,
     record: list[list[Tensor]] | None = None,
+    bits: int | None = None,
 ) -> Tensor:
     """Last-token logits [1 + F, B, V] of the prompt and of each of F feeds behind it.
 
@@ -83,6 +90,7 @@ def masked_logits(
     never fed. `kept[t][layer]` is what the compressed cache held after the prompt (t = 0) and after
     each feed; a feed of more than one token is a new turn, after which it evicts (and merges).
     `record` receives each feed's attention weights, [layer][B, Hq, q, S].
+    With `bits`, every stored key and value is read as its code in so many bits.
     """
     if isinstance(feeds, Tensor):
         feeds = [{"input_ids": feeds[:, t : t + 1]} for t in range(feeds.shape[1] - 1)]
@@ -90,7 +98,7 @@ def masked_logits(
     before = decoder.config._attn_implementation
     decoder.config._attn_implementation_internal = "test_masked"
     layers = range(len(decoder.layers))
-    _state.update(allowed=None, edited=[None for _ in layers], record=record)
+    _state.update(allowed=None, edited=[None for _ in layers], record=record, bits=bits)
     _state["inv_freq"] = decoder.rotary_emb.inv_freq if reposition else None
     mask = inputs["attention_mask"]
     try:
@@ -120,7 +128,7 @@ def masked_logits(
                     _merge_all(cache, kept[t + 1], [m[:, :, -1] for m in _state["allowed"]], merge)
     finally:
         decoder.config._attn_implementation_internal = before
-        _state.update(allowed=None, inv_freq=None, record=None)
+        _state.update(allowed=None, inv_freq=None, record=None, bits=None)
     return torch.stack(logits)
 
 
@@ -133,6 +141,29 @@ def _merge_all(cache: Any, kept: list[Tensor], candidates: list[Tensor], how: st
             n = edited[0].shape[2]
             keys[:, :, :n], values[:, :, :n] = edited
         _state["edited"][i] = naive_merge(keys, values, kept[i], candidates[i], how)
+
+
+def fake_quantise(x: Tensor, bits: int, group: int = 64) -> Tensor:
+    """Each group of a token's numbers rounded to the nearest of 2 ** bits equally spaced ones.
+
+    The spaces reach from the group's smallest number to its largest, but none is below 1 / 20,000,
+    and a group that spans less than 1 / 10,000 is its smallest number. Space and zero point are
+    kept in float16.
+    """
+    D = x.shape[-1]
+    parts = x.split(group if D % group == 0 else D, dim=-1)
+    return torch.cat([_fake_quantise_group(part, 2**bits - 1) for part in parts], dim=-1)
+
+
+def _fake_quantise_group(x: Tensor, most: int) -> Tensor:
+    exact = x.float()
+    low, high = exact.min(-1, keepdim=True).values, exact.max(-1, keepdim=True).values
+    per_number = (most / (high - low)).clamp(max=20_000)
+    per_number[high - low <= 1e-4] = 1.0
+    zero = -low * per_number
+    code = (exact * per_number + zero).round().clamp(0, most)
+    space = 1 / per_number
+    return (code.to(x.dtype) - zero.half().to(x.dtype)) * space.half().to(x.dtype)
 
 
 def naive_reposition(keys: Tensor, visible: Tensor, inv_freq: Tensor) -> Tensor:

@@ -1,0 +1,219 @@
+"""Kept keys and values in 8 or 4 bits: `wrap(..., kv_dtype="int8")`.
+
+A token is quantised when its slot is written and read back in the model's own type, so slots are
+overwritten, emptied and chosen as without. Each token's D numbers are one group, or groups of 64
+where D is a multiple of 64, each with a scale and a zero point of its own: a token's codes depend
+on no other token.
+
+Codes, packing and reading are those of hqq (github.com/mobiusml/hqq, Apache-2.0), which the
+`QuantizedCache` of transformers uses too: code = round(x / scale + zero), read as
+(code - zero) * scale.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BITS = {"int8": 8, "int4": 4}
+_GROUP = 64
+# Where hqq stops: a smaller range is one code, and no scale is below one over this.
+_SMALLEST_RANGE, _MOST_SCALED = 1e-4, 2e4
+_PARAMETERS = torch.float16
+
+
+class Quantised:
+    """Rows of tokens in 8 or 4 bits, read and written as a tensor [R, S, D] is: by row and slot.
+
+    Attributes:
+        codes: uint8 [R, S, D] for 8 bits; [R, S, D / 2] for 4, the first half of a token's numbers
+            in the high bits, the second in the low ones.
+        scale, zero: float16 [R, S, G], for each of a token's G groups.
+        dtype: what was stored, and what reading gives.
+    """
+
+    def __init__(
+        self, codes: Tensor, scale: Tensor, zero: Tensor, bits: int, dtype: torch.dtype
+    ) -> None:
+        self.codes, self.scale, self.zero = codes, scale, zero
+        self.bits, self.dtype = bits, dtype
+
+    @classmethod
+    def of(cls, x: Tensor, kv_dtype: str, *, reserve: int = 0) -> Quantised:
+        """Quantise tokens [R, M, D], with `reserve` empty slots behind them.
+
+        Raises:
+            ValueError: an unknown `kv_dtype`, or an odd D in 4 bits.
+        """
+        check(kv_dtype, x.shape[-1])
+        bits = BITS[kv_dtype]
+        new = cls(*_quantise(x, bits, _by_hqq), bits, x.dtype)
+        return new.grown(reserve) if reserve else new
+
+    @property
+    def shape(self) -> torch.Size:
+        """[R, S, D]."""
+        return torch.Size([*self.codes.shape[:2], self.codes.shape[2] * 8 // self.bits])
+
+    @property
+    def device(self) -> torch.device:
+        """Of the codes, scales and zero points."""
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages held: codes, scales and zero points."""
+        return sum(x.untyped_storage().nbytes() for x in (self.codes, self.scale, self.zero))
+
+    def __getitem__(self, where: Any) -> Tensor:
+        """The tokens at rows and slots `where`, in fresh storage of `dtype`."""
+        return _read(self.codes[where], self.scale[where], self.zero[where], self.bits, self.dtype)
+
+    def __setitem__(self, where: Any, x: Tensor) -> None:
+        """Quantise x [..., D] into rows and slots `where`."""
+        self.codes[where], self.scale[where], self.zero[where] = _quantise(x, self.bits, _by_step)
+
+    def select(self, index: Tensor) -> Quantised:
+        """A copy of the rows `index`, which may repeat: their codes, as they are."""
+        codes, scale, zero = (x[index] for x in (self.codes, self.scale, self.zero))
+        return Quantised(codes, scale, zero, self.bits, self.dtype)
+
+    def grown(self, more: int) -> Quantised:
+        """The same tokens with `more` empty slots behind them, in fresh storage."""
+
+        def longer(x: Tensor) -> Tensor:
+            return torch.cat([x, x.new_zeros(x.shape[0], more, x.shape[2])], dim=1)
+
+        codes, scale, zero = (longer(x) for x in (self.codes, self.scale, self.zero))
+        return Quantised(codes, scale, zero, self.bits, self.dtype)
+
+
+Stored = Tensor | Quantised
+
+
+def check(kv_dtype: str | None, head_dim: int) -> None:
+    """Whether kept pairs can be held as `kv_dtype`; None is the model's own type.
+
+    Raises:
+        ValueError: an unknown one, an odd `head_dim` in 4 bits, or hqq is not installed.
+    """
+    if kv_dtype is None:
+        return
+    if kv_dtype not in BITS:
+        raise ValueError(
+            f"kv_dtype={kv_dtype!r}: expected {' or '.join(map(repr, BITS))}, "
+            "or None for the model's own type"
+        )
+    if BITS[kv_dtype] == 4 and head_dim % 2:
+        raise ValueError(
+            f"kv_dtype={kv_dtype!r} packs two numbers into a byte, but a head has {head_dim}: "
+            "use 'int8'"
+        )
+    if find_spec("hqq") is None:
+        raise ValueError(f"kv_dtype={kv_dtype!r} needs hqq: pip install 'mmkv[quant]'")
+
+
+def select(x: Stored, index: Tensor) -> Stored:
+    """A copy of the rows `index`."""
+    return x.select(index) if isinstance(x, Quantised) else x[index]
+
+
+def nbytes(x: Stored) -> int:
+    """Bytes of the storages held."""
+    return x.nbytes if isinstance(x, Quantised) else x.untyped_storage().nbytes()
+
+
+def squares(exact: Tensor, read: Tensor, filled: Tensor) -> Tensor:
+    """Sums of squares of each row's error and of the row itself: float32 [R, 2].
+
+    Args:
+        exact: [R, S, D].
+        read: [R, S, D], the same after quantisation.
+        filled: bool [R, S], False for slots that hold no token.
+    """
+    exact = exact.float().masked_fill(~filled[..., None], 0.0)
+    error = read.float().masked_fill(~filled[..., None], 0.0) - exact
+    return torch.stack([error.square().sum((1, 2)), exact.square().sum((1, 2))], dim=-1)
+
+
+def relative_error(squares: Tensor) -> Tensor:
+    """|exact - read| / |exact| from the sums of squares [..., 2] of both: [...]."""
+    error, whole = squares.unbind(-1)
+    return (error / whole.clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
+
+
+def _quantise(x: Tensor, bits: int, how: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and zero points of tokens [..., D], as `Quantised` holds them."""
+    D = x.shape[-1]
+    width = _GROUP if D % _GROUP == 0 else D
+    codes, scale, zero = how(x.reshape(-1, width), bits)
+    # A group whose numbers differ by less than float16 can tell beside their size is one number.
+    level = zero.abs() > torch.finfo(_PARAMETERS).max
+    codes = codes.masked_fill(level, 0).to(torch.uint8).view(*x.shape)
+    zero, scale = torch.where(level, zero * scale, zero), scale.masked_fill(level, 1.0)
+    if bits == 4:
+        halves = codes.unflatten(-1, (2, D // 2)).movedim(-2, 0)
+        codes = _hqq().pack["4bit_u8"](halves)[0]
+    groups = (*x.shape[:-1], D // width)
+    return codes, scale.to(_PARAMETERS).view(groups), zero.to(_PARAMETERS).view(groups)
+
+
+def _by_hqq(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [n, width], scales and zero points [n, 1] of groups [n, width].
+
+    Without hqq's search for better zero points, which lets groups influence each other.
+    """
+    codes, meta = _hqq().quantize(
+        groups,
+        nbits=bits,
+        group_size=groups.shape[1],
+        axis=1,
+        optimize=False,
+        bitpack=False,
+        device=str(groups.device),
+    )
+    return codes, meta["scale"], meta["zero"]
+
+
+def _by_step(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What `_by_hqq` gives, to the bit, for the tokens of a step.
+
+    hqq's own function empties torch's CUDA cache twice a call: fit for a prompt, not for each layer
+    of each step, which would wait for memory to be freed and allocated again.
+    """
+    x, levels = groups.float(), 2**bits - 1
+    low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+    span = high - low
+    scale = (levels / span).masked_fill(span <= _SMALLEST_RANGE, 1.0).clamp(max=_MOST_SCALED)
+    zero = -low * scale
+    return (x * scale + zero).round().clamp(0, levels), 1.0 / scale, zero
+
+
+def _read(codes: Tensor, scale: Tensor, zero: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """Numbers [..., D] from their codes."""
+    exact = torch.promote_types(dtype, torch.float32)
+    shape = torch.Size([*codes.shape[:-1], codes.shape[-1] * 8 // bits])
+    if bits == 4:
+        halves = _hqq().unpack["4bit_u8"](codes.reshape(1, -1), dtype=exact)
+        codes = halves.view(2, *codes.shape).movedim(0, -2)
+    meta = {
+        "packing": None,
+        "compute_dtype": exact,
+        "scale": scale[..., None],
+        "zero": zero[..., None],
+        "shape": shape,
+    }
+    grouped = codes.reshape(*shape[:-1], scale.shape[-1], -1)
+    return _hqq().dequantize(grouped, meta).to(dtype)
+
+
+@cache
+def _hqq() -> Any:
+    """hqq's quantiser; its import takes seconds, so that only who uses it pays."""
+    from hqq.core.quantize import Quantizer
+
+    return Quantizer
