@@ -65,6 +65,7 @@ def window_attention(
     Source: SnapKV, arXiv 2404.14469, section 4; weights: PyramidInfer, arXiv 2405.12532, section 3.
     """
     B, Hq, Q, D = _checked(query, key, valid)
+    valid = _unless_all(valid)
     H, N = key.shape[1], key.shape[2]
     if window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
@@ -140,6 +141,7 @@ def accumulated_attention(
     Source: H2O, arXiv 2306.14048, section 4; also the score of PrefixKV, arXiv 2412.03409.
     """
     B, Hq, Q, D = _checked(query, key, valid)
+    valid = _unless_all(valid)
     H, N = key.shape[1], key.shape[2]
     if Q > N:
         raise ValueError(
@@ -279,6 +281,13 @@ def _check_valid(valid: Tensor | None, B: int, N: int) -> None:
         raise ValueError(
             f"valid must be a bool [B, N] = ({B}, {N}), got {valid.dtype} {tuple(valid.shape)}"
         )
+
+
+def _unless_all(valid: Tensor | None) -> Tensor | None:
+    """None where nothing is padding, which saves masking; not asked of a device that would sync."""
+    if valid is not None and valid.device.type == "cpu" and bool(valid.all()):
+        return None
+    return valid
 
 
 def _window_weights(weights: Tensor | None, window: int, device: torch.device) -> Tensor:
