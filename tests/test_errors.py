@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import pytest
 import torch
@@ -181,43 +180,6 @@ def test_without_a_cache_a_wrapped_model_is_the_plain_one(models):
             assert model(**inputs).past_key_values.report().kept_fraction < 0.5
     real = inputs["attention_mask"].bool()
     torch.testing.assert_close(logits[real], plain[real], atol=1e-4, rtol=0)
-
-
-def test_sampling_with_the_same_seed_gives_the_same_tokens(models):
-    model, inputs = models("llava-llama"), make_inputs("llava-llama", (60, 40))
-
-    def sample():
-        torch.manual_seed(3)
-        return model.generate(**inputs, max_new_tokens=12, do_sample=True, num_return_sequences=3)
-
-    plain = sample()
-    with mmkv.wrapped(model, "prefixkv", 1.0):
-        assert torch.equal(sample(), plain)
-    with mmkv.wrapped(model, "prefixkv", 0.3):
-        assert torch.equal(sample(), sample())
-
-
-def test_two_threads_share_a_wrapped_model(models):
-    """State is on the cache: threads with different prompts do not see each other."""
-    model = models("llava-llama")
-    prompts = [make_inputs("llava-llama", (n,), seed=n) for n in (60, 75)]
-    with mmkv.wrapped(model, "prefixkv", 0.5, protect="none"):
-        alone = [generate(model, p)[1] for p in prompts]
-        results: dict[int, list] = {0: [], 1: []}
-
-        def work(i: int) -> None:
-            for _ in range(5):
-                out = model.generate(**prompts[i], max_new_tokens=24, do_sample=False)
-                results[i].append(out[:, -24:])
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in (0, 1)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-    for i in (0, 1):
-        assert len(results[i]) == 5
-        assert all(torch.equal(r, alone[i]) for r in results[i])
 
 
 def test_a_batch_may_end_at_different_times(text_model):
