@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmkv import kernels
+
 Pooling = Literal["avg", "max"]
 
 # Elements of attention probabilities in flight. On a CPU a tile that stays in cache is twice as
@@ -27,6 +29,7 @@ Pooling = Literal["avg", "max"]
 # wants few large launches.
 _CPU_TILE_PER_THREAD = 2**20
 _DEVICE_TILE = 2**28
+_KERNEL_DEVICES = ("cuda",)  # not the CPU, where kernels are for tests
 
 
 @torch.no_grad()
@@ -122,7 +125,7 @@ def accumulated_attention(
 
     A causal query row is complete in the keys up to its own block, so one pass over blocks of
     queries is exact: softmax `block` rows against at most `N` keys, add up the columns. Extra
-    memory is `O(N * block)` per query head in flight.
+    memory is `O(N * block)` per query head in flight; with the Triton kernels, `O(N)`.
 
     Args:
         query: `[B, Hq, Q, D]`, the last `Q <= N` tokens' queries.
@@ -150,6 +153,10 @@ def accumulated_attention(
     if block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
     factor = D**-0.5 if scale is None else scale
+    # In 16 bits only: float32 is as well off with plain products, as matrix units would round it.
+    if key.device.type in _KERNEL_DEVICES and key.itemsize == 2 and kernels.takes(query, key):
+        lse = kernels.row_lse(query, key, scale=factor, valid=valid)
+        return kernels.column_sums(query, key, lse, scale=factor, valid=valid)
     G = Hq // H
     block = min(block, max(Q, 1))
     tile = (

@@ -1,0 +1,88 @@
+"""Triton kernels for what is slow in plain torch: column sums of attention, and decoding.
+
+Triton is no dependency of this package: torch brings one along wherever a GPU can use it. Ask
+`available` before calling a kernel, and have another way where it says no. Each kernel has a twin
+in plain torch in `mmkv.kernels.twins`, which the tests compare it with.
+
+With `TRITON_INTERPRET=1` in the environment before Triton is first imported, the kernels run on
+the CPU, slowly: for tests and debugging.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shutil
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from mmkv.kernels.columns import column_sums, row_lse
+    from mmkv.kernels.decode import decode_attention
+
+# Every kernel's function, by the module that holds it. Loaded on first use: they import Triton.
+_HOME = {
+    "column_sums": "mmkv.kernels.columns",
+    "decode_attention": "mmkv.kernels.decode",
+    "row_lse": "mmkv.kernels.columns",
+}
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 256  # a tile of keys has to fit the shared memory of a multiprocessor
+
+__all__ = [
+    "DTYPES",
+    "MAX_HEAD_DIM",
+    "available",
+    "column_sums",
+    "decode_attention",
+    "row_lse",
+    "takes",
+]
+
+
+def available(device: torch.device) -> bool:
+    """Whether the kernels run on `device`.
+
+    True on a GPU that Triton compiles for (NVIDIA from Ampere on, and AMD) if Triton and the C
+    compiler that it calls are installed, and on the CPU if Triton's interpreter is switched on.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return False
+    if device.type == "cpu":
+        return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+    return device.type == "cuda" and _compiles_for(torch.cuda.get_device_capability(device))
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether the kernels are available for these tensors' device, dtype and head dimension.
+
+    Args:
+        tensors: queries, keys, values: `[..., D]`. They must be of one dtype.
+    """
+    first = tensors[0]
+    return (
+        first.dtype in DTYPES
+        and all(t.dtype == first.dtype and t.shape[-1] <= MAX_HEAD_DIM for t in tensors)
+        and available(first.device)
+    )
+
+
+@cache
+def _compiles_for(capability: tuple[int, int]) -> bool:
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return compiler is not None and (torch.version.hip is not None or capability >= (8, 0))
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'mmkv.kernels' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

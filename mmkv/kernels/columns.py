@@ -1,0 +1,162 @@
+"""What each key receives of causal attention, without ever storing a row of it.
+
+Two passes: the log-sum-exp of each query's row, then, with rows known, the sum of each column. No
+program of the second pass shares a column with another, so nothing is added up atomically and
+a result is the same each time.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from mmkv.kernels.columns_device import column_sums_kernel, row_lse_kernel
+from mmkv.kernels.launching import INTERPRETED, check_dtypes, padded, rows_of
+
+_LOG2_E = math.log2(math.e)
+
+
+@torch.no_grad()
+def row_lse(query: Tensor, key: Tensor, *, scale: float, valid: Tensor | None = None) -> Tensor:
+    """Log-sum-exp of each query's row of causal attention logits.
+
+    Args:
+        query: `[B, Hq, Q, D]`, the last `Q <= N` tokens' queries: query `i` sees keys up to
+            `N - Q + i`.
+        key: `[B, H, N, D]`, of the same dtype.
+        scale: factor of the logits.
+        valid: bool `[B, N]`, False for padding, which no query sees. What padding holds does not
+            matter.
+
+    Returns:
+        float32 `[B, Hq, Q]`, natural logarithms; -inf for the queries of padding.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    B, Hq, Q, D = _checked(query, key, valid)
+    H, N = key.shape[1], key.shape[2]
+    lse = query.new_empty((B, Hq, Q), dtype=torch.float32)
+    if lse.numel() == 0:
+        return lse
+    query, key = rows_of(query), rows_of(key)
+    sizes = _blocks(D, query.element_size())
+    launch: Any = row_lse_kernel[(triton.cdiv(Q, sizes["BLOCK"]) * B * Hq,)]
+    with torch.cuda.device_of(key):
+        launch(
+            query,
+            key,
+            _bytes(valid, key),
+            lse,
+            *query.stride()[:3],
+            *key.stride()[:3],
+            Q,
+            N,
+            Hq,
+            Hq // H,
+            scale * _LOG2_E,
+            D=D,
+            D_PAD=padded(D),
+            PADDED=valid is not None,
+            WIDEN=INTERPRETED,
+            **sizes,
+        )
+    return lse
+
+
+@torch.no_grad()
+def column_sums(
+    query: Tensor, key: Tensor, lse: Tensor, *, scale: float, valid: Tensor | None = None
+) -> Tensor:
+    """Attention that each key receives from all queries, summed, given each row's log-sum-exp.
+
+    Args:
+        query: `[B, Hq, Q, D]`, the last `Q <= N` tokens' queries: query `i` sees keys up to
+            `N - Q + i`.
+        key: `[B, H, N, D]`, of the same dtype.
+        lse: float32 `[B, Hq, Q]`, of `row_lse` or of an attention kernel that returns it.
+        scale: factor of the logits.
+        valid: bool `[B, N]`, False for padding: such queries are left out, such keys get 0. What
+            padding holds, in `lse` too, does not matter.
+
+    Returns:
+        float32 `[B, H, N]`, mean over the query heads of a group.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+
+    Source: H2O, arXiv 2306.14048, section 4.
+    """
+    B, Hq, Q, D = _checked(query, key, valid)
+    H, N = key.shape[1], key.shape[2]
+    if tuple(lse.shape) != (B, Hq, Q) or lse.dtype != torch.float32:
+        raise ValueError(
+            f"lse must be float32 [B, Hq, Q] = ({B}, {Hq}, {Q}), got {lse.dtype} {tuple(lse.shape)}"
+        )
+    sums = key.new_empty((B, H, N), dtype=torch.float32)
+    if sums.numel() == 0:
+        return sums
+    query, key = rows_of(query), rows_of(key)
+    sizes = _blocks(D, query.element_size())
+    launch: Any = column_sums_kernel[(triton.cdiv(N, sizes["BLOCK"]) * B * H,)]
+    with torch.cuda.device_of(key):
+        launch(
+            query,
+            key,
+            _bytes(valid, key),
+            lse.contiguous(),
+            sums,
+            *query.stride()[:3],
+            *key.stride()[:3],
+            Q,
+            N,
+            H,
+            Hq // H,
+            scale * _LOG2_E,
+            D=D,
+            D_PAD=padded(D),
+            PADDED=valid is not None,
+            WIDEN=INTERPRETED,
+            **sizes,
+        )
+    return sums
+
+
+def _blocks(D: int, element_size: int) -> dict[str, int]:
+    """Rows of a program's own tile and of a step's, warps and pipeline stages.
+
+    Tiles fit the 99 KiB of shared memory that every GPU since Ampere has for a program, and
+    compiled for Hopper no registers spill.
+    """
+    if INTERPRETED:  # whose time goes by operations, not by elements
+        return {"BLOCK": 32, "STEP": 32}
+    if element_size > 2:  # no matrix unit takes it without rounding: sums of products in registers
+        return {"BLOCK": 32, "STEP": 16, "num_warps": 8, "num_stages": 2}
+    if D > 128:
+        return {"BLOCK": 64, "STEP": 32, "num_warps": 4, "num_stages": 3}
+    return {"BLOCK": 128, "STEP": 64, "num_warps": 8, "num_stages": 3}
+
+
+def _bytes(valid: Tensor | None, otherwise: Tensor) -> Tensor:
+    return otherwise if valid is None else valid.contiguous().view(torch.uint8)
+
+
+def _checked(query: Tensor, key: Tensor, valid: Tensor | None) -> tuple[int, int, int, int]:
+    """Check `query [B, Hq, Q, D]`, `key [B, H, N, D]` and `valid`; return `(B, Hq, Q, D)`."""
+    shapes = f"query {tuple(query.shape)} and key {tuple(key.shape)}"
+    if query.ndim != 4 or key.ndim != 4:
+        raise ValueError(f"query must be [B, Hq, Q, D] and key [B, H, N, D], got {shapes}")
+    B, Hq, Q, D = query.shape
+    _, H, N, _ = key.shape
+    if key.shape != (B, H, N, D) or H < 1 or Hq < 1 or Hq % H or Q > N:
+        raise ValueError(
+            "query and key must have one B and D, Hq a multiple of H and Q <= N, got " + shapes
+        )
+    if valid is not None and (valid.dtype != torch.bool or tuple(valid.shape) != (B, N)):
+        raise ValueError(
+            f"valid must be a bool [B, N] = ({B}, {N}), got {valid.dtype} {tuple(valid.shape)}"
+        )
+    check_dtypes(query=query, key=key)
+    return B, Hq, Q, D
