@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
+import warnings
 
 import pytest
 import torch
@@ -139,32 +141,66 @@ def test_a_prompt_of_only_image_tokens():
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
+def held_bytes() -> int:
+    """Bytes of all tensors alive, each storage once."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of objects that warn when they are asked for their class
+        alive = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in alive}
+    return sum(storages.values())
+
+
 def test_soak():
-    """Many generations with changing policy, budget and prompt leave nothing behind."""
-    model = make_model("llama")
+    """500 generations with changing policy, budget and prompt leave nothing behind.
+
+    One in five is ended in its prompt, in a decode step or between two layers by an interrupt or an
+    exception; the wrapped model then goes on, and answers as a fresh one does.
+    """
+    model, fresh = make_model("llama"), make_model("llama")
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    rng, live = random.Random(0), []
-    for i in range(120):
+    attributes = {name: sorted(vars(x)) for name, x in model.named_modules()}
+    rng, held, answered = random.Random(0), [], 0
+    for i in range(500):
         policy = rng.choice(mmkv.list_policies())
-        inputs = make_inputs("llama", (rng.randrange(20, 60), rng.randrange(50, 90)), seed=i)
+        lengths = (rng.randrange(14, 40), rng.randrange(30, 60))
+        inputs = make_inputs("llama", lengths, seed=i)
         options = {"window": 4} if mmkv.get_policy(policy).observed else {}
-        mmkv.wrap(model, policy, rng.choice([0.3, 0.6, 1.0, 30]), **options)
-        if i % 10 == 3:  # an interrupt in the middle
-            hook = model.model.layers[2].register_forward_hook(_interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                generate(model, inputs, new=2)
-            hook.remove()
-        model.generate(**inputs, max_new_tokens=2, do_sample=False)
-        mmkv.unwrap(model)
-        if i % 40 == 39:
-            gc.collect()
-            live.append(sum(type(x) is torch.Tensor for x in gc.get_objects()))
-    assert live[0] == live[1] == live[2], f"tensors alive after 40, 80 and 120 rounds: {live}"
+        budget = rng.choice([0.3, 0.6, 1.0, 20])
+        asked = {"max_new_tokens": 2, "do_sample": False}
+        with mmkv.wrapped(model, policy, budget, **options):
+            if i % 5 == 3:
+                error, passes = rng.choice([KeyboardInterrupt, RuntimeError]), rng.randrange(2)
+                hook = model.model.layers[rng.randrange(3)].register_forward_hook(
+                    ending(error, after=passes)
+                )
+                with pytest.raises(error):
+                    model.generate(**inputs, **asked)
+                hook.remove()
+            out = model.generate(**inputs, **asked)
+        if i % 25 == 3:
+            with mmkv.wrapped(fresh, policy, budget, **options):
+                assert torch.equal(fresh.generate(**inputs, **asked), out)
+            answered += 1
+        if i % 100 == 99:
+            del inputs, out
+            held.append(held_bytes())
+    print(f"bytes of tensors alive after every 100 generations: {held}")  # pytest -rP shows it
+    assert len(set(held)) == 1, held
+    assert answered == 20
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert {name: sorted(vars(x)) for name, x in model.named_modules()} == attributes
 
 
-def _interrupt(*args):
-    raise KeyboardInterrupt
+def ending(error, after):
+    """A hook that lets a layer run `after` times."""
+    passes = itertools.count()
+
+    def hook(*args):
+        if next(passes) == after:
+            raise error
+
+    return hook
 
 
 @pytest.mark.parametrize("policy", ["full", "snapkv", "adakv", "prefixkv", "streaming"])
