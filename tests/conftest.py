@@ -11,6 +11,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+
+# Triton's interpreter runs the kernels where there is no GPU. What it reads this from is set before
+# transformers imports it; `mmkv` itself uses kernels on a GPU alone.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from transformers import (
     CLIPVisionConfig,
     LlamaConfig,

@@ -55,7 +55,11 @@ def available(device: torch.device) -> bool:
         return False
     if device.type == "cpu":
         return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
-    return device.type == "cuda" and _compiles_for(torch.cuda.get_device_capability(device))
+    return (
+        device.type == "cuda"
+        and torch.cuda.is_available()
+        and _compiles_for(torch.cuda.get_device_capability(device))
+    )
 
 
 def takes(*tensors: Tensor) -> bool:

@@ -135,8 +135,9 @@ def decode_attention(
 
 def split(R: int, S: int) -> tuple[int, int]:
     """Into how many chunks `S` slots of `R` rows are split, and the slots of one."""
-    chunks = max(1, min(triton.cdiv(_PROGRAMS, R), S // _MIN_CHUNK, _MAX_CHUNKS))
-    chunk = max(_MIN_CHUNK, triton.cdiv(triton.cdiv(S, chunks), _MIN_CHUNK) * _MIN_CHUNK)
+    least = max(_MIN_CHUNK, triton.cdiv(S, _MAX_CHUNKS), triton.cdiv(R * S, _PROGRAMS))
+    even = triton.cdiv(S, triton.cdiv(S, least))
+    chunk = triton.cdiv(even, _MIN_CHUNK) * _MIN_CHUNK
     return triton.cdiv(S, chunk), chunk
 
 
