@@ -43,16 +43,14 @@ class Quantised:
         self.bits, self.dtype = bits, dtype
 
     @classmethod
-    def of(cls, x: Tensor, kv_dtype: str, *, reserve: int = 0) -> Quantised:
-        """Quantise tokens [R, M, D], with `reserve` empty slots behind them.
+    def of(cls, x: Tensor, kv_dtype: str) -> Quantised:
+        """Quantise tokens [R, S, D].
 
         Raises:
             ValueError: an unknown `kv_dtype`, or an odd D in 4 bits.
         """
         check(kv_dtype, x.shape[-1])
-        bits = BITS[kv_dtype]
-        new = cls(*_quantise(x, bits, _by_hqq), bits, x.dtype)
-        return new.grown(reserve) if reserve else new
+        return cls(*_quantise(x, BITS[kv_dtype], _by_hqq), BITS[kv_dtype], x.dtype)
 
     @property
     def shape(self) -> torch.Size:
@@ -194,21 +192,14 @@ def _by_step(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _read(codes: Tensor, scale: Tensor, zero: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Numbers [..., D] from their codes."""
-    exact = torch.promote_types(dtype, torch.float32)
-    shape = torch.Size([*codes.shape[:-1], codes.shape[-1] * 8 // bits])
+    """Numbers [..., D] from their codes: all of a layer's at each step, hence in place."""
     if bits == 4:
-        halves = _hqq().unpack["4bit_u8"](codes.reshape(1, -1), dtype=exact)
-        codes = halves.view(2, *codes.shape).movedim(0, -2)
-    meta = {
-        "packing": None,
-        "compute_dtype": exact,
-        "scale": scale[..., None],
-        "zero": zero[..., None],
-        "shape": shape,
-    }
-    grouped = codes.reshape(*shape[:-1], scale.shape[-1], -1)
-    return _hqq().dequantize(grouped, meta).to(dtype)
+        halves = _hqq().unpack["4bit_u8"](codes.reshape(1, -1))
+        codes = halves.view(2, *codes.shape).movedim(0, -2).flatten(-2)
+    exact = torch.promote_types(dtype, torch.float32)
+    x = codes.unflatten(-1, (scale.shape[-1], -1)).to(exact)
+    x.sub_(zero.to(exact)[..., None]).mul_(scale.to(exact)[..., None])
+    return x.flatten(-2).to(dtype)
 
 
 @cache

@@ -175,7 +175,7 @@ def naive_reposition(keys: Tensor, visible: Tensor, inv_freq: Tensor) -> Tensor:
             for steps_back, p in enumerate(reversed(held)):
                 turn = (held[-1] - p) - steps_back
                 x = torch.complex(keys[b, h, p, :half], keys[b, h, p, half:])
-                x = x * torch.polar(torch.ones(half), turn * inv_freq)
+                x = x * torch.polar(torch.ones_like(inv_freq), turn * inv_freq)
                 keys[b, h, p] = torch.cat([x.real, x.imag])
     return keys
 
