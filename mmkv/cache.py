@@ -23,10 +23,15 @@ from mmkv.eviction import Prompt
 from mmkv.held import Held
 from mmkv.layer import CompressedLayer, nbytes
 from mmkv.plan import Plan
+from mmkv.storage import Clock
 from mmkv.storing import evict
 
 if TYPE_CHECKING:
     from mmkv.report import CacheReport
+
+
+class NotCapturableError(RuntimeError):
+    """A step that cannot be captured or replayed, see `mmkv.graph`."""
 
 
 class Incoming(NamedTuple):
@@ -53,6 +58,9 @@ class CompressedCache(Cache):
     """
 
     def __init__(self, config: Any, plan: Plan, *, max_length: int = 0) -> None:
+        # What drives steps that are replayed (`mmkv.graph`), and whether this is such a step.
+        self.clock: Clock | None = None
+        self.on_clock = False
         plain = DynamicCache(config=config).layers
         layers = [CompressedLayer() if type(x) is DynamicLayer else x for x in plain]
         super().__init__(layers=layers)
@@ -65,6 +73,16 @@ class CompressedCache(Cache):
         self.complete_at: int | None = None
         # Between `begin` and `finish`.
         self.prefilling = False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen, not kept."""
+        if self.on_clock:
+            raise NotCapturableError("the model asks the cache for the number of tokens each step")
+        return super().get_seq_length(layer_idx)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Where a mask's new tokens begin; its columns begin there too, see `get_mask_sizes`."""
+        return self.layers[layer_idx].get_seq_length()
 
     @property
     def compressed(self) -> list[CompressedLayer]:
@@ -91,6 +109,7 @@ class CompressedCache(Cache):
         Raises:
             ValueError: the budget is below what must be kept.
         """
+        self.clock = None
         plan, seen = self.plan, self.get_seq_length()
         known = 0 if self.prompt is None else self.prompt.valid.shape[1]
         prompt = Prompt.of(plan.policy, valid, image, before=self.prompt, generated=seen - known)
@@ -162,7 +181,9 @@ class CompressedCache(Cache):
                     "image tokens that see later ones continue a compressed prompt: give the new "
                     "turn to model.generate(..., past_key_values=cache)"
                 )
-            return layer.attend(query, key, value, scale=factor, softcap=softcap), None
+            clock = self.clock if self.on_clock else None
+            out = layer.attend(query, key, value, clock=clock, scale=factor, softcap=softcap)
+            return out, None
         first = layer.seen - query.shape[2]
         positions = torch.arange(first, layer.seen, device=key.device)
         valid = prompt.valid[:, first:].to(key.device)
@@ -263,6 +284,7 @@ class CompressedCache(Cache):
 
     def _select_rows(self, batch: Tensor) -> None:
         """Everything a row has moves with it."""
+        self.clock = None
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
                 layer.select_rows(batch)
@@ -275,6 +297,7 @@ class CompressedCache(Cache):
         """Drop everything, ready for a new prompt."""
         super().reset()
         self.prompt, self.expects_prompt, self.prefilling = None, True, False
+        self.clock = None
 
     def _evicts(self, prompt: Prompt) -> bool:
         """Whether any row is long enough to lose a token."""

@@ -55,6 +55,10 @@ class Schedule:
         """Slots to set aside behind the longest row, when `expected` tokens will be generated."""
         raise NotImplementedError
 
+    def most(self, steps: int) -> int:
+        """Slots in use at the most within the next `steps` steps."""
+        raise NotImplementedError
+
     @property
     def width(self) -> int:
         """Slots in use during the next step, the new token's included."""
@@ -66,6 +70,14 @@ class Schedule:
         if self.shared:
             return int(slots[self.at, 0])
         return self.on_device(device)[self.at]
+
+    def prepare(self) -> None:
+        """Work out the steps to come, so that the next one has nothing to send to the device."""
+        self._planned()
+
+    def slots_at(self, row: Tensor) -> Tensor:
+        """The slots at `row` [1] of the table, int64 [R or 1], for a step that the host forgets."""
+        return self.on_device(row.device).index_select(0, row)[0]
 
     def on_device(self, device: torch.device) -> Tensor:
         """The slots of this and the next steps, int64 [AHEAD, R or 1], this step's at `at`."""
@@ -122,6 +134,10 @@ class Grow(Schedule):
         """Every token stays."""
         return expected
 
+    def most(self, steps: int) -> int:
+        """One more each step."""
+        return self.width - 1 + steps
+
 
 class Ring(Schedule):
     """Constant size: the oldest unprotected token is dropped (Local, StreamingLLM).
@@ -147,7 +163,11 @@ class Ring(Schedule):
 
     def room(self, expected: int) -> int:
         """What is missing to the constant size, and one spare slot."""
-        return int((self.capacity + 1).max() - self.counts.max())
+        return self.most(expected) - int(self.counts.max())
+
+    def most(self, steps: int) -> int:
+        """The constant size, and one spare slot."""
+        return int((self.capacity + 1).max())
 
 
 class Distance(Schedule):
@@ -191,6 +211,13 @@ class Distance(Schedule):
         """The recent tokens, which are never dropped."""
         return min(expected, self.distance + 1)
 
+    def most(self, steps: int) -> int:
+        """The recent tokens beyond what is kept, or beyond the share of all that will be seen."""
+        seen = self.lengths + self.generated + steps
+        share = np.ceil(self.counts / self.lengths * seen)
+        held = np.maximum(self.counts + self.distance, share) + 2
+        return int(min(held.max(), self.width - 1 + steps))
+
 
 class Lightest(Schedule):
     """Constant size: the token with the lowest accumulated attention outside the recent ones (H2O).
@@ -232,9 +259,21 @@ class Lightest(Schedule):
             self.freed = torch.tensor(self.held, device=device)
         return self.freed
 
+    def prepare(self) -> None:
+        """Nothing: the victims are found on the device."""
+
+    def slots_at(self, row: Tensor) -> Tensor:
+        """The slots that the last step freed."""
+        assert self.freed is not None
+        return self.freed
+
     def room(self, expected: int) -> int:
         """What is missing to the constant size, and one spare slot."""
-        return int((self.capacity + 1).max() - self.counts.max())
+        return self.most(expected) - int(self.counts.max())
+
+    def most(self, steps: int) -> int:
+        """The constant size, and one spare slot."""
+        return int((self.capacity + 1).max())
 
     def advance(self, steps: int = 1) -> None:
         """Count a step; `drop` has found the victims."""

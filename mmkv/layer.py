@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from mmkv.held import Held
-from mmkv.storage import Block
+from mmkv.storage import Block, Clock, Place
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -151,13 +151,22 @@ class CompressedLayer(CacheLayerMixin):
         found = found.masked_fill(found < 0, far).sort(dim=-1).values
         return found.masked_fill(found == far, -1)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        clock: Clock | None = None,
+        **options: Any,
+    ) -> Tensor:
         """A decode step, or a continuation by q tokens: write, attend, drop.
 
         Args:
             query: [B, Hq, q, D].
             key: [B, H, q, D].
             value: [B, H, q, D].
+            clock: what drives the step in place of the host, or None.
             options: scale and softcap.
 
         Returns:
@@ -177,9 +186,10 @@ class CompressedLayer(CacheLayerMixin):
         start = 0
         for block in self.blocks:
             part = slice(start, start := start + len(block.positions))
-            block.append(key[part], value[part], first)
-            out.append(block.attend(rows[part], q, first, **options))
-            block.advance(self.seen - 1, q)
+            block.append(key[part], value[part], first, clock)
+            place: Place = first if clock is None else clock.position
+            out.append(block.attend(rows[part], q, place, **options))
+            block.advance(place if q == 1 else self.seen - 1, q)
         done = out[0] if back is None else torch.cat(out)[back]
         return done.view(B, Hq, q, -1).transpose(1, 2)
 

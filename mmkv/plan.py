@@ -28,6 +28,8 @@ class Plan:
     )
     # What kept pairs are held as: "int8", "int4", or None for the model's own type.
     kv_dtype: str | None = None
+    # Replay decode steps as a CUDA graph, where that is possible and pays.
+    graph: bool = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         """Copies of a cache share their plan: it never changes, and it knows the model."""

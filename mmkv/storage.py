@@ -9,16 +9,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from mmkv import kernels
 from mmkv.decoding import Lightest, Schedule
 from mmkv.quantised import Quantised, Stored, nbytes, select
 from mmkv.repositioning import reposition
+
+_KERNEL_DEVICES = ("cuda",)  # not the CPU, where kernels are for tests
+
+# A position: on the device while a clock drives the steps.
+Place = int | Tensor
+
+
+class Clock(NamedTuple):
+    """What a step reads on the device where it must not depend on the host (`mmkv.graph`).
+
+    Attributes:
+        row: int64 [1], the row of the schedules' tables.
+        position: int32 [], the new token's.
+    """
+
+    row: Tensor
+    position: Tensor
+
 
 # Slots added at a time once the reserve made at prefill is used up: a share of those in use.
 _CHUNK = 1 / 8
@@ -52,6 +71,9 @@ class Block:
     # [R] numbers of the rows, and attention weights [R, G, S] of a step; made when first needed.
     numbers: Tensor | None = None
     weights: Tensor | None = None
+    # While a clock drives the steps (`freeze`): int32 [R], slots in use, where a kernel reads them.
+    frozen: bool = False
+    lengths: Tensor | None = None
 
     @classmethod
     def of(
@@ -66,15 +88,43 @@ class Block:
         inv_freq: Tensor | None = None,
     ) -> Block:
         """Take over storage [R, S, D] that holds kept pairs, and after them empty slots."""
-        bias, empty = None, positions < 0
-        if not schedule.gapless:
-            bias = torch.zeros(positions.shape, dtype=keys.dtype, device=keys.device)[:, None]
-            bias.masked_fill_(empty[:, None], -torch.inf)
-            if schedule.shared:  # what lies behind `width` is never looked at
-                bias[:, :, schedule.width - 1 :] = 0.0
         if mass is not None and isinstance(schedule, Lightest):
-            mass = mass.masked_fill(empty, torch.inf)
-        return cls(rows, keys, values, positions, bias, mass, schedule, inv_freq)
+            mass = mass.masked_fill(positions < 0, torch.inf)
+        block = cls(rows, keys, values, positions, None, mass, schedule, inv_freq)
+        block.thaw()
+        return block
+
+    def freeze(self, steps: int) -> None:
+        """Let a clock drive up to `steps` steps: fixed shapes, and all that changes on the device.
+
+        Every slot is looked at then; the bias says which are empty, or `lengths` to a kernel.
+        """
+        self._ensure(self.schedule.most(steps))
+        empty = self.positions < 0
+        self.frozen = True
+        if (
+            empty.device.type in _KERNEL_DEVICES
+            and isinstance(self.keys, Tensor)
+            and isinstance(self.values, Tensor)
+            and kernels.takes(self.keys, self.values)
+        ):
+            last = torch.arange(1, empty.shape[1] + 1, dtype=torch.int32, device=empty.device)
+            self.lengths = last.masked_fill(empty, 0).amax(-1)
+            if self.schedule.gapless:
+                return
+        self.bias = torch.zeros(empty.shape, dtype=self.keys.dtype, device=empty.device)[:, None]
+        self.bias.masked_fill_(empty[:, None], -torch.inf)
+
+    def thaw(self) -> None:
+        """Back to steps that the host drives: shapes follow the schedule's `width`."""
+        self.frozen, self.lengths, self.bias = False, None, None
+        if self.schedule.gapless:
+            return
+        empty = self.positions < 0
+        self.bias = torch.zeros(empty.shape, dtype=self.keys.dtype, device=empty.device)[:, None]
+        self.bias.masked_fill_(empty[:, None], -torch.inf)
+        if self.schedule.shared:  # what lies behind `width` is never looked at
+            self.bias[:, :, self.schedule.width - 1 :] = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -93,11 +143,20 @@ class Block:
         kept = self.positions.gather(1, inside).masked_fill((slots[:, None] == inside), -1)
         return self.positions.scatter(1, inside, kept)
 
-    def append(self, key: Tensor, value: Tensor, position: int) -> None:
-        """Write the pairs [R, q, D] of q new tokens, the first at `position`, into their slots."""
+    def append(self, key: Tensor, value: Tensor, position: int, clock: Clock | None = None) -> None:
+        """Write the pairs [R, q, D] of q new tokens, the first at `position`, into their slots.
+
+        With a clock one token is written, where and as the clock says.
+        """
         q = key.shape[1]
-        self._ensure(self.schedule.width + q - 1)
-        slots = self.schedule.slots(self.keys.device)
+        at: int | Tensor = position
+        if clock is None:
+            if self.frozen:
+                self.thaw()
+            self._ensure(self.schedule.width + q - 1)
+            slots = self.schedule.slots(self.keys.device)
+        else:
+            slots, at = self.schedule.slots_at(clock.row), clock.position
         if isinstance(slots, int):
             where: tuple[Any, ...] = (slice(None), slice(slots, slots + q))
             self.keys[where], self.values[where] = key, value
@@ -108,14 +167,16 @@ class Block:
                 self.numbers = torch.arange(len(self.positions), device=self.keys.device)
             where = (self.numbers, slots)
             self.keys[where], self.values[where] = key[:, 0], value[:, 0]
-            self.positions[where] = position
+            self.positions[where] = at
+            if self.lengths is not None:
+                torch.maximum(self.lengths, (slots + 1).int(), out=self.lengths)
             if self.bias is not None:
                 self.bias[self.numbers, 0, slots] = 0.0
         if self.mass is not None and isinstance(self.schedule, Lightest):
             self.mass[where] = 0.0
 
     def attend(
-        self, query: Tensor, q: int, position: int, *, scale: float, softcap: float | None
+        self, query: Tensor, q: int, position: Place, *, scale: float, softcap: float | None
     ) -> Tensor:
         """Attention of q new tokens, appended before, over the slots in use.
 
@@ -129,27 +190,46 @@ class Block:
         Returns:
             [R, G * q, D].
         """
-        width = self.schedule.width + q - 1
+        width = self.keys.shape[1] if self.frozen else self.schedule.width + q - 1
 
         def used(x: Stored) -> Tensor:
             return x if isinstance(x, Tensor) and width == x.shape[1] else x[:, :width]
 
         keys, values, positions = used(self.keys), used(self.values), used(self.positions)
         visible = None if self.bias is None else self.bias[:, :, :width]
-        if q > 1:
+        if q > 1 and isinstance(position, int):
             visible = causal_view(positions, position, q)
         if self.inv_freq is not None:
             keys = reposition(keys, positions, position + q - 1, self.inv_freq)
-        if self.mass is None or not isinstance(self.schedule, Lightest):
+        weighed = self.mass is not None and isinstance(self.schedule, Lightest)
+        if self.lengths is not None and isinstance(keys, Tensor):
+            out, found = kernels.decode_attention(
+                query,
+                keys,
+                values,
+                self.lengths,
+                scale=scale,
+                softcap=softcap,
+                bias=None if visible is None else visible[:, 0],
+                weigh=weighed,
+            )
+            if self.mass is not None and found is not None:
+                self.mass += found
+            return out
+        if self.mass is None or not weighed:
             return attend(query, keys, values, visible, scale=scale, softcap=softcap)
         if self.weights is None or self.weights.shape[2] != width:
             self.weights = torch.empty(*query.shape[:2], width, device=query.device)
-        out = weigh(query, keys, values, visible, self.weights, scale=scale, softcap=softcap)
-        mean = self.weights.new_full((1, 1, 1), 1 / query.shape[1])
-        used(self.mass)[:, None].baddbmm_(mean.expand(len(query), 1, query.shape[1]), self.weights)
-        return out
+        with torch.no_grad():
+            weigh(query, keys, visible, self.weights, scale=scale, softcap=softcap)
+            R, G, _ = query.shape
+            mean = self.weights.new_full((1, 1, 1), 1 / G).expand(R, 1, G)
+            used(self.mass)[:, None].baddbmm_(mean, self.weights)
+        if query.requires_grad:
+            return attend(query, keys, values, visible, scale=scale, softcap=softcap)
+        return self.weights.to(values.dtype) @ values
 
-    def advance(self, newest: int, q: int) -> None:
+    def advance(self, newest: Place, q: int) -> None:
         """Count a step of q tokens, the last at `newest`; find what it drops."""
         if self.mass is not None and isinstance(self.schedule, Lightest):
             self.schedule.drop(self.mass, self.positions, newest)
@@ -157,6 +237,8 @@ class Block:
 
     def select(self, chosen: np.ndarray, rows: Tensor | None) -> Block:
         """A copy holding the block's rows `chosen`, which become the layer's rows `rows`."""
+        if self.frozen:
+            self.thaw()
         index = torch.from_numpy(chosen).to(self.keys.device)
         return replace(
             self,
@@ -169,6 +251,8 @@ class Block:
             schedule=self.schedule.select(chosen),
             numbers=None,
             weights=None,
+            frozen=False,
+            lengths=None,
         )
 
     def _ensure(self, width: int) -> None:
@@ -220,43 +304,45 @@ def attend(
     Returns:
         [R, G * q, D].
     """
-    if softcap is not None:
-        weights = torch.empty(*query.shape[:2], keys.shape[1], device=query.device)
-        return weigh(query, keys, values, visible, weights, scale=scale, softcap=softcap)
     if visible is not None:
-        visible = _for_heads(visible, query)[:, None]
-    out = scaled_dot_product_attention(
-        query[:, None], keys[:, None], values[:, None], attn_mask=visible, scale=scale
-    )
-    return out[:, 0]
+        visible = _for_heads(visible, query)
+    if softcap is None:
+        mask = None if visible is None else visible[:, None]
+        out = scaled_dot_product_attention(
+            query[:, None], keys[:, None], values[:, None], attn_mask=mask, scale=scale
+        )
+        return out[:, 0]
+    logits = softcap * torch.tanh(((query * scale) @ keys.mT).float() / softcap)
+    if visible is not None and visible.dtype == torch.bool:
+        logits = logits.masked_fill(~visible, -torch.inf)
+    elif visible is not None:
+        logits = logits + visible
+    return logits.softmax(dim=-1).to(values.dtype) @ values
 
 
 def weigh(
     query: Tensor,
     keys: Tensor,
-    values: Tensor,
-    visible: Tensor | None,
+    bias: Tensor | None,
     weights: Tensor,
     *,
     scale: float,
     softcap: float | None,
-) -> Tensor:
-    """`attend` that leaves the attention weights in `weights`, float32 [R, G * q, U]."""
+) -> None:
+    """The attention weights of `attend` with a bias or none, into `weights`, float32 [R, G, U].
+
+    In place: nothing as large as the cache is allocated in a step.
+    """
     if query.dtype == weights.dtype:
         torch.bmm(query * scale, keys.mT, out=weights)
     else:
         weights.copy_((query * scale) @ keys.mT)
     if softcap is not None:
         weights.div_(softcap).tanh_().mul_(softcap)
-    if visible is not None:
-        visible = _for_heads(visible, query)
-        if visible.dtype == torch.bool:
-            weights.masked_fill_(~visible, -torch.inf)
-        else:
-            weights.add_(visible)
+    if bias is not None:
+        weights.add_(bias)
     weights.sub_(weights.amax(-1, keepdim=True)).exp_()
     weights.div_(weights.sum(-1, keepdim=True))
-    return weights.to(values.dtype) @ values
 
 
 def _for_heads(visible: Tensor, query: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from mmkv import adapters, attention, quantised, scores
+from mmkv import graph as replaying
 from mmkv.cache import CompressedCache, incoming
 from mmkv.decoding import Grow
 from mmkv.layer import CompressedLayer
@@ -41,6 +42,7 @@ def wrap(
     *,
     profile: Profile | str | os.PathLike[str] | None = None,
     kv_dtype: str | None = None,
+    graph: bool = True,
     **policy_options: Any,
 ) -> M:
     """Attach an eviction policy to a model; `model.generate(...)` then works as before.
@@ -54,6 +56,7 @@ def wrap(
         profile: per-layer kept fractions measured by `mmkv.calibrate`, or a file of them; it
             replaces the policy's layer sizes, and gives the budget where none is named.
         kv_dtype: "int8" or "int4" to hold what is kept in 8 or 4 bits; None for the model's type.
+        graph: on a GPU, replay decode steps as a CUDA graph where that is possible and pays.
         policy_options: override the policy's defaults.
 
     Returns:
@@ -107,7 +110,7 @@ def wrap(
         mini_prefill = partial(attention.run_mini_prefill, parts.decoder, chosen, compressed)
     inv_freq = parts.rotary_frequencies() if chosen.reposition else None
     quantised.check(kv_dtype, adapters.head_dim(parts.config))
-    plan = Plan(chosen, budget, fractions, inv_freq, mini_prefill, kv_dtype)
+    plan = Plan(chosen, budget, fractions, inv_freq, mini_prefill, kv_dtype, graph)
     attention.register()
     with ExitStack() as undo:
         _attach(model, parts, plan, base, undo)
@@ -214,6 +217,7 @@ def _attach(
         return found
 
     overrides: dict[str, Any] = {
+        **replaying.overrides(model),
         "_prepare_cache_for_generation": prepare_cache,
         "_prepare_generation_config": prepare_config,
     }

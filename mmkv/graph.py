@@ -1,0 +1,217 @@
+"""Decode steps replayed as one CUDA graph: what a step costs the host is paid once.
+
+`generate` calls the `Runner` in place of the model for each step after the prefill. The first step
+runs as always; the second with everything that changes from step to step read on the device; the
+third is captured, and then replayed, as is each one after it. Whatever cannot be captured runs as
+always, and the log says why. What changes from step to step: the inputs, the position, and the row
+of the slot tables (`mmkv.decoding`), which are worked out on the host some steps ahead.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from mmkv.cache import CompressedCache, NotCapturableError
+from mmkv.decoding import Lightest
+from mmkv.layer import CompressedLayer
+from mmkv.storage import Block, Clock
+
+logger = logging.getLogger(__name__)
+
+# A capture costs about as much as some steps; a shorter run does not get it back.
+LEAST_STEPS = 16
+
+
+def capture(step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """A function that replays what `step` did on the device, and the output, which it fills."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = step()
+    return graph.replay, out
+
+
+def refusal(model: nn.Module, cache: Any, config: Any) -> str | None:
+    """Why `generate` with this config should not replay its steps; None where it should."""
+    if not isinstance(cache, CompressedCache):
+        return "the cache is none of ours"
+    if not cache.plan.graph:
+        return "graph=False"
+    device: torch.device = next(model.parameters()).device
+    if not _capturable(device):
+        return f"there are no CUDA graphs on {device.type}"
+    if len(set(getattr(model, "hf_device_map", {"": device}).values())) > 1:
+        return "the model is split over several devices"
+    if not all(isinstance(x, CompressedLayer) for x in cache.layers):
+        return "some layers have a sliding window and a cache of their own"
+    if config.max_new_tokens is not None and config.max_new_tokens < LEAST_STEPS:
+        return f"max_new_tokens={config.max_new_tokens} is below {LEAST_STEPS}"
+    return None
+
+
+def _capturable(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+class Runner:
+    """One `generate`'s decode steps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.calls = 0
+        self.why_not: str | None = None
+        self.clock: Clock | None = None
+        self.inputs: dict[str, Any] = {}
+        self.replay: Callable[[], None] | None = None
+        self.out: Any = None
+
+    def __call__(self, **inputs: Any) -> Any:
+        """One decode step, with the arguments that `generate` gives the model."""
+        cache: CompressedCache = inputs["past_key_values"]
+        self.calls += 1
+        if self.why_not is None and self.calls > 1 and not _fills_up(cache):
+            try:
+                return self._on_device(cache, inputs)
+            except RuntimeError as error:
+                expected = isinstance(error, NotCapturableError)
+                if self.replay is not None and not expected:
+                    raise
+                self._give_up(cache, str(error), logging.INFO if expected else logging.WARNING)
+        return self.model(**inputs)
+
+    def _on_device(self, cache: CompressedCache, inputs: dict[str, Any]) -> Any:
+        first = self.clock is None
+        if self.clock is None:
+            self.clock = _start(cache)
+        if cache.clock is not self.clock:
+            raise NotCapturableError("the cache was changed between two steps")
+        self._take(inputs)
+        _set(cache, self.clock)
+        if first:
+            with _undone(cache, always=False):
+                return self._step(cache)
+        if self.replay is None:
+            with _undone(cache, always=True):
+                # Seen while recording, but not done: the replay below is this step.
+                self.replay, self.out = capture(lambda: self._step(cache))
+        for layer in cache.compressed:
+            layer.seen += 1
+        for block in _blocks(cache):
+            block.schedule.advance()
+        self.replay()
+        found = {k: v for k, v in self.out.items() if k != "past_key_values"}
+        return type(self.out)(**tree_map_only(Tensor, torch.clone, found), past_key_values=cache)
+
+    def _step(self, cache: CompressedCache) -> Any:
+        cache.on_clock = True
+        try:
+            return self.model(**self.inputs)
+        finally:
+            cache.on_clock = False
+
+    def _take(self, inputs: dict[str, Any]) -> None:
+        """Put the step's inputs where the graph reads them."""
+        if not isinstance(inputs.get("position_ids"), Tensor):
+            raise NotCapturableError("the model is not told the positions")
+        # A step sees all that is held: its mask says nothing, and would grow.
+        inputs = {**inputs, "attention_mask": None}
+        if not self.inputs:
+            self.inputs = tree_map_only(Tensor, torch.clone, inputs)
+            return
+        if inputs.keys() != self.inputs.keys():
+            raise NotCapturableError(f"the arguments changed to {sorted(inputs)}")
+        for name, new in inputs.items():
+            old = self.inputs[name]
+            if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
+                old.copy_(new)
+            elif isinstance(old, Tensor) or isinstance(new, Tensor) or old != new:
+                raise NotCapturableError(f"the argument {name} changed")
+
+    def _give_up(self, cache: CompressedCache, reason: str, level: int) -> None:
+        self.why_not, self.replay, self.out, self.inputs = reason, None, None, {}
+        cache.clock = None
+        logger.log(level, "decoding without a CUDA graph: %s", reason)
+
+
+def overrides(model: nn.Module) -> dict[str, Callable[..., Any]]:
+    """The methods by which `generate` asks whether and how to run its decode steps."""
+
+    def pays(model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        why_not = refusal(model, model_kwargs.get("past_key_values"), generation_config)
+        if why_not is not None:
+            logger.info("decoding without a CUDA graph: %s", why_not)
+        return why_not is None
+
+    def runner(compile_config: Any = None) -> Runner:
+        return Runner(model)
+
+    return {"_valid_auto_compile_criteria": pays, "get_compiled_call": runner}
+
+
+def _blocks(cache: CompressedCache) -> list[Block]:
+    return [b for layer in cache.compressed for b in layer.blocks or ()]
+
+
+def _fills_up(cache: CompressedCache) -> bool:
+    """Whether some row may still grow to its budget before its victims decide over slots (H2O)."""
+    schedules = [b.schedule for b in _blocks(cache)]
+    return any(isinstance(s, Lightest) and (s.freed is None or not s.full) for s in schedules)
+
+
+def _start(cache: CompressedCache) -> Clock:
+    """Let a clock drive the cache's steps up to `max_length`."""
+    if not cache.max_length:
+        raise NotCapturableError("the number of tokens to come is not known")
+    blocks = _blocks(cache)
+    steps = max(1, cache.max_length - cache.get_seq_length())
+    for block in blocks:
+        block.freeze(steps)
+    device = blocks[0].positions.device
+    row = torch.zeros(1, dtype=torch.int64, device=device)
+    cache.clock = Clock(row, torch.zeros((), dtype=torch.int32, device=device))
+    return cache.clock
+
+
+def _set(cache: CompressedCache, clock: Clock) -> None:
+    """Set the clock to the next step."""
+    rows = {0}
+    for block in _blocks(cache):
+        block.schedule.prepare()
+        if block.schedule.width > block.positions.shape[1]:
+            raise NotCapturableError("more tokens came than were announced")
+        if not isinstance(block.schedule, Lightest):
+            rows.add(block.schedule.at)
+    clock.row.fill_(max(rows))
+    clock.position.fill_(cache.get_seq_length())
+    if len(rows - {0}) > 1:
+        raise NotCapturableError("the layers are not at the same step")
+
+
+@contextmanager
+def _undone(cache: CompressedCache, *, always: bool) -> Generator[None]:
+    """Leave the cache as it was, after an error or `always`: a capture only looks at a step."""
+    host = [(layer, layer.seen) for layer in cache.compressed]
+    schedules = [(b, copy.copy(b.schedule)) for b in _blocks(cache)]
+    # What a step adds to; everything else that it writes, the same step writes again.
+    sums = [b.mass for b in _blocks(cache)]
+    sums += [getattr(b.schedule, "freed", None) for b in _blocks(cache)]
+    saved = [(x, x.clone()) for x in sums if x is not None]
+    try:
+        yield
+    except BaseException:
+        always = True
+        for x, old in saved:
+            x.copy_(old)
+        raise
+    finally:
+        for layer, seen in host if always else ():
+            layer.seen = seen
+        for block, schedule in schedules if always else ():
+            block.schedule = schedule

@@ -1,0 +1,193 @@
+"""Decode steps replayed: the same tokens and logits, and nothing of a step left to the host.
+
+There is no CUDA graph on a CPU. `recording.capture` stands in for one: it repeats a step's tensor
+operations on the same memory without running its Python, so anything that the step reads on the
+host shows as a difference.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from conftest import make_inputs, make_model, short
+from recording import capture
+from test_models import NAMES, inputs_of, model_of
+from test_oracles import COMPOSED, ROWS, Variant, options_of
+
+import mmkv
+from mmkv import decoding, graph
+
+NEW = 30
+VARIANTS = [Variant(name) for name in mmkv.list_policies()] + COMPOSED
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Replay on the CPU; how many captures there were."""
+    captures = []
+
+    def counted(step):
+        captures.append(step)
+        return capture(step)
+
+    monkeypatch.setattr(graph, "capture", counted)
+    monkeypatch.setattr(graph, "_capturable", lambda device: True)
+    monkeypatch.setattr(decoding, "AHEAD", 8)  # so that tables are filled anew during a run
+    return captures
+
+
+def generate(model, inputs, new=NEW, **kwargs):
+    """Greedy: logits, tokens and the cache."""
+    out = model.generate(
+        **inputs,
+        max_new_tokens=new,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **kwargs,
+    )
+    return torch.stack(out.logits), out.sequences[:, -new:], out.past_key_values
+
+
+def without_graph(model, variant, inputs, new, **options):
+    with mmkv.wrapped(model, variant.policy, variant.budget, graph=False, **options):
+        return generate(model, inputs, new=new)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_replayed_steps_equal_steps(models, on_cpu, variant, rows):
+    """Logits, tokens and what is kept after the last step, for every policy."""
+    model, inputs, options = models("llama"), make_inputs("llama", ROWS[rows]), options_of(variant)
+    expected, tokens, plain = without_graph(model, variant, inputs, NEW, **options)
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options):
+        logits, got, cache = generate(model, inputs, new=NEW)
+    assert len(on_cpu) == 1
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert torch.equal(got, tokens)
+    assert cache.get_seq_length() == plain.get_seq_length()
+    for i in range(len(cache.layers)):
+        assert torch.equal(cache.kept(i), plain.kept(i))
+
+
+def test_a_cache_goes_on_after_its_replays(models, on_cpu):
+    """A new turn, a copy and a plain step continue what replays left."""
+    model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
+    more = make_inputs("llama", (9, 9, 9), seed=1)["input_ids"]
+    found = []
+    for replays in (False, True):
+        with mmkv.wrapped(model, "snapkv", 0.5, graph=replays, **short("snapkv")):
+            _, tokens, cache = generate(model, inputs, new=30)
+            twin = copy.deepcopy(cache)
+            ids = torch.cat([inputs["input_ids"], tokens, more], dim=1)
+            mask = torch.ones_like(ids)
+            mask[:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
+            turn = {"input_ids": ids, "attention_mask": mask}
+            first, *_ = generate(model, turn, new=30, past_key_values=cache)
+            with torch.no_grad():
+                step = model(input_ids=tokens[:, -1:], past_key_values=twin).logits
+            found.append((first, step))
+    assert len(on_cpu) == 2
+    for plain, replayed in zip(*found, strict=True):
+        torch.testing.assert_close(replayed, plain, atol=1e-4, rtol=0)
+
+
+def test_a_short_run_is_not_captured(models, on_cpu, caplog):
+    model, inputs = models("llama"), make_inputs("llama", (60,))
+    caplog.set_level(logging.INFO, "mmkv.graph")
+    with mmkv.wrapped(model, "snapkv", 0.5, **short("snapkv")):
+        generate(model, inputs, new=8)
+    assert not on_cpu
+    assert "max_new_tokens=8" in caplog.text
+
+
+def test_beams_are_not_captured(models, on_cpu):
+    model, inputs = models("llama"), make_inputs("llama", (60,))
+    with mmkv.wrapped(model, "snapkv", 0.5, **short("snapkv")):
+        generate(model, inputs, num_beams=2)
+    assert not on_cpu
+
+
+def test_graph_can_be_switched_off(models, on_cpu):
+    model, inputs = models("llama"), make_inputs("llama", (60,))
+    with mmkv.wrapped(model, "snapkv", 0.5, graph=False, **short("snapkv")):
+        generate(model, inputs)
+    assert not on_cpu
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "prefixkv"])
+@pytest.mark.parametrize("where", ["warm-up", "capture"])
+def test_a_step_that_fails_to_capture_is_run_and_logged(on_cpu, caplog, policy, where):
+    """The failed attempt leaves nothing behind: the run equals one that never tried."""
+    model, inputs = make_model("llama"), make_inputs("llama", (90, 41))
+    variant = Variant(policy)
+    expected, tokens, plain = without_graph(model, variant, inputs, 24, **short(policy))
+    calls = []
+
+    def breaks(module, args, output):
+        calls.append(output.shape[1])
+        # The prefill, a plain step, the warm-up, the capture.
+        if len(calls) == {"warm-up": 3, "capture": 4}[where]:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    handle = model.model.layers[1].mlp.register_forward_hook(breaks)
+    with mmkv.wrapped(model, policy, 0.3, **short(policy)):
+        logits, got, cache = generate(model, inputs, new=24)
+    handle.remove()
+    assert "without a CUDA graph: operation not permitted" in caplog.text
+    assert torch.equal(got, tokens)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    for i in range(3):
+        assert torch.equal(cache.kept(i), plain.kept(i))
+
+
+def test_a_model_that_counts_on_the_host_is_not_replayed(on_cpu, caplog):
+    """A number that the host reads would be frozen in the graph: it is noticed, and logged."""
+    model, inputs = make_model("llama"), make_inputs("llama", (90,))
+    _, tokens, _ = without_graph(model, Variant("snapkv"), inputs, 24, **short("snapkv"))
+    caplog.set_level(logging.INFO, "mmkv.graph")
+    inner = model.model.forward
+
+    def counts(*args, **kwargs):
+        kwargs["past_key_values"].get_seq_length()
+        return inner(*args, **kwargs)
+
+    model.model.forward = counts
+    with mmkv.wrapped(model, "snapkv", 0.3, **short("snapkv")):
+        _, got, _ = generate(model, inputs, new=24)
+    assert torch.equal(got, tokens)
+    assert "asks the cache" in caplog.text
+
+
+# Why the steps of these classes are not replayed; all others must be.
+SLIDING = "some layers have a sliding window"
+COUNTS = "asks the cache for the number of tokens"
+NOT_CAPTURED = {
+    "Gemma2ForCausalLM": SLIDING,
+    "Gemma3ForCausalLM": SLIDING,
+    "Gemma3ForConditionalGeneration": SLIDING,
+    "PaliGemmaForConditionalGeneration:2": SLIDING,
+    "OPTForCausalLM": COUNTS,
+    "OPTForCausalLM:post-norm": COUNTS,
+    "FalconForCausalLM": COUNTS,
+    "FalconForCausalLM:40b": COUNTS,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_class_of_model(on_cpu, caplog, name):
+    """Padded prompts, with pictures where the class sees them: replayed, or logged why not."""
+    model = model_of(name)
+    inputs = inputs_of(model, "padded")
+    caplog.set_level(logging.INFO, "mmkv.graph")
+    with mmkv.wrapped(model, "prefixkv", 0.4, graph=False, **short("prefixkv")):
+        expected, tokens, _ = generate(model, inputs, new=20)
+    with mmkv.wrapped(model, "prefixkv", 0.4, **short("prefixkv")):
+        logits, got, _ = generate(model, inputs, new=20)
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
+    assert torch.equal(got, tokens)
+    assert len(on_cpu) == (name not in NOT_CAPTURED)
+    assert NOT_CAPTURED.get(name, "") in caplog.text
