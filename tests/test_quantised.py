@@ -15,12 +15,13 @@ import torch
 from conftest import IMAGE, Variant, make_inputs, make_model, row_of, short
 from hqq.core.quantize import Quantizer
 from masking import fake_quantise, masked_logits
+from recording import capture
 from test_oracles import generate, options_of
 from test_turns import next_turn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmkv
-from mmkv import quantised
+from mmkv import graph, quantised
 from mmkv.quantised import BITS, Quantised
 
 NEW = 10
@@ -142,6 +143,23 @@ def test_several_tokens_at_once_and_more_than_expected(doubles, kv_dtype):
         n = 15 + 40
         assert torch.equal(a.blocks[0].positions[:, :n], b.blocks[0].positions[:, :n])
         assert torch.equal(a.blocks[0].keys.codes[:, :n], b.blocks[0].keys.codes[:, :n])
+
+
+@pytest.mark.parametrize("kv_dtype", BITS)
+@pytest.mark.parametrize("policy", ["prefixkv", "snapkv", "adakv", "streaming", "h2o"])
+def test_replayed_steps_quantise_too(doubles, monkeypatch, policy, kv_dtype):
+    """Writing and reading codes leaves nothing to the host: a CUDA graph can hold it."""
+    captured = []
+    monkeypatch.setattr(graph, "capture", lambda step: captured.append(step) or capture(step))
+    monkeypatch.setattr(graph, "_capturable", lambda device: True)
+    model, inputs, found = doubles("llama"), make_inputs("llama", ROWS), []
+    for replays in (False, True):
+        options = {"kv_dtype": kv_dtype, "graph": replays, **short(policy)}
+        with mmkv.wrapped(model, policy, 0.3, **options):
+            found.append(generate(model, inputs, new=20)[0])
+    assert len(captured) == 1
+    atol = closeness(mmkv.get_policy(policy))
+    torch.testing.assert_close(found[1], found[0], atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize(("kv_dtype", "bits_each"), [("int8", 8.5), ("int4", 4.5)])
