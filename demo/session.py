@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import threading
-import warnings
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from PIL import Image, ImageDraw, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageDraw
 
-from mmkv import chat
+from mmkv import chat, reading
 
 from .backend import Conversation, Engine
 from .values import Settings, Turn
@@ -19,7 +18,6 @@ from .values import Settings, Turn
 MOST_BYTES = 20 * 2**20  # of an uploaded file
 MOST_PIXELS = 40_000_000
 LONGEST_SIDE = 1024  # pixels of a picture that is kept
-# Formats that Pillow reads by itself: no other program sees an upload.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _BLANK_SIDE = 384
 _MOST_POINTS = 20_000
@@ -35,27 +33,19 @@ def read_upload(path: str | Path) -> Image.Image:
         ValueError: too large, broken, or of no known format; the message names the file only.
     """
     path = Path(path)
-    if path.stat().st_size > MOST_BYTES:
-        raise ValueError(f"{path.name!r} is larger than {MOST_BYTES >> 20} MiB")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(path, formats=FORMATS) as picture:
-                if picture.width * picture.height > MOST_PIXELS:
-                    raise ValueError(
-                        f"{path.name!r} has {picture.width} x {picture.height} pixels: at most "
-                        f"{MOST_PIXELS // 10**6} million are read"
-                    )
-                picture.draft("RGB", (LONGEST_SIDE, LONGEST_SIDE))
-                whole = ImageOps.exif_transpose(picture).convert("RGB")
-    except UnidentifiedImageError:
-        raise ValueError(
-            f"{path.name!r} is not a picture in a known format ({', '.join(FORMATS)})"
-        ) from None
-    except (OSError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path.name!r} is broken: {' '.join(str(error).split())}") from None
+        whole = reading.read_picture(
+            path, _small, formats=FORMATS, most_pixels=MOST_PIXELS, most_bytes=MOST_BYTES
+        )
+    except reading.PictureError as error:
+        raise ValueError(f"cannot read {path.name!r}: {error}") from None
     whole.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
     return whole
+
+
+def _small(picture: Image.Image) -> Image.Image:
+    picture.draft("RGB", (LONGEST_SIDE, LONGEST_SIDE))
+    return reading.upright(picture)
 
 
 def checked_strokes(data: Any) -> list[Stroke]:

@@ -31,19 +31,13 @@ def load_model(
     if dtype not in chat.DTYPES:
         raise ValueError(f"dtype {dtype!r}: expected one of {', '.join(chat.DTYPES)}")
     import torch
-    import transformers as hf
-    from transformers.models.auto import modeling_auto
 
     from mmkv.builtin import WEIGHTS
 
     path = str(WEIGHTS) if name == "builtin" else name
+    chosen: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
     try:
-        kind = hf.AutoConfig.from_pretrained(path).model_type
-        sees = kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-        reader: Any = hf.AutoProcessor if sees else hf.AutoTokenizer
-        maker: Any = hf.AutoModelForImageTextToText if sees else hf.AutoModelForCausalLM
-        chosen: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
-        model = maker.from_pretrained(path, dtype=chosen, device_map=device_map)
-        return model.eval(), reader.from_pretrained(path)
+        model, processor, _ = chat.pretrained(path, dtype=chosen, device_map=device_map)
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(f"cannot load model {name!r}: {error}") from error
+    return model, processor

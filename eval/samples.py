@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mmkv import reading
 
 if TYPE_CHECKING:
     from PIL import Image
 
+T = TypeVar("T")
 # A picture of more pixels or bytes than this is refused; both are far above any published one.
 MAX_PIXELS = 50_000_000
 MAX_IMAGE_BYTES = 64 * 2**20
@@ -78,41 +81,20 @@ def open_images(sample: Sample) -> list[Image.Image]:
 
 def read_image(path: str | Path) -> Image.Image:
     """Read one picture as RGB, its first frame if it has several. Raises DataError."""
-    return _open(Path(path), decode=True)
+    return _open(Path(path), lambda picture: picture.convert("RGB"))
 
 
 def check_image(path: str | Path) -> None:
     """Check a picture's size and header without decoding it. Raises DataError."""
-    _open(Path(path), decode=False)
+    _open(Path(path), lambda picture: None)
 
 
-def _open(path: Path, decode: bool) -> Image.Image:
-    import warnings
-
-    from PIL import Image, UnidentifiedImageError
-
+def _open(path: Path, read: Callable[[Image.Image], T]) -> T:
+    limits: Any = {"formats": FORMATS, "most_pixels": MAX_PIXELS, "most_bytes": MAX_IMAGE_BYTES}
     try:
-        size = path.stat().st_size
-        if size > MAX_IMAGE_BYTES:
-            raise DataError(f"{path}: picture has {size} bytes, more than {MAX_IMAGE_BYTES}")
-        with warnings.catch_warnings():
-            # Pillow only warns about a decompression bomb up to twice its limit.
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path, formats=FORMATS) as image:
-                width, height = image.size
-                if width * height > MAX_PIXELS:
-                    raise DataError(
-                        f"{path}: picture has {width} x {height} pixels, more than {MAX_PIXELS}"
-                    )
-                return image.convert("RGB") if decode else image
-    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise DataError(f"{path}: {error}") from error
-    except UnidentifiedImageError as error:
-        raise DataError(f"{path}: not a {', '.join(FORMATS)} picture") from error
-    except DataError:
-        raise
-    except (OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"{path}: cannot be read as a picture: {error}") from error
+        return reading.read_picture(path, read, **limits)
+    except reading.PictureError as error:
+        raise DataError(f"{path}: picture: {error}") from error
 
 
 def interleave(groups: Sequence[Sequence[Sample]]) -> list[Sample]:

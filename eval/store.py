@@ -47,7 +47,7 @@ def read_rows(path: Path) -> list[Row]:
         try:
             row = json.loads(line)
             key_of(row)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise RunError(f"{path}: line {number} is not a row of a run") from None
         rows.append(row)
     return rows
@@ -64,7 +64,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RunError(f"{folder}: no run here ({_SETTINGS} is missing)") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{path}: {error}") from None
     if not isinstance(data, dict) or "settings" not in data or "made_by" not in data:
         raise RunError(f"{path}: 'settings' or 'made_by' is missing")

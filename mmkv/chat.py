@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
+from mmkv import reading
 from mmkv.registry import policy_class
 
 if TYPE_CHECKING:
@@ -125,20 +126,12 @@ def read_picture(path: str | Path) -> Image.Image:
     """A picture as RGB, upright.
 
     Raises:
-        ValueError: missing or unreadable; the message names the file.
+        ValueError: missing, too large or unreadable; the message names the file.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
     try:
-        with Image.open(path) as picture:
-            return ImageOps.exif_transpose(picture).convert("RGB")
-    except FileNotFoundError:
-        why = "no such file"
-    except UnidentifiedImageError:
-        why = "not a picture in a known format"
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-    raise ValueError(f"cannot read picture {str(path)!r}: {why}")
+        return reading.read_picture(path, reading.upright)
+    except reading.PictureError as error:
+        raise ValueError(f"cannot read picture {str(path)!r}: {error}") from error
 
 
 def load(name: str = "builtin", device: str = "auto", dtype: str = "auto") -> Loaded:
@@ -166,22 +159,30 @@ def load(name: str = "builtin", device: str = "auto", dtype: str = "auto") -> Lo
             model, processor = load_builtin(dtype=chosen)
             return Loaded(name, model.to(where), processor, reads_pictures=True)  # type: ignore[arg-type]
         try:
-            return _load_pretrained(name, where, chosen or "auto")
+            model, processor, reads_pictures = pretrained(name, dtype=chosen or "auto")
         except (OSError, ValueError, ImportError, SafetensorError) as error:
             raise ValueError(f"cannot load model {name!r}: {error}") from error
+    return Loaded(name, model.to(where), processor, reads_pictures)
 
 
-def _load_pretrained(name: str, device: torch.device, dtype: Any) -> Loaded:
+def pretrained(name: str, **options: Any) -> tuple[Any, Any, bool]:
+    """A model in eval mode, its processor or tokenizer, and whether it reads pictures.
+
+    Its weights come from safetensors alone, and no code of its repository is run.
+
+    Args:
+        name: a folder or a hub's id.
+        options: dtype and others of transformers' `from_pretrained`.
+    """
     import transformers as hf
     from transformers.models.auto import modeling_auto
 
-    kind: str = hf.AutoConfig.from_pretrained(name).model_type
+    kind: str = hf.AutoConfig.from_pretrained(name, trust_remote_code=False).model_type
     reads_pictures = kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     reader: Any = hf.AutoProcessor if reads_pictures else hf.AutoTokenizer
     maker: Any = hf.AutoModelForImageTextToText if reads_pictures else hf.AutoModelForCausalLM
-    processor = reader.from_pretrained(name)
-    model = maker.from_pretrained(name, dtype=dtype)
-    return Loaded(name, model.to(device).eval(), processor, reads_pictures)
+    model = maker.from_pretrained(name, use_safetensors=True, trust_remote_code=False, **options)
+    return model.eval(), reader.from_pretrained(name, trust_remote_code=False), reads_pictures
 
 
 def _device(name: str) -> torch.device:
@@ -322,10 +323,14 @@ def _nbytes(cache: Any) -> int:
 
 
 def image_mask(loaded: Loaded, inputs: dict[str, Any]) -> Tensor:
-    """Bool [N], True where the prompt holds an image token."""
+    """Bool [N], True where the prompt holds a token of a picture or a video."""
+    import torch
+
+    from mmkv import adapters
+
     ids: Tensor = inputs["input_ids"][0].cpu()
-    token = getattr(loaded.model.config, "image_token_id", None)
-    return ids.eq(-1 if token is None else token)
+    tokens = adapters.find(loaded.model).image_token_ids
+    return torch.isin(ids, torch.tensor(tokens, dtype=ids.dtype))
 
 
 def draw(

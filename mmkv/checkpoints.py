@@ -7,9 +7,11 @@ says the vision side in `mm_*` fields. Nothing is downloaded and no code of a ch
 from __future__ import annotations
 
 import importlib.util
-import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from mmkv import reading
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 IMAGE, PAD = "<image>", "<pad>"
 _MULTIPLE = 64  # of embedding rows
+_MOST_BYTES = 64 * 2**20  # of a JSON file; an index of shards has the most
 _SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
@@ -107,11 +110,23 @@ def load(
         own = _read_weights(tower).items()
         state |= {f"vision_tower.{k}": v for k, v in own if k.startswith("vision_model.")}
     tokenizer, image, pad = _tokenizer(folder)
-    rows = -(-max(int(fields["vocab_size"]), len(tokenizer)) // _MULTIPLE) * _MULTIPLE
+    held = len(state.get("language_model.model.embed_tokens.weight", ()))
+    if fields["vocab_size"] != held:
+        raise ValueError(
+            f"the weights in {folder} do not fit its configuration: vocab_size="
+            f"{fields['vocab_size']!r}, but {held} tokens have an embedding"
+        )
+    rows = -(-max(held, len(tokenizer)) // _MULTIPLE) * _MULTIPLE
     for name in ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight"):
         if name in state:
             state[name] = _extended(state[name], rows)
-    config = _config(fields, tower, rows=rows, image=image, pad=pad)
+    try:
+        config = _config(fields, tower, rows=rows, image=image, pad=pad)
+        _check_sizes(config, state)
+    except Exception as error:  # transformers meets wrong values with errors of every type
+        raise ValueError(
+            f"the weights in {folder} do not fit its configuration: {error}"
+        ) from error
     if dtype is None:
         named = str(fields.get("torch_dtype") or fields.get("dtype") or "float32")
         dtype = getattr(torch, named, None)
@@ -130,15 +145,19 @@ def load(
     if wrong:
         raise ValueError(f"the weights in {folder} do not fit its configuration: {wrong}")
     if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        given = _read_json(folder / "generation_config.json")
+        try:
+            model.generation_config = GenerationConfig.from_dict(given)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{folder / 'generation_config.json'}: {error}") from error
     model.generation_config.pad_token_id = pad
     return model.eval(), _processor(fields, config, tokenizer)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = reading.read_json(path, _MOST_BYTES)
+    except ValueError as error:
         raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected an object, got a {type(found).__name__}")
@@ -178,6 +197,7 @@ def _refuse_what_differs(folder: Path, fields: dict[str, Any]) -> None:
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder's safetensors, in one file or in shards."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
@@ -206,7 +226,10 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     for name in files:
         if not (folder / name).is_file():
             raise ValueError(f"{folder / name}: a shard of the weights is missing")
-        tensors |= load_file(folder / name)
+        try:
+            tensors |= load_file(folder / name)
+        except SafetensorError as error:
+            raise ValueError(f"{folder / name}: no safetensors file ({error})") from error
     return tensors
 
 
@@ -266,7 +289,7 @@ def _tokenizer(folder: Path) -> tuple[Any, int, int]:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, config=LlamaConfig(), local_files_only=True, trust_remote_code=False
         )
-    except (OSError, KeyError) as error:
+    except Exception as error:  # of tokenizers, which raises just that
         raise ValueError(f"{folder}: its tokenizer cannot be loaded ({error})") from error
     tokenizer.add_tokens(AddedToken(IMAGE, special=True, normalized=False), special_tokens=True)
     tokenizer.add_special_tokens({"pad_token": PAD})
@@ -307,6 +330,31 @@ def _config(
     )
     config.pad_token_id = pad
     return config
+
+
+def _check_sizes(config: LlavaConfig, state: dict[str, Tensor]) -> None:
+    """Sizes that the weights do not have are refused before memory is asked for them.
+
+    Raises:
+        ValueError: more layers, or many more weights, than the files hold.
+    """
+    import torch
+    from transformers import LlavaForConditionalGeneration
+
+    sizes: Any = config
+    for part, n in (
+        ("language_model", sizes.text_config.num_hidden_layers),
+        ("vision_tower", sizes.vision_config.num_hidden_layers),
+    ):
+        found = {m[1] for x in state if (m := re.match(rf"{part}\..*\.layers\.(\d+)\.", x))}
+        if len(found) != n:
+            raise ValueError(f"{n} layers in the {part}, and weights of {len(found)}")
+    with torch.device("meta"):
+        model = LlavaForConditionalGeneration(config)
+    needed = sum(x.numel() for x in model.parameters())
+    there = sum(x.numel() for x in state.values())
+    if needed > 1.5 * there:
+        raise ValueError(f"it needs {needed} numbers, and the weights have {there}")
 
 
 def _processor(fields: dict[str, Any], config: Any, tokenizer: Any) -> LlavaProcessor:

@@ -12,14 +12,16 @@ layer, the fraction removed, are read too.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mmkv import reading
+
 _FORMAT, _VERSION = "mmkv-profile", 1
+_MOST_BYTES = 2**20
 _SHAPE = ("model_type", "num_hidden_layers", "hidden_size", "num_key_value_heads")
 
 
@@ -48,6 +50,8 @@ class Profile:
                 raise ValueError(f"profile: layer {layer} keeps {f!r}, expected a number in [0, 1]")
         if not self.fractions:
             raise ValueError("profile: no layers")
+        if not 0 < self.budget <= 1:
+            raise ValueError(f"profile: budget={self.budget!r}, expected a number in (0, 1]")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON."""
@@ -62,8 +66,8 @@ class Profile:
             ValueError: unreadable, or not a profile; the message names the file.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            data = reading.read_json(path, _MOST_BYTES)
+        except ValueError as error:
             raise ValueError(f"profile {os.fspath(path)}: {error}") from None
         try:
             if isinstance(data, list):
@@ -80,9 +84,9 @@ class Profile:
             return cls(
                 fractions,
                 budget=_number(data.get("budget")),
-                policy=data.get("policy"),
-                samples=data.get("samples"),
-                model=data.get("model"),
+                policy=_typed(data, "policy", str),
+                samples=_typed(data, "samples", int),
+                model=_typed(data, "model", dict),
             )
         except ValueError as error:
             raise ValueError(f"profile {os.fspath(path)}: {error}") from None
@@ -179,6 +183,14 @@ def calibrate(
 
 
 def _number(x: Any) -> float:
-    if isinstance(x, bool) or not isinstance(x, int | float) or not math.isfinite(x):
-        raise ValueError(f"expected a number, got {x!r}")
+    # The bound comes first: an integer of JSON can be too large to be a float.
+    if isinstance(x, bool) or not isinstance(x, int | float) or not -1e6 <= x <= 1e6:
+        raise ValueError(f"expected a number, got {str(x)[:40]!r}")
     return float(x)
+
+
+def _typed(data: dict[str, Any], name: str, kind: type) -> Any:
+    value = data.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"{name!r} is {str(value)[:40]!r}, expected {kind.__name__}")
+    return value

@@ -158,8 +158,8 @@ def png_of(width: int, height: int) -> bytes:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"no picture", "not a JPEG, PNG"),
-        (b"", "not a JPEG, PNG"),
+        (b"no picture", r"not a picture in a known format \(JPEG, PNG"),
+        (b"", r"not a picture in a known format \(JPEG, PNG"),
         (png_of(8000, 8000), "8000 x 8000 pixels"),
         (png_of(12_000, 8000), "decompression bomb"),
         (png_of(60_000, 60_000), "decompression bomb"),
@@ -182,7 +182,7 @@ def test_a_picture_that_breaks_in_decoding_names_its_file(folder):
 
 def test_a_picture_of_too_many_bytes_is_refused(folder, monkeypatch):
     monkeypatch.setattr(samples, "MAX_IMAGE_BYTES", 20)
-    with pytest.raises(DataError, match="more than 20"):
+    with pytest.raises(DataError, match="larger than"):
         load_suite("description", write(folder / "data.json", [description()]))
 
 

@@ -1,0 +1,91 @@
+"""Files from strangers: pictures and JSON, bounded before they are read.
+
+A picture's format is one that Pillow reads by itself (of others it starts programs, as Ghostscript
+for EPS), and its header is believed only up to a number of pixels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+T = TypeVar("T")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
+MOST_PIXELS = 50_000_000
+MOST_BYTES = 64 * 2**20
+
+
+class PictureError(ValueError):
+    """Why a file is no picture to us; the message does not name the file."""
+
+
+def read_picture(
+    path: str | os.PathLike[str],
+    read: Callable[[Image.Image], T],
+    *,
+    formats: tuple[str, ...] = FORMATS,
+    most_pixels: int = MOST_PIXELS,
+    most_bytes: int = MOST_BYTES,
+) -> T:
+    """What `read` makes of a picture that is open, but not decoded yet: its first frame.
+
+    Raises:
+        PictureError: missing, too large, broken, or of another format.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    path = Path(path)
+    if not path.is_file():
+        raise PictureError("not a file" if path.exists() else "no such file")
+    if path.stat().st_size > most_bytes:
+        raise PictureError(f"larger than {most_bytes / 2**20:g} MiB")
+    try:
+        with warnings.catch_warnings():
+            # Pillow only warns about a decompression bomb up to twice its limit.
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path, formats=formats) as picture:
+                width, height = picture.size
+                if width * height > most_pixels:
+                    raise PictureError(
+                        f"{width} x {height} pixels, more than {most_pixels // 10**6} million"
+                    )
+                return read(picture)
+    except UnidentifiedImageError:
+        raise PictureError(f"not a picture in a known format ({', '.join(formats)})") from None
+    except PictureError:
+        raise
+    except Exception as error:  # decoders meet broken files with errors of every type
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise PictureError(f"broken: {' '.join(why.split())}") from error
+
+
+def upright(picture: Image.Image) -> Image.Image:
+    """A picture as RGB, turned as its camera was."""
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(picture).convert("RGB")
+
+
+def read_json(path: str | os.PathLike[str], most_bytes: int) -> Any:
+    """The content of a JSON file in UTF-8.
+
+    Raises:
+        ValueError: unreadable, too large, nested too deeply, or no JSON; without the file's name.
+    """
+    try:
+        with Path(path).open("rb") as file:  # a device has no size to ask for
+            raw = file.read(most_bytes + 1)
+        if len(raw) > most_bytes:
+            raise ValueError(f"has more than {most_bytes} bytes")
+        return json.loads(raw.decode("utf-8-sig"))
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except OSError as error:
+        raise ValueError(str(error)) from error
