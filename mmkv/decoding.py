@@ -111,7 +111,7 @@ class Schedule:
             self.widths = [width for _, width in steps]
             self.at = 0
             if self.table is not None:  # in place: a captured graph reads it
-                self.table.copy_(torch.from_numpy(self.planned))
+                self.table.copy_(torch.from_numpy(self.planned), non_blocking=True)
         return self.planned, self.widths
 
 
@@ -232,6 +232,7 @@ class Lightest(Schedule):
     recent: np.ndarray
     held: np.ndarray
     freed: Tensor | None = None
+    guarded: Tensor
 
     def __init__(self, **arrays: np.ndarray) -> None:
         super().__init__(**arrays)
@@ -240,6 +241,7 @@ class Lightest(Schedule):
         # Whether a row may have nothing but protected and recent tokens to choose from.
         self.crowded = bool((self.capacity < self.protected + self.recent).any())
         self.columns: dict[str, int | Tensor] = {}
+        self.scratch: tuple[Tensor, Tensor] | None = None
 
     @property
     def width(self) -> int:
@@ -303,7 +305,7 @@ class Lightest(Schedule):
     def select(self, rows: np.ndarray) -> Lightest:
         """The freed slot moves with its row."""
         new = copy.copy(self)
-        new.columns = {}
+        new.columns, new.scratch = {}, None
         for name in self.rows:
             setattr(new, name, getattr(self, name)[slice(None) if self.shared else rows].copy())
         if self.freed is not None:
@@ -311,18 +313,20 @@ class Lightest(Schedule):
         return new
 
     def _victim(self, mass: Tensor, positions: Tensor, newest: int | Tensor) -> Tensor:
-        kept = positions > newest - self._column("recent", mass.device)
-        if self.protected.any():
+        # Into memory of their own: nothing as large as the cache is allocated in a step.
+        if self.scratch is None or self.scratch[0].shape != mass.shape:
+            self.scratch = torch.empty_like(mass), torch.empty_like(mass, dtype=torch.bool)
             slot = torch.arange(mass.shape[1], device=mass.device)
-            guarded = slot < self._column("protected", mass.device)
-            kept = kept | guarded
-        lightest = mass.masked_fill(kept, float("inf"))
+            self.guarded = slot < self._column("protected", mass.device)
+        lightest, kept = self.scratch
+        torch.gt(positions, newest - self._column("recent", mass.device), out=kept)
+        if self.protected.any():
+            kept.logical_or_(self.guarded)
+        torch.where(kept, mass.new_full((), torch.inf), mass, out=lightest)
         if not self.crowded:
             return lightest.argmin(-1)
         # Where the recent ones fill the whole capacity, the oldest of them has to go.
-        barred = positions < 0
-        if self.protected.any():
-            barred = barred | guarded
+        barred = (positions < 0) | self.guarded
         oldest = positions.masked_fill(barred, 2**31 - 1)
         none_left = (kept | barred).all(-1, keepdim=True)
         return torch.where(none_left, oldest.float(), lightest).argmin(-1)

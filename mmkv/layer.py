@@ -180,15 +180,16 @@ class CompressedLayer(CacheLayerMixin):
         if key.requires_grad or value.requires_grad:
             key, value = key.detach(), value.detach()
         order, back = self._order()
+        sizes = [len(b.positions) for b in self.blocks]
+        parts = [(rows, key, value)]
         if order is not None:
             rows, key, value = rows[order], key[order], value[order]
+            parts = list(zip(*(x.split(sizes) for x in (rows, key, value)), strict=True))
+        place: Place = first if clock is None else clock.position
         out: list[Tensor] = []
-        start = 0
-        for block in self.blocks:
-            part = slice(start, start := start + len(block.positions))
-            block.append(key[part], value[part], first, clock)
-            place: Place = first if clock is None else clock.position
-            out.append(block.attend(rows[part], q, place, **options))
+        for block, (mine, new_key, new_value) in zip(self.blocks, parts, strict=True):
+            block.append(new_key, new_value, first, clock)
+            out.append(block.attend(mine, q, place, **options))
             block.advance(place if q == 1 else self.seen - 1, q)
         done = out[0] if back is None else torch.cat(out)[back]
         return done.view(B, Hq, q, -1).transpose(1, 2)

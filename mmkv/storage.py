@@ -195,12 +195,12 @@ class Block:
         def used(x: Stored) -> Tensor:
             return x if isinstance(x, Tensor) and width == x.shape[1] else x[:, :width]
 
-        keys, values, positions = used(self.keys), used(self.values), used(self.positions)
+        keys, values = used(self.keys), used(self.values)
         visible = None if self.bias is None else self.bias[:, :, :width]
         if q > 1 and isinstance(position, int):
-            visible = causal_view(positions, position, q)
+            visible = causal_view(used(self.positions), position, q)
         if self.inv_freq is not None:
-            keys = reposition(keys, positions, position + q - 1, self.inv_freq)
+            keys = reposition(keys, used(self.positions), position + q - 1, self.inv_freq)
         weighed = self.mass is not None and isinstance(self.schedule, Lightest)
         if self.lengths is not None and isinstance(keys, Tensor):
             out, found = kernels.decode_attention(

@@ -181,7 +181,7 @@ class Step:
     """The tensors of one decode step.
 
     Attributes:
-        nbytes: bytes of the tensors it allocates, and of those it writes in place.
+        nbytes: bytes of the tensors it allocates, and of those it copies into others.
         largest: the largest of them.
         ops: how many tensor operations it has.
         cache_bytes: bytes the cache holds at the end of the run.
@@ -193,8 +193,11 @@ class Step:
     cache_bytes: int
 
 
+_COPIES = ("copy", "put", "cat", "scatter", "fill", "clone")
+
+
 class _Tensors(TorchDispatchMode):
-    """Counts what operations allocate or write; views cost nothing."""
+    """Counts what operations allocate or copy; views, and sums in place, cost nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +218,7 @@ class _Tensors(TorchDispatchMode):
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given:
                 self.sizes.append(x.untyped_storage().nbytes())
-        if func._schema.is_mutable:
+        if func._schema.is_mutable and any(x in func._schema.name for x in _COPIES):
             # Of an indexed write only the values are written, not the whole tensor.
             name = func._schema.name
             written = args[2] if "index_put" in name else (args[0] if args else kwargs["out"])
