@@ -11,6 +11,9 @@ from mmkv.bench.rival import nearest_press, press_label
 
 T = TypeVar("T")
 
+# What `mmkv.wrap` takes beside a policy's own options.
+_OF_WRAP = ("profile", "graph", "kv_dtype")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -21,7 +24,7 @@ class Row:
         kind: "unwrapped", "policy" or "kvpress".
         name: the attention implementation, the policy, or the press.
         budget: what is kept; None where nothing is evicted.
-        options: of the policy, "profile" among them.
+        options: of the policy, and of `mmkv.wrap`: profile, graph, kv_dtype.
         press: as kvpress's worker takes it.
     """
 
@@ -47,7 +50,7 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
     presses: list[Row] = []
     for text in setting.policies:
         name, options = parse(text)
-        policy = get_policy(name, **{k: v for k, v in options.items() if k != "profile"})
+        policy = get_policy(name, **{k: v for k, v in options.items() if k not in _OF_WRAP})
         label = ":".join([policy.name, *text.split(":")[1:]])
         if policy.keeps_all or policy.retention is not None:
             rows.append(Row(label, "policy", policy.name, None, options))
@@ -89,5 +92,10 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     from mmkv.chat import parse_options
 
     name, *pairs = text.strip().split(":")
-    own = dict(p.split("=", 1) for p in pairs if p.startswith("profile="))
-    return name, parse_options(name, [p for p in pairs if not p.startswith("profile=")]) | own
+    others = [p for p in pairs if p.partition("=")[0] not in _OF_WRAP]
+    own: dict[str, Any] = dict(p.split("=", 1) for p in pairs if p not in others and "=" in p)
+    if "graph" in own:
+        if own["graph"].lower() not in ("true", "false"):
+            raise ValueError(f"graph={own['graph']}: expected true or false")
+        own["graph"] = own["graph"].lower() == "true"
+    return name, parse_options(name, others) | own
