@@ -11,7 +11,7 @@ from typing import Any
 
 # The built-in prompts are short: with a window of 32 tokens, a tenth of them could not be honoured.
 BUILTIN_WINDOW = 8
-PROFILE = "profile"
+PROFILE, KV_DTYPE = "profile", "kv_dtype"
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,14 @@ class Variant:
         options: what differs from its defaults.
         profile: a profile's path; "{budget}" in it stands for the kept fraction, "{removed}" for
             the rest.
+        kv_dtype: "int8" or "int4" where kept pairs are quantised.
     """
 
     label: str
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     profile: str | None = None
+    kv_dtype: str | None = None
 
     def budgets(self, budgets: Sequence[float | int]) -> list[float | int]:
         """The budgets it runs at: the full cache has only one."""
@@ -41,7 +43,8 @@ class Variant:
         """The model with this policy, for the length of a `with` block."""
         from mmkv.wrapping import wrapped
 
-        return wrapped(model, self.name, budget, profile=self.profile_at(budget), **self.options)
+        how = {PROFILE: self.profile_at(budget), KV_DTYPE: self.kv_dtype}
+        return wrapped(model, self.name, budget, **how, **self.options)
 
     def profile_at(self, budget: float | int) -> Path | None:
         """The profile's path at a budget, None without one."""
@@ -53,7 +56,8 @@ class Variant:
     @property
     def recorded(self) -> dict[str, Any]:
         """The options as rows hold them."""
-        return self.options | ({PROFILE: self.profile} if self.profile else {})
+        how = {PROFILE: self.profile, KV_DTYPE: self.kv_dtype}
+        return self.options | {k: v for k, v in how.items() if v}
 
 
 def parse_variants(
@@ -62,7 +66,8 @@ def parse_variants(
     """Policies by name, each with the options it reads.
 
     Args:
-        policies: "name" or "name:option=value:option=value".
+        policies: "name" or "name:option=value:option=value"; besides the policy's options,
+            "profile" and "kv_dtype".
         options: given to every policy that reads them.
         builtin: the built-in data is used; policies with an observation window get one of 8
             tokens, unless told otherwise.
@@ -78,7 +83,11 @@ def parse_variants(
         label, *parts = text.strip().split(":")
         cls = policy_class(label)
         own = parse_options(parts)
-        profile = own.pop(PROFILE, None)
+        profile, kv_dtype = own.pop(PROFILE, None), own.pop(KV_DTYPE, None)
+        if kv_dtype is not None:
+            from mmkv.quantised import check
+
+            check(kv_dtype)
         reads = get_policy(label, **own)
         known = [] if cls.keeps_all else [o for o in cls.options() if reads.reads(o)]
         shared = {k: v for k, v in options.items() if k in known}
@@ -90,7 +99,7 @@ def parse_variants(
         label = ":".join([cls.name, *parts])
         if any(v.label == label for v in variants):
             raise ValueError(f"policy {label!r} is named twice")
-        variants.append(Variant(label, cls.name, chosen, profile))
+        variants.append(Variant(label, cls.name, chosen, profile, kv_dtype))
     for name in options:
         if name not in used:
             labels = ", ".join(v.label for v in variants)
@@ -156,16 +165,16 @@ def percent(budget: float | int) -> str:
 def plugin_arguments(
     policy: str, budget: float | int | str | None, profile: str | None, kwargs: dict[str, Any]
 ) -> tuple[float | int | None, dict[str, Any], dict[str, Any]]:
-    """Budget, the policy's options, and what is left for the harness.
+    """Budget, the policy's options with "kv_dtype", and what is left for the harness.
 
     Raises:
         ValueError: an unknown policy, option or budget.
     """
     from mmkv.registry import get_policy, policy_class
 
-    names = {f.name for f in fields(policy_class(policy))}
+    names = {f.name for f in fields(policy_class(policy))} | {KV_DTYPE}
     mine = parse_options([f"{k}={v}" for k, v in kwargs.items() if k in names])
-    chosen = get_policy(policy, **mine)
+    chosen = get_policy(policy, **{k: v for k, v in mine.items() if k != KV_DTYPE})
     size: Any = parse_options([f"budget={budget}"])["budget"]
     if chosen.retention is not None or profile is not None:
         size = None

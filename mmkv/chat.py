@@ -251,6 +251,7 @@ def ask(
     budget: float | int | None = None,
     *,
     profile: str | Path | None = None,
+    kv_dtype: str | None = None,
     max_new_tokens: int = 80,
     temperature: float = 0.0,
     seed: int = 0,
@@ -263,6 +264,7 @@ def ask(
         policy: as for `mmkv.wrap`.
         budget: as for `mmkv.wrap`.
         profile: as for `mmkv.wrap`.
+        kv_dtype: as for `mmkv.wrap`.
         max_new_tokens: when to stop at the latest.
         temperature: 0 takes the likeliest token; above, tokens are drawn.
         seed: what the draws start from.
@@ -293,7 +295,7 @@ def ask(
         if policy is None:
             out = model.generate(**options)
         else:
-            with wrapped(model, policy, budget, profile=profile):
+            with wrapped(model, policy, budget, profile=profile, kv_dtype=kv_dtype):
                 hook = model.register_forward_hook(remember)
                 try:
                     out = model.generate(**options)

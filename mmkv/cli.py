@@ -110,6 +110,9 @@ def chat(
         str | None, typer.Option(help="instruction keeps the prompt's text; none does not.")
     ] = None,
     profile: Annotated[Path | None, typer.Option(help="Measured layer budgets.")] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="int8 or int4: hold what is kept in 8 or 4 bits.")
+    ] = None,
     model: Annotated[
         str, typer.Option(help="builtin, a folder, or an id that transformers loads.")
     ] = "builtin",
@@ -135,8 +138,9 @@ def chat(
         from mmkv import repl
         from mmkv.demo.values import Settings
 
-        if profile is not None:
-            raise ValueError('--profile needs a question: mmkv chat [PICTURE]... "QUESTION"')
+        for name, given in (("--profile", profile), ("--kv-dtype", kv_dtype)):
+            if given is not None:
+                raise ValueError(f'{name} needs a question: mmkv chat [PICTURE]... "QUESTION"')
         settings = Settings(
             policy=policy,
             budget=_DEFAULT_BUDGET if kept is None else kept,
@@ -162,7 +166,8 @@ def chat(
         "seed": seed,
     }
     # The compressed run first: a budget that cannot be honoured then costs no full run.
-    compressed = talk.ask(loaded, inputs, chosen, kept, profile=profile, **how)
+    more = {"profile": profile, "kv_dtype": kv_dtype}
+    compressed = talk.ask(loaded, inputs, chosen, kept, **more, **how)
     full = talk.ask(loaded, inputs, **how)
     assert compressed.report is not None
     size = "" if compressed.report.budget is None else f"-{compressed.report.budget}"

@@ -93,7 +93,7 @@ class Quantised:
 Stored = Tensor | Quantised
 
 
-def check(kv_dtype: str | None, head_dim: int) -> None:
+def check(kv_dtype: str | None, head_dim: int | None = None) -> None:
     """Whether kept pairs can be held as `kv_dtype`; None is the model's own type.
 
     Raises:
@@ -106,7 +106,7 @@ def check(kv_dtype: str | None, head_dim: int) -> None:
             f"kv_dtype={kv_dtype!r}: expected {' or '.join(map(repr, BITS))}, "
             "or None for the model's own type"
         )
-    if BITS[kv_dtype] == 4 and head_dim % 2:
+    if BITS[kv_dtype] == 4 and head_dim is not None and head_dim % 2:
         raise ValueError(
             f"kv_dtype={kv_dtype!r} packs two numbers into a byte, but a head has {head_dim}: "
             "use 'int8'"

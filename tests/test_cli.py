@@ -141,6 +141,17 @@ class TestChat:
         data = json.loads(run(capsys, "chat", picture, QUESTION, *words, *SHORT)[0])
         assert data["report"]["budget"] == 0.3
 
+    def test_kept_pairs_in_few_bits(self, capsys, picture, tmp_path):
+        words = ("--budget", "0.5", "--json", "--out", tmp_path, *SHORT)
+        whole = json.loads(run(capsys, "chat", picture, QUESTION, *words)[0])["compressed"]
+        words = ("--kv-dtype", "int8", *words)
+        data = json.loads(run(capsys, "chat", picture, QUESTION, *words)[0])
+        assert data["report"]["kv_dtype"] == "int8"
+        assert 0 < data["report"]["key_error"] < 0.02
+        assert data["compressed"]["nbytes"] < 0.3 * whole["nbytes"]
+        assert "'int8' or 'int4'" in complaint(capsys, "chat", QUESTION, "--kv-dtype", "8")
+        assert "--kv-dtype needs a question" in complaint(capsys, "chat", "--kv-dtype", "int8")
+
     def test_the_model_is_left_unwrapped(self, capsys, picture, tmp_path, builtin):
         run(capsys, "chat", picture, QUESTION, "--out", tmp_path, *SHORT)
         assert "_mmkv" not in vars(builtin.model)

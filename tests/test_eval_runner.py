@@ -19,7 +19,7 @@ from mmkv.eval import runner
 from mmkv.eval.perplexity import perplexity
 from mmkv.eval.processes import Processes
 from mmkv.eval.store import MACHINE_FIELDS, RunError, Store, key_of, read_rows, read_settings
-from mmkv.eval.variants import parse_budgets, parse_options, parse_variants
+from mmkv.eval.variants import parse_budgets, parse_options, parse_variants, plugin_arguments
 
 ASKED = {"policies": ["full", "snapkv", "prefixkv", "h2o"], "budgets": [0.5, 1.0], "batch_size": 2}
 
@@ -204,6 +204,13 @@ def test_variants():
     assert shown[3].budgets([0.1, 0.2]) == [1.0]
     (profiled,) = parse_variants(["prefixkv:profile=p/{budget}-{removed}.json"])
     assert profiled.profile_at(0.1) == Path("p/0.1-0.9.json")
+    (few_bits,) = parse_variants(["snapkv:kv_dtype=int4:window=4"])
+    assert (few_bits.options, few_bits.kv_dtype) == ({"window": 4}, "int4")
+    assert few_bits.recorded == {"window": 4, "kv_dtype": "int4"}
+    mine = plugin_arguments("snapkv", 0.2, None, {"kv_dtype": "int4", "window": 4, "x": 1})
+    assert mine == (0.2, {"kv_dtype": "int4", "window": 4}, {"x": 1})
+    with pytest.raises(ValueError, match="kv_dtype='int3': expected"):
+        parse_variants(["snapkv:kv_dtype=int3"])
     assert [v.options for v in parse_variants(["snapkv", "h2o"], builtin=True)] == [
         {"window": 8},
         {},
