@@ -18,7 +18,7 @@ from test_models import NAMES, inputs_of, model_of
 from test_oracles import COMPOSED, ROWS, Variant, options_of
 
 import mmkv
-from mmkv import decoding, graph
+from mmkv import decoding, graph, kernels, storage
 
 NEW = 30
 VARIANTS = [Variant(name) for name in mmkv.list_policies()] + COMPOSED
@@ -160,6 +160,41 @@ def test_a_model_that_counts_on_the_host_is_not_replayed(on_cpu, caplog):
         _, got, _ = generate(model, inputs, new=24)
     assert torch.equal(got, tokens)
     assert "asks the cache" in caplog.text
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "adakv", "prefixkv", "h2o", "streaming"])
+def test_the_kernel_attends_over_each_rows_own_length(models, on_cpu, monkeypatch, policy):
+    """Steps driven by the device, through Triton's interpreter. A recorder does not see it work,
+    so no step is captured here."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(storage, "_KERNEL_DEVICES", ("cpu",))
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return attend(*args, **kwargs)
+
+    attend = kernels.decode_attention
+    monkeypatch.setattr(kernels, "decode_attention", counted, raising=False)
+
+    def on_device(self, cache, given):
+        if self.clock is None:
+            self.clock = graph._start(cache)
+        self._take(given)
+        graph._set(cache, self.clock)
+        return self._step(cache)
+
+    monkeypatch.setattr(graph.Runner, "_on_device", on_device)
+    model, inputs, variant = models("llama"), make_inputs("llama", (60, 37)), Variant(policy)
+    expected, tokens, plain = without_graph(model, variant, inputs, 17, **short(policy))
+    assert not calls
+    with mmkv.wrapped(model, policy, 0.3, **short(policy)):
+        logits, got, cache = generate(model, inputs, new=17)
+    assert len(calls) >= 3 * 14
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert torch.equal(got, tokens)
+    for i in range(3):
+        assert torch.equal(cache.kept(i), plain.kept(i))
 
 
 # Why the steps of these classes are not replayed; all others must be.
