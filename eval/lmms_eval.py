@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from mmkv.chat import adds_special
+
 from .loading import load_model
 from .measure import on_device
-from .prompts import adds_special, longest
+from .prompts import longest
 from .variants import plugin_arguments
 
 if TYPE_CHECKING:

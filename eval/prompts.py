@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from mmkv.chat import adds_special
+
 from .samples import open_images
 
 if TYPE_CHECKING:
@@ -113,12 +115,6 @@ class Encoder:
 
     def _ids(self, text: str, special: bool) -> list[int]:
         return self.tokenizer(text, add_special_tokens=special)["input_ids"]
-
-
-def adds_special(tokenizer: Any, text: str) -> bool:
-    """Whether the tokenizer shall add its own marks: not where a template has done so."""
-    bos = tokenizer.bos_token
-    return bos is None or not text.startswith(bos)
 
 
 def longest(model: Any) -> int | None:

@@ -227,11 +227,17 @@ def encode(loaded: Loaded, question: str, pictures: Sequence[Image.Image]) -> di
         if pictures:
             raise ValueError(f"model {loaded.name!r} has no chat template: no place for pictures")
         inputs = processor(text=question, return_tensors="pt")
+    elif not loaded.reads_pictures:
+        # A tokenizer adds no marks of its own to what a template wrote, a processor does.
+        text = processor.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+        )
+        marks = adds_special(processor, text)
+        inputs = processor(text, add_special_tokens=marks, return_tensors="pt")
     else:
         parts = [{"type": "image", "image": x} for x in pictures]
-        text = {"type": "text", "text": question}
         inputs = processor.apply_chat_template(
-            [{"role": "user", "content": [*parts, text] if loaded.reads_pictures else question}],
+            [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}],
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
@@ -242,6 +248,12 @@ def encode(loaded: Loaded, question: str, pictures: Sequence[Image.Image]) -> di
         k: x.to(model.device, model.dtype) if x.is_floating_point() else x.to(model.device)
         for k, x in inputs.items()
     }
+
+
+def adds_special(tokenizer: Any, text: str) -> bool:
+    """Whether the tokenizer shall add its own marks: not where a template has done so."""
+    bos = tokenizer.bos_token
+    return bos is None or not text.startswith(bos)
 
 
 def ask(

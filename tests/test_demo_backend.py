@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
 
 import pytest
 import torch
 from conftest import make_model
+from tokenizers.processors import TemplateProcessing
 
 import mmkv
 from mmkv import chat
@@ -299,6 +301,36 @@ def test_a_model_that_reads_text_alone(engine):
     assert NEXT in "".join(x.text for x in turn.kept.words)
     with pytest.raises(ValueError, match="text only"):
         list(talk.ask(NEXT, chat.read_picture(example_pictures()[0]), settings))
+
+
+@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize("sees", [True, False])
+def test_a_conversation_begins_once(engine, pictures, sees, written):
+    """The mark of the beginning, whether the chat template writes it or the tokenizer adds it."""
+    processor = copy.deepcopy(engine.loaded.processor)
+    tokenizer = processor.tokenizer
+    bos = tokenizer.bos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+    )
+    assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    template = processor.chat_template
+    assert template.startswith("{{- bos_token -}}")
+    if not written:
+        template = template.removeprefix("{{- bos_token -}}")
+    processor.chat_template = tokenizer.chat_template = template
+    if sees:
+        loaded = dataclasses.replace(engine.loaded, processor=processor)
+    else:
+        model = make_model("llama")
+        model.resize_token_embeddings(len(tokenizer))
+        loaded = chat.Loaded("tiny", model.eval(), tokenizer, False)
+    talk = Conversation(Engine(loaded))
+    last(talk.ask(QUESTION, pictures[0] if sees else None, SHORT))
+    last(talk.ask(NEXT, None, SHORT))
+    ids = talk._full.tokens.ids[0].tolist()
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids.count(tokenizer.bos_token_id) == 1
 
 
 def test_an_error_of_generate_reaches_the_caller():

@@ -13,6 +13,7 @@ from conftest import short
 from twin import fed, generate, recorded, seeing
 
 import mmkv
+from mmkv import chat
 
 POLICIES = ["prefixkv", "adakv", "h2o", "streaming", "squeeze"]
 SUPPORTED = [row["class"] for row in mmkv.adapters.table() if row["status"] == "supported"]
@@ -184,6 +185,7 @@ def test_image_and_video_tokens_compete(name):
     image = (ids == zoo.IMAGE) | (ids == zoo.VIDEO)
     assert image.any(-1).all()
     assert torch.equal(cache.prompt.image, image)
+    assert torch.equal(chat.image_mask(chat.Loaded(name, model, None, True), inputs), image[0])
     dropped = 0
     for i, layer in enumerate(cache.layers):
         if not hasattr(layer, "blocks"):
