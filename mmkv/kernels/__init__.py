@@ -14,7 +14,9 @@ import importlib
 import importlib.util
 import os
 import shutil
+import sysconfig
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,8 +50,9 @@ __all__ = [
 def available(device: torch.device) -> bool:
     """Whether the kernels run on `device`.
 
-    True on a GPU that Triton compiles for (NVIDIA from Ampere on, and AMD) if Triton and the C
-    compiler that it calls are installed, and on the CPU if Triton's interpreter is switched on.
+    True on a GPU that Triton compiles for (NVIDIA from Ampere on, and AMD) if Triton, a C compiler
+    and Python's headers, which it calls for, are installed; and on the CPU if Triton's interpreter
+    is switched on.
     """
     if importlib.util.find_spec("triton") is None:
         return False
@@ -79,7 +82,9 @@ def takes(*tensors: Tensor) -> bool:
 @cache
 def _compiles_for(capability: tuple[int, int]) -> bool:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    return compiler is not None and (torch.version.hip is not None or capability >= (8, 0))
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    known = torch.version.hip is not None or capability >= (8, 0)
+    return compiler is not None and header.is_file() and known
 
 
 def __getattr__(name: str) -> Any:

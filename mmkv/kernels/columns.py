@@ -127,8 +127,8 @@ def column_sums(
 def _blocks(D: int, element_size: int) -> dict[str, int]:
     """Rows of a program's own tile and of a step's, warps and pipeline stages.
 
-    Tiles fit the 99 KiB of shared memory that every GPU since Ampere has for a program, and
-    compiled for Hopper no registers spill.
+    Tiles fit the 99 KiB of shared memory that every GPU since Ampere has for a program, and with
+    these, compiled for Hopper, registers do not spill to memory.
     """
     if INTERPRETED:  # whose time goes by operations, not by elements
         return {"BLOCK": 32, "STEP": 32}

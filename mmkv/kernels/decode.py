@@ -13,17 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
-from mmkv.kernels.decode_device import (
-    group_kernel,
-    join_kernel,
-    one_head_kernel,
-    weights_kernel,
-)
+from mmkv.kernels.decode_device import group_kernel, join_kernel, one_head_kernel, weights_kernel
 from mmkv.kernels.launching import INTERPRETED, check_dtypes, padded, rows_of
 
 _LOG2_E = math.log2(math.e)
 
-# Programs that keep the 132 multiprocessors of a Hopper GPU evenly busy, some 8 at a time on each,
+# Programs that keep the 132 multiprocessors of a Hopper GPU evenly busy, some 5 at a time on each,
 # when rows have different lengths. The more chunks, the more is written for the join: one part
 # for at least 64 slots, and no more than the join holds in registers.
 _PROGRAMS = 2048
