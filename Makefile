@@ -27,7 +27,7 @@ test-transformers-%:
 	@test -x .venv-matrix/$*/bin/python || $(PYTHON) -m venv .venv-matrix/$*
 	@sed -E '/^(transformers|tokenizers|huggingface_hub)==/d' constraints.txt > .venv-matrix/$*/constraints.txt
 	@.venv-matrix/$*/bin/python -m pip install -qq --disable-pip-version-check \
-		-c .venv-matrix/$*/constraints.txt -e '.[dev,eval,harness,quant]' transformers==$*
+		-c .venv-matrix/$*/constraints.txt -e '.[dev,eval,harness,llava,quant]' transformers==$*
 	.venv-matrix/$*/bin/pytest $(TEST)
 
 lint: install
@@ -54,7 +54,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into .venv (once; some minutes) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
-		-c constraints.txt -e '.[dev,eval,demo,harness,quant]'
+		-c constraints.txt -e '.[dev,eval,demo,harness,llava,quant]'
 	@touch $@
 
 clean:

@@ -282,7 +282,7 @@ def _tokenizer(folder: Path) -> tuple[Any, int, int]:
         if missing:
             raise ValueError(
                 f"{folder} has a SentencePiece tokenizer.model, which needs {' and '.join(missing)}"
-                ": pip install sentencepiece protobuf"
+                ": pip install 'mmkv[llava]'"
             )
     try:
         # The folder's own config.json names no model that transformers knows.

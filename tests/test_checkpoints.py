@@ -169,13 +169,13 @@ def test_a_sentencepiece_tokenizer_says_what_it_needs(write, monkeypatch):
     folder = write()
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install sentencepiece protobuf"):
+    with pytest.raises(ValueError, match=r"pip install 'mmkv\[llava\]'"):
         mmkv.load(folder)
 
 
 def test_a_picture_is_followed_by_a_space(write, tmp_path):
     """The original encodes the text around pictures piece by piece; so does the chat template."""
-    spm = pytest.importorskip("sentencepiece", reason="only for original tokenizers")
+    spm = pytest.importorskip("sentencepiece", reason="pip install 'mmkv[llava]'")
     folder = write()
     (folder / "tokenizer.json").unlink()
     corpus = tmp_path / "corpus.txt"
