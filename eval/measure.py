@@ -168,6 +168,8 @@ def kept_by_row(cache: Any) -> list[dict[str, Any]]:
     plain = sum(x.nbytes for x in report.layers if not x.compressed)
     seen = cache.get_seq_length()
     pair = (report.full_nbytes - plain) // (len(lengths) * layers[0].heads * len(layers) * seen)
+    block = layers[0].blocks[0]
+    held = block.nbytes // block.positions.numel()  # of one pair, fewer in 8 or 4 bits
     found = []
     for row, length in enumerate(lengths):
         kept = sum(x.sizes[row] for x in layers)
@@ -178,7 +180,7 @@ def kept_by_row(cache: Any) -> list[dict[str, Any]]:
             {
                 "prompt_tokens": length,
                 "kept_fraction": kept / (length * len(layers)),
-                "cache_bytes": kept * layers[0].heads * pair,
+                "cache_bytes": kept * layers[0].heads * held,
                 "full_bytes": length * len(layers) * layers[0].heads * pair,
                 "retained": 1.0 if whole else retained,
             }

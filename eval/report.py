@@ -135,7 +135,7 @@ class Report:
         self, policy: str, budget: float | int, only: Callable[[Row], bool] = lambda row: True
     ) -> Figures | None:
         """One cell; None where there is no row."""
-        rows = self._cells.get((policy, repr(1.0 if policy == FULL else budget)), [])
+        rows = self._cells.get((policy, repr(1.0 if _keeps_all(policy) else budget)), [])
         found = [row for row in rows if only(row)]
         return Figures.of(found) if found else None
 
@@ -274,7 +274,8 @@ class Report:
         if full is not None:
             values = ", ".join(f"{_LABELS[m]} {_cell(full, [m])}" for m in self.shown)
             notes.append(f"Full cache: {values}.")
-        expected = s["n"] * (len(self.policies) * len(self.budgets) + (FULL in s["policies"]))
+        each = [1 if _keeps_all(p) else len(self.budgets) for p in s["policies"]]
+        expected = s["n"] * sum(each)
         if len(self.rows) < expected:
             notes.append(f"Not finished: {len(self.rows)} of {expected} rows.")
         notes += self._errors()
@@ -329,11 +330,16 @@ class Report:
             writer.writerow(["group", "policy", "budget", *Figures.__dataclass_fields__])
             for group, only in groups:
                 for policy in [FULL, *self.policies]:
-                    for budget in [1.0] if policy == FULL else self.budgets:
+                    for budget in [1.0] if _keeps_all(policy) else self.budgets:
                         found = self.figures(policy, budget, only)
                         if found is not None:
                             writer.writerow([group, policy, budget, *asdict(found).values()])
         return path
+
+
+def _keeps_all(policy: str) -> bool:
+    """Whether it runs at one budget: the full cache, in 8 or 4 bits too."""
+    return policy.split(":")[0] == FULL
 
 
 _LABELS = {

@@ -18,6 +18,7 @@ import mmkv
 from mmkv.eval import runner
 from mmkv.eval.perplexity import perplexity
 from mmkv.eval.processes import Processes
+from mmkv.eval.report import Report
 from mmkv.eval.store import MACHINE_FIELDS, RunError, Store, key_of, read_rows, read_settings
 from mmkv.eval.variants import parse_budgets, parse_options, parse_variants, plugin_arguments
 
@@ -78,6 +79,20 @@ def test_whole_budget_is_the_full_cache(model, tokenizer, tmp_path):
     for row in rows:
         assert row["ppl"] == pytest.approx(full[row["index"]]["ppl"], abs=1e-4, rel=1e-6)
         assert row["text"] == full[row["index"]]["text"]
+
+
+def test_kept_pairs_in_few_bits(model, tokenizer, tmp_path):
+    """The full cache in 8 bits runs once; a pair of 16 numbers is 16 bytes, a scale and a zero."""
+    policies = ["full:kv_dtype=int8", "snapkv:kv_dtype=int4"]
+    rows = run(model, tokenizer, tmp_path, policies=policies, budgets=[0.5, 0.7], metrics=["ppl"])
+    assert len(rows) == 5 * (1 + 2)
+    for row in rows:
+        share = (16 + 4) / (16 * 4) if "int8" in row["policy"] else (8 + 4) / (16 * 4)
+        kept = row["kept_fraction"] * row["full_bytes"]
+        assert row["cache_bytes"] == pytest.approx(share * kept)
+    report = Report(tmp_path)
+    assert report.figures(policies[0], 0.5) == report.figures(policies[0], 0.7) is not None
+    assert not any("Not finished" in note for note in report.notes())
 
 
 def test_the_full_cache_is_added_for_rouge_only(model, tokenizer, tmp_path):
