@@ -82,7 +82,7 @@ class CompressedCache(Cache):
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Where a mask's new tokens begin; its columns begin there too, see `get_mask_sizes`."""
-        return self.layers[layer_idx].get_seq_length()
+        return super().get_seq_length(layer_idx)
 
     @property
     def compressed(self) -> list[CompressedLayer]:

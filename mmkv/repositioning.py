@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def reposition(keys: Tensor, positions: Tensor, newest: int, inv_freq: Tensor) -> Tensor:
+def reposition(keys: Tensor, positions: Tensor, newest: int | Tensor, inv_freq: Tensor) -> Tensor:
     """Turn keys so that their distances to the newest token are consecutive.
 
     Args:

@@ -133,7 +133,7 @@ def split(R: int, S: int) -> tuple[int, int]:
     least = max(_MIN_CHUNK, triton.cdiv(S, _MAX_CHUNKS), triton.cdiv(R * S, _PROGRAMS))
     even = triton.cdiv(S, triton.cdiv(S, least))
     chunk = triton.cdiv(even, _MIN_CHUNK) * _MIN_CHUNK
-    return triton.cdiv(S, chunk), chunk
+    return int(triton.cdiv(S, chunk)), int(chunk)
 
 
 def _tile(G: int, width: int, element_size: int) -> dict[str, int]:

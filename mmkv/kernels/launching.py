@@ -18,7 +18,7 @@ INTERPRETED = not isinstance(_nothing, triton.JITFunction)
 
 def padded(size: int) -> int:
     """The tile that holds `size` numbers: a power of 2, and what a dot product takes at least."""
-    return max(16, triton.next_power_of_2(size))
+    return int(max(16, triton.next_power_of_2(size)))
 
 
 def rows_of(tensor: Tensor) -> Tensor:
