@@ -59,6 +59,24 @@ def test_measured_bytes():
         assert f"{answer.nbytes / 1024:.1f}" == shown, (name, size)
 
 
+def test_measured_bytes_and_errors_in_few_bits():
+    loaded = chat.load()
+    with Image.open(example_pictures()[0]) as picture:
+        inputs = chat.encode(loaded, "Describe the image.", [picture])
+    cells = r"^\| (\w+) \| ([\d.]+) \| (float32|int8|int4) \| ([\d.]+) KiB \| (.+?) \|"
+    rows = re.findall(cells, README, re.MULTILINE)
+    assert len(rows) == 9
+    for name, size, held, shown, errors in rows:
+        policy, budget = mmkv.get_policy(name), chat.parse_budget(size)
+        kv_dtype = None if held == "float32" else held
+        answer = chat.ask(loaded, inputs, policy, budget, kv_dtype=kv_dtype, max_new_tokens=1)
+        assert f"{answer.nbytes / 1024:.1f}" == shown, (name, size, held)
+        for error, text in zip(
+            (answer.report.key_error, answer.report.value_error), errors.split(", "), strict=False
+        ):
+            assert text == ("-" if error is None else f"{100 * error:.2f} %")
+
+
 def test_the_policy_of_contributing_works(models, monkeypatch, tmp_path):
     monkeypatch.setattr(registry, "_policies", dict(registry._policies))
     monkeypatch.setattr(registry, "_aliases", dict(registry._aliases))
