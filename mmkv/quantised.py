@@ -7,8 +7,8 @@ on no other token.
 
 Codes, packing and reading are those of hqq (github.com/mobiusml/hqq, Apache-2.0), which the
 `QuantizedCache` of transformers uses too: code = round(x / scale + zero), read as
-(code - zero) * scale. The other backend there, optimum-quanto, has no 8 bits (transformers 5.23) and
-is in maintenance mode (github.com/huggingface/optimum-quanto, pull request 408).
+(code - zero) * scale. The other backend there, optimum-quanto, has no 8 bits (transformers 5.23),
+and is in maintenance mode (github.com/huggingface/optimum-quanto, pull request 408).
 """
 
 from __future__ import annotations
