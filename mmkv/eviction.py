@@ -185,6 +185,8 @@ def row_sizes(
         sizes = allocation.geometric(n_layers, total, decay=policy.decay, max_size=length)
     elif policy.layers == "squeeze":
         assert similarity is not None
+        # A layer that overflowed is one that changes the stream.
+        similarity = similarity.nan_to_num(nan=0.0)
         sizes = allocation.squeeze(similarity, total, p=policy.p, max_size=length)
     else:
         assert importance is not None

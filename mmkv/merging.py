@@ -33,9 +33,12 @@ def merge(
         block: tokens compared at a time for "feature".
 
     Returns:
-        The kept keys and values [B, H, M, D]: each the plain mean of its group.
+        The kept keys and values [B, H, M, D]: each the plain mean of its group. Any one token where
+        none is kept (M = 0).
     """
     B, H, N, D = keys.shape
+    if indices.shape[-1] == 0:  # nothing to merge into; a token for empty slots to copy
+        return keys[:, :, :1], values[:, :, :1]
     filler, at = indices < 0, indices.clamp(min=0)
     positions = positions.expand(B, H, N)
     if how == "position":

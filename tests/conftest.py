@@ -50,8 +50,8 @@ _SHAPE = {
 
 
 def _text_config(name: str) -> Any:
-    if name == "llama-mha":
-        return LlamaConfig(**{**_SHAPE, "num_key_value_heads": 4})
+    if name in ("llama-mha", "llama-mqa"):
+        return LlamaConfig(**{**_SHAPE, "num_key_value_heads": 4 if name == "llama-mha" else 1})
     if name == "llama":
         return LlamaConfig(**_SHAPE)
     if name == "mistral":
@@ -60,7 +60,7 @@ def _text_config(name: str) -> Any:
 
 
 def make_model(name: str, attn: str = "sdpa") -> torch.nn.Module:
-    """A tiny model: llama, llama-mha, mistral, qwen2, llava-llama or llava-mistral."""
+    """A tiny model: llama, llama-mha, llama-mqa, mistral, qwen2, llava-llama or llava-mistral."""
     torch.manual_seed(0)
     if not name.startswith("llava"):
         classes = {"mistral": MistralForCausalLM, "qwen2": Qwen2ForCausalLM}

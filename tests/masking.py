@@ -190,7 +190,7 @@ def naive_merge(
             anchors = [p for p in kept[b, h].tolist() if p >= 0]
             groups = {p: [p] for p in anchors}
             for j in range(keys.shape[2]):
-                if not candidates[b, h, j] or j in groups:
+                if not anchors or not candidates[b, h, j] or j in groups:
                     continue
                 if how == "position":
                     best = min(anchors, key=lambda p: (abs(p - j), p))

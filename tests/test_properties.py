@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
+import math
 import random
 import warnings
 
 import pytest
 import torch
 from conftest import IMAGE, make_inputs, make_model
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from masking import masked_logits
 from test_oracles import generate
 
 import mmkv
 
-MODELS = {name: make_model(name) for name in ("llama", "llama-mha", "llava-llama")}
+MODELS = {name: make_model(name) for name in ("llama", "llama-mha", "llama-mqa", "llava-llama")}
 OPTIONS = {
     "window": st.integers(1, 40),
     "kernel_size": st.sampled_from([1, 3, 7]),
@@ -44,8 +46,8 @@ OPTIONS = {
 @st.composite
 def cases(draw):
     name = draw(st.sampled_from(sorted(MODELS)))
-    least = 40 if name == "llava-llama" else 1
-    lengths = draw(st.lists(st.integers(least, 90), min_size=1, max_size=3))
+    least = 40 if name == "llava-llama" else 0  # a row of padding alone
+    lengths = draw(st.lists(st.integers(least, 90), min_size=1, max_size=3).filter(any))
     chosen = draw(st.lists(st.sampled_from(sorted(OPTIONS)), max_size=4, unique=True))
     options = {key: draw(OPTIONS[key]) for key in chosen}
     budget = draw(st.floats(0.02, 1) | st.integers(1, 100))
@@ -59,6 +61,8 @@ def cases(draw):
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+@example(("llama", (1, 2), "elastic", 0.02, {}, 0))  # layers that keep nothing
+@example(("llama", (1, 2), "elastic", 0.02, {"merge": "feature"}, 0))
 @given(cases())
 def test_the_oracle_or_a_clear_refusal(case):
     name, lengths, policy, budget, options, seed = case
@@ -70,8 +74,10 @@ def test_the_oracle_or_a_clear_refusal(case):
             logits, tokens, cache, held = generate(model, inputs, new=8)
     except ValueError as error:  # any other type of error fails the test
         refusal = str(error)
+    assert refusal is not None or 0 not in lengths
     if refusal is not None:
-        assert any(str(v) in refusal for v in [budget, *options, *options.values()]), refusal
+        named = [budget, *options, *options.values(), *(["padding"] if 0 in lengths else [])]
+        assert any(str(v) in refusal for v in named), refusal
         return
     expected = masked_logits(
         model, inputs, tokens, held, merge=chosen.merge, reposition=chosen.reposition
@@ -101,6 +107,56 @@ def test_extreme_scores(policy, extreme):
     chosen = mmkv.get_policy(policy, **options)
     expected = masked_logits(model, inputs, tokens, held, merge=chosen.merge)
     torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
+    if policy != "full":
+        for b, n in enumerate((60, 33)):
+            kept = sum(float((x[b] >= 0).sum(-1).float().mean()) for x in held[0])
+            assert kept == round(0.4 * 3 * n)
+
+
+SCORED = [x for x in mmkv.list_policies() if mmkv.get_policy(x).score != "recency"]
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("policy", [x for x in SCORED if x != "full"])
+def test_scores_that_are_no_numbers(policy, share, odd):
+    """NaN and infinite scores: still the oracle and the budget; NaN is no importance."""
+    options = {"window": 5} if mmkv.get_policy(policy).observed else {}
+    chosen = mmkv.get_policy(policy, **options)
+    seen = []
+
+    class Odd(type(chosen)):
+        def importance(self, query, key, *, scale, valid):
+            found = super().importance(query, key, scale=scale, valid=valid)
+            g = torch.Generator().manual_seed(found.shape[-1])
+            where = torch.rand(found.shape[-1], generator=g) < share
+            seen.append(where)
+            return found.masked_fill(where, odd)
+
+    model, inputs, lengths = MODELS["llama"], make_inputs("llama", (60, 33)), (60, 33)
+    given = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(chosen) if f.init}
+    with mmkv.wrapped(model, Odd(**given), 0.4):
+        logits, tokens, cache, held = generate(model, inputs, new=8)
+    expected = masked_logits(model, inputs, tokens, held, merge=chosen.merge)
+    torch.testing.assert_close(logits, expected, atol=3e-4, rtol=0)
+    for b, n in enumerate(lengths):
+        kept = sum(float((x[b] >= 0).sum(-1).float().mean()) for x in held[0])
+        assert kept == round(0.4 * 3 * n)
+    assert seen
+    report = cache.report()
+    assert report.retained is None or 0 <= report.retained <= 1
+
+
+@pytest.mark.parametrize("policy", mmkv.list_policies())
+def test_a_model_that_has_overflowed(policy):
+    """Attention that is NaN throughout: the same NaN as without us, and the budget."""
+    model, inputs = make_model("llama"), make_inputs("llama", (60, 33))
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.fill_(math.inf)
+    options = {"window": 5} if mmkv.get_policy(policy).observed else {}
+    with mmkv.wrapped(model, policy, 0.4, **options):
+        logits, *_, held = generate(model, inputs, new=4)
+    assert logits.isnan().all()
     if policy != "full":
         for b, n in enumerate((60, 33)):
             kept = sum(float((x[b] >= 0).sum(-1).float().mean()) for x in held[0])
