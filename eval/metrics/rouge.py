@@ -9,28 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import datasets
-import evaluate
-
 from mmkv.eval import scoring
+from mmkv.eval.metrics import texts
 
 KINDS = ("rouge1", "rouge2", "rougeL")
 
 
-class Rouge(evaluate.Metric):
+class Rouge(texts.TextMetric):
     """ROUGE against one or several references."""
 
-    def _info(self) -> evaluate.MetricInfo:
-        text = datasets.Value("string")
-        return evaluate.MetricInfo(
-            description=__doc__ or "",
-            citation="Lin 2004, ROUGE: A Package for Automatic Evaluation of Summaries",
-            inputs_description="predictions: texts; references: texts or lists of texts",
-            features=[
-                datasets.Features({"predictions": text, "references": datasets.Sequence(text)}),
-                datasets.Features({"predictions": text, "references": text}),
-            ],
-        )
+    source = "Lin 2004, ROUGE: A Package for Automatic Evaluation of Summaries"
 
     def _compute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, predictions: list[str], references: list[Any], use_aggregator: bool = True

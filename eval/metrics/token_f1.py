@@ -9,26 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import datasets
-import evaluate
-
 from mmkv.eval import scoring
+from mmkv.eval.metrics import texts
 
 
-class TokenF1(evaluate.Metric):
+class TokenF1(texts.TextMetric):
     """Token F1 against one or several references."""
 
-    def _info(self) -> evaluate.MetricInfo:
-        text = datasets.Value("string")
-        return evaluate.MetricInfo(
-            description=__doc__ or "",
-            citation="arXiv 2308.14508",
-            inputs_description="predictions: texts; references: texts or lists of texts",
-            features=[
-                datasets.Features({"predictions": text, "references": datasets.Sequence(text)}),
-                datasets.Features({"predictions": text, "references": text}),
-            ],
-        )
+    source = "arXiv 2308.14508"
 
     def _compute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, predictions: list[str], references: list[Any], use_aggregator: bool = True
