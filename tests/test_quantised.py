@@ -191,15 +191,15 @@ def test_the_reported_error(doubles, policy, kv_dtype):
     model, inputs = doubles("llama"), make_inputs("llama", ROWS)
     with torch.no_grad():
         whole = model(**inputs, use_cache=True).past_key_values
-        with mmkv.wrapped(model, policy, 0.3, kv_dtype=kv_dtype, **short(policy)):
-            cache = model(**inputs, use_cache=True).past_key_values
+    with mmkv.wrapped(model, policy, 0.3, kv_dtype=kv_dtype, **short(policy)):
+        *_, cache, held = generate(model, inputs, new=12)
     report = cache.report()
     assert report.kv_dtype == kv_dtype
     for i, layer in enumerate(report.layers):
         full = whole.layers[i]
         for name, x in (("key_error", full.keys), ("value_error", full.values)):
             per_row = []
-            for b, heads in enumerate(cache.kept(i)):
+            for b, heads in enumerate(held[0][i]):
                 kept = torch.cat([x[b, h, n[n >= 0]] for h, n in enumerate(heads)])
                 off = kept - fake_quantise(kept, BITS[kv_dtype])
                 per_row.append(off.norm() / kept.norm())
