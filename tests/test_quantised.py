@@ -190,7 +190,8 @@ def test_the_reported_error(doubles, policy, kv_dtype):
     """|x - as read| / |x| of each row's kept keys and values, averaged over rows and layers."""
     model, inputs = doubles("llama"), make_inputs("llama", ROWS)
     with torch.no_grad():
-        whole = model(**inputs, use_cache=True).past_key_values
+        places = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        whole = model(**inputs, position_ids=places, use_cache=True).past_key_values
     with mmkv.wrapped(model, policy, 0.3, kv_dtype=kv_dtype, **short(policy)):
         *_, cache, held = generate(model, inputs, new=12)
     report = cache.report()
