@@ -339,6 +339,9 @@ def test_beams_at_full_budget_are_the_plain_beams(name):
     model = model_of(name)
     inputs = inputs_of(model, "padded")
     options = {"max_new_tokens": 6, "num_beams": 3, "num_return_sequences": 2, "do_sample": False}
-    expected = model.generate(**inputs, **options)
+    try:
+        expected = model.generate(**inputs, **options)
+    except RuntimeError as error:  # Qwen's, in transformers 5.17: it looks for marks around images
+        pytest.skip(f"the plain model cannot search with beams over this prompt: {error}")
     with mmkv.wrapped(model, "adakv", 1.0, **short("adakv")):
         assert torch.equal(model.generate(**inputs, **options), expected)
