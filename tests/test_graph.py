@@ -12,7 +12,9 @@ import logging
 
 import pytest
 import torch
+import transformers
 from conftest import make_inputs, make_model, short
+from packaging.version import Version
 from recording import capture
 from test_models import NAMES, inputs_of, model_of
 from test_oracles import COMPOSED, ROWS, Variant, options_of
@@ -210,6 +212,9 @@ NOT_CAPTURED = {
     "FalconForCausalLM": COUNTS,
     "FalconForCausalLM:40b": COUNTS,
 }
+if Version(transformers.__version__) < Version("5.20"):  # a mark for each token seen, in each step
+    longer = "the argument mm_token_type_ids changed"
+    NOT_CAPTURED |= {name: longer for name in NAMES if name.startswith("Qwen") and "VL" in name}
 
 
 @pytest.mark.parametrize("name", NAMES)
