@@ -1,10 +1,10 @@
 """Decode steps replayed as one CUDA graph: what a step costs the host is paid once.
 
 `generate` calls the `Runner` in place of the model for each step after the prefill. The first step
-runs as always; the second with everything that changes from step to step read on the device; the
-third is captured, and then replayed, as is each one after it. Whatever cannot be captured runs as
-always, and the log says why. What changes from step to step: the inputs, the position, and the row
-of the slot tables (`mmkv.decoding`), which are worked out on the host some steps ahead.
+reads everything that changes from step to step on the device; the second is captured, and then
+replayed, as is each one after it. What changes from step to step: the inputs, the position, and the
+row of the slot tables (`mmkv.decoding`), which are worked out on the host some steps ahead.
+Whatever cannot be captured runs as always, and the log says why.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ class Runner:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.calls = 0
         self.why_not: str | None = None
         self.clock: Clock | None = None
         self.inputs: dict[str, Any] = {}
@@ -75,8 +74,7 @@ class Runner:
     def __call__(self, **inputs: Any) -> Any:
         """One decode step, with the arguments that `generate` gives the model."""
         cache: CompressedCache = inputs["past_key_values"]
-        self.calls += 1
-        if self.why_not is None and self.calls > 1 and not _fills_up(cache):
+        if self.why_not is None and not _fills_up(cache):
             try:
                 return self._on_device(cache, inputs)
             except RuntimeError as error:
@@ -160,7 +158,7 @@ def _blocks(cache: CompressedCache) -> list[Block]:
 
 
 def _fills_up(cache: CompressedCache) -> bool:
-    """Whether some row may still grow to its budget before its victims decide over slots (H2O)."""
+    """Whether some row has still to drop its first token: from then on victims are slots (H2O)."""
     schedules = [b.schedule for b in _blocks(cache)]
     return any(isinstance(s, Lightest) and (s.freed is None or not s.full) for s in schedules)
 

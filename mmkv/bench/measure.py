@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import statistics
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -112,6 +113,19 @@ def run_once(model: Any, ids: Tensor, new: int, *, trace: bool = False) -> Run:
         prefill_peak_bytes=early,
         peak_bytes=late,
     )
+
+
+def bare_step(model: Any, ids: Tensor, *, times: int = 10) -> float:
+    """Median seconds of the model on one token without any cache: no decode step can be faster."""
+    found: list[float] = []
+    with torch.inference_mode():
+        for _ in range(times + 1):
+            _wait(ids.device)
+            start = time.perf_counter()
+            model(ids[:, :1], use_cache=False)
+            _wait(ids.device)
+            found.append(time.perf_counter() - start)
+    return statistics.median(found[1:])
 
 
 def plain_peak(model: Any, ids: Tensor) -> int:

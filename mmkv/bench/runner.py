@@ -122,7 +122,10 @@ class Bench:
             ids = models.make_prompt(self.model, batch, self.setting.prompt)
             with _attention(self.model, "sdpa"):
                 peak = self._guarded(None, lambda: measure.plain_peak(self.model, ids))
+                bare = self._guarded(None, lambda: measure.bare_step(self.model, ids))
             result.plain_peak_bytes = peak
+            if bare is not None:
+                result.notes.append(f"a token takes {1e3 * bare:.3g} ms without any cache")
         return result
 
     def _warm_up(self, row: Row, found: RowResult) -> float:
