@@ -18,6 +18,7 @@ from packaging.version import Version
 from recording import capture
 from test_models import NAMES, inputs_of, model_of
 from test_oracles import COMPOSED, ROWS, Variant, options_of
+from twin import generate
 
 import mmkv
 from mmkv import decoding, graph, kernels, storage
@@ -39,19 +40,6 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(graph, "_capturable", lambda device: True)
     monkeypatch.setattr(decoding, "AHEAD", 8)  # so that tables are filled anew during a run
     return captures
-
-
-def generate(model, inputs, new=NEW, **kwargs):
-    """Greedy: logits, tokens and the cache."""
-    out = model.generate(
-        **inputs,
-        max_new_tokens=new,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **kwargs,
-    )
-    return torch.stack(out.logits), out.sequences[:, -new:], out.past_key_values
 
 
 def without_graph(model, variant, inputs, new, **options):
@@ -109,14 +97,14 @@ def test_a_short_run_is_not_captured(models, on_cpu, caplog):
 def test_beams_are_not_captured(models, on_cpu):
     model, inputs = models("llama"), make_inputs("llama", (60,))
     with mmkv.wrapped(model, "snapkv", 0.5, **short("snapkv")):
-        generate(model, inputs, num_beams=2)
+        generate(model, inputs, new=NEW, num_beams=2)
     assert not on_cpu
 
 
 def test_graph_can_be_switched_off(models, on_cpu):
     model, inputs = models("llama"), make_inputs("llama", (60,))
     with mmkv.wrapped(model, "snapkv", 0.5, graph=False, **short("snapkv")):
-        generate(model, inputs)
+        generate(model, inputs, new=NEW)
     assert not on_cpu
 
 

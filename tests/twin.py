@@ -63,17 +63,17 @@ class Feed(LogitsProcessor):
         return torch.full_like(scores, -1e9).scatter(1, self.tokens[:, t : t + 1], 0.0)
 
 
-def generate(model, inputs, **kwargs):
-    """Greedy: logits [T, B, V] and tokens."""
+def generate(model, inputs, new=NEW, **kwargs):
+    """Greedy: logits [T, B, V], tokens and the cache."""
     out = model.generate(
         **inputs,
-        max_new_tokens=NEW,
+        max_new_tokens=new,
         do_sample=False,
         return_dict_in_generate=True,
         output_logits=True,
         **kwargs,
     )
-    return torch.stack(out.logits), out.sequences[:, -NEW:], out.past_key_values
+    return torch.stack(out.logits), out.sequences[:, -new:], out.past_key_values
 
 
 @contextmanager
