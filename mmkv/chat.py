@@ -86,12 +86,16 @@ def parse_options(policy: str, pairs: Sequence[str]) -> dict[str, Any]:
         name = name.strip().replace("-", "_")
         if not equals or not name:
             raise ValueError(f"option {pair!r}: expected name=value, such as window=16")
-        options[name] = _value(name, text.strip(), typed.get(name, str))
+        options[name] = parse_value(name, text.strip(), typed.get(name, str))
     return options
 
 
-def _value(name: str, text: str, hint: Any) -> Any:
-    """A text as the type that a field's annotation names."""
+def parse_value(name: str, text: str, hint: Any) -> Any:
+    """The option `name`'s text as the type that a field's annotation names.
+
+    Raises:
+        ValueError: it is of another type; the message shows it.
+    """
     choices = _flat(hint)
     if text in choices:
         return text

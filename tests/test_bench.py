@@ -194,6 +194,13 @@ class TestRows:
     def test_an_unknown_policy_is_refused(self):
         with pytest.raises(ValueError, match="unknown policy 'nope'"):
             rows.make_rows(setting(policies=("nope",)), kvpress=False)
+        for text, why in (
+            ("snapkv:graph", "name=value"),
+            ("snapkv:graph=maybe", "true or false"),
+            ("snapkv:kv_dtype=int7", "int7"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                rows.make_rows(setting(policies=(text,)), kvpress=False)
         with pytest.raises(ValueError, match="twice"):
             rows.make_rows(setting(policies=("snapkv", "snapkv")), kvpress=False)
 

@@ -89,13 +89,15 @@ def falling_profile(layers: int, budget: float | int | None) -> Any:
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
     """A policy's name and options from "name:option=value"."""
-    from mmkv.chat import parse_options
+    from mmkv.chat import parse_options, parse_value
 
     name, *pairs = text.strip().split(":")
-    others = [p for p in pairs if p.partition("=")[0] not in _OF_WRAP]
-    own: dict[str, Any] = dict(p.split("=", 1) for p in pairs if p not in others and "=" in p)
+    others = [p for p in pairs if not p.startswith(tuple(f"{own}=" for own in _OF_WRAP))]
+    own: dict[str, Any] = dict(p.split("=", 1) for p in pairs if p not in others)
     if "graph" in own:
-        if own["graph"].lower() not in ("true", "false"):
-            raise ValueError(f"graph={own['graph']}: expected true or false")
-        own["graph"] = own["graph"].lower() == "true"
+        own["graph"] = parse_value("graph", own["graph"], bool)
+    if "kv_dtype" in own:
+        from mmkv.quantised import check
+
+        check(own["kv_dtype"])
     return name, parse_options(name, others) | own
