@@ -74,7 +74,7 @@ class Runner:
     def __call__(self, **inputs: Any) -> Any:
         """One decode step, with the arguments that `generate` gives the model."""
         cache: CompressedCache = inputs["past_key_values"]
-        if self.why_not is None and not _fills_up(cache):
+        if self.why_not is None and (self.clock is not None or not _fills_up(cache)):
             try:
                 return self._on_device(cache, inputs)
             except RuntimeError as error:
@@ -179,17 +179,17 @@ def _start(cache: CompressedCache) -> Clock:
 
 def _set(cache: CompressedCache, clock: Clock) -> None:
     """Set the clock to the next step."""
-    rows = {0}
+    rows: set[int] = set()
     for block in _blocks(cache):
         block.schedule.prepare()
         if block.schedule.width > block.positions.shape[1]:
             raise NotCapturableError("more tokens came than were announced")
-        if not isinstance(block.schedule, Lightest):
+        if not isinstance(block.schedule, Lightest):  # which has no table
             rows.add(block.schedule.at)
-    clock.row.fill_(max(rows))
-    clock.position.fill_(cache.get_seq_length())
-    if len(rows - {0}) > 1:
+    if len(rows) > 1:
         raise NotCapturableError("the layers are not at the same step")
+    clock.row.fill_(max(rows, default=0))
+    clock.position.fill_(cache.get_seq_length())
 
 
 @contextmanager
