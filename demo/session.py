@@ -18,7 +18,6 @@ from .values import Settings, Turn
 MOST_BYTES = 20 * 2**20  # of an uploaded file
 MOST_PIXELS = 40_000_000
 LONGEST_SIDE = 1024  # pixels of a picture that is kept
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _BLANK_SIDE = 384
 _MOST_POINTS = 20_000
 _COLOUR = re.compile(r"#[0-9a-f]{6}")
@@ -34,9 +33,7 @@ def read_upload(path: str | Path) -> Image.Image:
     """
     path = Path(path)
     try:
-        whole = reading.read_picture(
-            path, _small, formats=FORMATS, most_pixels=MOST_PIXELS, most_bytes=MOST_BYTES
-        )
+        whole = reading.read_picture(path, _small, most_pixels=MOST_PIXELS, most_bytes=MOST_BYTES)
     except reading.PictureError as error:
         raise ValueError(f"cannot read {path.name!r}: {error}") from None
     whole.thumbnail((LONGEST_SIDE, LONGEST_SIDE))

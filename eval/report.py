@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from mmkv.report import mean_known
 
 from .measure import FULL
 from .papers import AVERAGE, PaperTable, tables_for
@@ -65,8 +67,8 @@ class Figures:
             n=len(rows),
             errors=sum("error" in r for r in rows),
             ppl=perplexity([r["nll"] for r in scored], [r["answer_tokens"] for r in scored]),
-            score=_mean(_mean(r.get("score") for r in group) for group in tasks.values()),
-            **{name: _mean(r.get(name) for r in rows) for name in names},
+            score=mean_known(mean_known(r.get("score") for r in group) for group in tasks.values()),
+            **{name: mean_known(r.get(name) for r in rows) for name in names},
         )
 
 
@@ -244,7 +246,7 @@ class Report:
                     continue
                 cells = [_cell(f, shown) for f in group]
                 if what == "task" and scored:
-                    cells.append(_text("score", _mean(f and f.score for f in group)))
+                    cells.append(_text("score", mean_known(f and f.score for f in group)))
                 rows.append((policy, cells))
                 rows += self._paper_tasks(policy, budget, names) if what == "task" else []
             average = ["average"] if what == "task" and scored else []
@@ -396,8 +398,3 @@ def _best(metric: str, column: Sequence[Figures | None]) -> str:
     if not values:
         return NONE
     return _text(metric, min(values) if metric == "ppl" else max(values))
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return sum(known) / len(known) if known else None

@@ -180,9 +180,9 @@ class CompressedLayer(CacheLayerMixin):
         if key.requires_grad or value.requires_grad:
             key, value = key.detach(), value.detach()
         order, back = self._order()
-        sizes = [len(b.positions) for b in self.blocks]
         parts = [(rows, key, value)]
         if order is not None:
+            sizes = [len(b.positions) for b in self.blocks]
             rows, key, value = rows[order], key[order], value[order]
             parts = list(zip(*(x.split(sizes) for x in (rows, key, value)), strict=True))
         place: Place = first if clock is None else clock.position

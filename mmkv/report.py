@@ -113,10 +113,10 @@ class CacheReport:
             nbytes=cache.nbytes,
             full_nbytes=full,
             kept_fraction=pairs / (sum(seen) * heads * len(cache.compressed)),
-            retained=_mean(x.retained for x in layers),
+            retained=mean_known(x.retained for x in layers),
             kv_dtype=cache.plan.kv_dtype,
-            key_error=_mean(x.key_error for x in layers),
-            value_error=_mean(x.value_error for x in layers),
+            key_error=mean_known(x.key_error for x in layers),
+            value_error=mean_known(x.value_error for x in layers),
             notes=_notes(cache),
         )
 
@@ -166,7 +166,8 @@ class CacheReport:
         return [", ".join(known)]
 
 
-def _mean(numbers: Iterable[float | None]) -> float | None:
+def mean_known(numbers: Iterable[float | None]) -> float | None:
+    """Their mean without the unknown ones; None where none is known."""
     known = [x for x in numbers if x is not None]
     return sum(known) / len(known) if known else None
 

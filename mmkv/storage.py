@@ -21,8 +21,6 @@ from mmkv.decoding import Lightest, Schedule
 from mmkv.quantised import Quantised, Stored, nbytes, select
 from mmkv.repositioning import reposition
 
-_KERNEL_DEVICES = ("cuda",)  # not the CPU, where kernels are for tests
-
 # A position: on the device while a clock drives the steps.
 Place = int | Tensor
 
@@ -100,31 +98,29 @@ class Block:
         Every slot is looked at then; the bias says which are empty, or `lengths` to a kernel.
         """
         self._ensure(self.schedule.most(steps))
-        empty = self.positions < 0
         self.frozen = True
-        if (
-            empty.device.type in _KERNEL_DEVICES
-            and isinstance(self.keys, Tensor)
-            and isinstance(self.values, Tensor)
-            and kernels.takes(self.keys, self.values)
-        ):
-            last = torch.arange(1, empty.shape[1] + 1, dtype=torch.int32, device=empty.device)
-            self.lengths = last.masked_fill(empty, 0).amax(-1)
+        keys, values = self.keys, self.values
+        if isinstance(keys, Tensor) and isinstance(values, Tensor) and kernels.wanted(keys, values):
+            last = torch.arange(1, keys.shape[1] + 1, dtype=torch.int32, device=keys.device)
+            self.lengths = last.masked_fill(self.positions < 0, 0).amax(-1)
             if self.schedule.gapless:
                 return
-        self.bias = torch.zeros(empty.shape, dtype=self.keys.dtype, device=empty.device)[:, None]
-        self.bias.masked_fill_(empty[:, None], -torch.inf)
+        self.bias = self._empty_bias()
 
     def thaw(self) -> None:
         """Back to steps that the host drives: shapes follow the schedule's `width`."""
         self.frozen, self.lengths, self.bias = False, None, None
         if self.schedule.gapless:
             return
-        empty = self.positions < 0
-        self.bias = torch.zeros(empty.shape, dtype=self.keys.dtype, device=empty.device)[:, None]
-        self.bias.masked_fill_(empty[:, None], -torch.inf)
+        self.bias = self._empty_bias()
         if self.schedule.shared:  # what lies behind `width` is never looked at
             self.bias[:, :, self.schedule.width - 1 :] = 0.0
+
+    def _empty_bias(self) -> Tensor:
+        """[R, 1, S]: -inf where a slot is empty."""
+        empty = self.positions[:, None] < 0
+        bias = torch.zeros(empty.shape, dtype=self.keys.dtype, device=empty.device)
+        return bias.masked_fill_(empty, -torch.inf)
 
     @property
     def nbytes(self) -> int:

@@ -63,10 +63,11 @@ def evict(
     def per_row(x: Tensor) -> np.ndarray:
         return x.expand(B, H).reshape(-1).numpy()
 
+    kept = per_row(counts)
     blocks: list[Block] = []
     off = torch.zeros(B * H, 2, 2, device=keys.device)
-    for rows, schedule in _schedules(plan, prompt, per_row(counts), per_row(anchored)):
-        width = int(per_row(counts)[rows].max())
+    for rows, schedule in _schedules(plan, prompt, kept, per_row(anchored)):
+        width = int(kept[rows].max())
         spare = (0, schedule.room(min(expected, _MOST_RESERVED)))
         index = torch.from_numpy(rows).to(keys.device)
         at = pad(tokens[index, :width], spare, value=-1)

@@ -17,14 +17,13 @@ from conftest import make_inputs, make_model, short
 from packaging.version import Version
 from recording import capture
 from test_models import NAMES, inputs_of, model_of
-from test_oracles import COMPOSED, ROWS, Variant, options_of
+from test_oracles import ROWS, VARIANTS, Variant, options_of
 from twin import generate
 
 import mmkv
-from mmkv import decoding, graph, kernels, storage
+from mmkv import decoding, graph, kernels
 
 NEW = 30
-VARIANTS = [Variant(name) for name in mmkv.list_policies()] + COMPOSED
 
 
 @pytest.fixture
@@ -157,7 +156,7 @@ def test_the_kernel_attends_over_each_rows_own_length(models, on_cpu, monkeypatc
     """Steps driven by the device, through Triton's interpreter. A recorder does not see it work,
     so no step is captured here."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(storage, "_KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
     calls = []
 
     def counted(*args, **kwargs):

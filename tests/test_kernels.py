@@ -197,7 +197,7 @@ def test_accumulated_attention_is_the_same_through_kernels(
     valid = None
     if padding is not None:
         valid = torch.stack([torch.arange(60) >= pad for pad in padding]).to(device)
-    monkeypatch.setattr(scores, "_KERNEL_DEVICES", ())
+    monkeypatch.setattr(kernels, "DEVICES", ())
     want = scores.accumulated_attention(query, key, valid=valid)
 
     calls: list[str] = []
@@ -208,7 +208,7 @@ def test_accumulated_attention_is_the_same_through_kernels(
         lambda *args, **kwargs: calls.append("kernel") or column_sums(*args, **kwargs),
         raising=False,
     )
-    monkeypatch.setattr(scores, "_KERNEL_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(kernels, "DEVICES", ("cpu", "cuda"))
     got = scores.accumulated_attention(query, key, valid=valid)
     assert calls
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)

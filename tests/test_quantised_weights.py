@@ -18,6 +18,7 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
 )
+from twin import Feed
 
 import mmkv
 
@@ -27,17 +28,6 @@ LOADED = {
     "8 bits": {"load_in_8bit": True},
     "4 bits": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
 }
-
-
-class Say:
-    """Makes `generate` say given tokens [B, T], whatever the logits are."""
-
-    def __init__(self, tokens):
-        self.tokens = list(tokens.T)
-
-    def __call__(self, ids, scores):
-        forced = torch.full_like(scores, -torch.inf)
-        return forced.scatter(1, self.tokens.pop(0)[:, None], 0.0)
 
 
 def save(name, folder):
@@ -91,7 +81,8 @@ def test_weights_in_few_bits(loaded, name, bits, policy):
     assert ("Linear8bitLt" if bits == "8 bits" else "Linear4bit") in kinds
     plain, tokens, _, _ = generate(model, inputs, new=6)
     with mmkv.wrapped(model, policy, 1.0, **short(policy)):
-        whole, *_ = generate(model, inputs, new=6, logits_processor=[Say(tokens)])
+        said = Feed(tokens, inputs["input_ids"].shape[1])
+        whole, *_ = generate(model, inputs, new=6, logits_processor=[said])
     torch.testing.assert_close(whole, plain, atol=CLOSE, rtol=0)
     with mmkv.wrapped(model, policy, 0.3, **short(policy)):
         logits, tokens, cache, held = generate(model, inputs, new=6)

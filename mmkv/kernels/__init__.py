@@ -33,10 +33,13 @@ _HOME = {
     "row_lse": "mmkv.kernels.columns",
 }
 
+# Where the package uses its kernels: not on the CPU, where they are for tests.
+DEVICES = ("cuda",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256  # a tile of keys has to fit the shared memory of a multiprocessor
 
 __all__ = [
+    "DEVICES",
     "DTYPES",
     "MAX_HEAD_DIM",
     "available",
@@ -44,6 +47,7 @@ __all__ = [
     "decode_attention",
     "row_lse",
     "takes",
+    "wanted",
 ]
 
 
@@ -77,6 +81,11 @@ def takes(*tensors: Tensor) -> bool:
         and all(t.dtype == first.dtype and t.shape[-1] <= MAX_HEAD_DIM for t in tensors)
         and available(first.device)
     )
+
+
+def wanted(*tensors: Tensor) -> bool:
+    """Whether the package uses its kernels on these tensors: it can, and that is the faster way."""
+    return tensors[0].device.type in DEVICES and takes(*tensors)
 
 
 @cache

@@ -36,33 +36,11 @@ def row_lse(query: Tensor, key: Tensor, *, scale: float, valid: Tensor | None = 
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    B, Hq, Q, D = _checked(query, key, valid)
-    H, N = key.shape[1], key.shape[2]
+    B, Hq, Q, _ = _checked(query, key, valid)
     lse = query.new_empty((B, Hq, Q), dtype=torch.float32)
     if lse.numel() == 0:
         return lse
-    query, key = rows_of(query), rows_of(key)
-    sizes = _blocks(D, query.element_size())
-    launch: Any = row_lse_kernel[(triton.cdiv(Q, sizes["BLOCK"]) * B * Hq,)]
-    with torch.cuda.device_of(key):
-        launch(
-            query,
-            key,
-            _bytes(valid, key),
-            lse,
-            *query.stride()[:3],
-            *key.stride()[:3],
-            Q,
-            N,
-            Hq,
-            Hq // H,
-            scale * _LOG2_E,
-            D=D,
-            D_PAD=padded(D),
-            PADDED=valid is not None,
-            WIDEN=INTERPRETED,
-            **sizes,
-        )
+    _launch(row_lse_kernel, Q, Hq, query, key, valid, scale, lse)
     return lse
 
 
@@ -89,7 +67,7 @@ def column_sums(
 
     Source: H2O, arXiv 2306.14048, section 4.
     """
-    B, Hq, Q, D = _checked(query, key, valid)
+    B, Hq, Q, _ = _checked(query, key, valid)
     H, N = key.shape[1], key.shape[2]
     if tuple(lse.shape) != (B, Hq, Q) or lse.dtype != torch.float32:
         raise ValueError(
@@ -98,21 +76,38 @@ def column_sums(
     sums = key.new_empty((B, H, N), dtype=torch.float32)
     if sums.numel() == 0:
         return sums
+    _launch(column_sums_kernel, N, H, query, key, valid, scale, lse.contiguous(), sums)
+    return sums
+
+
+def _launch(
+    kernel: Any,
+    tokens: int,
+    heads: int,
+    query: Tensor,
+    key: Tensor,
+    valid: Tensor | None,
+    scale: float,
+    *results: Tensor,
+) -> None:
+    """Run `kernel` for each block of `tokens` of each of the `heads` of each sequence.
+
+    `results` are what it reads and writes beside query `[B, Hq, Q, D]` and key `[B, H, N, D]`.
+    """
+    (B, Hq, Q, D), (_, H, N, _) = query.shape, key.shape
     query, key = rows_of(query), rows_of(key)
     sizes = _blocks(D, query.element_size())
-    launch: Any = column_sums_kernel[(triton.cdiv(N, sizes["BLOCK"]) * B * H,)]
     with torch.cuda.device_of(key):
-        launch(
+        kernel[(triton.cdiv(tokens, sizes["BLOCK"]) * B * heads,)](
             query,
             key,
-            _bytes(valid, key),
-            lse.contiguous(),
-            sums,
+            key if valid is None else valid.contiguous().view(torch.uint8),
+            *results,
             *query.stride()[:3],
             *key.stride()[:3],
             Q,
             N,
-            H,
+            heads,
             Hq // H,
             scale * _LOG2_E,
             D=D,
@@ -121,7 +116,6 @@ def column_sums(
             WIDEN=INTERPRETED,
             **sizes,
         )
-    return sums
 
 
 def _blocks(D: int, element_size: int) -> dict[str, int]:
@@ -137,10 +131,6 @@ def _blocks(D: int, element_size: int) -> dict[str, int]:
     if D > 128:
         return {"BLOCK": 64, "STEP": 32, "num_warps": 4, "num_stages": 3}
     return {"BLOCK": 128, "STEP": 64, "num_warps": 8, "num_stages": 3}
-
-
-def _bytes(valid: Tensor | None, otherwise: Tensor) -> Tensor:
-    return otherwise if valid is None else valid.contiguous().view(torch.uint8)
 
 
 def _checked(query: Tensor, key: Tensor, valid: Tensor | None) -> tuple[int, int, int, int]:
