@@ -17,7 +17,7 @@ from rich.console import Console
 
 import mmkv
 from mmkv import cli
-from mmkv.bench import measure, models, presets, report, rival, rows, runner
+from mmkv.bench import measure, models, presets, processor, report, rival, rows, runner
 
 LABELS = ("unwrapped sdpa", "unwrapped eager", "full", "snapkv 0.2", "snapkv 0.5", "adakv 0.2")
 
@@ -284,6 +284,45 @@ def test_checks_say_pass_short_or_not_measured():
     assert line(2, 1.9, at_least=False) == "pass"
     assert line(2, None) == "not"
     assert line(2, math.inf, at_least=False) == "short"
+
+
+def test_a_target_out_of_reach_says_so():
+    rows = (row("a", step_s=[0.05, 0.05]), row("b", step_s=[0.4, 0.2]))
+
+    def said(bare, limit):
+        figure, reach = presets.tokens_over("a", "b"), presets.reach_over("b")
+        check = presets.Check(text="t", limit=limit, figure=figure, reach=reach)
+        return str(check.judge(result(*rows, bare_step_s=bare)))
+
+    assert "at most 7.5 can be reached" in said(0.04, 15)
+    assert "reached" not in said(0.01, 15)
+    assert "reached" not in said(None, 15)
+    assert said(0.04, 6).startswith("pass")
+
+
+@pytest.mark.parametrize(
+    ("vendor", "given", "found"),
+    [
+        ("AuthenticAMD", None, "AVX2"),
+        ("AuthenticAMD", "AUTO", "AUTO"),
+        ("GenuineIntel", None, None),
+        (None, None, None),
+    ],
+)
+def test_products_use_vectors_on_every_processor(monkeypatch, tmp_path, vendor, given, found):
+    told = tmp_path / "cpuinfo"
+    if vendor:
+        told.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nmodel name\t: Chip 9\n")
+    monkeypatch.setattr(processor, "_CPUINFO", told)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setenv(processor.PATHS, given or "")
+    if given is None:
+        monkeypatch.delenv(processor.PATHS)
+    processor.use_vectors()
+    assert processor.os.environ.get(processor.PATHS) == found
+    assert ("Chip 9 CPU" in processor.in_words()) == (vendor is not None)
+    assert (f"MKL_CBWR={found}" in processor.in_words()) == (found is not None)
 
 
 def run_command(capsys, *words):

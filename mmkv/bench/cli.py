@@ -96,6 +96,8 @@ def bench_command(
     The unwrapped model is what `generate` does with its default cache. Warm-up is not counted, no
     run stops early, and the device is waited for.
     """
+    from mmkv.bench import processor
+
     started = time.monotonic()
     given = {"model": model, "prompt": prompt, "new": new, "batch": batch}
     given |= {"policies": policies, "budgets": budgets}
@@ -104,6 +106,8 @@ def bench_command(
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder, not a file")
     where = _device(device, settings, preset, toy=toy)
+    if where == "cpu":
+        processor.use_vectors()
     until = math.inf if minutes is None else started + 60 * minutes
     _run(
         [s.toy() for s in settings] if toy else settings,
@@ -251,13 +255,13 @@ def _load(name: str, device: str, dtype: str, worker: Worker | None, *, toy: boo
 
 
 def _in_words(device: str) -> str:
-    import platform
-
     import torch
+
+    from mmkv.bench import processor
 
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return processor.in_words()
 
 
 def _split(text: str) -> list[str]:

@@ -136,6 +136,7 @@ class Result:
         step_weight_bytes: what a decode step reads of them.
         layers: layers of the decoder.
         plain_peak_bytes: most allocated by a forward without any cache.
+        bare_step_s: a token's seconds without any cache, which is the least a decode step takes.
         bandwidth: bytes a second of a copy, read and written, where it was measured.
         rows: in the order of their turns.
         growth: by policy, how much more a decode step allocates and writes where the cache is
@@ -154,6 +155,7 @@ class Result:
     step_weight_bytes: int
     layers: int
     plain_peak_bytes: int | None = None
+    bare_step_s: float | None = None
     bandwidth: float | None = None
     rows: list[RowResult] = field(default_factory=list["RowResult"])
     growth: dict[str, dict[str, float]] = field(default_factory=dict[str, "dict[str, float]"])
@@ -315,6 +317,8 @@ def _conditions(result: Result) -> str:
         f"rounds; peak: {about.get('peak')}; ratios to the unwrapped model; pays from: decoded "
         "tokens after which the whole run is faster"
     )
+    if result.bare_step_s is not None:
+        text += f"; a token takes {1e3 * result.bare_step_s:.3g} ms without any cache"
     if result.bandwidth is not None:
         text += f"; ideal: weights and cache read once at {result.bandwidth / 1e9:.1f} GB/s"
     return text

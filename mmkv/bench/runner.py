@@ -123,9 +123,7 @@ class Bench:
             with _attention(self.model, "sdpa"):
                 peak = self._guarded(None, lambda: measure.plain_peak(self.model, ids))
                 bare = self._guarded(None, lambda: measure.bare_step(self.model, ids))
-            result.plain_peak_bytes = peak
-            if bare is not None:
-                result.notes.append(f"a token takes {1e3 * bare:.3g} ms without any cache")
+            result.plain_peak_bytes, result.bare_step_s = peak, bare
         return result
 
     def _warm_up(self, row: Row, found: RowResult) -> float:
