@@ -82,7 +82,7 @@ class Schedule:
     def on_device(self, device: torch.device) -> Tensor:
         """The slots of this and the next steps, int64 [AHEAD, R or 1], this step's at `at`."""
         if self.table is None:
-            self.table = torch.tensor(self._planned()[0], device=device)
+            self.table = send(self._planned()[0], device)
         return self.table
 
     def advance(self, steps: int = 1) -> None:
@@ -100,7 +100,7 @@ class Schedule:
             setattr(new, name, getattr(self, name)[chosen].copy())
         new.planned = self.planned[:, chosen]
         if self.table is not None:
-            at = chosen if self.shared else torch.from_numpy(rows).to(self.table.device)
+            at = chosen if self.shared else send(rows, self.table.device)
             new.table = self.table[:, at].clone()
         return new
 
@@ -258,7 +258,7 @@ class Lightest(Schedule):
         if self.freed is None:
             if self.shared:
                 return int(self.held[0])
-            self.freed = torch.tensor(self.held, device=device)
+            self.freed = send(self.held, device)
         return self.freed
 
     def prepare(self) -> None:
@@ -291,11 +291,11 @@ class Lightest(Schedule):
         """
         over = self.held >= self.capacity
         if not over.any():
-            self.freed = None if self.shared else torch.tensor(self.held + 1, device=mass.device)
+            self.freed = None if self.shared else send(self.held + 1, mass.device)
             return
         victim = self._victim(mass, positions, newest)
         if not over.all():
-            fresh, late = (torch.tensor(a, device=mass.device) for a in (self.held + 1, over))
+            fresh, late = (send(a, mass.device) for a in (self.held + 1, over))
             victim = torch.where(late, victim, fresh)
         if self.freed is None:
             self.freed = victim
@@ -309,7 +309,7 @@ class Lightest(Schedule):
         for name in self.rows:
             setattr(new, name, getattr(self, name)[slice(None) if self.shared else rows].copy())
         if self.freed is not None:
-            new.freed = self.freed[torch.from_numpy(rows).to(self.freed.device)]
+            new.freed = self.freed[send(rows, self.freed.device)]
         return new
 
     def _victim(self, mass: Tensor, positions: Tensor, newest: int | Tensor) -> Tensor:
@@ -336,8 +336,13 @@ class Lightest(Schedule):
         if name not in self.columns:
             a = getattr(self, name)
             same = len(np.unique(a)) == 1
-            self.columns[name] = int(a[0]) if same else torch.tensor(a, device=device)[:, None]
+            self.columns[name] = int(a[0]) if same else send(a, device)[:, None]
         return self.columns[name]
+
+
+def send(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy on the device; the host does not wait for what the device has still to do."""
+    return torch.from_numpy(array.copy()).to(device, non_blocking=True)
 
 
 def make_schedule(

@@ -9,6 +9,7 @@ import math
 import stat
 import sys
 import textwrap
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -431,7 +432,7 @@ class TestKvpress:
         try:
             shape = models.SHAPES["llama-120m-random"].toy()
             worker.load({"shape": vars(shape)}, "cpu", "float32", 1)
-            assert worker.versions["torch"] == torch.__version__
+            assert worker.versions["torch"] == version("torch")
             found = bench(model, worker=worker, budgets=(0.2,), policies=("snapkv", "adakv")).run()
         finally:
             worker.close()
