@@ -77,7 +77,7 @@ class Conversation:
         self._closed = False
         self._full = _Branch(None)
         self._compressed = _Branch(None)
-        self._wrapped: tuple[Policy, float | None] | None = None
+        self._wrapped: tuple[Policy, float | None, str | None] | None = None
         self._counts: list[int] = []
         self._pictures: list[Image.Image] = []
 
@@ -146,17 +146,16 @@ class Conversation:
         if mark and mark in question:
             raise ValueError(f"the question holds {mark!r}, which stands for a picture: reword it")
         notes: tuple[str, ...] = ()
-        compressed, wrapped = self._compressed, (policy, budget)
+        compressed, wrapped = self._compressed, (policy, budget, settings.kv_dtype)
         with self.engine.turnstile.turn():
             if self._full.model is None:
                 self._full.model = self.engine.twin()
             if wrapped != self._wrapped:
-                model = wrap(self.engine.twin(), policy, budget)
+                model = wrap(self.engine.twin(), policy, budget, kv_dtype=settings.kv_dtype)
                 compressed = _Branch(model, self._compressed.tokens)
                 if self.turns:
-                    notes = ("The policy changed: it read the whole conversation again.",)
-        label = policy.name if budget is None else f"{policy.name} {budget:g}"
-        turn = Turn(question, picture, label, notes=notes)
+                    notes = ("The settings changed: it read the whole conversation again.",)
+        turn = Turn(question, picture, settings.label, notes=notes)
         seen = [*self._pictures, *pictures]
         runs = [
             _Run(self.engine, x, self._counts, question, pictures, settings)

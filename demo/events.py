@@ -23,6 +23,7 @@ QUESTIONS = (
     "What is at the top right?",
     "Where is the yellow circle?",
 )
+FULL = "the model's type"  # what kept pairs are held as where nothing else is chosen
 _LOST = "this page lost its session: reload it"
 
 
@@ -122,6 +123,7 @@ def ask(
     protect: bool,
     longest: int,
     temperature: float,
+    held: str,
     model: str,
     *values: Any,
 ) -> Generator[tuple[Any, ...]]:
@@ -140,6 +142,7 @@ def ask(
             policy=policy,
             budget=float(budget),
             options=chosen,
+            kv_dtype=None if held == FULL else held,
             max_new_tokens=int(longest),
             temperature=float(temperature),
         )

@@ -9,6 +9,7 @@ from typing import Any
 import gradio as gr
 from gradio.themes import Default
 
+from mmkv import quantised
 from mmkv.builtin import example_pictures
 from mmkv.chat import read_picture
 from mmkv.registry import list_policies
@@ -143,6 +144,13 @@ def build(engines: Engines) -> gr.Blocks:
                     temperature = gr.Slider(
                         0, 2, value=0, step=0.05, label="Temperature", info="0 is greedy"
                     )
+                    held = gr.Dropdown(
+                        [events.FULL, *quantised.BITS],
+                        value=events.FULL,
+                        label="Held as",
+                        info="8 or 4 bits for each number that is kept",
+                        elem_id="held",
+                    )
                     model = gr.Dropdown(
                         engines.names,
                         value=engines.names[0],
@@ -171,7 +179,7 @@ def build(engines: Engines) -> gr.Blocks:
             **_quick,
         )
 
-        simple = [state, question, policy, budget, protect, longest, temperature, model]
+        simple = [state, question, policy, budget, protect, longest, temperature, held, model]
         answering = [ask, stop]
         shown = [talk, problem, status, *answering, outcome, layer, lit, bars, words, question]
         gr.on(

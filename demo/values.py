@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mmkv import quantised
 from mmkv.registry import get_policy
 
 from .outcome import Kept
@@ -25,6 +26,7 @@ class Settings:
         policy: a registered name.
         budget: the fraction kept.
         options: of the policy, where they differ from its defaults.
+        kv_dtype: "int8" or "int4" to hold what is kept in 8 or 4 bits.
         max_new_tokens: when an answer stops at the latest.
         temperature: 0 takes the likeliest token.
         seed: what draws start from.
@@ -33,16 +35,25 @@ class Settings:
     policy: str = "prefixkv"
     budget: float = 0.2
     options: dict[str, Any] = field(default_factory=dict[str, Any])
+    kv_dtype: str | None = None
     max_new_tokens: int = 80
     temperature: float = 0.0
     seed: int = 0
+
+    @property
+    def label(self) -> str:
+        """What the compressed answer is called."""
+        policy, budget = self.chosen()
+        size = "" if budget is None else f" {budget:g}"
+        return policy.name + size + ("" if self.kv_dtype is None else f" in {self.kv_dtype}")
 
     def chosen(self) -> tuple[Policy, float | None]:
         """The policy and its budget.
 
         Raises:
-            ValueError: an unknown policy, a wrong option, or a number out of range.
+            ValueError: an unknown policy or type, a wrong option, or a number out of range.
         """
+        quantised.check(self.kv_dtype)
         if not 1 <= self.max_new_tokens <= MOST_TOKENS:
             raise ValueError(
                 f"max new tokens {self.max_new_tokens}: expected a number from 1 to {MOST_TOKENS}"

@@ -138,13 +138,13 @@ def chat(
         from mmkv import repl
         from mmkv.demo.values import Settings
 
-        for name, given in (("--profile", profile), ("--kv-dtype", kv_dtype)):
-            if given is not None:
-                raise ValueError(f'{name} needs a question: mmkv chat [PICTURE]... "QUESTION"')
+        if profile is not None:
+            raise ValueError('--profile needs a question: mmkv chat [PICTURE]... "QUESTION"')
         settings = Settings(
             policy=policy,
             budget=_DEFAULT_BUDGET if kept is None else kept,
             options=options,
+            kv_dtype=kv_dtype,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             seed=seed,

@@ -19,6 +19,7 @@ HELP = """\
 /image PATH               ask about another picture
 /policy NAME [OPTION=VALUE ...]
 /budget 0.2               the fraction kept
+/kv-dtype int8            hold what is kept in 8 or 4 bits (int4); none: in the model's type
 /clear                    forget the conversation and free its caches
 /quit                     (or the end of the input)
 Anything else is a question; Ctrl-C stops an answer."""
@@ -64,6 +65,8 @@ class Repl:
             self._set(policy=words[0], options=options)
         elif name == "budget" and len(words) == 1:
             self._set(budget=chat.parse_budget(words[0]))
+        elif name == "kv-dtype" and len(words) == 1:
+            self._set(kv_dtype=None if words[0] == "none" else words[0])
         elif name == "clear":
             self.session.clear()
             self._say("the conversation is forgotten", "dim")
@@ -72,9 +75,8 @@ class Repl:
 
     def _set(self, **changes: Any) -> None:
         settings = dataclasses.replace(self.settings, **changes)
-        policy, budget = settings.chosen()
+        self._say(f"from now on {settings.label}", "dim")
         self.settings = settings
-        self._say(f"policy {policy.name}, budget {budget}", "dim")
 
     def _ask(self, question: str) -> None:
         turns = self.session.ask(question, self.settings, self.session.model)

@@ -150,7 +150,7 @@ class TestChat:
         assert 0 < data["report"]["key_error"] < 0.02
         assert data["compressed"]["nbytes"] < 0.3 * whole["nbytes"]
         assert "'int8' or 'int4'" in complaint(capsys, "chat", QUESTION, "--kv-dtype", "8")
-        assert "--kv-dtype needs a question" in complaint(capsys, "chat", "--kv-dtype", "int8")
+        assert "'int8' or 'int4'" in complaint(capsys, "chat", "--kv-dtype", "8")
 
     def test_the_model_is_left_unwrapped(self, capsys, picture, tmp_path, builtin):
         run(capsys, "chat", picture, QUESTION, "--out", tmp_path, *SHORT)

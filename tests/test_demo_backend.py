@@ -123,6 +123,22 @@ def test_another_policy_reads_the_conversation_again(engine, pictures):
     assert last(talk.ask("And now?", None, xkv)).notes == ()
 
 
+def test_what_is_kept_can_be_held_in_few_bits(engine, pictures):
+    """The bytes shrink, the same pairs are kept, and a change reads the conversation again."""
+    talk = Conversation(engine)
+    plain = Settings(budget=0.4, max_new_tokens=8)
+    whole = last(talk.ask(QUESTION, pictures[0], plain))
+    few = last(
+        Conversation(engine).ask(QUESTION, pictures[0], dataclasses.replace(plain, kv_dtype="int8"))
+    )
+    assert few.label == "prefixkv 0.4 in int8"
+    assert few.compressed.kept == pytest.approx(whole.compressed.kept)
+    assert few.compressed.nbytes < 0.3 * whole.compressed.nbytes
+    assert few.full.nbytes == whole.full.nbytes
+    again = last(talk.ask(NEXT, None, dataclasses.replace(plain, kv_dtype="int4")))
+    assert "read the whole conversation again" in again.notes[0]
+
+
 def test_eight_users_at_once_get_their_own_answers(engine, pictures):
     """Different pictures, questions, policies and draws, against the same asked alone."""
     policies = ["prefixkv", "snapkv", "xkv", "squeeze", "h2o", "streaming", "adakv", "full"]

@@ -58,14 +58,15 @@ def test_commands_change_what_is_used(engines):
         f"/image {example_pictures()[1]}",
         "/policy snapkv window=4",
         "/budget 0.5",
+        "/kv-dtype int8",
         "Describe the picture.",
         "/clear",
         "/help",
     )
     assert refused == 0
-    assert "policy snapkv, budget 0.3" in out
-    assert "policy snapkv, budget 0.5" in out
-    assert "snapkv 0.5: " in out
+    assert "from now on snapkv 0.3\n" in out
+    assert "from now on snapkv 0.5\n" in out
+    assert "snapkv 0.5 in int8: " in out
     assert "/image PATH" in out
     assert session.turns == []
 
@@ -78,6 +79,7 @@ def test_commands_change_what_is_used(engines):
         ("/policy nosuch", "unknown policy 'nosuch'"),
         ("/policy snapkv windw=3", "'windw'"),
         ("/budget much", "much"),
+        ("/kv-dtype int3", "kv_dtype='int3'"),
     ],
 )
 def test_a_refused_line_says_why_and_the_chat_goes_on(engines, line, message):
