@@ -72,6 +72,26 @@ def on_gpu(inputs):
     return {k: OnDevice(v) for k, v in inputs.items()}
 
 
+def test_the_stand_in_refuses_what_a_gpu_refuses(gpu):
+    here, away = torch.ones(3), OnDevice(torch.ones(3))
+    assert (away * 2 + here.sum()).device == DEVICE
+    with pytest.raises(RuntimeError, match="one device"):
+        here + away
+    with pytest.raises((RuntimeError, TypeError)):
+        away.numpy()
+    gpu.counted = Counter()
+    here.to(DEVICE, non_blocking=True)
+    assert not gpu.counted
+    for wait in (away.sum().item, lambda: away[away > 0], away.cpu, lambda: here.to(DEVICE)):
+        before = gpu.counted.total()
+        wait()
+        assert gpu.counted.total() > before
+    gpu.capturing = True
+    with pytest.raises(RuntimeError, match="captured"):
+        here.to(DEVICE, non_blocking=True)
+    gpu.capturing = False
+
+
 PICTURES = [Variant("prefixkv", (("protect", "instruction"),), 0.85), Variant("xkv")]
 
 
