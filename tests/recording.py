@@ -7,6 +7,7 @@ the same memory. Whatever a step takes from the host is therefore frozen, and sh
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -62,10 +63,12 @@ class Recorder(TorchDispatchMode):
                     x.copy_(y)
 
 
-def capture(step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """What `mmkv.graph.capture` does on a GPU."""
+def capture(step: Callable[[], Any], *inside: TorchDispatchMode) -> tuple[Callable[[], None], Any]:
+    """What `mmkv.graph.capture` does on a GPU; a mode `inside` sees the operations first."""
     recorder = Recorder()
-    with recorder:
+    with ExitStack() as stack:
+        for mode in (recorder, *inside):
+            stack.enter_context(mode)
         out = step()
     recorder.undo()
     return recorder.replay, out

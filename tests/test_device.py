@@ -10,10 +10,10 @@ from collections import Counter
 from contextlib import contextmanager
 
 import pytest
+import recording
 import torch
 from conftest import make_inputs, make_model, short
 from pretending import DEVICE, Devices, OnDevice, move
-from recording import Recorder
 from test_oracles import ROWS, VARIANTS, Variant, options_of
 from twin import generate
 
@@ -137,13 +137,11 @@ def test_replayed_steps_pass_nothing_between_host_and_device(
     captures, found = [], []
 
     def capture(step):
-        recorder, inside = Recorder(), Devices()
+        inside = Devices()
         inside.capturing = True
-        with recorder, inside:
-            out = step()
-        recorder.undo()
+        captured = recording.capture(step, inside)
         captures.append(step)
-        return recorder.replay, out
+        return captured
 
     def counted(self, **given):
         gpu.counted = Counter()
