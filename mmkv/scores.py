@@ -12,9 +12,13 @@ Shape letters, here and in the rest of the package:
 
 `valid` is a bool `[B, N]`, False for padding. Padding tokens score 0 and influence nothing: a
 left-padded row gives exactly what it gives alone.
+
+Scores by attention follow what the layer computes: its `scale`, its `softcap`, and its `mask` where
+that is not causal. They are float32 inside `torch.autocast` too.
 """
 
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +44,9 @@ def window_attention(
     kernel_size: int,
     pooling: Pooling | None,
     scale: float | None = None,
+    softcap: float | None = None,
     valid: Tensor | None = None,
+    mask: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
     """Mean attention that the last `window` queries pay to each earlier token, pooled over tokens.
@@ -53,7 +59,10 @@ def window_attention(
         pooling: "avg" (zeros beyond the edges count), "max", or None. It is done per query head,
             before the mean over the query heads of a group.
         scale: factor of the logits, `D ** -0.5` by default.
+        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
         valid: bool `[B, N]`, False for padding.
+        mask: bool `[B, 1, Q, N]`, True where a query sees a key, in place of the causal rule. A
+            query that sees nothing pays no attention.
         weights: `[window]`, non-negative, for a weighted mean over the window's queries
             (PyramidInfer's recency weights); uniform by default.
 
@@ -66,7 +75,7 @@ def window_attention(
 
     Source: SnapKV, arXiv 2404.14469, section 4; weights: PyramidInfer, arXiv 2405.12532, section 3.
     """
-    B, Hq, Q, D = _checked(query, key, valid)
+    B, Hq, Q, D = _checked(query, key, valid, mask, softcap)
     valid = _unless_all(valid)
     H, N = key.shape[1], key.shape[2]
     if window < 1:
@@ -84,11 +93,10 @@ def window_attention(
     per_query = _window_weights(weights, window, query.device)
 
     G = Hq // H
-    rows = query[:, :, -window:].float() * (D**-0.5 if scale is None else scale)
-    logits = rows.reshape(B, H, G * window, D) @ key.float().mT
-    logits = logits.view(B, H, G, window, N)
-
-    allowed = torch.ones(window, N, dtype=torch.bool, device=key.device).tril(N - window)
+    if mask is None:
+        allowed = torch.ones(window, N, dtype=torch.bool, device=key.device).tril(N - window)
+    else:
+        allowed = mask[:, :, None, -window:]
     if valid is not None:
         # Both sides of the mask: what padding holds may be anything, NaN included.
         in_window = valid[:, -window:]
@@ -96,10 +104,16 @@ def window_attention(
         per_query = per_query * in_window.float()[:, None, None, None, :]
     per_query = per_query / per_query.sum(-1, keepdim=True).clamp_min(torch.finfo().tiny)
     blocked = ~allowed
-    attention = logits.masked_fill(blocked, -torch.inf).softmax(-1)
-    attention = attention.masked_fill(blocked, 0.0)[..., : N - window]
 
-    scores = (per_query @ attention).view(B, Hq, N - window)
+    with _autocast_off(key):
+        rows = query[:, :, -window:].float() * _factor(D, scale, softcap)
+        logits = rows.reshape(B, H, G * window, D) @ key.float().mT
+        logits = logits.view(B, H, G, window, N)
+        if softcap is not None:
+            logits.tanh_().mul_(softcap)
+        attention = logits.masked_fill(blocked, -torch.inf).softmax(-1)
+        attention = attention.masked_fill(blocked, 0.0)[..., : N - window]
+        scores = (per_query @ attention).view(B, Hq, N - window)
     # Scores are not negative, so the zeros of padding act as either pooling's edge does.
     if pooling == "avg":
         scores = F.avg_pool1d(scores, kernel_size, stride=1, padding=kernel_size // 2)
@@ -117,32 +131,38 @@ def accumulated_attention(
     key: Tensor,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
     valid: Tensor | None = None,
+    mask: Tensor | None = None,
     block: int = 256,
 ) -> Tensor:
     """Attention that each token receives from all queries of the prompt, summed, without `N x N`.
 
     A causal query row is complete in the keys up to its own block, so one pass over blocks of
     queries is exact: softmax `block` rows against at most `N` keys, add up the columns. Extra
-    memory is `O(N * block)` per query head in flight; with the Triton kernels, `O(N)`.
+    memory is `O(N * block)` per query head in flight; with the Triton kernels, `O(N)`. With a mask,
+    each block of queries looks at all keys.
 
     Args:
         query: `[B, Hq, Q, D]`, the last `Q <= N` tokens' queries.
         key: `[B, H, N, D]`.
         scale: factor of the logits, `D ** -0.5` by default.
+        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
         valid: bool `[B, N]`, False for padding: such queries are left out, such keys score 0.
+        mask: bool `[B, 1, Q, N]`, True where a query sees a key, in place of the causal rule. A
+            query that sees nothing is left out.
         block: query rows per block.
 
     Returns:
         float32 `[B, H, N]`, mean over the query heads of a group; a head's scores add up to its
-        number of valid queries.
+        number of valid queries that see anything.
 
     Raises:
         ValueError: shapes do not fit or `block` is below 1.
 
     Source: H2O, arXiv 2306.14048, section 4; also the score of PrefixKV, arXiv 2412.03409.
     """
-    B, Hq, Q, D = _checked(query, key, valid)
+    B, Hq, Q, D = _checked(query, key, valid, mask, softcap)
     valid = _unless_all(valid)
     H, N = key.shape[1], key.shape[2]
     if Q > N:
@@ -151,11 +171,10 @@ def accumulated_attention(
         )
     if block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
-    factor = D**-0.5 if scale is None else scale
     # In 16 bits only: float32 is as well off with plain products, as matrix units would round it.
-    if key.itemsize == 2 and kernels.wanted(query, key):
-        lse = kernels.row_lse(query, key, scale=factor, valid=valid)
-        return kernels.column_sums(query, key, lse, scale=factor, valid=valid)
+    if mask is None and key.itemsize == 2 and kernels.wanted(query, key):
+        options: dict[str, Any] = {"scale": _factor(D, scale), "softcap": softcap, "valid": valid}
+        return kernels.column_sums(query, key, kernels.row_lse(query, key, **options), **options)
     G = Hq // H
     block = min(block, max(Q, 1))
     tile = (
@@ -166,15 +185,18 @@ def accumulated_attention(
     scores = torch.zeros(B * H, N, dtype=torch.float32, device=key.device)
     future = torch.ones(block, block, dtype=torch.bool, device=key.device).triu(1)
     grouped = query.unflatten(1, (H, G))
-    for heads in torch.arange(B * H, device=key.device).split(chunk):
-        b, h = heads // H, heads % H
-        scores[heads] = _column_sums(
-            grouped[b, h],
-            key[b, h].float(),
-            None if valid is None else ~valid[b],
-            future=future,
-            scale=factor,
-        )
+    with _autocast_off(key):
+        for heads in torch.arange(B * H, device=key.device).split(chunk):
+            b, h = heads // H, heads % H
+            scores[heads] = _column_sums(
+                grouped[b, h],
+                key[b, h].float(),
+                None if valid is None else ~valid[b],
+                None if mask is None else (mask, b),
+                future=future,
+                scale=_factor(D, scale, softcap),
+                softcap=softcap,
+            )
     return scores.view(B, H, N)
 
 
@@ -234,13 +256,16 @@ def _column_sums(
     query: Tensor,
     key: Tensor,
     padding: Tensor | None,
+    mask: tuple[Tensor, Tensor] | None,
     *,
     future: Tensor,
     scale: float,
+    softcap: float | None,
 ) -> Tensor:
-    """Column sums `[n, N]` of the causal attention of `query [n, G, Q, D]` on `key [n, N, D]`.
+    """Column sums `[n, N]` of the attention of `query [n, G, Q, D]` on `key [n, N, D]`.
 
-    The queries are those of the last `Q` keys.
+    The queries are those of the last `Q` keys. Causal, without a mask: bool `[B, 1, Q, N]`, and
+    which of its `B` is each of the `n`.
     """
     (n, G, Q, D), N = query.shape, key.shape[1]
     block, past = future.shape[0], N - Q
@@ -249,7 +274,7 @@ def _column_sums(
     sums = key.new_zeros(n, N)
     for start in range(past, N, block):
         stop = min(start + block, N)
-        size = stop - start
+        size, seen = stop - start, stop if mask is None else N
         rows = query[:, :, start - past : stop - past].float() * scale
         counted = rows.new_full((n, G, size), 1.0 / G)
         if padding is not None:  # what it holds may be anything, NaN included
@@ -257,17 +282,45 @@ def _column_sums(
             rows = rows.masked_fill(absent[..., None], 0.0)
             counted = counted.masked_fill(absent, 0.0)
         # The group is folded into the rows of the matmul, so keys are never repeated.
-        logits = rows.reshape(n, G * size, D) @ key[:, :stop].mT
-        diagonal = logits.view(n, G, size, stop)[..., start:]
-        diagonal.masked_fill_(future[:size, :size], lowest)
-        if padding is not None:
-            logits.masked_fill_(padding[:, None, :stop], lowest)
-        sums[:, :stop] += (counted.view(n, 1, G * size) @ logits.softmax(-1))[:, 0]
+        logits = rows.reshape(n, G * size, D) @ key[:, :seen].mT
+        if softcap is not None:
+            logits.tanh_().mul_(softcap)
+        if mask is None:
+            diagonal = logits.view(n, G, size, stop)[..., start:]
+            diagonal.masked_fill_(future[:size, :size], lowest)
+            if padding is not None:
+                logits.masked_fill_(padding[:, None, :stop], lowest)
+        else:
+            every, row = mask
+            blocked = ~every[row, 0, start - past : stop - past]
+            if padding is not None:
+                blocked |= padding[:, None]
+            logits.view(n, G, size, N).masked_fill_(blocked[:, None], lowest)
+            counted = counted.masked_fill(blocked.all(-1)[:, None], 0.0)
+        sums[:, :seen] += (counted.view(n, 1, G * size) @ logits.softmax(-1))[:, 0]
     return sums
 
 
-def _checked(query: Tensor, key: Tensor, valid: Tensor | None) -> tuple[int, int, int, int]:
-    """Check `query [B, Hq, Q, D]`, `key [B, H, N, D]` and `valid`; return `(B, Hq, Q, D)`."""
+def _factor(D: int, scale: float | None, softcap: float | None = None) -> float:
+    """What to multiply queries with; before a softcap, logits are counted in units of it."""
+    return (D**-0.5 if scale is None else scale) / (1.0 if softcap is None else softcap)
+
+
+def _autocast_off(x: Tensor) -> AbstractContextManager[Any]:
+    """Within it, products of float32 stay float32: autocast would round them to 16 bits."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return nullcontext()
+
+
+def _checked(
+    query: Tensor,
+    key: Tensor,
+    valid: Tensor | None,
+    mask: Tensor | None,
+    softcap: float | None,
+) -> tuple[int, int, int, int]:
+    """Check what scores by attention are given; return `(B, Hq, Q, D)`."""
     shapes = f"query {tuple(query.shape)} and key {tuple(key.shape)}"
     if query.ndim != 4 or key.ndim != 4:
         raise ValueError(f"query must be [B, Hq, N, D] and key [B, H, N, D], got {shapes}")
@@ -278,7 +331,15 @@ def _checked(query: Tensor, key: Tensor, valid: Tensor | None) -> tuple[int, int
         raise ValueError(f"query and key must have the same head_dim, got {shapes}")
     if key.shape[1] < 1 or Hq < 1 or Hq % key.shape[1]:
         raise ValueError(f"query heads must be a multiple of key-value heads, got {shapes}")
-    _check_valid(valid, B, key.shape[2])
+    N = key.shape[2]
+    _check_valid(valid, B, N)
+    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != (B, 1, Q, N)):
+        raise ValueError(
+            f"mask must be a bool [B, 1, Q, N] = ({B}, 1, {Q}, {N}), "
+            f"got {mask.dtype} {tuple(mask.shape)}"
+        )
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be above 0, got {softcap}")
     return B, Hq, Q, D
 
 

@@ -57,27 +57,33 @@ def on(device: torch.device, *tensors: Tensor) -> list[Tensor]:
 # --- twins ---------------------------------------------------------------------------------------
 
 
-def test_row_lse_twin_is_a_loop() -> None:
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_row_lse_twin_is_a_loop(softcap: float | None) -> None:
     query, key = random(2, 4, 9, 8), random(2, 2, 13, 8, seed=1)
     valid = torch.ones(2, 13, dtype=torch.bool)
     valid[1, :6] = valid[0, 7] = False
-    got = twins.row_lse(query, key, scale=0.4, valid=valid)
+    got = twins.row_lse(query, key, scale=0.4, softcap=softcap, valid=valid)
     for b, head, i in torch.cartesian_prod(*map(torch.arange, (2, 4, 9))).tolist():
         token = 13 - 9 + i
         seen = [j for j in range(token + 1) if valid[b, j] and valid[b, token]]
         logits = 0.4 * key[b, head // 2, seen].double() @ query[b, head, i].double()
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
         torch.testing.assert_close(
             got[b, head, i].double(), logits.logsumexp(0), rtol=1e-5, atol=1e-6
         )
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("padding", [(0, 0), (0, 11)])
-def test_column_sums_twin_is_accumulated_attention(padding: tuple[int, int]) -> None:
+def test_column_sums_twin_is_accumulated_attention(
+    padding: tuple[int, int], softcap: float | None
+) -> None:
     query, key = random(2, 6, 20, 8), random(2, 2, 31, 8, seed=1)
     valid = torch.stack([torch.arange(31) >= pad for pad in padding])
-    lse = twins.row_lse(query, key, scale=0.4, valid=valid)
-    got = twins.column_sums(query, key, lse, scale=0.4, valid=valid)
-    want = scores.accumulated_attention(query, key, scale=0.4, valid=valid)
+    options: dict[str, Any] = {"scale": 0.4, "softcap": softcap, "valid": valid}
+    got = twins.column_sums(query, key, twins.row_lse(query, key, **options), **options)
+    want = scores.accumulated_attention(query, key, **options)
     torch.testing.assert_close(got, want)
 
 
@@ -109,17 +115,22 @@ def test_decode_twin_is_a_loop(softcap: float | None) -> None:
 
 
 def check_columns(
-    device: torch.device, query: Tensor, key: Tensor, valid: Tensor | None = None
+    device: torch.device,
+    query: Tensor,
+    key: Tensor,
+    valid: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compare the two kernels with their twins; return the column sums."""
     if valid is not None:
         (valid,) = on(device, valid)
-    lse = kernels.row_lse(query, key, scale=0.2, valid=valid)
-    want = twins.row_lse(query, key, scale=0.2, valid=valid)
+    options: dict[str, Any] = {"scale": 0.2, "softcap": softcap, "valid": valid}
+    lse = kernels.row_lse(query, key, **options)
+    want = twins.row_lse(query, key, **options)
     torch.testing.assert_close(lse, want, rtol=1e-4, atol=1e-4)
-    sums = kernels.column_sums(query, key, lse, scale=0.2, valid=valid)
+    sums = kernels.column_sums(query, key, lse, **options)
     assert sums.dtype == torch.float32
-    want = twins.column_sums(query, key, want, scale=0.2, valid=valid)
+    want = twins.column_sums(query, key, want, **options)
     torch.testing.assert_close(sums, want, rtol=1e-3, atol=1e-4)
     return sums
 
@@ -144,6 +155,17 @@ def test_columns_for_shapes(
     sums = check_columns(device, query, key, valid)
     queries = torch.full((2,), Q) if valid is None else valid[:, N - Q :].sum(1)
     torch.testing.assert_close(sums.sum(-1).cpu(), queries[:, None].expand(2, H).float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0])
+def test_columns_with_a_softcap(device: torch.device, softcap: float, dtype: torch.dtype) -> None:
+    query, key = random(2, 4, 40, 32, dtype=dtype), random(2, 2, 50, 32, dtype=dtype, seed=1)
+    query[0] *= 100  # logits in the thousands: the cap's ends
+    valid = torch.arange(50) >= torch.tensor([[0], [21]])
+    query, key = on(device, query, key)
+    with_cap = check_columns(device, query, key, valid, softcap)
+    assert (with_cap - check_columns(device, query, key, valid)).abs().max() > 0.1
 
 
 def test_columns_do_not_see_what_padding_holds(device: torch.device) -> None:
@@ -188,9 +210,13 @@ def test_columns_of_nothing(device: torch.device) -> None:
     assert kernels.column_sums(query[:0], key[:0], lse, scale=1.0).shape == (0, 2, 5)
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("padding", [None, (0, 23)])
 def test_accumulated_attention_is_the_same_through_kernels(
-    device: torch.device, padding: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    padding: tuple[int, int] | None,
+    softcap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dtype = torch.bfloat16
     query, key = on(device, random(2, 6, 40, 64, dtype=dtype), random(2, 2, 60, 64, dtype=dtype))
@@ -198,7 +224,8 @@ def test_accumulated_attention_is_the_same_through_kernels(
     if padding is not None:
         valid = torch.stack([torch.arange(60) >= pad for pad in padding]).to(device)
     monkeypatch.setattr(kernels, "DEVICES", ())
-    want = scores.accumulated_attention(query, key, valid=valid)
+    options: dict[str, Any] = {"softcap": softcap, "valid": valid}
+    want = scores.accumulated_attention(query, key, **options)
 
     calls: list[str] = []
     column_sums = kernels.column_sums
@@ -209,8 +236,16 @@ def test_accumulated_attention_is_the_same_through_kernels(
         raising=False,
     )
     monkeypatch.setattr(kernels, "DEVICES", ("cpu", "cuda"))
-    got = scores.accumulated_attention(query, key, valid=valid)
-    assert calls
+    got = scores.accumulated_attention(query, key, **options)
+    assert calls == ["kernel"]
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+    # With a mask of its own a query may see later keys, which the kernels do not.
+    mask = torch.ones(2, 1, 40, 60, dtype=torch.bool, device=device)
+    got = scores.accumulated_attention(query, key, mask=mask, **options)
+    monkeypatch.setattr(kernels, "DEVICES", ())
+    want = scores.accumulated_attention(query, key, mask=mask, **options)
+    assert calls == ["kernel"]
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
@@ -375,6 +410,7 @@ Q3, K3 = torch.zeros(2, 1, 32), torch.zeros(2, 5, 32)
         ("row_lse", (Q4.double(), K4.double()), {}, "one dtype"),
         ("row_lse", (Q4.repeat(1, 1, 1, 9), K4.repeat(1, 1, 1, 9)), {}, "at most 256"),
         ("row_lse", (Q4, K4), {"valid": torch.ones(1, 3)}, r"valid must be a bool \[B, N\]"),
+        ("row_lse", (Q4, K4), {"softcap": 0.0}, "softcap must be above 0, got 0.0"),
         ("column_sums", (Q4, K4, torch.zeros(1, 2, 4)), {}, "lse must be float32"),
         ("decode_attention", (Q3, K3, K3, ragged(1)), {}, r"lengths must be int32 \[R\]"),
         ("decode_attention", (Q3, K3, K3, torch.tensor([1, 1])), {}, "lengths must be int32"),
@@ -446,8 +482,8 @@ for kernel in (columns_device.row_lse_kernel, columns_device.column_sums_kernel)
     compiled(
         kernel,
         halves("query", "key", valid="u8", **out),
-        {"scale": "fp32"},
-        dict(D=80, D_PAD=128, PADDED=True, WIDEN=False, **sizes),
+        {"inner": "fp32", "outer": "fp32"},
+        dict(D=80, D_PAD=128, CAPPED=True, PADDED=True, WIDEN=False, **sizes),
         **warps,
     )
 for kernel, G in ((decode_device.one_head_kernel, 1), (decode_device.group_kernel, 4)):

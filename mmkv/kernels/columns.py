@@ -19,7 +19,14 @@ _LOG2_E = math.log2(math.e)
 
 
 @torch.no_grad()
-def row_lse(query: Tensor, key: Tensor, *, scale: float, valid: Tensor | None = None) -> Tensor:
+def row_lse(
+    query: Tensor,
+    key: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    valid: Tensor | None = None,
+) -> Tensor:
     """Log-sum-exp of each query's row of causal attention logits.
 
     Args:
@@ -27,6 +34,7 @@ def row_lse(query: Tensor, key: Tensor, *, scale: float, valid: Tensor | None = 
             `N - Q + i`.
         key: `[B, H, N, D]`, of the same dtype.
         scale: factor of the logits.
+        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
         valid: bool `[B, N]`, False for padding, which no query sees. What padding holds does not
             matter.
 
@@ -36,17 +44,23 @@ def row_lse(query: Tensor, key: Tensor, *, scale: float, valid: Tensor | None = 
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    B, Hq, Q, _ = _checked(query, key, valid)
+    B, Hq, Q, _ = _checked(query, key, valid, softcap)
     lse = query.new_empty((B, Hq, Q), dtype=torch.float32)
     if lse.numel() == 0:
         return lse
-    _launch(row_lse_kernel, Q, Hq, query, key, valid, scale, lse)
+    _launch(row_lse_kernel, Q, Hq, query, key, valid, scale, softcap, lse)
     return lse
 
 
 @torch.no_grad()
 def column_sums(
-    query: Tensor, key: Tensor, lse: Tensor, *, scale: float, valid: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    valid: Tensor | None = None,
 ) -> Tensor:
     """Attention that each key receives from all queries, summed, given each row's log-sum-exp.
 
@@ -56,6 +70,7 @@ def column_sums(
         key: `[B, H, N, D]`, of the same dtype.
         lse: float32 `[B, Hq, Q]`, of `row_lse` or of an attention kernel that returns it.
         scale: factor of the logits.
+        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
         valid: bool `[B, N]`, False for padding: such queries are left out, such keys get 0. What
             padding holds, in `lse` too, does not matter.
 
@@ -67,7 +82,7 @@ def column_sums(
 
     Source: H2O, arXiv 2306.14048, section 4.
     """
-    B, Hq, Q, _ = _checked(query, key, valid)
+    B, Hq, Q, _ = _checked(query, key, valid, softcap)
     H, N = key.shape[1], key.shape[2]
     if tuple(lse.shape) != (B, Hq, Q) or lse.dtype != torch.float32:
         raise ValueError(
@@ -76,7 +91,7 @@ def column_sums(
     sums = key.new_empty((B, H, N), dtype=torch.float32)
     if sums.numel() == 0:
         return sums
-    _launch(column_sums_kernel, N, H, query, key, valid, scale, lse.contiguous(), sums)
+    _launch(column_sums_kernel, N, H, query, key, valid, scale, softcap, lse.contiguous(), sums)
     return sums
 
 
@@ -88,6 +103,7 @@ def _launch(
     key: Tensor,
     valid: Tensor | None,
     scale: float,
+    softcap: float | None,
     *results: Tensor,
 ) -> None:
     """Run `kernel` for each block of `tokens` of each of the `heads` of each sequence.
@@ -97,6 +113,9 @@ def _launch(
     (B, Hq, Q, D), (_, H, N, _) = query.shape, key.shape
     query, key = rows_of(query), rows_of(key)
     sizes = _blocks(D, query.element_size())
+    inner, outer = scale * _LOG2_E, 0.0
+    if softcap is not None:
+        inner, outer = 2 * scale * _LOG2_E / softcap, softcap * _LOG2_E
     with torch.cuda.device_of(key):
         kernel[(triton.cdiv(tokens, sizes["BLOCK"]) * B * heads,)](
             query,
@@ -109,9 +128,11 @@ def _launch(
             N,
             heads,
             Hq // H,
-            scale * _LOG2_E,
+            inner,
+            outer,
             D=D,
             D_PAD=padded(D),
+            CAPPED=softcap is not None,
             PADDED=valid is not None,
             WIDEN=INTERPRETED,
             **sizes,
@@ -133,8 +154,10 @@ def _blocks(D: int, element_size: int) -> dict[str, int]:
     return {"BLOCK": 128, "STEP": 64, "num_warps": 8, "num_stages": 3}
 
 
-def _checked(query: Tensor, key: Tensor, valid: Tensor | None) -> tuple[int, int, int, int]:
-    """Check `query [B, Hq, Q, D]`, `key [B, H, N, D]` and `valid`; return `(B, Hq, Q, D)`."""
+def _checked(
+    query: Tensor, key: Tensor, valid: Tensor | None, softcap: float | None
+) -> tuple[int, int, int, int]:
+    """Check `query [B, Hq, Q, D]`, `key [B, H, N, D]` and options; return `(B, Hq, Q, D)`."""
     shapes = f"query {tuple(query.shape)} and key {tuple(key.shape)}"
     if query.ndim != 4 or key.ndim != 4:
         raise ValueError(f"query must be [B, Hq, Q, D] and key [B, H, N, D], got {shapes}")
@@ -148,5 +171,7 @@ def _checked(query: Tensor, key: Tensor, valid: Tensor | None) -> tuple[int, int
         raise ValueError(
             f"valid must be a bool [B, N] = ({B}, {N}), got {valid.dtype} {tuple(valid.shape)}"
         )
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be above 0, got {softcap}")
     check_dtypes(query=query, key=key)
     return B, Hq, Q, D

@@ -9,6 +9,8 @@ compilation, and the operators mean Triton's. Its compiler checks it, which a te
 import triton
 import triton.language as tl
 
+from mmkv.kernels.decode_device import capped
+
 
 @triton.jit(do_not_specialize=["Q", "N"])
 def row_lse_kernel(
@@ -26,11 +28,13 @@ def row_lse_kernel(
     N,
     HQ,
     G,
-    scale,  # of logits in powers of 2
+    inner,  # see `capped`
+    outer,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK: tl.constexpr,  # queries of a program
     STEP: tl.constexpr,  # keys of an iteration
+    CAPPED: tl.constexpr,
     PADDED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
@@ -75,7 +79,7 @@ def row_lse_kernel(
         )
         if WIDEN:
             k = k.to(tl.float32)
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee"), inner, outer, CAPPED)
         seen = there[None, :] & (cols[None, :] <= past + rows[:, None])
         logits = tl.where(seen, logits, -float("inf"))
         higher = tl.maximum(top, tl.max(logits, 1))
@@ -104,11 +108,13 @@ def column_sums_kernel(
     N,
     H,
     G,
-    scale,  # of logits in powers of 2
+    inner,  # see `capped`
+    outer,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK: tl.constexpr,  # keys of a program
     STEP: tl.constexpr,  # queries of an iteration
+    CAPPED: tl.constexpr,
     PADDED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
@@ -151,7 +157,8 @@ def column_sums_kernel(
             if WIDEN:
                 q = q.to(tl.float32)
             whole = tl.load(lse + rows, mask=real, other=0.0) * 1.4426950408889634
-            logits = tl.dot(k, tl.trans(q), input_precision="ieee") * scale - whole[None, :]
+            logits = capped(tl.dot(k, tl.trans(q), input_precision="ieee"), inner, outer, CAPPED)
+            logits -= whole[None, :]
             seen = real[None, :] & (cols[:, None] <= past + rows[None, :])
             received += tl.sum(tl.exp2(tl.where(seen, logits, -float("inf"))), 1)
         query += query_h

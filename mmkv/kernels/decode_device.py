@@ -23,7 +23,7 @@ def _slots(r, first, stop, bias, bias_r, BLOCK, BIASED):
 
 
 @triton.jit
-def _capped(logits, inner, outer, CAPPED):
+def capped(logits, inner, outer, CAPPED):
     """Scaled and soft-capped logits, in powers of 2."""
     logits *= inner
     if CAPPED:  # tanh(x) = 1 - 2 / (exp(2x) + 1), right at both ends
@@ -95,7 +95,7 @@ def one_head_kernel(
             mask=used[:, None] & (dims_v < DV)[None, :],
             other=0.0,
         )
-        x = _capped(tl.sum(k.to(tl.float32) * q[None, :], 1), inner, outer, CAPPED) + shift
+        x = capped(tl.sum(k.to(tl.float32) * q[None, :], 1), inner, outer, CAPPED) + shift
         x = tl.where(used, x, -float("inf"))
         if WEIGHED:
             tl.store(logits + r * S + slots, x, mask=slots < stop)
@@ -188,7 +188,7 @@ def group_kernel(
         if WIDEN:
             k = k.to(tl.float32)
         x = tl.dot(q, tl.trans(k), input_precision="ieee")
-        x = _capped(x, inner, outer, CAPPED) + shift[None, :]
+        x = capped(x, inner, outer, CAPPED) + shift[None, :]
         x = tl.where(used[None, :], x, -float("inf"))
         if WEIGHED:
             tl.store(
