@@ -46,18 +46,20 @@ class Schedule:
         for name, a in arrays.items():
             setattr(self, name, a[:1].copy() if self.gapless else a.copy())
         self.at = AHEAD
+        self.last = int(self.counts.max())  # slots in use with the last step planned
 
     def step(self) -> tuple[np.ndarray, int]:
         """Work out one step more: the next token's slots, and how many are in use with it."""
         raise NotImplementedError
 
-    def room(self, expected: int) -> int:
-        """Slots to set aside behind the longest row, when `expected` tokens will be generated."""
-        raise NotImplementedError
-
     def most(self, steps: int) -> int:
         """Slots in use at the most within the next `steps` steps."""
-        raise NotImplementedError
+        return self.used + steps
+
+    @property
+    def used(self) -> int:
+        """Slots in use before the next step, or one less."""
+        return self.last if self.at == AHEAD else self.width - 1
 
     @property
     def width(self) -> int:
@@ -109,6 +111,7 @@ class Schedule:
             steps = [self.step() for _ in range(AHEAD)]
             self.planned = np.stack([slots for slots, _ in steps]).astype(np.int64)
             self.widths = [width for _, width in steps]
+            self.last = self.widths[-1]
             self.at = 0
             if self.table is not None:  # in place: a captured graph reads it
                 self.table.copy_(torch.from_numpy(self.planned), non_blocking=True)
@@ -129,14 +132,6 @@ class Grow(Schedule):
         """Behind everything."""
         slots, self.end = self.end, self.end + 1
         return slots, int(self.end[0])
-
-    def room(self, expected: int) -> int:
-        """Every token stays."""
-        return expected
-
-    def most(self, steps: int) -> int:
-        """One more each step."""
-        return self.width - 1 + steps
 
 
 class Ring(Schedule):
@@ -161,13 +156,9 @@ class Ring(Schedule):
         self.held = self.held + 1
         return slots, int(np.minimum(self.held, self.capacity + 1).max())
 
-    def room(self, expected: int) -> int:
-        """What is missing to the constant size, and one spare slot."""
-        return self.most(expected) - int(self.counts.max())
-
     def most(self, steps: int) -> int:
-        """The constant size, and one spare slot."""
-        return int((self.capacity + 1).max())
+        """The constant size, and one spare slot, once they are reached."""
+        return min(self.used + steps, int((self.capacity + 1).max()))
 
 
 class Distance(Schedule):
@@ -207,16 +198,12 @@ class Distance(Schedule):
         self.held = self.held - (self.recent[:, oldest] >= 0)
         return slots, int(self.fresh.max())
 
-    def room(self, expected: int) -> int:
-        """The recent tokens, which are never dropped."""
-        return min(expected, self.distance + 1)
-
     def most(self, steps: int) -> int:
         """The recent tokens beyond what is kept, or beyond the share of all that will be seen."""
         seen = self.lengths + self.generated + steps
         share = np.ceil(self.counts / self.lengths * seen)
         held = np.maximum(self.counts + self.distance, share) + 2
-        return int(min(held.max(), self.width - 1 + steps))
+        return int(min(held.max(), self.used + steps))
 
 
 class Lightest(Schedule):
@@ -249,6 +236,11 @@ class Lightest(Schedule):
         return int(np.minimum(self.held + 1, self.capacity + 1).max())
 
     @property
+    def used(self) -> int:
+        """One less than with the next token, whose slot is never known ahead."""
+        return self.width - 1
+
+    @property
     def full(self) -> bool:
         """Whether every row drops a token each step from now on."""
         return bool((self.held >= self.capacity).all())
@@ -269,13 +261,9 @@ class Lightest(Schedule):
         assert self.freed is not None
         return self.freed
 
-    def room(self, expected: int) -> int:
-        """What is missing to the constant size, and one spare slot."""
-        return self.most(expected) - int(self.counts.max())
-
     def most(self, steps: int) -> int:
-        """The constant size, and one spare slot."""
-        return int((self.capacity + 1).max())
+        """The constant size, and one spare slot, once they are reached."""
+        return min(self.used + steps, int((self.capacity + 1).max()))
 
     def advance(self, steps: int = 1) -> None:
         """Count a step; `drop` has found the victims."""

@@ -37,8 +37,13 @@ class Clock(NamedTuple):
     position: Tensor
 
 
-# Slots added at a time once the reserve made at prefill is used up: a share of those in use.
-_CHUNK = 1 / 8
+def spare(width: int, seen: int) -> int:
+    """Slots to set aside behind `width` slots in use, once `seen` tokens were seen.
+
+    An eighth of those in use, so that growing seldom copies, but no more than tokens were dropped:
+    the cache must not outgrow the full one. At least 16.
+    """
+    return max(16, min(width // 8, seen - width))
 
 
 @dataclass(eq=False)
@@ -149,7 +154,8 @@ class Block:
         if clock is None:
             if self.frozen:
                 self.thaw()
-            self._ensure(self.schedule.width + q - 1)
+            width = self.schedule.width + q - 1
+            self._ensure(width, spare(width, position + q))
             slots = self.schedule.slots(self.keys.device)
         else:
             slots, at = self.schedule.slots_at(clock.row), clock.position
@@ -251,12 +257,12 @@ class Block:
             lengths=None,
         )
 
-    def _ensure(self, width: int) -> None:
-        """Grow the storage in chunks when the next token has no slot left."""
-        short = width - self.keys.shape[1]
-        if short <= 0:
+    def _ensure(self, width: int, ahead: int = 0) -> None:
+        """Have `width` slots; where that means to grow, what `ahead` more tokens need as well."""
+        if width <= self.keys.shape[1]:
             return
-        more = max(short, 16, int(width * _CHUNK))
+        steps = width - self.schedule.width + 1 + ahead
+        more = max(width, self.schedule.most(steps)) - self.keys.shape[1]
 
         def grown(x: Tensor, fill: float) -> Tensor:
             return torch.cat([x, x.new_full((x.shape[0], more, *x.shape[2:]), fill)], dim=1)

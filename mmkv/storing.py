@@ -16,10 +16,7 @@ from mmkv.held import Held
 from mmkv.merging import merge
 from mmkv.plan import Plan
 from mmkv.quantised import Quantised, Stored, relative_error, squares
-from mmkv.storage import Block, group_rows
-
-# Slots set aside for tokens to come, at the most; beyond it storage grows in chunks.
-_MOST_RESERVED = 256
+from mmkv.storage import Block, group_rows, spare
 
 
 def evict(
@@ -68,10 +65,11 @@ def evict(
     off = torch.zeros(B * H, 2, 2, device=keys.device)
     for rows, schedule in _schedules(plan, prompt, kept, per_row(anchored)):
         width = int(kept[rows].max())
-        spare = (0, schedule.room(min(expected, _MOST_RESERVED)))
+        ahead = min(expected, spare(width, prompt.valid.shape[1]))
+        empty = (0, schedule.most(ahead) - width)
         index = torch.from_numpy(rows).to(keys.device)
-        at = pad(tokens[index, :width], spare, value=-1)
-        where = pad(positions[index, :width], spare, value=-1)
+        at = pad(tokens[index, :width], empty, value=-1)
+        where = pad(positions[index, :width], empty, value=-1)
         stored: list[Stored] = []
         for i, x in enumerate((keys, values)):
             exact = _gather(x, index, at)
@@ -85,7 +83,7 @@ def evict(
                 stored[0],
                 stored[1],
                 where,
-                None if mass is None else pad(mass[index, :width], spare),
+                None if mass is None else pad(mass[index, :width], empty),
                 schedule,
                 rows=None if len(rows) == B * H else index,
                 inv_freq=plan.inv_freq,
