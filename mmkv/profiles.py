@@ -153,6 +153,7 @@ def calibrate(
     import torch
     from tqdm.auto import tqdm
 
+    from mmkv import adapters
     from mmkv.registry import get_policy
     from mmkv.wrapping import wrapped
 
@@ -165,7 +166,7 @@ def calibrate(
     rows: list[list[float]] = []
     asked = None if chosen.retention is not None else budget
     with wrapped(model, chosen, asked), torch.no_grad():
-        config = model.get_decoder().config
+        config = adapters.find(model).config
         for sample in tqdm(samples, desc="calibrate", leave=False, disable=None):
             cache = model(**sample, use_cache=True).past_key_values
             for row, length in enumerate(cache.lengths):

@@ -48,7 +48,8 @@ def wrap(
     """Attach an eviction policy to a model; `model.generate(...)` then works as before.
 
     Args:
-        model: a `from_pretrained` object; see `mmkv.adapters` for the supported classes.
+        model: a `from_pretrained` object, see `mmkv.adapters` for the supported classes; or one
+            inside PEFT, torch.compile or DataParallel.
         policy: a registered name (`mmkv.list_policies()`) or a `Policy`.
         budget: what is kept. A float in (0, 1] is the fraction of the prompt's key-value pairs,
             averaged over layers and heads; 1.0 keeps everything, in decoding too. An int is the
@@ -67,6 +68,7 @@ def wrap(
             profile of another model or budget, or a model that is wrapped already. Nothing is
             changed then.
     """
+    given, model = model, adapters.innermost(model)
     if is_wrapped(model):
         raise ValueError(
             f"this {type(model).__name__} is wrapped already ({_describe(model)}): "
@@ -78,7 +80,7 @@ def wrap(
             "give them to the policy, or name it by a string"
         )
     chosen = policy if isinstance(policy, Policy) else get_policy(policy, **policy_options)
-    parts = adapters.find(model)
+    parts = adapters.find(given)
     everywhere = CompressedCache(parts.config, Plan(chosen, None)).layers
     compressed = [i for i, x in enumerate(everywhere) if isinstance(x, CompressedLayer)]
     n_layers = len(compressed)
@@ -115,7 +117,7 @@ def wrap(
     with ExitStack() as undo:
         _attach(model, parts, plan, base, undo)
         vars(model)["_mmkv"] = (plan, undo.pop_all())
-    return model
+    return given
 
 
 def unwrap(model: M) -> M:
@@ -124,9 +126,10 @@ def unwrap(model: M) -> M:
     Raises:
         ValueError: the model is not wrapped.
     """
-    if not is_wrapped(model):
-        raise ValueError(f"this {type(model).__name__} is not wrapped: call mmkv.wrap(model) first")
-    undo: ExitStack = vars(model).pop("_mmkv")[1]
+    inner = adapters.innermost(model)
+    if not is_wrapped(inner):
+        raise ValueError(f"this {type(inner).__name__} is not wrapped: call mmkv.wrap(model) first")
+    undo: ExitStack = vars(inner).pop("_mmkv")[1]
     undo.close()
     return model
 
@@ -142,8 +145,8 @@ def wrapped(model: M, *args: Any, **kwargs: Any) -> Generator[M]:
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Whether `wrap` was called on this very model."""
-    return "_mmkv" in vars(model)
+    """Whether `wrap` was called on this very model, or on what stands around it."""
+    return "_mmkv" in vars(adapters.innermost(model))
 
 
 def _describe(model: nn.Module) -> str:
