@@ -281,7 +281,7 @@ def layer_scores(model: Any, inputs: Mapping[str, Any], policy: Any) -> list[Ten
         policy: a `Policy` with an attention score.
 
     Raises:
-        ValueError: the policy has none, or the prompt is within its window.
+        ValueError: the policy has none, or the prompt is too short to lose a token.
     """
     import torch
 
@@ -302,7 +302,7 @@ def layer_scores(model: Any, inputs: Mapping[str, Any], policy: Any) -> list[Ten
     with wrapped(model, recording, 0.9), torch.no_grad():
         model(**inputs, use_cache=True)
     if not found:
-        raise ValueError(f"the prompt is not longer than the window of {policy.observed} tokens")
+        raise ValueError("the prompt is too short to lose a token, so none is scored")
     return found
 
 

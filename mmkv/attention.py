@@ -47,8 +47,10 @@ class Collector:
         """Score one layer; after the last one nothing more is needed."""
         if layer_idx not in self.layers:
             return
-        valid = self.prompt.valid
-        self.scores.append(importance(self.policy, query, key, scale=scale, valid=valid))
+        valid, windows = self.prompt.valid, self.prompt.windows
+        self.scores.append(
+            importance(self.policy, query, key, scale=scale, valid=valid, windows=windows)
+        )
         if len(self.scores) == len(self.layers):
             raise Enough
 

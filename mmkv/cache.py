@@ -107,12 +107,20 @@ class CompressedCache(Cache):
             arguments: the decoder's, for a mini-prefill.
 
         Raises:
-            ValueError: the budget is below what must be kept.
+            ValueError: a row of padding alone, or one that ends in padding.
         """
         self.clock = None
         plan, seen = self.plan, self.get_seq_length()
         known = 0 if self.prompt is None else self.prompt.valid.shape[1]
-        prompt = Prompt.of(plan.policy, valid, image, before=self.prompt, generated=seen - known)
+        prompt = Prompt.of(
+            plan.policy,
+            valid,
+            image,
+            budget=plan.budget,
+            n_layers=len(self.compressed),
+            before=self.prompt,
+            generated=seen - known,
+        )
         self.expects_prompt = (
             self.complete_at is not None and prompt.valid.shape[1] < self.complete_at
         )
@@ -126,7 +134,7 @@ class CompressedCache(Cache):
                     "a row of the batch ends in padding: pad on the left (processor.tokenizer."
                     "padding_side = 'left'), as generation needs"
                 )
-            self._check_budget(prompt)
+            plan.log_shortfalls(prompt, len(self.compressed))
         for layer in self.compressed:
             layer.sizes = None
             if layer.held is None:  # not a later chunk of the same prompt
@@ -210,10 +218,10 @@ class CompressedCache(Cache):
             if first:
                 valid = prompt.valid.to(query.device)
                 held.scores = eviction.importance(
-                    policy, query, held.keys, scale=scale, valid=valid
+                    policy, query, held.keys, scale=scale, valid=valid, windows=prompt.windows
                 )
             else:
-                held.score(policy, query, scale=scale)
+                held.score(policy, query, scale=scale, windows=prompt.windows)
         if self.expects_prompt:
             held.remember(policy, query)
         else:
@@ -301,18 +309,10 @@ class CompressedCache(Cache):
 
     def _evicts(self, prompt: Prompt) -> bool:
         """Whether any row is long enough to lose a token."""
-        longest, budget = max(prompt.lengths), self.plan.budget
-        if self.plan.keeps_everything or longest <= self.plan.policy.observed:
+        budget = self.plan.budget
+        if self.plan.keeps_everything or prompt.lengths == prompt.floors:
             return False
-        return isinstance(budget, float | None) or longest > budget
-
-    def _check_budget(self, prompt: Prompt) -> None:
-        """Fail before the work, not after it, when a row's budget is below what must be kept."""
-        plan, n = self.plan, len(self.compressed)
-        if plan.budget is None:
-            return
-        for length, floor in zip(prompt.lengths, prompt.floors, strict=True):
-            eviction.row_total(plan.policy, plan.budget, n_layers=n, length=length, floor=floor)
+        return isinstance(budget, float | None) or max(prompt.lengths) > budget
 
     def _size_layers(
         self, prompt: Prompt, scores: Sequence[Tensor] = (), positions: Sequence[Tensor] = ()

@@ -27,6 +27,8 @@ class Prompt:
         must: bool [B, T], kept in every layer whatever the scores say.
         protected: bool [B, T], the part of `must` that decoding may not drop either.
         lengths: valid tokens of each row, on the host.
+        windows: how many last tokens of each row observe, and are part of `must`, on the host;
+            fewer than the policy's where a short row's budget is below what must be kept.
         floors: how many tokens each row must keep, on the host.
     """
 
@@ -36,6 +38,7 @@ class Prompt:
     must: Tensor
     protected: Tensor
     lengths: list[int]
+    windows: list[int]
     floors: list[int]
 
     @classmethod
@@ -45,6 +48,8 @@ class Prompt:
         valid: Tensor,
         image: Tensor | None = None,
         *,
+        budget: float | int | None,
+        n_layers: int,
         before: Prompt | None = None,
         generated: int = 0,
     ) -> Prompt:
@@ -54,6 +59,8 @@ class Prompt:
             policy: its always-kept parts decide.
             valid: bool [B, q], the new tokens.
             image: bool [B, q], or None without pictures.
+            budget: see `total_kept`; None when `policy.retention` decides the total.
+            n_layers: L, the compressed layers.
             before: what was known of earlier tokens.
             generated: how many were generated since.
         """
@@ -71,7 +78,15 @@ class Prompt:
             protected = protected | (valid & asked & ~image)
         must = protected | (valid & (order > length - policy.observed))
         lengths, floors = torch.stack([length[:, 0], must.sum(-1)]).tolist()
-        return cls(valid, image, asked, must, protected, lengths, floors)
+        windows = [
+            _window(policy, budget, n_layers=n_layers, length=n, floor=floor)
+            for n, floor in zip(lengths, floors, strict=True)
+        ]
+        if any(w < policy.observed for w in windows):
+            last = torch.tensor(windows, device=valid.device)[:, None]
+            must = protected | (valid & (order > length - last))
+            floors = must.sum(-1).tolist()
+        return cls(valid, image, asked, must, protected, lengths, windows, floors)
 
     def to(self, device: torch.device) -> Prompt:
         """The same on another device, for models split over several."""
@@ -83,6 +98,7 @@ class Prompt:
         return replace(
             self._each(lambda x: x[batch.to(x.device)]),
             lengths=[self.lengths[b] for b in chosen],
+            windows=[self.windows[b] for b in chosen],
             floors=[self.floors[b] for b in chosen],
         )
 
@@ -97,45 +113,61 @@ class Prompt:
 
 
 def importance(
-    policy: Policy, query: Tensor, key: Tensor, *, scale: float | None, valid: Tensor
+    policy: Policy,
+    query: Tensor,
+    key: Tensor,
+    *,
+    scale: float | None,
+    valid: Tensor,
+    windows: Sequence[int],
 ) -> Tensor:
     """The policy's scores, made finite: a query or key that overflowed must not decide the rest.
 
     NaN and -inf count as no importance, inf as more than any finite score. Arguments and shapes as
-    in `Policy.importance`.
+    in `Policy.importance`; `windows` [B] is how many last queries observe each row.
     """
+    valid, most = valid.to(key.device), key.shape[2] - 1
+
+    def of_rows(window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # A row that is nothing but window loses nothing, so that its scores decide nothing.
+        window = min(window, most)
+        chosen = policy if window == policy.observed else replace(policy, window=window)
+        return chosen.importance(q, k, scale=scale, valid=v)
+
     with torch.no_grad():
-        found = policy.importance(query, key, scale=scale, valid=valid.to(key.device))
+        if len(set(windows)) == 1:
+            found = of_rows(windows[0], query, key, valid)
+        else:
+            parts, order = [], []
+            for window in sorted(set(windows)):
+                rows = [b for b, w in enumerate(windows) if w == window]
+                at = torch.tensor(rows, device=key.device)
+                parts.append(of_rows(window, query[at], key[at], valid[at]))
+                order += rows
+            found = torch.cat(parts)[torch.tensor(order, device=key.device).argsort()]
     return found.nan_to_num(nan=0.0, posinf=1e30, neginf=0.0)
 
 
 def total_kept(budget: float | int, n_layers: int, length: int) -> int:
-    """Tokens kept over all layers (per head): a float is a fraction, an int a mean per layer."""
+    """Tokens asked for over all layers (per head): a float is a fraction, an int a mean per layer.
+
+    More than these are kept where more must be.
+    """
     if isinstance(budget, float):
         return round(budget * n_layers * length)
     return min(budget, length) * n_layers
 
 
-def row_total(
-    policy: Policy, budget: float | int, *, n_layers: int, length: int, floor: int
+def _window(
+    policy: Policy, budget: float | int | None, *, n_layers: int, length: int, floor: int
 ) -> int:
-    """Tokens one row keeps over all layers, per head: all where it is too short to lose any.
-
-    Raises:
-        ValueError: the budget is below what must be kept; the message says both numbers.
-    """
-    if keeps_everything(policy, budget) or length <= policy.observed or length <= floor:
-        return n_layers * length
+    """How many last tokens of one row observe: half of its budget where that is below the floor."""
+    if budget is None or keeps_everything(policy, budget):
+        return policy.observed
     total = total_kept(budget, n_layers, length)
-    if total >= n_layers * length:
-        return n_layers * length
-    if total < n_layers * floor:
-        raise ValueError(
-            f"budget={budget} keeps {total / n_layers:.4g} of {length} tokens per layer and head, "
-            f"but {floor} must be kept (window={policy.observed}, sinks={policy.sinks}, "
-            f"protect={policy.protect!r}): raise the budget, or keep less of the prompt by force"
-        )
-    return total
+    if total >= n_layers * floor:
+        return policy.observed
+    return min(policy.observed, max(1, total // (2 * n_layers)))
 
 
 def row_sizes(
@@ -160,18 +192,15 @@ def row_sizes(
         fractions: a profile's kept fraction per layer; it replaces the policy's layer part.
         importance: [L, C], the scores of the C tokens that compete; for "prefix" and "pooled".
         similarity: [L], for "squeeze".
-
-    Raises:
-        ValueError: the budget is below what must be kept; the message says both numbers.
     """
-    if keeps_everything(policy, budget) or length <= policy.observed or length <= floor:
+    if keeps_everything(policy, budget) or length <= floor:
         return [length] * n_layers
     if policy.retention is not None and fractions is None:
         assert importance is not None
         chosen = allocation.pooled(importance, retention=policy.retention)
         return [floor + n for n in chosen]
     assert budget is not None
-    total = row_total(policy, budget, n_layers=n_layers, length=length, floor=floor)
+    total = max(total_kept(budget, n_layers, length), n_layers * floor)
     if total == n_layers * length:
         return [length] * n_layers
     spare = total - n_layers * floor
@@ -191,7 +220,8 @@ def row_sizes(
     else:
         assert importance is not None
         allocate = allocation.prefix if policy.layers == "prefix" else allocation.pooled
-        sizes = [floor + n for n in allocate(importance, spare)]
+        # In a later turn there may be fewer tokens left to compete than the budget has room for.
+        sizes = [floor + n for n in allocate(importance, min(spare, importance.numel()))]
     return allocation.fit(sizes, total, floor=floor, max_size=length)
 
 
@@ -216,7 +246,7 @@ def competing(
 
     Returns:
         [L, C] on the host for each of the B rows; a layer that lost tokens in earlier turns, and so
-        has fewer to offer, is filled up with zeros.
+        has fewer to offer, is filled up with zeros, as is a row of which nothing competes.
     """
     ranked, offered = [], []
     for s, p in zip(scores, positions, strict=True):
@@ -225,7 +255,7 @@ def competing(
         own = own.sort(dim=-1, descending=True).values
         ranked.append(own.masked_fill(own == float("-inf"), 0.0).mean(dim=1).cpu())
         offered.append(free.sum(-1).amax(-1).cpu())
-    most = torch.stack(offered).amax(0).tolist()
+    most = torch.stack(offered).amax(0).clamp(min=1).tolist()
     return [
         torch.stack([torch.nn.functional.pad(r[b, :n], (0, n - len(r[b, :n]))) for r in ranked])
         for b, n in enumerate(most)

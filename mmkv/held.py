@@ -3,6 +3,7 @@ turns together with a new one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -111,11 +112,13 @@ class Held:
         out = attend(rows, keys, values, visible, scale=scale, softcap=softcap)
         return out.view(B, Hq, q, -1).transpose(1, 2)
 
-    def score(self, policy: Policy, query: Tensor, *, scale: float | None) -> None:
+    def score(
+        self, policy: Policy, query: Tensor, *, scale: float | None, windows: Sequence[int]
+    ) -> None:
         """Add what the new queries [B, Hq, q, D] find important to what is known already.
 
         Heads hold different tokens here, so each is scored as a row of its own. Window scores pool
-        over tokens as they lie in the cache.
+        over tokens as they lie in the cache; `windows` [B] is how many last queries observe a row.
         """
         B, Hq, _, D = query.shape
         H, U = self.keys.shape[1], self.keys.shape[2]
@@ -123,8 +126,8 @@ class Held:
             if self.tail is not None:
                 query = torch.cat([self.tail, query], dim=2)
             # A turn shorter than the window is observed by all the queries it has.
-            seen = min(policy.window, query.shape[2])
-            policy = replace(policy, window=seen)
+            given = (self.positions[:, 0, -query.shape[2] :] >= 0).sum(-1).tolist()
+            windows = [min(w, n) for w, n in zip(windows, given, strict=True)]
         valid = (self.positions >= 0).expand(B, H, U).flatten(0, 1)
         found = eviction.importance(
             policy,
@@ -132,6 +135,7 @@ class Held:
             self.keys.flatten(0, 1)[:, None],
             scale=scale,
             valid=valid,
+            windows=[w for w in windows for _ in range(H)],
         ).view(B, H, U)
         if policy.average_heads:
             found = found.mean(dim=1, keepdim=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,11 @@ from torch import Tensor
 from mmkv import eviction
 from mmkv.eviction import Prompt
 from mmkv.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+# Rows of a batch that one log line names; it counts the others.
+_MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -44,3 +50,34 @@ class Plan:
     def needs_all_layers(self) -> bool:
         """Whether sizes depend on the scores of every layer."""
         return self.policy.needs_all_layers and self.fractions is None and not self.keeps_everything
+
+    def shortfalls(self, prompt: Prompt, n_layers: int) -> list[str]:
+        """Which rows are too short for the budget to hold what must be kept, and what was done."""
+        policy, budget, found = self.policy, self.budget, list[str]()
+        if budget is None or self.keeps_everything:
+            return found
+        always = [f"window {policy.observed}"] if policy.observed else []
+        always += [f"sinks {policy.sinks}"] if policy.sinks else []
+        always += ["protected text"] if policy.protect == "instruction" else []
+        rows = zip(prompt.lengths, prompt.windows, prompt.floors, strict=True)
+        for row, (length, window, floor) in enumerate(rows):
+            total = eviction.total_kept(budget, n_layers, length)
+            if window == policy.observed and total >= n_layers * floor:
+                continue
+            text = (
+                f"row {row}: budget {budget} gives {total / n_layers:.3g} of {length} tokens a "
+                f"layer, too few for {', '.join(always)}"
+            )
+            if window != policy.observed:
+                text += f"; its last {window} observe instead"
+            if total < n_layers * floor:
+                text += f"; {floor} are kept"
+            found.append(text)
+        return found
+
+    def log_shortfalls(self, prompt: Prompt, n_layers: int) -> None:
+        """Say in one line of the log what `shortfalls` finds."""
+        found = self.shortfalls(prompt, n_layers)
+        if found:
+            more = f"; and {len(found) - _MOST_NAMED} rows more" if len(found) > _MOST_NAMED else ""
+            logger.warning("%s%s", "; ".join(found[:_MOST_NAMED]), more)

@@ -173,11 +173,9 @@ def mean_known(numbers: Iterable[float | None]) -> float | None:
 
 
 def _notes(cache: CompressedCache) -> list[str]:
-    from mmkv.eviction import keeps_everything
-
     policy, prompt = cache.plan.policy, cache.prompt
     assert prompt is not None
-    if keeps_everything(policy, cache.plan.budget):
+    if cache.plan.keeps_everything:
         return ["the full cache: nothing is evicted"]
     notes = []
     for row, length in enumerate(cache.lengths):
@@ -187,4 +185,4 @@ def _notes(cache: CompressedCache) -> list[str]:
             notes.append(
                 f"row {row} lost nothing: {length} prompt tokens, {why}budget {cache.plan.budget}"
             )
-    return notes
+    return notes + cache.plan.shortfalls(prompt, len(cache.compressed))

@@ -177,6 +177,12 @@ def _checked_budget(policy: Policy, budget: float | int | None) -> float | int |
         )
     if isinstance(budget, int) and budget < 1:
         raise ValueError(f"budget={budget}: an int is the number of tokens kept, at least 1")
+    always = policy.observed + policy.sinks
+    if isinstance(budget, int) and budget < always:
+        raise ValueError(
+            f"budget={budget} is below the {always} tokens that {policy.name!r} always keeps "
+            f"(window={policy.observed}, sinks={policy.sinks}): raise it, or lower those"
+        )
     return budget
 
 

@@ -74,15 +74,23 @@ def test_unsupported_models_are_named():
         mmkv.wrap(Mistral(sliding), "h2o", 0.5)
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "streaming", "xkv", "prefixkv"])
-def test_a_budget_below_what_must_be_kept_says_both_numbers(text_model, policy):
-    options = {"snapkv": {"window": 30}, "streaming": {"sinks": 30}, "xkv": {"window": 30}}
-    given = options.get(policy, {"sinks": 30})
-    with (
-        mmkv.wrapped(text_model, policy, 0.2, **given),
-        pytest.raises(ValueError, match=r"keeps 20 of 100.*30 must"),
-    ):
-        generate(text_model, make_inputs("llama", (100,)), new=2)
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("snapkv", {"window": 30}),
+        ("streaming", {"sinks": 30}),
+        ("xkv", {"window": 20, "sinks": 10}),
+        ("prefixkv", {"sinks": 30}),
+    ],
+)
+def test_an_int_budget_below_what_is_always_kept_says_both_numbers(text_model, policy, options):
+    before = sorted(vars(text_model))
+    with pytest.raises(ValueError, match=r"budget=29 is below the 30 .*window=\d+, sinks=\d+"):
+        mmkv.wrap(text_model, policy, 29, **options)
+    assert sorted(vars(text_model)) == before
+    with mmkv.wrapped(text_model, policy, 30, **options), torch.no_grad():
+        cache = text_model(**make_inputs("llama", (100,)), use_cache=True).past_key_values
+    assert [int((cache.kept(i)[0, 0] >= 0).sum()) for i in range(3)] == [30, 30, 30]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +155,7 @@ def test_bad_batches_are_refused(text_model):
 
 
 @pytest.mark.parametrize("policy", mmkv.list_policies())
-def test_a_prompt_shorter_than_window_or_budget_loses_nothing(text_model, policy):
+def test_a_prompt_shorter_than_the_budget_loses_nothing(text_model, policy):
     inputs = make_inputs("llama", (10,))
     plain, *_ = generate(text_model, inputs, new=4)
     with mmkv.wrapped(text_model, policy, 64):
@@ -156,19 +164,17 @@ def test_a_prompt_shorter_than_window_or_budget_loses_nothing(text_model, policy
     assert (
         "nothing is evicted" if policy == "full" else "row 0 lost nothing"
     ) in cache.report().notes[0]
-    if mmkv.get_policy(policy).observed > 10:  # shorter than the window, at any fraction
-        with mmkv.wrapped(text_model, policy, 0.2):
-            logits, *_ = generate(text_model, inputs, new=4)
-        torch.testing.assert_close(logits, plain, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("policy", mmkv.list_policies())
 def test_a_one_token_prompt(text_model, policy):
     inputs = make_inputs("llama", (1,))
     plain, *_ = generate(text_model, inputs, new=3)
-    with mmkv.wrapped(text_model, policy, 1):
+    chosen = mmkv.get_policy(policy)
+    with mmkv.wrapped(text_model, policy, max(1, chosen.observed + chosen.sinks)):
         logits, *_ = generate(text_model, inputs, new=3)
-    torch.testing.assert_close(logits[:1], plain[:1], atol=1e-4, rtol=0)
+    # The first decode step attends to the prompt and to itself at any budget.
+    torch.testing.assert_close(logits[:2], plain[:2], atol=1e-4, rtol=0)
 
 
 def test_without_a_cache_a_wrapped_model_is_the_plain_one(models):

@@ -87,10 +87,9 @@ def test_the_oracle_or_a_clear_refusal(case):
         kept = sum(float((x[b] >= 0).sum(-1).float().mean()) for x in held[0])
         if chosen.keeps_all or (isinstance(budget, float) and budget == 1.0):
             assert kept == 3 * n
-        elif chosen.retention is None and n > chosen.observed:
-            floor = cache.prompt.floors[b]
+        elif chosen.retention is None:
             wanted = round(budget * 3 * n) if isinstance(budget, float) else 3 * min(budget, n)
-            assert kept == (wanted if n > floor else 3 * n)
+            assert kept == max(wanted, 3 * cache.prompt.floors[b])
 
 
 @pytest.mark.parametrize("policy", mmkv.list_policies())
