@@ -30,11 +30,11 @@ def test_a_prompt_in_chunks_is_the_prompt(models, variant, rows, chunk):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def next_turn(inputs, sequences, image: bool, seed: int = 5):
-    """The conversation so far with 30 tokens more, in LLaVA with a new picture among them."""
+def next_turn(inputs, sequences, image: bool, seed: int = 5, new: int = 30):
+    """The conversation so far with `new` tokens more, in LLaVA with a new picture among them."""
     g = torch.Generator().manual_seed(seed)
     B = len(sequences)
-    ids = torch.randint(4, VOCAB, (B, 30), generator=g)
+    ids = torch.randint(4, VOCAB, (B, new), generator=g)
     more = {}
     if image:
         ids[:, 4 : 4 + IMAGE_TOKENS] = IMAGE
