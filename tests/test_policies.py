@@ -20,7 +20,11 @@ N, L, H, G = 80, 3, 2, 2
 
 @pytest.fixture(scope="module")
 def eager():
-    return make_model("llama", "eager")
+    """With a scale of its own in each layer, as Gemma's differ from `D ** -0.5`."""
+    model = make_model("llama", "eager")
+    for layer, scale in zip(model.model.layers, (0.5, 0.1, 0.9), strict=True):
+        layer.self_attn.scaling = scale
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +149,46 @@ def test_xkv_keeps_more_importance_than_any_other_layer_sizes(eager, prompt):
         assert best.retained >= other.retained - 1e-6, policy
 
 
+@pytest.mark.parametrize("allocation", ["mini-prefill", "one-pass"])
+def test_xkv_reaches_a_retention_with_the_window_on_top(eager, prompt, attention, allocation):
+    """Algorithm 1 until the mean retention is reached; the window is kept beside what it chose."""
+    window, target = 6, 0.6
+    options = {"window": window, "kernel_size": 3, "retention": target, "allocation": allocation}
+    kept = kept_after_prefill(eager, prompt, "xkv", None, **options)
+    scores = [
+        [window_scores(attention[layer], h, window, 3, "avg") for h in range(H)]
+        for layer in range(L)
+    ]
+    ranked = [
+        [sum(x) / H for x in zip(*(sorted(s, reverse=True) for s in layer), strict=True)]
+        for layer in scores
+    ]
+    shares = [[x / sum(layer) for x in layer] for layer in ranked]
+    sizes, reached = [0] * L, 0.0
+    while reached < target:
+        best = max(range(L), key=lambda i: shares[i][sizes[i]])
+        reached += shares[best][sizes[best]] / L
+        sizes[best] += 1
+    assert len(set(sizes)) > 1
+    for layer in range(L):
+        for h in range(H):
+            chosen = top(scores[layer][h], sizes[layer])
+            assert kept[layer][h] == chosen | set(range(N - window, N))
+
+
+def test_layer_sizes_come_from_the_tokens_that_compete(eager, prompt, attention):
+    """Sinks are kept in every layer whatever they weigh, so they do not size the layers."""
+    sinks, total = 5, round(0.3 * L * N)
+    kept = kept_after_prefill(eager, prompt, "prefixkv", 0.3, sinks=sinks)
+    scores = [layer_scores(a) for a in attention]
+    free = torch.tensor([s[sinks:] for s in scores])
+    sizes = mmkv.allocation.prefix(free, total - L * sinks)
+    assert sizes != [n - sinks for n in mmkv.allocation.prefix(torch.tensor(scores), total)]
+    for layer in range(L):
+        chosen = {sinks + j for j in top(scores[layer][sinks:], sizes[layer])}
+        assert all(head == chosen | set(range(sinks)) for head in kept[layer])
+
+
 def test_adakv_splits_a_layer_by_its_pooled_top(eager, prompt, attention):
     """Algorithm 2 with alpha=0: the top b * H of all heads together decide each head's size."""
     window, n = 6, 24
@@ -227,6 +271,31 @@ def test_int_budget_fills_up_before_it_drops(eager):
             min(12 + t, 20) for t in range(30)
         ]
         assert "row 0 lost nothing" in " ".join(cache.report().notes)
+
+
+@pytest.mark.parametrize("length", [19, 20, 21])
+@pytest.mark.parametrize("policy", ["h2o", "local", "snapkv"])
+def test_an_int_budget_is_met_to_the_token(eager, policy, length):
+    """A prompt of one token more than the budget loses the one that weighs least, and no more."""
+    short = make_inputs("llama", (length,))
+    options = {"window": 4, "pooling": None} if policy == "snapkv" else {}
+    with torch.no_grad():
+        attentions = eager(**short, output_attentions=True, use_cache=False).attentions
+    with mmkv.wrapped(eager, policy, 20, **options):
+        *_, held = generate(eager, short, new=6)
+    for layer, a in enumerate(attentions):
+        received = a[0].unflatten(0, (H, G)).mean(1)  # [H, N, N]
+        for h in range(H):
+            weight, recent = {
+                "h2o": (received[h].sum(0), 10),
+                "local": (torch.arange(length), 0),
+                "snapkv": (received[h, -4:].mean(0), 4),
+            }[policy]
+            gone = {int(weight[: length - recent].argmin())} if length > 20 else set()
+            assert held[0][layer][0, h].tolist() == sorted(set(range(length)) - gone)
+        if policy != "snapkv":  # constant from here on
+            sizes = [len(step[layer][0, 0]) for step in held]
+            assert sizes == [min(length + t, 20) for t in range(6)]
 
 
 def test_squeeze_gives_least_to_layers_that_change_least(eager, prompt):
