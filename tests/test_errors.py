@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from conftest import PAD, make_inputs, make_model, short
+from conftest import PAD, make_inputs, make_model, row_of, short
 from test_oracles import generate
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig
 from transformers import MistralForCausalLM as Mistral
@@ -253,6 +253,19 @@ class TestProfiles:
                 cache = text_model(**inputs, use_cache=True).past_key_values
             kept.append([cache.kept(i) for i in range(3)])
         assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+
+    def test_rows_of_a_batch_are_samples_without_their_padding(self, text_model):
+        """A padded row counts by its own length, as it does alone."""
+        inputs = make_inputs("llama", (120, 50, 33))
+        together = mmkv.calibrate(text_model, [inputs], "prefixkv", 0.4)
+        rows = [row_of(inputs, b) for b in range(3)]
+        alone = mmkv.calibrate(text_model, rows, "prefixkv", 0.4)
+        assert together.samples == alone.samples == 3
+        assert together.fractions == pytest.approx(alone.fractions)
+        single = [mmkv.calibrate(text_model, [row], "prefixkv", 0.4).fractions for row in rows]
+        mean = [sum(layer) / 3 for layer in zip(*single, strict=True)]
+        assert together.fractions == pytest.approx(mean)
+        assert together.budget == pytest.approx(0.4, abs=0.01)
 
     def test_the_authors_files_are_read(self, text_model, tmp_path):
         """A JSON list of the fraction removed per layer."""
