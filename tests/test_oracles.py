@@ -5,6 +5,7 @@ A policy is covered by being registered. Variants add the options that switch it
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
@@ -231,11 +232,21 @@ def test_a_wrong_set_would_be_noticed(models):
     assert (logits[1:] - wrong[1:]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("policy", ["prefixkv", "h2o", "adakv", "streaming"])
-def test_beams_carry_everything(models, policy):
+BEAMS = [
+    *(Variant(name) for name in ("prefixkv", "h2o", "adakv", "streaming")),
+    # Near the newest token, so that 12 of them are enough to drop some.
+    Variant("prefixkv", (("distance", 1),)),
+    Variant("prefixkv", (("distance", 2), ("merge", "feature"))),
+    Variant("elastic", (("distance", 1),)),
+    Variant("h2o", (("decode", "ratio"), ("distance", 2))),
+]
+
+
+@pytest.mark.parametrize("variant", BEAMS, ids=str)
+def test_beams_carry_everything(models, variant):
     """Beam search reorders rows each step; each beam equals its own masked full cache."""
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
-    with mmkv.wrapped(model, policy, 0.3, **short(policy)):
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
         out = model.generate(
             **inputs,
             max_new_tokens=12,
@@ -261,6 +272,46 @@ def test_beams_carry_everything(models, policy):
                             use_cache=True,
                         )
             assert out.sequences_scores[i].item() == pytest.approx(total / len(new), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("choose", "rows"),
+    [
+        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0])), [1, 1, 0]),
+    ],
+)
+@pytest.mark.parametrize("policy", ["prefixkv", "h2o", "adakv", "streaming"])
+def test_rows_are_chosen_with_all_they_have(models, policy, choose, rows):
+    """Each chosen row goes on as it would have in its place, and says so."""
+    model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
+    options = {"distance": 1} if policy == "prefixkv" else short(policy)
+    words = torch.arange(10, 16)[:, None, None]
+
+    def goes_on(cache):
+        logits, kept = [], []
+        for word in words:
+            ids = word.expand(len(cache.lengths), 1)
+            logits.append(model(input_ids=ids, past_key_values=cache).logits[:, 0])
+            kept.append([cache.kept(i) for i in range(3)])
+        return torch.stack(logits), kept
+
+    with mmkv.wrapped(model, policy, 0.3, **options), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+        model(input_ids=torch.full((3, 1), 5), past_key_values=cache)
+        chosen = copy.deepcopy(cache)
+        choose(chosen)
+        assert chosen.lengths == [ROWS["padded"][b] for b in rows]
+        expected, kept = goes_on(cache)
+        logits, mine = goes_on(chosen)
+    torch.testing.assert_close(logits, expected[:, rows], atol=1e-4, rtol=0)
+    for step, whole in zip(mine, kept, strict=True):
+        for some, every in zip(step, whole, strict=True):
+            for at, b in enumerate(rows):
+                for h in range(2):
+                    assert set(some[at, h].tolist()) - {-1} == set(every[b, h].tolist()) - {-1}
 
 
 @pytest.mark.parametrize("policy", mmkv.list_policies())
