@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import IMAGE, make_inputs, make_model
+from conftest import IMAGE, clone, make_inputs, make_model, short
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from masking import masked_logits
@@ -163,17 +163,33 @@ def test_a_model_that_has_overflowed(policy):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("policy", ["prefixkv", "adakv", "h2o", "elastic"])
-def test_half_precision_runs(policy, dtype):
-    """Half precision keeps its dtype and stays near the float32 answer."""
+@pytest.mark.parametrize("policy", mmkv.list_policies())
+def test_half_precision(policy, dtype):
+    """As near to float32 over the same tokens as the plain model in half precision is."""
     model, inputs = make_model("llama").to(dtype), make_inputs("llama", (60, 33))
-    options = {"window": 5} if mmkv.get_policy(policy).observed else {}
+    exact = clone(model).float()
+    options = short(policy)
+    plain, words, *_ = generate(model, inputs, new=8)
+    everything = inputs["attention_mask"].bool()
+    whole = []
+    for t in range(8):
+        seen = torch.cat([everything, torch.ones(2, t, dtype=torch.bool)], dim=1)
+        places = torch.arange(60 + t).masked_fill(~seen, -1)[:, None].expand(-1, 2, -1)
+        whole.append([places] * 3)
+    usual = (plain - masked_logits(exact, inputs, words, whole)).abs().max()
+    with mmkv.wrapped(model, policy, 0.4, **options):
+        logits, tokens, cache, held = generate(model, inputs, new=8)
+    merge = mmkv.get_policy(policy).merge
+    expected = masked_logits(exact, inputs, tokens, held, merge=merge)
+    assert (logits - expected).abs().max() < 2 * usual
+    assert 0 < usual < 0.1 * expected.abs().max()
     with mmkv.wrapped(model, policy, 0.4, **options), torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
-        step = model(input_ids=torch.tensor([[5], [6]]), past_key_values=cache)
+        step = model(**inputs, use_cache=True)
+        step = model(input_ids=tokens[:, :1], past_key_values=step.past_key_values)
     assert step.logits.dtype == dtype
-    assert step.logits.isfinite().all()
     assert all(b.keys.dtype == dtype for x in cache.compressed for b in x.blocks)
+    if policy != "full":
+        assert cache.report().kept_fraction < 0.6
 
 
 def test_a_prompt_of_only_image_tokens():
