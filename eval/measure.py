@@ -163,7 +163,7 @@ def kept_by_row(cache: Any) -> list[dict[str, Any]]:
     `cache_bytes` counts the kept pairs alone, so it does not depend on a row's batch; what the
     storages hold beside them is in `held_bytes`.
     """
-    layers, lengths = cache.compressed, cache.lengths
+    layers, lengths = [x.keeping() for x in cache.compressed], cache.lengths
     report = cache.report()
     plain = sum(x.nbytes for x in report.layers if not x.compressed)
     seen = cache.get_seq_length()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mmkv.profiles import Profile, calibrate
     from mmkv.registry import get_policy, list_policies, register_policy
     from mmkv.report import CacheReport
-    from mmkv.wrapping import unwrap, wrap, wrapped
+    from mmkv.wrapping import is_wrapped, unwrap, wrap, wrapped
 
 __version__ = "0.1.0"
 
@@ -32,6 +32,7 @@ _HOME = {
     "Profile": "mmkv.profiles",
     "calibrate": "mmkv.profiles",
     "get_policy": "mmkv.registry",
+    "is_wrapped": "mmkv.wrapping",
     "list_policies": "mmkv.registry",
     "load": "mmkv.checkpoints",
     "load_builtin": "mmkv.builtin",
@@ -51,6 +52,7 @@ __all__ = [
     "allocation",
     "calibrate",
     "get_policy",
+    "is_wrapped",
     "list_policies",
     "load",
     "load_builtin",

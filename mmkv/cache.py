@@ -10,20 +10,24 @@ again: what is left of earlier turns competes with the new tokens under the same
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from mmkv import eviction
+from mmkv.decoding import Grow
 from mmkv.eviction import Prompt
-from mmkv.held import Held
+from mmkv.forward_pass import NOT_ATTENDED, ForwardPass, current
+from mmkv.held import DenseKV
 from mmkv.layer import CompressedLayer, nbytes
 from mmkv.plan import Plan
-from mmkv.storage import Clock
+from mmkv.storage import Block, Clock
 from mmkv.storing import evict
 
 if TYPE_CHECKING:
@@ -34,15 +38,44 @@ class NotCapturableError(RuntimeError):
     """A step that cannot be captured or replayed, see `mmkv.graph`."""
 
 
-class Incoming(NamedTuple):
-    """What `update` hands to the attention function that runs next in the same layer."""
+@dataclass(eq=False)
+class Reading:
+    """A prompt, or the next turn of a conversation, is being read, whole or in chunks.
 
-    cache: CompressedCache
-    layer_idx: int
-    key: Tensor
+    Attributes:
+        until: tokens seen when it is complete; None: the next pass brings all of it.
+        sizes: tokens that each compressed layer keeps of each row, [L][B]; None until known.
+        similarity: by layer, the mean similarity [B] of the residual stream around its attention,
+            and the tokens [B] it is the mean of, over the chunks so far (SqueezeAttention).
+        hides: whether tokens held from earlier turns are masked now.
+    """
+
+    until: int | None = None
+    sizes: list[list[int]] | None = None
+    similarity: dict[int, tuple[Tensor, Tensor]] = field(
+        default_factory=dict[int, "tuple[Tensor, Tensor]"]
+    )
+    hides: bool = False
+
+    def compare(self, layer_idx: int, similarity: Tensor, tokens: Tensor) -> None:
+        """Take in a chunk's similarity [B], the mean over `tokens` [B]."""
+        if layer_idx in self.similarity:
+            before, known = self.similarity[layer_idx]
+            total = known + tokens
+            both = before * known + similarity * tokens
+            similarity, tokens = both / total.clamp(min=1), total
+        self.similarity[layer_idx] = similarity, tokens
+
+    def select_rows(self, batch: Tensor) -> None:
+        """Choose rows of the batch."""
+        for i, pair in self.similarity.items():
+            similarity, tokens = (x[batch.to(x.device)] for x in pair)
+            self.similarity[i] = similarity, tokens
 
 
-incoming: ContextVar[Incoming | None] = ContextVar("mmkv_incoming", default=None)
+@dataclass(eq=False)
+class Decoding:
+    """The prompt is read: each pass brings generated tokens."""
 
 
 class CompressedCache(Cache):
@@ -66,13 +99,10 @@ class CompressedCache(Cache):
         super().__init__(layers=layers)
         self.plan = plan
         self.max_length = max_length
+        self.phase: Reading | Decoding = Reading()
+        # What is known of all tokens up to the end of the last prompt.
         self.prompt: Prompt | None = None
-        # The next forward pass brings a prompt, not a generated token.
-        self.expects_prompt = True
-        # Tokens at which a prompt fed in chunks is complete; None: each pass brings a whole one.
-        self.complete_at: int | None = None
-        # Between `begin` and `finish`.
-        self.prefilling = False
+        self.shape = _shape(config)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, not kept."""
@@ -89,29 +119,67 @@ class CompressedCache(Cache):
         """The layers that are compressed, in order."""
         return [x for x in self.layers if isinstance(x, CompressedLayer)]
 
+    @property
+    def expects_prompt(self) -> bool:
+        """Whether the next pass brings a prompt, or more of one, and not a generated token."""
+        return isinstance(self.phase, Reading)
+
+    def _blocks(self) -> list[Block]:
+        return [b for layer in self.compressed for b in layer.blocks or ()]
+
+    def expect(self, until: int | None = None) -> None:
+        """The next pass begins a prompt or a new turn, complete at `until` tokens seen."""
+        self.phase = Reading(until)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Hand the layer's new tokens to the attention function that runs next."""
+        """Hand the layer's new tokens to the attention function that runs next.
+
+        Raises:
+            ValueError: no wrapped model is running with this cache, or the attention function of
+                the layer before did not take up its tokens.
+        """
+        if not isinstance(self.layers[layer_idx], CompressedLayer):
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        running = current.get()
+        if running is None or running.cache is not self:
+            raise ValueError(NOT_ATTENDED.format(what="a model that is not wrapped"))
+        running.check_taken()
         out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if isinstance(self.layers[layer_idx], CompressedLayer):
-            incoming.set(Incoming(self, layer_idx, out[0]))
+        running.hand_over(layer_idx, out[0])
         return out
 
-    def begin(self, valid: Tensor, image: Tensor | None, arguments: dict[str, Any]) -> None:
+    def begin(
+        self,
+        running: ForwardPass,
+        valid: Tensor,
+        earlier: Tensor | None,
+        image: Tensor | None,
+        mini_prefill: Callable[[Prompt], list[Tensor]] | None = None,
+    ) -> None:
         """Before a prompt, or its next chunk: learn it; size the layers where sizes are known.
 
         Args:
+            running: the call that brings it.
             valid: bool [B, q], False for padding.
+            earlier: bool [B, seen], False for earlier tokens that are masked; None: none is.
             image: bool [B, q], True for image tokens, or None.
-            arguments: the decoder's, for a mini-prefill.
+            mini_prefill: gives the scores of every layer in a pass that stores nothing, or None.
 
         Raises:
-            ValueError: a row of padding alone, or one that ends in padding.
+            ValueError: a row without tokens or padded on the right, or tokens that were masked
+                before and are gone.
         """
+        phase, plan, seen = self.phase, self.plan, self.get_seq_length()
+        assert isinstance(phase, Reading)
         self.clock = None
-        plan, seen = self.plan, self.get_seq_length()
-        known = 0 if self.prompt is None else self.prompt.valid.shape[1]
+        self._check_whole()
+        known = self._known(seen)
+        if known is not None and earlier is not None:
+            earlier = earlier.to(known.device)
+            phase.hides = self._hides(known, earlier)
+            known = known & earlier
         prompt = Prompt.of(
             plan.policy,
             valid,
@@ -119,35 +187,61 @@ class CompressedCache(Cache):
             budget=plan.budget,
             n_layers=len(self.compressed),
             before=self.prompt,
-            generated=seen - known,
+            earlier=known,
         )
-        self.expects_prompt = (
-            self.complete_at is not None and prompt.valid.shape[1] < self.complete_at
-        )
-        if not self.expects_prompt:
-            if not all(prompt.lengths):
-                raise ValueError(
-                    f"row {prompt.lengths.index(0)} of the batch is padding alone: it has no token"
-                )
-            if not bool(valid[:, -1].all()):
-                raise ValueError(
-                    "a row of the batch ends in padding: pad on the left (processor.tokenizer."
-                    "padding_side = 'left'), as generation needs"
-                )
-            plan.log_shortfalls(prompt, len(self.compressed))
-        for layer in self.compressed:
-            layer.sizes = None
-            if layer.held is None:  # not a later chunk of the same prompt
-                layer.similarity = None
-        first = plan.mini_prefill if seen == 0 and not self.expects_prompt else None
-        if first is not None and self._evicts(prompt):
-            scores = first(arguments, prompt)
+        phase.sizes = None
+        self.prompt, running.cache = prompt, self
+        if phase.until is not None and prompt.valid.shape[1] < phase.until:
+            return
+        phase.until = None
+        if not all(prompt.lengths):
+            raise ValueError(
+                f"row {prompt.lengths.index(0)} of the batch is padding alone: it has no token"
+            )
+        if not bool(valid[:, -1].all()):
+            raise ValueError(
+                "a row of the batch ends in padding: pad on the left (processor.tokenizer."
+                "padding_side = 'left'), as generation needs"
+            )
+        plan.log_shortfalls(prompt, len(self.compressed))
+        if mini_prefill is not None and seen == 0 and self._evicts(prompt):
+            scores = mini_prefill(prompt)
             everywhere = torch.arange(valid.shape[1], device=valid.device)
             positions = everywhere.masked_fill(~prompt.valid, -1)[:, None]
-            self._size_layers(prompt, scores, [positions.to(x.device) for x in scores])
-        elif not self.expects_prompt and not plan.needs_all_layers:
-            self._size_layers(prompt)
-        self.prompt, self.prefilling = prompt, True
+            phase.sizes = self._sizes(prompt, scores, [positions.to(x.device) for x in scores])
+        elif not plan.needs_all_layers:
+            phase.sizes = self._sizes(prompt)
+
+    def step(self, running: ForwardPass, mask: Tensor | None, q: int) -> None:
+        """Before q generated tokens.
+
+        Args:
+            running: the call that brings them.
+            mask: bool [B, seen + q], False for tokens that they do not see; None: they see all.
+            q: how many; more than one only where none has to be dropped.
+
+        Raises:
+            ValueError: several tokens where decoding drops one a step, padding among the new ones,
+                or earlier tokens that were masked when they came and are gone.
+        """
+        self._check_whole()
+        running.cache = self
+        if q > 1 and not all(isinstance(b.schedule, Grow) for b in self._blocks()):
+            raise ValueError(
+                f"{q} tokens at once behind a compressed prompt: policy {self.plan.policy.name!r} "
+                "drops a token a step while decoding; feed them one by one, or use decode='grow'"
+            )
+        if mask is None:
+            return
+        if q > 1 and not bool(mask[:, -q:].all()):
+            raise ValueError(
+                "padding among tokens that continue a compressed cache is not supported"
+            )
+        known = self._known(mask.shape[1] - q)
+        assert known is not None
+        earlier = mask[:, :-q].to(known.device)
+        if self._hides(known, earlier):
+            running.hidden = known & ~earlier
 
     def attend(
         self,
@@ -157,9 +251,9 @@ class CompressedCache(Cache):
         value: Tensor,
         delegate: Callable[[], tuple[Tensor, Any]],
         *,
+        mask: Tensor | None = None,
         scale: float | None,
         softcap: float | None = None,
-        among: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         """One layer's attention: a first prompt's is delegated, a later one's and a step's is ours.
 
@@ -169,84 +263,86 @@ class CompressedCache(Cache):
             key: [B, H, q, D].
             value: [B, H, q, D].
             delegate: the model's own attention over just these tokens.
+            mask: [B or 1, 1, q, K], what the layer was given.
             scale: factor of the query-key products, None for D ** -0.5.
             softcap: bound of the logits, or None.
-            among: bool [B, 1, q, q], which of these tokens see which; None: causal.
 
         Returns:
             [B, q, Hq, D], and attention weights where the model's own attention gives them.
         """
-        layer, prompt, plan = self.layers[layer_idx], self.prompt, self.plan
+        layer, prompt, plan, phase = self.layers[layer_idx], self.prompt, self.plan, self.phase
+        running = current.get()
         assert isinstance(layer, CompressedLayer)
-        if prompt is None:
-            raise ValueError(
-                "this CompressedCache was not started by a wrapped model: let the model make it"
-            )
+        assert prompt is not None
+        assert running is not None
+        q = query.shape[2]
         factor = query.shape[-1] ** -0.5 if scale is None else scale
-        if not self.prefilling:
-            if among is not None and bool(among.triu(1).any()):
-                raise ValueError(
-                    "image tokens that see later ones continue a compressed prompt: give the new "
-                    "turn to model.generate(..., past_key_values=cache)"
-                )
-            clock = self.clock if self.on_clock else None
-            out = layer.attend(query, key, value, clock=clock, scale=factor, softcap=softcap)
-            return out, None
-        first = layer.seen - query.shape[2]
-        positions = torch.arange(first, layer.seen, device=key.device)
-        valid = prompt.valid[:, first:].to(key.device)
-        positions = positions.masked_fill(~valid, -1)[:, None]
-        past = layer.past()
+        first = layer.seen - q
+        with _outliving():
+            if isinstance(phase, Decoding):
+                if q > 1 and running.view(mask, prompt.valid.new_ones(len(query), q)) is not None:
+                    raise ValueError(
+                        "image tokens that see later ones continue a compressed prompt: give the "
+                        "new turn to model.generate(..., past_key_values=cache)"
+                    )
+                clock = self.clock if self.on_clock else None
+                hidden = None if running.hidden is None else running.hidden.to(key.device)
+                out = layer.keeping().attend(
+                    query, key, value, layer.seen, clock=clock, hidden=hidden,
+                    scale=factor, softcap=softcap,
+                )  # fmt: skip
+                return _refuse_gradient(out), None
+            new = prompt.valid[:, first:]
+            view = running.view(mask, new)
+            positions = torch.arange(first, layer.seen, device=key.device)
+            positions = positions.masked_fill(~new.to(key.device), -1)[:, None]
+            past = layer.dense()
+            if past is not None and phase.hides:
+                past = past.masked(prompt.valid)
+            if past is None:
+                held = DenseKV(key, value, positions)
+            else:
+                held = past.extended(key, value, positions)
+                options: Any = {"scale": factor, "softcap": softcap, "inv_freq": plan.inv_freq}
+                attended = held.attend(query, first, among=view, **options)
+                out = _refuse_gradient(attended), None
         if past is None:
-            held, out = Held(key, value, positions), delegate()
-        else:
-            held = past.extended(key, value, positions)
-            options: Any = {"scale": factor, "softcap": softcap, "inv_freq": plan.inv_freq}
-            out = held.attend(query, first, among=among, **options), None
-        with torch.no_grad():
-            self._keep(layer, held, query, scale, first=past is None)
+            out = delegate()
+        with _outliving(), torch.no_grad():
+            if self._scores(prompt, phase):
+                if past is None:
+                    valid = prompt.valid.to(query.device)
+                    held.scores = eviction.importance(
+                        plan.policy, query, key, scale=scale, valid=valid, softcap=softcap,
+                        mask=view, windows=prompt.windows,
+                    )  # fmt: skip
+                else:
+                    held.score(
+                        plan.policy, query, scale=scale, softcap=softcap, among=view,
+                        windows=prompt.windows,
+                    )  # fmt: skip
+            if phase.until is not None:
+                held.remember(plan.policy, query, view)
+            else:
+                held.tail = held.tail_mask = None
+            layer.state = held
+            if phase.sizes is not None:
+                self._evict(layer, phase.sizes[self.compressed.index(layer)])
         return out
 
-    def _keep(
-        self, layer: CompressedLayer, held: Held, query: Tensor, scale: float | None, *, first: bool
-    ) -> None:
-        """Score what a layer holds; evict at once if its size is known, else hold it whole."""
-        policy, prompt = self.plan.policy, self.prompt
-        assert prompt is not None
-        accumulates = policy.score == "accumulated" and not self.plan.keeps_everything
-        if accumulates or (self._evicts(prompt) and not self.expects_prompt):
-            if first:
-                valid = prompt.valid.to(query.device)
-                held.scores = eviction.importance(
-                    policy, query, held.keys, scale=scale, valid=valid, windows=prompt.windows
-                )
-            else:
-                held.score(policy, query, scale=scale, windows=prompt.windows)
-        if self.expects_prompt:
-            held.remember(policy, query)
-        else:
-            held.tail = None
-        layer.blocks = None
-        layer.held = held
-        if layer.sizes is not None:
-            self._store(layer)
-
     def finish(self) -> None:
-        """After the last layer of a prompt: size and evict the layers that had to wait."""
-        prompt, layers = self.prompt, self.compressed
-        if not self.prefilling or prompt is None:
+        """After the last layer of a pass: size and evict the layers that had to wait."""
+        phase, prompt, layers = self.phase, self.prompt, self.compressed
+        if not isinstance(phase, Reading) or prompt is None or phase.until is not None:
             return
-        self.prefilling = False
-        if self.expects_prompt:
-            return
-        waiting = [x for x in layers if x.held is not None]
+        waiting = [x.state for x in layers if isinstance(x.state, DenseKV)]
         if waiting:
-            held = [x.held for x in waiting if x.held is not None]
-            scores = [h.scores for h in held if h.scores is not None]
-            self._size_layers(prompt, scores, [h.positions for h in held])
-            with torch.no_grad():
-                for layer in waiting:
-                    self._store(layer)
+            scores = [x.scores for x in waiting if x.scores is not None]
+            sizes = self._sizes(prompt, scores, [x.positions for x in waiting])
+            with _outliving(), torch.no_grad():
+                for layer, size in zip(layers, sizes, strict=True):
+                    self._evict(layer, size)
+        self.phase = Decoding()
 
     def kept(self, layer: int) -> Tensor:
         """Original positions kept by a layer, int64 [B, H, n], ascending, -1 as filler.
@@ -260,7 +356,7 @@ class CompressedCache(Cache):
         found = self.layers[layer]
         if not isinstance(found, CompressedLayer):
             raise ValueError(f"layer {layer} has a sliding window of its own: it is not compressed")
-        return found.kept()
+        return found.keeping().kept()
 
     @property
     def lengths(self) -> list[int]:
@@ -300,12 +396,71 @@ class CompressedCache(Cache):
                 layer.batch_select_indices(batch)
         if self.prompt is not None:
             self.prompt = self.prompt.rows(batch)
+        if isinstance(self.phase, Reading):
+            self.phase.select_rows(batch)
 
     def reset(self) -> None:
         """Drop everything, ready for a new prompt."""
         super().reset()
-        self.prompt, self.expects_prompt, self.prefilling = None, True, False
-        self.clock = None
+        self.prompt, self.phase, self.clock = None, Reading(), None
+
+    def check_plan(self, config: Any, plan: Plan) -> None:
+        """Whether a model wrapped as `plan` says may continue this cache.
+
+        Raises:
+            ValueError: it was made under another policy or budget, or by another model.
+        """
+        if self.shape != _shape(config):
+            raise ValueError(
+                f"this CompressedCache was made by another model ({self.shape}, here "
+                f"{_shape(config)}): start a new one"
+            )
+        if self.plan != plan:
+            raise ValueError(
+                f"this CompressedCache was made under {self.plan.describe()}, and the model is "
+                f"wrapped with {plan.describe()} now: continue it under the wrap that made it, or "
+                "start a new one"
+            )
+
+    def _check_whole(self) -> None:
+        """Whether every layer has seen every token: not so after an interrupted pass.
+
+        Raises:
+            ValueError: some layers have not.
+        """
+        seen = {x.seen for x in self.compressed}
+        if len(seen) > 1:
+            raise ValueError(
+                f"this CompressedCache was interrupted within a pass (its layers have seen "
+                f"{min(seen)} to {max(seen)} tokens): start a new one"
+            )
+
+    def _known(self, seen: int) -> Tensor | None:
+        """Which of all tokens seen count, bool [B, seen]; None before the first prompt."""
+        if self.prompt is None:
+            return None
+        valid = self.prompt.valid
+        return torch.cat([valid, valid.new_ones(len(valid), seen - valid.shape[1])], dim=1)
+
+    def _hides(self, known: Tensor, earlier: Tensor) -> bool:
+        """Whether a mask [B, seen] of earlier tokens hides any that is `known`.
+
+        Raises:
+            ValueError: it shows a token that was masked when it came: it was not kept.
+        """
+        hides, shows = torch.stack([(known & ~earlier).any(), (earlier & ~known).any()]).tolist()
+        if shows:
+            row, position = (earlier & ~known).nonzero()[0].tolist()
+            raise ValueError(
+                f"attention_mask shows row {row} its token {position}, which was padding or masked "
+                "when it was read and is gone: keep masking it, or start a new cache"
+            )
+        if hides and any(isinstance(x.state, DenseKV) for x in self.compressed):
+            raise ValueError(
+                "the attention_mask of a later chunk hides tokens of an earlier chunk of the same "
+                "prompt: mask them in every chunk"
+            )
+        return bool(hides)
 
     def _evicts(self, prompt: Prompt) -> bool:
         """Whether any row is long enough to lose a token."""
@@ -314,18 +469,27 @@ class CompressedCache(Cache):
             return False
         return isinstance(budget, float | None) or max(prompt.lengths) > budget
 
-    def _size_layers(
+    def _scores(self, prompt: Prompt, phase: Reading) -> bool:
+        """Whether this pass scores: the last of a prompt, and every one where scores add up."""
+        if self.plan.keeps_everything:
+            return False
+        if self.plan.policy.score == "accumulated" and phase.until is None:
+            return True
+        return self.plan.policy.additive or (phase.until is None and self._evicts(prompt))
+
+
+    def _sizes(
         self, prompt: Prompt, scores: Sequence[Tensor] = (), positions: Sequence[Tensor] = ()
-    ) -> None:
-        """Set every layer's size for every row, from the layers' scores where sizes need them."""
-        layers, plan = self.compressed, self.plan
+    ) -> list[list[int]]:
+        """Every layer's size for every row [L][B], from the scores where sizes need them."""
+        layers, plan, phase = self.compressed, self.plan, self.phase
         importance: Sequence[Tensor | None] = [None] * len(prompt.lengths)
         if scores and plan.policy.layers in ("prefix", "pooled"):
             importance = eviction.competing(scores, positions, prompt)
         similarity = None
-        if plan.policy.layers == "squeeze" and layers[0].similarity is not None:
-            measured = [x.similarity.cpu() for x in layers if x.similarity is not None]
-            similarity = torch.stack(measured, dim=1)
+        if isinstance(phase, Reading) and phase.similarity:
+            found = [phase.similarity[i][0].cpu() for i in sorted(phase.similarity)]
+            similarity = torch.stack(found, dim=1)
         sizes = [
             eviction.row_sizes(
                 plan.policy,
@@ -339,16 +503,44 @@ class CompressedCache(Cache):
             )
             for row, (length, floor) in enumerate(zip(prompt.lengths, prompt.floors, strict=True))
         ]
-        for i, layer in enumerate(layers):
-            layer.sizes = [row[i] for row in sizes]
+        return [list(layer) for layer in zip(*sizes, strict=True)]
 
-    def _store(self, layer: CompressedLayer) -> None:
-        """Evict: the layer keeps a copy of what it keeps, and lets go of the rest."""
-        held, layer.held = layer.held, None
-        assert held is not None
+    def _evict(self, layer: CompressedLayer, sizes: list[int]) -> None:
+        """The layer keeps a copy of what it keeps, and lets go of the rest."""
+        assert isinstance(layer.state, DenseKV)
         assert self.prompt is not None
-        assert layer.sizes is not None
         expected = max(0, self.max_length - self.prompt.valid.shape[1])
-        layer.blocks, layer.retained, layer.error = evict(
-            held, self.plan, self.prompt.to(held.keys.device), layer.sizes, expected
+        prompt = self.prompt.to(layer.state.keys.device)
+        layer.state = evict(layer.state, self.plan, prompt, sizes, expected)
+
+
+def _outliving() -> AbstractContextManager[None]:
+    """What is made in here is written to after the pass, which may run in inference mode."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+class _NoGradient(torch.autograd.Function):
+    """The identity, which says at `backward` that gradients do not reach what is cached."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ValueError(
+            "gradients cannot flow through a compressed cache: its keys and values are copies. "
+            "Give the model the whole sequence in one pass, or mmkv.unwrap(model) to train it"
         )
+
+
+def _refuse_gradient(x: Tensor) -> Tensor:
+    """x [B, q, Hq, D] as it is; a gradient that comes back to it is an error."""
+    return _NoGradient.apply(x) if x.requires_grad else x  # type: ignore[return-value]
+
+
+def _shape(config: Any) -> str:
+    """What a cache and the decoder it is for must agree in."""
+    names = ("model_type", "num_hidden_layers", "hidden_size", "num_key_value_heads")
+    return ", ".join(f"{name}={getattr(config, name, None)}" for name in names)

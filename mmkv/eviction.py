@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +53,7 @@ class Prompt:
         budget: float | int | None,
         n_layers: int,
         before: Prompt | None = None,
-        generated: int = 0,
+        earlier: Tensor | None = None,
     ) -> Prompt:
         """Mark what the policy always keeps: sinks, the observation window, protected text.
 
@@ -62,15 +64,17 @@ class Prompt:
             budget: see `total_kept`; None when `policy.retention` decides the total.
             n_layers: L, the compressed layers.
             before: what was known of earlier tokens.
-            generated: how many were generated since.
+            earlier: bool [B, seen], with `before`: which of all earlier tokens still count; the
+                last of them were generated since.
         """
         image = torch.zeros_like(valid) if image is None else image
         asked = torch.ones_like(valid)
-        if before is not None:
-            between = valid.new_ones(valid.shape[0], generated)
-            valid = torch.cat([before.valid, between, valid], dim=1)
-            image = torch.cat([before.image, ~between, image], dim=1)
-            asked = torch.cat([before.asked, ~between, asked], dim=1)
+        if before is not None and earlier is not None:
+            generated = earlier.shape[1] - before.valid.shape[1]
+            neither = valid.new_zeros(valid.shape[0], generated)
+            valid = torch.cat([earlier, valid], dim=1)
+            image = torch.cat([before.image, neither, image], dim=1)
+            asked = torch.cat([before.asked, neither, asked], dim=1)
         order = valid.cumsum(-1)
         length = order[:, -1:]
         protected = valid & (order <= policy.sinks)
@@ -120,32 +124,76 @@ def importance(
     scale: float | None,
     valid: Tensor,
     windows: Sequence[int],
+    softcap: float | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """The policy's scores, made finite: a query or key that overflowed must not decide the rest.
 
     NaN and -inf count as no importance, inf as more than any finite score. Arguments and shapes as
     in `Policy.importance`; `windows` [B] is how many last queries observe each row.
+
+    Raises:
+        ValueError: a score of the policy's own has another shape, is NaN where queries and keys are
+            numbers, or leaves out what the layer's attention has.
     """
     valid, most = valid.to(key.device), key.shape[2] - 1
+    # What a layer does not have is not passed, so a score of one's own need not know of it.
+    more: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
+    if policy.scores_itself:
+        _check_signature(policy, [*more, *([] if mask is None else ["mask"])])
 
-    def of_rows(window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def of_rows(window: int, at: Any) -> Tensor:
         # A row that is nothing but window loses nothing, so that its scores decide nothing.
         window = min(window, most)
         chosen = policy if window == policy.observed else replace(policy, window=window)
-        return chosen.importance(q, k, scale=scale, valid=v)
+        shown = more if mask is None else {**more, "mask": mask[at]}
+        return chosen.importance(query[at], key[at], scale=scale, valid=valid[at], **shown)
 
     with torch.no_grad():
         if len(set(windows)) == 1:
-            found = of_rows(windows[0], query, key, valid)
+            found = of_rows(windows[0], slice(None))
         else:
             parts, order = [], []
             for window in sorted(set(windows)):
                 rows = [b for b, w in enumerate(windows) if w == window]
-                at = torch.tensor(rows, device=key.device)
-                parts.append(of_rows(window, query[at], key[at], valid[at]))
+                parts.append(of_rows(window, torch.tensor(rows, device=key.device)))
                 order += rows
             found = torch.cat(parts)[torch.tensor(order, device=key.device).argsort()]
+    if policy.scores_itself:
+        _check_scores(policy, found, query, key)
     return found.nan_to_num(nan=0.0, posinf=1e30, neginf=0.0)
+
+
+def _check_signature(policy: Policy, needed: list[str]) -> None:
+    """What the layer's attention has, a score of the policy's own must take into account."""
+    known = signature(policy.importance).parameters
+    if any(x.kind is x.VAR_KEYWORD for x in known.values()):
+        return
+    for name in needed:
+        if name not in known:
+            raise ValueError(
+                f"{type(policy).__name__}.importance does not take {name!r}, which this model's "
+                f"attention has: add {name}=None to its arguments, and use it"
+            )
+
+
+def _check_scores(policy: Policy, found: Tensor, query: Tensor, key: Tensor) -> None:
+    """What a score of the policy's own gave can be ranked."""
+    B, H, N, _ = key.shape
+    name = f"{type(policy).__name__}.importance"
+    if not isinstance(found, torch.Tensor) or found.shape not in ((B, H, N), (B, 1, N)):
+        got = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        raise ValueError(
+            f"{name} returned {got} for keys [B, H, N, D] = {tuple(key.shape)}: expected scores "
+            f"[B, H, N] = {(B, H, N)}, or {(B, 1, N)} for one ranking of all heads"
+        )
+    if not found.is_floating_point():
+        raise ValueError(f"{name} returned {found.dtype}: expected floating-point scores")
+    if bool(found.isnan().any()) and bool(query.isfinite().all() and key.isfinite().all()):
+        raise ValueError(
+            f"{name} returned NaN for {int(found.isnan().sum())} of {found.numel()} tokens, though "
+            "queries and keys are finite: give tokens that cannot be scored a number, such as 0"
+        )
 
 
 def total_kept(budget: float | int, n_layers: int, length: int) -> int:

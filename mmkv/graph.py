@@ -13,6 +13,7 @@ import copy
 import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,17 +141,21 @@ class Runner:
 
 def overrides(model: nn.Module) -> dict[str, Callable[..., Any]]:
     """The methods by which `generate` asks whether and how to run its decode steps."""
+    return {
+        "_valid_auto_compile_criteria": partial(_pays, model),
+        "get_compiled_call": partial(_runner, model),
+    }
 
-    def pays(model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-        why_not = refusal(model, model_kwargs.get("past_key_values"), generation_config)
-        if why_not is not None:
-            logger.info("decoding without a CUDA graph: %s", why_not)
-        return why_not is None
 
-    def runner(compile_config: Any = None) -> Runner:
-        return Runner(model)
+def _pays(model: nn.Module, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+    why_not = refusal(model, model_kwargs.get("past_key_values"), generation_config)
+    if why_not is not None:
+        logger.info("decoding without a CUDA graph: %s", why_not)
+    return why_not is None
 
-    return {"_valid_auto_compile_criteria": pays, "get_compiled_call": runner}
+
+def _runner(model: nn.Module, compile_config: Any = None) -> Runner:
+    return Runner(model)
 
 
 def _blocks(cache: CompressedCache) -> list[Block]:

@@ -4,10 +4,11 @@ turns together with a new one."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mmkv import eviction
 from mmkv.policy import Policy
@@ -16,14 +17,16 @@ from mmkv.storage import Block, attend, causal_view
 
 
 @dataclass
-class Held:
+class DenseKV:
     """Tokens of one layer, by age.
 
     Attributes:
         keys, values: [B, H, U, D].
         positions: int64 [B, 1 or H, U], ascending; -1 where there is no token.
         scores: float32 [B, 1 or H, U], importance; None where none was needed.
-        tail: [B, Hq, w, D], the last queries of the prompt's chunks so far, for window scores.
+        tail: [B, Hq, w, D], the last queries of the prompt's chunks so far, where its score needs
+            them.
+        tail_mask: bool [B, 1, w, U], which keys those queries saw; None: plainly causal.
     """
 
     keys: Tensor
@@ -31,9 +34,10 @@ class Held:
     positions: Tensor
     scores: Tensor | None = None
     tail: Tensor | None = None
+    tail_mask: Tensor | None = None
 
     @classmethod
-    def from_blocks(cls, blocks: list[Block], batch: int, heads: int) -> Held:
+    def from_blocks(cls, blocks: list[Block], batch: int, heads: int) -> DenseKV:
         """What a layer kept, sorted by position, in fresh tensors."""
         R, width = batch * heads, max(b.positions.shape[1] for b in blocks)
         first = blocks[0]
@@ -70,15 +74,46 @@ class Held:
         storages = [x.untyped_storage() for x in (self.keys, self.values)]
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
-    def extended(self, key: Tensor, value: Tensor, positions: Tensor) -> Held:
+    def masked(self, valid: Tensor) -> DenseKV:
+        """Without the tokens for which `valid`, bool [B, T] by position, is False."""
+        B, P, U = self.positions.shape
+        known = valid.to(self.positions.device)[:, None].expand(B, P, -1)
+        stays = known.gather(-1, self.positions.clamp(min=0)) & (self.positions >= 0)
+        # Those that stay lie behind, by age, as if the others had never been there.
+        order = (self.positions.masked_fill(~stays, -1)).argsort(dim=-1, stable=True)
+        start = int((~stays).sum(-1).min())
+        order = order[..., start:]
+
+        def by_age(x: Tensor) -> Tensor:
+            at = order.expand(B, x.shape[1], -1)
+            return x.gather(2, at if x.ndim == 3 else at[..., None].expand(-1, -1, -1, x.shape[3]))
+
+        positions = by_age(self.positions.masked_fill(~stays, -1))
+        scores = self.scores
+        if scores is not None:
+            wide = order.expand(B, max(P, scores.shape[1]), -1)
+            gone = ~stays.expand(B, wide.shape[1], U)
+            scores = scores.expand(B, wide.shape[1], U).masked_fill(gone, 0.0).gather(2, wide)
+        return DenseKV(by_age(self.keys), by_age(self.values), positions, scores)
+
+    def select_rows(self, batch: Tensor) -> DenseKV:
+        """Rows of the batch, which may repeat, in storage of their own."""
+
+        def rows(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[batch.to(x.device)]
+
+        found = {f.name: rows(getattr(self, f.name)) for f in fields(self)}
+        return DenseKV(**found)  # type: ignore[arg-type]
+
+    def extended(self, key: Tensor, value: Tensor, positions: Tensor) -> DenseKV:
         """With the pairs [B, H, q, D] of new tokens at `positions` [B, 1, q] behind the old."""
-        B, H, q, _ = key.shape
-        old = self.positions.expand(B, H, -1)
+        B, _, q, _ = key.shape
+        heads = self.positions.shape[1]
         return replace(
             self,
             keys=torch.cat([self.keys, key], dim=2),
             values=torch.cat([self.values, value], dim=2),
-            positions=torch.cat([old, positions.expand(B, H, q)], dim=2),
+            positions=torch.cat([self.positions, positions.expand(B, heads, q)], dim=2),
         )
 
     def attend(
@@ -113,39 +148,100 @@ class Held:
         return out.view(B, Hq, q, -1).transpose(1, 2)
 
     def score(
-        self, policy: Policy, query: Tensor, *, scale: float | None, windows: Sequence[int]
+        self,
+        policy: Policy,
+        query: Tensor,
+        *,
+        scale: float | None,
+        softcap: float | None,
+        among: Tensor | None,
+        windows: Sequence[int],
     ) -> None:
         """Add what the new queries [B, Hq, q, D] find important to what is known already.
 
-        Heads hold different tokens here, so each is scored as a row of its own. Window scores pool
-        over tokens as they lie in the cache; `windows` [B] is how many last queries observe a row.
+        Window scores pool over tokens as they lie in the cache.
+
+        Args:
+            policy: what scores.
+            query: those of the tokens that came last.
+            scale: factor of the query-key products, None for D ** -0.5.
+            softcap: bound of the logits, or None.
+            among: bool [B, 1, q, q], which of the new tokens see which; None: causal.
+            windows: [B], how many last queries observe each row.
         """
-        B, Hq, _, D = query.shape
-        H, U = self.keys.shape[1], self.keys.shape[2]
+        mask = self._mask(query.shape[2], among)
+        if policy.queries != 0:
+            query, mask = self._with_tail(query, mask)
         if policy.observed:
-            if self.tail is not None:
-                query = torch.cat([self.tail, query], dim=2)
             # A turn shorter than the window is observed by all the queries it has.
             given = (self.positions[:, 0, -query.shape[2] :] >= 0).sum(-1).tolist()
             windows = [min(w, n) for w, n in zip(windows, given, strict=True)]
-        valid = (self.positions >= 0).expand(B, H, U).flatten(0, 1)
+        keys, valid = self.keys, self.positions >= 0
+        apart = valid.shape[1] > 1
+        if apart:  # heads hold different tokens: each is a row of its own
+            B, H = keys.shape[:2]
+            windows = [w for w in windows for _ in range(H)]
+            query = query.unflatten(1, (H, -1)).flatten(0, 1)
+            keys, valid = keys.flatten(0, 1)[:, None], valid.flatten(0, 1)[:, None]
+            if mask is not None:
+                mask = mask.expand(B, H, -1, -1).flatten(0, 1)[:, None]
         found = eviction.importance(
             policy,
-            query.reshape(B * H, Hq // H, query.shape[2], D),
-            self.keys.flatten(0, 1)[:, None],
+            query,
+            keys,
             scale=scale,
-            valid=valid,
-            windows=[w for w in windows for _ in range(H)],
-        ).view(B, H, U)
-        if policy.average_heads:
-            found = found.mean(dim=1, keepdim=True)
-        if policy.score == "accumulated" and self.scores is not None:
+            valid=valid[:, 0],
+            softcap=softcap,
+            mask=mask,
+            windows=windows,
+        )
+        if apart:
+            found = found.view(self.keys.shape[:3])
+            if policy.average_heads:
+                found = found.mean(dim=1, keepdim=True)
+        if policy.additive and self.scores is not None:
             old = self.scores.shape[-1]
             found[..., :old] += self.scores[:, : found.shape[1]]
         self.scores = found
 
-    def remember(self, policy: Policy, query: Tensor) -> None:
-        """Keep the last queries of a chunk: the window may reach back into it."""
-        if policy.observed:
-            both = query if self.tail is None else torch.cat([self.tail, query], dim=2)
-            self.tail = both[:, :, -policy.window :]
+    def remember(self, policy: Policy, query: Tensor, among: Tensor | None) -> None:
+        """Keep a chunk's last queries, in storage of their own: the score may need them later."""
+        if policy.queries == 0:
+            return
+        query, mask = self._with_tail(query, self._mask(query.shape[2], among))
+        last = query.shape[2] if policy.queries is None else policy.queries
+        self.tail = query[:, :, -last:].clone()
+        self.tail_mask = None if mask is None else mask[:, :, -last:].clone()
+
+    def _mask(self, q: int, among: Tensor | None) -> Tensor | None:
+        """Which keys each of the last q tokens sees, bool [B, 1 or H, q, U]; None: causal."""
+        if among is None:
+            return None
+        old = self.positions.shape[-1] - q
+        earlier = (self.positions[:, :, None, :old] >= 0).expand(-1, -1, q, -1)
+        among = among.to(earlier.device).expand(-1, earlier.shape[1], -1, -1)
+        return torch.cat([earlier, among], dim=-1)
+
+    def _with_tail(self, query: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The queries of earlier chunks before the new ones, and what all of them see."""
+        if self.tail is None:
+            return query, mask
+        both = torch.cat([self.tail, query], dim=2)
+        if mask is None and self.tail_mask is None:
+            return both, None
+        q, w, U = query.shape[2], self.tail.shape[2], self.keys.shape[2]
+        known = (self.positions >= 0)[:, :, None]
+        place = torch.arange(U, device=known.device)
+
+        def causal(last: int, n: int) -> Tensor:
+            until = torch.arange(last - n, last, device=known.device)
+            return known & (place <= until[:, None])
+
+        old = self.tail_mask
+        if old is None:
+            old = causal(U - q, w)
+        old = pad(old, (0, U - old.shape[-1]))
+        new = causal(U, q) if mask is None else mask
+        heads = max(old.shape[1], new.shape[1])
+        parts = [x.expand(-1, heads, -1, -1) for x in (old, new)]
+        return both, torch.cat(parts, dim=2)

@@ -1,7 +1,9 @@
-"""One layer of the compressed cache: blocks of kept pairs, or a whole prompt while it waits."""
+"""One layer of the compressed cache, in one of three states: empty, whole, or kept."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -9,12 +11,136 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from mmkv.held import Held
+from mmkv.held import DenseKV
 from mmkv.storage import Block, Clock, Place
 
 
+@dataclass(eq=False)
+class KeptKV:
+    """What a layer keeps after eviction, in blocks of rows of similar length.
+
+    Attributes:
+        blocks: each holds some of the B * H rows, a row being one key-value head of one sequence.
+        batch, heads: B and H.
+        sizes: tokens kept per head when the prompt was read, for each of the B rows.
+        retained: [B], share of the importance kept; None where the policy has no attention score.
+        error: [B, 2], what 8 or 4 bits cost keys and values; None where nothing is quantised.
+    """
+
+    blocks: list[Block]
+    batch: int
+    heads: int
+    sizes: list[int]
+    retained: Tensor | None = None
+    error: Tensor | None = field(default=None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages held for keys and values."""
+        return sum(b.nbytes for b in self.blocks)
+
+    def dense(self) -> DenseKV:
+        """All that is kept, as one rectangle in fresh storage, by age."""
+        return DenseKV.from_blocks(self.blocks, self.batch, self.heads)
+
+    def kept(self) -> Tensor:
+        """Original positions held, int64 [B, H, n], ascending, -1 as filler at the end."""
+        found = self.dense().positions
+        far = torch.iinfo(torch.int64).max
+        found = found.masked_fill(found < 0, far).sort(dim=-1).values
+        return found.masked_fill(found == far, -1)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seen: int,
+        *,
+        clock: Clock | None = None,
+        hidden: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """A decode step, or a continuation by q tokens: write, attend, drop.
+
+        Args:
+            query: [B, Hq, q, D].
+            key: [B, H, q, D].
+            value: [B, H, q, D].
+            seen: tokens seen with these.
+            clock: what drives the step in place of the host, or None.
+            hidden: bool [B, seen - q], tokens held that these do not see; None: they see all.
+            options: scale and softcap.
+
+        Returns:
+            [B, q, Hq, D].
+        """
+        B, Hq, q, D = query.shape
+        first, R = seen - q, self.batch * self.heads
+        rows = query.reshape(R, Hq // self.heads * q, D)
+        key, value = key.detach().flatten(0, 1), value.detach().flatten(0, 1)
+        if hidden is not None:
+            hidden = hidden.repeat_interleave(self.heads, dim=0)
+        order, back = self._order
+        parts = [(rows, key, value, hidden)]
+        if order is not None:
+            sizes = [len(b.positions) for b in self.blocks]
+            split = [x[order].split(sizes) for x in (rows, key, value)]
+            unseen = [None] * len(sizes) if hidden is None else hidden[order].split(sizes)
+            parts = list(zip(*split, unseen, strict=True))
+        place: Place = first if clock is None else clock.position
+        out: list[Tensor] = []
+        for block, (mine, new_key, new_value, unseen) in zip(self.blocks, parts, strict=True):
+            block.append(new_key, new_value, first, clock)
+            out.append(block.attend(mine, q, place, hidden=unseen, **options))
+            block.advance(place if q == 1 else seen - 1, q)
+        done = out[0] if back is None else torch.cat(out)[back]
+        return done.view(B, Hq, q, -1).transpose(1, 2)
+
+    def select_rows(self, batch: Tensor) -> KeptKV:
+        """Rows of the batch, which may repeat; everything a row has moves with it."""
+        chosen = batch.cpu().numpy()
+        wanted = (chosen[:, None] * self.heads + np.arange(self.heads)).reshape(-1)
+        blocks = []
+        for block in self.blocks:
+            everything = self.batch * self.heads
+            old = np.arange(everything) if block.rows is None else block.rows.cpu().numpy()
+            place = np.full(everything, -1)
+            place[old] = np.arange(len(old))
+            mine = np.flatnonzero(place[wanted] >= 0)
+            if len(mine):
+                rows = None if block.rows is None else torch.from_numpy(mine).to(block.rows.device)
+                blocks.append(block.select(place[wanted[mine]], rows))
+
+        def chosen_of(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[batch.to(x.device)]
+
+        return replace(
+            self,
+            blocks=blocks,
+            batch=len(chosen),
+            sizes=[self.sizes[int(b)] for b in chosen],
+            retained=chosen_of(self.retained),
+            error=chosen_of(self.error),
+        )
+
+    @cached_property
+    def _order(self) -> tuple[Tensor | None, Tensor | None]:
+        """The rows as they lie in the blocks, and the way back; None where one block holds all."""
+        rows = [b.rows for b in self.blocks if b.rows is not None]
+        order = torch.cat(rows) if rows else None
+        return order, None if order is None else order.argsort()
+
+
 class CompressedLayer(CacheLayerMixin):
-    """One layer's kept pairs, in blocks of rows; `None` before the prefill."""
+    """One layer of a `CompressedCache`.
+
+    Attributes:
+        seen: tokens seen, padding included.
+        state: None before the first prompt; `DenseKV` while a prompt is being read and its tokens
+            wait whole; `KeptKV` after eviction. It is replaced whole, so nothing of one state
+            outlives it.
+    """
 
     is_compileable = False
     is_croppable = False
@@ -23,35 +149,23 @@ class CompressedLayer(CacheLayerMixin):
 
     def __init__(self) -> None:
         super().__init__()
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """Drop everything."""
+    def reset(self) -> None:
+        """Drop everything, ready for a new prompt."""
         self.seen = 0
-        self.batch = 0
-        self.heads = 0
-        self.blocks: list[Block] | None = None
-        self.held: Held | None = None
-        self.sizes: list[int] | None = None
-        self.retained: Tensor | None = None
-        self.error: Tensor | None = None
-        self.stream: Tensor | None = None
-        self.similarity: Tensor | None = None
-        self.compared: Tensor | None = None
-        self.ordered: tuple[list[Block], Tensor | None, Tensor | None] | None = None
+        self.state: DenseKV | KeptKV | None = None
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Learn the layer's shape."""
-        self.batch, self.heads = key_states.shape[:2]
+        """Nothing to prepare: storage is made at eviction."""
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Count the tokens and hand them on; the attention function stores them."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        self.is_initialized = True
         self.seen += key_states.shape[-2]
         return key_states, value_states
 
@@ -71,10 +185,6 @@ class CompressedLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length
 
-    def reset(self) -> None:
-        """Drop everything, ready for a new prompt."""
-        self.forget()
-
     def crop(self, *args: Any, **kwargs: Any) -> None:
         """Refused: evicted tokens cannot come back."""
         raise ValueError(
@@ -91,117 +201,33 @@ class CompressedLayer(CacheLayerMixin):
     prefetch = offload
 
     def select_rows(self, batch: Tensor) -> None:
-        """Choose rows of the batch; everything a row has moves with it."""
-        if self.blocks is None:
-            return
-        chosen = batch.cpu().numpy()
-        wanted = (chosen[:, None] * self.heads + np.arange(self.heads)).reshape(-1)
-        blocks = []
-        for block in self.blocks:
-            old = np.arange(self.rows) if block.rows is None else block.rows.cpu().numpy()
-            place = np.full(self.rows, -1)
-            place[old] = np.arange(len(old))
-            mine = np.flatnonzero(place[wanted] >= 0)
-            if len(mine):
-                rows = None if block.rows is None else torch.from_numpy(mine).to(block.rows.device)
-                blocks.append(block.select(place[wanted[mine]], rows))
-        self.blocks, self.batch = blocks, len(chosen)
-        if self.sizes is not None:
-            self.sizes = [self.sizes[int(b)] for b in chosen]
-        if self.retained is not None:
-            self.retained = self.retained[batch.to(self.retained.device)]
-        if self.error is not None:
-            self.error = self.error[batch.to(self.error.device)]
+        """Choose rows of the batch, which may repeat."""
+        if self.state is not None:
+            self.state = self.state.select_rows(batch)
 
     @property
-    def rows(self) -> int:
-        """B * H."""
-        return self.batch * self.heads
+    def blocks(self) -> list[Block] | None:
+        """The blocks of what is kept; None before eviction."""
+        return self.state.blocks if isinstance(self.state, KeptKV) else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the storages held for keys and values."""
-        held = 0 if self.held is None else self.held.nbytes
-        return held + sum(b.nbytes for b in self.blocks or ())
+        return 0 if self.state is None else self.state.nbytes
 
-    def compare(self, similarity: Tensor, tokens: Tensor) -> None:
-        """Take in the mean similarity [B] of the residual stream over a prompt's `tokens` [B].
-
-        The chunks of one prompt are averaged; `begin` forgets the last prompt's.
-        """
-        if self.similarity is None or self.compared is None:
-            self.similarity, self.compared = similarity, tokens
-            return
-        total = self.compared + tokens
-        both = self.similarity * self.compared + similarity * tokens
-        self.similarity, self.compared = both / total.clamp(min=1), total
-
-    def past(self) -> Held | None:
+    def dense(self) -> DenseKV | None:
         """All that is held of earlier tokens; None before the first."""
-        if self.held is not None or self.blocks is None:
-            return self.held
-        return Held.from_blocks(self.blocks, self.batch, self.heads)
+        return self.state.dense() if isinstance(self.state, KeptKV) else self.state
 
-    def kept(self) -> Tensor:
-        """Original positions held, int64 [B, H, n], ascending, -1 as filler at the end."""
-        if self.blocks is None:
-            raise ValueError("nothing is kept yet: run a prompt through the wrapped model first")
-        found = Held.from_blocks(self.blocks, self.batch, self.heads).positions
-        far = torch.iinfo(torch.int64).max
-        found = found.masked_fill(found < 0, far).sort(dim=-1).values
-        return found.masked_fill(found == far, -1)
+    def keeping(self) -> KeptKV:
+        """What is kept.
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        clock: Clock | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """A decode step, or a continuation by q tokens: write, attend, drop.
-
-        Args:
-            query: [B, Hq, q, D].
-            key: [B, H, q, D].
-            value: [B, H, q, D].
-            clock: what drives the step in place of the host, or None.
-            options: scale and softcap.
-
-        Returns:
-            [B, q, Hq, D].
+        Raises:
+            ValueError: nothing is, yet.
         """
-        assert self.blocks is not None
-        B, Hq, q, D = query.shape
-        first = self.seen - q
-        rows = query.reshape(self.rows, Hq // self.heads * q, D)
-        key, value = key.flatten(0, 1), value.flatten(0, 1)
-        if key.requires_grad or value.requires_grad:
-            key, value = key.detach(), value.detach()
-        order, back = self._order()
-        parts = [(rows, key, value)]
-        if order is not None:
-            sizes = [len(b.positions) for b in self.blocks]
-            rows, key, value = rows[order], key[order], value[order]
-            parts = list(zip(*(x.split(sizes) for x in (rows, key, value)), strict=True))
-        place: Place = first if clock is None else clock.position
-        out: list[Tensor] = []
-        for block, (mine, new_key, new_value) in zip(self.blocks, parts, strict=True):
-            block.append(new_key, new_value, first, clock)
-            out.append(block.attend(mine, q, place, **options))
-            block.advance(place if q == 1 else self.seen - 1, q)
-        done = out[0] if back is None else torch.cat(out)[back]
-        return done.view(B, Hq, q, -1).transpose(1, 2)
-
-    def _order(self) -> tuple[Tensor | None, Tensor | None]:
-        """The rows as they lie in the blocks, and the way back; None where one block holds all."""
-        blocks = self.blocks or []
-        if self.ordered is None or self.ordered[0] is not blocks:
-            rows = [b.rows for b in blocks if b.rows is not None]
-            order = torch.cat(rows) if rows else None
-            self.ordered = blocks, order, None if order is None else order.argsort()
-        return self.ordered[1:]
+        if not isinstance(self.state, KeptKV):
+            raise ValueError("nothing is kept yet: run a prompt through the wrapped model first")
+        return self.state
 
 
 def nbytes(layer: object) -> int:

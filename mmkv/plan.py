@@ -1,16 +1,14 @@
-"""What `wrap` was asked for, checked, with what the model adds to it."""
+"""What `wrap` was asked for, checked."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from mmkv import eviction
-from mmkv.eviction import Prompt
 from mmkv.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -21,25 +19,26 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """How a cache is made smaller: what `wrap` was asked for."""
+    """How a cache is made smaller: what `wrap` was asked for. It knows no model."""
 
     policy: Policy
     budget: float | int | None
     fractions: tuple[float, ...] | None = None
     # Frequencies of the decoder's rotary embedding [D / 2], for policy.reposition.
-    inv_freq: Tensor | None = field(default=None, repr=False)
-    # Called with the decoder's arguments before the prefill; returns the scores of every layer.
-    mini_prefill: Callable[[dict[str, Any], Prompt], list[Tensor]] | None = field(
-        default=None, repr=False
-    )
+    inv_freq: Tensor | None = field(default=None, repr=False, compare=False)
     # What kept pairs are held as: "int8", "int4", or None for the model's own type.
     kv_dtype: str | None = None
     # Replay decode steps as a CUDA graph, where that is possible and pays.
-    graph: bool = True
+    graph: bool = field(default=True, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
-        """Copies of a cache share their plan: it never changes, and it knows the model."""
+        """Copies of a cache share their plan: it never changes."""
         return self
+
+    def describe(self) -> str:
+        """The policy and budget in words."""
+        more = "" if self.kv_dtype is None else f", kv_dtype={self.kv_dtype!r}"
+        return f"policy={self.policy.name!r}, budget={self.budget}{more}"
 
     @property
     def keeps_everything(self) -> bool:
@@ -81,3 +80,13 @@ class Plan:
         if found:
             more = f"; and {len(found) - _MOST_NAMED} rows more" if len(found) > _MOST_NAMED else ""
             logger.warning("%s%s", "; ".join(found[:_MOST_NAMED]), more)
+
+    @property
+    def runs_mini_prefill(self) -> bool:
+        """Whether a first pass that stores nothing learns the layers' sizes."""
+        policy = self.policy
+        return (
+            self.needs_all_layers
+            and policy.layers in ("prefix", "pooled")
+            and policy.allocation == "mini-prefill"
+        )

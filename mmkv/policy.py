@@ -135,15 +135,27 @@ class Policy:
             )
 
     def importance(
-        self, query: Tensor, key: Tensor, *, scale: float | None, valid: Tensor
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        scale: float | None,
+        valid: Tensor,
+        softcap: float | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Score the prompt's tokens in one layer; higher = keep.
 
         Args:
-            query: [B, Hq, N, D], after rotary embedding.
+            query: [B, Hq, Q, D], after rotary embedding: the prompt's queries, Q = N. In a later
+                turn those of the new tokens, which are the last Q of the N; there each key-value
+                head is a row of its own, since heads hold different tokens.
             key: [B, H, N, D], after rotary embedding.
             scale: what the layer multiplies query-key products with; None means D ** -0.5.
             valid: bool [B, N], False for padding.
+            softcap: bound of the layer's logits (Gemma 2); passed only where the layer has one.
+            mask: bool [B, 1, Q, N], which query sees which key; passed only where that is not
+                plainly causal (PaliGemma, Gemma 3 with images).
 
         Returns:
             float32 [B, H, N], or [B, 1, N] for one ranking per layer. The last `window` entries of
@@ -153,10 +165,12 @@ class Policy:
 
         from mmkv import scores
 
+        more: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
+        more |= {} if mask is None else {"mask": mask}
         if self.score == "recency":
             return scores.recency(valid)
         if self.score == "accumulated":
-            s = scores.accumulated_attention(query, key, scale=scale, valid=valid)
+            s = scores.accumulated_attention(query, key, scale=scale, valid=valid, **more)
         else:
             weights = None
             if self.recency_weighted:
@@ -170,6 +184,7 @@ class Policy:
                 scale=scale,
                 valid=valid,
                 weights=weights,
+                **more,
             )
             s = torch.nn.functional.pad(s, (0, self.window))
         return s.mean(dim=1, keepdim=True) if self.average_heads else s
@@ -178,6 +193,23 @@ class Policy:
     def observed(self) -> int:
         """How many last tokens observe and are themselves always kept."""
         return self.window if self.score == "window" and not self.keeps_all else 0
+
+    @property
+    def scores_itself(self) -> bool:
+        """Whether a subclass computes a score of its own."""
+        return type(self).importance is not Policy.importance
+
+    @property
+    def additive(self) -> bool:
+        """Whether the scores of a prompt's chunks, and of turns, add up to the score of all."""
+        return self.score == "accumulated" and not self.scores_itself
+
+    @property
+    def queries(self) -> int | None:
+        """How many of a prompt's last queries its score needs at the end; None: all of them."""
+        if self.keeps_all or self.additive:
+            return 0
+        return None if self.scores_itself else self.observed
 
     @property
     def needs_all_layers(self) -> bool:

@@ -170,7 +170,7 @@ def calibrate(
         for sample in tqdm(samples, desc="calibrate", leave=False, disable=None):
             cache = model(**sample, use_cache=True).past_key_values
             for row, length in enumerate(cache.lengths):
-                rows.append([x.sizes[row] / length for x in cache.compressed])
+                rows.append([x.keeping().sizes[row] / length for x in cache.compressed])
     if not rows:
         raise ValueError("calibrate: no samples")
     mean = tuple(sum(layer) / len(rows) for layer in zip(*rows, strict=True))

@@ -89,21 +89,21 @@ class CacheReport:
         full = 0
         for i, x in enumerate(cache.layers):
             if isinstance(x, CompressedLayer):
-                counts = (x.kept() >= 0).sum(-1).tolist()
-                share = None if x.retained is None else float(x.retained.mean())
-                errors = (None, None) if x.error is None else x.error.mean(0).tolist()
+                state = x.keeping()
+                counts = (state.kept() >= 0).sum(-1).tolist()
+                share = None if state.retained is None else float(state.retained.mean())
+                errors = (None, None) if state.error is None else state.error.mean(0).tolist()
                 layers.append(LayerReport(i, True, counts, x.nbytes, share, *errors))
-                assert x.blocks is not None
-                block = x.blocks[0]
+                block = state.blocks[0]
                 width = (block.keys.shape[-1] + block.values.shape[-1]) * block.keys.dtype.itemsize
-                full += x.batch * x.heads * x.seen * width
+                full += state.batch * state.heads * x.seen * width
             else:
                 held = nbytes(x)
                 full += held
                 layers.append(LayerReport(i, False, [], held, None))
         generated = cache.compressed[0].seen - prompt.valid.shape[1]
         seen = [n + generated for n in cache.lengths]
-        heads = cache.compressed[0].heads
+        heads = cache.compressed[0].keeping().heads
         pairs = sum(n for x in layers for row in x.kept for n in row)
         return cls(
             policy=cache.plan.policy.name,
@@ -179,7 +179,7 @@ def _notes(cache: CompressedCache) -> list[str]:
         return ["the full cache: nothing is evicted"]
     notes = []
     for row, length in enumerate(cache.lengths):
-        sizes = [x.sizes[row] for x in cache.compressed if x.sizes is not None]
+        sizes = [x.keeping().sizes[row] for x in cache.compressed]
         if all(n == length for n in sizes):
             why = f"window {policy.observed}, " if policy.observed else ""
             notes.append(

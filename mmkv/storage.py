@@ -178,7 +178,14 @@ class Block:
             self.mass[where] = 0.0
 
     def attend(
-        self, query: Tensor, q: int, position: Place, *, scale: float, softcap: float | None
+        self,
+        query: Tensor,
+        q: int,
+        position: Place,
+        *,
+        scale: float,
+        softcap: float | None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
         """Attention of q new tokens, appended before, over the slots in use.
 
@@ -188,6 +195,7 @@ class Block:
             position: the first new token's.
             scale: factor of the query-key products.
             softcap: bound of the logits (Gemma 2), or None.
+            hidden: bool [R, T], earlier tokens, by position, that the new ones do not see.
 
         Returns:
             [R, G * q, D].
@@ -201,6 +209,14 @@ class Block:
         visible = None if self.bias is None else self.bias[:, :, :width]
         if q > 1 and isinstance(position, int):
             visible = causal_view(used(self.positions), position, q)
+        if hidden is not None:
+            place = used(self.positions).long()
+            known = (place >= 0) & (place < hidden.shape[1])
+            unseen = (hidden.gather(1, place.clamp(0, hidden.shape[1] - 1)) & known)[:, None]
+            if visible is None:
+                visible = torch.zeros(unseen.shape, dtype=query.dtype, device=query.device)
+            gone = False if visible.dtype == torch.bool else -torch.inf
+            visible = visible.masked_fill(unseen, gone)
         if self.inv_freq is not None:
             keys = reposition(keys, used(self.positions), position + q - 1, self.inv_freq)
         weighed = self.mass is not None and isinstance(self.schedule, Lightest)

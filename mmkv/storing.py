@@ -12,16 +12,17 @@ from torch.nn.functional import pad
 from mmkv import eviction
 from mmkv.decoding import Schedule, make_schedule
 from mmkv.eviction import Prompt
-from mmkv.held import Held
+from mmkv.held import DenseKV
 from mmkv.merging import merge
 from mmkv.plan import Plan
 from mmkv.quantised import Quantised, Stored, relative_error, squares
+from mmkv.layer import KeptKV
 from mmkv.storage import Block, group_rows, spare
 
 
 def evict(
-    held: Held, plan: Plan, prompt: Prompt, sizes: Sequence[int], expected: int
-) -> tuple[list[Block], Tensor | None, Tensor | None]:
+    held: DenseKV, plan: Plan, prompt: Prompt, sizes: Sequence[int], expected: int
+) -> KeptKV:
     """Choose what one layer keeps, merge or drop the rest, and copy it into storage of its own.
 
     Args:
@@ -30,10 +31,6 @@ def evict(
         prompt: what is known of the tokens, on the layer's device.
         sizes: tokens kept per head, for each row.
         expected: tokens that will be generated, as far as known.
-
-    Returns:
-        The blocks; the share of importance kept [B] where the policy scores by attention; and
-        where pairs are quantised, what that costs: `relative_error` of keys and values [B, 2].
     """
     policy, (B, H, U, _) = plan.policy, held.keys.shape
     indices, counts, anchored = eviction.select(policy, held.scores, held.positions, prompt, sizes)
@@ -90,7 +87,7 @@ def evict(
             )
         )
     error = None if plan.kv_dtype is None else relative_error(off.view(B, H, 2, 2).sum(1))
-    return blocks, retained, error
+    return KeptKV(blocks, B, H, list(sizes), retained, error)
 
 
 def _gather(x: Tensor, rows: Tensor, at: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,3 +165,22 @@ def short(policy: str) -> dict[str, Any]:
 def clone(model: torch.nn.Module) -> torch.nn.Module:
     """The same weights, sharing nothing."""
     return copy.deepcopy(model)
+
+
+@contextmanager
+def measured_similarity():
+    """What SqueezeAttention measures of the next prompt: by layer, similarity [B]."""
+    from mmkv.cache import Reading
+
+    found: dict[int, torch.Tensor] = {}
+    compare = Reading.compare
+
+    def record(self, layer_idx, similarity, tokens):
+        found[layer_idx] = similarity
+        compare(self, layer_idx, similarity, tokens)
+
+    Reading.compare = record
+    try:
+        yield found
+    finally:
+        Reading.compare = compare

@@ -57,7 +57,7 @@ def generate(model, inputs, new=NEW, **kwargs):
             return  # a chunk of a prompt: nothing is evicted yet
         held.append([cache.kept(i).clone() for i in range(len(cache.layers))])
 
-    wrapped = isinstance(getattr(model, "_mmkv", None), tuple)
+    wrapped = mmkv.is_wrapped(model)
     hook = model.register_forward_hook(record, with_kwargs=True) if wrapped else None
     try:
         out = model.generate(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -18,8 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mmkv.cache import incoming
 from mmkv.eviction import Prompt, importance
+from mmkv.forward_pass import ForwardPass, current
 from mmkv.policy import Policy
 
 # The model's attention implementation -> ours. transformers treats any name containing "flash"
@@ -30,32 +29,6 @@ NAMES = {
     "flash_attention_2": "mmkv_fa2",
     "flash_attention_3": "mmkv_fa3",
 }
-
-
-class Enough(Exception):  # noqa: N818 - a signal, not an error
-    """Ends a mini-prefill inside the last layer's attention."""
-
-
-class Collector:
-    """Gathers the scores of the layers that are compressed, in a pass that stores nothing."""
-
-    def __init__(self, policy: Policy, layers: Sequence[int], prompt: Prompt) -> None:
-        self.policy, self.layers, self.prompt = policy, layers, prompt
-        self.scores: list[Tensor] = []
-
-    def add(self, layer_idx: int, query: Tensor, key: Tensor, scale: float | None) -> None:
-        """Score one layer; after the last one nothing more is needed."""
-        if layer_idx not in self.layers:
-            return
-        valid, windows = self.prompt.valid, self.prompt.windows
-        self.scores.append(
-            importance(self.policy, query, key, scale=scale, valid=valid, windows=windows)
-        )
-        if len(self.scores) == len(self.layers):
-            raise Enough
-
-
-collecting: ContextVar[Collector | None] = ContextVar("mmkv_collecting", default=None)
 
 
 def register() -> None:
@@ -81,41 +54,27 @@ def _attention(
         function, owner = _base_function(base, module)
         return function(owner, query, key, value, attention_mask, **kwargs)
 
-    scale = kwargs.get("scaling")
-    if (collector := collecting.get()) is not None:
-        collector.add(module.layer_idx, query, key, scale)
+    running = current.get()
+    if running is None:
         return delegate()
-    new = incoming.get()
-    incoming.set(None)
-    # The key is compared too: one left behind by an interrupted step must not be taken for this.
-    if new is None or new.key is not key:
+    scale, softcap = kwargs.get("scaling"), kwargs.get("softcap")
+    if running.collector is not None:
+        running.collector.add(
+            module.layer_idx, query, key, attention_mask, scale=scale, softcap=softcap
+        )
+        return delegate()
+    layer_idx = running.take(key)
+    if layer_idx is None:
         return delegate()
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise ValueError(
             f"{type(module).__name__} uses learned sinks or position biases, which the compressed "
             "cache does not compute: mmkv.unwrap(model)"
         )
-    return new.cache.attend(
-        new.layer_idx,
-        query,
-        key,
-        value,
-        delegate,
-        scale=scale,
-        softcap=kwargs.get("softcap"),
-        among=_among(attention_mask, query.shape[2]),
+    assert running.cache is not None
+    return running.cache.attend(
+        layer_idx, query, key, value, delegate, mask=attention_mask, scale=scale, softcap=softcap
     )
-
-
-def _among(mask: Tensor | None, q: int) -> Tensor | None:
-    """Which of q new tokens see which, bool [B, 1, q, q]: Gemma 3's images see all of themselves.
-
-    None where it is plainly causal, as a mask that was not made says.
-    """
-    if mask is None or mask.ndim != 4 or q == 1:
-        return None
-    block = mask[..., -q:]
-    return block if block.dtype == torch.bool else block > torch.finfo(block.dtype).min / 2
 
 
 def _base_function(base: str, module: nn.Module) -> tuple[Callable[..., Any], Any]:
@@ -141,7 +100,52 @@ class _Overlay:
         return getattr(self.__dict__["_original"], name)
 
 
+class _Enough(Exception):  # noqa: N818 - a signal, not an error
+    """Ends a mini-prefill inside the last layer's attention."""
+
+
+class _Collector:
+    """Gathers the scores of the layers that are compressed, in a pass that stores nothing."""
+
+    def __init__(
+        self, policy: Policy, layers: Sequence[int], prompt: Prompt, running: ForwardPass
+    ) -> None:
+        self.policy, self.layers, self.prompt, self.running = policy, layers, prompt, running
+        self.scores: list[Tensor] = []
+
+    def add(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        *,
+        scale: float | None,
+        softcap: float | None,
+    ) -> None:
+        """Score one layer; after the last one nothing more is needed."""
+        if layer_idx not in self.layers:
+            return
+        valid = self.prompt.valid
+        view = self.running.view(mask, valid)
+        self.scores.append(
+            importance(
+                self.policy,
+                query,
+                key,
+                scale=scale,
+                valid=valid,
+                softcap=softcap,
+                mask=view,
+                windows=self.prompt.windows,
+            )
+        )
+        if len(self.scores) == len(self.layers):
+            raise _Enough
+
+
 def run_mini_prefill(
+    running: ForwardPass,
     decoder: nn.Module,
     policy: Policy,
     layers: Sequence[int],
@@ -153,13 +157,12 @@ def run_mini_prefill(
     XKV (arXiv 2412.05896, section IV-A): the pass ends inside the last layer, once its attention
     scores are known.
     """
-    collector = Collector(policy, layers, prompt)
-    token = collecting.set(collector)
+    running.collector = collector = _Collector(policy, layers, prompt, running)
     try:
         with torch.no_grad():
             decoder.forward(**{**arguments, "past_key_values": None, "use_cache": False})
-    except Enough:
+    except _Enough:
         pass
     finally:
-        collecting.reset(token)
+        running.collector = None
     return collector.scores

@@ -1,0 +1,1 @@
+"""What `wrap` changes on a model."""

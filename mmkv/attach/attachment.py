@@ -1,0 +1,118 @@
+"""What `wrap` changed on one model, and how to undo it.
+
+Nothing here is a closure: hooks and overrides are functions of modules bound to an `Attachment`, so
+a deep copy of a wrapped model is a wrapped model of its own, and it can be pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from mmkv import graph
+from mmkv.adapters import Adapter
+from mmkv.attach import attention, hooks
+from mmkv.attach.generation import prepare_cache, prepare_config, prepare_inputs, refuse_batching
+from mmkv.plan import Plan
+
+
+class Attachment:
+    """A policy at work on a model.
+
+    Attributes:
+        model: what was wrapped.
+        parts: its decoder, layers and attention modules.
+        plan: policy, budget and profile.
+        compressed: the layers that are compressed.
+        base: the attention implementation it had.
+    """
+
+    def __init__(
+        self, model: nn.Module, parts: Adapter, plan: Plan, compressed: tuple[int, ...]
+    ) -> None:
+        self.model, self.parts, self.plan, self.compressed = model, parts, plan, compressed
+        self.base: str = parts.config._attn_implementation
+        self._undo: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+
+    @property
+    def implementation(self) -> str:
+        """The attention implementation that the wrapped model uses."""
+        return attention.NAMES[self.base]
+
+    def attach(self) -> None:
+        """Change the model; each change is registered for undo before it is made."""
+        attention.register()
+        try:
+            self._attach()
+        except BaseException:
+            self.detach()
+            raise
+
+    def detach(self) -> None:
+        """Restore the model; the latest change first."""
+        while self._undo:
+            function, arguments = self._undo.pop()
+            function(*arguments)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickled, perhaps in another process: our attention functions must be known there."""
+        vars(self).update(state)
+        attention.register()
+
+    def _attach(self) -> None:
+        model, parts = self.model, self.parts
+        self._undo.append((_restore_attention, (parts.config, self.implementation, self.base)))
+        parts.config._attn_implementation_internal = self.implementation
+
+        overrides: dict[str, Any] = {
+            **graph.overrides(model),
+            "_prepare_cache_for_generation": partial(prepare_cache, self),
+            "_prepare_generation_config": partial(prepare_config, self),
+            "prepare_inputs_for_generation": partial(prepare_inputs, self),
+        }
+        for name in ("generate_batch", "init_continuous_batching"):
+            if hasattr(model, name):
+                overrides[name] = refuse_batching
+        for name, function in overrides.items():
+            self._set(model, name, function)
+        if parts.facts.forward is not None:
+            for module in parts.attentions:
+                self._set(module, "forward", partial(parts.facts.forward, module))
+
+        self._hook(parts.decoder, "register_forward_pre_hook", hooks.before_decoder)
+        self._hook(parts.decoder, "register_forward_hook", hooks.after_decoder, always_call=True)
+        self._hook(model, "register_forward_pre_hook", hooks.before_model)
+        self._hook(model, "register_forward_hook", hooks.after_model, always_call=True)
+        if self.plan.needs_all_layers and self.plan.policy.layers == "squeeze":
+            for i in self.compressed:
+                layer, attn = parts.layers[i], parts.attentions[i]
+                self._hook(layer, "register_forward_pre_hook", partial(hooks.before_layer, i))
+                self._hook(attn, "register_forward_hook", partial(hooks.after_attention, i))
+
+    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set an attribute of one instance."""
+        known = name in vars(module)
+        self._undo.append((_restore, (module, name, known, vars(module).get(name))))
+        vars(module)[name] = value
+
+    def _hook(
+        self, module: nn.Module, register: str, hook: Callable[..., Any], **options: Any
+    ) -> None:
+        handle = getattr(module, register)(partial(hook, self), with_kwargs=True, **options)
+        self._undo.append((handle.remove, ()))
+
+
+def _restore_attention(config: Any, ours: str, base: str) -> None:
+    # One that was chosen while the model was wrapped stays.
+    if config._attn_implementation == ours:
+        config._attn_implementation_internal = base
+
+
+def _restore(module: nn.Module, name: str, known: bool, value: Any) -> None:
+    if known:
+        vars(module)[name] = value
+    else:
+        vars(module).pop(name, None)

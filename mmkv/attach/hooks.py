@@ -1,0 +1,231 @@
+"""Hooks on a wrapped model: they tell the cache what comes, before the layers see it."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from mmkv import scores
+from mmkv.attach import attention
+from mmkv.cache import CompressedCache, Reading
+from mmkv.forward_pass import ForwardPass, current
+
+if TYPE_CHECKING:
+    from mmkv.attach.attachment import Attachment
+
+# The mask of the call that `generate` makes next.
+generated_mask: ContextVar[Any] = ContextVar("mmkv_generated_mask", default=None)
+
+
+def check_cache(cache: Any, attachment: Attachment) -> None:
+    """Whether the wrapped model may continue this cache.
+
+    Raises:
+        ValueError: it is of another kind, another model's, or made under another policy.
+    """
+    if not isinstance(cache, CompressedCache):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}, but a wrapped model makes and continues "
+            "a CompressedCache: pass none, or mmkv.unwrap(model) first"
+        )
+    cache.check_plan(attachment.parts.config, attachment.plan)
+
+
+def before_model(
+    attachment: Attachment, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Remember what the model is called with, which its decoder does not see."""
+    if module is not attachment.model:
+        raise ValueError(
+            "this is a shallow copy of a wrapped model and shares its hooks: use "
+            "copy.deepcopy(model), or copy first and wrap the copy"
+        )
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    current.set(
+        ForwardPass(
+            ids=kwargs.get("input_ids", args[0] if args else None),
+            mask=mask,
+            cache_given=kwargs.get("past_key_values"),
+            generating=mask is not None and mask is generated_mask.get(),
+        )
+    )
+    generated_mask.set(None)
+
+
+def after_model(
+    attachment: Attachment,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> None:
+    """Nothing of this call may reach the next one; called after an exception too."""
+    current.set(None)
+
+
+def before_decoder(
+    attachment: Attachment, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Make the cache where none was given, and tell it what comes."""
+    parts = attachment.parts
+    if module.training:
+        raise ValueError(
+            "a wrapped model is for inference: call model.eval(), or to train it "
+            "mmkv.unwrap(model)"
+        )
+    if args:
+        kwargs = {"input_ids": args[0], **kwargs}
+    cache: Any = kwargs.get("past_key_values")
+    running = current.get()
+    if running is None or running.entered:  # the decoder is called by itself
+        running = ForwardPass(mask=kwargs.get("attention_mask"), cache_given=cache)
+        current.set(running)
+    running.entered = True
+    if running.cache_given is None and _is_new(cache):
+        cache = None  # Idefics3 made it on its way down
+    if cache is None:
+        use_cache = kwargs.get("use_cache")
+        if not (module.config.use_cache if use_cache is None else use_cache):  # type: ignore[union-attr]
+            return None
+        cache = CompressedCache(parts.config, attachment.plan)
+        kwargs = {**kwargs, "past_key_values": cache}
+    if parts.config._attn_implementation != attachment.implementation:
+        raise ValueError(
+            f"the attention implementation was changed to {parts.config._attn_implementation!r} "
+            "after mmkv.wrap, so the compressed cache would not be attended to: call "
+            "mmkv.unwrap(model) and mmkv.wrap(model, ...) again"
+        )
+    check_cache(cache, attachment)
+    embeds = kwargs.get("inputs_embeds")
+    tokens = kwargs["input_ids"] if embeds is None else embeds
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim == 4):
+        # Gemma 3 and PaliGemma say above the decoder which tokens see each other.
+        mask = running.mask
+    seen, q = cache.get_query_offset(), tokens.shape[1]
+    if isinstance(cache.phase, Reading):
+        seen_by = _mask(mask, tokens, seen)
+        valid = tokens.new_ones(tokens.shape[:2], dtype=torch.bool)
+        earlier = None
+        if seen_by is not None:
+            earlier, valid = seen_by[:, :seen], seen_by[:, seen:]
+        first = None
+        if attachment.plan.runs_mini_prefill:
+            first = partial(_mini_prefill, attachment, running, kwargs)
+        image = _image_tokens(attachment, running, valid)
+        cache.begin(running, valid, earlier, image, first)
+    else:
+        # `generate` only ever adds ones to its mask: to look at it would make a GPU wait.
+        looks = q > 1 or tokens.device.type == "cpu" or not running.generating
+        cache.step(running, _mask(mask, tokens, seen) if looks else None, q)
+    return (), kwargs
+
+
+def after_decoder(
+    attachment: Attachment,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> None:
+    """Evict the layers that had to wait for all others."""
+    running = current.get()
+    if running is None or running.cache is None or output is None:
+        return
+    running.check_taken()
+    running.cache.finish()
+    running.cache = None
+
+
+def before_layer(
+    layer_idx: int,
+    attachment: Attachment,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Remember the residual stream before a layer's attention (SqueezeAttention)."""
+    running = current.get()
+    if running is not None and running.cache is not None and running.cache.expects_prompt:
+        running.streams[layer_idx] = args[0] if args else kwargs["hidden_states"]
+
+
+def after_attention(
+    layer_idx: int,
+    attachment: Attachment,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> None:
+    """Compare it with the stream after the attention's output was added back."""
+    running = current.get()
+    if running is None or running.cache is None or layer_idx not in running.streams:
+        return
+    before, cache = running.streams.pop(layer_idx), running.cache
+    if cache.prompt is None or not isinstance(cache.phase, Reading):
+        return
+    valid = cache.prompt.valid[:, -before.shape[1] :].to(before.device)
+    after = before + attachment.parts.added(layer_idx, output[0])
+    with torch.no_grad():
+        similarity = scores.residual_similarity(before, after, valid)
+    cache.phase.compare(layer_idx, similarity, valid.sum(-1))
+
+
+def _is_new(cache: Any) -> bool:
+    return isinstance(cache, DynamicCache) and cache.get_seq_length() == 0
+
+
+def _mini_prefill(
+    attachment: Attachment, running: ForwardPass, arguments: dict[str, Any], prompt: Any
+) -> list[Tensor]:
+    return attention.run_mini_prefill(
+        running,
+        attachment.parts.decoder,
+        attachment.plan.policy,
+        attachment.compressed,
+        arguments,
+        prompt,
+    )
+
+
+def _mask(mask: Any, tokens: Tensor, seen: int) -> Tensor | None:
+    """Bool [B, seen + q], False for padding and what is masked; None where there is no mask.
+
+    Raises:
+        ValueError: a mask of another shape.
+    """
+    if mask is None:
+        return None
+    wanted = (tokens.shape[0], seen + tokens.shape[1])
+    if not isinstance(mask, Tensor) or mask.shape != wanted:
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"attention_mask of shape {shape}: a compressed cache reads padding from a mask of "
+            f"shape {wanted}"
+        )
+    return mask.to(tokens.device).bool()
+
+
+def _image_tokens(attachment: Attachment, running: ForwardPass, valid: Tensor) -> Tensor | None:
+    """Bool [B, q], True where the prompt holds an image token; None where there is none to see.
+
+    Raises:
+        ValueError: text is to be protected, and the model was given embeddings alone.
+    """
+    tokens, ids = attachment.parts.image_token_ids, running.ids
+    if not tokens:
+        return None
+    if ids is None or ids.shape != valid.shape:
+        if attachment.plan.policy.protect == "instruction":
+            raise ValueError(
+                "protect='instruction' tells text from image tokens by input_ids, and the model "
+                "was given inputs_embeds alone: pass input_ids, or use protect='none'"
+            )
+        return None
+    return torch.isin(ids, torch.tensor(tokens, device=ids.device)).to(valid.device)

@@ -1,0 +1,111 @@
+"""What is known of the call that is running through a wrapped model.
+
+One value per call, in one context variable: the hooks of `mmkv.attach` fill it in, the cache and the
+attention function read it. It is replaced by the next call and dropped on every way out of this one.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from mmkv.cache import CompressedCache
+
+NOT_ATTENDED = (
+    "{what} took keys and values into a compressed cache, but the attention function that attends "
+    "to it did not run: after model.set_attn_implementation(...), or with a model that is not "
+    "wrapped any more, call mmkv.unwrap(model) if it is wrapped, mmkv.wrap(model, ...) again, and "
+    "start a new cache"
+)
+
+
+@dataclass(eq=False)
+class ForwardPass:
+    """One call of a wrapped model.
+
+    Attributes:
+        ids: int [B, q], the model's input ids; None where it was given embeddings.
+        mask: the attention mask that the model was called with.
+        cache_given: the `past_key_values` that the model was called with.
+        generating: whether `generate` makes the call: its masks only ever grow by ones.
+        entered: whether the decoder has begun.
+        cache: the cache of this pass; None before the decoder begins, and without a cache.
+        hidden: bool [B, seen], tokens held that the mask hides from this pass; None: none.
+        streams: the residual stream [B, q, hidden] that entered each layer, for SqueezeAttention.
+        collector: gathers scores in a mini-prefill; None otherwise.
+    """
+
+    ids: Tensor | None = None
+    mask: Any = None
+    cache_given: Any = None
+    generating: bool = False
+    entered: bool = False
+    cache: CompressedCache | None = None
+    hidden: Tensor | None = None
+    streams: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    collector: Any = None
+    # A layer's new tokens between the cache's `update` and the attention function.
+    _handed: tuple[int, Tensor] | None = None
+    # Per mask that the layers were given: the mask, and what `view` found.
+    _views: dict[int, tuple[Tensor, Tensor | None]] = field(
+        default_factory=dict[int, "tuple[Tensor, Tensor | None]"]
+    )
+
+    def hand_over(self, layer_idx: int, key: Tensor) -> None:
+        """A layer's new tokens [B, H, q, D] go to the attention function that runs next.
+
+        Raises:
+            ValueError: those of the layer before were not taken up.
+        """
+        self.check_taken()
+        self._handed = layer_idx, key
+
+    def take(self, key: Tensor) -> int | None:
+        """The layer whose new tokens these are; None where they do not go into the cache."""
+        if self._handed is None or self._handed[1] is not key:
+            return None
+        layer_idx, self._handed = self._handed[0], None
+        return layer_idx
+
+    def check_taken(self) -> None:
+        """Every layer's new tokens were attended to by our attention function.
+
+        Raises:
+            ValueError: those of one were not.
+        """
+        if self._handed is not None:
+            layer_idx, self._handed = self._handed[0], None
+            raise ValueError(NOT_ATTENDED.format(what=f"layer {layer_idx}"))
+
+    def view(self, mask: Tensor | None, valid: Tensor) -> Tensor | None:
+        """Which of the q new tokens see which, bool [B, 1, q, q]; None where it is plainly causal.
+
+        Prefix-LM masks (PaliGemma) and images whose tokens see all of themselves (Gemma 3) are not.
+        The mask is compared once a pass, not once a layer.
+
+        Args:
+            mask: [B or 1, 1, q, K], bool or added to the logits, as the layer was given it; None
+                where transformers left it out, because it is causal.
+            valid: bool [B, q], False for padding, of which it does not matter what it sees.
+        """
+        q = valid.shape[1]
+        if mask is None or mask.ndim != 4 or q == 1:
+            return None
+        if id(mask) not in self._views:
+            block = mask[..., -q:]
+            if block.dtype != torch.bool:
+                block = block > torch.finfo(block.dtype).min / 2
+            valid = valid.to(mask.device)
+            both = valid[:, None, None, :] & valid[:, None, :, None]
+            causal = torch.ones(q, q, dtype=torch.bool, device=mask.device).tril()
+            plain = bool((((block ^ causal) & both) == 0).all())
+            self._views[id(mask)] = mask, None if plain else block & both
+        return self._views[id(mask)][1]
+
+
+current: ContextVar[ForwardPass | None] = ContextVar("mmkv_forward_pass", default=None)
