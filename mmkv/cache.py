@@ -356,7 +356,7 @@ class CompressedCache(Cache):
         found = self.layers[layer]
         if not isinstance(found, CompressedLayer):
             raise ValueError(f"layer {layer} has a sliding window of its own: it is not compressed")
-        return found.keeping().kept()
+        return found.kept()
 
     @property
     def lengths(self) -> list[int]:
@@ -476,7 +476,6 @@ class CompressedCache(Cache):
         if self.plan.policy.score == "accumulated" and phase.until is None:
             return True
         return self.plan.policy.additive or (phase.until is None and self._evicts(prompt))
-
 
     def _sizes(
         self, prompt: Prompt, scores: Sequence[Tensor] = (), positions: Sequence[Tensor] = ()

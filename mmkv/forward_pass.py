@@ -1,7 +1,7 @@
 """What is known of the call that is running through a wrapped model.
 
-One value per call, in one context variable: the hooks of `mmkv.attach` fill it in, the cache and the
-attention function read it. It is replaced by the next call and dropped on every way out of this one.
+One value per call, in one context variable: the hooks of `mmkv.attach` fill it in, the cache and
+the attention function read it. The next call replaces it, and every way out of this one drops it.
 """
 
 from __future__ import annotations

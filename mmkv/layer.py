@@ -219,6 +219,10 @@ class CompressedLayer(CacheLayerMixin):
         """All that is held of earlier tokens; None before the first."""
         return self.state.dense() if isinstance(self.state, KeptKV) else self.state
 
+    def kept(self) -> Tensor:
+        """Original positions held, int64 [B, H, n], ascending, -1 as filler at the end."""
+        return self.keeping().kept()
+
     def keeping(self) -> KeptKV:
         """What is kept.
 

@@ -128,6 +128,11 @@ class Policy:
                 "decode='fixed' drops the lowest accumulated score or the oldest token; "
                 "score='window' has neither: use score='accumulated' or 'recency'"
             )
+        if self.decode == "fixed" and self.average_heads:
+            raise ValueError(
+                "average_heads=True ranks tokens once per layer, but decode='fixed' drops the "
+                "lightest token of each head: use average_heads=False, or decode='ratio' or 'grow'"
+            )
         if self.layers in ("prefix", "pooled") and self.score == "recency":
             raise ValueError(
                 f"layers={self.layers!r} compares layers by their scores; "

@@ -13,16 +13,14 @@ from mmkv import eviction
 from mmkv.decoding import Schedule, make_schedule
 from mmkv.eviction import Prompt
 from mmkv.held import DenseKV
+from mmkv.layer import KeptKV
 from mmkv.merging import merge
 from mmkv.plan import Plan
 from mmkv.quantised import Quantised, Stored, relative_error, squares
-from mmkv.layer import KeptKV
 from mmkv.storage import Block, group_rows, spare
 
 
-def evict(
-    held: DenseKV, plan: Plan, prompt: Prompt, sizes: Sequence[int], expected: int
-) -> KeptKV:
+def evict(held: DenseKV, plan: Plan, prompt: Prompt, sizes: Sequence[int], expected: int) -> KeptKV:
     """Choose what one layer keeps, merge or drop the rest, and copy it into storage of its own.
 
     Args:

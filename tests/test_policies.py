@@ -320,9 +320,9 @@ def test_squeeze_gives_least_to_layers_that_change_least(eager, prompt):
         / N
         for i in range(L)
     ]
-    with mmkv.wrapped(eager, "squeeze", 0.3, base="local"), torch.no_grad():
-        with measured_similarity() as found:
-            cache = eager(**prompt, use_cache=True).past_key_values
+    wrapping = mmkv.wrapped(eager, "squeeze", 0.3, base="local")
+    with wrapping, torch.no_grad(), measured_similarity() as found:
+        cache = eager(**prompt, use_cache=True).past_key_values
     got = torch.cat([found[i] for i in range(L)])
     torch.testing.assert_close(got, torch.tensor(similarity), atol=1e-5, rtol=0)
     sizes = [int((cache.kept(i)[0, 0] >= 0).sum()) for i in range(L)]

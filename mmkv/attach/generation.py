@@ -61,6 +61,4 @@ def refuse_batching(*args: Any, **kwargs: Any) -> None:
     Raises:
         ValueError: always.
     """
-    raise ValueError(
-        "continuous batching keeps a paged cache of its own: mmkv.unwrap(model) first"
-    )
+    raise ValueError("continuous batching keeps a paged cache of its own: mmkv.unwrap(model) first")

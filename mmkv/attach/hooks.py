@@ -75,8 +75,7 @@ def before_decoder(
     parts = attachment.parts
     if module.training:
         raise ValueError(
-            "a wrapped model is for inference: call model.eval(), or to train it "
-            "mmkv.unwrap(model)"
+            "a wrapped model is for inference: call model.eval(), or to train it mmkv.unwrap(model)"
         )
     if args:
         kwargs = {"input_ids": args[0], **kwargs}
