@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mmkv import eviction
+from mmkv.eviction import Prompt
 from mmkv.policy import Policy
 
 logger = logging.getLogger(__name__)
