@@ -176,14 +176,15 @@ def test_xkv_reaches_a_retention_with_the_window_on_top(eager, prompt, attention
             assert kept[layer][h] == chosen | set(range(N - window, N))
 
 
-def test_layer_sizes_come_from_the_tokens_that_compete(eager, prompt, attention):
+@pytest.mark.parametrize("layers", ["prefix", "pooled"])
+def test_layer_sizes_come_from_the_tokens_that_compete(eager, prompt, attention, layers):
     """Sinks are kept in every layer whatever they weigh, so they do not size the layers."""
-    sinks, total = 5, round(0.3 * L * N)
-    kept = kept_after_prefill(eager, prompt, "prefixkv", 0.3, sinks=sinks)
+    sinks, spare = 20, round(0.5 * L * N) - L * 20
+    kept = kept_after_prefill(eager, prompt, "prefixkv", 0.5, sinks=sinks, layers=layers)
+    allocate = {"prefix": mmkv.allocation.prefix, "pooled": mmkv.allocation.pooled}[layers]
     scores = [layer_scores(a) for a in attention]
-    free = torch.tensor([s[sinks:] for s in scores])
-    sizes = mmkv.allocation.prefix(free, total - L * sinks)
-    assert sizes != [n - sinks for n in mmkv.allocation.prefix(torch.tensor(scores), total)]
+    sizes = allocate(torch.tensor([s[sinks:] for s in scores]), spare)
+    assert sizes != allocate(torch.tensor(scores), spare)
     for layer in range(L):
         chosen = {sinks + j for j in top(scores[layer][sinks:], sizes[layer])}
         assert all(head == chosen | set(range(sinks)) for head in kept[layer])
@@ -296,6 +297,17 @@ def test_an_int_budget_is_met_to_the_token(eager, policy, length):
         if policy != "snapkv":  # constant from here on
             sizes = [len(step[layer][0, 0]) for step in held]
             assert sizes == [min(length + t, 20) for t in range(6)]
+
+
+@pytest.mark.parametrize("length", [20, 21])
+def test_layers_of_an_int_budget_hold_their_own_size(eager, length):
+    """A prompt longer than the budget leaves each layer the size that the allocation gave it."""
+    with mmkv.wrapped(eager, "local", 20, layers="pyramid"):
+        *_, held = generate(eager, make_inputs("llama", (length,)), new=6)
+    wanted = mmkv.allocation.pyramid(L, L * 20, max_size=length)
+    assert len(set(wanted)) == (1 if length == 20 else 3)
+    for step in held:
+        assert [len(layer[0, 0]) for layer in step] == wanted
 
 
 def test_squeeze_gives_least_to_layers_that_change_least(eager, prompt):
