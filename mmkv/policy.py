@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_type_hints
 
 if TYPE_CHECKING:
@@ -99,9 +100,11 @@ class Policy:
     def __post_init__(self) -> None:
         """Validate every option; each message shows the value received."""
         for field, hint in get_type_hints(type(self)).items():
-            choices = _literals(hint)
-            if choices and (value := getattr(self, field)) not in choices:
+            value, choices = getattr(self, field), _literals(hint)
+            if choices and value not in choices:
                 raise ValueError(f"{field}={value!r}: expected one of {choices}")
+            if expected := _other_type(value, hint):
+                raise ValueError(f"{field}={value!r}: expected {expected}")
         if self.window < 1 or self.kernel_size < 1 or self.kernel_size % 2 == 0:
             raise ValueError(
                 f"window={self.window}, kernel_size={self.kernel_size}: "
@@ -235,6 +238,21 @@ class Policy:
         """Whether this policy's parts read `option`; setting one they do not read does nothing."""
         part, choices = _READ_ONLY_WITH.get(option, (option, ()))
         return not choices or getattr(self, part) in choices
+
+
+def _other_type(value: Any, hint: Any) -> str:
+    """What a field takes, where its value is of another type; "" where it fits."""
+    hints = get_args(hint) or (hint,)
+    if value is None and type(None) in hints:
+        return ""
+    for kind, fits, expected in (
+        (bool, isinstance(value, bool), "True or False"),
+        (int, isinstance(value, Integral) and not isinstance(value, bool), "a whole number"),
+        (float, isinstance(value, Real) and not isinstance(value, bool), "a number"),
+    ):
+        if kind in hints:
+            return "" if fits else expected
+    return ""
 
 
 def _literals(hint: Any) -> list[Any]:

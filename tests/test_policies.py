@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_inputs, make_model, measured_similarity
@@ -360,3 +361,19 @@ def test_scores_that_are_no_numbers_still_spend_the_budget(
     options = {"window": 6} if mmkv.get_policy(policy).observed else {}
     kept = kept_after_prefill(text_model, prompt, policy, 0.3, **options)
     assert sum(len(head) for layer in kept for head in layer) == round(0.3 * L * N) * H
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("window", "wide", "window='wide': expected a whole number"),
+        ("window", 8.5, "window=8.5: expected a whole number"),
+        ("sinks", True, "sinks=True: expected a whole number"),
+        ("recent", "half", "recent='half': expected a number"),
+        ("average_heads", 1, "average_heads=1: expected True or False"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(option, value, expected):
+    with pytest.raises(ValueError, match=expected):
+        mmkv.get_policy("snapkv", **{option: value})
+    assert mmkv.get_policy("snapkv", window=np.int64(8), recent=1).window == 8
