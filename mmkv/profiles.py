@@ -22,6 +22,8 @@ from mmkv import reading
 
 _FORMAT, _VERSION = "mmkv-profile", 1
 _MOST_BYTES = 2**20
+# Budgets that differ by no more are the same but for whole tokens.
+_CLOSE = 0.01
 _SHAPE = ("model_type", "num_hidden_layers", "hidden_size", "num_key_value_heads")
 
 
@@ -31,7 +33,7 @@ class Profile:
 
     Attributes:
         fractions: one number in (0, 1] a layer.
-        budget: their mean, what the profile spends.
+        budget: what was asked for, which is their mean but for rounding.
         policy: the policy it was measured with; None where unknown.
         samples: how many prompts it averages; None where unknown.
         model: the shape of the decoder it was measured on; None where unknown.
@@ -113,7 +115,7 @@ class Profile:
                 + ", ".join(f"{k} {a!r} there, {b!r} here" for k, (a, b) in different.items())
             )
         if budget is not None and (
-            not isinstance(budget, float) or abs(budget - self.budget) > 0.01
+            not isinstance(budget, float) or abs(budget - self.budget) > _CLOSE
         ):
             raise ValueError(
                 f"budget={budget}, but the profile keeps {self.budget:.4f}: leave the budget out, "
@@ -174,9 +176,11 @@ def calibrate(
     if not rows:
         raise ValueError("calibrate: no samples")
     mean = tuple(sum(layer) / len(rows) for layer in zip(*rows, strict=True))
+    spent = sum(mean) / len(mean)
     return Profile(
         mean,
-        budget=sum(mean) / len(mean),
+        # Sizes are whole tokens: what is spent differs from what was asked for by less than one.
+        budget=spent if asked is None or abs(spent - asked) > _CLOSE else asked,
         policy=chosen.name,
         samples=len(rows),
         model=model_shape(config),
