@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -22,6 +24,7 @@ _HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"x-content-type-options", b"nosniff"),
 )
+_STREAM = socket.SOCK_STREAM
 
 
 class SafeHeaders:
@@ -39,6 +42,28 @@ class SafeHeaders:
             await send(message)
 
         await self.app(scope, receive, add)
+
+
+def check_address(host: str, port: int | None) -> None:
+    """Refuse an address that cannot be listened on.
+
+    Raises:
+        ValueError: names the option to change.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(host.strip("[]"), port or 0, type=_STREAM)[0]
+        with socket.socket(family, _STREAM) as probe:
+            # As a server does: connections that are still closing do not hold the port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(
+                f"port {port} is in use: choose another by --port, or --port 0 for a free one"
+            ) from None
+        option = "--port" if error.errno == errno.EACCES else "--host"
+        given = port if option == "--port" else host
+        raise ValueError(f"{option} {given}: {error.strerror}") from None
 
 
 @contextmanager
@@ -60,9 +85,10 @@ def serving(
         dtype: as for `mmkv.chat.load`.
 
     Raises:
-        ValueError: Gradio is missing, or a model cannot be loaded.
-        OSError: the port is taken.
+        ValueError: the port is taken, Gradio is missing, or a model cannot be loaded.
+        OSError: the port was taken while the model was loaded.
     """
+    check_address(host, port)
     with tempfile.TemporaryDirectory(prefix="mmkv-demo-", ignore_cleanup_errors=True) as folder:
         # Gradio reads these while it is imported.
         os.environ.update(GRADIO_TEMP_DIR=folder, GRADIO_ANALYTICS_ENABLED="False")

@@ -6,13 +6,12 @@ line and exit code 2. Ctrl-C keeps every finished row and exits with 130.
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from mmkv.terminal import check_place, console, say, told
 
 POLICIES = "full,local,streaming,h2o,elastic,snapkv,pyramidkv,adakv,squeeze,xkv,prefixkv"
 BUDGETS = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9"
@@ -37,21 +36,7 @@ _Images = Annotated[Path | None, typer.Option(help="Where pictures lie, if not b
 _Limit = Annotated[int | None, typer.Option(min=1, help="Use the first samples only.")]
 
 
-def _told(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn what a user got wrong into one line and exit code 2."""
-
-    @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except (ValueError, OSError) as error:
-            typer.echo(f"mmkv: error: {' '.join(str(error).split())}", err=True)
-            raise typer.Exit(2) from None
-
-    return run
-
-
-@_told
+@told
 def eval_command(
     suite: Annotated[
         str,
@@ -109,6 +94,7 @@ def eval_command(
     folder = out or Path("runs") / suite
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder} is a file, not a folder")
+    check_place(folder)
 
     from .loading import load_model
     from .processes import find_processes
@@ -137,21 +123,22 @@ def eval_command(
             max_length=max_length,
             seed=seed,
             processes=processes,
-            progress=sys.stderr.isatty() or sys.stdout.isatty(),
         )
     except KeyboardInterrupt:
-        typer.echo(
-            f"\nmmkv: stopped; finished rows are in {folder}, the same command goes on", err=True
-        )
+        say(f"stopped; finished rows are in {folder}, the same command goes on")
         raise typer.Exit(130) from None
     if processes.main:
         from .report import Report
 
-        _console().print(Report(folder).main_table())
+        report = Report(folder)
+        console().print(report.main_table())
         typer.echo(f"mmkv report {folder}  for all tables and curves")
+        if not report.measured:
+            say(f"nothing could be measured: {report.errors()[0]}")
+            raise typer.Exit(1)
 
 
-@_told
+@told
 def report_command(
     folder: Annotated[Path, typer.Argument(help="A run's folder, such as runs/description.")],
     every: Annotated[
@@ -163,14 +150,14 @@ def report_command(
     from .report import Report
 
     report = Report(folder)
-    console = _console()
+    screen = console()
     for table in report.tables() if every else report.first_tables():
-        console.print(table)
+        screen.print(table)
     for path in report.write(plots=plots):
         typer.echo(f"wrote {path}")
 
 
-@_told
+@told
 def calibrate_command(
     out: Annotated[Path, typer.Option(help="The profile's file.")] = Path("profile.json"),
     policy: Annotated[
@@ -200,8 +187,7 @@ def calibrate_command(
     check_budget(budget)
     (variant,) = parse_variants([policy], parse_options(option or []), builtin=data == "builtin")
     samples = load_suite(suite, data, limit=limit, image_folder=image_folder)
-    if not out.parent.is_dir():
-        raise ValueError(f"--out {out}: no such folder")
+    _check_file(out)
 
     from mmkv.profiles import calibrate
 
@@ -218,7 +204,7 @@ def calibrate_command(
     typer.echo(f"wrote {out}")
 
 
-@_told
+@told
 def plot_command(
     kind: Annotated[
         str,
@@ -227,7 +213,9 @@ def plot_command(
             "layer; retention: importance retained by layer."
         ),
     ],
-    out: Annotated[Path | None, typer.Option(help="The PNG. [default: KIND.png]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The figure (.png, .jpg, .svg, ...). [default: KIND.png]")
+    ] = None,
     policies: Annotated[
         str, typer.Option(help="As for eval; lorenz draws the score of the first.")
     ] = "prefixkv,xkv,squeeze,pyramidkv,snapkv",
@@ -244,7 +232,9 @@ def plot_command(
     dtype: _Dtype = "auto",
     device_map: _Map = None,
 ) -> None:
-    """Draw what policies keep of one prompt, as a PNG."""
+    """Draw what policies keep of one prompt."""
+    from mmkv.picture import check_format
+
     from .samples import Sample, check_image
     from .suites import load_suite
     from .variants import parse_budgets, parse_options, parse_variants
@@ -267,8 +257,11 @@ def plot_command(
             raise ValueError(f"--sample {sample}: the suite has {len(samples)}")
         shown = samples[sample]
     path = out or Path(f"{kind}.png")
-    if not path.parent.is_dir():
-        raise ValueError(f"--out {path}: no such folder")
+    _check_file(path)
+    try:
+        check_format(path)
+    except ValueError as error:
+        raise ValueError(f"--out {error}") from None
 
     from . import plots
     from .loading import load_model
@@ -291,11 +284,13 @@ def _on(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return on_device(model, inputs)
 
 
-def _console() -> Any:
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=200)
+def _check_file(out: Path) -> None:
+    """Refuse an --out that is no file, before a model is loaded."""
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a folder, not a file")
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out}: no such folder")
+    check_place(out.parent)
 
 
 # What `mmkv` mounts.

@@ -23,7 +23,7 @@ def load_model(
     Raises:
         ValueError: a model that cannot be loaded, or an unknown device or dtype.
     """
-    from mmkv import chat
+    from mmkv import chat, loading
 
     if device_map is None:
         loaded = chat.load(name, device, dtype)
@@ -36,8 +36,5 @@ def load_model(
 
     path = str(WEIGHTS) if name == "builtin" else name
     chosen: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
-    try:
-        model, processor, _ = chat.pretrained(path, dtype=chosen, device_map=device_map)
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"cannot load model {name!r}: {error}") from error
+    model, processor, _ = loading.pretrained(path, dtype=chosen, device_map=device_map)
     return model, processor

@@ -67,7 +67,7 @@ def style_of(label: str) -> dict[str, Any]:
 def plot_report(report: Report, folder: Path) -> list[Path]:
     """A run's curves, and a heat-map where samples lie on a grid of depth and length."""
     paths = []
-    if report.policies:
+    if len(report.every) > 1:
         paths.append(save(curves(report), folder / "curves.png"))
     if {t.split("=")[0] for t in report.tags} >= {"depth", "length"}:
         for budget in report.budgets:
@@ -307,10 +307,12 @@ def layer_scores(model: Any, inputs: Mapping[str, Any], policy: Any) -> list[Ten
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a PNG."""
+    """Write a figure in the format of the path's suffix."""
     import matplotlib.pyplot as plt
 
-    figure.savefig(path, dpi=150, metadata={"Software": None})
+    # A PNG names no version, so that the same rows give the same file.
+    metadata = {"Software": None} if path.suffix.lower() == ".png" else None
+    figure.savefig(path, dpi=150, metadata=metadata)
     plt.close(figure)
     return path
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmkv import terminal
 from mmkv.report import mean_known
 
 from .measure import FULL
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 NONE = "–"
+METRICS = ("ppl", "rouge", "score")
+_BESIDE = ("retained", "kept_fraction", "cache_bytes", "rouge_reference", "tokens_per_s")
 
 
 @dataclass(frozen=True)
@@ -92,19 +95,14 @@ class Table:
         return "\n".join(lines)
 
     def __rich__(self) -> Group:
-        """For the terminal."""
+        """For the terminal, in parts where it is narrow."""
         from rich.console import Group
-        from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable()
-        table.add_column(self.corner, no_wrap=True)
-        for column in self.columns:
-            table.add_column(column, justify="right", no_wrap=True)
-        for name, cells in self.rows:
-            table.add_row(name, *(cell.replace("**", "") for cell in cells))
+        rows = [(name, [cell.replace("**", "") for cell in cells]) for name, cells in self.rows]
+        shown = terminal.Table(self.corner, self.columns, rows, self.title)
         notes = [Text(note, style="dim") for note in self.notes]
-        return Group(Text(self.title, style="bold"), table, *notes, Text())
+        return Group(shown, *notes, Text())
 
 
 class Report:
@@ -128,8 +126,10 @@ class Report:
         self._cells: dict[tuple[str, str], list[Row]] = {}
         for row in self.rows:
             self._cells.setdefault((row["policy"], repr(row["budget"])), []).append(row)
-        self.policies = [p for p in self.settings["policies"] if p != FULL]
-        self.budgets: list[float | int] = self.settings["budgets"]
+        self.policies = [p for p in self.settings["policies"] if p != FULL] or [FULL]
+        self.every = list(dict.fromkeys([FULL, *self.policies]))
+        whole = all(_keeps_all(p) for p in self.policies)
+        self.budgets: list[float | int] = [1.0] if whole else self.settings["budgets"]
         self.tasks = list(dict.fromkeys(r["task"] for r in self.rows))
         self.tags = list(dict.fromkeys(t for r in self.rows for t in r["tags"]))
 
@@ -141,14 +141,19 @@ class Report:
         found = [row for row in rows if only(row)]
         return Figures.of(found) if found else None
 
+    def _reached(self, policies: Sequence[str]) -> list[Figures]:
+        return [f for p in policies for b in self.budgets if (f := self.figures(p, b))]
+
     @property
     def shown(self) -> list[str]:
         """The metrics of the main table's cells."""
-        names = ["ppl", "rouge", "score"]
-        every = [
-            f for p in [FULL, *self.policies] for b in self.budgets if (f := self.figures(p, b))
-        ]
-        return [n for n in names if any(getattr(f, n) is not None for f in every)]
+        found = self._reached(self.every)
+        return [m for m in METRICS if any(getattr(f, m) is not None for f in found)]
+
+    @property
+    def measured(self) -> bool:
+        """Whether a policy reached any figure at any budget."""
+        return any(f.errors < f.n for f in self._reached(self.policies))
 
     @property
     def papers(self) -> list[PaperTable]:
@@ -185,9 +190,9 @@ class Report:
             texts = [_cell(f, shown, b) for f, b in zip(found, best, strict=True)]
             rows.append((policy, texts))
             rows += self._paper_rows(policy, shown)
-        names = " / ".join(_LABELS[m] for m in shown)
-        title = f"{self.settings['suite']} ({self.settings['data']}), {self.settings['model']}"
-        return Table(f"{title}: {names}", "kept", [percent(b) for b in budgets], rows, self.notes())
+        about = f"{self.settings['suite']} ({self.settings['data']}), {self.settings['model']}"
+        title = ": ".join([about, *filter(None, [" / ".join(_LABELS[m] for m in shown)])])
+        return Table(title, "kept", [percent(b) for b in budgets], rows, self.notes())
 
     def _paper_rows(self, policy: str, shown: Sequence[str]) -> list[tuple[str, list[str]]]:
         rows = []
@@ -209,13 +214,7 @@ class Report:
     def side_tables(self) -> list[Table]:
         """What goes beside quality: one table each."""
         found = []
-        for metric in (
-            "retained",
-            "kept_fraction",
-            "cache_bytes",
-            "rouge_reference",
-            "tokens_per_s",
-        ):
+        for metric in _BESIDE:
             rows = []
             for policy in self.policies:
                 figures = [self.figures(policy, b) for b in self.budgets]
@@ -240,7 +239,7 @@ class Report:
         found = []
         for budget in self.budgets:
             rows = []
-            for policy in [FULL, *self.policies]:
+            for policy in self.every:
                 group = [self.figures(policy, budget, _belongs(what, n)) for n in names]
                 if not any(group):
                     continue
@@ -280,7 +279,7 @@ class Report:
         expected = s["n"] * sum(each)
         if len(self.rows) < expected:
             notes.append(f"Not finished: {len(self.rows)} of {expected} rows.")
-        notes += self._errors()
+        notes += self.errors()
         options = [
             f"{label} with {', '.join(f'{k}={v}' for k, v in chosen.items())}"
             for label, chosen in s["policies"].items()
@@ -298,7 +297,8 @@ class Report:
             )
         return notes
 
-    def _errors(self) -> list[str]:
+    def errors(self) -> list[str]:
+        """Which policies could not be measured, and why, one line each."""
         groups: dict[tuple[str, float | int], list[Row]] = {}
         for row in self.rows:
             if "error" in row:
@@ -331,7 +331,7 @@ class Report:
             writer = csv.writer(file)
             writer.writerow(["group", "policy", "budget", *Figures.__dataclass_fields__])
             for group, only in groups:
-                for policy in [FULL, *self.policies]:
+                for policy in self.every:
                     for budget in [1.0] if _keeps_all(policy) else self.budgets:
                         found = self.figures(policy, budget, only)
                         if found is not None:

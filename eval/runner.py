@@ -6,7 +6,9 @@ processes, so that a run of several gives the rows of a run of one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .measure import FULL, Job, head, measure
@@ -68,7 +70,7 @@ def run(
         max_length: prompts that may be cut are cut to it; by default the model's own length.
         seed: of torch, for policies that draw.
         processes: this process's place; by default what the launcher says.
-        progress: show a bar.
+        progress: say on standard error how far it is.
 
     Returns:
         All rows, in order of policy, budget and sample. In a run of several processes, the first
@@ -83,6 +85,7 @@ def run(
     variants = check_arguments(policies, budgets, metrics, options, builtin=data == "builtin")
     if not samples:
         raise ValueError("no samples")
+    check_measurable(samples, metrics)
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: expected at least 1")
     processes = processes or find_processes()
@@ -134,7 +137,7 @@ def run(
     _try_all(model, variants, budgets)
     total = sum(len(batch) for batch in mine) * sum(len(v.budgets(budgets)) for v in variants)
     torch.manual_seed(seed)
-    with _bar(total, shown=progress and processes.main) as advance:
+    with _progress(total, shown=progress and processes.main) as advance:
         for variant, budget, batch in _work(variants, budgets, mine):
             missing = [i for i in batch if key_of(head(variant, budget, i)) not in rows]
             if missing:
@@ -177,6 +180,19 @@ def check_arguments(
     return [*full, *(v for v in variants if v.name != FULL)]
 
 
+def check_measurable(samples: Sequence[Sample], metrics: Sequence[str]) -> None:
+    """Refuse a metric that none of the samples has.
+
+    Raises:
+        ValueError: names the metric, and what it lacks.
+    """
+    suite = samples[0].suite
+    if "score" in metrics and all(s.metric is None for s in samples):
+        raise ValueError(f"metric 'score': suite {suite!r} has none; use ppl and rouge")
+    if "ppl" in metrics and all(not s.answers for s in samples):
+        raise ValueError(f"metric 'ppl': the samples of suite {suite!r} have no answers to score")
+
+
 def _remember(job: Job, rows: Mapping[Any, Row], variant: Variant, batch: tuple[int, ...]) -> None:
     """The full cache's replies, which the others are compared with."""
     for i in batch:
@@ -207,37 +223,39 @@ def _try_all(model: Any, variants: Sequence[Variant], budgets: Sequence[float | 
                 raise ValueError(f"policy {variant.label} at {budget}: {error}") from None
 
 
-class _bar:  # noqa: N801 - used like a function
-    """A progress bar with time left; silent where it is not wanted."""
+@contextmanager
+def _progress(total: int, *, shown: bool) -> Generator[Callable[[int, str], None]]:
+    """A bar with the time left on standard error; in a pipe, a line for each policy and budget."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    def __init__(self, total: int, *, shown: bool) -> None:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description:<24}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=console, disable=not (shown and console.is_terminal))
+    task = bar.add_task("", total=total)
+    done, last = 0, ""
 
-        self.progress = Progress(
-            TextColumn("{task.description:<24}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            disable=not shown,
-        )
-        self.task = self.progress.add_task("", total=total)
+    def advance(n: int, what: str) -> None:
+        nonlocal done, last
+        bar.update(task, advance=n, description=what)
+        done += n
+        if shown and not console.is_terminal and what != last:
+            print(f"{done} of {total}: {what}", file=sys.stderr, flush=True)
+        last = what
 
-    def __enter__(self) -> Any:
-        self.progress.start()
-
-        def advance(n: int, what: str) -> None:
-            self.progress.update(self.task, advance=n, description=what)
-
-        return advance
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
+    with bar:
+        yield advance

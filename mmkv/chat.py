@@ -7,13 +7,12 @@ is one line.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from mmkv import reading
+from mmkv import loading, reading
 from mmkv.registry import policy_class
 
 if TYPE_CHECKING:
@@ -150,72 +149,19 @@ def load(name: str = "builtin", device: str = "auto", dtype: str = "auto") -> Lo
         ValueError: a model that cannot be loaded, or an unknown device or dtype.
     """
     import torch
-    from safetensors import SafetensorError
 
     from mmkv.builtin import load_builtin
 
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     chosen: torch.dtype | None = None if dtype == "auto" else getattr(torch, dtype)
-    where = _device(device)
-    with _quiet():
-        if name == "builtin":
+    where = loading.find_device(device)
+    if name == "builtin":
+        with loading.quiet():
             model, processor = load_builtin(dtype=chosen)
-            return Loaded(name, model.to(where), processor, reads_pictures=True)  # type: ignore[arg-type]
-        try:
-            model, processor, reads_pictures = pretrained(name, dtype=chosen or "auto")
-        except (OSError, ValueError, ImportError, SafetensorError) as error:
-            raise ValueError(f"cannot load model {name!r}: {error}") from error
+        return Loaded(name, model.to(where), processor, reads_pictures=True)  # type: ignore[arg-type]
+    model, processor, reads_pictures = loading.pretrained(name, dtype=chosen or "auto")
     return Loaded(name, model.to(where), processor, reads_pictures)
-
-
-def pretrained(name: str, **options: Any) -> tuple[Any, Any, bool]:
-    """A model in eval mode, its processor or tokenizer, and whether it reads pictures.
-
-    Its weights come from safetensors alone, and no code of its repository is run.
-
-    Args:
-        name: a folder or a hub's id.
-        options: dtype and others of transformers' `from_pretrained`.
-    """
-    import transformers as hf
-    from transformers.models.auto import modeling_auto
-
-    kind: str = hf.AutoConfig.from_pretrained(name, trust_remote_code=False).model_type
-    reads_pictures = kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    reader: Any = hf.AutoProcessor if reads_pictures else hf.AutoTokenizer
-    maker: Any = hf.AutoModelForImageTextToText if reads_pictures else hf.AutoModelForCausalLM
-    model = maker.from_pretrained(name, use_safetensors=True, trust_remote_code=False, **options)
-    return model.eval(), reader.from_pretrained(name, trust_remote_code=False), reads_pictures
-
-
-def _device(name: str) -> torch.device:
-    import torch
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r}: {str(error).splitlines()[0]}") from None
-    return device
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """No progress bars and warnings of transformers between an answer's lines."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def encode(loaded: Loaded, question: str, pictures: Sequence[Image.Image]) -> dict[str, Any]:
@@ -307,7 +253,7 @@ def ask(
         **drawn,
     }
     torch.manual_seed(seed)
-    with _quiet():
+    with loading.quiet():
         if policy is None:
             out = model.generate(**options)
         else:
@@ -359,7 +305,7 @@ def draw(
     paths: Sequence[Path],
     title: str,
 ) -> None:
-    """Write one PNG a picture: its patches that the cache kept after the prompt, layer by layer.
+    """Write one figure a picture: its patches that the cache kept after the prompt, by layer.
 
     Raises:
         ValueError: the model's patch grid is not known.
@@ -377,4 +323,4 @@ def draw(
     shares = [(i, show.kept_patches(kept, image, len(pictures))) for i, kept in answer.kept]
     for p, (original, path) in enumerate(zip(pictures, paths, strict=True)):
         seen = show.as_seen(original, pixels[p].numpy(), loaded.processor.image_processor)
-        show.save_png(path, seen, [(i, x[p]) for i, x in shares], title)
+        show.save(path, seen, [(i, x[p]) for i, x in shares], title)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mmkv.terminal import check_place, console, say, told
+
 if TYPE_CHECKING:
     from mmkv.chat import Answer
 
@@ -37,16 +39,14 @@ _MOUNTED = {
     "mmkv.bench": {"bench": "Time policies beside the unwrapped model."},
 }
 _DEFAULT_BUDGET = 0.2
-_PIPED_WIDTH = 126
+# What torch takes as a seed.
+_LEAST_SEED, _MOST_SEED = -(2**63), 2**64 - 1
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line; what a user got wrong is one line and exit code 2."""
-    try:
-        app(args=None if argv is None else list(argv), prog_name="mmkv")
-    except (ValueError, OSError) as error:
-        typer.echo(f"mmkv: error: {' '.join(str(error).split())}", err=True)
-        sys.exit(2)
+    """Run the command line."""
+    app(args=None if argv is None else list(argv), prog_name="mmkv")
 
 
 def _version(asked: bool) -> None:
@@ -68,6 +68,7 @@ def _options(
 
 
 @app.command()
+@told
 def policies(
     markdown: Annotated[bool, typer.Option(help="Print a Markdown table.")] = False,
 ) -> None:
@@ -77,11 +78,12 @@ def policies(
     if markdown:
         typer.echo(tables.policy_markdown(), nl=False)
         return
-    console = _console()
-    console.print(tables.policy_tables(console.width), highlight=False, markup=False)
+    out = console()
+    out.print(tables.policy_tables(out.width), highlight=False, markup=False)
 
 
 @app.command()
+@told
 def chat(
     words: Annotated[
         list[str] | None,
@@ -120,9 +122,13 @@ def chat(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 80,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="For a temperature above 0.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(min=_LEAST_SEED, max=_MOST_SEED, help="For a temperature above 0."),
+    ] = 0,
     out: Annotated[
-        Path, typer.Option(help="Folder of the PNGs, or the file of a single one (.png).")
+        Path,
+        typer.Option(help="Folder of the figures, or the file of a single one (.png, .jpg, ...)."),
     ] = Path("out"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
@@ -138,8 +144,14 @@ def chat(
         from mmkv import repl
         from mmkv.demo.values import Settings
 
-        if profile is not None:
-            raise ValueError('--profile needs a question: mmkv chat [PICTURE]... "QUESTION"')
+        for name, given in (("--profile", profile is not None), ("--json", as_json)):
+            if given:
+                raise ValueError(f'{name} needs a question: mmkv chat [PICTURE]... "QUESTION"')
+        if len(image or []) > 1:
+            raise ValueError(
+                f"{len(image or [])} times --image without a question: start with one picture, "
+                "and change it by /image PATH"
+            )
         settings = Settings(
             policy=policy,
             budget=_DEFAULT_BUDGET if kept is None else kept,
@@ -150,13 +162,15 @@ def chat(
             seed=seed,
         )
         where = {"model": model, "device": device, "dtype": dtype}
-        raise typer.Exit(repl.run(_console(), settings, images=image or [], **where))
+        raise typer.Exit(repl.run(console(), settings, images=image or [], **where))
     paths, question = _pictures_and_question(words, image or [])
     if kept is None and profile is None and chosen.retention is None:
         kept = _DEFAULT_BUDGET
+    if chosen.keeps_all and budget is not None:
+        say(f"policy {chosen.name} keeps everything: --budget {budget} is ignored")
     pictures = [talk.read_picture(path) for path in paths]
-    if out.suffix.lower() == ".png" and len(paths) > 1:
-        raise ValueError(f"--out {out}: one file for {len(paths)} pictures; name a folder")
+    if paths:
+        _check_out(out, len(paths))
 
     loaded = talk.load(model, device, dtype)
     inputs = talk.encode(loaded, question, pictures)
@@ -172,7 +186,7 @@ def chat(
     assert compressed.report is not None
     size = "" if compressed.report.budget is None else f"-{compressed.report.budget}"
     title = f"{chosen.name}{size.replace('-', ', budget ')}: image patches kept after the prompt"
-    written = _png_paths(out, paths, f"{chosen.name}{size}")
+    written = _figure_paths(out, paths, f"{chosen.name}{size}")
     problem = None
     if pictures:
         try:
@@ -197,10 +211,11 @@ def chat(
     else:
         _show(question, prompt, full, compressed, written)
     if problem is not None:
-        typer.echo(f"mmkv: {problem}", err=True)
+        say(problem)
 
 
 @app.command()
+@told
 def demo(
     model: Annotated[
         list[str] | None,
@@ -228,15 +243,46 @@ def _pictures_and_question(words: list[str], images: list[Path]) -> tuple[list[P
     *pictures, question = words
     if question == "-":
         question = sys.stdin.read()
-    elif Path(question).suffix and os.path.exists(question):
+    elif _names_file(question):
         raise ValueError(f"no question: the last argument is the file {question!r}")
     if not question.strip():
         raise ValueError("the question is empty")
     return [*images, *map(Path, pictures)], question.strip()
 
 
-def _png_paths(out: Path, pictures: Sequence[Path], name: str) -> list[Path]:
-    if out.suffix.lower() == ".png":
+def _names_file(text: str) -> bool:
+    """Whether an argument is a file, or the name of a picture that is missing."""
+    suffix = Path(text).suffix
+    return bool(suffix) and (
+        os.path.exists(text) or (suffix.lower() in _PICTURES and len(text.split()) == 1)
+    )
+
+
+def _is_folder(out: Path) -> bool:
+    """Whether --out is a folder: one that is there, or a name without a suffix."""
+    return out.is_dir() or not out.suffix
+
+
+def _check_out(out: Path, pictures: int) -> None:
+    """Refuse an --out that could not be written, before a model is loaded.
+
+    Raises:
+        ValueError: a file for several pictures, in no known format, or a place that is no folder.
+    """
+    from mmkv.picture import check_format
+
+    if not _is_folder(out):
+        if pictures > 1:
+            raise ValueError(f"--out {out}: one file for {pictures} pictures; name a folder")
+        try:
+            check_format(out)
+        except ValueError as error:
+            raise ValueError(f"--out {error}, or a folder") from None
+    check_place(out if _is_folder(out) else out.parent)
+
+
+def _figure_paths(out: Path, pictures: Sequence[Path], name: str) -> list[Path]:
+    if not _is_folder(out):
         return [out] * len(pictures)
     stems = [path.stem for path in pictures]
     return [
@@ -256,10 +302,10 @@ def _show(
     compressed: Answer,
     written: Sequence[Path],
 ) -> None:
-    console = _console()
+    screen = console()
 
     def line(text: str = "", style: str | None = None) -> None:
-        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        screen.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     report = compressed.report
     assert report is not None
@@ -274,18 +320,9 @@ def _show(
         line(f"{name}: {answer.nbytes / 1024:.1f} KiB after {answer.tokens} tokens", "bold")
         line(f"  {answer.text}")
     line()
-    console.print(report)
+    screen.print(report)
     for path in written:
         line(f"kept patches: {path}")
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        return Console(width=_PIPED_WIDTH)
-    return console
 
 
 def _mount(package: str, commands: dict[str, str]) -> None:
@@ -293,6 +330,7 @@ def _mount(package: str, commands: dict[str, str]) -> None:
     if find_spec(package) is None or find_spec(f"{package}.cli") is None:
         return
 
+    @told
     def forward(context: typer.Context) -> None:
         app: typer.Typer = import_module(f"{package}.cli").commands
         app(args=[str(context.info_name), *context.args], prog_name="mmkv")

@@ -1,4 +1,4 @@
-"""Which patches of a picture a cache still holds, and a PNG that shows it.
+"""Which patches of a picture a cache still holds, and a figure that shows it.
 
 Shape letters as in `mmkv.scores`; P is the number of pictures of a prompt.
 """
@@ -20,10 +20,22 @@ if TYPE_CHECKING:
 
 Shares = NDArray[np.float32]
 
+# Suffixes of the files that figures are written to.
+FORMATS = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".pdf", ".svg")
 # A patch no head holds keeps this much of its light and colour.
 _DIM = 0.2
 _SHADE = np.array([34.0, 38.0, 48.0])
 _INK, _QUIET, _LINE = "#22262e", "#6b7280", "#ffffff"
+
+
+def check_format(path: str | os.PathLike[str]) -> None:
+    """Refuse a file name that does not end as one of `FORMATS`.
+
+    Raises:
+        ValueError: says the name and the suffixes.
+    """
+    if os.path.splitext(os.fspath(path))[1].lower() not in FORMATS:
+        raise ValueError(f"{os.fspath(path)}: expected a name that ends in {', '.join(FORMATS)}")
 
 
 def patch_grid(image_tokens: int, pictures: int) -> tuple[int, int]:
@@ -84,7 +96,7 @@ def as_seen(picture: Image.Image, pixels: Any, processor: Any) -> Image.Image:
     return seen
 
 
-def save_png(
+def save(
     path: str | os.PathLike[str],
     picture: Image.Image,
     layers: Sequence[tuple[int, Shares]],
@@ -93,18 +105,19 @@ def save_png(
     """Write the picture once for each layer, evicted patches darkened, and the mean over layers.
 
     Args:
-        path: where to; missing folders are made.
+        path: where to, in the format of its suffix (see `FORMATS`); missing folders are made.
         picture: RGB, what the model sees of it.
         layers: (layer, float32 [rows, cols]), the share of heads that hold each patch.
         title: the heading.
 
     Raises:
-        ValueError: no layers.
+        ValueError: no layers, or a suffix of no known format.
         OSError: the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    check_format(path)
     if not layers:
         raise ValueError("no compressed layer, so there is nothing to show")
     panels = len(layers) + 2
@@ -150,7 +163,7 @@ def save_png(
 
     parent = os.path.dirname(os.fspath(path))
     os.makedirs(parent or ".", exist_ok=True)
-    figure.savefig(os.fspath(path), format="png")
+    figure.savefig(os.fspath(path))
 
 
 def _lit(picture: Image.Image, shares: Shares) -> NDArray[np.uint8]:

@@ -14,6 +14,7 @@ from importlib.metadata import version
 import pytest
 import torch
 from conftest import make_inputs
+from rich.cells import cell_len
 from rich.console import Console
 
 import mmkv
@@ -181,9 +182,9 @@ class TestRows:
         assert rows["unwrapped sdpa"].prefill_cache_bytes == 3 * head * 256
 
     def test_what_cannot_be_done_is_a_note(self, model):
-        found = bench(model, policies=("snapkv:window=200",), budgets=(0.2,)).run()
-        assert "200 must be kept" in found.rows[-1].note
-        assert found.row("snapkv:window=200 0.2") is None
+        found = bench(model, policies=("snapkv:window=200",), budgets=(100,)).run()
+        assert "200 tokens" in found.rows[-1].note
+        assert found.row("snapkv:window=200 100") is None
         assert found.row("unwrapped sdpa") is not None
 
     def test_no_time_means_fewer_rounds_and_tokens(self, model):
@@ -365,9 +366,49 @@ def test_presets_name_what_exists(name):
 def test_the_batch_that_fits(capsys, tmp_path):
     words = ("--preset", "xkv", "--toy", "--rounds", 1, "--out", tmp_path / "x.json")
     out, err, code = run_command(capsys, *words)
-    assert (code, err) == (0, "")
+    assert code == 0
     assert "batch 4" in out
     assert "pass " in out
+    # What it does is said in a pipe too, a line each.
+    said = err.splitlines()
+    assert said[0] == "making llama-8b-random"
+    assert "xkv: round 1, xkv 0.2" in said
+    assert len(said) == len(set(said)) == 1 + 3 + 3
+    assert "\r" not in err
+
+
+def tiny(tmp_path, *words):
+    """A bench of the smallest kind."""
+    shape = ("--model", "llama-120m-random", "--toy", "--prompt", 64, "--new", 3, "--batch", 1)
+    rest = ("--rounds", 1, "--no-eager", "--out", tmp_path / "x.json", "--device", "cpu")
+    return (*shape, *rest, *words)
+
+
+def test_nothing_measured_is_exit_code_1(capsys, tmp_path, monkeypatch):
+    """The unwrapped model alone is not what was asked for."""
+    real = runner.Bench._once
+
+    def once(self, row, *args, **how):
+        if row.name == "snapkv":
+            raise ValueError("no room")
+        return real(self, row, *args, **how)
+
+    monkeypatch.setattr(runner.Bench, "_once", once)
+    out, err, code = run_command(capsys, *tiny(tmp_path, "--policies", "snapkv,snapkv:window=4"))
+    assert code == 1
+    assert "unwrapped sdpa" in out
+    assert err.splitlines()[-1] == "mmkv: nothing could be measured: snapkv 0.2: no room"
+    assert run_command(capsys, *tiny(tmp_path, "--policies", "local,snapkv"))[2] == 0
+
+
+def test_the_table_is_whole_at_80_columns(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    out = run_command(capsys, *tiny(tmp_path, "--policies", "full"))[0]
+    assert "…" not in out
+    for text in ("prefill ms", "run tokens/s", "cache MB", "x tokens/s", "pays from"):
+        assert sum(f" {text} " in line for line in out.splitlines()) == 1, text
+    table = [line for line in out.splitlines() if line.startswith(("┏", "│"))]
+    assert max(map(cell_len, table)) <= 80
 
 
 @pytest.mark.parametrize(
@@ -380,6 +421,9 @@ def test_the_batch_that_fits(capsys, tmp_path):
         (("--preset", "prefixkv"), "is for a GPU"),
         (("--model", "huge-random"), "llama-120m-random"),
         (("--kvpress-python", "/no/such/python"), "/no/such/python"),
+        (("--policies", ","), "--policies ',' names none"),
+        (("--budgets", ""), "--budgets '' names none"),
+        (("--out", f"{__file__}/x.json"), "is a file, not a folder"),
     ],
 )
 def test_bad_input_is_one_line(capsys, words, part):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+import errno
 import io
 import json
+import socket
 import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import make_model
 from PIL import Image
+from rich.cells import cell_len
+from rich.console import Console
 
 import mmkv
-from mmkv import chat, cli
+from mmkv import chat, cli, terminal
 from mmkv.builtin import WEIGHTS, example_pictures
 
 QUESTION = "Describe the image."
@@ -121,10 +126,59 @@ class TestChat:
         assert "image tokens" not in out
         assert not (tmp_path / "none").exists()
 
-    def test_out_names_the_file(self, capsys, picture, tmp_path):
-        png = tmp_path / "deep" / "kept.png"
-        assert run(capsys, "chat", picture, QUESTION, "--out", png, *SHORT)[2] == 0
-        assert png.is_file()
+    @pytest.mark.parametrize(
+        ("name", "begin"),
+        [("kept.png", b"\x89PNG"), ("kept.jpg", b"\xff\xd8"), ("Kept.PDF", b"%PDF")],
+    )
+    def test_out_names_the_file_and_its_format(self, capsys, picture, tmp_path, name, begin):
+        path = tmp_path / "deep" / name
+        out, err, code = run(capsys, "chat", picture, QUESTION, "--out", path, *SHORT)
+        assert (code, err) == (0, "")
+        assert path.read_bytes().startswith(begin)
+        assert f"kept patches: {path}" in out
+
+    def test_a_folder_with_a_dot_in_its_name(self, capsys, picture, tmp_path):
+        out = tmp_path / "run.v1"
+        out.mkdir()
+        assert run(capsys, "chat", picture, QUESTION, "--out", out, *SHORT)[2] == 0
+        assert len(list(out.iterdir())) == 1
+
+    def test_a_policy_that_keeps_everything_says_that_the_budget_is_ignored(
+        self, capsys, picture, tmp_path
+    ):
+        words = ("chat", picture, QUESTION, "--policy", "full", "--out", tmp_path, *SHORT)
+        out, err, code = run(capsys, *words, "--budget", "0.2")
+        assert code == 0
+        assert err == "mmkv: policy full keeps everything: --budget 0.2 is ignored\n"
+        assert "full, budget 1.0" in out
+        assert run(capsys, *words)[1] == ""
+
+    def test_ctrl_c_ends_it_without_a_traceback(self, capsys, picture, monkeypatch):
+        def stop(*args, **kwargs):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(chat, "ask", stop)
+        assert run(capsys, "chat", picture, QUESTION) == ("", "", 130)
+
+    @pytest.mark.parametrize(
+        ("error", "said"),
+        [
+            (RuntimeError("a kernel\nfailed"), "failed: RuntimeError: a kernel failed (MMKV_"),
+            (OSError(28, "No space left", "out/x.png"), "failed: out/x.png: No space left\n"),
+            (torch.OutOfMemoryError("CUDA"), "failed: out of memory: use a smaller model"),
+        ],
+    )
+    def test_a_failure_is_one_line_and_exit_code_1(self, capsys, picture, monkeypatch, error, said):
+        def fail(*args, **kwargs):
+            raise error
+
+        monkeypatch.setattr(chat, "ask", fail)
+        out, err, code = run(capsys, "chat", picture, QUESTION)
+        assert (code, out) == (1, "")
+        assert err.startswith(f"mmkv: {said}")
+        assert err.count("\n") == 1
+        monkeypatch.setenv("MMKV_TRACEBACK", "1")
+        assert "in fail" in run(capsys, "chat", picture, QUESTION)[1]
 
     def test_sampling_repeats_with_its_seed(self, capsys, picture, tmp_path):
         words = ("--temperature", "1.5", "--seed", "3", "--json", "--out", tmp_path)
@@ -156,15 +210,11 @@ class TestChat:
         run(capsys, "chat", picture, QUESTION, "--out", tmp_path, *SHORT)
         assert "_mmkv" not in vars(builtin.model)
 
-    @pytest.mark.parametrize(
-        ("words", "expected"),
-        [
-            (("--policy", "snapkv", "--option", "window=40"), "40 must be kept"),
-            (("--policy", "streaming", "--budget", "3"), "4 must be kept"),
-        ],
-    )
-    def test_a_budget_below_what_must_be_kept(self, capsys, picture, words, expected):
-        assert expected in complaint(capsys, "chat", picture, QUESTION, *words)
+    def test_a_budget_below_what_must_be_kept(self, capsys, picture):
+        words = ("--policy", "streaming", "--budget", "3")
+        said = complaint(capsys, "chat", picture, QUESTION, *words)
+        assert "budget=3" in said
+        assert "4 tokens" in said
 
     def test_an_unwritable_folder(self, capsys, picture, tmp_path):
         (tmp_path / "file").touch()
@@ -183,8 +233,12 @@ class TestChat:
         (("--option", "score=best"), "expected one of"),
         (("--protect", "all"), "expected one of ['none', 'instruction']"),
         (("--budget", "much"), "budget 'much'"),
-        (("--model", "/no/such/model"), "cannot load model '/no/such/model'"),
+        (("--model", "/no/such/model"), "cannot load model '/no/such/model': no such folder"),
+        (("--model", "./model"), "cannot load model './model': no such folder"),
+        (("--model", __file__), "this is a file; name the model's folder"),
+        (("--model", "somebody/nothing"), "it is no folder here, and "),
         (("--device", "abacus"), "device 'abacus'"),
+        (("--device", "meta"), "device 'meta'"),
         (("--dtype", "int8"), "dtype 'int8'"),
     ],
 )
@@ -215,8 +269,45 @@ def test_broken_pictures(capsys, picture, tmp_path):
     assert str(tmp_path) in complaint(capsys, "chat", tmp_path, QUESTION)
 
 
+def test_a_folder_without_a_model(capsys, picture, tmp_path):
+    said = complaint(capsys, "chat", picture, QUESTION, "--model", tmp_path)
+    assert "this folder holds no config.json" in said
+
+
+@pytest.mark.parametrize(
+    ("out", "expected"),
+    [("kept.xyz", "kept.xyz: expected a name that ends in .png"), ("file/below", "is a file")],
+)
+def test_an_impossible_out_is_refused_before_a_model_is_loaded(
+    capsys, picture, monkeypatch, tmp_path, out, expected
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(chat, "load", lambda *_: pytest.fail("loaded"))
+    assert expected in complaint(capsys, "chat", picture, QUESTION, "--out", out)
+
+
+def test_a_port_in_use_names_the_option(capsys, monkeypatch):
+    monkeypatch.setattr(chat, "load", lambda *_: pytest.fail("loaded"))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        said = complaint(capsys, "demo", "--port", port)
+    assert f"port {port} is in use" in said
+    assert "--port 0" in said
+    assert "--host 192.0.2.1" in complaint(capsys, "demo", "--port", 0, "--host", "192.0.2.1")
+
+
+def test_what_only_a_question_uses_is_refused_without_one(capsys, picture):
+    for words in (("--json",), ("--profile", "p.json")):
+        assert f"{words[0]} needs a question" in complaint(capsys, "chat", *words)
+    assert "2 times --image" in complaint(capsys, "chat", "--image", picture, "--image", picture)
+
+
 def test_no_question(capsys, picture, monkeypatch):
     assert "no question" in complaint(capsys, "chat", picture)
+    assert "no question" in complaint(capsys, "chat", picture, "missing.jpg")
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
     assert "the question is empty" in complaint(capsys, "chat", picture, "-")
 
@@ -235,6 +326,42 @@ def test_policies_lists_every_policy(capsys, monkeypatch, width):
         assert f"│ {name} " in out
     for text in ("distance=25", "2412.03409", "accumulated", "pyramid", "adaptive", "ratio"):
         assert text in out
+    assert max(map(cell_len, out.splitlines())) <= int(width)
+
+
+def test_a_wide_table_is_printed_in_parts():
+    names = [f"column {i}" for i in range(9)]
+    rows = [("snapkv:window=8 0.2", [f"{i}.{i}{i} (0.0-9.9)" for i in range(9)]), ("none", ["-"])]
+    table = terminal.Table("kept", names, rows, "a title")
+    for width in (50, 80, 500):
+        screen = Console(file=io.StringIO(), width=width)
+        screen.print(table)
+        lines = screen.file.getvalue().splitlines()
+        assert max(map(cell_len, lines)) <= width
+        assert lines[0] == "a title"
+        for text in (*names, *rows[0][1]):
+            assert sum(text in line for line in lines) == 1, (width, text)
+        parts = sum("┏" in line for line in lines)
+        assert parts == sum(rows[0][0] in line for line in lines)
+        assert (parts == 1) == (width == 500)
+
+
+def test_a_pipe_is_as_wide_as_the_terminal_that_shows_it(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(terminal.os, "isatty", lambda fd: False)
+    assert terminal.console().width == 200
+    monkeypatch.setattr(terminal.os, "isatty", lambda fd: fd == 2)
+    assert terminal.console().width == Console().width != 200
+
+
+def test_a_closed_pipe_is_no_error(capsys, monkeypatch):
+    def closed():
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("mmkv.tables.policy_markdown", closed)
+    for name in ("stdout", "stderr"):  # typer replaces them
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    assert run(capsys, "policies", "--markdown")[1:] == ("", 1)
 
 
 def test_values_of_options_follow_the_fields():

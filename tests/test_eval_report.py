@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from pathlib import Path
@@ -12,15 +13,18 @@ import pytest
 import torch
 from conftest import make_model
 from evaluation import make_samples, make_tokenizer, save_model
+from rich.cells import cell_len
+from rich.console import Console
 from typer.testing import CliRunner
 
 import mmkv
-from mmkv.eval import plots, runner
+from mmkv.eval import measure, plots, runner
 from mmkv.eval.cli import commands
 from mmkv.eval.papers import paper_tables, tables_for
 from mmkv.eval.prompts import Encoder
 from mmkv.eval.report import Report
 from mmkv.eval.store import RunError, read_rows
+from mmkv.eval.variants import percent
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -161,6 +165,30 @@ def test_an_unfinished_run_says_so(tmp_path):
         Report(write_run(tmp_path / "b", []))
 
 
+def test_the_full_cache_alone_is_a_row(tmp_path):
+    rows = [row("full", 1.0, i, nll=3.0, answer_tokens=3) for i in range(2)]
+    report = Report(write_run(tmp_path, rows, policies={"full": {}}, budgets=[0.1, 0.2]))
+    table = report.main_table()
+    assert (table.columns, table.rows) == (["100%"], [("full", ["**2.72**"])])
+    assert next(t.columns for t in report.tables()) == ["100%"]
+    with report.write_csv().open(newline="") as file:
+        groups = [(x["group"], x["policy"]) for x in csv.DictReader(file)]
+    assert len(groups) == len(set(groups))
+
+
+def test_the_tables_are_whole_at_80_columns(tmp_path):
+    budgets = [i / 10 for i in range(1, 10)]
+    rows = [row("h2o", b, 0, nll=3.0, answer_tokens=3, rouge=b) for b in budgets]
+    report = Report(write_run(tmp_path, rows, policies={"h2o": {}}, budgets=budgets))
+    screen = Console(file=io.StringIO(), width=80)
+    screen.print(report.main_table())
+    lines = screen.file.getvalue().splitlines()
+    assert max(map(cell_len, lines)) <= 80
+    for b in budgets:
+        assert sum(f" {percent(b)} " in line for line in lines) == 1
+        assert sum(f"2.72 / {b:.2f} " in line for line in lines) == 1
+
+
 def test_papers_tables_are_whole():
     assert len(paper_tables()) == 6
     for table in paper_tables():
@@ -221,6 +249,9 @@ def call(*arguments: str) -> Any:
         (["eval", "mmvet", "--data", "missing.json"], "missing.json"),
         (["calibrate", "--budget", "3.0"], "budget 3.0"),
         (["calibrate", "--out", "missing/p.json"], "no such folder"),
+        (["calibrate", "--out", "."], "is a folder"),
+        (["eval", "description", "--out", f"{__file__}/x"], "is a file, not a folder"),
+        (["plot", "layers", "--out", "x.xyz"], "x.xyz: expected a name that ends in .png"),
         (["plot", "circles"], "plot 'circles'"),
         (["plot", "layers", "--budget", "0.1,0.2"], "one budget"),
         (["plot", "layers", "--sample", "3000000"], "the suite has"),
@@ -260,11 +291,36 @@ def test_commands_end_to_end(tmp_path, monkeypatch):
     assert (tmp_path / "a" / "curves.png").exists()
     done = call("calibrate", "--limit", "2", "--budget", "0.3", "--out", "p.json")
     assert done.exit_code == 0, done.output
-    assert mmkv.profiles.Profile.load("p.json").samples == 2
+    profile = mmkv.profiles.Profile.load("p.json")
+    assert (profile.samples, profile.budget) == (2, 0.3)
     for kind in plots_of():
         done = call("plot", kind, "--policies", "xkv,h2o", "--out", f"{kind}.png")
         assert done.exit_code == 0, done.output
         assert (tmp_path / f"{kind}.png").read_bytes()[:8] == PNG
+    done = call("plot", "layers", "--policies", "h2o", "--out", "x.jpg")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "x.jpg").read_bytes()[:2] == b"\xff\xd8"
+
+
+def test_nothing_measured_is_exit_code_1(tmp_path, monkeypatch):
+    """Not even where the full cache, which others are compared with, was measured."""
+    monkeypatch.chdir(tmp_path)
+    real = measure._measure
+
+    def fail(job, variant, budget, batch):
+        if variant.name == "snapkv":
+            raise ValueError("no room")
+        return real(job, variant, budget, batch)
+
+    monkeypatch.setattr(measure, "_measure", fail)
+    asked = ("eval", "description", "--limit", "1", "--metrics", "ppl", "--budgets", "0.3")
+    done = call(*asked, "--policies", "full,snapkv", "--out", "a")
+    assert done.exit_code == 1
+    assert done.stderr.splitlines()[-1] == (
+        "mmkv: nothing could be measured: snapkv at 30%: 1 of 1 samples could not be measured "
+        "(no room)."
+    )
+    assert call(*asked, "--policies", "local,snapkv", "--out", "b").exit_code == 0
 
 
 def plots_of() -> tuple[str, ...]:

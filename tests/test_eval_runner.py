@@ -15,7 +15,7 @@ from evaluation import make_samples, make_tokenizer, save_model
 from transformers import AutoModelForCausalLM
 
 import mmkv
-from mmkv.eval import runner
+from mmkv.eval import measure, runner
 from mmkv.eval.perplexity import perplexity
 from mmkv.eval.processes import Processes
 from mmkv.eval.report import Report
@@ -172,13 +172,21 @@ def test_a_changed_option_is_refused(model, tokenizer, tmp_path, option, changed
     assert (tmp_path / "rows.jsonl").read_bytes() == before
 
 
-def test_an_impossible_budget_is_a_row_with_its_reason(model, tokenizer, tmp_path):
-    """Two of the five prompts are too short for a window of 8 at a fifth of their length."""
+def test_a_sample_that_is_refused_is_a_row_with_its_reason(model, tokenizer, tmp_path, monkeypatch):
+    """The others of its batch are measured."""
+    real = measure._measure
+
+    def refuse(job, variant, budget, batch):
+        if variant.name == "snapkv" and {1, 3} & set(batch):
+            raise ValueError("8 must be kept\nand more")
+        return real(job, variant, budget, batch)
+
+    monkeypatch.setattr(measure, "_measure", refuse)
     rows = run(model, tokenizer, tmp_path, policies=["snapkv"], budgets=[0.2], batch_size=5)
     rows = [r for r in rows if r["policy"] == "snapkv"]
     assert [r["index"] for r in rows] == [0, 1, 2, 3, 4]
     assert ["error" in r for r in rows] == [False, True, False, True, False]
-    assert "8 must be kept" in rows[1]["error"]
+    assert rows[1]["error"] == "8 must be kept"
     assert "ppl" not in rows[1]
     alone = run(
         model, tokenizer, tmp_path / "alone", policies=["snapkv"], budgets=[0.2], batch_size=1
@@ -190,6 +198,14 @@ def test_an_impossible_budget_is_a_row_with_its_reason(model, tokenizer, tmp_pat
             assert row["nll"] == pytest.approx(other["nll"], rel=1e-4)
 
 
+def test_a_pipe_is_told_of_each_policy_and_budget(model, tokenizer, tmp_path, capsys):
+    asked = {**ASKED, "policies": ["h2o"], "budgets": [0.5, 0.7], "metrics": ["ppl"]}
+    runner.run(model, tokenizer, make_samples(), out=tmp_path, **asked)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines() == ["2 of 10: h2o 0.5", "7 of 10: h2o 0.7"]
+
+
 def test_bad_arguments(model, tokenizer, tmp_path):
     for message, asked in {
         "unknown policy 'snapkx'": {"policies": ["snapkx"]},
@@ -198,6 +214,14 @@ def test_bad_arguments(model, tokenizer, tmp_path):
         "no samples": {"samples": []},
         "batch_size=0": {"batch_size": 0},
         "'windw' is read by none": {"options": {"windw": 3}},
+        "window='wide': expected a whole number": {"options": {"window": "wide"}},
+        "metric 'score': suite 'tiny' has none": {
+            "samples": [replace(s, metric=None) for s in make_samples()],
+            "metrics": ["ppl", "score"],
+        },
+        "metric 'ppl': the samples of suite 'tiny' have no answers": {
+            "samples": [replace(s, answers=()) for s in make_samples()],
+        },
         "protect='instruction' .*no image tokens": {"policies": ["snapkv:protect=instruction"]},
     }.items():
         with pytest.raises(ValueError, match=message):
@@ -303,7 +327,7 @@ torch.set_num_threads(1)
 sys.path.insert(0, os.environ["TESTS"])
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from evaluation import make_samples
-from mmkv.eval import runner
+from mmkv.eval import measure, runner
 folder, out = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(folder).eval()
 if os.environ.get("KILL") == os.environ.get("RANK", "0"):

@@ -98,7 +98,7 @@ def test_evicted_patches_are_darker(tmp_path):
 def test_png(tmp_path, layers):
     path = tmp_path / "new" / "kept.png"
     shares = np.random.default_rng(0).random((layers, 6, 6)).round().astype(np.float32)
-    picture.save_png(path, Image.new("RGB", (60, 60), "gray"), list(enumerate(shares)), "title")
+    picture.save(path, Image.new("RGB", (60, 60), "gray"), list(enumerate(shares)), "title")
     with Image.open(path) as image:
         assert image.format == "PNG"
         assert image.width < 2600
@@ -107,4 +107,4 @@ def test_png(tmp_path, layers):
 
 def test_nothing_to_show(tmp_path):
     with pytest.raises(ValueError, match="no compressed layer"):
-        picture.save_png(tmp_path / "x.png", Image.new("RGB", (60, 60)), [], "title")
+        picture.save(tmp_path / "x.png", Image.new("RGB", (60, 60)), [], "title")

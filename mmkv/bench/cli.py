@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from mmkv.terminal import Progress, check_place, console, say, told
 
 if TYPE_CHECKING:
     from mmkv.bench.presets import Setting
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from mmkv.bench.rival import Worker
 
 POLICIES, BUDGETS = "full,snapkv,adakv,prefixkv", "0.2"
-_PIPED_WIDTH = 200
 _TOY_MEMORY = 64_000_000
 
 commands = typer.Typer(
@@ -36,6 +35,7 @@ def _group() -> None:
 
 
 @commands.command("bench")
+@told
 def bench_command(
     model: Annotated[
         str | None,
@@ -105,6 +105,9 @@ def bench_command(
     settings = [dataclasses.replace(s, rounds=rounds) for s in settings]
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder, not a file")
+    check_place(out.parent)
+    for setting in settings:
+        _check_model(setting.model)
     where = _device(device, settings, preset, toy=toy)
     if where == "cpu":
         processor.use_vectors()
@@ -130,6 +133,9 @@ def _settings(given: dict[str, Any], preset: str | None, eager: bool) -> list[Se
     if preset is None:
         asked = {k: v for k, v in given.items() if v is not None}
         texts = [_split(asked.pop(k, d)) for k, d in (("policies", POLICIES), ("budgets", BUDGETS))]
+        for name, found in zip(("policies", "budgets"), texts, strict=True):
+            if not found:
+                raise ValueError(f"--{name} {given[name]!r} names none")
         kept = tuple(parse_budget(b) for b in texts[1])
         for budget in kept:
             if budget <= 0 or (isinstance(budget, float) and budget > 1):
@@ -152,21 +158,14 @@ def _settings(given: dict[str, Any], preset: str | None, eager: bool) -> list[Se
 
 def _device(device: str, settings: list[Setting], preset: str | None, *, toy: bool) -> str:
     """The device's name; the presets say themselves where they belong."""
-    import torch
+    from mmkv.loading import find_device
 
-    if device == "auto":
-        gpu = torch.cuda.is_available() and preset != "ci"
-        device = "cuda" if gpu else "cpu"
-    try:
-        kind = torch.device(device).type
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r}: {str(error).splitlines()[0]}") from None
-    if kind == "cpu" and not toy and preset is not None and preset != "ci":
+    found = find_device("cpu" if device == "auto" and preset == "ci" else device)
+    if found.type == "cpu" and not toy and preset is not None and preset != "ci":
         raise ValueError(
             f"--preset {preset} is for a GPU ({len(settings)} settings of 7B and more)"
         )
-    return device
+    return str(found)
 
 
 def _run(
@@ -187,7 +186,7 @@ def _run(
     from mmkv.bench.runner import Bench
 
     worker = None if python is None else Worker(python)
-    console = _console()
+    screen, tell = console(), Progress()
     results: list[Result] = []
     verdicts: list[tuple[str, Verdict]] = []
     loaded, name = None, ""
@@ -196,7 +195,7 @@ def _run(
             if loaded is None or setting.model != name:
                 loaded = None  # frees the last model before the next one is made
                 name = setting.model
-                _tell(f"making {name}")
+                tell(f"making {name}")
                 loaded = _load(name, device, dtype, worker, toy=toy)
             now = time.monotonic()
             share = now + (until - now) / (len(settings) - i)
@@ -209,20 +208,31 @@ def _run(
                 until=share,
                 roofline=roofline,
                 memory=_TOY_MEMORY if toy else None,
-                tell=_tell,
+                tell=tell,
             ).run()
             results.append(result)
             found = [check.judge(result) for check in setting.checks]
             verdicts += [(setting.name, v) for v in found]
             save(out, results, [{"setting": s, **dataclasses.asdict(v)} for s, v in verdicts])
-            _tell("")
-            console.print(result.table(), markup=False)
+            tell("")
+            screen.print(result.table())
+            screen.print(result.conditions, style="dim", markup=False, highlight=False)
             for line in [*lines_below(result), *map(str, found)]:
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                screen.print(line, markup=False, highlight=False, soft_wrap=True)
     finally:
         if worker is not None:
             worker.close()
     typer.echo(f"wrote {out}")
+    if not any(result.measured for result in results):
+        say(f"nothing could be measured: {results[0].missing}")
+        raise typer.Exit(1)
+
+
+def _check_model(name: str) -> None:
+    from mmkv.bench import models
+
+    if name.endswith("-random") and name not in models.SHAPES:
+        raise ValueError(f"model {name!r}: expected one of {', '.join(models.SHAPES)}")
 
 
 def _load(name: str, device: str, dtype: str, worker: Worker | None, *, toy: bool) -> Any:
@@ -233,8 +243,6 @@ def _load(name: str, device: str, dtype: str, worker: Worker | None, *, toy: boo
     from mmkv.bench import models
     from mmkv.bench.rival import WorkerError
 
-    if name.endswith("-random") and name not in models.SHAPES:
-        raise ValueError(f"model {name!r}: expected one of {', '.join(models.SHAPES)}")
     shape = models.SHAPES.get(name)
     if shape is not None:
         shape = shape.toy() if toy else shape
@@ -266,19 +274,3 @@ def _in_words(device: str) -> str:
 
 def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _tell(text: str) -> None:
-    """What is being done, on one line that is overwritten; nothing where nobody looks."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{text}")
-        sys.stderr.flush()
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        return Console(width=_PIPED_WIDTH)
-    return console

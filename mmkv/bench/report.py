@@ -9,10 +9,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from mmkv.terminal import Table
 
 _FORMAT, _VERSION = "mmkv-bench", 1
 _SHORT = 16  # a note this long fits into the table
@@ -215,17 +214,27 @@ class Result:
         ]
         return cls(**plain)
 
+    @property
+    def measured(self) -> bool:
+        """Whether a row that was asked for has numbers: a policy, where there is one."""
+        asked = [r for r in self.rows if r.kind == "policy"] or self.rows
+        return any(r.step_s for r in asked)
+
+    @property
+    def missing(self) -> str:
+        """Why a row has no numbers: the first such reason; "" if all have."""
+        found = sorted((r for r in self.rows if r.note), key=lambda r: r.kind != "policy")
+        return f"{found[0].label}: {found[0].note}" if found else ""
+
+    @property
+    def conditions(self) -> str:
+        """What a reader of the table must know."""
+        return "; ".join([_conditions(self), *self.notes])
+
     def table(self) -> Table:
         """A table for the terminal."""
-        from rich.table import Table
-
         batches = sorted({r.batch for r in self.rows})
         batch = f"{batches[0]}" if len(batches) == 1 else f"{batches[0]}-{batches[-1]}"
-        table = Table(
-            title=f"{self.name}: {self.model}, batch {batch}, {self.prompt} + {self.new} tokens",
-            caption="; ".join([_conditions(self), *self.notes]),
-        )
-        table.add_column("")
         columns = ["prefill ms", "ms/token", "tokens/s", "run tokens/s", "cache MB", "peak MB"]
         columns += ["x prefill", "x tokens/s", "x cache", "x peak", "pays from"]
         shown = len(batches) > 1
@@ -233,8 +242,7 @@ class Result:
             columns.insert(0, "batch")
         if self.bandwidth is not None:
             columns.insert(2 + shown, "ideal ms")
-        for name in columns:
-            table.add_column(name, justify="right")
+        rows: list[tuple[str, list[str]]] = []
         for row in self.rows:
             cells = self._cells(row)
             if shown:
@@ -242,8 +250,9 @@ class Result:
             if self.bandwidth is not None:
                 ideal = "" if row.ideal_step_s is None else f"{1e3 * row.ideal_step_s:.2f}"
                 cells.insert(2 + shown, ideal)
-            table.add_row(row.label, *cells)
-        return table
+            rows.append((row.label, cells))
+        title = f"{self.name}: {self.model}, batch {batch}, {self.prompt} + {self.new} tokens"
+        return Table("", columns, rows, title)
 
     def _cells(self, row: RowResult) -> list[str]:
         found = self.summary(row)

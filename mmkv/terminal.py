@@ -1,0 +1,164 @@
+"""What all commands share: the console, errors of one line, and tables that fit the terminal."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+# Columns where no terminal says its own: in a file, lines are found by grep, not by eye.
+_FILE_WIDTH = 200
+# Operating system errors that say that a path, a port or a device was wrong.
+_WRONG_USE = (
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
+_TRACEBACK = "MMKV_TRACEBACK"
+
+
+def console() -> Console:
+    """Standard output, as wide as the terminal that a pipe's reader looks at."""
+    from rich.console import Console
+
+    found = Console()
+    watched = found.is_terminal or "COLUMNS" in os.environ or os.isatty(0) or os.isatty(2)
+    return found if watched else Console(width=_FILE_WIDTH)
+
+
+def say(text: str) -> None:
+    """One line on standard error, in place of what `Progress` left there."""
+    clear = "\r\033[K" if sys.stderr.isatty() else ""
+    typer.echo(f"{clear}mmkv: {text}", err=True)
+
+
+def check_place(folder: Path, option: str = "--out") -> None:
+    """Refuse a folder that neither is there nor can be made.
+
+    Raises:
+        ValueError: names the option and what stands in the way.
+    """
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise ValueError(f"{option} {folder}: {there} is a file, not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} {folder}: nothing can be written in {there.absolute()}")
+
+
+def told(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn what goes wrong in a command into a line: exit code 2 for wrong use, 1 for failure."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except (typer.Exit, typer.Abort, BrokenPipeError):
+            raise
+        except Exception as error:
+            raise typer.Exit(_explain(error)) from None
+
+    return run
+
+
+def _explain(error: Exception) -> int:
+    """Print an error; its exit code."""
+    if os.environ.get(_TRACEBACK):
+        traceback.print_exception(error)
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        text = f"{os.fsdecode(error.filename)}: {error.strerror}"
+    if isinstance(error, (ValueError, *_WRONG_USE)):
+        say(f"error: {text}")
+        return 2
+    if isinstance(error, OSError):
+        say(f"failed: {text}")
+    elif type(error).__name__ == "OutOfMemoryError" or "not enough memory" in text:
+        say("failed: out of memory: use a smaller model, fewer tokens at once, or --dtype bfloat16")
+    else:
+        say(f"failed: {type(error).__name__}: {text[:300]} ({_TRACEBACK}=1 shows where)")
+    return 1
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that is printed in parts where the terminal is too narrow for all of its columns.
+
+    Attributes:
+        corner: what the first column is called; every part begins with that column.
+        columns: the names of the others.
+        rows: the first column's text, and the others'.
+        title: above the first part.
+    """
+
+    corner: str
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str]]]
+    title: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The parts, none of them wider than the console."""
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        if self.title:
+            yield Text(self.title, style="bold")
+        for part in self.parts(options.max_width):
+            table = RichTable()
+            table.add_column(Text(self.corner), overflow="fold")
+            for i in part:
+                table.add_column(Text(self.columns[i]), justify="right", overflow="fold")
+            for name, cells in self.rows:
+                # A row may have fewer cells: what is not there is left empty.
+                shown = [Text(cells[i]) if i < len(cells) else Text() for i in part]
+                table.add_row(Text(name), *shown)
+            yield table
+
+    def parts(self, width: int) -> list[list[int]]:
+        """Which columns go into each part of at most `width` terminal columns."""
+        from rich.cells import cell_len
+
+        def space(texts: Sequence[str]) -> int:
+            return max(map(cell_len, texts)) + 3  # a blank on either side, and a line
+
+        first = 1 + min(space([self.corner, *(name for name, _ in self.rows)]), width // 2)
+        found: list[list[int]] = [[]]
+        left = width - first
+        for i, name in enumerate(self.columns):
+            cells = [cells[i] for _, cells in self.rows if i < len(cells)]
+            needed = space([name, *cells])
+            if found[-1] and needed > left:
+                found.append([])
+                left = width - first
+            found[-1].append(i)
+            left -= needed
+        return found
+
+
+class Progress:
+    """What is being done, on standard error: a line that is overwritten, or lines in a pipe."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, text: str) -> None:
+        """Show a text; an empty one clears the line."""
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\033[K{text}")
+        elif text and text != self._last:
+            sys.stderr.write(f"{text}\n")
+        self._last = text
+        sys.stderr.flush()
