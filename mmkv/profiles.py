@@ -165,10 +165,10 @@ def calibrate(
             f"policy {chosen.name!r} sizes its layers without looking at the prompt "
             f"(layers={chosen.layers!r}): there is nothing to calibrate"
         )
+    config = adapters.find(model).config
     rows: list[list[float]] = []
     asked = None if chosen.retention is not None else budget
     with wrapped(model, chosen, asked), torch.no_grad():
-        config = adapters.find(model).config
         for sample in tqdm(samples, desc="calibrate", leave=False, disable=None):
             cache = model(**sample, use_cache=True).past_key_values
             for row, length in enumerate(cache.lengths):

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from mmkv import adapters, quantised
-from mmkv.attach import attention
+from mmkv.attach import attention, configs
 from mmkv.attach.attachment import Attachment
 from mmkv.cache import CompressedCache
 from mmkv.layer import CompressedLayer
@@ -72,6 +72,11 @@ def wrap(
         )
     chosen = policy if isinstance(policy, Policy) else get_policy(policy, **policy_options)
     parts = adapters.find(given)
+    if configs.is_view(parts.config):
+        raise ValueError(
+            f"the decoder of this {type(model).__name__} is wrapped already, as a part of another "
+            "model: mmkv.unwrap that first"
+        )
     everywhere = CompressedCache(parts.config, Plan(chosen, None)).layers
     compressed = tuple(i for i, x in enumerate(everywhere) if isinstance(x, CompressedLayer))
     n_layers = len(compressed)

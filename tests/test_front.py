@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -201,3 +203,92 @@ def test_a_processor_is_no_model():
 def test_a_decoder_alone_says_which_class_to_load(text_model):
     with pytest.raises(ValueError, match=r"cannot wrap a LlamaModel: load it as LlamaForCausalLM"):
         mmkv.wrap(text_model.model, "h2o", 0.3)
+
+
+class TestASharedConfig:
+    """Two models made with one config object."""
+
+    @pytest.fixture
+    def pair(self):
+        first = make_model("llama")
+        torch.manual_seed(7)
+        second = LlamaForCausalLM(first.config).eval()
+        second.generation_config.eos_token_id = None
+        second.generation_config.pad_token_id = 0
+        assert first.config is second.config
+        return first, second
+
+    def test_wrapping_one_leaves_the_other(self, pair):
+        first, second = pair
+        plain, full = answer(second)
+        with mmkv.wrapped(first, "h2o", 0.3):
+            assert second.config._attn_implementation == "sdpa"
+            assert second.model.layers[0].self_attn.config._attn_implementation == "sdpa"
+            logits, cache = answer(second)
+            assert answer(first)[1].report().kept_fraction < 0.4
+        assert torch.equal(logits, plain)
+        assert type(cache) is type(full)
+
+    def test_both_are_wrapped_and_unwrapped_in_any_order(self, pair):
+        first, second = pair
+        plain = [answer(model)[0] for model in pair]
+        alone = []
+        for model, policy in zip(pair, ("h2o", "local"), strict=True):
+            with mmkv.wrapped(model, policy, 0.3):
+                alone.append(answer(model)[0])
+        mmkv.wrap(first, "h2o", 0.3)
+        mmkv.wrap(second, "local", 0.3)
+        assert torch.equal(answer(first)[0], alone[0])
+        assert torch.equal(answer(second)[0], alone[1])
+        mmkv.unwrap(first)
+        assert torch.equal(answer(first)[0], plain[0])
+        assert torch.equal(answer(second)[0], alone[1])
+        mmkv.unwrap(second)
+        assert torch.equal(answer(second)[0], plain[1])
+        assert first.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["llama", "llava-llama"])
+@torch.no_grad()
+def test_a_wrapped_models_config_is_its_own_still(name):
+    """What is set on the config while the model is wrapped has its effect, and outlasts it."""
+    model, inputs = make_model(name), make_inputs(name, (60,))
+    decoder, text = model.get_decoder(), model.config.get_text_config()
+    mmkv.wrap(model, "h2o", 0.3)
+    assert isinstance(decoder.config, type(text))
+    assert decoder.config.to_diff_dict() == text.to_diff_dict()
+    text.use_cache = False
+    assert decoder.config.use_cache is False
+    decoder.config.use_cache = True
+    assert text.use_cache is True
+    model.set_attn_implementation({"vision_config": "eager"})
+    assert decoder.config._attn_implementation == "mmkv_sdpa"
+    decoder.config._attn_implementation = {"other": "eager"}
+    assert text._attn_implementation == "sdpa"
+    model.set_attn_implementation("eager")
+    assert decoder.config._attn_implementation == "mmkv_eager"
+    cache = model(**inputs, use_cache=True).past_key_values
+    assert cache.report().kept_fraction < 0.4
+    assert mmkv.unwrap(model).get_decoder().config is text
+    assert text._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_of_a_wrapped_model_has_its_own_config(text_model, how):
+    mmkv.wrap(text_model, "h2o", 0.3)
+    twin = copy.deepcopy(text_model) if how == "deepcopy" else pickle.loads(pickle.dumps(text_model))
+    twin.config.use_cache = False
+    assert twin.model.config.use_cache is False
+    assert text_model.model.config.use_cache is True
+    assert twin.model.config is twin.model.layers[0].self_attn.config
+    assert mmkv.unwrap(twin).model.config is twin.config
+    assert text_model.model.config._attn_implementation == "mmkv_sdpa"
+    assert copy.copy(text_model.model.config)._attn_implementation == "sdpa"
+
+
+def test_a_decoder_that_another_model_wraps_is_named(text_model):
+    other = LlamaForCausalLM(text_model.config)
+    other.model = text_model.model
+    mmkv.wrap(text_model, "h2o", 0.3)
+    with pytest.raises(ValueError, match=r"decoder of this LlamaForCausalLM is wrapped already"):
+        mmkv.wrap(other, "h2o", 0.3)

@@ -11,6 +11,7 @@ import torch
 from conftest import make_inputs, make_model, short
 from masking import masked_logits
 from test_oracles import generate
+from transformers.models.llama import modeling_llama
 
 import mmkv
 
@@ -26,19 +27,36 @@ class TestOurAttentionRuns:
     """A pass in which another attention function runs is an error, at the first layer."""
 
     @pytest.mark.parametrize("change", ["method", "config"])
-    def test_a_changed_implementation_is_refused(self, text_model, change):
-        inputs = make_inputs("llama", (40,))
+    def test_a_changed_implementation_is_the_one_that_runs(self, text_model, change, monkeypatch):
+        inputs, calls = make_inputs("llama", (40,)), []
+        plain = generate(text_model, inputs, new=6)[0]
         mmkv.wrap(text_model, "snapkv", 1.0)
         cache = prefill(text_model, inputs).past_key_values
+        eager = modeling_llama.eager_attention_forward
+        monkeypatch.setattr(
+            modeling_llama, "eager_attention_forward", lambda *a, **k: calls.append(1) or eager(*a, **k)
+        )
         if change == "method":
             text_model.set_attn_implementation("eager")
         else:
             text_model.config._attn_implementation = "eager"
+        torch.testing.assert_close(generate(text_model, inputs, new=6)[0], plain)
+        assert calls
+        token = plain[0].argmax(-1, keepdim=True)
+        with torch.no_grad():
+            logits = text_model(input_ids=token, past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(logits, plain[1], atol=1e-4, rtol=0)
+
+    def test_an_implementation_that_cannot_be_compressed_is_refused(self, text_model):
+        inputs = make_inputs("llama", (40,))
+        mmkv.wrap(text_model, "snapkv", 1.0)
+        cache = prefill(text_model, inputs).past_key_values
+        text_model.config._attn_implementation = "flex_attention"
         for call in (
             lambda: text_model.generate(**inputs, max_new_tokens=3),
             lambda: text_model(input_ids=torch.tensor([[7]]), past_key_values=cache),
         ):
-            with pytest.raises(ValueError, match=r"changed to 'eager'.*mmkv.unwrap.*mmkv.wrap"):
+            with pytest.raises(ValueError, match=r"changed to 'flex_attention'.*sdpa.*mmkv.unwrap"):
                 call()
 
     @pytest.mark.parametrize("change", ["method", "config"])
@@ -71,8 +89,7 @@ class TestOurAttentionRuns:
         for i in range(3):
             with mmkv.wrapped(text_model, "snapkv", 0.5, window=6):
                 attn = text_model.model.layers[i].self_attn
-                whole, attn.config = attn.config, copy.deepcopy(attn.config)
-                attn.config._attn_implementation = "sdpa"
+                whole, attn.config = attn.config, text_model.config
                 with pytest.raises(ValueError, match=f"layer {i} took keys"):
                     text_model.generate(**inputs, max_new_tokens=3)
                 attn.config = whole

@@ -14,7 +14,7 @@ from torch import nn
 
 from mmkv import graph
 from mmkv.adapters import Adapter
-from mmkv.attach import attention, hooks
+from mmkv.attach import attention, configs, hooks
 from mmkv.attach.generation import prepare_cache, prepare_config, prepare_inputs, refuse_batching
 from mmkv.plan import Plan
 
@@ -27,20 +27,13 @@ class Attachment:
         parts: its decoder, layers and attention modules.
         plan: policy, budget and profile.
         compressed: the layers that are compressed.
-        base: the attention implementation it had.
     """
 
     def __init__(
         self, model: nn.Module, parts: Adapter, plan: Plan, compressed: tuple[int, ...]
     ) -> None:
         self.model, self.parts, self.plan, self.compressed = model, parts, plan, compressed
-        self.base: str = parts.config._attn_implementation
         self._undo: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
-
-    @property
-    def implementation(self) -> str:
-        """The attention implementation that the wrapped model uses."""
-        return attention.NAMES[self.base]
 
     def attach(self) -> None:
         """Change the model; each change is registered for undo before it is made."""
@@ -64,8 +57,10 @@ class Attachment:
 
     def _attach(self) -> None:
         model, parts = self.model, self.parts
-        self._undo.append((_restore_attention, (parts.config, self.implementation, self.base)))
-        parts.config._attn_implementation_internal = self.implementation
+        view = configs.view(parts.config)
+        for module in parts.decoder.modules():
+            if vars(module).get("config") is parts.config:
+                self._set(module, "config", view)
 
         overrides: dict[str, Any] = {
             **graph.overrides(model),
@@ -103,12 +98,6 @@ class Attachment:
     ) -> None:
         handle = getattr(module, register)(partial(hook, self), with_kwargs=True, **options)
         self._undo.append((handle.remove, ()))
-
-
-def _restore_attention(config: Any, ours: str, base: str) -> None:
-    # One that was chosen while the model was wrapped stays.
-    if config._attn_implementation == ours:
-        config._attn_implementation_internal = base
 
 
 def _restore(module: nn.Module, name: str, known: bool, value: Any) -> None:

@@ -93,11 +93,11 @@ def before_decoder(
             return None
         cache = CompressedCache(parts.config, attachment.plan)
         kwargs = {**kwargs, "past_key_values": cache}
-    if parts.config._attn_implementation != attachment.implementation:
+    if (name := parts.config._attn_implementation) not in attention.NAMES:
         raise ValueError(
-            f"the attention implementation was changed to {parts.config._attn_implementation!r} "
-            "after mmkv.wrap, so the compressed cache would not be attended to: call "
-            "mmkv.unwrap(model) and mmkv.wrap(model, ...) again"
+            f"the attention implementation was changed to {name!r} after mmkv.wrap, which cannot "
+            f"attend to a compressed cache: set one of {', '.join(attention.NAMES)}, or "
+            "mmkv.unwrap(model)"
         )
     check_cache(cache, attachment)
     embeds = kwargs.get("inputs_embeds")
