@@ -34,7 +34,9 @@ class TestOurAttentionRuns:
         cache = prefill(text_model, inputs).past_key_values
         eager = modeling_llama.eager_attention_forward
         monkeypatch.setattr(
-            modeling_llama, "eager_attention_forward", lambda *a, **k: calls.append(1) or eager(*a, **k)
+            modeling_llama,
+            "eager_attention_forward",
+            lambda *a, **k: calls.append(1) or eager(*a, **k),
         )
         if change == "method":
             text_model.set_attn_implementation("eager")
