@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -270,65 +269,83 @@ class CompressedCache(Cache):
         Returns:
             [B, q, Hq, D], and attention weights where the model's own attention gives them.
         """
-        layer, prompt, plan, phase = self.layers[layer_idx], self.prompt, self.plan, self.phase
-        running = current.get()
+        layer, running = self.layers[layer_idx], current.get()
         assert isinstance(layer, CompressedLayer)
-        assert prompt is not None
         assert running is not None
-        q = query.shape[2]
         factor = query.shape[-1] ** -0.5 if scale is None else scale
-        first = layer.seen - q
+        options: Any = {"scale": factor, "softcap": softcap}
+        if isinstance(self.phase, Decoding):
+            with _outliving():
+                return self._step(layer, running, query, key, value, mask, options), None
+        assert self.prompt is not None
+        first = layer.seen - query.shape[2]
+        new = self.prompt.valid[:, first:]
+        view = running.view(mask, new)
         with _outliving():
-            if isinstance(phase, Decoding):
-                if q > 1 and running.view(mask, prompt.valid.new_ones(len(query), q)) is not None:
-                    raise ValueError(
-                        "image tokens that see later ones continue a compressed prompt: give the "
-                        "new turn to model.generate(..., past_key_values=cache)"
-                    )
-                clock = self.clock if self.on_clock else None
-                hidden = None if running.hidden is None else running.hidden.to(key.device)
-                out = layer.keeping().attend(
-                    query, key, value, layer.seen, clock=clock, hidden=hidden,
-                    scale=factor, softcap=softcap,
-                )  # fmt: skip
-                return _refuse_gradient(out), None
-            new = prompt.valid[:, first:]
-            view = running.view(mask, new)
             positions = torch.arange(first, layer.seen, device=key.device)
             positions = positions.masked_fill(~new.to(key.device), -1)[:, None]
-            past = layer.dense()
-            if past is not None and phase.hides:
-                past = past.masked(prompt.valid)
+            held = past = layer.dense()
             if past is None:
                 held = DenseKV(key, value, positions)
             else:
+                if self.phase.hides:
+                    past = past.masked(self.prompt.valid)
                 held = past.extended(key, value, positions)
-                options: Any = {"scale": factor, "softcap": softcap, "inv_freq": plan.inv_freq}
-                attended = held.attend(query, first, among=view, **options)
-                out = _refuse_gradient(attended), None
         if past is None:
             out = delegate()
+        else:
+            inv_freq = self.plan.inv_freq
+            attended = held.attend(query, first, among=view, inv_freq=inv_freq, **options)
+            out = _refuse_gradient(attended), None
         with _outliving(), torch.no_grad():
-            if self._scores(prompt, phase):
-                if past is None:
-                    valid = prompt.valid.to(query.device)
-                    held.scores = eviction.importance(
-                        plan.policy, query, key, scale=scale, valid=valid, softcap=softcap,
-                        mask=view, windows=prompt.windows,
-                    )  # fmt: skip
-                else:
-                    held.score(
-                        plan.policy, query, scale=scale, softcap=softcap, among=view,
-                        windows=prompt.windows,
-                    )  # fmt: skip
-            if phase.until is not None:
-                held.remember(plan.policy, query, view)
-            else:
-                held.tail = held.tail_mask = None
-            layer.state = held
-            if phase.sizes is not None:
-                self._evict(layer, phase.sizes[self.compressed.index(layer)])
+            self._read(layer, self.phase, held, query, view, options)
         return out
+
+    def _step(
+        self,
+        layer: CompressedLayer,
+        running: ForwardPass,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        options: Any,
+    ) -> Tensor:
+        """One layer's attention in a decode step, or a continuation by several tokens."""
+        assert self.prompt is not None
+        B, q = len(query), query.shape[2]
+        if q > 1 and running.view(mask, self.prompt.valid.new_ones(B, q)) is not None:
+            raise ValueError(
+                "image tokens that see later ones continue a compressed prompt: give the new "
+                "turn to model.generate(..., past_key_values=cache)"
+            )
+        clock = self.clock if self.on_clock else None
+        hidden = None if running.hidden is None else running.hidden.to(key.device)
+        kept = layer.keeping()
+        out = kept.attend(query, key, value, layer.seen, clock=clock, hidden=hidden, **options)
+        return _refuse_gradient(out)
+
+    def _read(
+        self,
+        layer: CompressedLayer,
+        phase: Reading,
+        held: DenseKV,
+        query: Tensor,
+        view: Tensor | None,
+        options: Any,
+    ) -> None:
+        """Score what a layer holds; evict at once if its size is known, else hold it whole."""
+        policy, prompt = self.plan.policy, self.prompt
+        assert prompt is not None
+        if self._scores(prompt, phase):
+            held.score(policy, query, among=view, windows=prompt.windows, **options)
+        if phase.until is not None:
+            held.remember(policy, query, view)
+        else:
+            held.tail = held.tail_mask = None
+        layer.state = held
+        if phase.sizes is not None:
+            self._evict(layer, phase.sizes[self.compressed.index(layer)])
 
     def finish(self) -> None:
         """After the last layer of a pass: size and evict the layers that had to wait."""
@@ -526,8 +543,7 @@ class _NoGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
         raise ValueError(
             "gradients cannot flow through a compressed cache: its keys and values are copies. "
             "Give the model the whole sequence in one pass, or mmkv.unwrap(model) to train it"

@@ -146,7 +146,7 @@ def importance(
         # A row that is nothing but window loses nothing, so that its scores decide nothing.
         window = min(window, most)
         chosen = policy if window == policy.observed else replace(policy, window=window)
-        shown = more if mask is None else {**more, "mask": mask[at]}
+        shown: dict[str, Any] = more if mask is None else {**more, "mask": mask[at]}
         return chosen.importance(query[at], key[at], scale=scale, valid=valid[at], **shown)
 
     with torch.no_grad():

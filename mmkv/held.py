@@ -172,7 +172,7 @@ class DenseKV:
         mask = self._mask(query.shape[2], among)
         if policy.queries != 0:
             query, mask = self._with_tail(query, mask)
-        if policy.observed:
+        if policy.observed and query.shape[2] < self.keys.shape[2]:
             # A turn shorter than the window is observed by all the queries it has.
             given = (self.positions[:, 0, -query.shape[2] :] >= 0).sum(-1).tolist()
             windows = [min(w, n) for w, n in zip(windows, given, strict=True)]

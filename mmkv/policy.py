@@ -173,12 +173,11 @@ class Policy:
 
         from mmkv import scores
 
-        more: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
-        more |= {} if mask is None else {"mask": mask}
+        layer: dict[str, Any] = {"scale": scale, "valid": valid, "softcap": softcap, "mask": mask}
         if self.score == "recency":
             return scores.recency(valid)
         if self.score == "accumulated":
-            s = scores.accumulated_attention(query, key, scale=scale, valid=valid, **more)
+            s = scores.accumulated_attention(query, key, **layer)
         else:
             weights = None
             if self.recency_weighted:
@@ -189,10 +188,8 @@ class Policy:
                 window=self.window,
                 kernel_size=self.kernel_size,
                 pooling=self.pooling,
-                scale=scale,
-                valid=valid,
                 weights=weights,
-                **more,
+                **layer,
             )
             s = torch.nn.functional.pad(s, (0, self.window))
         return s.mean(dim=1, keepdim=True) if self.average_heads else s
