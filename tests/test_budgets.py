@@ -284,3 +284,20 @@ def test_rows_of_a_later_turn_observe_with_the_queries_they_have(models, policy)
             own = torch.where(y[0] >= 60, y[0] + shift, y[0])
             assert torch.equal(x[b][:, : own.shape[-1]], own)
             assert (x[b][:, own.shape[-1] :] == -1).all()
+
+
+@pytest.mark.parametrize("layers", ["prefix", "pooled"])
+@pytest.mark.parametrize(("protect", "budget"), [("none", 0.5), ("instruction", 0.2)])
+def test_a_later_turn_may_have_fewer_tokens_left_than_its_budget(models, layers, protect, budget):
+    """Long answers count into the budget, but decoding has dropped them: all that is left stays."""
+    model, inputs = models("llava-llama"), make_inputs("llava-llama", (40,))
+    options = {"layers": layers, "decode": "fixed", "protect": protect}
+    with mmkv.wrapped(model, "prefixkv", budget, **options):
+        _, words, cache, held = generate(model, inputs, new=60)
+        ids = torch.cat([inputs["input_ids"], words, torch.tensor([[7, 8]])], dim=1)
+        second = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        *_, kept = generate(model, second, new=2, past_key_values=cache)
+    for before, after in zip(held[-1], kept[0], strict=True):
+        for one, other in zip(before[0], after[0], strict=True):
+            left = set(one[one >= 0].tolist()) | set(range(99, 102))
+            assert set(other[other >= 0].tolist()) == left
