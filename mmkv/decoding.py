@@ -162,14 +162,17 @@ class Ring(Schedule):
 
 
 class Distance(Schedule):
-    """A share of all tokens seen: the token `distance` behind the newest is dropped while over.
+    """The token `distance` behind the newest is dropped while a layer holds more than its size.
 
-    PrefixKV and ElasticCache. The prompt's kept tokens and the `distance` most recent ones are
-    never dropped, so a layer may hold up to `distance` tokens more than its share.
+    PrefixKV and ElasticCache. The size is `base` and the `share` of all tokens seen. The prompt's
+    kept tokens and the `distance` most recent ones are never dropped, so a layer may hold those
+    where they are more than its size.
     """
 
-    rows = ("counts", "lengths", "held", "fresh", "recent")
+    rows = ("counts", "lengths", "base", "share", "held", "fresh", "recent")
     lengths: np.ndarray
+    base: np.ndarray
+    share: np.ndarray
     held: np.ndarray
     fresh: np.ndarray
     recent: np.ndarray
@@ -191,7 +194,8 @@ class Distance(Schedule):
         self.recent[:, now] = slots
         self.generated += 1
         self.held = self.held + 1
-        over = self.held > np.round(self.counts / self.lengths * (self.lengths + self.generated))
+        size = self.base + self.share * (self.lengths + self.generated)
+        over = self.held > np.round(size)
         oldest = self.generated % (self.distance + 1)
         # A token that survives its turn is never a victim again.
         self.recent[:, oldest] = np.where(over, self.recent[:, oldest], -1)
@@ -199,10 +203,9 @@ class Distance(Schedule):
         return slots, int(self.fresh.max())
 
     def most(self, steps: int) -> int:
-        """The recent tokens beyond what is kept, or beyond the share of all that will be seen."""
-        seen = self.lengths + self.generated + steps
-        share = np.ceil(self.counts / self.lengths * seen)
-        held = np.maximum(self.counts + self.distance, share) + 2
+        """The recent tokens beyond what is kept, or the size once all of these are seen."""
+        size = np.ceil(self.base + self.share * (self.lengths + self.generated + steps))
+        held = np.maximum(self.counts + self.distance, size) + 2
         return int(min(held.max(), self.used + steps))
 
 
@@ -340,6 +343,7 @@ def make_schedule(
     lengths: np.ndarray,
     protected: np.ndarray,
     capacity: np.ndarray | None,
+    share: np.ndarray | None,
 ) -> Schedule:
     """The schedule of a block of rows, from each row's sizes after the prefill.
 
@@ -349,11 +353,14 @@ def make_schedule(
         lengths: [R], tokens of the prompt.
         protected: [R], kept tokens that may never be dropped; they lie in the first slots.
         capacity: [R], the constant size of decode="fixed"; None: nothing is ever dropped.
+        share: [R], of the tokens seen, the size of decode="ratio"; None where that is `capacity`.
     """
     if policy.decode == "grow" or capacity is None:
         return Grow(counts=counts)
     if policy.decode == "ratio":
-        return Distance(policy.distance, counts=counts, lengths=lengths)
+        nothing = np.zeros(len(counts))
+        base, share = (capacity, nothing) if share is None else (nothing, share)
+        return Distance(policy.distance, counts=counts, lengths=lengths, base=base, share=share)
     protected = np.minimum(protected, capacity)
     if policy.score == "recency":
         return Ring(counts=counts, protected=protected, capacity=capacity)

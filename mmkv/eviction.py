@@ -32,6 +32,7 @@ class Prompt:
         windows: how many last tokens of each row observe, and are part of `must`, on the host;
             fewer than the policy's where a short row's budget is below what must be kept.
         floors: how many tokens each row must keep, on the host.
+        granted: how much of those the budget has room for, in [0, 1], on the host.
     """
 
     valid: Tensor
@@ -42,6 +43,7 @@ class Prompt:
     lengths: list[int]
     windows: list[int]
     floors: list[int]
+    granted: list[float]
 
     @classmethod
     def of(
@@ -90,7 +92,13 @@ class Prompt:
             last = torch.tensor(windows, device=valid.device)[:, None]
             must = protected | (valid & (order > length - last))
             floors = must.sum(-1).tolist()
-        return cls(valid, image, asked, must, protected, lengths, windows, floors)
+        granted = [
+            1.0
+            if budget is None or floor == 0
+            else min(1.0, total_kept(budget, n_layers, n) / (n_layers * floor))
+            for n, floor in zip(lengths, floors, strict=True)
+        ]
+        return cls(valid, image, asked, must, protected, lengths, windows, floors, granted)
 
     def to(self, device: torch.device) -> Prompt:
         """The same on another device, for models split over several."""
@@ -104,6 +112,7 @@ class Prompt:
             lengths=[self.lengths[b] for b in chosen],
             windows=[self.windows[b] for b in chosen],
             floors=[self.floors[b] for b in chosen],
+            granted=[self.granted[b] for b in chosen],
         )
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Prompt:

@@ -59,9 +59,13 @@ class Policy:
         allocation: when "prefix" and "pooled" learn their scores: "one-pass", after a prefill that
             holds every layer whole, or "mini-prefill", in a first pass that stores nothing.
         heads: "uniform", or "adaptive" between heads with the floor `alpha` (Ada-KV).
-        decode: "grow" keeps generated tokens; "ratio" drops the token `distance` behind the newest
-            while a layer holds more than its share of the tokens seen; "fixed" holds a constant
-            size, dropping the lowest accumulated score, or with score="recency" the oldest.
+        decode: what the budget means for generated tokens. "grow": they are kept, on top of it.
+            "ratio": a float is the share of all tokens seen that a layer may hold, an int their
+            number; the token `distance` behind the newest is dropped while it holds more, and the
+            prompt's kept tokens and the `distance` most recent ones never are. "fixed": a layer
+            goes on with the size the prompt left it (filled up to an int budget that is larger),
+            and each new token takes the place of the lowest accumulated score, or with
+            score="recency" of the oldest.
         merge: average evicted pairs into the kept one nearest in "position" or "feature".
         protect: "instruction" keeps the prompt's text in every layer; image tokens compete.
         reposition: give keys consecutive positions inside the cache (StreamingLLM as published).

@@ -114,13 +114,17 @@ def _schedules(
         counts: [B * H], how many tokens each row keeps.
         anchored: [B * H], how many of those, the first ones, decoding must not drop.
     """
-    lengths = np.repeat(prompt.lengths, len(counts) // len(prompt.lengths))
+    heads = len(counts) // len(prompt.lengths)
+    lengths = np.repeat(prompt.lengths, heads)
     capacity: np.ndarray | None = counts
+    share: np.ndarray | None = None
     if plan.keeps_everything:
         capacity = None
     elif isinstance(plan.budget, int):
         # A prompt shorter than the budget fills it up while decoding.
         capacity = np.where(lengths <= plan.budget, plan.budget, counts)
+    else:
+        share = counts / lengths * np.repeat(prompt.granted, heads)
     for rows in group_rows(counts):
         yield (
             rows,
@@ -130,5 +134,6 @@ def _schedules(
                 lengths=lengths[rows],
                 protected=anchored[rows],
                 capacity=None if capacity is None else capacity[rows],
+                share=None if share is None else share[rows],
             ),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from conftest import IMAGE, IMAGE_TOKENS, VOCAB, make_inputs, make_model, row_of
@@ -11,6 +12,7 @@ from test_oracles import generate
 from test_policies import top
 
 import mmkv
+from mmkv.decoding import make_schedule
 
 L, H, G = 3, 2, 2
 MODELS = {name: make_model(name) for name in ("llama", "llava-llama")}
@@ -301,3 +303,110 @@ def test_a_later_turn_may_have_fewer_tokens_left_than_its_budget(models, layers,
         for one, other in zip(before[0], after[0], strict=True):
             left = set(one[one >= 0].tolist()) | set(range(99, 102))
             assert set(other[other >= 0].tolist()) == left
+
+
+def simulated(decode, first, n, size, steps, distance, sinks):
+    """What a head holds after each step: `first` and then tokens n, n + 1, ..., one at a time.
+
+    `size(t)` is how many it may hold once t tokens are generated.
+    """
+    tokens, held = sorted(first), [set(first)]
+    for t in range(1, steps + 1):
+        newest = n + t - 1
+        tokens.append(newest)
+        over = len(tokens) > size(t)
+        if decode == "ratio" and over and newest - distance >= n and newest - distance in tokens:
+            tokens.remove(newest - distance)
+        if decode == "fixed" and over:
+            tokens.remove(next(j for j in tokens if j >= sinks))
+        held.append(set(tokens))
+    return held
+
+
+@pytest.mark.parametrize("budget", [0.3, 20])
+@pytest.mark.parametrize("lengths", [(20,), (21,), (60, 12, 31)])
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("snapkv", {"window": 3}),
+        ("prefixkv", {"distance": 4}),
+        ("prefixkv", {"distance": 25}),
+        ("elastic", {"distance": 7, "merge": None}),
+        ("pyramidkv", {"window": 2, "heads": "adaptive", "decode": "ratio", "distance": 3}),
+        ("local", {}),
+        ("streaming", {"sinks": 3}),
+        ("local", {"layers": "pyramid"}),
+        ("h2o", {}),
+        ("h2o", {"layers": "prefix", "heads": "adaptive"}),
+    ],
+)
+def test_what_a_budget_means_for_generated_tokens(models, policy, options, lengths, budget):
+    """grow: on top of it. ratio: its share of, or number among, all. fixed: in others' place."""
+    model, inputs, new = models("llama"), make_inputs("llama", lengths), 40
+    chosen = mmkv.get_policy(policy, **options)
+    with mmkv.wrapped(model, chosen, budget):
+        *_, held = generate(model, inputs, new=new)
+    for b, n in enumerate(lengths):
+        shift = max(lengths) - n
+        for layer in range(L):
+            for h in range(H):
+                got = [step[layer][b, h] for step in held]
+                got = [{j - shift for j in x[x >= 0].tolist()} for x in got]
+                kept = len(got[0])
+                if isinstance(budget, int):
+                    size = (lambda t: budget) if n <= budget else (lambda t, k=kept: k)
+                elif chosen.decode == "ratio":
+                    size = lambda t, k=kept, n=n: round(k / n * (n + t))  # noqa: E731
+                else:
+                    size = lambda t, k=kept: k  # noqa: E731
+                wanted = simulated(
+                    chosen.decode, got[0], n, size, new - 1, chosen.distance, chosen.sinks
+                )
+                if policy == "h2o":  # which token it drops depends on the attention
+                    assert [len(x) for x in got] == [len(x) for x in wanted]
+                else:
+                    assert got == wanted
+
+
+def test_an_int_budget_is_a_number_of_tokens_by_ratio_too(models):
+    """Held is the budget, or the prompt and the `distance` most recent tokens."""
+    model = models("llama")
+    for n, distance, most in ((30, 25, 55), (30, 5, 40), (100, 25, 65), (100, 5, 45)):
+        with mmkv.wrapped(model, "elastic", 40, distance=distance):
+            *_, cache, _ = generate(model, make_inputs("llama", (n,)), new=60)
+        assert [int((cache.kept(i) >= 0).sum()) for i in range(L)] == [most * H] * L
+
+
+def test_the_share_of_generated_tokens_is_the_budgets_where_more_had_to_be_kept(models):
+    """A prompt of text alone, all of it protected: the answer to it is held by a fifth."""
+    model, inputs = models("llava-llama"), make_inputs("llama", (30,))
+    with mmkv.wrapped(model, "prefixkv", 0.2, protect="instruction", distance=5):
+        *_, held = generate(model, inputs, new=200)
+    assert [len(held[t][0][0, 0]) for t in (0, 5, 6, 110, 150)] == [30, 35, 35, 35, 36]
+    assert len(held[-1][0][0, 0]) == round(0.2 * 229)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40)), min_size=1, max_size=3),
+    st.none() | st.integers(1, 60),
+    st.integers(0, 12),
+    st.integers(0, 130),
+    st.integers(1, 100),
+)
+def test_a_ratio_schedule_says_how_many_slots_it_will_need(sizes, number, distance, done, steps):
+    counts = np.array([min(kept, seen) for kept, seen in sizes])
+    lengths = np.array([seen for _, seen in sizes])
+    schedule = make_schedule(
+        mmkv.get_policy("prefixkv", distance=distance),
+        counts=counts,
+        lengths=lengths,
+        protected=counts,
+        capacity=counts if number is None else np.maximum(counts, number),
+        share=counts / lengths if number is None else None,
+    )
+    schedule.advance(done)
+    most = schedule.most(steps)
+    for _ in range(steps):
+        assert schedule.width <= most
+        schedule.advance()
