@@ -189,7 +189,7 @@ def calibrate_command(
     samples = load_suite(suite, data, limit=limit, image_folder=image_folder)
     _check_file(out)
 
-    from mmkv.profiles import calibrate
+    from mmkv.calibration import calibrate
 
     from .loading import load_model
     from .prompts import Encoder, longest

@@ -17,6 +17,17 @@ if TYPE_CHECKING:
     from .samples import Sample
 
 FULL = "full"
+# What a run measures, in words.
+LABELS = {
+    "ppl": "perplexity",
+    "rouge": "ROUGE-L",
+    "score": "score",
+    "retained": "retained importance",
+    "kept_fraction": "share of pairs kept after the prefill",
+    "cache_bytes": "KiB of kept pairs a sample",
+    "rouge_reference": "ROUGE-L against the reference answer",
+    "tokens_per_s": "tokens per second of a batch, prefill included",
+}
 # Encoded batches kept in memory between policies; more are encoded again.
 _REMEMBERED = 8
 

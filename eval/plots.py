@@ -78,7 +78,7 @@ def plot_report(report: Report, folder: Path) -> list[Path]:
 
 def curves(report: Report) -> Figure:
     """One panel a metric: the metric against the budget, one line a policy."""
-    from .report import FULL, label_of
+    from .measure import FULL, LABELS
 
     metrics = [*report.shown]
     every = [report.figures(p, b) for p in report.policies for b in report.budgets]
@@ -101,7 +101,7 @@ def curves(report: Report) -> Figure:
             axis.axhline(top * value, label="full cache", color=COLOURS[FULL], lw=1.2, ls=":")
         if metric == "ppl":
             _log_axis(axis)
-        axis.set_title(label_of(metric) + _HINTS.get(metric, ""), fontsize=10, loc="left")
+        axis.set_title(LABELS[metric] + _HINTS.get(metric, ""), fontsize=10, loc="left")
         axis.set_xlabel(
             "kept, % of the prompt" if fractions else "kept, tokens per head", fontsize=9
         )
@@ -115,7 +115,7 @@ def heat_map(report: Report, budget: float | int) -> Figure:
     """Mean score by depth and length, one panel a policy (needle in a haystack)."""
     import matplotlib.pyplot as plt
 
-    from .report import FULL
+    from .measure import FULL
     from .variants import percent
 
     def values(tag: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mmkv import terminal
 from mmkv.report import mean_known
 
-from .measure import FULL
+from .measure import FULL, LABELS
 from .papers import AVERAGE, PaperTable, tables_for
 from .perplexity import perplexity
 from .store import Row, RunError, Store, read_settings
@@ -191,7 +191,7 @@ class Report:
             rows.append((policy, texts))
             rows += self._paper_rows(policy, shown)
         about = f"{self.settings['suite']} ({self.settings['data']}), {self.settings['model']}"
-        title = ": ".join([about, *filter(None, [" / ".join(_LABELS[m] for m in shown)])])
+        title = ": ".join([about, *filter(None, [" / ".join(LABELS[m] for m in shown)])])
         return Table(title, "kept", [percent(b) for b in budgets], rows, self.notes())
 
     def _paper_rows(self, policy: str, shown: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -229,7 +229,7 @@ class Report:
                         "score, such as xkv with xkv:layers=uniform."
                     )
                 columns = [percent(b) for b in self.budgets]
-                found.append(Table(_LABELS[metric], "kept", columns, rows, notes))
+                found.append(Table(LABELS[metric], "kept", columns, rows, notes))
         return found
 
     def group_tables(self, what: str, names: Sequence[str]) -> list[Table]:
@@ -249,7 +249,7 @@ class Report:
                 rows.append((policy, cells))
                 rows += self._paper_tasks(policy, budget, names) if what == "task" else []
             average = ["average"] if what == "task" and scored else []
-            title = f"{' / '.join(_LABELS[m] for m in shown)} by {what}, kept: {percent(budget)}"
+            title = f"{' / '.join(LABELS[m] for m in shown)} by {what}, kept: {percent(budget)}"
             found.append(Table(title, what, [*names, *average], rows))
         return found
 
@@ -273,7 +273,7 @@ class Report:
         full = self.figures(FULL, 1.0)
         notes = []
         if full is not None:
-            values = ", ".join(f"{_LABELS[m]} {_cell(full, [m])}" for m in self.shown)
+            values = ", ".join(f"{LABELS[m]} {_cell(full, [m])}" for m in self.shown)
             notes.append(f"Full cache: {values}.")
         each = [1 if _keeps_all(p) else len(self.budgets) for p in s["policies"]]
         expected = s["n"] * sum(each)
@@ -342,23 +342,6 @@ class Report:
 def _keeps_all(policy: str) -> bool:
     """Whether it runs at one budget: the full cache, in 8 or 4 bits too."""
     return policy.split(":")[0] == FULL
-
-
-_LABELS = {
-    "ppl": "perplexity",
-    "rouge": "ROUGE-L",
-    "score": "score",
-    "retained": "retained importance",
-    "kept_fraction": "share of pairs kept after the prefill",
-    "cache_bytes": "KiB of kept pairs a sample",
-    "rouge_reference": "ROUGE-L against the reference answer",
-    "tokens_per_s": "tokens per second of a batch, prefill included",
-}
-
-
-def label_of(metric: str) -> str:
-    """A metric's name in words."""
-    return _LABELS[metric]
 
 
 def _belongs(what: str, name: str) -> Callable[[Row], bool]:

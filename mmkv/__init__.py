@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from mmkv import adapters, allocation, scores
     from mmkv.builtin import load_builtin
     from mmkv.cache import CompressedCache
+    from mmkv.calibration import calibrate
     from mmkv.checkpoints import load
     from mmkv.policy import Policy
-    from mmkv.profiles import Profile, calibrate
+    from mmkv.profiles import Profile
     from mmkv.registry import get_policy, list_policies, register_policy
     from mmkv.report import CacheReport
     from mmkv.wrapping import is_wrapped, unwrap, wrap, wrapped
@@ -30,7 +31,7 @@ _HOME = {
     "CompressedCache": "mmkv.cache",
     "Policy": "mmkv.policy",
     "Profile": "mmkv.profiles",
-    "calibrate": "mmkv.profiles",
+    "calibrate": "mmkv.calibration",
     "get_policy": "mmkv.registry",
     "is_wrapped": "mmkv.wrapping",
     "list_policies": "mmkv.registry",

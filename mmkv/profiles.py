@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from mmkv import reading
 _FORMAT, _VERSION = "mmkv-profile", 1
 _MOST_BYTES = 2**20
 # Budgets that differ by no more are the same but for whole tokens.
-_CLOSE = 0.01
+CLOSE = 0.01
 _SHAPE = ("model_type", "num_hidden_layers", "hidden_size", "num_key_value_heads")
 
 
@@ -115,7 +114,7 @@ class Profile:
                 + ", ".join(f"{k} {a!r} there, {b!r} here" for k, (a, b) in different.items())
             )
         if budget is not None and (
-            not isinstance(budget, float) or abs(budget - self.budget) > _CLOSE
+            not isinstance(budget, float) or abs(budget - self.budget) > CLOSE
         ):
             raise ValueError(
                 f"budget={budget}, but the profile keeps {self.budget:.4f}: leave the budget out, "
@@ -127,64 +126,6 @@ class Profile:
 def model_shape(config: Any) -> dict[str, Any]:
     """What a profile must agree with: the decoder's type, layers, width and key-value heads."""
     return {name: getattr(config, name, None) for name in _SHAPE}
-
-
-def calibrate(
-    model: Any,
-    samples: Iterable[Mapping[str, Any]],
-    policy: str = "prefixkv",
-    budget: float = 0.5,
-    **policy_options: Any,
-) -> Profile:
-    """Average a policy's per-layer kept fractions over samples.
-
-    Args:
-        model: not wrapped; it is wrapped for the length of the call.
-        samples: what `model(**sample)` takes, such as a processor returns; each row of a batch
-            counts as a sample.
-        policy: one whose layer sizes depend on the prompt: prefixkv, xkv, squeeze.
-        budget: a fraction in (0, 1).
-        policy_options: override the policy's defaults.
-
-    Returns:
-        A profile for `mmkv.wrap(model, profile=...)`.
-
-    Raises:
-        ValueError: no samples, or a policy whose sizes do not depend on the prompt.
-    """
-    import torch
-    from tqdm.auto import tqdm
-
-    from mmkv import adapters
-    from mmkv.registry import get_policy
-    from mmkv.wrapping import wrapped
-
-    chosen = get_policy(policy, **policy_options)
-    if not chosen.needs_all_layers:
-        raise ValueError(
-            f"policy {chosen.name!r} sizes its layers without looking at the prompt "
-            f"(layers={chosen.layers!r}): there is nothing to calibrate"
-        )
-    config = adapters.find(model).config
-    rows: list[list[float]] = []
-    asked = None if chosen.retention is not None else budget
-    with wrapped(model, chosen, asked), torch.no_grad():
-        for sample in tqdm(samples, desc="calibrate", leave=False, disable=None):
-            cache = model(**sample, use_cache=True).past_key_values
-            for row, length in enumerate(cache.lengths):
-                rows.append([x.keeping().sizes[row] / length for x in cache.compressed])
-    if not rows:
-        raise ValueError("calibrate: no samples")
-    mean = tuple(sum(layer) / len(rows) for layer in zip(*rows, strict=True))
-    spent = sum(mean) / len(mean)
-    return Profile(
-        mean,
-        # Sizes are whole tokens: what is spent differs from what was asked for by less than one.
-        budget=spent if asked is None or abs(spent - asked) > _CLOSE else asked,
-        policy=chosen.name,
-        samples=len(rows),
-        model=model_shape(config),
-    )
 
 
 def _number(x: Any) -> float:
