@@ -103,10 +103,10 @@ def pyramid(n_layers: int, total: int, *, beta: float = 20, max_size: int) -> li
 
     Args:
         n_layers: number of layers.
-        total: tokens to spend over all layers; what a policy keeps for its window is part of it.
+        total: tokens to spend over all layers, beyond the window that every layer keeps.
         beta: the last layer has the mean size divided by `beta`, unless the first layer would
             exceed `max_size`: then the first has `max_size`, and the last makes up for it.
-        max_size: most tokens of a layer.
+        max_size: most tokens of a layer, without the window.
 
     Returns:
         `[L]`, tokens per layer, not increasing, of sum `total`.
@@ -114,7 +114,7 @@ def pyramid(n_layers: int, total: int, *, beta: float = 20, max_size: int) -> li
     Raises:
         ValueError: `total` does not fit into the layers or `beta` is below 1.
 
-    Source: PyramidKV, arXiv 2406.02069, section 4.2.
+    Source: PyramidKV, arXiv 2406.02069, section 4.2; see `mmkv.policies.pyramidkv` for its code.
     """
     _check_layers(n_layers)
     if not beta >= 1:

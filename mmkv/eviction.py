@@ -266,7 +266,9 @@ def row_sizes(
     elif policy.layers == "uniform":
         sizes = allocation.uniform(n_layers, total, max_size=length)
     elif policy.layers == "pyramid":
-        sizes = allocation.pyramid(n_layers, total, beta=policy.beta, max_size=length)
+        most = length - floor
+        falling = allocation.pyramid(n_layers, spare, beta=policy.beta, max_size=most)
+        sizes = [floor + n for n in falling]
     elif policy.layers == "geometric":
         sizes = allocation.geometric(n_layers, total, decay=policy.decay, max_size=length)
     elif policy.layers == "squeeze":
