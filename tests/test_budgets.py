@@ -13,6 +13,7 @@ from test_policies import top
 
 import mmkv
 from mmkv.decoding import make_schedule
+from mmkv.eviction import row_sizes
 
 L, H, G = 3, 2, 2
 MODELS = {name: make_model(name) for name in ("llama", "llava-llama")}
@@ -263,20 +264,15 @@ def test_rows_of_a_later_turn_observe_with_the_queries_they_have(models, policy)
     def talk(rows):
         first = {k: v[rows] for k, v in inputs.items()}
         longest = max(lengths[b] for b in rows)
-        with torch.no_grad():
-            cache = model(**first, use_cache=True).past_key_values
-            new = torch.ones(len(rows), longest, dtype=torch.long)
-            for i, b in enumerate(rows):
-                new[i, : longest - lengths[b]] = 0
-            cache.expects_prompt = True
-            mask = torch.cat([first["attention_mask"], new], dim=1)
-            model(
-                input_ids=more[rows][:, 12 - longest :],
-                attention_mask=mask,
-                position_ids=(mask.cumsum(-1) - 1)[:, 60:],
-                past_key_values=cache,
-            )
-        return [cache.kept(i) for i in range(L)]
+        cache = generate(model, first, new=1)[2]
+        new = torch.ones(len(rows), longest, dtype=torch.long)
+        for i, b in enumerate(rows):
+            new[i, : longest - lengths[b]] = 0
+        second = {
+            "input_ids": torch.cat([first["input_ids"], more[rows][:, 12 - longest :]], dim=1),
+            "attention_mask": torch.cat([first["attention_mask"], new], dim=1),
+        }
+        return generate(model, second, new=1, past_key_values=cache)[-1][0]
 
     with mmkv.wrapped(model, policy, 0.5, window=8):
         together, *singles = (talk(rows) for rows in ([0, 1], [0], [1]))
@@ -410,3 +406,90 @@ def test_a_ratio_schedule_says_how_many_slots_it_will_need(sizes, number, distan
     for _ in range(steps):
         assert schedule.width <= most
         schedule.advance()
+
+
+def official_pyramid(n_layers, mean, window, n, beta):
+    """PyramidKV's sizes as its paper and code give them, before rounding: the window on top."""
+    least = (mean - window) / beta
+    most = 2 * (mean - window) - least
+    if most >= n - window:
+        most = n - window
+        least = 2 * (mean - window) - most
+    step = (most - least) / (n_layers - 1)
+    return [window + most - step * layer for layer in range(n_layers)]
+
+
+@pytest.mark.parametrize("policy", ["pyramidkv", "ada-pyramidkv"])
+@pytest.mark.parametrize(
+    ("n_layers", "mean", "window", "n", "beta"),
+    [(32, 64, 8, 1000, 20), (32, 64, 8, 90, 20), (3, 40, 8, 100, 20), (7, 90, 32, 110, 5)],
+)
+def test_pyramidkv_is_the_official_series(policy, n_layers, mean, window, n, beta):
+    """The window in every layer, and the rest of the budget falling with depth."""
+    chosen = mmkv.get_policy(policy, window=window, beta=beta)
+    sizes = row_sizes(chosen, mean, n_layers=n_layers, length=n, floor=window)
+    wanted = official_pyramid(n_layers, mean, window, n, beta)
+    assert all(abs(x - y) < 1 for x, y in zip(sizes, wanted, strict=True))
+    assert sum(sizes) == n_layers * mean
+
+
+def test_pyramidkv_keeps_the_official_series(models):
+    """In a model: the example of a window of 8 and a mean of 64, and a first layer that is full."""
+    model = models("llama")
+    for n, sizes in ((200, [117, 64, 11]), (100, [100, 64, 28])):
+        with mmkv.wrapped(model, "pyramidkv", 64), torch.no_grad():
+            cache = model(**make_inputs("llama", (n,)), use_cache=True).past_key_values
+        assert [int((cache.kept(i)[0, 0] >= 0).sum()) for i in range(L)] == sizes
+
+
+@pytest.mark.parametrize("retention", [0.3, 0.6, 0.95])
+def test_retention_counts_what_competes_beside_what_must_stay(models, retention):
+    """XKV's target: the fewest tokens beside sinks and window that retain it on average."""
+    model, inputs, n, window, sinks = models("llama"), make_inputs("llama", (60,)), 60, 6, 2
+    with torch.no_grad():
+        attentions = make_model("llama", "eager")(**inputs, output_attentions=True).attentions
+    options = {"window": window, "sinks": sinks, "kernel_size": 3, "retention": retention}
+    with mmkv.wrapped(model, "xkv", **options), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+    entries = []  # of each layer the mean over heads of the largest, second largest, ... score
+    for layer in range(L):
+        heads = [
+            window_scores(attentions[layer][0], h, n, window, 3, "avg", False)[sinks:]
+            for h in range(H)
+        ]
+        ranked = [sorted(x, reverse=True) for x in heads]
+        means = [sum(x) / H for x in zip(*ranked, strict=True)]
+        entries += [(x / sum(means), layer) for x in means]
+    entries.sort(reverse=True)
+    reached, counts = 0.0, [0] * L
+    for share, layer in entries:
+        if reached / L >= retention:
+            break
+        reached += share
+        counts[layer] += 1
+    got = [(cache.kept(i)[0] >= 0).sum(-1).tolist() for i in range(L)]
+    assert got == [[window + sinks + count] * H for count in counts]
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "prefixkv"])
+def test_a_prompt_one_token_above_an_int_budget_loses_the_least_of_them(models, policy):
+    """At the budget nothing goes; one token more, and each layer and head drops its least one."""
+    model, options = models("llama"), {"window": 4} if policy == "snapkv" else {}
+    if policy == "prefixkv":
+        options = {"layers": "uniform", "average_heads": False}
+    for n in (19, 20, 21):
+        inputs = make_inputs("llama", (n,), seed=3)
+        with mmkv.wrapped(model, policy, 20, **options), torch.no_grad():
+            cache = model(**inputs, use_cache=True).past_key_values
+        with torch.no_grad():
+            attentions = make_model("llama", "eager")(**inputs, output_attentions=True).attentions
+        for layer in range(L):
+            for h in range(H):
+                kept = set(cache.kept(layer)[0, h].tolist())
+                mean = attentions[layer][0, h * G : (h + 1) * G].mean(0)
+                scores = mean.sum(0).tolist()
+                late = {"snapkv": 4, "h2o": 10, "prefixkv": 0}[policy]
+                if policy == "snapkv":
+                    scores = window_scores(attentions[layer][0], h, n, 4, 7, "max", False)
+                least = min(range(n - late), key=lambda j: (scores[j], -j))
+                assert kept == set(range(n)) - ({least} if n == 21 else set())
