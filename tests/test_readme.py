@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,8 @@ from conftest import make_inputs
 from PIL import Image
 
 import mmkv
-from mmkv import chat, registry, tables
-from mmkv.builtin import example_pictures
+from mmkv import chat, cli, registry, tables
+from mmkv.builtin import example_pictures, scenes
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -43,6 +45,61 @@ def test_code_runs(tmp_path, monkeypatch, capsys):
     names["samples"] = [names["inputs"]]
     exec(blocks[1], names)
     assert (tmp_path / "profile.json").is_file()
+
+
+def commands() -> list[list[str]]:
+    """Every command of the README's blocks that begins with the environment's programs."""
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
+    lines = blocks.replace("\\\n", " ").splitlines()
+    return [shlex.split(line) for line in lines if line.startswith(".venv/bin/")]
+
+
+def shown(words: list[str]) -> str:
+    return " ".join(words)[:60]
+
+
+@pytest.mark.parametrize("words", [x for x in commands() if x[1] == "chat"], ids=shown)
+def test_chat_commands_run_as_they_stand(words, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(ROOT)
+    more = ("--out", str(tmp_path), "--max-new-tokens", "12")
+    with pytest.raises(SystemExit) as end:
+        cli.main([*words[1:], *more])
+    printed = capsys.readouterr()
+    assert (end.value.code or 0, printed.err) == (0, "")
+    assert list(tmp_path.glob("*.png"))
+
+
+def test_the_answer_to_ones_own_question_is_right(capsys, monkeypatch, tmp_path):
+    """What the README asks about the shipped picture is what the model knows."""
+    monkeypatch.chdir(ROOT)
+    (words,) = [x for x in commands() if x[1] == "chat" and "--json" not in x]
+    with pytest.raises(SystemExit):
+        cli.main([*words[1:], "--out", str(tmp_path), "--json"])
+    data = json.loads(capsys.readouterr().out)
+    scene = scenes.make_scene(1, count=4)
+    (item,) = [x for x in scene.objects if x.place in data["question"]]
+    for side in ("full", "compressed"):
+        assert data[side]["answer"] == f"A {item.color} {item.shape} is at the {item.place}."
+
+
+@pytest.mark.parametrize(
+    "words", [x for x in commands() if x[1] in ("eval", "report", "bench")], ids=shown
+)
+def test_other_commands_are_right_up_to_the_model(words, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    class Reached(BaseException):
+        """Everything that is checked without a model was found right."""
+
+    def reached(*args, **kwargs):
+        raise Reached
+
+    monkeypatch.setattr("mmkv.eval.loading.load_model", reached)
+    monkeypatch.setattr("mmkv.eval.report.Report", reached)
+    monkeypatch.setattr("mmkv.bench.cli._run", reached)
+    monkeypatch.setattr("mmkv.bench.processor.use_vectors", lambda: None)
+    with pytest.raises(Reached):
+        cli.main(words[1:])
 
 
 def test_measured_bytes():
