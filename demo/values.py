@@ -48,7 +48,7 @@ class Settings:
         return policy.name + size + ("" if self.kv_dtype is None else f" in {self.kv_dtype}")
 
     def chosen(self) -> tuple[Policy, float | None]:
-        """The policy and its budget.
+        """The policy and its budget; None for a policy that takes none.
 
         Raises:
             ValueError: an unknown policy or type, a wrong option, or a number out of range.
@@ -61,7 +61,8 @@ class Settings:
         if not 0 <= self.temperature <= 2:
             raise ValueError(f"temperature {self.temperature}: expected a number from 0 to 2")
         policy = get_policy(self.policy, **self.options)
-        return policy, None if policy.retention is not None else self.budget
+        unsized = policy.keeps_all or policy.retention is not None
+        return policy, None if unsized else self.budget
 
 
 @dataclass(frozen=True)

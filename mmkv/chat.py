@@ -69,6 +69,13 @@ def parse_budget(text: str) -> float | int:
         ) from None
 
 
+def about_budget(budget: float | int | None) -> str:
+    """What a user may not have meant by a budget; "" where there is no doubt."""
+    if budget == 1 and isinstance(budget, int):
+        return "a budget of 1 is one token per layer and head; 1.0 keeps everything"
+    return ""
+
+
 def parse_options(policy: str, pairs: Sequence[str]) -> dict[str, Any]:
     """Policy options from texts such as "window=16", as the policy's fields are typed.
 

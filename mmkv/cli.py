@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmkv.terminal import check_place, console, say, told
+from mmkv.terminal import check_place, console, say, show_warnings, told
 
 if TYPE_CHECKING:
     from mmkv.chat import Answer
@@ -46,6 +46,7 @@ _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
+    show_warnings()
     app(args=None if argv is None else list(argv), prog_name="mmkv")
 
 
@@ -168,6 +169,8 @@ def chat(
         kept = _DEFAULT_BUDGET
     if chosen.keeps_all and budget is not None:
         say(f"policy {chosen.name} keeps everything: --budget {budget} is ignored")
+    elif note := talk.about_budget(kept):
+        say(note)
     pictures = [talk.read_picture(path) for path in paths]
     if paths:
         _check_out(out, len(paths))

@@ -74,8 +74,15 @@ class Repl:
             self._say(HELP, "dim")
 
     def _set(self, **changes: Any) -> None:
+        from mmkv import chat
+
         settings = dataclasses.replace(self.settings, **changes)
         self._say(f"from now on {settings.label}", "dim")
+        policy, budget = settings.chosen()
+        if budget is None and "budget" in changes:
+            self._say(f"policy {policy.name} takes no budget: it is ignored", "dim")
+        elif note := chat.about_budget(changes.get("budget")):
+            self._say(note, "dim")
         self.settings = settings
 
     def _ask(self, question: str) -> None:

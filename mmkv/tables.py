@@ -84,6 +84,8 @@ def policy_tables(width: int) -> Group:
     """All policies as a rich table, or as two where `width` columns are too few for one."""
     from rich.console import Group
 
+    from mmkv import terminal
+
     also = ", ".join(_texts(shared_options()))
     note = (
         f"\nEvery policy but full also has {also}.\n"
@@ -91,7 +93,9 @@ def policy_tables(width: int) -> Group:
     )
     if width >= _WIDTH:
         return Group(_table(COLUMNS), note)
-    return Group(_table(COLUMNS[:5]), _table(("policy", "paper", "options")), note)
+    parts = [(row.names[0], row.parts) for row in policy_rows()]
+    first = terminal.Table(COLUMNS[0], COLUMNS[1:5], parts, numbers=False)
+    return Group(first, _table(("policy", "paper", "options")), note)
 
 
 def _table(columns: tuple[str, ...]) -> Table:

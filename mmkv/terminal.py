@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 import traceback
@@ -42,6 +43,29 @@ def say(text: str) -> None:
     """One line on standard error, in place of what `Progress` left there."""
     clear = "\r\033[K" if sys.stderr.isatty() else ""
     typer.echo(f"{clear}mmkv: {text}", err=True)
+
+
+class _Warnings(logging.Handler):
+    """Prints each message once: a cache warns with every prompt."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._seen = set[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a message that is new."""
+        text = record.getMessage()
+        if text not in self._seen:
+            self._seen.add(text)
+            say(text)
+
+
+def show_warnings() -> None:
+    """Let the library's warnings read like a command's other messages."""
+    logger = logging.getLogger("mmkv")
+    for handler in [h for h in logger.handlers if isinstance(h, _Warnings)]:
+        logger.removeHandler(handler)
+    logger.addHandler(_Warnings())
 
 
 def check_place(folder: Path, option: str = "--out") -> None:
@@ -102,25 +126,28 @@ class Table:
         columns: the names of the others.
         rows: the first column's text, and the others'.
         title: above the first part.
+        numbers: whether the other columns hold numbers, which stand on the right.
     """
 
     corner: str
     columns: Sequence[str]
     rows: Sequence[tuple[str, Sequence[str]]]
     title: str = ""
+    numbers: bool = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The parts, none of them wider than the console."""
         from rich.table import Table as RichTable
         from rich.text import Text
 
+        side = "right" if self.numbers else "left"
         if self.title:
             yield Text(self.title, style="bold")
         for part in self.parts(options.max_width):
             table = RichTable()
             table.add_column(Text(self.corner), overflow="fold")
             for i in part:
-                table.add_column(Text(self.columns[i]), justify="right", overflow="fold")
+                table.add_column(Text(self.columns[i]), justify=side, overflow="fold")
             for name, cells in self.rows:
                 # A row may have fewer cells: what is not there is left empty.
                 shown = [Text(cells[i]) if i < len(cells) else Text() for i in part]

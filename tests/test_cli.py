@@ -153,6 +153,19 @@ class TestChat:
         assert "full, budget 1.0" in out
         assert run(capsys, *words)[1] == ""
 
+    def test_a_budget_of_one_token_says_so(self, capsys, picture, tmp_path):
+        words = ("chat", picture, QUESTION, "--out", tmp_path, *SHORT, "--budget")
+        assert run(capsys, *words, "1")[1].startswith("mmkv: a budget of 1 is one token")
+        assert run(capsys, *words, "1.0")[1] == ""
+
+    def test_a_warning_of_the_library_is_a_message_once(self, capsys, picture, tmp_path):
+        words = ("--policy", "snapkv", "--option", "window=40", "--out", tmp_path, *SHORT)
+        for _ in range(2):  # a second run in this process warns again
+            err = run(capsys, "chat", picture, QUESTION, *words)[1]
+            assert err.startswith("mmkv: ")
+            assert "too few for window 40" in err
+            assert err.count("\n") == 1
+
     def test_ctrl_c_ends_it_without_a_traceback(self, capsys, picture, monkeypatch):
         def stop(*args, **kwargs):
             raise KeyboardInterrupt

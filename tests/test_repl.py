@@ -71,6 +71,18 @@ def test_commands_change_what_is_used(engines):
     assert session.turns == []
 
 
+def test_budgets_that_mean_something_else(engines):
+    out, refused, _ = talk(engines, "/budget 1", "/policy full", "/budget 0.5")
+    assert refused == 0
+    assert out.splitlines() == [
+        "from now on adakv 1",
+        "a budget of 1 is one token per layer and head; 1.0 keeps everything",
+        "from now on full",
+        "from now on full",
+        "policy full takes no budget: it is ignored",
+    ]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
