@@ -244,6 +244,8 @@ def plot_command(
     size, *more = parse_budgets(budget)
     if more:
         raise ValueError(f"--budget {budget}: a plot has one budget")
+    if image and prompt is None:
+        raise ValueError(f"--image {image[0]} goes before a --prompt: give one")
     names = _split(policies)
     variants = parse_variants(names, parse_options(option or []), builtin=data == "builtin")
     if prompt is not None:

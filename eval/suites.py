@@ -91,4 +91,6 @@ def load_suite(
         raise ValueError(f"suite {name!r} has no tasks to select from, got {tasks}")
     if str(data) == BUILTIN:
         data = BUILTIN
+        if image_folder is not None:
+            raise ValueError(f"image folder {image_folder}: the built-in data has its own pictures")
     return SUITES[name].load(data, limit=limit, tasks=tasks, image_folder=image_folder)

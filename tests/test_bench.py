@@ -409,6 +409,7 @@ def test_the_table_is_whole_at_80_columns(capsys, tmp_path, monkeypatch):
         assert sum(f" {text} " in line for line in out.splitlines()) == 1, text
     table = [line for line in out.splitlines() if line.startswith(("┏", "│"))]
     assert max(map(cell_len, table)) <= 80
+    assert not any("(" in line for line in table)  # one round has no quartiles
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,7 @@ def test_a_haystack_of_words_holds_the_needle_at_its_depth(folder):
         ({"name": "nothing"}, "description.*got 'nothing'"),
         ({"name": "xsum", "limit": 0}, "limit must be at least 1, got 0"),
         ({"name": "xsum", "tasks": ["qasper"]}, "'xsum' has no tasks"),
+        ({"name": "mmvet", "image_folder": Path("a")}, "image folder a: the built-in data has"),
     ],
 )
 def test_impossible_requests_are_refused(arguments, message):

@@ -311,8 +311,8 @@ def _over(part: int | None, whole: int | None) -> float | None:
 
 def _interval(spread: dict[str, float]) -> str:
     digits = 1 if spread["median"] >= 100 else 2
-    low, high = (f"{spread[k]:.{digits}f}" for k in ("low", "high"))
-    return f"{spread['median']:.{digits}f} ({low}-{high})"
+    median, low, high = (f"{spread[k]:.{digits}f}" for k in ("median", "low", "high"))
+    return median if spread["n"] == 1 else f"{median} ({low}-{high})"
 
 
 def _mb(size: int | None) -> str:
