@@ -197,10 +197,10 @@ def test_bytes_are_really_freed(policy):
     model, inputs = make_model("llama"), make_inputs("llama", (1000,))
     # layers, tokens, heads, head_dim, key and value, float32
     pair_bytes = 3 * 1000 * 2 * 16 * 2 * 4
-    others = _storages(head_dim=16)
+    others = storages(head_dim=16)
     with mmkv.wrapped(model, policy, 0.2):
         *_, cache, _ = generate(model, inputs, new=8)
-    alive = _storages(head_dim=16)
+    alive = storages(head_dim=16)
     assert sum(n for at, n in alive.items() if at not in others) == cache.nbytes
     if policy == "full":
         assert cache.nbytes >= pair_bytes
@@ -208,7 +208,7 @@ def test_bytes_are_really_freed(policy):
         assert cache.nbytes <= 0.25 * pair_bytes
 
 
-def _storages(head_dim: int) -> dict[int, int]:
+def storages(head_dim: int) -> dict[int, int]:
     """Address and bytes of every storage that could hold keys or values."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
