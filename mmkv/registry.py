@@ -1,6 +1,7 @@
 """The registry: policies by name, the built-in ones, a user's own and those of installed packages.
 
-A third-party package registers a policy class through the entry-point group `mmkv.policies`.
+A third-party package registers a policy class through the entry-point group `mmkv.policies`. One
+that cannot be had is skipped with a warning, and is an error where its policy is asked for.
 """
 
 from __future__ import annotations
@@ -8,17 +9,26 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable
+import re
+import threading
+import warnings
+from collections.abc import Callable, Generator
 from dataclasses import fields
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, distributions, entry_points
 from typing import Any, TypeVar
 
 from mmkv.policy import Policy
 
 P = TypeVar("P", bound=type[Policy])
+_GROUP = "mmkv.policies"
 _policies: dict[str, type[Policy]] = {}
 _aliases: dict[str, str] = {}
+# Entry points that were skipped, by name: the distribution, and why.
+_skipped: dict[str, tuple[str, BaseException]] = {}
+# A package may ask for a policy while it is being loaded, so one thread takes it twice.
+_loading = threading.RLock()
+_loaded = False
 
 
 def register_policy(name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[P], P]:
@@ -32,29 +42,18 @@ def register_policy(name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[P]
     def register(cls: P) -> P:
         if not (isinstance(cls, type) and issubclass(cls, Policy)):
             raise TypeError(f"register_policy({name!r}): {cls!r} is not a subclass of mmkv.Policy")
+        if not _is_builtin(cls):
+            _load_builtin()  # their names are taken from the start
         for key in (name, *aliases):
-            taken = _policies.get(_aliases.get(key, key))
-            if taken is not None and taken.__qualname__ != cls.__qualname__:
-                raise ValueError(f"policy name {key!r} is taken by {taken.__qualname__}")
+            taken = _find(key)
+            if taken is not None and _path(taken) != _path(cls):
+                raise ValueError(f"policy name {key!r} is taken by {_path(taken)}")
         cls.name, cls.aliases = name, aliases
         _policies[name] = cls
         _aliases.update(dict.fromkeys(aliases, name))
         return cls
 
     return register
-
-
-@cache
-def _load_all() -> None:
-    """Import every built-in policy file and every installed entry point, once."""
-    import mmkv.policies
-
-    for module in pkgutil.iter_modules(mmkv.policies.__path__):
-        importlib.import_module(f"mmkv.policies.{module.name}")
-    for entry in entry_points(group="mmkv.policies"):
-        cls = entry.load()
-        if entry.name not in _policies:
-            register_policy(entry.name)(cls)
 
 
 def list_policies() -> list[str]:
@@ -64,16 +63,25 @@ def list_policies() -> list[str]:
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The class registered under a name or an alias.
+    """The class registered under a name or an alias, in any case, with or without - and _.
 
     Raises:
-        ValueError: no such policy; the message lists the candidates.
+        ValueError: no such policy, and the message lists the candidates; or one whose package
+            cannot be loaded, with the cause.
     """
+    if not isinstance(name, str):
+        called = f": call it, {name.__name__}()" if isinstance(name, type) else ""
+        raise ValueError(f"policy={name!r}: expected a name or a Policy object{called}")
     _load_all()
-    found = _policies.get(_aliases.get(name, name))
-    if found is None:
-        raise ValueError(_unknown("policy", name, [*sorted(_policies), *sorted(_aliases)]))
-    return found
+    found = _find(name)
+    if found is not None:
+        return found
+    for skipped, (where, error) in _skipped.items():
+        if _key(skipped) == _key(name):
+            raise ValueError(
+                f"policy {skipped!r} of {where} could not be loaded: {_reason(error)}"
+            ) from error
+    raise ValueError(_unknown("policy", name, [*sorted(_policies), *sorted(_aliases)]))
 
 
 def get_policy(name: str, **options: Any) -> Policy:
@@ -99,7 +107,104 @@ def get_policy(name: str, **options: Any) -> Policy:
     return policy
 
 
+def _key(name: str) -> str:
+    """What two spellings of a name share: "Ada-PyramidKV" and "ada_pyramidkv"."""
+    return re.sub("[-_ ]", "", name).casefold()
+
+
+def _find(name: str) -> type[Policy] | None:
+    known = dict(zip(_policies, _policies, strict=True)) | _aliases
+    for spelled, canonical in known.items():
+        if _key(spelled) == _key(name):
+            return _policies[canonical]
+    return None
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _is_builtin(cls: type) -> bool:
+    return cls.__module__.startswith("mmkv.policies.")
+
+
+@cache
+def _load_builtin() -> None:
+    import mmkv.policies
+
+    for module in pkgutil.iter_modules(mmkv.policies.__path__):
+        importlib.import_module(f"mmkv.policies.{module.name}")
+
+
+def _load_all() -> None:
+    """Import every built-in policy file and every installed entry point, once."""
+    global _loaded
+    with _loading:
+        if _loaded:
+            return
+        _load_builtin()
+        _loaded = True
+        for where, entry in sorted(_entries(), key=lambda x: (x[0], x[1].name)):
+            before = dict(_policies), dict(_aliases)
+            try:
+                _load(entry)
+            except (Exception, SystemExit) as error:  # whatever another package's code does
+                for now, then in zip((_policies, _aliases), before, strict=True):
+                    now.clear()
+                    now.update(then)
+                _skipped[entry.name] = where, error
+                warnings.warn(
+                    f"mmkv: policy {entry.name!r} of {where} is skipped: {_reason(error)}",
+                    stacklevel=3,
+                )
+
+
+def _load(entry: EntryPoint) -> None:
+    """Register the class of one entry point.
+
+    Raises:
+        Exception: whatever its package raises, or what is wrong with the class.
+    """
+    taken = _find(entry.name)
+    if taken is not None and _is_builtin(taken):
+        raise ValueError(f"the name is taken by the built-in {taken.name!r}")
+    cls: Any = entry.load()
+    if not (isinstance(cls, type) and issubclass(cls, Policy)):
+        raise TypeError(f"{entry.value} is not a subclass of mmkv.Policy")
+    cls()  # its defaults, which every list of policies shows
+    if cls in _policies.values() and _find(entry.name) is None:
+        _aliases[entry.name] = cls.name
+    elif _find(entry.name) is not cls:
+        register_policy(entry.name)(cls)
+
+
+def _entries() -> Generator[tuple[str, EntryPoint]]:
+    """The entry points of all installed distributions: "name version" and the entry."""
+    try:
+        found = list(entry_points(group=_GROUP))
+    except Exception:  # metadata of some distribution cannot be read: leave that one out
+        found = []
+        for distribution in distributions():
+            try:
+                found += distribution.entry_points.select(group=_GROUP)
+            except Exception as error:
+                warnings.warn(
+                    f"mmkv: the entry points of {distribution.name} cannot be read: "
+                    f"{_reason(error)}",
+                    stacklevel=4,
+                )
+    for entry in found:
+        where = "an unknown distribution"
+        if entry.dist is not None:
+            where = f"{entry.dist.name} {entry.dist.version}"
+        yield where, entry
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 def _unknown(what: str, name: str, candidates: list[str]) -> str:
-    close = difflib.get_close_matches(name, candidates, n=1)
+    close = difflib.get_close_matches(name.lower(), candidates, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"unknown {what} {name!r}.{hint} Known: {', '.join(candidates)}"

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import re
+import subprocess
+import sys
+import textwrap
 from typing import Any
 
 import pytest
@@ -294,3 +299,167 @@ def test_a_decoder_that_another_model_wraps_is_named(text_model):
     mmkv.wrap(text_model, "h2o", 0.3)
     with pytest.raises(ValueError, match=r"decoder of this LlamaForCausalLM is wrapped already"):
         mmkv.wrap(other, "h2o", 0.3)
+
+
+class TestPoliciesOfOtherPackages:
+    """Distributions in a folder of their own, and a fresh interpreter that finds them."""
+
+    GOOD = """
+        from dataclasses import dataclass
+        import mmkv
+
+        @dataclass(frozen=True, kw_only=True)
+        class Mine(mmkv.Policy):
+            window: int = 8
+        """
+
+    @pytest.fixture
+    def install(self, tmp_path):
+        def add(distribution: str, entries: str, place: str = "", **modules: str) -> None:
+            info = tmp_path / place / f"{distribution}-1.2.dist-info"
+            info.mkdir(parents=True)
+            (info / "METADATA").write_text(f"Name: {distribution}\nVersion: 1.2\n")
+            (info / "entry_points.txt").write_text(f"[mmkv.policies]\n{entries}\n")
+            for name, code in modules.items():
+                (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
+
+        return add
+
+    @pytest.fixture
+    def run(self, tmp_path):
+        def python(code: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                [sys.executable, "-c", textwrap.dedent(code)],
+                env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{tmp_path / 'later'}"},
+                capture_output=True,
+                text=True,
+            )
+
+        return python
+
+    @pytest.mark.parametrize(
+        ("module", "why"),
+        [
+            ("import no_such_module", r"ModuleNotFoundError: No module named 'no_such_module'"),
+            ("1 / 0", r"ZeroDivisionError: division by zero"),
+            ("raise SystemExit('out')", r"SystemExit: out"),
+            ("Mine = dict", r"TypeError: acme_code:Mine is not a subclass of mmkv\.Policy"),
+            ("Mine = 3", r"TypeError: acme_code:Mine is not a subclass"),
+            ("", r"AttributeError: .*Mine"),
+            (GOOD + "    def __post_init__(self): raise ValueError('no')", r"ValueError: no"),
+            (
+                GOOD + "mmkv.register_policy('other')(Mine); 1 / 0",
+                r"ZeroDivisionError: division by zero",
+            ),
+        ],
+        ids=["import", "code", "exit", "dict", "number", "nothing", "defaults", "half"],
+    )
+    def test_a_broken_one_is_skipped_until_it_is_asked_for(self, install, run, module, why):
+        install("acme-policies", "mine = acme_code:Mine", acme_code=textwrap.dedent(module))
+        done = run("from mmkv.cli import main; main(['policies'])")
+        assert done.returncode == 0
+        assert "snapkv" in done.stdout
+        warned = r"mmkv: warning: policy 'mine' of acme-policies 1\.2 is skipped: " + why
+        assert re.fullmatch(warned + r".*\n", done.stderr)
+        done = run(
+            """
+            import mmkv, warnings
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                assert "snapkv" in mmkv.list_policies()
+                assert not {"mine", "other"} & set(mmkv.list_policies())
+            assert [str(w.message).split(" is ")[0] for w in caught] == [
+                "mmkv: policy 'mine' of acme-policies 1.2"
+            ]
+            for _ in range(2):
+                try:
+                    mmkv.get_policy("Mine")
+                except ValueError as error:
+                    print(error)
+                    print(type(error.__cause__).__name__)
+            """
+        )
+        line, cause, *again = done.stdout.splitlines()
+        assert re.match(r"policy 'mine' of acme-policies 1\.2 could not be loaded: " + why, line)
+        assert why.startswith(cause)
+        assert again == [line, cause]
+        assert done.stderr == ""
+
+    def test_a_name_that_is_built_in(self, install, run):
+        install("acme", "SnapKV = code:Mine\nmine = code:Mine", code=self.GOOD)
+        done = run("import mmkv; print(mmkv.get_policy('snapkv'), mmkv.get_policy('mine').window)")
+        assert done.stdout.startswith("SnapKV(")
+        assert done.stdout.endswith(" 8\n")
+        assert "'SnapKV' of acme 1.2 is skipped: ValueError: the name is taken" in done.stderr
+
+    def test_two_distributions_with_one_name(self, install, run):
+        """The first in the alphabet, wherever they are installed."""
+        install("b-two", "mine = two:Mine", two=self.GOOD.replace("8", "9"))
+        install("a-one", "Mine = one:Mine", place="later", one=self.GOOD)
+        done = run("import mmkv; print(mmkv.get_policy('mine').window)")
+        assert done.stdout == "8\n"
+        assert "'mine' of b-two 1.2 is skipped: ValueError" in done.stderr
+        assert "'mine' is taken by one.Mine" in done.stderr
+
+    def test_metadata_that_cannot_be_read(self, install, run):
+        install("acme", "no equals sign")
+        install("good", "mine = code:Mine", code=self.GOOD)
+        done = run("import mmkv; print(mmkv.get_policy('mine').window)")
+        assert done.stdout == "8\n"
+        assert "the entry points of acme cannot be read" in done.stderr
+
+    def test_a_good_one_asks_for_others_while_it_loads(self, install, run):
+        """With two names, and registered by itself."""
+        code = self.GOOD + "assert 'h2o' in mmkv.list_policies()\n"
+        code = code.replace("@dataclass", "@mmkv.register_policy('mine')\n        @dataclass")
+        install("acme", "mine = code:Mine\nacme-mine = code:Mine", code=textwrap.dedent(code))
+        done = run(
+            "import mmkv; p = mmkv.get_policy('acme_mine'); print(p.window, p.name); "
+            "print('mine' in mmkv.list_policies(), 'acme-mine' in mmkv.list_policies())"
+        )
+        assert (done.stdout, done.stderr) == ("8 mine\nTrue False\n", "")
+
+    def test_a_script_cannot_take_a_built_in_name(self, run):
+        done = run(
+            """
+            from dataclasses import dataclass
+            import mmkv
+            try:
+                @mmkv.register_policy("SnapKV")
+                @dataclass(frozen=True, kw_only=True)
+                class SnapKV(mmkv.Policy):
+                    pass
+            except ValueError as error:
+                print(error)
+            print(type(mmkv.get_policy("snapkv")).__module__)
+            """
+        )
+        said, module = done.stdout.splitlines()
+        assert said == "policy name 'SnapKV' is taken by mmkv.policies.snapkv.SnapKV"
+        assert module == "mmkv.policies.snapkv"
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("SnapKV", "snapkv"),
+        ("H2O", "h2o"),
+        ("AdaKV", "adakv"),
+        ("Ada-KV", "adakv"),
+        ("ada_pyramidkv", "ada-pyramidkv"),
+        ("Ada-PyramidKV", "ada-pyramidkv"),
+        ("StreamingLLM", "streaming"),
+        ("ADA_SNAPKV", "adakv"),
+    ],
+)
+def test_names_in_any_case(name, canonical):
+    assert mmkv.get_policy(name).name == canonical
+
+
+def test_names_that_are_none():
+    with pytest.raises(ValueError, match=r"unknown policy 'SnapKVV'\. Did you mean 'snapkv'"):
+        mmkv.get_policy("SnapKVV")
+    with pytest.raises(ValueError, match=r"policy=None: expected a name or a Policy object"):
+        mmkv.get_policy(None)
+    with pytest.raises(ValueError, match=r"or a Policy object: call it, SnapKV\(\)"):
+        mmkv.get_policy(type(mmkv.get_policy("snapkv")))
