@@ -316,7 +316,7 @@ def test_squeeze_sizes_layers_by_the_turn(models):
     model, inputs, first = make("llama"), make_inputs("llama", (200,)), 60
     model.get_input_embeddings().weight.data[:first, :32] = 0
     model.model.layers[0].self_attn.v_proj.weight.data[:, 32:] = 0
-    inputs["input_ids"] %= first
+    inputs["input_ids"] = 4 + inputs["input_ids"] % (first - 4)  # no padding among them
     turn = torch.arange(first, first + 12)[None]
     entered, added, cut, hooks = [{}], [{}], [], []
     for i, layer in enumerate(model.model.layers):
