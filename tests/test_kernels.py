@@ -7,6 +7,7 @@ interpreter takes what the compiler may refuse: `test_kernels_compile` compiles 
 import os
 import subprocess
 import sys
+from functools import cache
 from typing import Any
 
 import pytest
@@ -433,6 +434,41 @@ def test_without_triton_nothing_is_available(monkeypatch: pytest.MonkeyPatch) ->
     assert not kernels.available(torch.device("cpu"))
     assert not kernels.available(torch.device("cuda"))
     assert not kernels.takes(Q4, K4)
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """One that Triton compiles for, as far as is asked."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernels, "_complete", cache(kernels._complete.__wrapped__))
+    monkeypatch.delenv("CC", raising=False)
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("compiler", [None, "/no/such/cc"])
+def test_a_missing_compiler_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any, a_gpu: torch.device, compiler: str | None
+) -> None:
+    if compiler is None:
+        monkeypatch.setenv("PATH", "/nowhere")
+    else:
+        monkeypatch.setenv("CC", compiler)
+    assert not kernels.available(a_gpu)
+    assert not kernels.available(a_gpu)
+    [record] = caplog.records
+    assert f"no {compiler or 'gcc or clang'}" in record.getMessage()
+
+
+def test_what_else_is_missing_on_a_gpu_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any, a_gpu: torch.device
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not kernels.available(a_gpu)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert not kernels.available(a_gpu)
+    assert "this is 7.5" in caplog.text
+    assert "not installed" in caplog.text
 
 
 def test_kernels_are_available_on_the_cpu_in_the_interpreter_alone(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import shutil
 import sysconfig
@@ -25,6 +26,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mmkv.kernels.columns import column_sums, row_lse
     from mmkv.kernels.decode import decode_attention
+
+logger = logging.getLogger(__name__)
 
 # Every kernel's function, by the module that holds it. Loaded on first use: they import Triton.
 _HOME = {
@@ -55,17 +58,17 @@ def available(device: torch.device) -> bool:
     """Whether the kernels run on `device`.
 
     True on a GPU that Triton compiles for (NVIDIA from Ampere on, and AMD) if Triton, a C compiler
-    and Python's headers, which it calls for, are installed; and on the CPU if Triton's interpreter
-    is switched on.
+    and Python's headers, which it calls for, are installed; the log says what is missing. True on
+    the CPU if Triton's interpreter is switched on.
     """
-    if importlib.util.find_spec("triton") is None:
-        return False
+    installed = importlib.util.find_spec("triton") is not None
     if device.type == "cpu":
-        return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+        switch = os.environ.get("TRITON_INTERPRET", "")
+        return installed and switch.lower() in ("1", "true", "yes", "on", "y")
     return (
         device.type == "cuda"
         and torch.cuda.is_available()
-        and _compiles_for(torch.cuda.get_device_capability(device))
+        and _complete(installed, torch.cuda.get_device_capability(device))
     )
 
 
@@ -89,11 +92,23 @@ def wanted(*tensors: Tensor) -> bool:
 
 
 @cache
-def _compiles_for(capability: tuple[int, int]) -> bool:
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+def _complete(installed: bool, capability: tuple[int, int]) -> bool:
+    """Whether nothing is missing to run kernels on a GPU; what is missing is logged once."""
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
-    known = torch.version.hip is not None or capability >= (8, 0)
-    return compiler is not None and header.is_file() and known
+    if not installed:
+        missing = "Triton is not installed"
+    elif torch.version.hip is None and capability < (8, 0):
+        had = ".".join(map(str, capability))
+        missing = f"Triton compiles for capability 8.0 and later, and this is {had}"
+    elif not any(map(shutil.which, compilers)):
+        missing = f"Triton needs a C compiler, and there is no {' or '.join(compilers)}"
+    elif not header.is_file():
+        missing = f"Triton needs Python's headers (python3-dev), and there is no {header}"
+    else:
+        return True
+    logger.warning("the GPU kernels are off, plain torch is slower: %s", missing)
+    return False
 
 
 def __getattr__(name: str) -> Any:
