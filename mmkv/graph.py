@@ -3,7 +3,8 @@
 `generate` calls the `Runner` in place of the model for each step after the prefill. The first step
 reads everything that changes from step to step on the device; the second is captured, and then
 replayed, as is each one after it. What changes from step to step: the inputs, the position, and the
-row of the slot tables (`mmkv.decoding`), which are worked out on the host some steps ahead.
+row of the slot tables (`mmkv.decoding`), which are worked out on the host some steps ahead. A graph
+knows the slots it was captured with: once they are taken there are more, and it begins anew.
 Whatever cannot be captured runs as always, and the log says why.
 """
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from mmkv.cache import CompressedCache, NotCapturableError
+from mmkv.capturing import capture, refusing_waits
 from mmkv.decoding import Lightest
 from mmkv.layer import CompressedLayer
 from mmkv.storage import Block, Clock
@@ -30,13 +32,8 @@ logger = logging.getLogger(__name__)
 # A capture costs about as much as some steps; a shorter run does not get it back.
 LEAST_STEPS = 16
 
-
-def capture(step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """A function that replays what `step` did on the device, and the output, which it fills."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        out = step()
-    return graph.replay, out
+# Tokens that the first graph has slots for, and any: fewer would be captured too often.
+AHEAD, LEAST_AHEAD = 256, 64
 
 
 def refusal(model: nn.Module, cache: Any, config: Any) -> str | None:
@@ -48,6 +45,10 @@ def refusal(model: nn.Module, cache: Any, config: Any) -> str | None:
     device: torch.device = next(model.parameters()).device
     if not _capturable(device):
         return f"there are no CUDA graphs on {device.type}"
+    if config.disable_compile:
+        return "disable_compile=True"
+    if (config.num_beams or 1) > 1:
+        return f"num_beams={config.num_beams}: beams move the cache's rows at each step"
     if len(set(getattr(model, "hf_device_map", {"": device}).values())) > 1:
         return "the model is split over several devices"
     if not all(isinstance(x, CompressedLayer) for x in cache.layers):
@@ -69,13 +70,19 @@ class Runner:
         self.why_not: str | None = None
         self.clock: Clock | None = None
         self.inputs: dict[str, Any] = {}
+        self.ahead = AHEAD
+        self.warm = False
         self.replay: Callable[[], None] | None = None
         self.out: Any = None
 
     def __call__(self, **inputs: Any) -> Any:
-        """One decode step, with the arguments that `generate` gives the model."""
+        """A decode step or a prompt's chunk, with the arguments that `generate` gives the model."""
         cache: CompressedCache = inputs["past_key_values"]
-        if self.why_not is None and (self.clock is not None or not _fills_up(cache)):
+        if (
+            self.why_not is None
+            and _decodes(cache, inputs)
+            and (self.clock is not None or not _fills_up(cache))
+        ):
             try:
                 return self._on_device(cache, inputs)
             except RuntimeError as error:
@@ -86,20 +93,25 @@ class Runner:
         return self.model(**inputs)
 
     def _on_device(self, cache: CompressedCache, inputs: dict[str, Any]) -> Any:
-        first = self.clock is None
         if self.clock is None:
-            self.clock = _start(cache)
+            self.clock = cache.clock = _clock(cache)
         if cache.clock is not self.clock:
             raise NotCapturableError("the cache was changed between two steps")
         self._take(inputs)
+        if not _has_slots(cache):
+            self.warm, self.replay, self.out = False, None, None
+            _reserve(cache, self.ahead)
+            self.ahead *= 2
         _set(cache, self.clock)
-        if first:
-            with _undone(cache, always=False):
-                return self._step(cache)
+        if not self.warm:
+            with refusing_waits(), _undone(cache, always=False):
+                out = self._step(cache)
+            self.warm = True
+            return out
         if self.replay is None:
             with _undone(cache, always=True):
                 # Seen while recording, but not done: the replay below is this step.
-                self.replay, self.out = capture(lambda: self._step(cache))
+                self.replay, self.out = capture(lambda: self._step(cache), self.clock.row.device)
         for layer in cache.compressed:
             layer.seen += 1
         for block in _blocks(cache):
@@ -147,15 +159,27 @@ def overrides(model: nn.Module) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _pays(model: nn.Module, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-    why_not = refusal(model, model_kwargs.get("past_key_values"), generation_config)
+def pays(model: nn.Module, cache: Any, config: Any) -> bool:
+    """Whether `generate` with this config should replay its steps; if not, the log says why."""
+    why_not = refusal(model, cache, config)
     if why_not is not None:
         logger.info("decoding without a CUDA graph: %s", why_not)
     return why_not is None
 
 
+def _pays(model: nn.Module, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+    return pays(model, model_kwargs.get("past_key_values"), generation_config)
+
+
 def _runner(model: nn.Module, compile_config: Any = None) -> Runner:
     return Runner(model)
+
+
+def _decodes(cache: CompressedCache, inputs: dict[str, Any]) -> bool:
+    """Whether this is one token behind a prompt that has been evicted, and no part of a prompt."""
+    tokens = inputs.get("input_ids")
+    tokens = inputs["inputs_embeds"] if tokens is None else tokens
+    return not cache.expects_prompt and tokens.shape[1] == 1
 
 
 def _blocks(cache: CompressedCache) -> list[Block]:
@@ -168,18 +192,32 @@ def _fills_up(cache: CompressedCache) -> bool:
     return any(isinstance(s, Lightest) and (s.freed is None or not s.full) for s in schedules)
 
 
-def _start(cache: CompressedCache) -> Clock:
-    """Let a clock drive the cache's steps up to `max_length`."""
-    if not cache.max_length:
-        raise NotCapturableError("the number of tokens to come is not known")
-    blocks = _blocks(cache)
-    steps = max(1, cache.max_length - cache.get_seq_length())
-    for block in blocks:
-        block.freeze(steps)
-    device = blocks[0].positions.device
+def _clock(cache: CompressedCache) -> Clock:
+    """What drives the cache's steps from now on, where its blocks are."""
+    device = _blocks(cache)[0].positions.device
     row = torch.zeros(1, dtype=torch.int64, device=device)
-    cache.clock = Clock(row, torch.zeros((), dtype=torch.int32, device=device))
-    return cache.clock
+    return Clock(row, torch.zeros((), dtype=torch.int32, device=device))
+
+
+def _has_slots(cache: CompressedCache) -> bool:
+    """Whether the blocks have fixed shapes, with a slot for the next token."""
+    return all(b.frozen and b.schedule.width <= b.positions.shape[1] for b in _blocks(cache))
+
+
+def _reserve(cache: CompressedCache, ahead: int) -> None:
+    """Set slots aside for up to `ahead` tokens, but not so many that the full cache is smaller.
+
+    Of the mean row: those who keep all need slots too. Policies that drop a token a step need few.
+    """
+    blocks, seen = _blocks(cache), cache.get_seq_length()
+    if not cache.plan.keeps_everything:
+        used = sum(len(b.positions) * b.schedule.used for b in blocks)
+        dropped = seen - used // sum(len(b.positions) for b in blocks)
+        ahead = max(LEAST_AHEAD, min(ahead, dropped))
+    if cache.max_length:
+        ahead = min(ahead, cache.max_length - seen)
+    for block in blocks:
+        block.freeze(max(1, ahead))
 
 
 def _set(cache: CompressedCache, clock: Clock) -> None:
@@ -187,8 +225,6 @@ def _set(cache: CompressedCache, clock: Clock) -> None:
     rows: set[int] = set()
     for block in _blocks(cache):
         block.schedule.prepare()
-        if block.schedule.width > block.positions.shape[1]:
-            raise NotCapturableError("more tokens came than were announced")
         if not isinstance(block.schedule, Lightest):  # which has no table
             rows.add(block.schedule.at)
     if len(rows) > 1:

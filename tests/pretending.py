@@ -73,12 +73,13 @@ class Devices(TorchDispatchMode):
     Attributes:
         counted: where not None, how often the host waited, by operation and line.
         capturing: whether a step is being captured.
+        refused: whether something was refused then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, capturing: bool = False) -> None:
         super().__init__()
         self.counted: Counter[str] | None = None
-        self.capturing = False
+        self.capturing, self.refused = capturing, False
         self.lifted: list[bool] = []
 
     def __enter__(self) -> Devices:
@@ -126,6 +127,7 @@ class Devices(TorchDispatchMode):
 
     def _waits(self, func: Any) -> None:
         if self.capturing:
+            self.refused = True
             raise RuntimeError(f"{func} between host and device: a captured step cannot")
         if self.counted is not None:
             self.counted[f"{func} in {_caller()}"] += 1

@@ -6,8 +6,6 @@ the same memory. Whatever a step takes from the host is therefore frozen, and sh
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -24,10 +22,12 @@ class Recorder(TorchDispatchMode):
         self.done: list[tuple[Any, tuple, dict, Any]] = []
         self.made: set[int] = set()
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
+        self.refused = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
+            self.refused = True
             raise RuntimeError("the host reads a value: a captured step cannot")
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if func._schema.is_mutable:
@@ -61,14 +61,3 @@ class Recorder(TorchDispatchMode):
                 )
                 if not shared:
                     x.copy_(y)
-
-
-def capture(step: Callable[[], Any], *inside: TorchDispatchMode) -> tuple[Callable[[], None], Any]:
-    """What `mmkv.graph.capture` does on a GPU; a mode `inside` sees the operations first."""
-    recorder = Recorder()
-    with ExitStack() as stack:
-        for mode in (recorder, *inside):
-            stack.enter_context(mode)
-        out = step()
-    recorder.undo()
-    return recorder.replay, out

@@ -10,9 +10,9 @@ from collections import Counter
 from contextlib import contextmanager
 
 import pytest
-import recording
 import torch
 from conftest import make_inputs, make_model, short
+from pretend_cuda import install
 from pretending import DEVICE, Devices, OnDevice, move
 from test_oracles import ROWS, VARIANTS, Variant, options_of
 from twin import generate
@@ -134,14 +134,7 @@ def test_replayed_steps_pass_nothing_between_host_and_device(
     inputs, options = make_inputs("llama", ROWS["padded"]), options_of(variant)
     with mmkv.wrapped(models("llama"), variant.policy, variant.budget, **options):
         expected, tokens, plain = generate(models("llama"), inputs, new=NEW)
-    captures, found = [], []
-
-    def capture(step):
-        inside = Devices()
-        inside.capturing = True
-        captured = recording.capture(step, inside)
-        captures.append(step)
-        return captured
+    found = []
 
     def counted(self, **given):
         gpu.counted = Counter()
@@ -152,13 +145,13 @@ def test_replayed_steps_pass_nothing_between_host_and_device(
             gpu.counted = None
 
     call = graph.Runner.__call__
-    monkeypatch.setattr(graph, "capture", capture)
+    cuda = install(monkeypatch, DEVICE)
     monkeypatch.setattr(graph.Runner, "__call__", counted)
     monkeypatch.setattr(decoding, "AHEAD", 6)  # so that tables are filled anew during a run
     model = there("llama")
     with mmkv.wrapped(model, variant.policy, variant.budget, **options):
         logits, got, cache = generate(model, on_gpu(inputs), new=NEW)
-    assert len(captures) == 1
+    assert len(cuda.graphs) == 1
     torch.testing.assert_close(logits.cpu(), expected, atol=1e-4, rtol=0)
     assert torch.equal(got.cpu(), tokens)
     for i in range(len(cache.layers)):

@@ -1,6 +1,6 @@
 """Decode steps replayed: the same tokens and logits, and nothing of a step left to the host.
 
-There is no CUDA graph on a CPU. `recording.capture` stands in for one: it repeats a step's tensor
+There is no CUDA graph on a CPU. `recording.Recorder` stands in for one: it repeats a step's tensor
 operations on the same memory without running its Python, so anything that the step reads on the
 host shows as a difference.
 """
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 
 import pytest
 import torch
 import transformers
 from conftest import make_inputs, make_model, short
 from packaging.version import Version
-from recording import capture
+from pretend_cuda import install
 from test_models import NAMES, inputs_of, model_of
 from test_oracles import ROWS, VARIANTS, Variant, options_of
 from twin import generate
@@ -28,17 +29,10 @@ NEW = 30
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Replay on the CPU; how many captures there were."""
-    captures = []
-
-    def counted(step):
-        captures.append(step)
-        return capture(step)
-
-    monkeypatch.setattr(graph, "capture", counted)
+    """Replay on the CPU; every graph whose capture began."""
     monkeypatch.setattr(graph, "_capturable", lambda device: True)
     monkeypatch.setattr(decoding, "AHEAD", 8)  # so that tables are filled anew during a run
-    return captures
+    return install(monkeypatch, torch.device("cpu")).graphs
 
 
 def without_graph(model, variant, inputs, new, **options):
@@ -93,11 +87,13 @@ def test_a_short_run_is_not_captured(models, on_cpu, caplog):
     assert "max_new_tokens=8" in caplog.text
 
 
-def test_beams_are_not_captured(models, on_cpu):
+def test_beams_are_not_captured(models, on_cpu, caplog):
     model, inputs = models("llama"), make_inputs("llama", (60,))
+    caplog.set_level(logging.INFO, "mmkv.graph")
     with mmkv.wrapped(model, "snapkv", 0.5, **short("snapkv")):
         generate(model, inputs, new=NEW, num_beams=2)
     assert not on_cpu
+    assert caplog.text.count("num_beams=2") == 1
 
 
 def test_graph_can_be_switched_off(models, on_cpu):
@@ -105,6 +101,114 @@ def test_graph_can_be_switched_off(models, on_cpu):
     with mmkv.wrapped(model, "snapkv", 0.5, graph=False, **short("snapkv")):
         generate(model, inputs, new=NEW)
     assert not on_cpu
+
+
+def test_compilation_can_be_switched_off(models, on_cpu, caplog):
+    """As everywhere in transformers."""
+    model, inputs = models("llama"), make_inputs("llama", (60,))
+    caplog.set_level(logging.INFO, "mmkv.graph")
+    with mmkv.wrapped(model, "snapkv", 0.5, **short("snapkv")):
+        generate(model, inputs, new=NEW, disable_compile=True)
+    assert not on_cpu
+    assert "disable_compile=True" in caplog.text
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "prefixkv"])
+def test_a_prompt_in_chunks_is_no_step(models, on_cpu, caplog, policy):
+    """`generate` has the runner take a prompt's chunks too, here some of a single token."""
+    caplog.set_level(logging.INFO, "mmkv.graph")
+    model, inputs = models("llama"), make_inputs("llama", (49,))
+    found = []
+    for replays in (False, True):
+        with mmkv.wrapped(model, policy, 0.4, graph=replays, **short(policy)):
+            first, tokens, cache = generate(model, inputs, new=20, prefill_chunk_size=16)
+            held = [cache.kept(i) for i in range(3)]
+            ids = torch.cat([inputs["input_ids"], tokens, tokens[:, :1]], dim=1)
+            options = {"past_key_values": cache, "prefill_chunk_size": 1}
+            later, *_ = generate(model, {"input_ids": ids}, new=20, **options)
+            found.append((first, tokens, later, *held))
+    assert len(on_cpu) == 2
+    assert set(caplog.messages) == {"decoding without a CUDA graph: graph=False"}
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+
+
+def test_several_tokens_at_once_are_no_step(models, on_cpu):
+    model, inputs = models("llama"), make_inputs("llama", (60,))
+    more = {"input_ids": torch.tensor([[5, 6, 7]]), "position_ids": torch.tensor([[79, 80, 81]])}
+    with mmkv.wrapped(model, "snapkv", 0.4, **short("snapkv")), torch.no_grad():
+        _, _, cache = generate(model, inputs, new=20)
+        twin = copy.deepcopy(cache)
+        expected = model(**more, past_key_values=twin).logits
+        got = graph.Runner(model)(**more, past_key_values=cache).logits
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "captures"),
+    [("full", 3), ("snapkv", 3), ("adakv", 3), ("prefixkv", 2), ("h2o", 1), ("streaming", 1)],
+)
+def test_more_tokens_than_slots(models, on_cpu, monkeypatch, policy, captures):
+    """A graph knows the slots that there were: with more of them, another is captured."""
+    monkeypatch.setattr(graph, "AHEAD", 16)
+    monkeypatch.setattr(graph, "LEAST_AHEAD", 8)
+    model, inputs, variant = models("llama"), make_inputs("llama", (90, 41)), Variant(policy)
+    expected, tokens, plain = without_graph(model, variant, inputs, 70, **short(policy))
+    calls = []
+    hook = model.register_forward_hook(lambda *call: calls.append(call))
+    with mmkv.wrapped(model, policy, 0.3, **short(policy)):
+        logits, got, cache = generate(model, inputs, new=70)
+    hook.remove()
+    assert len(on_cpu) == captures
+    # The prompt, the step with which H2O fills up, and before each capture a step that allocates.
+    assert len(calls) == 1 + (policy == "h2o") + 2 * captures
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert torch.equal(got, tokens)
+    for i in range(3):
+        assert torch.equal(cache.kept(i), plain.kept(i))
+
+
+@pytest.mark.parametrize("length", [200, 2000])
+@pytest.mark.parametrize("policy", ["snapkv", "adakv", "prefixkv", "h2o"])
+def test_replays_hold_few_empty_slots(models, on_cpu, policy, length):
+    """For an answer that may be long: some 256 at first, and never more than were dropped."""
+    model, inputs = models("llama"), make_inputs("llama", (length,))
+    held, caches, slot = [], [], 3 * 2 * (2 * 16 * 4)  # bytes of all layers' and heads' pairs
+
+    def look(ids, scores):
+        cache = caches[0]
+        kept = sum(int((cache.kept(i) >= 0).sum()) for i in range(3)) / (3 * 2)
+        held.append((cache.nbytes / slot, kept, cache.get_seq_length()))
+        return torch.tensor([len(held) == 20])
+
+    hook = model.register_forward_hook(lambda *call: caches.append(call[-1].past_key_values))
+    with mmkv.wrapped(model, policy, 0.5, **short(policy)):
+        model.generate(**inputs, max_new_tokens=1500, do_sample=False, stopping_criteria=[look])
+    hook.remove()
+    assert len(on_cpu) == 1
+    for slots, kept, seen in held:
+        assert slots <= min(1.04 * kept + 258, seen)
+
+
+def test_a_step_that_waits_is_not_captured(models, monkeypatch, caplog):
+    """Found before a capture has to fail."""
+    monkeypatch.setattr(graph, "_capturable", lambda device: True)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    cuda = install(monkeypatch, torch.device("cpu"))
+    model, inputs = make_model("llama"), make_inputs("llama", (60,))
+    _, tokens, _ = without_graph(model, Variant("snapkv"), inputs, 20, **short("snapkv"))
+
+    def reads(module, args, output):
+        if cuda.sync_mode == 2:
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    model.model.layers[1].mlp.register_forward_hook(reads)
+    with mmkv.wrapped(model, "snapkv", 0.3, **short("snapkv")):
+        _, got, _ = generate(model, inputs, new=20)
+    assert not cuda.graphs
+    assert cuda.sync_mode == 0
+    assert "without a CUDA graph: called a synchronizing" in caplog.text
+    assert torch.equal(got, tokens)
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "prefixkv"])
@@ -155,7 +259,8 @@ def test_a_model_that_counts_on_the_host_is_not_replayed(on_cpu, caplog):
 def test_the_kernel_attends_over_each_rows_own_length(models, on_cpu, monkeypatch, policy):
     """Steps driven by the device, through Triton's interpreter. A recorder does not see it work,
     so no step is captured here."""
-    pytest.importorskip("triton")
+    if not kernels.available(torch.device("cpu")):
+        pytest.skip("Triton's interpreter is off: tests/test_gpu.py runs the kernels on a GPU")
     monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
     calls = []
 
@@ -168,7 +273,8 @@ def test_the_kernel_attends_over_each_rows_own_length(models, on_cpu, monkeypatc
 
     def on_device(self, cache, given):
         if self.clock is None:
-            self.clock = graph._start(cache)
+            self.clock = cache.clock = graph._clock(cache)
+            graph._reserve(cache, 20)
         self._take(given)
         graph._set(cache, self.clock)
         return self._step(cache)
