@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mmkv import quantised
+from mmkv.budgets import named, number
 from mmkv.registry import get_policy
 
 from .outcome import Kept
@@ -44,10 +45,10 @@ class Settings:
     def label(self) -> str:
         """What the compressed answer is called."""
         policy, budget = self.chosen()
-        size = "" if budget is None else f" {budget:g}"
+        size = "" if budget is None else f" {named(budget)}"
         return policy.name + size + ("" if self.kv_dtype is None else f" in {self.kv_dtype}")
 
-    def chosen(self) -> tuple[Policy, float | None]:
+    def chosen(self) -> tuple[Policy, float | int | None]:
         """The policy and its budget; None for a policy that takes none.
 
         Raises:
@@ -62,7 +63,7 @@ class Settings:
             raise ValueError(f"temperature {self.temperature}: expected a number from 0 to 2")
         policy = get_policy(self.policy, **self.options)
         unsized = policy.keeps_all or policy.retention is not None
-        return policy, None if unsized else self.budget
+        return policy, None if unsized else number(self.budget)
 
 
 @dataclass(frozen=True)

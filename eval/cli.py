@@ -83,10 +83,10 @@ def eval_command(
     """
     from .runner import check_arguments
     from .suites import load_suite
-    from .variants import parse_budgets, parse_options
+    from .variants import parse_options
 
     chosen = parse_options(option or [])
-    sizes = parse_budgets(budgets)
+    sizes = _budgets(budgets)
     names, wanted = _split(policies), _split(metrics)
     check_arguments(names, sizes, wanted, chosen, builtin=data == "builtin")
     only = None if tasks is None else _split(tasks)
@@ -163,7 +163,7 @@ def calibrate_command(
     policy: Annotated[
         str, typer.Option(help="One that sizes layers by the prompt: prefixkv, xkv, squeeze.")
     ] = "prefixkv",
-    budget: Annotated[float, typer.Option(help="Fraction of the prompt kept.")] = 0.2,
+    budget: Annotated[str, typer.Option(help="Fraction of the prompt kept.")] = "0.2",
     model: _Model = "builtin",
     suite: Annotated[
         str, typer.Option(help="The suite that the prompts are from.")
@@ -181,10 +181,14 @@ def calibrate_command(
     Use it by `mmkv.wrap(model, profile=...)`, or in a run as the policy prefixkv:profile=PATH, in
     which {budget} stands for each budget.
     """
-    from .suites import load_suite
-    from .variants import check_budget, parse_options, parse_variants
+    from mmkv.budgets import parse
 
-    check_budget(budget)
+    from .suites import load_suite
+    from .variants import parse_options, parse_variants
+
+    size = parse(budget)
+    if isinstance(size, int):
+        raise ValueError(f"--budget {budget}: a profile keeps a fraction, such as 0.2 or 20%")
     (variant,) = parse_variants([policy], parse_options(option or []), builtin=data == "builtin")
     samples = load_suite(suite, data, limit=limit, image_folder=image_folder)
     _check_file(out)
@@ -197,7 +201,7 @@ def calibrate_command(
     loaded, processor = load_model(model, device=device, dtype=dtype, device_map=device_map)
     encoder = Encoder(processor, longest(loaded))
     inputs = (_on(loaded, encoder.batch([s])) for s in samples)
-    profile = calibrate(loaded, inputs, variant.name, budget, **variant.options)
+    profile = calibrate(loaded, inputs, variant.name, size, **variant.options)
     profile.save(out)
     shares = " ".join(f"{f:.3f}" for f in profile.fractions)
     typer.echo(f"kept by layer, mean of {profile.samples} prompts: {shares}")
@@ -237,11 +241,11 @@ def plot_command(
 
     from .samples import Sample, check_image
     from .suites import load_suite
-    from .variants import parse_budgets, parse_options, parse_variants
+    from .variants import parse_options, parse_variants
 
     if kind not in PLOTS:
         raise ValueError(f"plot {kind!r}: expected one of {', '.join(PLOTS)}")
-    size, *more = parse_budgets(budget)
+    size, *more = _budgets(budget)
     if more:
         raise ValueError(f"--budget {budget}: a plot has one budget")
     if image and prompt is None:
@@ -278,6 +282,16 @@ def plot_command(
 
 def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _budgets(text: str) -> list[float | int]:
+    """Those of an option; a user who may have meant another is told."""
+    from mmkv.budgets import note, parse_list
+
+    found = parse_list(text)
+    for doubt in filter(None, map(note, found)):
+        say(doubt)
+    return found
 
 
 def _on(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -66,12 +66,14 @@ def style_of(label: str) -> dict[str, Any]:
 
 def plot_report(report: Report, folder: Path) -> list[Path]:
     """A run's curves, and a heat-map where samples lie on a grid of depth and length."""
+    from mmkv.budgets import named
+
     paths = []
     if len(report.every) > 1:
         paths.append(save(curves(report), folder / "curves.png"))
     if {t.split("=")[0] for t in report.tags} >= {"depth", "length"}:
         for budget in report.budgets:
-            name = f"needle-{budget:g}.png"
+            name = f"needle-{named(budget)}.png"
             paths.append(save(heat_map(report, budget), folder / name))
     return paths
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from mmkv.budgets import named, number
+
 from .measure import FULL, Job, head, measure
 from .processes import Processes, find_processes
 from .prompts import Encoder, longest
@@ -22,7 +24,7 @@ from .store import (
     environment_id,
     key_of,
 )
-from .variants import Variant, check_budget, parse_variants
+from .variants import Variant, parse_variants
 
 if TYPE_CHECKING:
     import os
@@ -83,6 +85,7 @@ def run(
     import torch
 
     variants = check_arguments(policies, budgets, metrics, options, builtin=data == "builtin")
+    budgets = [number(budget) for budget in budgets]
     if not samples:
         raise ValueError("no samples")
     check_measurable(samples, metrics)
@@ -111,7 +114,7 @@ def run(
     environment = describe_environment(model.device)
     store = Store(out, None if processes.count == 1 else processes.rank)
     labels = [v.label for v in variants]
-    columns = [1.0, *(b for b in budgets if b != 1.0)]
+    columns = [1.0, *(b for b in budgets if named(b) != "1.0")]
     store.check(settings)
     if processes.main:
         store.claim(settings, environment)
@@ -146,7 +149,7 @@ def run(
                 rows |= {key_of(r): r for r in done}
             if variant.name == FULL:
                 _remember(job, rows, variant, batch)
-            advance(len(batch), f"{variant.label} {budget:g}")
+            advance(len(batch), f"{variant.label} {named(budget)}")
     processes.wait()
     merged = store.merge(labels, columns) if processes.main else list(rows.values())
     processes.wait()
@@ -172,7 +175,7 @@ def check_arguments(
     if not budgets or not policies:
         raise ValueError("no budgets" if policies else "no policies")
     for budget in budgets:
-        check_budget(budget)
+        number(budget)
     variants = parse_variants(policies, options, builtin=builtin)
     full = [v for v in variants if v.name == FULL]
     if not full and "rouge" in metrics:

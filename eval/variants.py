@@ -126,37 +126,6 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def parse_budgets(text: str) -> list[float | int]:
-    """Budgets from a comma-separated list: "0.1,0.25" are fractions, "128" a number of tokens.
-
-    Raises:
-        ValueError: not a number, out of range, or named twice.
-    """
-    found: list[float | int] = []
-    for part in text.split(","):
-        try:
-            budget: float | int = int(part) if part.strip().isdigit() else float(part)
-        except ValueError:
-            raise ValueError(
-                f"budget {part!r}: expected a fraction or a number of tokens"
-            ) from None
-        check_budget(budget)
-        if budget in found:
-            raise ValueError(f"budget {part.strip()} is named twice")
-        found.append(budget)
-    return found
-
-
-def check_budget(budget: float | int) -> None:
-    """Raise a ValueError for a budget out of range."""
-    if isinstance(budget, bool) or not isinstance(budget, int | float):
-        raise ValueError(f"budget {budget!r}: expected a fraction or a number of tokens")
-    if isinstance(budget, float) and not 0 < budget <= 1:
-        raise ValueError(f"budget {budget}: a fraction is in (0, 1]")
-    if isinstance(budget, int) and budget < 1:
-        raise ValueError(f"budget {budget}: a number of tokens is at least 1")
-
-
 def percent(budget: float | int) -> str:
     """A budget in words."""
     return f"{100 * budget:g}%" if isinstance(budget, float) else f"{budget} tokens"
@@ -170,14 +139,13 @@ def plugin_arguments(
     Raises:
         ValueError: an unknown policy, option or budget.
     """
+    from mmkv.budgets import number, parse
     from mmkv.registry import get_policy, policy_class
 
     names = {f.name for f in fields(policy_class(policy))} | {KV_DTYPE}
     mine = parse_options([f"{k}={v}" for k, v in kwargs.items() if k in names])
     chosen = get_policy(policy, **{k: v for k, v in mine.items() if k != KV_DTYPE})
-    size: Any = parse_options([f"budget={budget}"])["budget"]
-    if chosen.retention is not None or profile is not None:
-        size = None
-    if size is not None:
-        check_budget(size)
+    size = None
+    if chosen.retention is None and profile is None and budget is not None:
+        size = parse(budget) if isinstance(budget, str) else number(budget)
     return size, mine, {k: v for k, v in kwargs.items() if k not in names}

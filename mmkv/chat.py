@@ -55,27 +55,6 @@ class Answer:
     kept: list[tuple[int, Tensor]] = field(default_factory=list["tuple[int, Tensor]"])
 
 
-def parse_budget(text: str) -> float | int:
-    """A number with a dot is a fraction, one without is a number of tokens.
-
-    Raises:
-        ValueError: neither; its range is checked by `mmkv.wrap`.
-    """
-    try:
-        return float(text) if "." in text else int(text)
-    except ValueError:
-        raise ValueError(
-            f"budget {text!r}: expected a fraction such as 0.2 or a number of tokens such as 200"
-        ) from None
-
-
-def about_budget(budget: float | int | None) -> str:
-    """What a user may not have meant by a budget; "" where there is no doubt."""
-    if budget == 1 and isinstance(budget, int):
-        return "a budget of 1 is one token per layer and head; 1.0 keeps everything"
-    return ""
-
-
 def parse_options(policy: str, pairs: Sequence[str]) -> dict[str, Any]:
     """Policy options from texts such as "window=16", as the policy's fields are typed.
 

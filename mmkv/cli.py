@@ -102,8 +102,8 @@ def chat(
     budget: Annotated[
         str | None,
         typer.Option(
-            help="What is kept: 0.2 is a fraction, 200 a number of tokens per layer and head. "
-            "[default: 0.2, or the profile's]"
+            help="What is kept: 0.2 or 20% is a fraction, 200 a number of tokens per layer and "
+            "head. [default: 0.2, or the profile's]"
         ),
     ] = None,
     option: Annotated[
@@ -134,13 +134,14 @@ def chat(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
     """Answer a question with the full cache and with a compressed one, and show what was kept."""
+    from mmkv import budgets
     from mmkv import chat as talk
     from mmkv.registry import get_policy
 
     pairs = [*(option or []), *([] if protect is None else [f"protect={protect}"])]
     options = talk.parse_options(policy, pairs)
     chosen = get_policy(policy, **options)
-    kept = None if budget is None else talk.parse_budget(budget)
+    kept = None if budget is None else budgets.parse(budget)
     if not words:
         from mmkv import repl
         from mmkv.demo.values import Settings
@@ -169,7 +170,7 @@ def chat(
         kept = _DEFAULT_BUDGET
     if chosen.keeps_all and budget is not None:
         say(f"policy {chosen.name} keeps everything: --budget {budget} is ignored")
-    elif note := talk.about_budget(kept):
+    elif note := budgets.note(kept):
         say(note)
     pictures = [talk.read_picture(path) for path in paths]
     if paths:

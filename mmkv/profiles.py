@@ -15,9 +15,10 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from mmkv import reading
+from mmkv.budgets import number
 
 _FORMAT, _VERSION = "mmkv-profile", 1
 _MOST_BYTES = 2**20
@@ -66,11 +67,10 @@ class Profile:
         Raises:
             ValueError: unreadable, or not a profile; the message names the file.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise ValueError(f"profile={path!r}: expected a Profile, or the path of one")
         try:
             data = reading.read_json(path, _MOST_BYTES)
-        except ValueError as error:
-            raise ValueError(f"profile {os.fspath(path)}: {error}") from None
-        try:
             if isinstance(data, list):
                 numbers = [_number(x) for x in data]
                 kept = tuple(1.0 - x for x in numbers)
@@ -84,16 +84,16 @@ class Profile:
             fractions = tuple(_number(x) for x in data["fractions"])
             return cls(
                 fractions,
-                budget=_number(data.get("budget")),
+                budget=_number(data.get("budget"), "budget"),
                 policy=_typed(data, "policy", str),
                 samples=_typed(data, "samples", int),
                 model=_typed(data, "model", dict),
             )
         except ValueError as error:
-            raise ValueError(f"profile {os.fspath(path)}: {error}") from None
+            raise ValueError(f"profile {os.fspath(path)}: {_reason(error)}") from None
 
     def fractions_for(
-        self, config: Any, n_layers: int, budget: float | int | None
+        self, config: Any, n_layers: int, budget: SupportsFloat | None
     ) -> tuple[float, ...]:
         """The fractions, if they were measured on such a model and spend the budget.
 
@@ -102,25 +102,50 @@ class Profile:
         """
         if len(self.fractions) != n_layers:
             raise ValueError(
-                f"the profile has {len(self.fractions)} layers, this model compresses {n_layers}"
+                f"profile: it has {len(self.fractions)} layers, this model compresses {n_layers}"
             )
         mine = model_shape(config)
-        if self.model is not None and self.model != mine:
-            different = {
-                k: (self.model.get(k), v) for k, v in mine.items() if self.model.get(k) != v
-            }
+        there = mine if self.model is None else self.model
+        different = [
+            f"{name} {there.get(name)!r} there, {value!r} here"
+            for name, value in mine.items()
+            if there.get(name) != value
+        ]
+        if different:
+            raise ValueError(f"profile: measured on another model: {', '.join(different)}")
+        size = None if budget is None else number(budget)
+        if size is not None and (isinstance(size, int) or abs(size - self.budget) > CLOSE):
             raise ValueError(
-                "the profile was measured on another model: "
-                + ", ".join(f"{k} {a!r} there, {b!r} here" for k, (a, b) in different.items())
-            )
-        if budget is not None and (
-            not isinstance(budget, float) or abs(budget - self.budget) > CLOSE
-        ):
-            raise ValueError(
-                f"budget={budget}, but the profile keeps {self.budget:.4f}: leave the budget out, "
-                "or calibrate for this one"
+                f"profile: budget={size}, but the profile keeps {self.budget:.4f}: leave the "
+                "budget out, or calibrate for this one"
             )
         return self.fractions
+
+
+def read(
+    profile: Profile | str | os.PathLike[str],
+    config: Any,
+    n_layers: int,
+    budget: SupportsFloat | None,
+) -> tuple[tuple[float, ...], float]:
+    """The kept fraction of each compressed layer, and their budget.
+
+    Args:
+        profile: a profile, or the path of one.
+        config: of the decoder that is wrapped.
+        n_layers: how many of its layers are compressed.
+        budget: what is asked for beside it; None leaves it to the profile.
+
+    Raises:
+        ValueError: no profile, or one of another model or budget; the message names the file.
+    """
+    if isinstance(profile, Profile):
+        return profile.fractions_for(config, n_layers, budget), profile.budget
+    loaded = Profile.load(profile)
+    try:
+        return loaded.fractions_for(config, n_layers, budget), loaded.budget
+    except ValueError as error:
+        raise ValueError(f"profile {os.fspath(profile)}: {_reason(error)}") from None
 
 
 def model_shape(config: Any) -> dict[str, Any]:
@@ -128,10 +153,19 @@ def model_shape(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name, None) for name in _SHAPE}
 
 
-def _number(x: Any) -> float:
+def _reason(error: ValueError) -> str:
+    """What is wrong with a file, without its name."""
+    if isinstance(error.__cause__, OSError):
+        return error.__cause__.strerror or str(error)
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return f"no JSON ({error})"
+    return str(error).removeprefix("profile: ")
+
+
+def _number(x: Any, name: str = "") -> float:
     # The bound comes first: an integer of JSON can be too large to be a float.
     if isinstance(x, bool) or not isinstance(x, int | float) or not -1e6 <= x <= 1e6:
-        raise ValueError(f"expected a number, got {str(x)[:40]!r}")
+        raise ValueError(f"{name and f'{name}: '}expected a number, got {str(x)[:40]!r}")
     return float(x)
 
 

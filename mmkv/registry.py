@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 import pkgutil
 import re
 import threading
-import warnings
 from collections.abc import Callable, Generator
 from dataclasses import fields
 from functools import cache
@@ -19,6 +19,8 @@ from importlib.metadata import EntryPoint, distributions, entry_points
 from typing import Any, TypeVar
 
 from mmkv.policy import Policy
+
+log = logging.getLogger(__name__)
 
 P = TypeVar("P", bound=type[Policy])
 _GROUP = "mmkv.policies"
@@ -153,10 +155,7 @@ def _load_all() -> None:
                     now.clear()
                     now.update(then)
                 _skipped[entry.name] = where, error
-                warnings.warn(
-                    f"mmkv: policy {entry.name!r} of {where} is skipped: {_reason(error)}",
-                    stacklevel=3,
-                )
+                log.warning("policy %r of %s is skipped: %s", entry.name, where, _reason(error))
 
 
 def _load(entry: EntryPoint) -> None:
@@ -188,11 +187,8 @@ def _entries() -> Generator[tuple[str, EntryPoint]]:
             try:
                 found += distribution.entry_points.select(group=_GROUP)
             except Exception as error:
-                warnings.warn(
-                    f"mmkv: the entry points of {distribution.name} cannot be read: "
-                    f"{_reason(error)}",
-                    stacklevel=4,
-                )
+                name = distribution.name
+                log.warning("the entry points of %s cannot be read: %s", name, _reason(error))
     for entry in found:
         where = "an unknown distribution"
         if entry.dist is not None:
@@ -201,7 +197,7 @@ def _entries() -> Generator[tuple[str, EntryPoint]]:
 
 
 def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _unknown(what: str, name: str, candidates: list[str]) -> str:

@@ -55,7 +55,7 @@ class Repl:
         return refused
 
     def _command(self, name: str = "", *words: str) -> None:
-        from mmkv import chat
+        from mmkv import budgets, chat
 
         if name == "image" and words:
             self.session.use(chat.read_picture(Path(" ".join(words))))
@@ -64,7 +64,7 @@ class Repl:
             options = chat.parse_options(words[0], list(words[1:]))
             self._set(policy=words[0], options=options)
         elif name == "budget" and len(words) == 1:
-            self._set(budget=chat.parse_budget(words[0]))
+            self._set(budget=budgets.parse(words[0]))
         elif name == "kv-dtype" and len(words) == 1:
             self._set(kv_dtype=None if words[0] == "none" else words[0])
         elif name == "clear":
@@ -74,14 +74,14 @@ class Repl:
             self._say(HELP, "dim")
 
     def _set(self, **changes: Any) -> None:
-        from mmkv import chat
+        from mmkv import budgets
 
         settings = dataclasses.replace(self.settings, **changes)
         self._say(f"from now on {settings.label}", "dim")
         policy, budget = settings.chosen()
         if budget is None and "budget" in changes:
             self._say(f"policy {policy.name} takes no budget: it is ignored", "dim")
-        elif note := chat.about_budget(changes.get("budget")):
+        elif note := budgets.note(changes.get("budget")):
             self._say(note, "dim")
         self.settings = settings
 

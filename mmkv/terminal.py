@@ -7,9 +7,7 @@ import logging
 import os
 import sys
 import traceback
-import warnings
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,31 +89,13 @@ def told(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
-            with _plain_warnings():
-                command(*args, **kwargs)
+            command(*args, **kwargs)
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except Exception as error:
             raise typer.Exit(_explain(error)) from None
 
     return run
-
-
-@contextmanager
-def _plain_warnings() -> Generator[None]:
-    """Our own warnings are lines too; those of libraries stay as they are."""
-    with warnings.catch_warnings():
-        show = warnings.showwarning
-
-        def tell(message: Warning | str, *where: Any, **more: Any) -> None:
-            text = str(message)
-            if text.startswith("mmkv: "):
-                say(f"warning: {' '.join(text.removeprefix('mmkv: ').split())}")
-            else:
-                show(message, *where, **more)
-
-        warnings.showwarning = tell
-        yield
 
 
 def _explain(error: Exception) -> int:

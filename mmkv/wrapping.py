@@ -9,18 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 from torch import nn
 
-from mmkv import adapters, quantised
+from mmkv import adapters, budgets, profiles, quantised
 from mmkv.attach import attention, configs
 from mmkv.attach.attachment import Attachment
 from mmkv.cache import CompressedCache
 from mmkv.layer import CompressedLayer
 from mmkv.plan import Plan
 from mmkv.policy import Policy
-from mmkv.profiles import Profile
 from mmkv.registry import get_policy
 
 M = TypeVar("M", bound=nn.Module)
@@ -29,9 +28,9 @@ M = TypeVar("M", bound=nn.Module)
 def wrap(
     model: M,
     policy: str | Policy = "prefixkv",
-    budget: float | int | None = None,
+    budget: SupportsFloat | None = None,
     *,
-    profile: Profile | str | os.PathLike[str] | None = None,
+    profile: profiles.Profile | str | os.PathLike[str] | None = None,
     kv_dtype: str | None = None,
     graph: bool = True,
     **policy_options: Any,
@@ -44,7 +43,8 @@ def wrap(
         policy: a registered name (`mmkv.list_policies()`) or a `Policy`.
         budget: what is kept. A float in (0, 1] is the fraction of the prompt's key-value pairs,
             averaged over layers and heads; 1.0 keeps everything, in decoding too. An int is the
-            mean number of tokens per layer and head.
+            mean number of tokens per layer and head. NumPy's numbers, `Fraction` and `Decimal` are
+            read alike.
         profile: per-layer kept fractions measured by `mmkv.calibrate`, or a file of them; it
             replaces the policy's layer sizes, and gives the budget where none is named.
         kv_dtype: "int8" or "int4" to hold what is kept in 8 or 4 bits; None for the model's type.
@@ -88,10 +88,9 @@ def wrap(
         )
     fractions = None
     if profile is not None:
-        loaded = profile if isinstance(profile, Profile) else Profile.load(profile)
-        fractions = loaded.fractions_for(parts.config, n_layers, budget)
-        budget = loaded.budget if budget is None else budget
-    budget = _checked_budget(chosen, budget)
+        fractions, size = profiles.read(profile, parts.config, n_layers, budget)
+        budget = size if budget is None else budget
+    kept = budgets.checked(chosen, budget)
     base = parts.config._attn_implementation
     if base not in attention.NAMES:
         raise ValueError(
@@ -105,7 +104,7 @@ def wrap(
         )
     inv_freq = parts.rotary_frequencies() if chosen.reposition else None
     quantised.check(kv_dtype, adapters.head_dim(parts.config))
-    plan = Plan(chosen, budget, fractions, inv_freq, kv_dtype, graph)
+    plan = Plan(chosen, kept, fractions, inv_freq, kv_dtype, graph)
     attachment = Attachment(model, parts, plan, compressed)
     attachment.attach()
     vars(model)["_mmkv"] = attachment
@@ -150,35 +149,3 @@ def is_wrapped(model: nn.Module) -> bool:
 def _describe(model: nn.Module) -> str:
     attachment: Attachment = vars(model)["_mmkv"]
     return attachment.plan.describe()
-
-
-def _checked_budget(policy: Policy, budget: float | int | None) -> float | int | None:
-    if policy.keeps_all:
-        return 1.0
-    if policy.retention is not None:
-        if budget is not None:
-            raise ValueError(
-                f"budget={budget} and retention={policy.retention} both size the cache: give one"
-            )
-        return None
-    if budget is None:
-        raise ValueError(
-            f"policy {policy.name!r} needs a budget: a float in (0, 1] for a fraction of the "
-            "prompt, or an int for a number of tokens"
-        )
-    if isinstance(budget, bool) or not isinstance(budget, int | float):
-        raise ValueError(f"budget={budget!r}: expected a float in (0, 1] or an int of at least 1")
-    if isinstance(budget, float) and not 0 < budget <= 1:
-        raise ValueError(
-            f"budget={budget}: a float is the fraction kept, in (0, 1]; "
-            "use an int for a number of tokens"
-        )
-    if isinstance(budget, int) and budget < 1:
-        raise ValueError(f"budget={budget}: an int is the number of tokens kept, at least 1")
-    always = policy.observed + policy.sinks
-    if isinstance(budget, int) and budget < always:
-        raise ValueError(
-            f"budget={budget} is below the {always} tokens that {policy.name!r} always keeps "
-            f"(window={policy.observed}, sinks={policy.sinks}): raise it, or lower those"
-        )
-    return budget

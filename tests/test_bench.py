@@ -416,7 +416,7 @@ def test_the_table_is_whole_at_80_columns(capsys, tmp_path, monkeypatch):
     ("words", "part"),
     [
         (("--policies", "snap"), "Did you mean 'snapkv'"),
-        (("--budgets", "1.5"), "--budgets 1.5"),
+        (("--budgets", "1.5"), "budget=1.5"),
         (("--preset", "gpu"), "expected ci, prefixkv"),
         (("--preset", "ci", "--prompt", "5"), "--prompt"),
         (("--preset", "prefixkv"), "is for a GPU"),

@@ -20,7 +20,7 @@ from mmkv.eval.perplexity import perplexity
 from mmkv.eval.processes import Processes
 from mmkv.eval.report import Report
 from mmkv.eval.store import MACHINE_FIELDS, RunError, Store, key_of, read_rows, read_settings
-from mmkv.eval.variants import parse_budgets, parse_options, parse_variants, plugin_arguments
+from mmkv.eval.variants import parse_options, parse_variants, plugin_arguments
 
 ASKED = {"policies": ["full", "snapkv", "prefixkv", "h2o"], "budgets": [0.5, 1.0], "batch_size": 2}
 
@@ -210,7 +210,7 @@ def test_bad_arguments(model, tokenizer, tmp_path):
     for message, asked in {
         "unknown policy 'snapkx'": {"policies": ["snapkx"]},
         "metric 'bleu'": {"metrics": ["bleu"]},
-        "budget 1.5": {"budgets": [1.5]},
+        "budget=1.5": {"budgets": [1.5]},
         "no samples": {"samples": []},
         "batch_size=0": {"batch_size": 0},
         "'windw' is read by none": {"options": {"windw": 3}},
@@ -260,11 +260,6 @@ def test_variants():
         "c": 0.5,
         "d": None,
     }
-    budgets = parse_budgets("0.1,128,1.0")
-    assert [type(b) for b in budgets] == [float, int, float]
-    for bad in ("", "x", "0", "1.5", "0.1,0.1", "nan"):
-        with pytest.raises(ValueError, match="budget"):
-            parse_budgets(bad)
     for message, names in {"named twice": ["h2o", "h2o"], "no effect": ["local:window=3"]}.items():
         with pytest.raises(ValueError, match=message):
             parse_variants(names)

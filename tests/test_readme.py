@@ -14,7 +14,7 @@ from conftest import make_inputs
 from PIL import Image
 
 import mmkv
-from mmkv import chat, cli, registry, tables
+from mmkv import budgets, chat, cli, registry, tables
 from mmkv.builtin import example_pictures, scenes
 
 ROOT = Path(__file__).parents[1]
@@ -111,7 +111,7 @@ def test_measured_bytes():
     for name, size, shown in rows:
         policy, budget = None, None
         if name != "not wrapped":
-            policy, budget = mmkv.get_policy(name), chat.parse_budget(size)
+            policy, budget = mmkv.get_policy(name), budgets.parse(size)
         answer = chat.ask(loaded, inputs, policy, budget, max_new_tokens=1)
         assert f"{answer.nbytes / 1024:.1f}" == shown, (name, size)
 
@@ -124,7 +124,7 @@ def test_measured_bytes_and_errors_in_few_bits():
     rows = re.findall(cells, README, re.MULTILINE)
     assert len(rows) == 9
     for name, size, held, shown, errors in rows:
-        policy, budget = mmkv.get_policy(name), chat.parse_budget(size)
+        policy, budget = mmkv.get_policy(name), budgets.parse(size)
         kv_dtype = None if held == "float32" else held
         answer = chat.ask(loaded, inputs, policy, budget, kv_dtype=kv_dtype, max_new_tokens=1)
         assert f"{answer.nbytes / 1024:.1f}" == shown, (name, size, held)

@@ -76,7 +76,7 @@ def test_budgets_that_mean_something_else(engines):
     assert refused == 0
     assert out.splitlines() == [
         "from now on adakv 1",
-        "a budget of 1 is one token per layer and head; 1.0 keeps everything",
+        "a budget of 1 is one token per layer and head; 1.0 or 100% keeps everything",
         "from now on full",
         "from now on full",
         "policy full takes no budget: it is ignored",

@@ -128,7 +128,7 @@ def _settings(given: dict[str, Any], preset: str | None, eager: bool) -> list[Se
     """The presets asked for, or one setting of the user's own."""
     from mmkv.bench.presets import PRESETS, Setting
     from mmkv.bench.rows import make_rows
-    from mmkv.chat import parse_budget
+    from mmkv.budgets import note, parse_list
 
     if preset is None:
         asked = {k: v for k, v in given.items() if v is not None}
@@ -136,12 +136,9 @@ def _settings(given: dict[str, Any], preset: str | None, eager: bool) -> list[Se
         for name, found in zip(("policies", "budgets"), texts, strict=True):
             if not found:
                 raise ValueError(f"--{name} {given[name]!r} names none")
-        kept = tuple(parse_budget(b) for b in texts[1])
-        for budget in kept:
-            if budget <= 0 or (isinstance(budget, float) and budget > 1):
-                raise ValueError(
-                    f"--budgets {budget}: expected fractions in (0, 1] or numbers of tokens"
-                )
+        kept = tuple(parse_list(",".join(texts[1])))
+        for text in filter(None, map(note, kept)):
+            say(text)
         defaults: dict[str, Any] = {"model": "builtin", "prompt": 4096, "new": 128, "batch": 4}
         own = Setting(**(defaults | asked), policies=tuple(texts[0]), budgets=kept, eager=eager)
         make_rows(own, kvpress=False)

@@ -42,6 +42,7 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
     Raises:
         ValueError: an unknown policy or option, or a value out of range.
     """
+    from mmkv.budgets import named
     from mmkv.registry import get_policy
 
     rows = [Row("unwrapped sdpa", "unwrapped", "sdpa")]
@@ -56,11 +57,11 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
             rows.append(Row(label, "policy", policy.name, None, options))
             continue
         for budget in setting.budgets:
-            rows.append(Row(f"{label} {budget:g}", "policy", policy.name, budget, options))
+            rows.append(Row(f"{label} {named(budget)}", "policy", policy.name, budget, options))
             press = nearest_press(policy, budget, setting.prompt)
             wanted = setting.presses is None or label in setting.presses
             if kvpress and wanted and press is not None:
-                title = f"kvpress {press_label(press)} {budget:g}"
+                title = f"kvpress {press_label(press)} {named(budget)}"
                 if all(r.label != title for r in presses):
                     presses.append(Row(title, "kvpress", press_label(press), budget, {}, press))
     doubled = {r.label for r in rows if [x.label for x in rows].count(r.label) > 1}

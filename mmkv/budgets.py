@@ -1,0 +1,112 @@
+"""What a budget may be, in Python and on a command line: the one place that checks it."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from fractions import Fraction
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mmkv.policy import Policy
+
+
+def number(budget: Any) -> float | int:
+    """A budget as a plain float, the fraction kept, or int, the tokens kept per layer and head.
+
+    NumPy's numbers, `Fraction` and `Decimal` are taken too.
+
+    Raises:
+        ValueError: no such number, or out of range.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, Real | Decimal):
+        raise ValueError(f"budget={budget!r}: expected a float in (0, 1] or an int of at least 1")
+    if isinstance(budget, Integral):
+        if budget < 1:
+            raise ValueError(f"budget={budget}: an int is the number of tokens kept, at least 1")
+        return int(budget)
+    # A float32 of 0.2 says 0.2; as a float it would be 0.20000000298.
+    exact = isinstance(budget, float | Fraction)
+    fraction = float(budget) if exact else float(str(budget))
+    if not 0 < fraction <= 1:
+        raise ValueError(
+            f"budget={budget}: a float is the fraction kept, in (0, 1]; "
+            "use an int for a number of tokens"
+        )
+    return fraction
+
+
+def checked(policy: Policy, budget: Any) -> float | int | None:
+    """The budget that a policy goes by: None where its retention decides, 1.0 where it keeps all.
+
+    Raises:
+        ValueError: none where one is needed, one where none is read, or one that cannot be kept.
+    """
+    size = None if budget is None else number(budget)
+    if policy.keeps_all:
+        return 1.0
+    if policy.retention is not None:
+        if size is not None:
+            raise ValueError(
+                f"budget={size} and retention={policy.retention} both size the cache: give one"
+            )
+        return None
+    if size is None:
+        raise ValueError(
+            f"policy {policy.name!r} needs a budget: a float in (0, 1] for a fraction of the "
+            "prompt, or an int for a number of tokens"
+        )
+    always = policy.observed + policy.sinks
+    if isinstance(size, int) and size < always:
+        raise ValueError(
+            f"budget={size} is below the {always} tokens that {policy.name!r} always keeps "
+            f"(window={policy.observed}, sinks={policy.sinks}): raise it, or lower those"
+        )
+    return size
+
+
+def parse(text: str) -> float | int:
+    """A budget on a command line: "0.2" and "20%" are fractions, "200" is a number of tokens.
+
+    Raises:
+        ValueError: none of these, or out of range.
+    """
+    text = text.strip()
+    try:
+        if text.endswith("%"):
+            found: float | int = float(Decimal(text[:-1].strip()) / 100)
+        else:
+            found = int(text) if text.lstrip("+-").isdigit() else float(text)
+    except (ValueError, ArithmeticError):
+        raise ValueError(
+            f"budget {text!r}: expected a fraction such as 0.2 or 20%, or a number of tokens such "
+            "as 200"
+        ) from None
+    return number(found)
+
+
+def parse_list(text: str) -> list[float | int]:
+    """Budgets with commas between them.
+
+    Raises:
+        ValueError: one of them is none, or is named twice.
+    """
+    found: list[float | int] = []
+    for part in text.split(","):
+        budget = parse(part)
+        if named(budget) in map(named, found):
+            raise ValueError(f"budget {part.strip()} is named twice")
+        found.append(budget)
+    return found
+
+
+def note(budget: float | int | None) -> str:
+    """What a user may not have meant by a budget; "" where there is no doubt."""
+    if budget == 1 and isinstance(budget, int):
+        return "a budget of 1 is one token per layer and head; 1.0 or 100% keeps everything"
+    return ""
+
+
+def named(budget: float | int) -> str:
+    """A budget in a label: "0.2", "1.0" for everything, "1" for one token."""
+    return "1.0" if budget == 1 and isinstance(budget, float) else f"{budget:g}"
