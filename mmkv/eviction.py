@@ -385,9 +385,11 @@ def _adaptive(
     held = forced + free.sum(-1)
     for b, n in enumerate(sizes):
         spare = n - int(forced[b].max())
-        columns = free[b].any(0)
-        if 0 < spare < int(columns.sum()):
-            competing = (scores[b] * free[b])[:, columns]
+        if int(free[b].sum()) <= spare * len(split[b]):  # room for all that earlier turns left
+            split[b] = held[b]
+        elif spare > 0:
+            columns = free[b].any(0)
+            competing = scores[b].masked_fill(~free[b], float("-inf"))[:, columns]
             share = allocation.adaptive_heads(competing[None], spare, alpha=policy.alpha)[0]
             split[b] = forced[b] + share.to(split.device)
     return split.minimum(held)
