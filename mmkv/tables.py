@@ -1,4 +1,4 @@
-"""The tables of policies and of models: for the terminal and, as Markdown, for the README."""
+"""The tables of policies and of models: for the terminal and, as Markdown, for the pages."""
 
 from __future__ import annotations
 
@@ -113,14 +113,14 @@ def _table(columns: tuple[str, ...]) -> Table:
 
 
 def policy_markdown() -> str:
-    """The same table in Markdown; the README holds it, and a test compares the two."""
+    """The same table in Markdown; `docs/policies.md` holds it, and a test compares the two."""
     rows = [(_code(row.names), *row.parts, row.paper, _code(row.options)) for row in policy_rows()]
     also = _code(_texts(shared_options()))
     return _markdown(COLUMNS, rows) + f"\nEvery policy but `full` also has {also}.\n"
 
 
 def model_markdown() -> str:
-    """Every known model class, from the adapters; the README holds it, and a test compares."""
+    """Every known model class, from the adapters; `docs/models.md` holds it, as a test checks."""
     from mmkv import adapters
 
     rows = [(f"`{x['class']}`", x["status"], x["compressed"]) for x in adapters.table()]

@@ -1,4 +1,4 @@
-"""What the project promises, for every registered policy: see the oracles in CONTRIBUTING.md.
+"""What the project promises, for every registered policy: see the oracles in docs/extending.md.
 
 A policy is covered by being registered. Variants add the options that switch its parts.
 """
