@@ -10,7 +10,7 @@ FOLDERS := mmkv policies $(wildcard eval demo)
 # The oldest transformers we support and the newest, on the pinned torch.
 MATRIX := 5.17.0 5.23.0
 
-.PHONY: run demo test test-matrix lint type format clean install
+.PHONY: run demo test test-matrix lint type docs dist format clean install
 
 run: install
 	$(BIN)/mmkv chat $(PICTURE) "Describe the image." --policy prefixkv --budget 0.2
@@ -43,6 +43,18 @@ type: install
 	done
 	$(BIN)/pyright -p .typecheck --pythonpath $(BIN)/python
 
+# Strict: a broken link or anchor, or something that would be loaded from a network, is an error.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "The pages are in out/site/index.html"
+
+# Source archive and wheel in dist/, from a clean copy of what is committed.
+dist: install
+	@rm -rf dist build out/dist && mkdir -p out/dist
+	git archive HEAD | tar -x -C out/dist
+	$(BIN)/python -m build --no-isolation --outdir dist out/dist
+	$(BIN)/python .ci/check_dist.py dist
+
 format: install
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
@@ -54,7 +66,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into .venv (once; some minutes) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
-		-c constraints.txt -e '.[dev,eval,demo,harness,llava,quant]'
+		-c constraints.txt -e '.[dev,docs,eval,demo,harness,llava,quant]'
 	@touch $@
 
 clean:
