@@ -207,13 +207,17 @@ for _name, _decoders in {
         )
 
 
+def usual_attention(name: str) -> str:
+    """The attention implementation that a model would be loaded with."""
+    text = CONFIGS[name]().get_text_config()
+    return "eager" if getattr(text, "attn_logit_softcapping", 0) else "sdpa"
+
+
 def make(name: str, attn: str | None = None) -> nn.Module:
     """A tiny model, with the attention implementation it would be loaded with."""
     torch.manual_seed(0)
     config = CONFIGS[name]()
-    if attn is None:
-        attn = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", 0) else "sdpa"
-    config._attn_implementation = attn
+    config._attn_implementation = attn or usual_attention(name)
     model = getattr(tf, name.partition(":")[0])(config)
     model.generation_config.eos_token_id = None  # every run gives as many tokens as asked for
     model.generation_config.pad_token_id = PAD
