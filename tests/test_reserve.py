@@ -1,4 +1,4 @@
-"""Slots set aside for tokens to come: few, and never so many that the full cache is smaller."""
+"""Slots set aside for tokens to come: few, never so many that the full cache would be smaller."""
 
 from __future__ import annotations
 
