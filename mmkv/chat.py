@@ -218,7 +218,7 @@ def ask(
         seed: what the draws start from.
 
     Raises:
-        ValueError: what `mmkv.wrap` refuses, or a budget below what must be kept.
+        ValueError: what `mmkv.wrap` refuses.
     """
     import torch
 
