@@ -136,6 +136,7 @@ def chat(
     """Answer a question with the full cache and with a compressed one, and show what was kept."""
     from mmkv import budgets
     from mmkv import chat as talk
+    from mmkv.builtin import KNOWS
     from mmkv.registry import get_policy
 
     pairs = [*(option or []), *([] if protect is None else [f"protect={protect}"])]
@@ -214,6 +215,8 @@ def chat(
         typer.echo(json.dumps(data, indent=2))
     else:
         _show(question, prompt, full, compressed, written)
+        if model == "builtin":
+            console().print(f"({KNOWS}; --model takes another)", style="dim", soft_wrap=True)
     if problem is not None:
         say(problem)
 

@@ -154,6 +154,7 @@ def run(
         An exit code: 2 when a line of a pipe was refused, else 0.
     """
     from mmkv import chat
+    from mmkv.builtin import KNOWS
     from mmkv.demo.session import Engines, Session
 
     settings.chosen()
@@ -164,7 +165,8 @@ def run(
     repl = Repl(session, settings, console)
     typed = sys.stdin.isatty()
     if typed:
-        console.print(HELP, style="dim", markup=False, highlight=False)
+        knows = f"\n({KNOWS}; --model takes another)" if model == "builtin" else ""
+        console.print(HELP + knows, style="dim", markup=False, highlight=False)
     try:
         refused = repl.run(_typed(console) if typed else sys.stdin)
     finally:

@@ -6,6 +6,7 @@ import copy
 import errno
 import io
 import json
+import logging
 import socket
 import subprocess
 import sys
@@ -70,6 +71,7 @@ class TestChat:
         assert (code, err) == (0, "")
         assert QUESTION in out
         assert "144 of them image tokens" in out
+        assert "the built-in model knows drawn, coloured shapes" in out
         assert "full cache: " in out
         assert "prefixkv, budget 0.2: " in out
         layers = builtin.model.config.text_config.num_hidden_layers
@@ -158,13 +160,12 @@ class TestChat:
         assert run(capsys, *words, "1")[1].startswith("mmkv: a budget of 1 is one token")
         assert run(capsys, *words, "1.0")[1] == ""
 
-    def test_a_warning_of_the_library_is_a_message_once(self, capsys, picture, tmp_path):
+    def test_a_warning_of_the_library_is_a_message(self, capsys, picture, tmp_path):
         words = ("--policy", "snapkv", "--option", "window=40", "--out", tmp_path, *SHORT)
-        for _ in range(2):  # a second run in this process warns again
-            err = run(capsys, "chat", picture, QUESTION, *words)[1]
-            assert err.startswith("mmkv: ")
-            assert "too few for window 40" in err
-            assert err.count("\n") == 1
+        err = run(capsys, "chat", picture, QUESTION, *words)[1]
+        assert err.startswith("mmkv: ")
+        assert "too few for window 40" in err
+        assert err.count("\n") == 1
 
     def test_ctrl_c_ends_it_without_a_traceback(self, capsys, picture, monkeypatch):
         def stop(*args, **kwargs):
@@ -367,6 +368,16 @@ def test_a_pipe_is_as_wide_as_the_terminal_that_shows_it(monkeypatch):
     assert terminal.console().width == Console().width != 200
 
 
+def test_a_warning_is_printed_once_in_each_run(capsys):
+    logger = logging.getLogger("mmkv.somewhere")
+    for _ in range(2):
+        terminal.show_warnings()
+        for number in (1, 2, 1, 2):
+            logger.warning("row %d is short", number)
+        said = "mmkv: row 1 is short\nmmkv: row 2 is short\n"
+        assert capsys.readouterr().err == said
+
+
 def test_a_closed_pipe_is_no_error(capsys, monkeypatch):
     def closed():
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
@@ -458,4 +469,6 @@ def test_a_text_model_from_a_folder(capsys, picture, builtin, tmp_path):
     out, err, code = run(capsys, "chat", "What is it? " * 20, *words)
     assert (code, err) == (0, "")
     assert json.loads(out)["report"]["kept_fraction"] < 0.6
+    words = [word for word in words if word != "--json"]
+    assert "built-in" not in run(capsys, "chat", "What is it? " * 20, *words)[0]
     assert "reads text only" in complaint(capsys, "chat", picture, QUESTION, *words)
