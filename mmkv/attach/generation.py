@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mmkv import graph
 from mmkv.attach import hooks
 from mmkv.cache import CompressedCache
 from mmkv.refusing import refuse_moved, refuse_other_caches
@@ -31,6 +32,8 @@ def prepare_cache(
     else:
         cache = CompressedCache(attachment.parts.config, attachment.plan)
         model_kwargs["past_key_values"] = cache
+    if generation_config.num_beams > 1:  # beams do not ask
+        graph.pays(attachment.model, cache, generation_config)
     cache.max_length = generation_config.max_length or 0
     until = None
     if getattr(generation_config, "prefill_chunk_size", None) is not None:
