@@ -166,6 +166,8 @@ class Conversation:
             yield from self._stream(turn, runs, seen)
             kept = runs[0].kept
             assert kept is not None
+            said = runs[0].stepper.cache.report().notes
+            notes += tuple(x.removeprefix("row 0: ") for x in said)
             if not all(run.stepper.done for run in runs):
                 notes += ("Stopped before the end.",)
         finally:

@@ -254,6 +254,14 @@ def test_clear_and_close_free_the_caches(engine, pictures):
     assert talk.nbytes == 0
 
 
+def test_a_budget_too_small_for_the_window_is_a_note(engine, pictures):
+    settings = dataclasses.replace(SHORT, policy="snapkv", budget=0.01)
+    turn = last(Conversation(engine).ask(QUESTION, pictures[0], settings))
+    (note,) = turn.notes
+    assert note.startswith("budget 0.01 gives ")
+    assert "too few for window 32" in note
+
+
 WRONG = {
     "empty": ({}, "  \n", "the question is empty"),
     "long": ({}, "x" * 4001, "4001 characters"),
@@ -263,7 +271,6 @@ WRONG = {
     "idle option": ({"policy": "streaming", "options": {"window": 4}}, "?", "has no effect"),
     "option value": ({"policy": "snapkv", "options": {"kernel_size": 4}}, "?", "odd"),
     "budget": ({"budget": 1.5}, "?", "in \\(0, 1\\]"),
-    "tiny budget": ({"policy": "snapkv", "budget": 0.01}, "?", "budget"),
     "no tokens": ({"max_new_tokens": 0}, "?", "from 1 to 512"),
     "temperature": ({"temperature": -1.0}, "?", "from 0 to 2"),
 }
