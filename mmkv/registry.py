@@ -147,13 +147,14 @@ def _load_all() -> None:
         _load_builtin()
         _loaded = True
         for where, entry in sorted(_entries(), key=lambda x: (x[0], x[1].name)):
-            before = dict(_policies), dict(_aliases)
+            policies, aliases = dict(_policies), dict(_aliases)
             try:
                 _load(entry)
             except (Exception, SystemExit) as error:  # whatever another package's code does
-                for now, then in zip((_policies, _aliases), before, strict=True):
-                    now.clear()
-                    now.update(then)
+                _policies.clear()
+                _policies.update(policies)
+                _aliases.clear()
+                _aliases.update(aliases)
                 _skipped[entry.name] = where, error
                 log.warning("policy %r of %s is skipped: %s", entry.name, where, _reason(error))
 
