@@ -15,7 +15,7 @@ import torch
 from conftest import IMAGE, Variant, make_inputs, make_model, row_of, short
 from hqq.core.quantize import Quantizer
 from masking import fake_quantise, masked_logits
-from recording import capture
+from pretend_cuda import install
 from test_oracles import generate, options_of
 from test_turns import next_turn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -149,8 +149,7 @@ def test_several_tokens_at_once_and_more_than_expected(doubles, kv_dtype):
 @pytest.mark.parametrize("policy", ["prefixkv", "snapkv", "adakv", "streaming", "h2o"])
 def test_replayed_steps_quantise_too(doubles, monkeypatch, policy, kv_dtype):
     """Writing and reading codes leaves nothing to the host: a CUDA graph can hold it."""
-    captured = []
-    monkeypatch.setattr(graph, "capture", lambda step: captured.append(step) or capture(step))
+    captured = install(monkeypatch, torch.device("cpu")).graphs
     monkeypatch.setattr(graph, "_capturable", lambda device: True)
     model, inputs, found = doubles("llama"), make_inputs("llama", ROWS), []
     for replays in (False, True):
