@@ -74,7 +74,8 @@ def test_a_model_is_found_inside_another(text_model, around):
     assert is_wrapped(outer)
     assert is_wrapped(text_model)
     logits, found = answer(outer)
-    assert torch.equal(logits, expected)
+    # Another instance of the model: where weights lie in memory shows in the last digit.
+    torch.testing.assert_close(logits, expected)
     assert torch.equal(found.kept(1), cache.kept(1))
     with pytest.raises(ValueError, match=r"LlamaForCausalLM is wrapped already .*'h2o'"):
         mmkv.wrap(text_model, "snapkv", 0.3)
@@ -138,7 +139,7 @@ def test_a_data_parallel_model(text_model):
     outer = nn.DataParallel(text_model)
     assert mmkv.wrap(outer, "h2o", 0.3) is outer
     found = outer(**INPUTS, use_cache=True)
-    assert torch.equal(found.logits, expected.logits)
+    torch.testing.assert_close(found.logits, expected.logits)
     assert torch.equal(found.past_key_values.kept(2), expected.past_key_values.kept(2))
     mmkv.unwrap(outer)
     outer.device_ids = [0, 1]

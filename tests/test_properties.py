@@ -119,7 +119,7 @@ SCORED = [x for x in mmkv.list_policies() if mmkv.get_policy(x).score != "recenc
 @pytest.mark.parametrize("share", [0.3, 1.0])
 @pytest.mark.parametrize("policy", [x for x in SCORED if x != "full"])
 def test_scores_that_are_no_numbers(policy, share, odd):
-    """NaN and infinite scores: still the oracle and the budget; NaN is no importance."""
+    """Infinite scores: still the oracle and the budget. NaN is refused: it ranks nothing."""
     options = {"window": 5} if mmkv.get_policy(policy).observed else {}
     chosen = mmkv.get_policy(policy, **options)
     seen = []
@@ -135,6 +135,10 @@ def test_scores_that_are_no_numbers(policy, share, odd):
     model, inputs, lengths = MODELS["llama"], make_inputs("llama", (60, 33)), (60, 33)
     given = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(chosen) if f.init}
     with mmkv.wrapped(model, Odd(**given), 0.4):
+        if math.isnan(odd):
+            with pytest.raises(ValueError, match=r"Odd\.importance returned NaN for"):
+                generate(model, inputs, new=8)
+            return
         logits, tokens, cache, held = generate(model, inputs, new=8)
     expected = masked_logits(model, inputs, tokens, held, merge=chosen.merge)
     torch.testing.assert_close(logits, expected, atol=3e-4, rtol=0)
