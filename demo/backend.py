@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from mmkv import chat
-from mmkv.cache import CompressedCache
+from mmkv.cache.compressed import CompressedCache
 from mmkv.wrapping import wrap
 
 from .outcome import Kept, kept_of, rouge_l

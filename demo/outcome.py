@@ -78,7 +78,7 @@ def kept_of(
         cache: a `CompressedCache`.
         pictures: that they hold, in order.
     """
-    from mmkv.cache import CompressedLayer
+    from mmkv.cache.compressed import CompressedLayer
 
     compressed = [i for i, x in enumerate(cache.layers) if isinstance(x, CompressedLayer)]
     kept = [cache.kept(i)[0].cpu() for i in compressed]

@@ -9,8 +9,8 @@ from typing import Any
 import gradio as gr
 from gradio.themes import Default
 
-from mmkv import quantised
 from mmkv.builtin import example_pictures
+from mmkv.cache import quantize
 from mmkv.chat import read_picture
 from mmkv.registry import list_policies
 
@@ -145,7 +145,7 @@ def build(engines: Engines) -> gr.Blocks:
                         0, 2, value=0, step=0.05, label="Temperature", info="0 is greedy"
                     )
                     held = gr.Dropdown(
-                        [events.FULL, *quantised.BITS],
+                        [events.FULL, *quantize.BITS],
                         value=events.FULL,
                         label="Held as",
                         info="8 or 4 bits for each number that is kept",

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from PIL import Image, ImageDraw
 
-from mmkv import chat, reading
+from mmkv import chat
+from mmkv.loading import untrusted
 
 from .backend import Conversation, Engine
 from .values import Settings, Turn
@@ -33,8 +34,8 @@ def read_upload(path: str | Path) -> Image.Image:
     """
     path = Path(path)
     try:
-        whole = reading.read_picture(path, _small, most_pixels=MOST_PIXELS, most_bytes=MOST_BYTES)
-    except reading.PictureError as error:
+        whole = untrusted.read_picture(path, _small, most_pixels=MOST_PIXELS, most_bytes=MOST_BYTES)
+    except untrusted.PictureError as error:
         raise ValueError(f"cannot read {path.name!r}: {error}") from None
     whole.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
     return whole
@@ -42,7 +43,7 @@ def read_upload(path: str | Path) -> Image.Image:
 
 def _small(picture: Image.Image) -> Image.Image:
     picture.draft("RGB", (LONGEST_SIDE, LONGEST_SIDE))
-    return reading.upright(picture)
+    return untrusted.upright(picture)
 
 
 def checked_strokes(data: Any) -> list[Stroke]:

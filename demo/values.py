@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mmkv import quantised
 from mmkv.budgets import named, number
+from mmkv.cache import quantize
 from mmkv.registry import get_policy
 
 from .outcome import Kept
@@ -54,7 +54,7 @@ class Settings:
         Raises:
             ValueError: an unknown policy or type, a wrong option, or a number out of range.
         """
-        quantised.check(self.kv_dtype)
+        quantize.check(self.kv_dtype)
         if not 1 <= self.max_new_tokens <= MOST_TOKENS:
             raise ValueError(
                 f"max new tokens {self.max_new_tokens}: expected a number from 1 to {MOST_TOKENS}"

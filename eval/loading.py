@@ -23,7 +23,8 @@ def load_model(
     Raises:
         ValueError: a model that cannot be loaded, or an unknown device or dtype.
     """
-    from mmkv import chat, loading
+    from mmkv import chat
+    from mmkv.loading import models
 
     if device_map is None:
         loaded = chat.load(name, device, dtype)
@@ -36,5 +37,5 @@ def load_model(
 
     path = str(WEIGHTS) if name == "builtin" else name
     chosen: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
-    model, processor, _ = loading.pretrained(path, dtype=chosen, device_map=device_map)
+    model, processor, _ = models.pretrained(path, dtype=chosen, device_map=device_map)
     return model, processor

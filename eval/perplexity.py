@@ -132,7 +132,7 @@ def _score(
 
 def drops_nothing(cache: Any) -> bool:
     """Whether decoding only adds to this cache, so that several tokens may be fed at once."""
-    from mmkv.eviction import keeps_everything
+    from mmkv.cache.selection import keeps_everything
 
     plan = getattr(cache, "plan", None)
     if plan is None:

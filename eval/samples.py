@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mmkv import reading
+from mmkv.loading import untrusted
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -92,8 +92,8 @@ def check_image(path: str | Path) -> None:
 def _open(path: Path, read: Callable[[Image.Image], T]) -> T:
     limits: Any = {"formats": FORMATS, "most_pixels": MAX_PIXELS, "most_bytes": MAX_IMAGE_BYTES}
     try:
-        return reading.read_picture(path, read, **limits)
-    except reading.PictureError as error:
+        return untrusted.read_picture(path, read, **limits)
+    except untrusted.PictureError as error:
         raise DataError(f"{path}: picture: {error}") from error
 
 

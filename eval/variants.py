@@ -85,7 +85,7 @@ def parse_variants(
         own = parse_options(parts)
         profile, kv_dtype = own.pop(PROFILE, None), own.pop(KV_DTYPE, None)
         if kv_dtype is not None:
-            from mmkv.quantised import check
+            from mmkv.cache.quantize import check
 
             check(kv_dtype)
         reads = get_policy(label, **own)

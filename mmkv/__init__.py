@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mmkv import adapters, allocation, scores
     from mmkv.builtin import load_builtin
-    from mmkv.cache import CompressedCache
+    from mmkv.cache.compressed import CompressedCache
     from mmkv.calibration import calibrate
-    from mmkv.checkpoints import load
+    from mmkv.loading.checkpoints import load
     from mmkv.policy import Policy
     from mmkv.profiles import Profile
     from mmkv.registry import get_policy, list_policies, register_policy
@@ -28,14 +28,14 @@ __version__ = "0.1.0"
 # `mmkv --help` do not wait for torch and transformers.
 _HOME = {
     "CacheReport": "mmkv.report",
-    "CompressedCache": "mmkv.cache",
+    "CompressedCache": "mmkv.cache.compressed",
     "Policy": "mmkv.policy",
     "Profile": "mmkv.profiles",
     "calibrate": "mmkv.calibration",
     "get_policy": "mmkv.registry",
     "is_wrapped": "mmkv.wrapping",
     "list_policies": "mmkv.registry",
-    "load": "mmkv.checkpoints",
+    "load": "mmkv.loading.checkpoints",
     "load_builtin": "mmkv.builtin",
     "register_policy": "mmkv.registry",
     "unwrap": "mmkv.wrapping",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from mmkv import loading, reading
+from mmkv.loading import models, untrusted
 from mmkv.registry import policy_class
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ def read_picture(path: str | Path) -> Image.Image:
         ValueError: missing, too large or unreadable; the message names the file.
     """
     try:
-        return reading.read_picture(path, reading.upright)
-    except reading.PictureError as error:
+        return untrusted.read_picture(path, untrusted.upright)
+    except untrusted.PictureError as error:
         raise ValueError(f"cannot read picture {str(path)!r}: {error}") from error
 
 
@@ -141,12 +141,12 @@ def load(name: str = "builtin", device: str = "auto", dtype: str = "auto") -> Lo
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     chosen: torch.dtype | None = None if dtype == "auto" else getattr(torch, dtype)
-    where = loading.find_device(device)
+    where = models.find_device(device)
     if name == "builtin":
-        with loading.quiet():
+        with models.quiet():
             model, processor = load_builtin(dtype=chosen)
         return Loaded(name, model.to(where), processor, reads_pictures=True)  # type: ignore[arg-type]
-    model, processor, reads_pictures = loading.pretrained(name, dtype=chosen or "auto")
+    model, processor, reads_pictures = models.pretrained(name, dtype=chosen or "auto")
     return Loaded(name, model.to(where), processor, reads_pictures)
 
 
@@ -239,7 +239,7 @@ def ask(
         **drawn,
     }
     torch.manual_seed(seed)
-    with loading.quiet():
+    with models.quiet():
         if policy is None:
             out = model.generate(**options)
         else:
@@ -261,7 +261,7 @@ def ask(
 
 
 def _kept(cache: Any) -> list[tuple[int, Tensor]]:
-    from mmkv.cache import CompressedLayer
+    from mmkv.cache.compressed import CompressedLayer
 
     layers = enumerate(cache.layers)
     return [(i, cache.kept(i)[0].cpu()) for i, x in layers if isinstance(x, CompressedLayer)]

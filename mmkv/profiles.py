@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from mmkv import reading
 from mmkv.budgets import number
+from mmkv.loading import untrusted
 
 _FORMAT, _VERSION = "mmkv-profile", 1
 _MOST_BYTES = 2**20
@@ -70,7 +70,7 @@ class Profile:
         if not isinstance(path, str | os.PathLike):
             raise ValueError(f"profile={path!r}: expected a Profile, or the path of one")
         try:
-            data = reading.read_json(path, _MOST_BYTES)
+            data = untrusted.read_json(path, _MOST_BYTES)
             if isinstance(data, list):
                 numbers = [_number(x) for x in data]
                 kept = tuple(1.0 - x for x in numbers)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mmkv.cache import CompressedCache
+    from mmkv.cache.compressed import CompressedCache
 
 
 @dataclass(frozen=True)
@@ -81,24 +81,21 @@ class CacheReport:
         Raises:
             ValueError: nothing was run through it yet.
         """
-        from mmkv.layer import CompressedLayer, nbytes
-
         prompt, layers = cache.prompt, []
         if prompt is None:
             raise ValueError("nothing is kept yet: run a prompt through the wrapped model first")
-        full = 0
-        for i, x in enumerate(cache.layers):
-            if isinstance(x, CompressedLayer):
+        full, compressed = 0, {id(x): x for x in cache.compressed}
+        for i, (other, held) in enumerate(zip(cache.layers, cache.layer_nbytes, strict=True)):
+            if x := compressed.get(id(other)):
                 state = x.keeping()
                 counts = (state.kept() >= 0).sum(-1).tolist()
                 share = None if state.retained is None else float(state.retained.mean())
                 errors = (None, None) if state.error is None else state.error.mean(0).tolist()
-                layers.append(LayerReport(i, True, counts, x.nbytes, share, *errors))
+                layers.append(LayerReport(i, True, counts, held, share, *errors))
                 block = state.blocks[0]
                 width = (block.keys.shape[-1] + block.values.shape[-1]) * block.keys.dtype.itemsize
                 full += state.batch * state.heads * x.seen * width
             else:
-                held = nbytes(x)
                 full += held
                 layers.append(LayerReport(i, False, [], held, None))
         generated = cache.compressed[0].seen - prompt.valid.shape[1]

@@ -13,12 +13,13 @@ from typing import Any, SupportsFloat, TypeVar
 
 from torch import nn
 
-from mmkv import adapters, budgets, profiles, quantised
+from mmkv import adapters, budgets, profiles
 from mmkv.attach import attention, configs
 from mmkv.attach.attachment import Attachment
-from mmkv.cache import CompressedCache
-from mmkv.layer import CompressedLayer
-from mmkv.plan import Plan
+from mmkv.cache import quantize
+from mmkv.cache.compressed import CompressedCache
+from mmkv.cache.config import CacheConfig
+from mmkv.cache.layer import CompressedLayer
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
 
@@ -77,7 +78,7 @@ def wrap(
             f"the decoder of this {type(model).__name__} is wrapped already, as a part of another "
             "model: mmkv.unwrap that first"
         )
-    everywhere = CompressedCache(parts.config, Plan(chosen, None)).layers
+    everywhere = CompressedCache(parts.config, CacheConfig(chosen, None)).layers
     compressed = tuple(i for i, x in enumerate(everywhere) if isinstance(x, CompressedLayer))
     n_layers = len(compressed)
     if n_layers == 0:
@@ -103,8 +104,8 @@ def wrap(
             f"{type(model).__name__} has no image tokens: use protect='none'"
         )
     inv_freq = parts.rotary_frequencies() if chosen.reposition else None
-    quantised.check(kv_dtype, adapters.head_dim(parts.config))
-    plan = Plan(chosen, kept, fractions, inv_freq, kv_dtype, graph)
+    quantize.check(kv_dtype, adapters.head_dim(parts.config))
+    plan = CacheConfig(chosen, kept, fractions, inv_freq, kv_dtype, graph)
     attachment = Attachment(model, parts, plan, compressed)
     attachment.attach()
     vars(model)["_mmkv"] = attachment

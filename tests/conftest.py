@@ -170,7 +170,7 @@ def clone(model: torch.nn.Module) -> torch.nn.Module:
 @contextmanager
 def measured_similarity():
     """What SqueezeAttention measures of the next prompt: by layer, similarity [B]."""
-    from mmkv.cache import Reading
+    from mmkv.cache.compressed import Reading
 
     found: dict[int, torch.Tensor] = {}
     compare = Reading.compare

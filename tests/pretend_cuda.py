@@ -14,7 +14,7 @@ import torch
 from pretending import Devices
 from recording import Recorder
 
-from mmkv import capturing
+from mmkv.attach import capturing
 
 ELSEWHERE = torch.device("meta")
 

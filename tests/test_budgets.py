@@ -12,8 +12,8 @@ from test_oracles import generate
 from test_policies import top
 
 import mmkv
-from mmkv.decoding import make_schedule
-from mmkv.eviction import row_sizes
+from mmkv.cache.selection import row_sizes
+from mmkv.cache.slots import make_schedule
 
 L, H, G = 3, 2, 2
 MODELS = {name: make_model(name) for name in ("llama", "llava-llama")}

@@ -10,8 +10,8 @@ import torch
 from pretend_cuda import ELSEWHERE, install
 from pretending import DEVICE, Devices, OnDevice
 
-from mmkv import capturing
-from mmkv.capturing import capture, refusing_waits
+from mmkv.attach import capturing
+from mmkv.attach.capturing import capture, refusing_waits
 
 
 @pytest.fixture

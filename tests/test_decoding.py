@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmkv.decoding import AHEAD, Distance, Grow, Lightest, Ring, make_schedule
+from mmkv.cache.slots import AHEAD, Distance, Grow, HeavyHitterSlots, Ring, make_schedule
 from mmkv.policy import Policy
 
 STEPS = 2 * AHEAD + 5
@@ -316,7 +316,7 @@ heavy = pytest.mark.parametrize("given", HEAVY, ids=str)
 @pytest.mark.parametrize("begun", [None, 2, 20])
 def test_h2o_drops_the_lightest_that_is_not_recent(given, begun) -> None:
     """... nor protected; the newest never, and the oldest where nothing else is left."""
-    twin, schedule = Heavy(given, S=50), Lightest(**arrays(given))
+    twin, schedule = Heavy(given, S=50), HeavyHitterSlots(**arrays(given))
     alike = all(len(set(x)) == 1 for x in given.values())
     assert schedule.gapless == schedule.shared == alike
     at = None
@@ -356,7 +356,7 @@ def test_h2o_drops_the_lightest_that_is_not_recent(given, begun) -> None:
 
 def test_h2o_allocates_nothing_in_a_step_but_once() -> None:
     given = HEAVY[1]
-    twin, schedule = Heavy(given, S=12), Lightest(**arrays(given))
+    twin, schedule = Heavy(given, S=12), HeavyHitterSlots(**arrays(given))
     kept = None
     for _ in range(4):
         twin.write()
@@ -419,7 +419,7 @@ def test_a_fixed_size_drops_by_age_or_by_weight() -> None:
     assert found.capacity.tolist() == [10, 7]
     assert found.protected.tolist() == [4, 7]  # more cannot lie there
     found = made(Policy(decode="fixed", score="accumulated", recent=0.35))
-    assert isinstance(found, Lightest)
+    assert isinstance(found, HeavyHitterSlots)
     assert found.recent.tolist() == [3, 2]
     assert found.protected.tolist() == [4, 7]
     assert found.capacity.tolist() == [10, 7]

@@ -18,7 +18,9 @@ from test_oracles import ROWS, VARIANTS, Variant, options_of
 from twin import generate
 
 import mmkv
-from mmkv import decoding, graph, kernels
+from mmkv import kernels
+from mmkv.attach import graph
+from mmkv.cache import slots
 
 NEW = 20
 
@@ -147,7 +149,7 @@ def test_replayed_steps_pass_nothing_between_host_and_device(
     call = graph.Runner.__call__
     cuda = install(monkeypatch, DEVICE)
     monkeypatch.setattr(graph.Runner, "__call__", counted)
-    monkeypatch.setattr(decoding, "AHEAD", 6)  # so that tables are filled anew during a run
+    monkeypatch.setattr(slots, "AHEAD", 6)  # so that tables are filled anew during a run
     model = there("llama")
     with mmkv.wrapped(model, variant.policy, variant.budget, **options):
         logits, got, cache = generate(model, on_gpu(inputs), new=NEW)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mmkv import allocation
-from mmkv.eviction import (
-    Prompt,
+from mmkv.cache.selection import (
+    TokenMasks,
     competing,
     importance,
     keeps_everything,
@@ -56,7 +56,7 @@ MARKED = [
 ]
 
 
-def check_marks(found: Prompt, policy: Policy, windows: list[int]) -> None:
+def check_marks(found: TokenMasks, policy: Policy, windows: list[int]) -> None:
     """What must stay, of each row: its first and last tokens, and the text that was asked."""
     for b, window in enumerate(windows):
         real = found.valid[b].nonzero()[:, 0].tolist()
@@ -79,7 +79,7 @@ def test_what_must_stay_of_a_prompt_and_of_the_turn_after_it(options) -> None:
     policy, g = Policy(**options), generator(0)
     valid, image = left_padded(3, 14, g), some((3, 14), 0.5, g)
     given = {"budget": 1.0, "n_layers": L}
-    first = Prompt.of(policy, valid, image, **given)
+    first = TokenMasks.of(policy, valid, image, **given)
     assert torch.equal(first.valid, valid)
     assert torch.equal(first.image, image)
     assert first.asked.all()
@@ -88,7 +88,7 @@ def test_what_must_stay_of_a_prompt_and_of_the_turn_after_it(options) -> None:
     # Five tokens were generated, and some of all earlier ones are masked now.
     earlier = torch.cat([valid, torch.ones(3, 5, dtype=torch.bool)], 1) & some((3, 19), 0.8, g)
     new, pictures = torch.ones(3, 6, dtype=torch.bool), some((3, 6), 0.5, g)
-    turn = Prompt.of(policy, new, pictures, before=first, earlier=earlier, **given)
+    turn = TokenMasks.of(policy, new, pictures, before=first, earlier=earlier, **given)
     assert torch.equal(turn.valid, torch.cat([earlier, new], 1))
     assert torch.equal(turn.image[:, :14], image)
     assert not turn.image[:, 14:19].any()
@@ -100,7 +100,7 @@ def test_what_must_stay_of_a_prompt_and_of_the_turn_after_it(options) -> None:
 
 
 def test_without_pictures_nothing_is_an_image() -> None:
-    found = Prompt.of(EVERYTHING, torch.ones(2, 5, dtype=torch.bool), budget=0.5, n_layers=L)
+    found = TokenMasks.of(EVERYTHING, torch.ones(2, 5, dtype=torch.bool), budget=0.5, n_layers=L)
     assert not found.image.any()
     assert not found.must.any()
     assert found.lengths == [5, 5]
@@ -113,7 +113,7 @@ def test_the_window_shrinks_where_the_budget_is_below_what_must_stay(budget) -> 
     """To half of the budget, at least one token; `granted` is how much of the floor it pays for."""
     policy, lengths = Policy(window=5, sinks=1), [1, 3, 6, 9, 20, 40]
     valid = torch.stack([torch.arange(40) >= 40 - n for n in lengths])
-    found = Prompt.of(policy, valid, budget=budget, n_layers=L)
+    found = TokenMasks.of(policy, valid, budget=budget, n_layers=L)
     windows, granted = [], []
     for n in lengths:
         floor = min(n, 5 + 1)
@@ -134,7 +134,7 @@ def test_rows_and_devices_take_all_along() -> None:
     policy = Policy(window=3, sinks=1, protect="instruction")
     g = generator(1)
     valid, image = left_padded(4, 12, g), some((4, 12), 0.6, g)
-    found = Prompt.of(policy, valid, image, budget=0.3, n_layers=L)
+    found = TokenMasks.of(policy, valid, image, budget=0.3, n_layers=L)
     assert len(set(found.lengths)) > 1
     assert found.to(torch.device("cpu")) is found
     moved = found.to(torch.device("meta"))
@@ -150,7 +150,7 @@ def test_rows_and_devices_take_all_along() -> None:
 
 def test_marks_at_positions() -> None:
     valid = torch.tensor([[False, True, True], [True, True, False]])
-    found = Prompt.of(EVERYTHING, valid, budget=1.0, n_layers=L)
+    found = TokenMasks.of(EVERYTHING, valid, budget=1.0, n_layers=L)
     positions = torch.tensor([[[0, 1, 2, -1], [2, 2, -1, 0]], [[0, -1, 1, 2], [1, 0, 2, -1]]])
     want = [
         [[False, True, True, False], [True, True, False, False]],
@@ -350,8 +350,8 @@ def tokens(B: int, P: int, U: int, T: int, g: torch.Generator) -> torch.Tensor:
     return found
 
 
-def prompt_of(policy: Policy, T: int, g: torch.Generator, B: int = 2) -> Prompt:
-    return Prompt.of(
+def prompt_of(policy: Policy, T: int, g: torch.Generator, B: int = 2) -> TokenMasks:
+    return TokenMasks.of(
         policy, left_padded(B, T, g), some((B, T), 0.7, g), budget=1.0, n_layers=L
     )  # fmt: skip
 
@@ -511,7 +511,7 @@ def test_what_competes_is_ranked_head_by_head(options, heads) -> None:
 def test_a_row_of_which_nothing_competes_offers_zeros() -> None:
     policy = Policy(**H2O, sinks=4)
     valid = torch.tensor([[False, False, True, True], [True] * 4])
-    prompt = Prompt.of(policy, valid, budget=1.0, n_layers=2)
+    prompt = TokenMasks.of(policy, valid, budget=1.0, n_layers=2)
     positions = torch.arange(4).expand(2, 1, 4).masked_fill(~valid[:, None], -1)
     got = competing([torch.rand(2, 1, 4)] * 2, [positions] * 2, prompt)
     assert [x.tolist() for x in got] == [[[0.0], [0.0]]] * 2

@@ -17,7 +17,7 @@ from twin import generate
 
 import mmkv
 from mmkv import kernels, scores
-from mmkv.capturing import capture
+from mmkv.attach.capturing import capture
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -51,7 +51,7 @@ def same(plain, replayed) -> None:
 @pytest.fixture
 def captures(monkeypatch):
     """How many steps were captured."""
-    from mmkv import graph
+    from mmkv.attach import graph
 
     calls = []
 
@@ -88,7 +88,7 @@ def test_a_second_device_while_the_first_is_current(captures):
 
 def test_a_capture_that_fails_leaves_nothing(monkeypatch, caplog):
     """The steps go on as usual, and the next capture works."""
-    from mmkv import graph
+    from mmkv.attach import graph
 
     def waits(step, device):
         return capture(lambda: step().logits.sum().item(), device)

@@ -22,7 +22,9 @@ from test_oracles import ROWS, VARIANTS, Variant, options_of
 from twin import generate
 
 import mmkv
-from mmkv import decoding, graph, kernels
+from mmkv import kernels
+from mmkv.attach import graph
+from mmkv.cache import slots
 
 NEW = 30
 
@@ -31,7 +33,7 @@ NEW = 30
 def on_cpu(monkeypatch):
     """Replay on the CPU; every graph whose capture began."""
     monkeypatch.setattr(graph, "_capturable", lambda device: True)
-    monkeypatch.setattr(decoding, "AHEAD", 8)  # so that tables are filled anew during a run
+    monkeypatch.setattr(slots, "AHEAD", 8)  # so that tables are filled anew during a run
     return install(monkeypatch, torch.device("cpu")).graphs
 
 
@@ -80,7 +82,7 @@ def test_a_cache_goes_on_after_its_replays(models, on_cpu):
 
 def test_a_short_run_is_not_captured(models, on_cpu, caplog):
     model, inputs = models("llama"), make_inputs("llama", (60,))
-    caplog.set_level(logging.INFO, "mmkv.graph")
+    caplog.set_level(logging.INFO, "mmkv.attach.graph")
     with mmkv.wrapped(model, "snapkv", 0.5, **short("snapkv")):
         generate(model, inputs, new=8)
     assert not on_cpu
@@ -89,7 +91,7 @@ def test_a_short_run_is_not_captured(models, on_cpu, caplog):
 
 def test_beams_are_not_captured(models, on_cpu, caplog):
     model, inputs = models("llama"), make_inputs("llama", (60,))
-    caplog.set_level(logging.INFO, "mmkv.graph")
+    caplog.set_level(logging.INFO, "mmkv.attach.graph")
     with mmkv.wrapped(model, "snapkv", 0.5, **short("snapkv")):
         generate(model, inputs, new=NEW, num_beams=2)
     assert not on_cpu
@@ -106,7 +108,7 @@ def test_graph_can_be_switched_off(models, on_cpu):
 def test_compilation_can_be_switched_off(models, on_cpu, caplog):
     """As everywhere in transformers."""
     model, inputs = models("llama"), make_inputs("llama", (60,))
-    caplog.set_level(logging.INFO, "mmkv.graph")
+    caplog.set_level(logging.INFO, "mmkv.attach.graph")
     with mmkv.wrapped(model, "snapkv", 0.5, **short("snapkv")):
         generate(model, inputs, new=NEW, disable_compile=True)
     assert not on_cpu
@@ -116,7 +118,7 @@ def test_compilation_can_be_switched_off(models, on_cpu, caplog):
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "prefixkv"])
 def test_a_prompt_in_chunks_is_no_step(models, on_cpu, caplog, policy):
     """`generate` has the runner take a prompt's chunks too, here some of a single token."""
-    caplog.set_level(logging.INFO, "mmkv.graph")
+    caplog.set_level(logging.INFO, "mmkv.attach.graph")
     model, inputs = models("llama"), make_inputs("llama", (49,))
     found = []
     for replays in (False, True):
@@ -186,8 +188,8 @@ def test_replays_hold_few_empty_slots(models, on_cpu, policy, length):
         model.generate(**inputs, max_new_tokens=1500, do_sample=False, stopping_criteria=[look])
     hook.remove()
     assert len(on_cpu) == 1
-    for slots, kept, seen in held:
-        assert slots <= min(1.04 * kept + 258, seen)
+    for taken, kept, seen in held:
+        assert taken <= min(1.04 * kept + 258, seen)
 
 
 def test_a_step_that_waits_is_not_captured(models, monkeypatch, caplog):
@@ -241,7 +243,7 @@ def test_a_model_that_counts_on_the_host_is_not_replayed(on_cpu, caplog):
     """A number that the host reads would be frozen in the graph: it is noticed, and logged."""
     model, inputs = make_model("llama"), make_inputs("llama", (90,))
     _, tokens, _ = without_graph(model, Variant("snapkv"), inputs, 24, **short("snapkv"))
-    caplog.set_level(logging.INFO, "mmkv.graph")
+    caplog.set_level(logging.INFO, "mmkv.attach.graph")
     inner = model.model.forward
 
     def counts(*args, **kwargs):
@@ -315,7 +317,7 @@ def test_every_class_of_model(on_cpu, caplog, name):
     """Padded prompts, with pictures where the class sees them: replayed, or logged why not."""
     model = model_of(name)
     inputs = inputs_of(model, "padded")
-    caplog.set_level(logging.INFO, "mmkv.graph")
+    caplog.set_level(logging.INFO, "mmkv.attach.graph")
     with mmkv.wrapped(model, "prefixkv", 0.4, graph=False, **short("prefixkv")):
         expected, tokens, _ = generate(model, inputs, new=20)
     with mmkv.wrapped(model, "prefixkv", 0.4, **short("prefixkv")):

@@ -21,8 +21,9 @@ from test_turns import next_turn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmkv
-from mmkv import graph, quantised
-from mmkv.quantised import BITS, Quantised
+from mmkv.attach import graph
+from mmkv.cache import quantize
+from mmkv.cache.quantize import BITS, QuantizedKV
 
 NEW = 10
 ROWS = (56, 29, 41)
@@ -247,7 +248,7 @@ def some_tokens(D, dtype=torch.float32):
 @pytest.mark.parametrize("kv_dtype", BITS)
 def test_tokens_are_read_as_defined(kv_dtype, D, dtype):
     x = some_tokens(D, dtype)
-    read = Quantised.of(x, kv_dtype)[:, :]
+    read = QuantizedKV.of(x, kv_dtype)[:, :]
     assert read.dtype == dtype
     ordinary = torch.ones(30, dtype=torch.bool)
     ordinary[3] = False
@@ -256,7 +257,9 @@ def test_tokens_are_read_as_defined(kv_dtype, D, dtype):
     # Numbers that float16 cannot tell apart beside their size become the smallest of them.
     low = x[:, 3].double().amin(-1, keepdim=True)
     torch.testing.assert_close(read[:, 3].double(), low.expand(-1, D), rtol=1e-3, atol=0)
-    assert torch.equal(Quantised.of(read[:, 5:], kv_dtype)[:, :], read[:, 5:]) or dtype.itemsize < 4
+    assert torch.equal(QuantizedKV.of(read[:, 5:], kv_dtype)[:, :], read[:, 5:]) or (
+        dtype.itemsize < 4
+    )
 
 
 @pytest.mark.parametrize("D", [16, 64, 128])
@@ -264,8 +267,8 @@ def test_tokens_are_read_as_defined(kv_dtype, D, dtype):
 def test_codes_are_those_of_hqq(kv_dtype, D):
     """A step's arithmetic is hqq's to the bit, and so are packing and reading."""
     x = some_tokens(D)[:, 5:]
-    stored = Quantised.of(x, kv_dtype)
-    written = Quantised.of(torch.zeros_like(x), kv_dtype)
+    stored = QuantizedKV.of(x, kv_dtype)
+    written = QuantizedKV.of(torch.zeros_like(x), kv_dtype)
     written[:, :7] = x[:, :7]
     written[torch.arange(4)[:, None], torch.arange(7, 25)] = x[:, 7:]
     for part in ("codes", "scale", "zero"):
@@ -288,12 +291,12 @@ def test_codes_are_those_of_hqq(kv_dtype, D):
 def test_rows_and_slots(kv_dtype):
     """A token's code depends on no other; rows are chosen, slots added, and bytes counted."""
     x = some_tokens(64)
-    stored = Quantised.of(x, kv_dtype)
-    assert torch.equal(Quantised.of(x[2:3, 9:12], kv_dtype)[:, :], stored[2:3, 9:12])
+    stored = QuantizedKV.of(x, kv_dtype)
+    assert torch.equal(QuantizedKV.of(x[2:3, 9:12], kv_dtype)[:, :], stored[2:3, 9:12])
     chosen = stored.select(torch.tensor([3, 0, 3]))
     assert torch.equal(chosen[:, :], stored[:, :][[3, 0, 3]])
     chosen[0:1, 0] = x[:1, 7]
-    assert torch.equal(stored[3:, :1], Quantised.of(x, kv_dtype)[3:, :1]), "a copy, not a view"
+    assert torch.equal(stored[3:, :1], QuantizedKV.of(x, kv_dtype)[3:, :1]), "a copy, not a view"
     longer = stored.grown(5)
     assert longer.shape == (4, 35, 64)
     assert torch.equal(longer[:, :30], stored[:, :])
@@ -307,10 +310,10 @@ def test_errors_name_the_value_and_change_nothing(text_model, monkeypatch):
     monkeypatch.setattr(text_model.config, "head_dim", 15)
     with pytest.raises(ValueError, match=r"'int4' packs two numbers .* a head has 15: use 'int8'"):
         mmkv.wrap(text_model, "snapkv", 0.3, kv_dtype="int4")
-    quantised.check("int8", 15)
+    quantize.check("int8", 15)
     monkeypatch.setitem(__import__("sys").modules, "hqq", None)
     with pytest.raises(ValueError, match=r"'int8' needs hqq: pip install 'mmkv\[quant\]'"):
         mmkv.wrap(text_model, "snapkv", 0.3, kv_dtype="int8")
-    quantised.check(None, 15)
+    quantize.check(None, 15)
     assert not hasattr(text_model, "_mmkv")
     assert text_model.config._attn_implementation == before

@@ -16,7 +16,7 @@ import zoo
 from torch import Tensor
 
 import mmkv
-from mmkv.layer import CompressedLayer
+from mmkv.cache.layer import CompressedLayer
 from mmkv.policy import Policy
 
 BUDGET, WINDOW, KERNEL = 0.3, 5, 3

@@ -12,11 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from mmkv import graph
 from mmkv.adapters import Adapter
-from mmkv.attach import attention, configs, hooks
+from mmkv.attach import attention, configs, graph, hooks
 from mmkv.attach.generation import prepare_cache, prepare_config, prepare_inputs, refuse_batching
-from mmkv.plan import Plan
+from mmkv.cache.config import CacheConfig
 
 
 class Attachment:
@@ -30,7 +29,7 @@ class Attachment:
     """
 
     def __init__(
-        self, model: nn.Module, parts: Adapter, plan: Plan, compressed: tuple[int, ...]
+        self, model: nn.Module, parts: Adapter, plan: CacheConfig, compressed: tuple[int, ...]
     ) -> None:
         self.model, self.parts, self.plan, self.compressed = model, parts, plan, compressed
         self._undo: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []

@@ -17,8 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mmkv.eviction import Prompt, importance
-from mmkv.forward_pass import ForwardPass, current
+from mmkv.cache.forward_pass import ForwardPass, current
+from mmkv.cache.selection import TokenMasks, importance
 from mmkv.policy import Policy
 
 # The model's attention implementation -> ours. transformers treats any name containing "flash"
@@ -108,7 +108,7 @@ class _Collector:
     """Gathers the scores of the layers that are compressed, in a pass that stores nothing."""
 
     def __init__(
-        self, policy: Policy, layers: Sequence[int], prompt: Prompt, running: ForwardPass
+        self, policy: Policy, layers: Sequence[int], prompt: TokenMasks, running: ForwardPass
     ) -> None:
         self.policy, self.layers, self.prompt, self.running = policy, layers, prompt, running
         self.scores: list[Tensor] = []
@@ -150,7 +150,7 @@ def run_mini_prefill(
     policy: Policy,
     layers: Sequence[int],
     arguments: dict[str, Any],
-    prompt: Prompt,
+    prompt: TokenMasks,
 ) -> list[Tensor]:
     """Scores [B, H or 1, N] of the compressed `layers`, from a pass that stores nothing.
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mmkv import graph
-from mmkv.attach import hooks
-from mmkv.cache import CompressedCache
-from mmkv.refusing import refuse_moved, refuse_other_caches
+from mmkv.attach import graph, hooks
+from mmkv.attach.unsupported import refuse_moved, refuse_other_caches
+from mmkv.cache.compressed import CompressedCache
 
 if TYPE_CHECKING:
     from mmkv.attach.attachment import Attachment

@@ -12,8 +12,8 @@ from transformers import DynamicCache
 
 from mmkv import scores
 from mmkv.attach import attention
-from mmkv.cache import CompressedCache, Reading
-from mmkv.forward_pass import ForwardPass, current
+from mmkv.cache.compressed import CompressedCache, Reading
+from mmkv.cache.forward_pass import ForwardPass, current
 
 if TYPE_CHECKING:
     from mmkv.attach.attachment import Attachment

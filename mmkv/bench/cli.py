@@ -155,7 +155,7 @@ def _settings(given: dict[str, Any], preset: str | None, eager: bool) -> list[Se
 
 def _device(device: str, settings: list[Setting], preset: str | None, *, toy: bool) -> str:
     """The device's name; the presets say themselves where they belong."""
-    from mmkv.loading import find_device
+    from mmkv.loading.models import find_device
 
     found = find_device("cpu" if device == "auto" and preset == "ci" else device)
     if found.type == "cpu" and not toy and preset is not None and preset != "ci":

@@ -98,7 +98,7 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     if "graph" in own:
         own["graph"] = parse_value("graph", own["graph"], bool)
     if "kv_dtype" in own:
-        from mmkv.quantised import check
+        from mmkv.cache.quantize import check
 
         check(own["kv_dtype"])
     return name, parse_options(name, others) | own

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmkv import reading
+from mmkv.loading import untrusted
 
 if TYPE_CHECKING:
     import torch
@@ -156,7 +156,7 @@ def load(
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = reading.read_json(path, _MOST_BYTES)
+        found = untrusted.read_json(path, _MOST_BYTES)
     except ValueError as error:
         raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(found, dict):

@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mmkv import kernels
-from mmkv.decoding import Lightest, Schedule
-from mmkv.quantised import Quantised, Stored, nbytes, select
-from mmkv.repositioning import reposition
+from mmkv.cache.quantize import QuantizedKV, Stored, nbytes, select
+from mmkv.cache.rerotate import reposition
+from mmkv.cache.slots import HeavyHitterSlots, SlotSchedule
 
 # A position: on the device while a clock drives the steps.
 Place = int | Tensor
 
 
-class Clock(NamedTuple):
-    """What a step reads on the device where it must not depend on the host (`mmkv.graph`).
+class GraphInputs(NamedTuple):
+    """What a step reads on the device where it must not depend on the host (`mmkv.attach.graph`).
 
     Attributes:
         row: int64 [1], the row of the schedules' tables.
@@ -47,7 +47,7 @@ def spare(width: int, seen: int) -> int:
 
 
 @dataclass(eq=False)
-class Block:
+class HeadGroup:
     """Rows of similar length and the slots they share.
 
     Attributes:
@@ -69,7 +69,7 @@ class Block:
     positions: Tensor
     bias: Tensor | None
     mass: Tensor | None
-    schedule: Schedule
+    schedule: SlotSchedule
     inv_freq: Tensor | None = None
     # [R] numbers of the rows, and attention weights [R, G, S] of a step; made when first needed.
     numbers: Tensor | None = None
@@ -85,13 +85,13 @@ class Block:
         values: Stored,
         positions: Tensor,
         mass: Tensor | None,
-        schedule: Schedule,
+        schedule: SlotSchedule,
         *,
         rows: Tensor | None = None,
         inv_freq: Tensor | None = None,
-    ) -> Block:
+    ) -> HeadGroup:
         """Take over storage [R, S, D] that holds kept pairs, and after them empty slots."""
-        if mass is not None and isinstance(schedule, Lightest):
+        if mass is not None and isinstance(schedule, HeavyHitterSlots):
             mass = mass.masked_fill(positions < 0, torch.inf)
         block = cls(rows, keys, values, positions, None, mass, schedule, inv_freq)
         block.thaw()
@@ -144,7 +144,9 @@ class Block:
         kept = self.positions.gather(1, inside).masked_fill((slots[:, None] == inside), -1)
         return self.positions.scatter(1, inside, kept)
 
-    def append(self, key: Tensor, value: Tensor, position: int, clock: Clock | None = None) -> None:
+    def append(
+        self, key: Tensor, value: Tensor, position: int, clock: GraphInputs | None = None
+    ) -> None:
         """Write the pairs [R, q, D] of q new tokens, the first at `position`, into their slots.
 
         With a clock one token is written, where and as the clock says.
@@ -174,7 +176,7 @@ class Block:
                 torch.maximum(self.lengths, (slots + 1).int(), out=self.lengths)
             if self.bias is not None:
                 self.bias[self.numbers, 0, slots] = 0.0
-        if self.mass is not None and isinstance(self.schedule, Lightest):
+        if self.mass is not None and isinstance(self.schedule, HeavyHitterSlots):
             self.mass[where] = 0.0
 
     def attend(
@@ -219,7 +221,7 @@ class Block:
             visible = visible.masked_fill(unseen, gone)
         if self.inv_freq is not None:
             keys = reposition(keys, used(self.positions), position + q - 1, self.inv_freq)
-        weighed = self.mass is not None and isinstance(self.schedule, Lightest)
+        weighed = self.mass is not None and isinstance(self.schedule, HeavyHitterSlots)
         if self.lengths is not None and isinstance(keys, Tensor):
             out, found = kernels.decode_attention(
                 query,
@@ -249,11 +251,11 @@ class Block:
 
     def advance(self, newest: Place, q: int) -> None:
         """Count a step of q tokens, the last at `newest`; find what it drops."""
-        if self.mass is not None and isinstance(self.schedule, Lightest):
+        if self.mass is not None and isinstance(self.schedule, HeavyHitterSlots):
             self.schedule.drop(self.mass, self.positions, newest)
         self.schedule.advance(q)
 
-    def select(self, chosen: np.ndarray, rows: Tensor | None) -> Block:
+    def select(self, chosen: np.ndarray, rows: Tensor | None) -> HeadGroup:
         """A copy holding the block's rows `chosen`, which become the layer's rows `rows`."""
         if self.frozen:
             self.thaw()
@@ -284,9 +286,9 @@ class Block:
             return torch.cat([x, x.new_full((x.shape[0], more, *x.shape[2:]), fill)], dim=1)
 
         def longer(x: Stored) -> Stored:
-            return x.grown(more) if isinstance(x, Quantised) else grown(x, 0)
+            return x.grown(more) if isinstance(x, QuantizedKV) else grown(x, 0)
 
-        lightest = isinstance(self.schedule, Lightest)
+        lightest = isinstance(self.schedule, HeavyHitterSlots)
         self.keys, self.values = longer(self.keys), longer(self.values)
         self.positions = grown(self.positions, -1)
         if self.mass is not None:

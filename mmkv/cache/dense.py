@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmkv import eviction
+from mmkv.cache import selection
+from mmkv.cache.head_groups import HeadGroup, attend, causal_view
+from mmkv.cache.rerotate import reposition
 from mmkv.policy import Policy
-from mmkv.repositioning import reposition
-from mmkv.storage import Block, attend, causal_view
 
 
 @dataclass
@@ -37,7 +37,7 @@ class DenseKV:
     tail_mask: Tensor | None = None
 
     @classmethod
-    def from_blocks(cls, blocks: list[Block], batch: int, heads: int) -> DenseKV:
+    def from_blocks(cls, blocks: list[HeadGroup], batch: int, heads: int) -> DenseKV:
         """What a layer kept, sorted by position, in fresh tensors."""
         R, width = batch * heads, max(b.positions.shape[1] for b in blocks)
         first = blocks[0]
@@ -185,7 +185,7 @@ class DenseKV:
             keys, valid = keys.flatten(0, 1)[:, None], valid.flatten(0, 1)[:, None]
             if mask is not None:
                 mask = mask.expand(B, H, -1, -1).flatten(0, 1)[:, None]
-        found = eviction.importance(
+        found = selection.importance(
             policy,
             query,
             keys,

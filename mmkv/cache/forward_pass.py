@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from mmkv.cache import CompressedCache
+    from mmkv.cache.compressed import CompressedCache
 
 NOT_ATTENDED = (
     "{what} took keys and values into a compressed cache, but the attention function that attends "

@@ -27,7 +27,7 @@ _SMALLEST_RANGE, _MOST_SCALED = 1e-4, 2e4
 _PARAMETERS = torch.float16
 
 
-class Quantised:
+class QuantizedKV:
     """Rows of tokens in 8 or 4 bits, read and written as a tensor [R, S, D] is: by row and slot.
 
     Attributes:
@@ -44,7 +44,7 @@ class Quantised:
         self.bits, self.dtype = bits, dtype
 
     @classmethod
-    def of(cls, x: Tensor, kv_dtype: str) -> Quantised:
+    def of(cls, x: Tensor, kv_dtype: str) -> QuantizedKV:
         """Quantise tokens [R, S, D].
 
         Raises:
@@ -76,22 +76,22 @@ class Quantised:
         """Quantise x [..., D] into rows and slots `where`."""
         self.codes[where], self.scale[where], self.zero[where] = _quantise(x, self.bits, _by_step)
 
-    def select(self, index: Tensor) -> Quantised:
+    def select(self, index: Tensor) -> QuantizedKV:
         """A copy of the rows `index`, which may repeat: their codes, as they are."""
         codes, scale, zero = (x[index] for x in (self.codes, self.scale, self.zero))
-        return Quantised(codes, scale, zero, self.bits, self.dtype)
+        return QuantizedKV(codes, scale, zero, self.bits, self.dtype)
 
-    def grown(self, more: int) -> Quantised:
+    def grown(self, more: int) -> QuantizedKV:
         """The same tokens with `more` empty slots behind them, in fresh storage."""
 
         def longer(x: Tensor) -> Tensor:
             return torch.cat([x, x.new_zeros(x.shape[0], more, x.shape[2])], dim=1)
 
         codes, scale, zero = (longer(x) for x in (self.codes, self.scale, self.zero))
-        return Quantised(codes, scale, zero, self.bits, self.dtype)
+        return QuantizedKV(codes, scale, zero, self.bits, self.dtype)
 
 
-Stored = Tensor | Quantised
+Stored = Tensor | QuantizedKV
 
 
 def check(kv_dtype: str | None, head_dim: int | None = None) -> None:
@@ -118,12 +118,12 @@ def check(kv_dtype: str | None, head_dim: int | None = None) -> None:
 
 def select(x: Stored, index: Tensor) -> Stored:
     """A copy of the rows `index`."""
-    return x.select(index) if isinstance(x, Quantised) else x[index]
+    return x.select(index) if isinstance(x, QuantizedKV) else x[index]
 
 
 def nbytes(x: Stored) -> int:
     """Bytes of the storages held."""
-    return x.nbytes if isinstance(x, Quantised) else x.untyped_storage().nbytes()
+    return x.nbytes if isinstance(x, QuantizedKV) else x.untyped_storage().nbytes()
 
 
 def squares(exact: Tensor, read: Tensor, filled: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def relative_error(squares: Tensor) -> Tensor:
 
 
 def _quantise(x: Tensor, bits: int, how: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and zero points of tokens [..., D], as `Quantised` holds them."""
+    """Codes, scales and zero points of tokens [..., D], as `QuantizedKV` holds them."""
     D = x.shape[-1]
     width = _GROUP if D % _GROUP == 0 else D
     codes, scale, zero = how(x.reshape(-1, width), bits)

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mmkv import eviction
-from mmkv.eviction import Prompt
+from mmkv.cache import selection
+from mmkv.cache.selection import TokenMasks
 from mmkv.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ _MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
-class Plan:
+class CacheConfig:
     """How a cache is made smaller: what `wrap` was asked for. It knows no model."""
 
     policy: Policy
@@ -32,7 +32,7 @@ class Plan:
     # Replay decode steps as a CUDA graph, where that is possible and pays.
     graph: bool = field(default=True, compare=False)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+    def __deepcopy__(self, memo: dict[int, Any]) -> CacheConfig:
         """Copies of a cache share their plan: it never changes."""
         return self
 
@@ -44,14 +44,14 @@ class Plan:
     @property
     def keeps_everything(self) -> bool:
         """Whether nothing is ever evicted."""
-        return eviction.keeps_everything(self.policy, self.budget)
+        return selection.keeps_everything(self.policy, self.budget)
 
     @property
     def needs_all_layers(self) -> bool:
         """Whether sizes depend on the scores of every layer."""
         return self.policy.needs_all_layers and self.fractions is None and not self.keeps_everything
 
-    def shortfalls(self, prompt: Prompt, n_layers: int) -> list[str]:
+    def shortfalls(self, prompt: TokenMasks, n_layers: int) -> list[str]:
         """Which rows are too short for the budget to hold what must be kept, and what was done."""
         policy, budget, found = self.policy, self.budget, list[str]()
         if budget is None or self.keeps_everything:
@@ -61,7 +61,7 @@ class Plan:
         always += ["protected text"] if policy.protect == "instruction" else []
         rows = zip(prompt.lengths, prompt.windows, prompt.floors, strict=True)
         for row, (length, window, floor) in enumerate(rows):
-            total = eviction.total_kept(budget, n_layers, length)
+            total = selection.total_kept(budget, n_layers, length)
             if window == policy.observed and total >= n_layers * floor:
                 continue
             text = (
@@ -75,7 +75,7 @@ class Plan:
             found.append(text)
         return found
 
-    def log_shortfalls(self, prompt: Prompt, n_layers: int) -> None:
+    def log_shortfalls(self, prompt: TokenMasks, n_layers: int) -> None:
         """Say in one line of the log what `shortfalls` finds."""
         found = self.shortfalls(prompt, n_layers)
         if found:

@@ -19,7 +19,7 @@ from mmkv.policy import Policy
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TokenMasks:
     """What is known of the T tokens seen so far, before the last of them run through the layers.
 
     Attributes:
@@ -54,9 +54,9 @@ class Prompt:
         *,
         budget: float | int | None,
         n_layers: int,
-        before: Prompt | None = None,
+        before: TokenMasks | None = None,
         earlier: Tensor | None = None,
-    ) -> Prompt:
+    ) -> TokenMasks:
         """Mark what the policy always keeps: sinks, the observation window, protected text.
 
         Args:
@@ -100,11 +100,11 @@ class Prompt:
         ]
         return cls(valid, image, asked, must, protected, lengths, windows, floors, granted)
 
-    def to(self, device: torch.device) -> Prompt:
+    def to(self, device: torch.device) -> TokenMasks:
         """The same on another device, for models split over several."""
         return self if self.valid.device == device else self._each(lambda x: x.to(device))
 
-    def rows(self, batch: Tensor) -> Prompt:
+    def rows(self, batch: Tensor) -> TokenMasks:
         """A choice of rows, which may repeat."""
         chosen = [int(b) for b in batch]
         return replace(
@@ -115,7 +115,7 @@ class Prompt:
             granted=[self.granted[b] for b in chosen],
         )
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Prompt:
+    def _each(self, change: Callable[[Tensor], Tensor]) -> TokenMasks:
         names = ("valid", "image", "asked", "must", "protected")
         return replace(self, **{name: change(getattr(self, name)) for name in names})
 
@@ -290,7 +290,7 @@ def keeps_everything(policy: Policy, budget: float | int | None) -> bool:
 
 
 def competing(
-    scores: Sequence[Tensor], positions: Sequence[Tensor], prompt: Prompt
+    scores: Sequence[Tensor], positions: Sequence[Tensor], prompt: TokenMasks
 ) -> list[Tensor]:
     """The scores of each row's competing tokens, largest first, as the layer allocators want them.
 
@@ -325,7 +325,7 @@ def select(
     policy: Policy,
     scores: Tensor | None,
     positions: Tensor,
-    prompt: Prompt,
+    prompt: TokenMasks,
     sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose the tokens one layer keeps.
@@ -395,7 +395,7 @@ def _adaptive(
     return split.minimum(held)
 
 
-def retained(scores: Tensor, indices: Tensor, positions: Tensor, prompt: Prompt) -> Tensor:
+def retained(scores: Tensor, indices: Tensor, positions: Tensor, prompt: TokenMasks) -> Tensor:
     """The share of the competing tokens' importance that was kept, [B]; 1 where none compete."""
     free = (positions >= 0) & ~prompt.at("must", positions)
     s = scores.clamp(min=0) * free

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from mmkv.policy import Policy
 
-S = TypeVar("S", bound="Schedule")
+S = TypeVar("S", bound="SlotSchedule")
 
 # Steps worked out, and sent to the device, at a time.
 AHEAD = 64
 
 
-class Schedule:
+class SlotSchedule:
     """`slots` of the next token, `width` slots in use with it, `advance` after the step.
 
     Attributes:
@@ -118,7 +118,7 @@ class Schedule:
         return self.planned, self.widths
 
 
-class Grow(Schedule):
+class Grow(SlotSchedule):
     """Generated tokens are kept: one new slot a step, behind everything."""
 
     rows = ()
@@ -134,7 +134,7 @@ class Grow(Schedule):
         return slots, int(self.end[0])
 
 
-class Ring(Schedule):
+class Ring(SlotSchedule):
     """Constant size: the oldest unprotected token is dropped (Local, StreamingLLM).
 
     Protected tokens lie in the first slots, the others behind them by age, with one spare slot: the
@@ -161,7 +161,7 @@ class Ring(Schedule):
         return min(self.used + steps, int((self.capacity + 1).max()))
 
 
-class Distance(Schedule):
+class Distance(SlotSchedule):
     """The token `distance` behind the newest is dropped while a layer holds more than its size.
 
     PrefixKV and ElasticCache. The size is `base` and the `share` of all tokens seen. The prompt's
@@ -209,7 +209,7 @@ class Distance(Schedule):
         return int(min(held.max(), self.used + steps))
 
 
-class Lightest(Schedule):
+class HeavyHitterSlots(SlotSchedule):
     """Constant size: the token with the lowest accumulated attention outside the recent ones (H2O).
 
     The victim depends on the attention, so it stays on the device: `drop` finds it without
@@ -293,7 +293,7 @@ class Lightest(Schedule):
         else:  # in place: a captured graph reads it
             self.freed.copy_(victim)
 
-    def select(self, rows: np.ndarray) -> Lightest:
+    def select(self, rows: np.ndarray) -> HeavyHitterSlots:
         """The freed slot moves with its row."""
         new = copy.copy(self)
         new.columns, new.scratch = {}, None
@@ -344,7 +344,7 @@ def make_schedule(
     protected: np.ndarray,
     capacity: np.ndarray | None,
     share: np.ndarray | None,
-) -> Schedule:
+) -> SlotSchedule:
     """The schedule of a block of rows, from each row's sizes after the prefill.
 
     Args:
@@ -365,4 +365,4 @@ def make_schedule(
     if policy.score == "recency":
         return Ring(counts=counts, protected=protected, capacity=capacity)
     recent = (policy.recent * capacity).astype(np.int64)
-    return Lightest(counts=counts, protected=protected, capacity=capacity, recent=recent)
+    return HeavyHitterSlots(counts=counts, protected=protected, capacity=capacity, recent=recent)

@@ -9,18 +9,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmkv import eviction
-from mmkv.decoding import Schedule, make_schedule
-from mmkv.eviction import Prompt
-from mmkv.held import DenseKV
-from mmkv.layer import KeptKV
-from mmkv.merging import merge
-from mmkv.plan import Plan
-from mmkv.quantised import Quantised, Stored, relative_error, squares
-from mmkv.storage import Block, group_rows, spare
+from mmkv.cache import selection
+from mmkv.cache.config import CacheConfig
+from mmkv.cache.dense import DenseKV
+from mmkv.cache.head_groups import HeadGroup, group_rows, spare
+from mmkv.cache.layer import KeptKV
+from mmkv.cache.merging import merge
+from mmkv.cache.quantize import QuantizedKV, Stored, relative_error, squares
+from mmkv.cache.selection import TokenMasks
+from mmkv.cache.slots import SlotSchedule, make_schedule
 
 
-def evict(held: DenseKV, plan: Plan, prompt: Prompt, sizes: Sequence[int], expected: int) -> KeptKV:
+def evict(
+    held: DenseKV, plan: CacheConfig, prompt: TokenMasks, sizes: Sequence[int], expected: int
+) -> KeptKV:
     """Choose what one layer keeps, merge or drop the rest, and copy it into storage of its own.
 
     Args:
@@ -31,10 +33,10 @@ def evict(held: DenseKV, plan: Plan, prompt: Prompt, sizes: Sequence[int], expec
         expected: tokens that will be generated, as far as known.
     """
     policy, (B, H, U, _) = plan.policy, held.keys.shape
-    indices, counts, anchored = eviction.select(policy, held.scores, held.positions, prompt, sizes)
+    indices, counts, anchored = selection.select(policy, held.scores, held.positions, prompt, sizes)
     retained = None
     if held.scores is not None and policy.score != "recency":
-        retained = eviction.retained(held.scores, indices, held.positions, prompt)
+        retained = selection.retained(held.scores, indices, held.positions, prompt)
     indices = indices.expand(B, H, -1)
     keys, values = held.keys.detach(), held.values.detach()
     tokens = indices.flatten(0, 1)  # [R, M], where each kept token lies in `keys` and `values`
@@ -56,7 +58,7 @@ def evict(held: DenseKV, plan: Plan, prompt: Prompt, sizes: Sequence[int], expec
         return x.expand(B, H).reshape(-1).numpy()
 
     kept = per_row(counts)
-    blocks: list[Block] = []
+    blocks: list[HeadGroup] = []
     off = torch.zeros(B * H, 2, 2, device=keys.device)
     for rows, schedule in _schedules(plan, prompt, kept, per_row(anchored)):
         width = int(kept[rows].max())
@@ -71,10 +73,10 @@ def evict(held: DenseKV, plan: Plan, prompt: Prompt, sizes: Sequence[int], expec
             if plan.kv_dtype is None:
                 stored.append(exact)
                 continue
-            stored.append(Quantised.of(exact, plan.kv_dtype))
+            stored.append(QuantizedKV.of(exact, plan.kv_dtype))
             off[index, i] = squares(exact, stored[i][:, :], where >= 0)
         blocks.append(
-            Block.of(
+            HeadGroup.of(
                 stored[0],
                 stored[1],
                 where,
@@ -104,8 +106,8 @@ def _gather(x: Tensor, rows: Tensor, at: Tensor) -> Tensor:
 
 
 def _schedules(
-    plan: Plan, prompt: Prompt, counts: np.ndarray, anchored: np.ndarray
-) -> Iterator[tuple[np.ndarray, Schedule]]:
+    plan: CacheConfig, prompt: TokenMasks, counts: np.ndarray, anchored: np.ndarray
+) -> Iterator[tuple[np.ndarray, SlotSchedule]]:
     """Group rows by length; each group's rows, and their schedule.
 
     Args:

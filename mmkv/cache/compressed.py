@@ -12,29 +12,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-from mmkv import eviction
-from mmkv.decoding import Grow
-from mmkv.eviction import Prompt
-from mmkv.forward_pass import NOT_ATTENDED, ForwardPass, current
-from mmkv.held import DenseKV
-from mmkv.layer import CompressedLayer, nbytes
-from mmkv.plan import Plan
-from mmkv.storage import Block, Clock
-from mmkv.storing import evict
-
-if TYPE_CHECKING:
-    from mmkv.report import CacheReport
+from mmkv.cache import selection
+from mmkv.cache.config import CacheConfig
+from mmkv.cache.dense import DenseKV
+from mmkv.cache.evict import evict
+from mmkv.cache.forward_pass import NOT_ATTENDED, ForwardPass, current
+from mmkv.cache.head_groups import GraphInputs, HeadGroup
+from mmkv.cache.layer import CompressedLayer, nbytes
+from mmkv.cache.selection import TokenMasks
+from mmkv.cache.slots import Grow
+from mmkv.report import CacheReport
 
 
 class NotCapturableError(RuntimeError):
-    """A step that cannot be captured or replayed, see `mmkv.graph`."""
+    """A step that cannot be captured or replayed, see `mmkv.attach.graph`."""
 
 
 @dataclass(eq=False)
@@ -89,9 +87,9 @@ class CompressedCache(Cache):
         max_length: prompt and generated tokens at the most, if known: slots are set aside.
     """
 
-    def __init__(self, config: Any, plan: Plan, *, max_length: int = 0) -> None:
-        # What drives steps that are replayed (`mmkv.graph`), and whether this is such a step.
-        self.clock: Clock | None = None
+    def __init__(self, config: Any, plan: CacheConfig, *, max_length: int = 0) -> None:
+        # What drives steps that are replayed (`mmkv.attach.graph`), and whether this is one.
+        self.clock: GraphInputs | None = None
         self.on_clock = False
         plain = DynamicCache(config=config).layers
         layers = [CompressedLayer() if type(x) is DynamicLayer else x for x in plain]
@@ -100,7 +98,7 @@ class CompressedCache(Cache):
         self.max_length = max_length
         self.phase: Reading | Decoding = Reading()
         # What is known of all tokens up to the end of the last prompt.
-        self.prompt: Prompt | None = None
+        self.prompt: TokenMasks | None = None
         self.shape = _shape(config)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -123,7 +121,7 @@ class CompressedCache(Cache):
         """Whether the next pass brings a prompt, or more of one, and not a generated token."""
         return isinstance(self.phase, Reading)
 
-    def _blocks(self) -> list[Block]:
+    def _blocks(self) -> list[HeadGroup]:
         return [b for layer in self.compressed for b in layer.blocks or ()]
 
     def expect(self, until: int | None = None) -> None:
@@ -155,7 +153,7 @@ class CompressedCache(Cache):
         valid: Tensor,
         earlier: Tensor | None,
         image: Tensor | None,
-        mini_prefill: Callable[[Prompt], list[Tensor]] | None = None,
+        mini_prefill: Callable[[TokenMasks], list[Tensor]] | None = None,
     ) -> None:
         """Before a prompt, or its next chunk: learn it; size the layers where sizes are known.
 
@@ -179,7 +177,7 @@ class CompressedCache(Cache):
             earlier = earlier.to(known.device)
             phase.hides = self._hides(known, earlier)
             known = known & earlier
-        prompt = Prompt.of(
+        prompt = TokenMasks.of(
             plan.policy,
             valid,
             image,
@@ -383,12 +381,15 @@ class CompressedCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the storages really held for keys and values, empty slots included."""
-        return sum(nbytes(x) for x in self.layers)
+        return sum(self.layer_nbytes)
+
+    @property
+    def layer_nbytes(self) -> list[int]:
+        """`nbytes` layer by layer."""
+        return [nbytes(x) for x in self.layers]
 
     def report(self) -> CacheReport:
         """Per layer: kept per head, bytes, retained importance; and the totals."""
-        from mmkv.report import CacheReport
-
         return CacheReport.of(self)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -421,7 +422,7 @@ class CompressedCache(Cache):
         super().reset()
         self.prompt, self.phase, self.clock = None, Reading(), None
 
-    def check_plan(self, config: Any, plan: Plan) -> None:
+    def check_plan(self, config: Any, plan: CacheConfig) -> None:
         """Whether a model wrapped as `plan` says may continue this cache.
 
         Raises:
@@ -479,14 +480,14 @@ class CompressedCache(Cache):
             )
         return bool(hides)
 
-    def _evicts(self, prompt: Prompt) -> bool:
+    def _evicts(self, prompt: TokenMasks) -> bool:
         """Whether any row is long enough to lose a token."""
         budget = self.plan.budget
         if self.plan.keeps_everything or prompt.lengths == prompt.floors:
             return False
         return isinstance(budget, float | None) or max(prompt.lengths) > budget
 
-    def _scores(self, prompt: Prompt, phase: Reading) -> bool:
+    def _scores(self, prompt: TokenMasks, phase: Reading) -> bool:
         """Whether this pass scores: the last of a prompt, and every one where scores add up."""
         if self.plan.keeps_everything:
             return False
@@ -495,19 +496,19 @@ class CompressedCache(Cache):
         return self.plan.policy.additive or (phase.until is None and self._evicts(prompt))
 
     def _sizes(
-        self, prompt: Prompt, scores: Sequence[Tensor] = (), positions: Sequence[Tensor] = ()
+        self, prompt: TokenMasks, scores: Sequence[Tensor] = (), positions: Sequence[Tensor] = ()
     ) -> list[list[int]]:
         """Every layer's size for every row [L][B], from the scores where sizes need them."""
         layers, plan, phase = self.compressed, self.plan, self.phase
         importance: Sequence[Tensor | None] = [None] * len(prompt.lengths)
         if scores and plan.policy.layers in ("prefix", "pooled"):
-            importance = eviction.competing(scores, positions, prompt)
+            importance = selection.competing(scores, positions, prompt)
         similarity = None
         if isinstance(phase, Reading) and phase.similarity:
             found = [phase.similarity[i][0].cpu() for i in sorted(phase.similarity)]
             similarity = torch.stack(found, dim=1)
         sizes = [
-            eviction.row_sizes(
+            selection.row_sizes(
                 plan.policy,
                 plan.budget,
                 n_layers=len(layers),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from mmkv.held import DenseKV
-from mmkv.storage import Block, Clock, Place
+from mmkv.cache.dense import DenseKV
+from mmkv.cache.head_groups import GraphInputs, HeadGroup, Place
 
 
 @dataclass(eq=False)
@@ -27,7 +27,7 @@ class KeptKV:
         error: [B, 2], what 8 or 4 bits cost keys and values; None where nothing is quantised.
     """
 
-    blocks: list[Block]
+    blocks: list[HeadGroup]
     batch: int
     heads: int
     sizes: list[int]
@@ -57,7 +57,7 @@ class KeptKV:
         value: Tensor,
         seen: int,
         *,
-        clock: Clock | None = None,
+        clock: GraphInputs | None = None,
         hidden: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
@@ -206,7 +206,7 @@ class CompressedLayer(CacheLayerMixin):
             self.state = self.state.select_rows(batch)
 
     @property
-    def blocks(self) -> list[Block] | None:
+    def blocks(self) -> list[HeadGroup] | None:
         """The blocks of what is kept; None before eviction."""
         return self.state.blocks if isinstance(self.state, KeptKV) else None
 

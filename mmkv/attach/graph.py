@@ -3,9 +3,9 @@
 `generate` calls the `Runner` in place of the model for each step after the prefill. The first step
 reads everything that changes from step to step on the device; the second is captured, and then
 replayed, as is each one after it. What changes from step to step: the inputs, the position, and the
-row of the slot tables (`mmkv.decoding`), which are worked out on the host some steps ahead. A graph
-knows the slots it was captured with: once they are taken there are more, and it begins anew.
-Whatever cannot be captured runs as always, and the log says why.
+row of the slot tables (`mmkv.cache.slots`), which are worked out on the host some steps ahead.
+A graph knows the slots it was captured with: once they are taken there are more, and it begins
+anew. Whatever cannot be captured runs as always, and the log says why.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from mmkv.cache import CompressedCache, NotCapturableError
-from mmkv.capturing import capture, refusing_waits
-from mmkv.decoding import Lightest
-from mmkv.layer import CompressedLayer
-from mmkv.storage import Block, Clock
+from mmkv.attach.capturing import capture, refusing_waits
+from mmkv.cache.compressed import CompressedCache, NotCapturableError
+from mmkv.cache.head_groups import GraphInputs, HeadGroup
+from mmkv.cache.layer import CompressedLayer
+from mmkv.cache.slots import HeavyHitterSlots
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Runner:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.why_not: str | None = None
-        self.clock: Clock | None = None
+        self.clock: GraphInputs | None = None
         self.inputs: dict[str, Any] = {}
         self.ahead = AHEAD
         self.warm = False
@@ -182,21 +182,23 @@ def _decodes(cache: CompressedCache, inputs: dict[str, Any]) -> bool:
     return not cache.expects_prompt and tokens.shape[1] == 1
 
 
-def _blocks(cache: CompressedCache) -> list[Block]:
+def _blocks(cache: CompressedCache) -> list[HeadGroup]:
     return [b for layer in cache.compressed for b in layer.blocks or ()]
 
 
 def _fills_up(cache: CompressedCache) -> bool:
     """Whether some row has still to drop its first token: from then on victims are slots (H2O)."""
     schedules = [b.schedule for b in _blocks(cache)]
-    return any(isinstance(s, Lightest) and (s.freed is None or not s.full) for s in schedules)
+    return any(
+        isinstance(s, HeavyHitterSlots) and (s.freed is None or not s.full) for s in schedules
+    )
 
 
-def _clock(cache: CompressedCache) -> Clock:
+def _clock(cache: CompressedCache) -> GraphInputs:
     """What drives the cache's steps from now on, where its blocks are."""
     device = _blocks(cache)[0].positions.device
     row = torch.zeros(1, dtype=torch.int64, device=device)
-    return Clock(row, torch.zeros((), dtype=torch.int32, device=device))
+    return GraphInputs(row, torch.zeros((), dtype=torch.int32, device=device))
 
 
 def _has_slots(cache: CompressedCache) -> bool:
@@ -220,12 +222,12 @@ def _reserve(cache: CompressedCache, ahead: int) -> None:
         block.freeze(max(1, ahead))
 
 
-def _set(cache: CompressedCache, clock: Clock) -> None:
+def _set(cache: CompressedCache, clock: GraphInputs) -> None:
     """Set the clock to the next step."""
     rows: set[int] = set()
     for block in _blocks(cache):
         block.schedule.prepare()
-        if not isinstance(block.schedule, Lightest):  # which has no table
+        if not isinstance(block.schedule, HeavyHitterSlots):  # which has no table
             rows.add(block.schedule.at)
     if len(rows) > 1:
         raise NotCapturableError("the layers are not at the same step")

@@ -1,0 +1,1 @@
+"""Models, checkpoints and files from elsewhere, read with care."""
