@@ -81,8 +81,9 @@ def eval_command(
     A policy's window can be larger than a small budget: such rows hold the reason in `error`, and
     the report counts them; --option window=8 makes it smaller.
     """
+    from mmkv.eval.suites.registry import load_suite
+
     from .runner import check_arguments
-    from .suites import load_suite
     from .variants import parse_options
 
     chosen = parse_options(option or [])
@@ -182,8 +183,8 @@ def calibrate_command(
     which {budget} stands for each budget.
     """
     from mmkv.budgets import parse
+    from mmkv.eval.suites.registry import load_suite
 
-    from .suites import load_suite
     from .variants import parse_options, parse_variants
 
     size = parse(budget)
@@ -237,10 +238,10 @@ def plot_command(
     device_map: _Map = None,
 ) -> None:
     """Draw what policies keep of one prompt."""
+    from mmkv.eval.suites.registry import load_suite
     from mmkv.picture import check_format
 
     from .samples import Sample, check_image
-    from .suites import load_suite
     from .variants import parse_options, parse_variants
 
     if kind not in PLOTS:

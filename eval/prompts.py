@@ -99,7 +99,7 @@ class Encoder:
         """The prompt's text, cut in its middle where the sample allows it and it is too long."""
         if not sample.truncate or self.max_length is None:
             return sample.prompt
-        from .longbench import truncate_middle
+        from mmkv.eval.suites.longbench import truncate_middle
 
         room = self.max_length - sample.max_new_tokens - _TEMPLATE_ROOM
         ids = self._ids(sample.prompt, special=False)

@@ -18,8 +18,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 import mmkv
-from mmkv import cli
-from mmkv.bench import measure, models, presets, processor, report, rival, rows, runner
+from mmkv.cli import commands
+from mmkv.eval.speed import measure, models, presets, processor, report, rival, rows, runner
 
 LABELS = ("unwrapped sdpa", "unwrapped eager", "full", "snapkv 0.2", "snapkv 0.5", "adakv 0.2")
 
@@ -329,7 +329,7 @@ def test_products_use_vectors_on_every_processor(monkeypatch, tmp_path, vendor, 
 
 def run_command(capsys, *words):
     try:
-        cli.main(["bench", *map(str, words)])
+        commands.main(["bench", *map(str, words)])
         code = 0
     except SystemExit as stop:
         code = int(stop.code or 0)

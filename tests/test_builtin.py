@@ -11,17 +11,8 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from mmkv.builtin import (
-    WEIGHTS,
-    build,
-    curriculum,
-    evaluate,
-    example_pictures,
-    load_builtin,
-    scenes,
-    texts,
-    train,
-)
+from mmkv.builtin import WEIGHTS, example_pictures, load_builtin, scenes, texts
+from mmkv.builtin.training import build, curriculum, evaluate, train
 
 SCENE = scenes.Scene(
     objects=(

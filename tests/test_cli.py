@@ -19,8 +19,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 import mmkv
-from mmkv import chat, cli, terminal
+from mmkv import chat, terminal
 from mmkv.builtin import WEIGHTS, example_pictures
+from mmkv.cli import commands
 
 QUESTION = "Describe the image."
 SHORT = ("--max-new-tokens", "4")
@@ -29,7 +30,7 @@ SHORT = ("--max-new-tokens", "4")
 def run(capsys, *words):
     """stdout, stderr and exit code of a command."""
     try:
-        cli.main([str(word) for word in words])
+        commands.main([str(word) for word in words])
         code = 0
     except SystemExit as stop:
         code = int(stop.code or 0)
@@ -410,35 +411,35 @@ def test_the_evaluation_gets_its_words_unread(monkeypatch):
 
     import typer
 
-    commands, seen = typer.Typer(), []
+    mounted, seen = typer.Typer(), []
 
-    @commands.command(context_settings={"ignore_unknown_options": True})
+    @mounted.command(context_settings={"ignore_unknown_options": True})
     def plot(words: list[str]) -> None:
         seen.extend(words)
 
-    @commands.command()
+    @mounted.command()
     def report() -> None: ...
 
     fake = types.ModuleType("mmkv.eval.cli")
-    fake.commands = commands
+    fake.commands = mounted
     monkeypatch.setitem(sys.modules, "mmkv.eval.cli", fake)
     fresh = typer.Typer()
-    fresh.command("chat")(cli.chat)
-    monkeypatch.setattr(cli, "app", fresh)
-    monkeypatch.setattr(cli, "find_spec", lambda name: True)
-    cli._mount_evaluation()
+    fresh.command("chat")(commands.chat)
+    monkeypatch.setattr(commands, "app", fresh)
+    monkeypatch.setattr(commands, "find_spec", lambda name: True)
+    commands._mount_evaluation()
     with pytest.raises(SystemExit):
-        cli.main(["plot", "--dark", "a", "b"])
+        commands.main(["plot", "--dark", "a", "b"])
     assert seen == ["--dark", "a", "b"]
 
 
 def test_help_and_policies_are_quick():
     code = (
         "import sys\n"
-        "from mmkv import cli\n"
+        "from mmkv.cli import commands\n"
         "for words in (['--help'], ['chat', '--help'], ['policies'], ['--version']):\n"
         "    try:\n"
-        "        cli.main(words)\n"
+        "        commands.main(words)\n"
         "    except SystemExit as stop:\n"
         "        assert not stop.code, words\n"
         "slow = {'torch', 'transformers', 'matplotlib', 'numpy', 'PIL'} & set(sys.modules)\n"

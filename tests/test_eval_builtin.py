@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from mmkv.builtin import WEIGHTS, scenes
-from mmkv.eval import longbench_builtin, scoring
-from mmkv.eval.suites import SUITES, load_suite
+from mmkv.eval import scoring
+from mmkv.eval.suites import longbench_builtin
+from mmkv.eval.suites.registry import SUITES, load_suite
 
 SIZES = {
     "description": 50,

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mmkv.eval import files, samples
-from mmkv.eval.suites import DataError, load_suite, open_images, suite_notes
+from mmkv.eval import samples
+from mmkv.eval.suites import files
+from mmkv.eval.suites.registry import DataError, load_suite, open_images, suite_notes
 
 
 @pytest.fixture

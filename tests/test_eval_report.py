@@ -264,9 +264,9 @@ def test_what_is_wrong_is_one_line_before_a_model_is_loaded(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mmkv.eval.loading.load_model", lambda *_, **__: pytest.fail("loaded"))
-    monkeypatch.setattr("mmkv.eval.description.BUILTIN_SIZE", 2)
+    monkeypatch.setattr("mmkv.eval.suites.description.BUILTIN_SIZE", 2)
     if "3000000" in arguments:
-        monkeypatch.setattr("mmkv.eval.description.builtin", lambda size: [])
+        monkeypatch.setattr("mmkv.eval.suites.description.builtin", lambda size: [])
     done = call(*arguments)
     assert done.exit_code == 2
     assert message in done.stderr

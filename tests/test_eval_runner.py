@@ -305,11 +305,26 @@ def test_a_killed_process_is_made_up_for(tmp_path):
     assert [key_of(r) for r in two] == [key_of(r) for r in one]
     # The run's id names the commit, which may change meanwhile.
     one, two = [without_run(r) for r in one], [without_run(r) for r in two]
-    assert without_times(two) == without_times(one)
+    for row, expected in zip(without_times(two), without_times(one), strict=True):
+        assert_alike(row, expected)
     kept = {key_of(r) for r in left}
     assert [r for r in two if key_of(r) in kept] == sorted(
         (without_run(r) for r in left), key=two.index
     )
+
+
+def assert_alike(found, expected):
+    """Equal but for the last digits of floats, which threads and memory decide."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert_alike(found[key], expected[key])
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_alike(one, other)
+    else:
+        assert found == (pytest.approx(expected) if isinstance(expected, float) else expected)
 
 
 def without_run(row):
@@ -352,6 +367,6 @@ def _launch(script: Path, folder: Path, out: Path, *, kill: str = "", check: boo
         "TESTS": here,
         "KILL": kill,
     }
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert not check or done.returncode == 0, done.stderr[-2000:]
     return done

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mmkv.eval import files, longbench
-from mmkv.eval.suites import DataError, Sample, load_suite, suite_notes
+from mmkv.eval.suites import files, longbench
+from mmkv.eval.suites.registry import DataError, Sample, load_suite, suite_notes
 
 LONGBENCH = Path(__file__).parents[2] / "shared" / "data" / "longbench"
 

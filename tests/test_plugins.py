@@ -12,7 +12,7 @@ from conftest import make_model
 from evaluation import make_samples, make_tokenizer
 
 import mmkv
-from mmkv.eval import lmms_eval as plugin
+from mmkv.eval.harness import lmms_eval as plugin
 from mmkv.eval.perplexity import score_answers
 from mmkv.eval.variants import plugin_arguments
 
@@ -23,7 +23,7 @@ NO_LM_EVAL = "lm_eval is not installed"
 def harness():
     """lm_eval with our model registered."""
     found = pytest.importorskip("lm_eval", reason=NO_LM_EVAL)
-    import mmkv.eval.lm_eval  # noqa: F401 - registers the model
+    import mmkv.eval.harness.lm_eval  # noqa: F401 - registers the model
 
     return found
 
@@ -105,7 +105,7 @@ def test_continuations_are_scored_behind_the_compressed_context(harness, tasks):
 
 
 def test_the_builtin_text_model(harness):
-    from mmkv.eval.lm_eval import MMKV
+    from mmkv.eval.harness.lm_eval import MMKV
 
     model = MMKV("builtin", policy="h2o", budget=0.5)
     ((logprob, _),) = model._loglikelihood_tokens([(None, [1, *range(40, 90)], [50, 51])], True)
@@ -147,7 +147,7 @@ class Messages:
 
 
 def test_lmms_model_replies_from_a_compressed_cache():
-    from mmkv.eval.suites import load_suite
+    from mmkv.eval.suites.registry import load_suite
 
     made = plugin.make_class(Lmms, Messages)
     model = made(policy="snapkv", budget="0.3", window="6", device="cpu", batch_size="2")

@@ -19,8 +19,9 @@ from conftest import make_inputs
 from PIL import Image
 
 import mmkv
-from mmkv import budgets, chat, cli, registry, tables
+from mmkv import budgets, chat, registry, tables
 from mmkv.builtin import example_pictures, scenes
+from mmkv.cli import commands
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -77,7 +78,7 @@ class TestTables:
         text = between(TEXTS["docs/architecture.md"] + "\n## ", "## Files", "\n## ")
         named = re.findall(r"^\|.*?\| `([\w./]+)` \|", text, re.MULTILINE)
         assert len(set(named)) == len(named)
-        folders = ("mmkv", "mmkv/attach", "mmkv/cache", "mmkv/loading")
+        folders = ("mmkv", "mmkv/attach", "mmkv/cache", "mmkv/cli", "mmkv/loading")
         known = [x for folder in folders for x in (ROOT / folder).glob("*.py")]
         files = {str(x.relative_to(ROOT)) for x in known if x.name != "__init__.py"}
         folders = {x for x in named if x.endswith("/")}
@@ -175,7 +176,7 @@ def lines() -> list[str]:
     return list(dict.fromkeys(filter(None, commands)))
 
 
-def commands(*names: str) -> list[list[str]]:
+def commands_of(*names: str) -> list[list[str]]:
     """The words of every `mmkv` command of these names."""
     words = [shlex.split(line) for line in lines()]
     return [x for x in words if x[0] == ".venv/bin/mmkv" and x[1] in names]
@@ -194,12 +195,12 @@ def reached(*args: object, **kwargs: object) -> None:
 
 
 class TestCommands:
-    @pytest.mark.parametrize("words", commands("chat"), ids=shown)
+    @pytest.mark.parametrize("words", commands_of("chat"), ids=shown)
     def test_chats_run_as_they_stand(self, words, monkeypatch, tmp_path, capsys):
         monkeypatch.chdir(ROOT)
         more = ("--out", str(tmp_path), "--max-new-tokens", "12")
         with pytest.raises(SystemExit) as end:
-            cli.main([*words[1:], *more])
+            commands.main([*words[1:], *more])
         printed = capsys.readouterr()
         assert (end.value.code or 0, printed.err) == (0, "")
         assert list(tmp_path.glob("*.png"))
@@ -207,9 +208,9 @@ class TestCommands:
     def test_the_answer_to_ones_own_question_is_right(self, capsys, monkeypatch, tmp_path):
         """What is asked about the shipped picture is what the model knows."""
         monkeypatch.chdir(ROOT)
-        (words,) = [x for x in commands("chat") if "--json" not in x]
+        (words,) = [x for x in commands_of("chat") if "--json" not in x]
         with pytest.raises(SystemExit):
-            cli.main([*words[1:], "--out", str(tmp_path), "--json"])
+            commands.main([*words[1:], "--out", str(tmp_path), "--json"])
         data = json.loads(capsys.readouterr().out)
         scene = scenes.make_scene(1, count=4)
         (item,) = [x for x in scene.objects if x.place in data["question"]]
@@ -217,17 +218,17 @@ class TestCommands:
             assert data[side]["answer"] == f"A {item.color} {item.shape} is at the {item.place}."
 
     @pytest.mark.parametrize(
-        "words", commands("eval", "report", "bench", "calibrate", "plot"), ids=shown
+        "words", commands_of("eval", "report", "bench", "calibrate", "plot"), ids=shown
     )
     def test_others_are_right_up_to_the_model(self, words, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("mmkv.eval.loading.load_model", reached)
         monkeypatch.setattr("mmkv.eval.report.Report", reached)
-        monkeypatch.setattr("mmkv.bench.cli._run", reached)
-        monkeypatch.setattr("mmkv.bench.cli._device", lambda *args, **kwargs: "cuda")
-        monkeypatch.setattr("mmkv.bench.processor.use_vectors", lambda: None)
+        monkeypatch.setattr("mmkv.eval.speed.cli._run", reached)
+        monkeypatch.setattr("mmkv.eval.speed.cli._device", lambda *args, **kwargs: "cuda")
+        monkeypatch.setattr("mmkv.eval.speed.processor.use_vectors", lambda: None)
         with pytest.raises(Reached):
-            cli.main(words[1:])
+            commands.main(words[1:])
 
     def test_a_run_of_several_processes_too(self, monkeypatch, tmp_path):
         (line,) = [x for x in lines() if x.startswith(".venv/bin/accelerate launch ")]
@@ -239,12 +240,12 @@ class TestCommands:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("mmkv.eval.loading.load_model", reached)
         with pytest.raises(Reached):
-            cli.main(["eval", *shlex.split(after)])
+            commands.main(["eval", *shlex.split(after)])
 
     def test_the_built_in_models_own_figures(self, monkeypatch):
-        from mmkv.builtin import evaluate
+        from mmkv.builtin.training import evaluate
 
-        (line,) = [x for x in lines() if " -m mmkv.builtin.evaluate " in x]
+        (line,) = [x for x in lines() if " -m mmkv.builtin.training.evaluate " in x]
         monkeypatch.setattr(evaluate, "load_builtin", reached)
         with pytest.raises(Reached):
             evaluate.main(shlex.split(line)[3:])
@@ -253,10 +254,10 @@ class TestCommands:
         pytest.importorskip("lm_eval", reason="lm_eval is not installed")
         from lm_eval._cli import HarnessCLI
 
-        import mmkv.eval.lm_eval as plugin
+        import mmkv.eval.harness.lm_eval as plugin
         from mmkv.eval.variants import plugin_arguments
 
-        (line,) = [x for x in lines() if " -m mmkv.eval.lm_eval " in x]
+        (line,) = [x for x in lines() if " -m mmkv.eval.harness.lm_eval " in x]
         given: list = []
         monkeypatch.setattr(HarnessCLI, "execute", lambda self, args: given.append(args))
         monkeypatch.setattr(sys, "argv", ["lm_eval", *shlex.split(line)[3:]])
@@ -273,7 +274,7 @@ class TestCommands:
         patterns = (
             rf"\.venv/bin/mmkv ({'|'.join(checked)})\b",
             r"\.venv/bin/accelerate launch ",
-            r"\.venv/bin/python -m mmkv\.(builtin\.evaluate|eval\.lm_eval) ",
+            r"\.venv/bin/python -m mmkv\.(builtin\.training\.evaluate|eval\.harness\.lm_eval) ",
             r"make [a-z -]+$",
             r"pip install \.$",
             r"\.ci/run$",
@@ -292,7 +293,7 @@ class TestCommands:
             assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), target
 
     def test_commands_within_sentences_have_these_options(self):
-        packages = ("mmkv.cli", "mmkv.eval.cli", "mmkv.bench.cli")
+        packages = ("mmkv.cli.commands", "mmkv.eval.cli", "mmkv.eval.speed.cli")
         modules = [importlib.import_module(package) for package in packages]
         apps = [getattr(x, "commands", None) or x.app for x in modules]
         groups = [typer.main.get_command(app) for app in apps]

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from mmkv import chat
 from mmkv.builtin import example_pictures
+from mmkv.cli.repl import Repl
 from mmkv.demo.session import Engines, Session
 from mmkv.demo.values import Settings
-from mmkv.repl import Repl
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +103,12 @@ def test_a_refused_line_says_why_and_the_chat_goes_on(engines, line, message):
 
 
 def test_it_works_in_a_pipe(monkeypatch, capsys):
-    from mmkv import cli
+    from mmkv.cli import commands
 
     monkeypatch.setattr("sys.stdin", io.StringIO("How many objects are in the picture?\n"))
     words = ["mmkv", "chat", "--image", str(example_pictures()[0]), "--max-new-tokens", "8"]
     monkeypatch.setattr("sys.argv", words)
     with pytest.raises(SystemExit) as end:
-        cli.main()
+        commands.main()
     assert end.value.code in (0, None)
     assert "full cache: There are three objects" in capsys.readouterr().out

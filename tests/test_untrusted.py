@@ -20,7 +20,7 @@ from test_checkpoints import native, write  # noqa: F401 - fixtures
 import mmkv
 from mmkv import chat
 from mmkv.eval import loading, store
-from mmkv.eval.suites import load_suite
+from mmkv.eval.suites.registry import load_suite
 
 SOURCES = Path(__file__).parents[1]
 MOST_MEMORY = 2 * 2**30  # more than any refusal may ask for

@@ -28,7 +28,7 @@ def load_builtin(
     """Return the built-in model in eval mode on the CPU, and its processor.
 
     `dtype` defaults to float32 (the stored weights are bfloat16). `weights` may name another
-    folder that `mmkv.builtin.train` wrote.
+    folder that `mmkv.builtin.training.train` wrote.
     """
     import torch
     from transformers import LlavaForConditionalGeneration, LlavaProcessor

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mmkv.bench.measure import Run
+from mmkv.eval.speed.measure import Run
 from mmkv.policy import Policy
 
 WORKER = Path(__file__).with_name("kvpress_worker.py")

@@ -11,9 +11,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from . import files
-from .description import BUILTIN_NOTE, IMAGE_MARK
-from .samples import DataError, Sample
+from mmkv.eval.samples import DataError, Sample
+from mmkv.eval.suites import files
+from mmkv.eval.suites.description import BUILTIN_NOTE, IMAGE_MARK
 
 NAME = "mmvet"
 BUILTIN_SIZE = 48

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmkv.builtin import scenes
-from mmkv.builtin.build import IMAGE_TOKENS
+from mmkv.builtin.training.build import IMAGE_TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -1,12 +1,13 @@
 """lm_eval's tasks on compressed caches: a model named `mmkv` for the evaluation harness.
 
-    python -m mmkv.eval.lm_eval --model mmkv --tasks NAME \\
+    python -m mmkv.eval.harness.lm_eval --model mmkv --tasks NAME \\
         --model_args pretrained=PATH_OR_ID,policy=xkv,budget=0.2,window=8
 
-takes what `lm_eval` takes; after `import mmkv.eval.lm_eval` its Python functions know the model as
-well. Replies are generated from the compressed cache. Where lm_eval scores a given continuation,
-the context is the prompt: it is prefilled and compressed, and the continuation is fed token by
-token, as `mmkv.eval.perplexity` does. (A plain forward pass over both would compress nothing.)
+takes what `lm_eval` takes; after `import mmkv.eval.harness.lm_eval` its Python functions know the
+model as well. Replies are generated from the compressed cache. Where lm_eval scores a given
+continuation, the context is the prompt: it is prefilled and compressed, and the continuation is fed
+token by token, as `mmkv.eval.perplexity` does. (A plain forward pass over both would compress
+nothing.)
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
-from .perplexity import score_answers
-from .variants import plugin_arguments
+from mmkv.eval.perplexity import score_answers
+from mmkv.eval.variants import plugin_arguments
 
 # Its metaclass hides its attributes from a type checker.
 _Base: Any = HFLM

@@ -1,4 +1,4 @@
-"""Prints the built-in model's figures on held-out seeds: `python -m mmkv.builtin.evaluate`.
+"""Prints the built-in model's figures: `python -m mmkv.builtin.training.evaluate`.
 
 Greedy decoding with the full cache. Objects count as right with colour, shape and place; a look-up
 counts as right with the value of the key that was asked for.
@@ -134,7 +134,9 @@ def lookups(
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m mmkv.builtin.evaluate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m mmkv.builtin.training.evaluate", description=__doc__
+    )
     parser.add_argument("--weights", type=Path, default=WEIGHTS, help="folder of the model")
     parser.add_argument("--n", type=int, default=200, help="prompts for each figure")
     parser.add_argument("--first", type=int, default=0, help="first held-out seed")

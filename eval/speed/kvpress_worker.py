@@ -1,7 +1,8 @@
 """kvpress's turns, in an environment of its own: `PYTHON kvpress_worker.py`.
 
 kvpress needs an older transformers, so it cannot be imported beside mmkv, and mmkv is not installed
-where it is. One JSON object a line comes in, one goes out; `mmkv.bench.rival` is the other end:
+where it is. One JSON object a line comes in, one goes out; the other end is
+`mmkv.eval.speed.rival`:
 
 - {"do": "load", "shape": {...} or "path": "...", "device", "dtype", "threads"} -> {"versions"}
 - {"do": "run", "press": {...}, "batch", "prompt", "new", "trace"} -> the fields of a `Run`

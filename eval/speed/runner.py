@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from mmkv.bench import measure, models
-from mmkv.bench.measure import Run
-from mmkv.bench.presets import Setting
-from mmkv.bench.report import Result, RowResult
-from mmkv.bench.rival import Worker, WorkerError
-from mmkv.bench.rows import Row, falling_profile, interleave, make_rows, parse
+from mmkv.eval.speed import measure, models
+from mmkv.eval.speed.measure import Run
+from mmkv.eval.speed.presets import Setting
+from mmkv.eval.speed.report import Result, RowResult
+from mmkv.eval.speed.rival import Worker, WorkerError
+from mmkv.eval.speed.rows import Row, falling_profile, interleave, make_rows, parse
 
 T = TypeVar("T")
 # Tokens of a warm-up: enough for kernels to be compiled and for runs in graphs to begin.

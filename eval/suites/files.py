@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from .samples import DataError, check_image
+from mmkv.eval.samples import DataError, check_image
 
 # Limits against a wrong file by mistake or a hostile one; the published files are far below them.
 MAX_JSON_BYTES = 256 * 2**20

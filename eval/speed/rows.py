@@ -6,8 +6,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from mmkv.bench.presets import Setting
-from mmkv.bench.rival import nearest_press, press_label
+from mmkv.eval.speed.presets import Setting
+from mmkv.eval.speed.rival import nearest_press, press_label
 
 T = TypeVar("T")
 

@@ -139,7 +139,7 @@ class Result:
         bandwidth: bytes a second of a copy, read and written, where it was measured.
         rows: in the order of their turns.
         growth: by policy, how much more a decode step allocates and writes where the cache is
-            longer: {"nbytes", "slots", "ops"}; see `mmkv.bench.runner.step_growth`.
+            longer: {"nbytes", "slots", "ops"}; see `mmkv.eval.speed.runner.step_growth`.
         notes: what a reader should know.
     """
 

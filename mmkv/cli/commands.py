@@ -36,7 +36,7 @@ _MOUNTED = {
         "plot": "Draw measured results.",
         "calibrate": "Measure a profile of layer budgets.",
     },
-    "mmkv.bench": {"bench": "Time policies beside the unwrapped model."},
+    "mmkv.eval.speed": {"bench": "Time policies beside the unwrapped model."},
 }
 _DEFAULT_BUDGET = 0.2
 # What torch takes as a seed.
@@ -144,7 +144,7 @@ def chat(
     chosen = get_policy(policy, **options)
     kept = None if budget is None else budgets.parse(budget)
     if not words:
-        from mmkv import repl
+        from mmkv.cli import repl
         from mmkv.demo.values import Settings
 
         for name, given in (("--profile", profile is not None), ("--json", as_json)):

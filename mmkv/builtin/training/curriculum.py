@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from mmkv.builtin import scenes, texts
-from mmkv.builtin.build import BOS, EOS, IMAGE, IMAGE_SIZE, IMAGE_TOKENS
+from mmkv.builtin.training.build import BOS, EOS, IMAGE, IMAGE_SIZE, IMAGE_TOKENS
 
 if TYPE_CHECKING:
     import torch

@@ -11,10 +11,10 @@ import itertools
 import random
 from pathlib import Path
 
-from . import files
-from .description import BUILTIN_NOTE
-from .longbench_builtin import sentences
-from .samples import DataError, Sample
+from mmkv.eval.samples import DataError, Sample
+from mmkv.eval.suites import files
+from mmkv.eval.suites.description import BUILTIN_NOTE
+from mmkv.eval.suites.longbench_builtin import sentences
 
 NAME = "needle"
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

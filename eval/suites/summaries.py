@@ -12,9 +12,9 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import files
-from .description import BUILTIN_NOTE
-from .samples import Sample
+from mmkv.eval.samples import Sample
+from mmkv.eval.suites import files
+from mmkv.eval.suites.description import BUILTIN_NOTE
 
 BUILTIN_SIZE = 20
 NOTE = "prompts are worded here; papers do not agree on any"

@@ -1,4 +1,4 @@
-"""Trains the built-in model from nothing: `python -m mmkv.builtin.train --out DIR --minutes 90`.
+"""Trains the built-in model: `python -m mmkv.builtin.training.train --out DIR --minutes 90`.
 
 Each step adds the gradients of batches with pictures and, every fourth step, one of texts. The
 schedule runs on the share of the time (or of the steps) that has passed, so a run ends annealed
@@ -8,8 +8,8 @@ counted.
 The shipped weights took 3,887 steps, about 90 minutes on two busy CPU cores. The schedule was not
 yet what it is here: the probe came in at step 693, 1,566 steps of the vision tower alone followed
 step 1,109, the probe took the word embeddings at step 2,893, and the picture counter of
-`mmkv.builtin.build` was written into the model, with faint heads that compare its marks, at about
-step 3,610. `python -m mmkv.builtin.evaluate` prints what they reach.
+`mmkv.builtin.training.build` was written into the model, with faint heads that compare its marks,
+at about step 3,610. `python -m mmkv.builtin.training.evaluate` prints what they reach.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmkv.builtin import build, curriculum, texts
-from mmkv.builtin.curriculum import IGNORE, Batch
+from mmkv.builtin import texts
+from mmkv.builtin.training import build, curriculum
+from mmkv.builtin.training.curriculum import IGNORE, Batch
 
 if TYPE_CHECKING:
     import torch
     from transformers import LlavaProcessor
 
-    from mmkv.builtin.probe import Probe
+    from mmkv.builtin.training.probe import Probe
 
 
 @dataclass
@@ -172,7 +173,7 @@ def train(
     """Train and leave `checkpoint.pt` and the exported model in `out`; return how far it got."""
     import torch
 
-    from mmkv.builtin.probe import Probe
+    from mmkv.builtin.training.probe import Probe
 
     if (minutes is None) == (steps is None):
         raise ValueError(f"give minutes or steps, got minutes={minutes} and steps={steps}")
@@ -260,7 +261,9 @@ def _line(progress: Progress, share: float, rate: float, meter: dict[str, list[f
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m mmkv.builtin.train", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m mmkv.builtin.training.train", description=__doc__
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint and weights")
     parser.add_argument("--minutes", type=float, help="length of the run in minutes, all told")
     parser.add_argument("--steps", type=int, help="length of the run in steps")

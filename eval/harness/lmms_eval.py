@@ -14,11 +14,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from mmkv.chat import adds_special
-
-from .loading import load_model
-from .measure import on_device
-from .prompts import longest
-from .variants import plugin_arguments
+from mmkv.eval.loading import load_model
+from mmkv.eval.measure import on_device
+from mmkv.eval.prompts import longest
+from mmkv.eval.variants import plugin_arguments
 
 if TYPE_CHECKING:
     from lmms_eval.models.registry_v2 import ModelManifest

@@ -17,9 +17,9 @@ import typer
 from mmkv.terminal import Progress, check_place, console, say, told
 
 if TYPE_CHECKING:
-    from mmkv.bench.presets import Setting
-    from mmkv.bench.report import Result
-    from mmkv.bench.rival import Worker
+    from mmkv.eval.speed.presets import Setting
+    from mmkv.eval.speed.report import Result
+    from mmkv.eval.speed.rival import Worker
 
 POLICIES, BUDGETS = "full,snapkv,adakv,prefixkv", "0.2"
 _TOY_MEMORY = 64_000_000
@@ -96,7 +96,7 @@ def bench_command(
     The unwrapped model is what `generate` does with its default cache. Warm-up is not counted, no
     run stops early, and the device is waited for.
     """
-    from mmkv.bench import processor
+    from mmkv.eval.speed import processor
 
     started = time.monotonic()
     given = {"model": model, "prompt": prompt, "new": new, "batch": batch}
@@ -126,9 +126,9 @@ def bench_command(
 
 def _settings(given: dict[str, Any], preset: str | None, eager: bool) -> list[Setting]:
     """The presets asked for, or one setting of the user's own."""
-    from mmkv.bench.presets import PRESETS, Setting
-    from mmkv.bench.rows import make_rows
     from mmkv.budgets import note, parse_list
+    from mmkv.eval.speed.presets import PRESETS, Setting
+    from mmkv.eval.speed.rows import make_rows
 
     if preset is None:
         asked = {k: v for k, v in given.items() if v is not None}
@@ -177,10 +177,10 @@ def _run(
     toy: bool,
 ) -> None:
     """Measure setting after setting; the JSON is written after each."""
-    from mmkv.bench.presets import Verdict, lines_below
-    from mmkv.bench.report import save
-    from mmkv.bench.rival import Worker
-    from mmkv.bench.runner import Bench
+    from mmkv.eval.speed.presets import Verdict, lines_below
+    from mmkv.eval.speed.report import save
+    from mmkv.eval.speed.rival import Worker
+    from mmkv.eval.speed.runner import Bench
 
     worker = None if python is None else Worker(python)
     screen, tell = console(), Progress()
@@ -226,7 +226,7 @@ def _run(
 
 
 def _check_model(name: str) -> None:
-    from mmkv.bench import models
+    from mmkv.eval.speed import models
 
     if name.endswith("-random") and name not in models.SHAPES:
         raise ValueError(f"model {name!r}: expected one of {', '.join(models.SHAPES)}")
@@ -237,8 +237,8 @@ def _load(name: str, device: str, dtype: str, worker: Worker | None, *, toy: boo
     import torch
 
     from mmkv import chat
-    from mmkv.bench import models
-    from mmkv.bench.rival import WorkerError
+    from mmkv.eval.speed import models
+    from mmkv.eval.speed.rival import WorkerError
 
     shape = models.SHAPES.get(name)
     if shape is not None:
@@ -262,7 +262,7 @@ def _load(name: str, device: str, dtype: str, worker: Worker | None, *, toy: boo
 def _in_words(device: str) -> str:
     import torch
 
-    from mmkv.bench import processor
+    from mmkv.eval.speed import processor
 
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from mmkv.bench.report import Result, RowResult, ratio
+from mmkv.eval.speed.report import Result, RowResult, ratio
 
 _TOY_PROMPT, _TOY_NEW, _TOY_BATCH = 256, 5, 2
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from . import files
-from .samples import DataError, Sample
+from mmkv.eval.samples import DataError, Sample
+from mmkv.eval.suites import files
 
 NAME = "description"
 IMAGE_MARK = "<image>"

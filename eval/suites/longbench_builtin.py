@@ -21,9 +21,9 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from . import scoring
-from .description import BUILTIN_NOTE
-from .samples import Sample, interleave
+from mmkv.eval import scoring
+from mmkv.eval.samples import Sample, interleave
+from mmkv.eval.suites.description import BUILTIN_NOTE
 
 if TYPE_CHECKING:
     from mmkv.builtin.texts import Lookup

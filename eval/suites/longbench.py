@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from . import files, longbench_builtin
-from .samples import DataError, Sample, interleave
+from mmkv.eval.samples import DataError, Sample, interleave
+from mmkv.eval.suites import files, longbench_builtin
 
 NAME = "longbench"
 PROMPTS_FILE, LENGTHS_FILE = "dataset2prompt.json", "dataset2maxlen.json"

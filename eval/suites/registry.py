@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import description, longbench, mmvet, needle, summaries
-from .samples import DataError, Sample, open_images, suite_notes
+from mmkv.eval.samples import DataError, Sample, open_images, suite_notes
+from mmkv.eval.suites import description, longbench, mmvet, needle, summaries
 
 __all__ = ["SUITES", "DataError", "Sample", "Suite", "load_suite", "open_images", "suite_notes"]
 

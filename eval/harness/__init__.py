@@ -1,0 +1,1 @@
+"""Models behind a compressed cache for other evaluation harnesses."""

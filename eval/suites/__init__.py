@@ -1,0 +1,1 @@
+"""The suites: what is asked, and what counts as right."""
