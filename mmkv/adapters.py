@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -20,6 +21,7 @@ class Decoder:
         layers: where its blocks are.
         attention: where a block keeps its attention module.
         cache: what the attention module's forward calls the cache.
+        output: where the attention module keeps its output projection.
         added: the module of a block that the attention's output passes before it is added to the
             residual stream; None where it is added as it is.
         rotary: why keys cannot be turned afterwards, for the error; None where they can.
@@ -32,6 +34,7 @@ class Decoder:
     layers: str = "layers"
     attention: str = "self_attn"
     cache: str = "past_key_values"
+    output: str = "o_proj"
     added: str | None = None
     rotary: str | None = None
     slides: bool = False
@@ -72,6 +75,7 @@ DECODERS: dict[str, Decoder] = {
         layers="h",
         attention="self_attention",
         cache="layer_past",
+        output="dense",
         forward=_falcon_attention,
         refused=("alibi", "its ALiBi position biases change with the distance"),
     ),
@@ -82,11 +86,11 @@ DECODERS: dict[str, Decoder] = {
         rotary="its layers have two rotary embeddings",
         slides=True,
     ),
-    "gpt_neox": Decoder(attention="attention", cache="layer_past"),
+    "gpt_neox": Decoder(attention="attention", cache="layer_past", output="dense"),
     "llama": _PLAIN,
     "mistral": _PLAIN,
     "mixtral": _PLAIN,
-    "opt": Decoder(rotary="it has learned positions"),
+    "opt": Decoder(output="out_proj", rotary="it has learned positions"),
     "phi3": _PLAIN,
     "qwen2": _PLAIN,
     "qwen2_5_vl_text": _MULTIMODAL,
@@ -183,6 +187,24 @@ class Adapter:
         """What a block adds to the residual stream, given its attention module's output."""
         name = self.facts.added
         return output if name is None else getattr(self.layers[index], name)(output)
+
+    def output_weight(self, index: int) -> Tensor:
+        """The output projection of a block's attention by query head, [Hq, hidden, Dv]."""
+        linear: Any = getattr(self.attentions[index], self.facts.output)
+        weight: Tensor = linear.weight
+        if type(linear) is not nn.Linear or not weight.is_floating_point():
+            # Quantised or adapted: what it does to each unit vector.
+            dtype = next(self.layers[index].parameters()).dtype
+            unit = torch.eye(linear.in_features, device=weight.device)
+            unit = unit.to(dtype if dtype.is_floating_point else torch.float32)
+            weight = (linear(unit) - linear(unit[:1] * 0)).T
+        return weight.unflatten(1, (self.config.num_attention_heads, -1)).transpose(0, 1)
+
+    def turns_by(self) -> Tensor:
+        """Radians per position of each pair of dimensions that is turned, [R / 2]."""
+        rotary: Any = self.decoder.rotary_emb
+        found = getattr(rotary, "inv_freq", None)
+        return rotary.full_attention_inv_freq if found is None else found
 
     def rotary_frequencies(self) -> Tensor:
         """Frequencies of the rotary embedding, [D / 2]; pair i is dimensions i and i + D / 2.

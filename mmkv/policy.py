@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_type_hin
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mmkv.layer_inputs import LayerInputs
+
 Score = Literal["window", "accumulated", "recency"]
 Pooling = Literal["avg", "max"]
 Layers = Literal["uniform", "pyramid", "geometric", "squeeze", "prefix", "pooled"]
@@ -100,6 +102,8 @@ class Policy:
     aliases: ClassVar[tuple[str, ...]] = ()
     paper: ClassVar[str] = ""
     keeps_all: ClassVar[bool] = False
+    # Whether its score reads `LayerInputs.rotary`, or queries and keys before it.
+    uses_rotary: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Validate every option; each message shows the value received."""
@@ -146,28 +150,12 @@ class Policy:
                 "score='recency' gives all layers the same"
             )
 
-    def importance(
-        self,
-        query: Tensor,
-        key: Tensor,
-        *,
-        scale: float | None,
-        valid: Tensor,
-        softcap: float | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
+    def importance(self, layer: LayerInputs) -> Tensor:
         """Score the prompt's tokens in one layer; higher = keep.
 
         Args:
-            query: [B, Hq, Q, D], after rotary embedding: the prompt's queries, Q = N. In a later
-                turn those of the new tokens, which are the last Q of the N; there each key-value
-                head is a row of its own, since heads hold different tokens.
-            key: [B, H, N, D], after rotary embedding.
-            scale: what the layer multiplies query-key products with; None means D ** -0.5.
-            valid: bool [B, N], False for padding.
-            softcap: bound of the layer's logits (Gemma 2); passed only where the layer has one.
-            mask: bool [B, 1, Q, N], which query sees which key; passed only where that is not
-                plainly causal (PaliGemma, Gemma 3 with images).
+            layer: what its attention had to work with: N tokens, queries of the last Q. Q = N in a
+                prompt; in a later turn they are those of the new tokens.
 
         Returns:
             float32 [B, H, N], or [B, 1, N] for one ranking per layer. The last `window` entries of
@@ -177,23 +165,23 @@ class Policy:
 
         from mmkv import scores
 
-        layer: dict[str, Any] = {"scale": scale, "valid": valid, "softcap": softcap, "mask": mask}
         if self.score == "recency":
-            return scores.recency(valid)
+            return scores.recency(layer.valid)
         if self.score == "accumulated":
-            s = scores.accumulated_attention(query, key, **layer)
+            s = scores.accumulated_attention(layer.query, layer.key, **layer.attention)
         else:
             weights = None
             if self.recency_weighted:
-                weights = torch.arange(1, self.window + 1, dtype=torch.float32, device=key.device)
+                device = layer.key.device
+                weights = torch.arange(1, self.window + 1, dtype=torch.float32, device=device)
             s = scores.window_attention(
-                query,
-                key,
+                layer.query,
+                layer.key,
                 window=self.window,
                 kernel_size=self.kernel_size,
                 pooling=self.pooling,
                 weights=weights,
-                **layer,
+                **layer.attention,
             )
             s = torch.nn.functional.pad(s, (0, self.window))
         return s.mean(dim=1, keepdim=True) if self.average_heads else s

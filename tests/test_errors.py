@@ -349,8 +349,8 @@ def test_third_parties_register_policies(text_model):
     class KeyNorm(mmkv.Policy):
         """Keep keys of small norm."""
 
-        def importance(self, query, key, *, scale, valid):
-            return -key.norm(dim=-1).float()
+        def importance(self, layer):
+            return -layer.key.norm(dim=-1).float()
 
         @property
         def observed(self):

@@ -19,6 +19,7 @@ from mmkv.cache.selection import (
     select,
     total_kept,
 )
+from mmkv.layer_inputs import LayerInputs
 from mmkv.policy import Policy
 
 L = 3
@@ -170,7 +171,7 @@ class Own(Policy):
     score: str = "accumulated"
     gives: object = None
 
-    def importance(self, query, key, *, scale, valid):
+    def importance(self, layer):
         return self.gives
 
 
@@ -193,13 +194,16 @@ def test_rows_are_scored_by_their_own_window(windows, mask) -> None:
             (B, 1, N, N), 0.3, generator(2)
         )
         more = {"mask": sees}
-    got = importance(policy, query, key, valid=valid, windows=windows, **options, **more)
+    layer = LayerInputs(query=query, key=key, value=key, valid=valid, **options, **more)
+    got = importance(policy, layer, windows)
     assert got.shape == (B, 2, N)
     assert not got.requires_grad
     for b, window in enumerate(windows):
         alone = Policy(window=min(window, N - 1), kernel_size=3).importance(
-            query[b : b + 1], key[b : b + 1], valid=valid[b : b + 1], **options,
-            **{k: x[b : b + 1] for k, x in more.items()},
+            LayerInputs(
+                query=query[b : b + 1], key=key[b : b + 1], value=key[b : b + 1],
+                valid=valid[b : b + 1], **options, **{k: x[b : b + 1] for k, x in more.items()},
+            )
         )  # fmt: skip
         torch.testing.assert_close(got[b : b + 1], alone)
 
@@ -208,16 +212,16 @@ def test_scores_are_made_finite_and_need_no_gradient() -> None:
     query, key = attention_inputs(1, 4)
     gives = torch.tensor([[[math.inf, -math.inf, 2.0, 3.0]]], requires_grad=True)
     own = Own(gives=gives)
-    known = {"scale": None, "valid": torch.ones(1, 4, dtype=torch.bool), "windows": [0]}
-    got = importance(own, query, key, **known)
+    known = {"value": key, "valid": torch.ones(1, 4, dtype=torch.bool)}
+    got = importance(own, LayerInputs(query=query, key=key, **known), [0])
     assert got.tolist() == [[[pytest.approx(1e30), 0.0, 2.0, 3.0]]]
     # NaN is refused, but where queries or keys are no numbers it cannot be helped.
     gives.data[0, 0, 2] = math.nan
     with pytest.raises(ValueError, match=r"Own.importance returned NaN for 1 of 4 tokens"):
-        importance(own, query, key, **known)
+        importance(own, LayerInputs(query=query, key=key, **known), [0])
     for spoiled in (query, key):
         spoiled[0, 0, 0, 0] = math.nan
-        assert importance(own, query, key, **known)[0, 0, 2] == 0.0
+        assert importance(own, LayerInputs(query=query, key=key, **known), [0])[0, 0, 2] == 0.0
         spoiled[0, 0, 0, 0] = 0.0
 
 
@@ -235,25 +239,7 @@ def test_scores_that_cannot_be_ranked_are_refused(gives, message) -> None:
     query, key = attention_inputs(1, 4)
     valid = torch.ones(1, 4, dtype=torch.bool)
     with pytest.raises(ValueError, match="Own.importance " + message):
-        importance(Own(gives=gives), query, key, scale=None, valid=valid, windows=[0])
-
-
-def test_a_score_of_ones_own_must_take_what_the_layer_has() -> None:
-    class Open(Own):
-        def importance(self, query, key, *, scale, valid, **kwargs):
-            assert set(kwargs) == {"softcap", "mask"}
-            return torch.zeros(1, 1, 4)
-
-    query, key = attention_inputs(1, 4)
-    known = {"scale": None, "valid": torch.ones(1, 4, dtype=torch.bool), "windows": [0]}
-    sees = torch.ones(1, 1, 4, 4, dtype=torch.bool)
-    own = Own(gives=torch.zeros(1, 1, 4))
-    assert importance(own, query, key, **known).shape == (1, 1, 4)
-    with pytest.raises(ValueError, match=r"does not take 'softcap'.*add softcap=None"):
-        importance(own, query, key, softcap=3.0, **known)
-    with pytest.raises(ValueError, match=r"does not take 'mask'"):
-        importance(own, query, key, mask=sees, **known)
-    importance(Open(), query, key, softcap=3.0, mask=sees, **known)
+        importance(Own(gives=gives), LayerInputs(query=query, key=key, value=key, valid=valid), [0])
 
 
 # Sizes

@@ -352,8 +352,8 @@ def test_scores_that_are_no_numbers_still_spend_the_budget(
 ):
     original = mmkv.Policy.importance
 
-    def spoiled(self, query, key, **kwargs):
-        s = original(self, query, key, **kwargs)
+    def spoiled(self, layer):
+        s = original(self, layer)
         s[..., 5:20] = bad
         return s
 

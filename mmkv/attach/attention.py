@@ -59,9 +59,8 @@ def _attention(
         return delegate()
     scale, softcap = kwargs.get("scaling"), kwargs.get("softcap")
     if running.collector is not None:
-        running.collector.add(
-            module.layer_idx, query, key, attention_mask, scale=scale, softcap=softcap
-        )
+        options: Any = {"scale": scale, "softcap": softcap}
+        running.collector.add(module.layer_idx, query, key, value, attention_mask, **options)
         return delegate()
     layer_idx = running.take(key)
     if layer_idx is None:
@@ -118,28 +117,18 @@ class _Collector:
         layer_idx: int,
         query: Tensor,
         key: Tensor,
+        value: Tensor,
         mask: Tensor | None,
-        *,
-        scale: float | None,
-        softcap: float | None,
+        **options: Any,
     ) -> None:
         """Score one layer; after the last one nothing more is needed."""
         if layer_idx not in self.layers:
             return
         valid = self.prompt.valid
         view = self.running.view(mask, valid)
-        self.scores.append(
-            importance(
-                self.policy,
-                query,
-                key,
-                scale=scale,
-                valid=valid,
-                softcap=softcap,
-                mask=view,
-                windows=self.prompt.windows,
-            )
-        )
+        tensors: Any = {"query": query, "key": key, "value": value, "valid": valid, "mask": view}
+        layer = self.running.inputs(layer_idx, **tensors, **options)
+        self.scores.append(importance(self.policy, layer, self.prompt.windows))
         if len(self.scores) == len(self.layers):
             raise _Enough
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from mmkv import scores
 from mmkv.attach import attention
 from mmkv.cache.compressed import CompressedCache, Reading
 from mmkv.cache.forward_pass import ForwardPass, current
+from mmkv.layer_inputs import Rotary
 
 if TYPE_CHECKING:
     from mmkv.attach.attachment import Attachment
@@ -84,7 +86,7 @@ def before_decoder(
     if running is None or running.entered:  # the decoder is called by itself
         running = ForwardPass(mask=kwargs.get("attention_mask"), cache_given=cache)
         current.set(running)
-    running.entered = True
+    running.entered, running.parts = True, parts
     if running.cache_given is None and _is_new(cache):
         cache = None  # Idefics3 made it on its way down
     if cache is None:
@@ -139,6 +141,25 @@ def after_decoder(
     running.check_taken()
     running.cache.finish()
     running.cache = None
+
+
+def before_attention(
+    layer_idx: int,
+    attachment: Attachment,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Remember a layer's rotary embedding of a prompt's tokens, for a score that needs it."""
+    running, found = current.get(), kwargs.get("position_embeddings")
+    cache = None if running is None else running.cache
+    if running is None or cache is None or found is None or not cache.expects_prompt:
+        return
+    parts, rows = attachment.parts, len(cache.lengths)
+    rotary = Rotary.of(found[0], found[1], parts.turns_by(), parts.config)
+    running.rotary[layer_idx] = replace(
+        rotary, cos=rotary.cos.expand(rows, -1, -1), sin=rotary.sin.expand(rows, -1, -1)
+    )
 
 
 def before_layer(

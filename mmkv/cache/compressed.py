@@ -28,6 +28,7 @@ from mmkv.cache.head_groups import GraphInputs, HeadGroup
 from mmkv.cache.layer import CompressedLayer, nbytes
 from mmkv.cache.selection import TokenMasks
 from mmkv.cache.slots import Grow
+from mmkv.layer_inputs import LayerInputs
 from mmkv.report import CacheReport
 
 
@@ -296,7 +297,16 @@ class CompressedCache(Cache):
             attended = held.attend(query, first, among=view, inv_freq=inv_freq, **options)
             out = _refuse_gradient(attended), None
         with _outliving(), torch.no_grad():
-            self._read(layer, self.phase, held, query, view, options)
+            inputs = running.inputs(
+                layer_idx,
+                query=query,
+                key=held.keys,
+                value=held.values,
+                valid=held.positions[:, 0] >= 0,
+                mask=view,
+                **options,
+            )
+            self._read(layer, self.phase, held, inputs)
         return out
 
     def _step(
@@ -328,19 +338,17 @@ class CompressedCache(Cache):
         layer: CompressedLayer,
         phase: Reading,
         held: DenseKV,
-        query: Tensor,
-        view: Tensor | None,
-        options: Any,
+        new: LayerInputs,
     ) -> None:
         """Score what a layer holds; evict at once if its size is known, else hold it whole."""
         policy, prompt = self.plan.policy, self.prompt
         assert prompt is not None
         if self._scores(prompt, phase):
-            held.score(policy, query, among=view, windows=prompt.windows, **options)
+            held.score(policy, new, prompt.windows)
         if phase.until is not None:
-            held.remember(policy, query, view)
+            held.remember(policy, new)
         else:
-            held.tail = held.tail_mask = None
+            held.forget()
         layer.state = held
         if phase.sizes is not None:
             self._evict(layer, phase.sizes[self.compressed.index(layer)])

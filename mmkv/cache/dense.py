@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.nn.functional import pad
 from mmkv.cache import selection
 from mmkv.cache.head_groups import HeadGroup, attend, causal_view
 from mmkv.cache.rerotate import reposition
+from mmkv.layer_inputs import LayerInputs, Rotary
 from mmkv.policy import Policy
 
 
@@ -27,6 +29,7 @@ class DenseKV:
         tail: [B, Hq, w, D], the last queries of the prompt's chunks so far, where its score needs
             them.
         tail_mask: bool [B, 1, w, U], which keys those queries saw; None: plainly causal.
+        tail_rotary: their rotary embedding, where the score needs it.
     """
 
     keys: Tensor
@@ -35,6 +38,7 @@ class DenseKV:
     scores: Tensor | None = None
     tail: Tensor | None = None
     tail_mask: Tensor | None = None
+    tail_rotary: Rotary | None = None
 
     @classmethod
     def from_blocks(cls, blocks: list[HeadGroup], batch: int, heads: int) -> DenseKV:
@@ -99,11 +103,13 @@ class DenseKV:
     def select_rows(self, batch: Tensor) -> DenseKV:
         """Rows of the batch, which may repeat, in storage of their own."""
 
-        def rows(x: Tensor | None) -> Tensor | None:
+        def rows(x: Any) -> Any:
+            if isinstance(x, Rotary):
+                return x.rows(batch.to(x.cos.device))
             return None if x is None else x[batch.to(x.device)]
 
         found = {f.name: rows(getattr(self, f.name)) for f in fields(self)}
-        return DenseKV(**found)  # type: ignore[arg-type]
+        return DenseKV(**found)
 
     def extended(self, key: Tensor, value: Tensor, positions: Tensor) -> DenseKV:
         """With the pairs [B, H, q, D] of new tokens at `positions` [B, 1, q] behind the old."""
@@ -147,54 +153,27 @@ class DenseKV:
         out = attend(rows, keys, values, visible, scale=scale, softcap=softcap)
         return out.view(B, Hq, q, -1).transpose(1, 2)
 
-    def score(
-        self,
-        policy: Policy,
-        query: Tensor,
-        *,
-        scale: float | None,
-        softcap: float | None,
-        among: Tensor | None,
-        windows: Sequence[int],
-    ) -> None:
-        """Add what the new queries [B, Hq, q, D] find important to what is known already.
+    def score(self, policy: Policy, new: LayerInputs, windows: Sequence[int]) -> None:
+        """Add what the new queries find important to what is known already.
 
         Window scores pool over tokens as they lie in the cache.
 
         Args:
             policy: what scores.
-            query: those of the tokens that came last.
-            scale: factor of the query-key products, None for D ** -0.5.
-            softcap: bound of the logits, or None.
-            among: bool [B, 1, q, q], which of the new tokens see which; None: causal.
+            new: the layer's inputs: queries of the tokens that came last, all keys and values, and
+                which of the new tokens see which.
             windows: [B], how many last queries observe each row.
         """
-        mask = self._mask(query.shape[2], among)
-        if policy.queries != 0:
-            query, mask = self._with_tail(query, mask)
-        if policy.observed and query.shape[2] < self.keys.shape[2]:
+        layer = self._inputs(new, with_tail=policy.queries != 0)
+        if policy.observed and layer.query.shape[2] < self.keys.shape[2]:
             # A turn shorter than the window is observed by all the queries it has.
-            given = (self.positions[:, 0, -query.shape[2] :] >= 0).sum(-1).tolist()
+            given = (self.positions[:, 0, -layer.query.shape[2] :] >= 0).sum(-1).tolist()
             windows = [min(w, n) for w, n in zip(windows, given, strict=True)]
-        keys, valid = self.keys, self.positions >= 0
-        apart = valid.shape[1] > 1
+        apart = self.positions.shape[1] > 1
         if apart:  # heads hold different tokens: each is a row of its own
-            B, H = keys.shape[:2]
-            windows = [w for w in windows for _ in range(H)]
-            query = query.unflatten(1, (H, -1)).flatten(0, 1)
-            keys, valid = keys.flatten(0, 1)[:, None], valid.flatten(0, 1)[:, None]
-            if mask is not None:
-                mask = mask.expand(B, H, -1, -1).flatten(0, 1)[:, None]
-        found = selection.importance(
-            policy,
-            query,
-            keys,
-            scale=scale,
-            valid=valid[:, 0],
-            softcap=softcap,
-            mask=mask,
-            windows=windows,
-        )
+            layer = layer.by_head(self.positions >= 0)
+            windows = [w for w in windows for _ in range(self.keys.shape[1])]
+        found = selection.importance(policy, layer, windows)
         if apart:
             found = found.view(self.keys.shape[:3])
             if policy.average_heads:
@@ -204,14 +183,29 @@ class DenseKV:
             found[..., :old] += self.scores[:, : found.shape[1]]
         self.scores = found
 
-    def remember(self, policy: Policy, query: Tensor, among: Tensor | None) -> None:
+    def remember(self, policy: Policy, new: LayerInputs) -> None:
         """Keep a chunk's last queries, in storage of their own: the score may need them later."""
         if policy.queries == 0:
             return
-        query, mask = self._with_tail(query, self._mask(query.shape[2], among))
-        last = query.shape[2] if policy.queries is None else policy.queries
-        self.tail = query[:, :, -last:].clone()
-        self.tail_mask = None if mask is None else mask[:, :, -last:].clone()
+        layer = self._inputs(new, with_tail=True)
+        last = layer.query.shape[2] if policy.queries is None else policy.queries
+        self.tail = layer.query[:, :, -last:].clone()
+        self.tail_mask = None if layer.mask is None else layer.mask[:, :, -last:].clone()
+        self.tail_rotary = None if layer.rotary is None else layer.rotary.last(last)
+
+    def forget(self) -> None:
+        """Drop what `remember` kept: the prompt is complete."""
+        self.tail = self.tail_mask = self.tail_rotary = None
+
+    def _inputs(self, new: LayerInputs, *, with_tail: bool) -> LayerInputs:
+        """A layer's inputs with all tokens held, and with the queries of earlier chunks."""
+        query, rotary = new.query, new.rotary
+        mask = self._mask(query.shape[2], new.mask)
+        if with_tail:
+            query, mask = self._with_tail(query, mask)
+            if rotary is not None and self.tail_rotary is not None:
+                rotary = self.tail_rotary.followed_by(rotary)
+        return replace(new, query=query, mask=mask, rotary=rotary)
 
     def _mask(self, q: int, among: Tensor | None) -> Tensor | None:
         """Which keys each of the last q tokens sees, bool [B, 1 or H, q, U]; None: causal."""

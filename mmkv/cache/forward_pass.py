@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from mmkv.layer_inputs import LayerInputs, Rotary
+
 if TYPE_CHECKING:
+    from mmkv.adapters import Adapter
     from mmkv.cache.compressed import CompressedCache
 
 NOT_ATTENDED = (
@@ -38,6 +42,8 @@ class ForwardPass:
         hidden: bool [B, seen], tokens held that the mask hides from this pass; None: none.
         streams: the residual stream [B, q, hidden] that entered each layer, for SqueezeAttention.
         collector: gathers scores in a mini-prefill; None otherwise.
+        parts: the model's; None before the decoder begins.
+        rotary: each layer's rotary embedding of the new tokens, where the score needs it.
     """
 
     ids: Tensor | None = None
@@ -49,6 +55,8 @@ class ForwardPass:
     hidden: Tensor | None = None
     streams: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     collector: Any = None
+    parts: Adapter | None = None
+    rotary: dict[int, Rotary] = field(default_factory=dict[int, Rotary])
     # A layer's new tokens between the cache's `update` and the attention function.
     _handed: tuple[int, Tensor] | None = None
     # Per mask that the layers were given: the mask, and what `view` found.
@@ -81,6 +89,13 @@ class ForwardPass:
         if self._handed is not None:
             layer_idx, self._handed = self._handed[0], None
             raise ValueError(NOT_ATTENDED.format(what=f"layer {layer_idx}"))
+
+    def inputs(self, layer_idx: int, **given: Any) -> LayerInputs:
+        """What a layer's score is given: `given`, and what this call knows of the layer."""
+        parts = self.parts
+        weight = None if parts is None else partial(parts.output_weight, layer_idx)
+        rotary = self.rotary.get(layer_idx)
+        return LayerInputs(layer_idx=layer_idx, rotary=rotary, weight=weight, **given)
 
     def view(self, mask: Tensor | None, valid: Tensor) -> Tensor | None:
         """Which of the q new tokens see which, bool [B, 1, q, q]; None where it is plainly causal.

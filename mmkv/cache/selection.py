@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmkv import allocation
+from mmkv.layer_inputs import LayerInputs
 from mmkv.policy import Policy
 
 
@@ -125,65 +124,45 @@ class TokenMasks:
         return mark.gather(-1, positions.clamp(min=0)) & (positions >= 0)
 
 
-def importance(
-    policy: Policy,
-    query: Tensor,
-    key: Tensor,
-    *,
-    scale: float | None,
-    valid: Tensor,
-    windows: Sequence[int],
-    softcap: float | None = None,
-    mask: Tensor | None = None,
-) -> Tensor:
+def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Tensor:
     """The policy's scores, made finite: a query or key that overflowed must not decide the rest.
 
-    NaN and -inf count as no importance, inf as more than any finite score. Arguments and shapes as
-    in `Policy.importance`; `windows` [B] is how many last queries observe each row.
+    NaN and -inf count as no importance, inf as more than any finite score.
+
+    Args:
+        policy: what scores.
+        layer: what it is given.
+        windows: [B], how many last queries observe each row.
+
+    Returns:
+        float32 [B, 1 or H, N], as `Policy.importance`.
 
     Raises:
-        ValueError: a score of the policy's own has another shape, is NaN where queries and keys are
-            numbers, or leaves out what the layer's attention has.
+        ValueError: a score of the policy's own has another shape, or is NaN where queries and keys
+            are numbers.
     """
-    valid, most = valid.to(key.device), key.shape[2] - 1
-    # What a layer does not have is not passed, so a score of one's own need not know of it.
-    more: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
-    if policy.scores_itself:
-        _check_signature(policy, [*more, *([] if mask is None else ["mask"])])
+    device = layer.key.device
+    layer, most = replace(layer, valid=layer.valid.to(device)), layer.key.shape[2] - 1
 
-    def of_rows(window: int, at: Any) -> Tensor:
+    def of_rows(window: int, rows: LayerInputs) -> Tensor:
         # A row that is nothing but window loses nothing, so that its scores decide nothing.
         window = min(window, most)
         chosen = policy if window == policy.observed else replace(policy, window=window)
-        shown: dict[str, Any] = more if mask is None else {**more, "mask": mask[at]}
-        return chosen.importance(query[at], key[at], scale=scale, valid=valid[at], **shown)
+        return chosen.importance(rows)
 
     with torch.no_grad():
         if len(set(windows)) == 1:
-            found = of_rows(windows[0], slice(None))
+            found = of_rows(windows[0], layer)
         else:
             parts, order = [], []
             for window in sorted(set(windows)):
                 rows = [b for b, w in enumerate(windows) if w == window]
-                parts.append(of_rows(window, torch.tensor(rows, device=key.device)))
+                parts.append(of_rows(window, layer.rows(torch.tensor(rows, device=device))))
                 order += rows
-            found = torch.cat(parts)[torch.tensor(order, device=key.device).argsort()]
+            found = torch.cat(parts)[torch.tensor(order, device=device).argsort()]
     if policy.scores_itself:
-        _check_scores(policy, found, query, key)
+        _check_scores(policy, found, layer.query, layer.key)
     return found.nan_to_num(nan=0.0, posinf=1e30, neginf=0.0)
-
-
-def _check_signature(policy: Policy, needed: list[str]) -> None:
-    """What the layer's attention has, a score of the policy's own must take into account."""
-    known = signature(policy.importance).parameters
-    if any(x.kind is x.VAR_KEYWORD for x in known.values()):
-        return
-    for name in needed:
-        if name not in known:
-            raise ValueError(
-                f"{type(policy).__name__}.importance does not take {name!r}, which this model's "
-                f"attention has: add {name}=None to its arguments, and use it"
-            )
 
 
 def _check_scores(policy: Policy, found: Tensor, query: Tensor, key: Tensor) -> None:

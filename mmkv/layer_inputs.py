@@ -1,0 +1,191 @@
+"""What a score is given of one layer: all that its attention had to work with.
+
+Shape letters as in `mmkv.scores`. Nothing here is computed before a score asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """The rotary embedding of the last Q tokens, as the layer applied it.
+
+    Attributes:
+        cos, sin: [B, Q, R]; the first R dimensions of a head are turned, i together with i + R / 2.
+        inv_freq: [R / 2], radians per position of each pair.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    inv_freq: Tensor
+
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor, inv_freq: Tensor, config: Any = None) -> Rotary:
+        """From a layer's `position_embeddings`; [3, B, Q, R] are the axes of an MRoPE model."""
+        if cos.ndim == 4:
+            parts = config.rope_parameters["mrope_section"] * 2
+            cos, sin = (
+                torch.cat([x[i % 3] for i, x in enumerate(y.split(parts, dim=-1))], dim=-1)
+                for y in (cos, sin)
+            )
+        return cls(cos, sin, inv_freq)
+
+    def undo(self, x: Tensor) -> Tensor:
+        """Queries or keys [B, h, Q, D] of these tokens as they were before: float32."""
+        # Some models scale cos and sin; a turn back by the same factor undoes it once.
+        size = (self.cos.float() ** 2 + self.sin.float() ** 2)[:, None]
+        turned = turn(x, self.cos, -self.sin)
+        R = self.cos.shape[-1]
+        return torch.cat([turned[..., :R] / size, turned[..., R:]], dim=-1)
+
+    def last(self, n: int) -> Rotary:
+        """That of the last n tokens, in storage of its own."""
+        return replace(self, cos=self.cos[:, -n:].clone(), sin=self.sin[:, -n:].clone())
+
+    def rows(self, at: Tensor) -> Rotary:
+        """Some rows of the batch."""
+        return replace(self, cos=self.cos[at], sin=self.sin[at])
+
+    def followed_by(self, other: Rotary) -> Rotary:
+        """That of these tokens and of those that came next."""
+        cos, sin = (torch.cat(x, dim=1) for x in ((self.cos, other.cos), (self.sin, other.sin)))
+        return replace(self, cos=cos, sin=sin)
+
+    def ahead(self, n: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, 1, R] of the text position `n` behind the last token."""
+        angle = n * self.inv_freq.float().repeat(2)
+        cos, sin = self.cos[:, -1:].float(), self.sin[:, -1:].float()
+        return cos * angle.cos() - sin * angle.sin(), sin * angle.cos() + cos * angle.sin()
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply a rotary embedding cos, sin [B, Q or 1, R] to x [B, h, Q, D]; float32."""
+    R = cos.shape[-1]
+    turned, rest = x[..., :R].float(), x[..., R:].float()
+    first, second = turned.chunk(2, dim=-1)
+    half = torch.cat([-second, first], dim=-1)
+    turned = turned * cos[:, None].float() + half * sin[:, None].float()
+    return torch.cat([turned, rest], dim=-1)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerInputs:
+    """What one layer's attention had to work with, for the score of its tokens.
+
+    In a later turn heads hold different tokens: there each key-value head is a row of its own
+    ([B * H, 1, N, D], with the G query heads of its group), and Q < N.
+
+    Attributes:
+        query: [B, Hq, Q, D], after rotary embedding, of the last Q of the N tokens.
+        key: [B, H, N, D], after rotary embedding.
+        value: [B, H, N, Dv].
+        valid: bool [B, N], False for padding.
+        scale: what the layer multiplies query-key products with; None: D ** -0.5.
+        softcap: bound of the layer's logits (Gemma 2), or None.
+        mask: bool [B, 1, Q, N], which query sees which key; None: plainly causal.
+        layer_idx: which layer.
+        rotary: of the last Q tokens; None where the score does not ask for it (`uses_rotary`), and
+            where the layer has none.
+        weight: gives the output projection [Hq, hidden, Dv], see `output_weight`.
+        head: int64 [B], which key-value head each row is, where each is a row; None otherwise.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    valid: Tensor
+    scale: float | None = None
+    softcap: float | None = None
+    mask: Tensor | None = None
+    layer_idx: int = 0
+    rotary: Rotary | None = None
+    weight: Callable[[], Tensor] | None = None
+    head: Tensor | None = None
+
+    @property
+    def attention(self) -> dict[str, Any]:
+        """What the functions of `mmkv.scores` take beside query and key."""
+        return {
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "valid": self.valid,
+            "mask": self.mask,
+        }
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The part of the output projection that reads each query head, [1 or B, Hq, hidden, Dv].
+
+        A head's attention output o adds `output_weight @ o` to the residual stream.
+
+        Raises:
+            ValueError: it is not known, as where a score is called by itself.
+        """
+        if self.weight is None:
+            raise ValueError(
+                "output_weight is not known here: these inputs are of no model's layer"
+            )
+        weight = self.weight()
+        if self.head is None:
+            return weight[None]
+        return weight.unflatten(0, (-1, self.query.shape[1]))[self.head]
+
+    @property
+    def plain_query(self) -> Tensor:
+        """The queries before rotary embedding, float32 [B, Hq, Q, D]."""
+        return self.query.float() if self.rotary is None else self.rotary.undo(self.query)
+
+    @property
+    def plain_key(self) -> Tensor:
+        """The keys before rotary embedding, float32 [B, H, N, D].
+
+        Raises:
+            ValueError: some are of an earlier turn, whose embedding is not kept.
+        """
+        if self.rotary is None:
+            return self.key.float()
+        Q, N = self.rotary.cos.shape[1], self.key.shape[2]
+        if Q != N:
+            raise ValueError(
+                f"keys before rotary embedding are known of the last {Q} tokens, not of all {N}: "
+                "a score that needs them cannot go on with an earlier turn; start a new cache"
+            )
+        return self.rotary.undo(self.key)
+
+    def rows(self, at: Tensor) -> LayerInputs:
+        """Some rows of the batch."""
+        found: dict[str, Any] = {}
+        for name in (f.name for f in fields(self)):
+            x = getattr(self, name)
+            if isinstance(x, Tensor):
+                found[name] = x[at]
+            elif isinstance(x, Rotary):
+                found[name] = x.rows(at)
+        return replace(self, **found)
+
+    def by_head(self, valid: Tensor) -> LayerInputs:
+        """Each key-value head as a row of its own; `valid`, bool [B, H, N], is each head's own."""
+        B, H = self.key.shape[:2]
+        device = self.key.device
+        mask, rotary = self.mask, self.rotary
+        if mask is not None:
+            mask = mask.expand(B, H, -1, -1).flatten(0, 1)[:, None]
+        if rotary is not None:
+            rotary = rotary.rows(torch.arange(B, device=device).repeat_interleave(H))
+        return replace(
+            self,
+            query=self.query.unflatten(1, (H, -1)).flatten(0, 1),
+            key=self.key.flatten(0, 1)[:, None],
+            value=self.value.flatten(0, 1)[:, None],
+            valid=valid.flatten(0, 1),
+            mask=mask,
+            rotary=rotary,
+            head=torch.arange(H, device=device).repeat(B),
+        )
