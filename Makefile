@@ -10,7 +10,7 @@ FOLDERS := mmkv policies $(wildcard eval demo)
 # The oldest transformers we support and the newest, on the pinned torch.
 MATRIX := 5.17.0 5.23.0
 
-.PHONY: run demo test test-matrix lint type docs dist format clean install
+.PHONY: run demo test test-slow test-all test-matrix lint type docs dist format clean install
 
 run: install
 	$(BIN)/mmkv chat $(PICTURE) "Describe the image." --policy prefixkv --budget 0.2
@@ -18,7 +18,14 @@ run: install
 demo: install
 	$(BIN)/mmkv demo
 
+# What a change has to pass while it is made: minutes, and some of every area.
 test: install
+	$(BIN)/pytest $(TEST) -m "not slow"
+
+test-slow: install
+	$(BIN)/pytest $(TEST) -m slow
+
+test-all: install
 	$(BIN)/pytest $(TEST)
 
 test-matrix: $(MATRIX:%=test-transformers-%)

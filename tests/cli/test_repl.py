@@ -1,0 +1,119 @@
+"""mmkv chat without a question: lines from a pipe, commands and answers."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from helpers.marks import slow_except
+from mmkv import chat
+from mmkv.builtin import example_pictures
+from mmkv.cli.repl import Repl
+from mmkv.demo.session import Engines, Session
+from mmkv.demo.values import Settings
+
+
+@pytest.fixture(scope="module")
+def engines():
+    return Engines(["builtin"], lambda name: chat.load(name))
+
+
+def talk(engines, *lines: str, terminal: bool = False) -> tuple[str, int, Session]:
+    console = Console(file=io.StringIO(), width=200, force_terminal=terminal, color_system=None)
+    session = Session(engines)
+    settings = Settings(policy="adakv", budget=0.3, options={"window": 8}, max_new_tokens=12)
+    refused = Repl(session, settings, console).run(lines)
+    return console.file.getvalue(), refused, session
+
+
+@pytest.mark.parametrize("terminal", slow_except([False, True], True))
+def test_two_turns_about_a_picture(engines, terminal):
+    out, refused, session = talk(
+        engines,
+        f"/image {example_pictures()[0]}\n",
+        "Describe the picture.\n",
+        "\n",
+        "How many objects are in the picture?\n",
+        "/quit\n",
+        "never asked\n",
+        terminal=terminal,
+    )
+    assert refused == 0
+    assert [turn.question for turn in session.turns] == [
+        "Describe the picture.",
+        "How many objects are in the picture?",
+    ]
+    for turn in session.turns:
+        assert f"full cache: {turn.full.text.strip()}" in out
+        assert f"adakv 0.3: {turn.compressed.text.strip()}" in out
+        assert f"{turn.compressed.nbytes / 1024:.1f} of" in out
+        assert turn.compressed.nbytes < turn.full.nbytes
+    session.close()
+
+
+def test_commands_change_what_is_used(engines):
+    out, refused, session = talk(
+        engines,
+        f"/image {example_pictures()[1]}",
+        "/policy snapkv window=4",
+        "/budget 0.5",
+        "/kv-dtype int8",
+        "Describe the picture.",
+        "/clear",
+        "/help",
+    )
+    assert refused == 0
+    assert "from now on snapkv 0.3\n" in out
+    assert "from now on snapkv 0.5\n" in out
+    assert "snapkv 0.5 in int8: " in out
+    assert "/image PATH" in out
+    assert session.turns == []
+
+
+def test_budgets_that_mean_something_else(engines):
+    out, refused, _ = talk(engines, "/budget 1", "/policy full", "/budget 0.5")
+    assert refused == 0
+    assert out.splitlines() == [
+        "from now on adakv 1",
+        "a budget of 1 is one token per layer and head; 1.0 or 100% keeps everything",
+        "from now on full",
+        "from now on full",
+        "policy full takes no budget: it is ignored",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    slow_except(
+        [
+            ("What is there?", "no picture yet"),
+            ("/image nowhere.png", "nowhere.png"),
+            ("/policy nosuch", "unknown policy 'nosuch'"),
+            ("/policy snapkv windw=3", "'windw'"),
+            ("/budget much", "much"),
+            ("/kv-dtype int3", "kv_dtype='int3'"),
+        ],
+        ("/image nowhere.png", "nowhere.png"),
+        several=True,
+    ),
+)
+def test_a_refused_line_says_why_and_the_chat_goes_on(engines, line, message):
+    out, refused, session = talk(engines, line, f"/image {example_pictures()[0]}", "Describe it.")
+    assert refused == 1
+    assert message in out
+    assert "Traceback" not in out
+    assert len(session.turns) == 1
+
+
+def test_it_works_in_a_pipe(monkeypatch, capsys):
+    from mmkv.cli import commands
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("How many objects are in the picture?\n"))
+    words = ["mmkv", "chat", "--image", str(example_pictures()[0]), "--max-new-tokens", "8"]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit) as end:
+        commands.main()
+    assert end.value.code in (0, None)
+    assert "full cache: There are three objects" in capsys.readouterr().out

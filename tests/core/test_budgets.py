@@ -1,0 +1,503 @@
+"""What a budget means: prompts of any length, generated tokens, and what is always kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+
+import mmkv
+from helpers.marks import slow_except
+from helpers.models import IMAGE, IMAGE_TOKENS, VOCAB, make_inputs, make_model, row_of
+from helpers.oracle import generate, top
+from mmkv.cache.selection import row_sizes
+from mmkv.cache.slots import make_schedule
+
+L, H, G = 3, 2, 2
+MODELS = {name: make_model(name) for name in ("llama", "llava-llama")}
+PICTURE_FROM = 24  # tokens of the shortest row that holds a picture
+
+
+def rows_of(name, lengths, seed):
+    """A left-padded batch; of a model with pictures, each row that has room holds one."""
+    inputs = make_inputs("llama", lengths, seed)
+    if name == "llama":
+        return inputs
+    ids, pictures = inputs["input_ids"], [n >= PICTURE_FROM for n in lengths]
+    for b, n in enumerate(lengths):
+        if pictures[b]:
+            start = ids.shape[1] - n + 4
+            ids[b, start : start + IMAGE_TOKENS] = IMAGE
+    if any(pictures):
+        g = torch.Generator().manual_seed(seed)
+        inputs["pixel_values"] = torch.randn(sum(pictures), 3, 16, 16, generator=g)
+    return inputs
+
+
+def asked(budget, n):
+    """Tokens over all layers, per head."""
+    return round(budget * L * n) if isinstance(budget, float) else min(budget, n) * L
+
+
+def always_kept(policy, budget, ids):
+    """Places in one row, without padding, that every layer keeps: as the rule reads."""
+    n = len(ids)
+
+    def must(window):
+        text = range(n) if policy.protect == "instruction" else ()
+        return (
+            {j for j in text if ids[j] != IMAGE}
+            | set(range(min(policy.sinks, n)))
+            | set(range(max(0, n - window), n))
+        )
+
+    total, window = asked(budget, n), policy.observed
+    if total < L * len(must(window)):
+        window = min(window, max(1, int(total / L / 2)))
+    return must(window)
+
+
+def alone(inputs, b):
+    """One row of a batch, without its padding."""
+    row = row_of(inputs, b)
+    return {k: v for k, v in row.items() if len(v)}  # no pixels where it holds no picture
+
+
+def tokens_of(inputs, b):
+    real = inputs["attention_mask"][b].bool()
+    return inputs["input_ids"][b][real].tolist()
+
+
+OPTIONS = {
+    "window": st.integers(1, 64),
+    "sinks": st.integers(0, 12),
+    "merge": st.sampled_from([None, "position", "feature"]),
+    "heads": st.sampled_from(["uniform", "adaptive"]),
+    "protect": st.sampled_from(["none", "instruction"]),
+    "layers": st.sampled_from(["uniform", "pyramid", "geometric", "squeeze", "prefix", "pooled"]),
+    "decode": st.sampled_from(["grow", "ratio", "fixed"]),
+    "allocation": st.sampled_from(["one-pass", "mini-prefill"]),
+    "average_heads": st.booleans(),
+    "recency_weighted": st.booleans(),
+    "distance": st.integers(0, 9),
+}
+
+
+@st.composite
+def cases(draw):
+    name = draw(st.sampled_from(sorted(MODELS)))
+    # Most prompts are short ones: those are where a budget and what must be kept meet.
+    length = st.integers(1, 40) | st.integers(1, 300)
+    lengths = tuple(draw(st.lists(length, min_size=1, max_size=3)))
+    chosen = draw(st.lists(st.sampled_from(sorted(OPTIONS)), max_size=5, unique=True))
+    options = {key: draw(OPTIONS[key]) for key in chosen}
+    if name == "llama":
+        options.pop("protect", None)
+    budget = draw(st.floats(0.01, 1) | st.sampled_from([0.1, 0.2, 0.5]) | st.integers(1, 120))
+    fractions = draw(st.none() | st.lists(st.floats(0.01, 1), min_size=L, max_size=L))
+    policy = draw(st.sampled_from([x for x in mmkv.list_policies() if x != "full"]))
+    chunk = draw(st.none() | st.integers(2, 50))
+    return name, lengths, policy, budget, fractions, options, chunk, draw(st.integers(0, 99))
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=80,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+@example(("llama", (33, 300), "snapkv", 0.2, None, {}, None, 0))
+@example(("llama", (20, 39, 5), "pyramidkv", 0.2, None, {"heads": "adaptive"}, None, 0))
+@example(("llama", (1, 19), "streaming", 0.2, None, {}, None, 0))
+@example(("llama", (5, 20), "snapkv", 0.97, None, {}, None, 0))  # one row keeps all, the other not
+@example(("llava-llama", (30, 9), "prefixkv", 0.2, None, {"protect": "instruction"}, None, 0))
+@given(cases())
+def test_no_prompt_fails_for_its_length(case):
+    """Any prompt is generated from; the budget is spent where it can be; rows are as if alone."""
+    name, lengths, policy, budget, fractions, options, chunk, seed = case
+    try:
+        chosen = mmkv.get_policy(policy, **options)
+    except ValueError:  # a combination that means nothing
+        assume(False)
+    given = {"budget": budget}
+    if fractions is not None:
+        budget = sum(fractions) / L
+        given = {"profile": mmkv.Profile(tuple(fractions), budget=budget)}
+    least = chosen.observed + chosen.sinks
+    if isinstance(budget, int) and budget < least:
+        with pytest.raises(ValueError, match=rf"budget={budget} .* {least} tokens"):
+            mmkv.wrap(MODELS[name], chosen, **given)
+        return
+    model, inputs = MODELS[name], rows_of(name, lengths, seed)
+    more = torch.randint(4, VOCAB, (1, 7), generator=torch.Generator().manual_seed(seed))
+    with mmkv.wrapped(model, chosen, **given):
+        held = [two_turns(model, inputs, more, chunk)]
+        if len(lengths) > 1:
+            held += [two_turns(model, alone(inputs, b), more, None) for b in range(len(lengths))]
+    for b, n in enumerate(lengths):
+        shift, ids = max(lengths) - n, tokens_of(inputs, b)
+        must = always_kept(chosen, budget, ids)
+        heads = [set(h[h >= 0].tolist()) for layer in held[0][0] for h in layer[b]]
+        assert all({j + shift for j in must} <= head for head in heads)
+        wanted = max(asked(budget, n), L * len(must))
+        assert sum(len(head) for head in heads) == H * wanted
+        for together, single in zip(held[0], held[1 + b] if held[1:] else held[0], strict=True):
+            for x, y in zip(together, single, strict=True):
+                own = torch.where(y[0] < 0, -1, y[0] + shift)
+                assert torch.equal(x[b][:, : own.shape[-1]], own)
+                assert (x[b][:, own.shape[-1] :] == -1).all()
+
+
+def two_turns(model, inputs, more, chunk):
+    """What each layer held after each pass of a turn and of one more of a few tokens."""
+    chunks = {} if chunk is None else {"prefill_chunk_size": chunk}
+    _, words, cache, held = generate(model, inputs, new=3, **chunks)
+    ids = torch.cat([inputs["input_ids"], words, more.expand(len(words), -1)], dim=1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(ids[:, : words.shape[1] + 7])], 1)
+    second = {"input_ids": ids, "attention_mask": mask}
+    return held + generate(model, second, new=3, past_key_values=cache)[-1]
+
+
+def window_scores(weights, h, n, window, kernel, pooling, recent):
+    """One key-value head's scores of the n - window tokens before the window, one at a time."""
+    scores = []
+    share = [i + 1 if recent else 1 for i in range(window)]
+    for g in range(G):
+        a = weights[h * G + g]
+        mean = [
+            sum(share[i] * a[n - window + i, j].item() for i in range(window)) / sum(share)
+            for j in range(n - window)
+        ]
+        pooled = []
+        for j in range(n - window):
+            near = [
+                mean[i] if 0 <= i < n - window else 0.0
+                for i in range(j - kernel // 2, j + kernel // 2 + 1)
+            ]
+            pooled.append({"max": max(near), "avg": sum(near) / kernel, None: mean[j]}[pooling])
+        scores.append(pooled)
+    return [sum(x) / G for x in zip(*scores, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "pooling"), [("snapkv", "max"), ("xkv", "avg"), ("pyramidinfer", None)]
+)
+def test_a_short_row_keeps_what_its_shrunk_window_attends_to(models, policy, pooling):
+    """Each row of a batch by its own window: half of its budget, at least one token."""
+    model, lengths = models("llama"), (33, 60, 9, 2, 20)
+    inputs = make_inputs("llama", lengths)
+    eager = make_model("llama", "eager")
+    with mmkv.wrapped(model, policy, 0.2, layers="uniform", window=32), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+    for b, n in enumerate(lengths):
+        total = round(0.2 * L * n)
+        window = max(1, int(total / L / 2))
+        with torch.no_grad():
+            attentions = eager(**row_of(inputs, b), output_attentions=True).attentions
+        kept = 0
+        for layer in range(L):
+            for h in range(H):
+                head = cache.kept(layer)[b, h]
+                found = {j - max(lengths) + n for j in head[head >= 0].tolist()}
+                scores = window_scores(
+                    attentions[layer][0], h, n, window, 7, pooling, policy == "pyramidinfer"
+                )
+                assert found == top(scores, len(found) - window) | set(range(n - window, n))
+                kept += len(found)
+        assert kept == H * max(total, L * window)
+
+
+def test_a_budget_too_small_for_what_must_stay_is_said(text_model, caplog):
+    """In the report, and in one line of the log for a prompt; nothing where the budget suffices."""
+    with mmkv.wrapped(text_model, "snapkv", 0.2, sinks=4), torch.no_grad():
+        out = text_model.generate(
+            **make_inputs("llama", (200, 40, 12)), max_new_tokens=3, return_dict_in_generate=True
+        )
+        notes = out.past_key_values.report().notes
+        assert notes == [
+            "row 1: budget 0.2 gives 8 of 40 tokens a layer, too few for window 32, sinks 4; "
+            "its last 4 observe instead",
+            "row 2: budget 0.2 gives 2.33 of 12 tokens a layer, too few for window 32, sinks 4; "
+            "its last 1 observe instead; 5 are kept",
+        ]
+        assert [record.getMessage() for record in caplog.records] == ["; ".join(notes)]
+        caplog.clear()
+        text_model.generate(**make_inputs("llama", (40,) * 9), max_new_tokens=2)
+        assert [r.getMessage().count("too few") for r in caplog.records] == [3]
+        assert caplog.records[0].getMessage().endswith("; and 6 rows more")
+        caplog.clear()
+        cache = text_model(**make_inputs("llama", (200, 180)), use_cache=True).past_key_values
+    assert not caplog.records
+    assert cache.report().notes == []
+
+
+@pytest.mark.parametrize("policy", mmkv.list_policies())
+def test_protected_text_above_the_budget_stays_in_every_turn(models, policy):
+    """The demo's second turn: the text of both is more than a fifth of the tokens seen."""
+    model, inputs = models("llava-llama"), make_inputs("llava-llama", (40,))
+    options = {} if policy == "full" else {"protect": "instruction"}
+    with mmkv.wrapped(model, policy, 0.2, **options):
+        _, words, cache, _ = generate(model, inputs, new=6)
+        ids = torch.cat([inputs["input_ids"], words, torch.arange(10, 40)[None]], dim=1)
+        second = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        *_, held = generate(model, second, new=3, past_key_values=cache)
+    text = {j for j in range(76) if ids[0, j] != IMAGE} - set(range(40, 45))
+    heads = [set(head.tolist()) for layer in held[0] for head in layer[0]]
+    if policy == "full":
+        assert all(head == set(range(76)) for head in heads)
+        return
+    sinks = set(range(mmkv.get_policy(policy).sinks))
+    assert all(head == text | sinks for head in heads)
+    assert "protected text" in cache.report().notes[-1]
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "pyramidinfer", "xkv"])
+def test_rows_of_a_later_turn_observe_with_the_queries_they_have(models, policy):
+    """A turn whose rows are of different lengths, some shorter than the window: as if alone."""
+    model, inputs = models("llama"), make_inputs("llama", (60, 60))
+    g = torch.Generator().manual_seed(7)
+    lengths = (12, 3)  # of the second turn
+    more = torch.randint(4, VOCAB, (2, 12), generator=g)
+
+    def talk(rows):
+        first = {k: v[rows] for k, v in inputs.items()}
+        longest = max(lengths[b] for b in rows)
+        cache = generate(model, first, new=1)[2]
+        new = torch.ones(len(rows), longest, dtype=torch.long)
+        for i, b in enumerate(rows):
+            new[i, : longest - lengths[b]] = 0
+        second = {
+            "input_ids": torch.cat([first["input_ids"], more[rows][:, 12 - longest :]], dim=1),
+            "attention_mask": torch.cat([first["attention_mask"], new], dim=1),
+        }
+        return generate(model, second, new=1, past_key_values=cache)[-1][0]
+
+    with mmkv.wrapped(model, policy, 0.5, window=8):
+        together, *singles = (talk(rows) for rows in ([0, 1], [0], [1]))
+    for b, single in enumerate(singles):
+        shift = 12 - lengths[b]
+        for x, y in zip(together, single, strict=True):
+            own = torch.where(y[0] >= 60, y[0] + shift, y[0])
+            assert torch.equal(x[b][:, : own.shape[-1]], own)
+            assert (x[b][:, own.shape[-1] :] == -1).all()
+
+
+@pytest.mark.parametrize("layers", ["prefix", "pooled"])
+@pytest.mark.parametrize(("protect", "budget"), [("none", 0.5), ("instruction", 0.2)])
+def test_a_later_turn_may_have_fewer_tokens_left_than_its_budget(models, layers, protect, budget):
+    """Long answers count into the budget, but decoding has dropped them: all that is left stays."""
+    model, inputs = models("llava-llama"), make_inputs("llava-llama", (40,))
+    options = {"layers": layers, "decode": "fixed", "protect": protect, "average_heads": False}
+    with mmkv.wrapped(model, "prefixkv", budget, **options):
+        _, words, cache, held = generate(model, inputs, new=60)
+        ids = torch.cat([inputs["input_ids"], words, torch.tensor([[7, 8]])], dim=1)
+        second = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        *_, kept = generate(model, second, new=2, past_key_values=cache)
+    for before, after in zip(held[-1], kept[0], strict=True):
+        for one, other in zip(before[0], after[0], strict=True):
+            left = set(one[one >= 0].tolist()) | set(range(99, 102))
+            assert set(other[other >= 0].tolist()) == left
+
+
+def simulated(decode, first, n, size, steps, distance, sinks):
+    """What a head holds after each step: `first` and then tokens n, n + 1, ..., one at a time.
+
+    `size(t)` is how many it may hold once t tokens are generated.
+    """
+    tokens, held = sorted(first), [set(first)]
+    for t in range(1, steps + 1):
+        newest = n + t - 1
+        tokens.append(newest)
+        over = len(tokens) > size(t)
+        if decode == "ratio" and over and newest - distance >= n and newest - distance in tokens:
+            tokens.remove(newest - distance)
+        if decode == "fixed" and over:
+            tokens.remove(next(j for j in tokens if j >= sinks))
+        held.append(set(tokens))
+    return held
+
+
+@pytest.mark.parametrize("budget", slow_except([0.3, 20], 20))
+@pytest.mark.parametrize("lengths", slow_except([(20,), (21,), (60, 12, 31)], (60, 12, 31)))
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    slow_except(
+        [
+            ("snapkv", {"window": 3}),
+            ("prefixkv", {"distance": 4}),
+            ("prefixkv", {"distance": 25}),
+            ("elastic", {"distance": 7, "merge": None}),
+            ("pyramidkv", {"window": 2, "heads": "adaptive", "decode": "ratio", "distance": 3}),
+            ("local", {}),
+            ("streaming", {"sinks": 3}),
+            ("local", {"layers": "pyramid"}),
+            ("h2o", {}),
+            ("h2o", {"layers": "prefix", "heads": "adaptive"}),
+        ],
+        ("prefixkv", {"distance": 4}),
+        ("pyramidkv", {"window": 2, "heads": "adaptive", "decode": "ratio", "distance": 3}),
+        ("streaming", {"sinks": 3}),
+        ("h2o", {}),
+        several=True,
+    ),
+)
+def test_what_a_budget_means_for_generated_tokens(models, policy, options, lengths, budget):
+    """grow: on top of it. ratio: its share of, or number among, all. fixed: in others' place."""
+    model, inputs, new = models("llama"), make_inputs("llama", lengths), 40
+    chosen = mmkv.get_policy(policy, **options)
+    with mmkv.wrapped(model, chosen, budget):
+        *_, held = generate(model, inputs, new=new)
+    for b, n in enumerate(lengths):
+        shift = max(lengths) - n
+        for layer in range(L):
+            for h in range(H):
+                got = [step[layer][b, h] for step in held]
+                got = [{j - shift for j in x[x >= 0].tolist()} for x in got]
+                kept = len(got[0])
+                if isinstance(budget, int):
+                    size = (lambda t: budget) if n <= budget else (lambda t, k=kept: k)
+                elif chosen.decode == "ratio":
+                    size = lambda t, k=kept, n=n: round(k / n * (n + t))  # noqa: E731
+                else:
+                    size = lambda t, k=kept: k  # noqa: E731
+                wanted = simulated(
+                    chosen.decode, got[0], n, size, new - 1, chosen.distance, chosen.sinks
+                )
+                if policy == "h2o":  # which token it drops depends on the attention
+                    assert [len(x) for x in got] == [len(x) for x in wanted]
+                else:
+                    assert got == wanted
+
+
+def test_an_int_budget_is_a_number_of_tokens_by_ratio_too(models):
+    """Held is the budget, or the prompt and the `distance` most recent tokens."""
+    model = models("llama")
+    for n, distance, most in ((30, 25, 55), (30, 5, 40), (100, 25, 65), (100, 5, 45)):
+        with mmkv.wrapped(model, "elastic", 40, distance=distance):
+            *_, cache, _ = generate(model, make_inputs("llama", (n,)), new=60)
+        assert [int((cache.kept(i) >= 0).sum()) for i in range(L)] == [most * H] * L
+
+
+def test_the_share_of_generated_tokens_is_the_budgets_where_more_had_to_be_kept(models):
+    """A prompt of text alone, all of it protected: the answer to it is held by a fifth."""
+    model, inputs = models("llava-llama"), make_inputs("llama", (30,))
+    with mmkv.wrapped(model, "prefixkv", 0.2, protect="instruction", distance=5):
+        *_, held = generate(model, inputs, new=200)
+    assert [len(held[t][0][0, 0]) for t in (0, 5, 6, 110, 150)] == [30, 35, 35, 35, 36]
+    assert len(held[-1][0][0, 0]) == round(0.2 * 229)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40)), min_size=1, max_size=3),
+    st.none() | st.integers(1, 60),
+    st.integers(0, 12),
+    st.integers(0, 130),
+    st.integers(1, 100),
+)
+def test_a_ratio_schedule_says_how_many_slots_it_will_need(sizes, number, distance, done, steps):
+    counts = np.array([min(kept, seen) for kept, seen in sizes])
+    lengths = np.array([seen for _, seen in sizes])
+    schedule = make_schedule(
+        mmkv.get_policy("prefixkv", distance=distance),
+        counts=counts,
+        lengths=lengths,
+        protected=counts,
+        capacity=counts if number is None else np.maximum(counts, number),
+        share=counts / lengths if number is None else None,
+    )
+    schedule.advance(done)
+    most = schedule.most(steps)
+    for _ in range(steps):
+        assert schedule.width <= most
+        schedule.advance()
+
+
+def official_pyramid(n_layers, mean, window, n, beta):
+    """PyramidKV's sizes as its paper and code give them, before rounding: the window on top."""
+    least = (mean - window) / beta
+    most = 2 * (mean - window) - least
+    if most >= n - window:
+        most = n - window
+        least = 2 * (mean - window) - most
+    step = (most - least) / (n_layers - 1)
+    return [window + most - step * layer for layer in range(n_layers)]
+
+
+@pytest.mark.parametrize("policy", ["pyramidkv", "ada-pyramidkv"])
+@pytest.mark.parametrize(
+    ("n_layers", "mean", "window", "n", "beta"),
+    [(32, 64, 8, 1000, 20), (32, 64, 8, 90, 20), (3, 40, 8, 100, 20), (7, 90, 32, 110, 5)],
+)
+def test_pyramidkv_is_the_official_series(policy, n_layers, mean, window, n, beta):
+    """The window in every layer, and the rest of the budget falling with depth."""
+    chosen = mmkv.get_policy(policy, window=window, beta=beta)
+    sizes = row_sizes(chosen, mean, n_layers=n_layers, length=n, floor=window)
+    wanted = official_pyramid(n_layers, mean, window, n, beta)
+    assert all(abs(x - y) < 1 for x, y in zip(sizes, wanted, strict=True))
+    assert sum(sizes) == n_layers * mean
+
+
+def test_pyramidkv_keeps_the_official_series(models):
+    """In a model: the example of a window of 8 and a mean of 64, and a first layer that is full."""
+    model = models("llama")
+    for n, sizes in ((200, [117, 64, 11]), (100, [100, 64, 28])):
+        with mmkv.wrapped(model, "pyramidkv", 64), torch.no_grad():
+            cache = model(**make_inputs("llama", (n,)), use_cache=True).past_key_values
+        assert [int((cache.kept(i)[0, 0] >= 0).sum()) for i in range(L)] == sizes
+
+
+@pytest.mark.parametrize("retention", [0.3, 0.6, 0.95])
+def test_retention_counts_what_competes_beside_what_must_stay(models, retention):
+    """XKV's target: the fewest tokens beside sinks and window that retain it on average."""
+    model, inputs, n, window, sinks = models("llama"), make_inputs("llama", (60,)), 60, 6, 2
+    with torch.no_grad():
+        attentions = make_model("llama", "eager")(**inputs, output_attentions=True).attentions
+    options = {"window": window, "sinks": sinks, "kernel_size": 3, "retention": retention}
+    with mmkv.wrapped(model, "xkv", **options), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+    entries = []  # of each layer the mean over heads of the largest, second largest, ... score
+    for layer in range(L):
+        heads = [
+            window_scores(attentions[layer][0], h, n, window, 3, "avg", False)[sinks:]
+            for h in range(H)
+        ]
+        ranked = [sorted(x, reverse=True) for x in heads]
+        means = [sum(x) / H for x in zip(*ranked, strict=True)]
+        entries += [(x / sum(means), layer) for x in means]
+    entries.sort(reverse=True)
+    reached, counts = 0.0, [0] * L
+    for share, layer in entries:
+        if reached / L >= retention:
+            break
+        reached += share
+        counts[layer] += 1
+    got = [(cache.kept(i)[0] >= 0).sum(-1).tolist() for i in range(L)]
+    assert got == [[window + sinks + count] * H for count in counts]
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "prefixkv"])
+def test_a_prompt_one_token_above_an_int_budget_loses_the_least_of_them(models, policy):
+    """At the budget nothing goes; one token more, and each layer and head drops its least one."""
+    model, options = models("llama"), {"window": 4} if policy == "snapkv" else {}
+    if policy == "prefixkv":
+        options = {"layers": "uniform", "average_heads": False}
+    for n in (19, 20, 21):
+        inputs = make_inputs("llama", (n,), seed=3)
+        with mmkv.wrapped(model, policy, 20, **options), torch.no_grad():
+            cache = model(**inputs, use_cache=True).past_key_values
+        with torch.no_grad():
+            attentions = make_model("llama", "eager")(**inputs, output_attentions=True).attentions
+        for layer in range(L):
+            for h in range(H):
+                kept = set(cache.kept(layer)[0, h].tolist())
+                mean = attentions[layer][0, h * G : (h + 1) * G].mean(0)
+                scores = mean.sum(0).tolist()
+                late = {"snapkv": 4, "h2o": 10, "prefixkv": 0}[policy]
+                if policy == "snapkv":
+                    scores = window_scores(attentions[layer][0], h, n, 4, 7, "max", False)
+                least = min(range(n - late), key=lambda j: (scores[j], -j))
+                assert kept == set(range(n)) - ({least} if n == 21 else set())

@@ -1,0 +1,168 @@
+"""`cache.nbytes` is what the allocator holds, after every way of generating."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import mmkv
+from helpers.marks import slow_except
+from helpers.memory import storages
+from helpers.models import PAD, VOCAB, ending, make_inputs, next_turn
+from helpers.oracle import short
+
+D = 250  # a head dimension that nothing else has: it tells keys, values and queries from the rest
+HEADS = 4
+POLICIES = ["full", "prefixkv", "snapkv", "adakv", "h2o"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=HEADS,
+            num_key_value_heads=2,
+            head_dim=D,
+            vocab_size=VOCAB,
+            initializer_range=0.15,
+            pad_token_id=PAD,
+        )
+    )
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = PAD
+    # What is alive by now need not be looked at each time: that is what takes long.
+    gc.collect()
+    gc.freeze()
+    yield model.eval()
+    gc.unfreeze()
+
+
+def say(model, inputs, **options):
+    """The sequences, and the cache, which is all that is left alive."""
+    options = {"max_new_tokens": 8, "do_sample": False, **options}
+    out = model.generate(**inputs, **options, return_dict_in_generate=True)
+    return out.sequences, out.past_key_values
+
+
+def held_since(before: dict[int, int]) -> int:
+    """Bytes of the storages that could hold keys or values and were not there before."""
+    return sum(n for at, n in storages(D).items() if at not in before)
+
+
+def generating(**options):
+    return lambda model, inputs: say(model, inputs, **options)[1]
+
+
+def turns(model, inputs, **options):
+    sequences, cache = say(model, inputs, **options)
+    for seed in (1, 2):
+        more = next_turn(inputs, sequences, image=False, seed=seed)
+        sequences, again = say(model, more, past_key_values=cache, **options)
+        assert again is cache
+    return cache
+
+
+def turns_with_beams(model, inputs):
+    sequences, cache = say(model, inputs)
+    cache.batch_repeat_interleave(3)
+    more = next_turn(inputs, sequences, image=False)
+    return say(model, more, past_key_values=cache, num_beams=3)[1]
+
+
+def some_rows(model, inputs):
+    cache = say(model, inputs)[1]
+    cache.batch_select_indices(torch.tensor([1]))
+    return cache
+
+
+def rows_repeated(model, inputs):
+    cache = say(model, inputs)[1]
+    cache.batch_repeat_interleave(3)
+    return cache
+
+
+def a_copy(model, inputs):
+    return copy.deepcopy(say(model, inputs)[1])
+
+
+def started_again(model, inputs):
+    cache = say(model, inputs)[1]
+    cache.reset()
+    assert cache.nbytes == 0
+    return say(model, inputs, past_key_values=cache)[1]
+
+
+WAYS = {
+    "greedy": generating(),
+    "many tokens": generating(max_new_tokens=70),
+    "beams": generating(num_beams=3),
+    "several beams": generating(num_beams=4, num_return_sequences=2),
+    "several samples": generating(do_sample=True, num_return_sequences=3),
+    "chunks": generating(prefill_chunk_size=16),
+    "turns": turns,
+    "turns in chunks": lambda model, inputs: turns(model, inputs, prefill_chunk_size=16),
+    "turns with beams": turns_with_beams,
+    "some rows": some_rows,
+    "rows repeated": rows_repeated,
+    "a copy": a_copy,
+    "started again": started_again,
+}
+
+
+@pytest.mark.parametrize("way", slow_except(WAYS, "greedy", "turns with beams"))
+@pytest.mark.parametrize("policy", slow_except(POLICIES, "adakv"))
+def test_bytes_are_those_of_the_storages(model, policy, way):
+    inputs, before = make_inputs("llama", (90, 61)), storages(D)
+    with mmkv.wrapped(model, policy, 0.3, **short(policy)):
+        cache = WAYS[way](model, inputs)
+    assert held_since(before) == cache.nbytes > 0
+    assert cache.report().nbytes == cache.nbytes
+    cache.reset()
+    assert cache.nbytes == held_since(before) == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError])
+@pytest.mark.parametrize("chunk", [None, 40])
+@pytest.mark.parametrize("when", ["in the prompt", "while decoding", "in a turn"])
+@pytest.mark.parametrize("policy", slow_except(POLICIES, "h2o"))
+def test_bytes_after_an_interrupt(model, policy, when, chunk, error):
+    """What an interrupted pass leaves is what the cache says, and the last queries of a chunk."""
+    inputs, before, found = make_inputs("llama", (90, 61)), storages(D), []
+    options = {} if chunk is None else {"prefill_chunk_size": chunk}
+    with mmkv.wrapped(model, policy, 0.3, **short(policy)):
+        if when == "in a turn":
+            sequences, cache = say(model, inputs, **options)
+            inputs = next_turn(inputs, sequences, image=False, new=60)
+            options["past_key_values"] = cache
+            del cache
+        passes = {"in a turn": 0, "in the prompt": 0, "while decoding": 4}[when]
+        hooks = [
+            model.model.register_forward_pre_hook(
+                lambda m, a, k: found.append(k["past_key_values"]), with_kwargs=True
+            ),
+            model.model.layers[1].register_forward_hook(
+                ending(error, after=passes + (chunk is not None))
+            ),
+        ]
+        with pytest.raises(error):
+            say(model, inputs, **options)
+        for hook in hooks:
+            hook.remove()
+    cache = found[-1]
+    assert all(x is cache for x in found)
+    observed = mmkv.get_policy(policy, **short(policy)).observed
+    tails = 0 if chunk is None or when == "while decoding" else observed
+    assert 0 <= held_since(before) - cache.nbytes <= 3 * 2 * HEADS * tails * D * 4
+    assert cache.nbytes > 0
+    found.clear()
+    options.clear()
+    del cache
+    assert held_since(before) == 0

@@ -1,0 +1,135 @@
+"""One step captured: on its own device, one at a time, and nothing left of a failed attempt."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+
+from helpers.pretend_cuda import ELSEWHERE, install
+from helpers.pretending import DEVICE, Devices, OnDevice
+from mmkv.attach import capturing
+from mmkv.attach.capturing import capture, refusing_waits
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """The stand-in, with another device current; tensors are on `DEVICE`."""
+    with Devices():
+        yield install(monkeypatch, DEVICE)
+
+
+def settled(cuda):
+    """Whether the device, the stream and the allocator are as they were before any capture."""
+    return (
+        cuda.current == ELSEWHERE
+        and cuda.stream_now is None
+        and not cuda.capturing
+        and not cuda.underway
+    )
+
+
+def test_a_step_is_captured_on_its_own_device(cuda):
+    x = OnDevice(torch.zeros(3))
+    replay, out = capture(lambda: x.add_(1) * 2, DEVICE)
+    assert x.cpu().tolist() == [0, 0, 0]
+    for n in (1, 2):
+        replay()
+        assert x.cpu().tolist() == [n, n, n]
+        assert out.cpu().tolist() == [2 * n, 2 * n, 2 * n]
+    assert settled(cuda)
+
+
+def test_a_capture_that_recorded_nothing_is_an_error(cuda, monkeypatch):
+    monkeypatch.setattr(cuda, "device", nullcontext)
+    x = OnDevice(torch.zeros(3))
+    with pytest.raises(RuntimeError, match="on privateuseone:0 recorded nothing"):
+        capture(lambda: x.add_(1), DEVICE)
+    assert settled(cuda)
+
+
+def waits(x):
+    return x.sum().item()
+
+
+def stops(x):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("step", [waits, stops])
+def test_a_capture_that_fails_leaves_nothing(cuda, step):
+    """Neither the stream, nor the device, nor an allocator that thinks the capture goes on."""
+    x = OnDevice(torch.ones(3))
+    with pytest.raises((RuntimeError, KeyboardInterrupt)):
+        capture(lambda: step(x.add_(1)), DEVICE)
+    assert settled(cuda)
+    assert x.cpu().tolist() == [1, 1, 1]
+    # torch frees a graph's pool with the graph, but not one whose capture never ended.
+    assert len(cuda.pools) == (step is stops)
+    assert capturing._failed == ([] if step is stops else cuda.graphs)
+    replay, _ = capture(lambda: x.add_(1), DEVICE)
+    replay()
+    assert x.cpu().tolist() == [2, 2, 2]
+
+
+def test_the_error_told_is_the_steps_own(cuda):
+    """Not that the capture could not be ended, which follows from it."""
+    with pytest.raises(RuntimeError, match="between host and device"):
+        capture(lambda: waits(OnDevice(torch.ones(3))), DEVICE)
+
+
+def test_a_capture_that_cannot_begin_leaves_nothing(cuda):
+    with cuda.device(DEVICE):
+        busy = capturing._stream()
+    cuda.capturing[busy] = "another's"
+    with pytest.raises(RuntimeError, match="not permitted"):
+        capture(lambda: None, DEVICE)
+    del cuda.capturing[busy]
+    assert settled(cuda)
+    assert not cuda.pools
+
+
+def test_one_capture_at_a_time(cuda):
+    """Two threads; the second comes while the first is in the middle of its step."""
+    inside, found = threading.Event(), []
+
+    def slow():
+        inside.set()
+        second.join(0.1)  # it may not get in
+
+    def other():
+        inside.wait()
+        with Devices():
+            found.append(capture(lambda: None, DEVICE))
+
+    second = threading.Thread(target=other)
+    second.start()
+    capture(slow, DEVICE)
+    second.join()
+    assert len(found) == 1
+    assert settled(cuda)
+
+
+@contextmanager
+def raising():
+    yield
+    raise KeyError
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("ends", [nullcontext, raising])
+def test_waits_are_errors_for_one_step_only(cuda, monkeypatch, before, ends):
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    cuda.sync_mode = before
+    with pytest.raises(KeyError) if ends is raising else nullcontext(), refusing_waits(), ends():
+        assert cuda.sync_mode == 2
+    assert cuda.sync_mode == before
+
+
+def test_other_threads_may_wait(cuda, monkeypatch):
+    """The switch is the process's: an error in a thread that is no part of this would be ours."""
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    with refusing_waits():
+        assert cuda.sync_mode == 0

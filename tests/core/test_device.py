@@ -1,0 +1,188 @@
+"""Every policy on a GPU, as far as a CPU can tell.
+
+`pretending` stands in for the GPU. Numbers must equal the CPU's, no operation may mix devices, a
+decode step must not make the host wait, and one that is captured must keep to the device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import mmkv
+from helpers.marks import slow_except
+from helpers.models import make_inputs, make_model
+from helpers.oracle import ROWS, VARIANTS, Variant, options_of, short
+from helpers.pretend_cuda import install
+from helpers.pretending import DEVICE, Devices, OnDevice, move
+from helpers.reference import generate
+from mmkv import kernels
+from mmkv.attach import graph
+from mmkv.cache import slots
+
+NEW = 20
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU without kernels of its own."""
+    monkeypatch.setattr(kernels, "DEVICES", ())
+    monkeypatch.setattr(graph, "_capturable", lambda device: device == DEVICE)
+    with Devices() as devices:
+        yield devices
+
+
+@pytest.fixture(scope="module")
+def there():
+    """Models with their weights on the GPU."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = move(make_model(name))
+        return made[name]
+
+    return get
+
+
+@contextmanager
+def waits(model, devices):
+    """A list that fills with how often each step of one token makes the host wait."""
+    found = []
+
+    def before(module, args, kwargs):
+        one = kwargs["input_ids"].shape[1] == 1
+        devices.counted = Counter() if one else None
+
+    def after(module, args, output):
+        if devices.counted is not None:
+            found.append(devices.counted)
+        devices.counted = None
+
+    hooks = (
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after),
+    )
+    yield found
+    for hook in hooks:
+        hook.remove()
+
+
+def on_gpu(inputs):
+    return {k: OnDevice(v) for k, v in inputs.items()}
+
+
+def test_the_stand_in_refuses_what_a_gpu_refuses(gpu):
+    here, away = torch.ones(3), OnDevice(torch.ones(3))
+    assert (away * 2 + here.sum()).device == DEVICE
+    with pytest.raises(RuntimeError, match="one device"):
+        here + away
+    with pytest.raises((RuntimeError, TypeError)):
+        away.numpy()
+    gpu.counted = Counter()
+    here.to(DEVICE, non_blocking=True)
+    assert not gpu.counted
+    for wait in (away.sum().item, lambda: away[away > 0], away.cpu, lambda: here.to(DEVICE)):
+        before = gpu.counted.total()
+        wait()
+        assert gpu.counted.total() > before
+    gpu.capturing = True
+    with pytest.raises(RuntimeError, match="captured"):
+        here.to(DEVICE, non_blocking=True)
+    gpu.capturing = False
+
+
+PICTURES = [Variant("prefixkv", (("protect", "instruction"),), 0.85), Variant("xkv")]
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    slow_except(
+        [(v, "llama") for v in VARIANTS] + [(v, "llava-llama") for v in PICTURES],
+        (Variant("adakv"), "llama"),
+        several=True,
+    ),
+    ids=str,
+)
+def test_every_policy_runs_on_one_device_and_decodes_without_waiting(
+    models, there, gpu, variant, name
+):
+    inputs = make_inputs(name, ROWS["padded"])
+    model = models(name)
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
+        expected, tokens, plain = generate(model, inputs, new=NEW)
+    model = there(name)
+    with waits(model, gpu) as alone:
+        generate(model, on_gpu(inputs), new=NEW)
+    options = {"graph": False, **options_of(variant)}
+    with (
+        waits(model, gpu) as found,
+        mmkv.wrapped(model, variant.policy, variant.budget, **options),
+    ):
+        logits, got, cache = generate(model, on_gpu(inputs), new=NEW)
+    assert logits.device == DEVICE
+    torch.testing.assert_close(logits.cpu(), expected, atol=1e-4, rtol=0)
+    assert torch.equal(got.cpu(), tokens)
+    for i in range(len(cache.layers)):
+        assert cache.kept(i).device == DEVICE
+        assert torch.equal(cache.kept(i).cpu(), plain.kept(i))
+    assert len(found) == len(alone) == NEW - 1
+    assert sum(found, Counter()) - sum(alone, Counter()) == Counter()
+
+
+@pytest.mark.parametrize("variant", slow_except(VARIANTS, "adakv"), ids=str)
+def test_replayed_steps_pass_nothing_between_host_and_device(
+    models, there, gpu, monkeypatch, variant
+):
+    """A capture refuses every transfer; the steps around it make the host wait for none."""
+    inputs, options = make_inputs("llama", ROWS["padded"]), options_of(variant)
+    with mmkv.wrapped(models("llama"), variant.policy, variant.budget, **options):
+        expected, tokens, plain = generate(models("llama"), inputs, new=NEW)
+    found = []
+
+    def counted(self, **given):
+        gpu.counted = Counter()
+        try:
+            return call(self, **given)
+        finally:
+            found.append(gpu.counted)
+            gpu.counted = None
+
+    call = graph.Runner.__call__
+    cuda = install(monkeypatch, DEVICE)
+    monkeypatch.setattr(graph.Runner, "__call__", counted)
+    monkeypatch.setattr(slots, "AHEAD", 6)  # so that tables are filled anew during a run
+    model = there("llama")
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options):
+        logits, got, cache = generate(model, on_gpu(inputs), new=NEW)
+    assert len(cuda.graphs) == 1
+    torch.testing.assert_close(logits.cpu(), expected, atol=1e-4, rtol=0)
+    assert torch.equal(got.cpu(), tokens)
+    for i in range(len(cache.layers)):
+        assert torch.equal(cache.kept(i).cpu(), plain.kept(i))
+    assert len(found) == NEW - 1
+    assert sum(found[-10:], Counter()) == Counter()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["snapkv", "adakv", "h2o", "streaming", "elastic"])
+def test_beams_and_turns_stay_on_the_device(models, there, gpu, policy):
+    inputs = make_inputs("llama", ROWS["padded"])
+    found = []
+    for model, given in ((models("llama"), inputs), (there("llama"), on_gpu(inputs))):
+        with mmkv.wrapped(model, policy, 0.5, graph=False, **short(policy)):
+            logits, tokens, cache = generate(model, given, new=5, num_beams=2)
+            found.append((logits.cpu(), tokens.cpu()))
+            _, tokens, cache = generate(model, given, new=5)
+            ids = torch.cat([given["input_ids"], tokens, tokens.flip(1)], dim=1)
+            mask = torch.ones_like(ids)
+            mask[:, : given["input_ids"].shape[1]] = given["attention_mask"]
+            turn = {"input_ids": ids, "attention_mask": mask}
+            logits, tokens, cache = generate(model, turn, new=5, past_key_values=cache)
+            found.append((logits.cpu(), tokens.cpu()))
+    for (expected, tokens), (logits, got) in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+        assert torch.equal(got, tokens)

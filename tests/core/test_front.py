@@ -1,0 +1,670 @@
+"""What a caller hands in: models inside others, numbers, names, and policies of other packages."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import textwrap
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+
+import mmkv
+from helpers.marks import slow_except
+from helpers.models import make_inputs, make_model
+from mmkv import budgets
+from mmkv.wrapping import is_wrapped
+
+INPUTS = make_inputs("llama", (60, 40))
+
+
+def answer(model: Any, **inputs: Any) -> tuple[torch.Tensor, Any]:
+    """Logits [B, 6, V] of six greedy steps, and the cache."""
+    out = model.generate(
+        **(inputs or INPUTS), max_new_tokens=6, do_sample=False, return_dict_in_generate=True,
+        output_logits=True,
+    )  # fmt: skip
+    return torch.stack(out.logits, dim=1), out.past_key_values
+
+
+class PeftModel(nn.Module):
+    """Stands in for PEFT's, where that is not installed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = nn.ModuleDict({"model": model})
+
+    def get_base_model(self) -> nn.Module:
+        return self.base_model["model"]
+
+    def generate(self, **options: Any) -> Any:
+        return self.get_base_model().generate(**options)
+
+
+class PeftModelForCausalLM(PeftModel):
+    pass
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def both(model: nn.Module) -> Any:
+    return compiled(PeftModelForCausalLM(model))
+
+
+@pytest.mark.parametrize("around", [PeftModelForCausalLM, compiled, both])
+def test_a_model_is_found_inside_another(text_model, around):
+    with mmkv.wrapped(make_model("llama"), "h2o", 0.3) as plain:
+        expected, cache = answer(plain)
+    full, _ = answer(text_model)
+    outer = around(text_model)
+    assert not is_wrapped(outer)
+    assert mmkv.wrap(outer, "h2o", 0.3) is outer
+    assert is_wrapped(outer)
+    assert is_wrapped(text_model)
+    logits, found = answer(outer)
+    # Another instance of the model: where weights lie in memory shows in the last digit.
+    torch.testing.assert_close(logits, expected)
+    assert torch.equal(found.kept(1), cache.kept(1))
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is wrapped already .*'h2o'"):
+        mmkv.wrap(text_model, "snapkv", 0.3)
+    assert mmkv.unwrap(outer) is outer
+    assert not is_wrapped(text_model)
+    assert torch.equal(answer(outer)[0], full)
+    # From the inside too, and around a model that is wrapped already.
+    mmkv.wrap(text_model, "h2o", 0.3)
+    assert is_wrapped(outer)
+    assert is_wrapped(around(text_model))
+    assert mmkv.unwrap(text_model) is text_model
+    assert not is_wrapped(outer)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is not wrapped"):
+        mmkv.unwrap(outer)
+
+
+# PEFT itself asks transformers for a name that is deprecated.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+class TestPeft:
+    """PEFT's own classes."""
+
+    @pytest.fixture
+    def peft(self):
+        return pytest.importorskip("peft", reason="peft is not installed")
+
+    @pytest.mark.parametrize("kind", ["lora", "prompt", "encoder"])
+    def test_its_models_generate_compressed(self, peft, kind):
+        made = {
+            "lora": lambda: peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False),
+            "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=7),
+            "encoder": lambda: peft.PromptEncoderConfig(
+                task_type="CAUSAL_LM", num_virtual_tokens=7, encoder_hidden_size=16
+            ),
+        }
+        torch.manual_seed(1)
+        model = peft.get_peft_model(make_model("llama"), made[kind]()).eval()
+        plain, _ = answer(model)
+        with mmkv.wrapped(model, "h2o", 1.0):
+            assert is_wrapped(model.get_base_model())
+            full, _ = answer(model)
+        torch.testing.assert_close(full, plain, atol=1e-4, rtol=0)
+        with mmkv.wrapped(model, "h2o", 0.3):
+            logits, cache = answer(model)
+        assert cache.report().kept_fraction < 0.4
+        assert cache.get_seq_length() == 60 + 5 + (0 if kind == "lora" else 7)
+        assert not torch.allclose(logits, plain, atol=1e-2)
+        assert torch.equal(answer(model)[0], plain)
+
+    def test_an_adapter_with_a_cache_of_its_own_is_refused(self, peft):
+        config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=7)
+        model = peft.get_peft_model(make_model("llama"), config)
+        with pytest.raises(ValueError, match=r"PeftModelForCausalLM with prefix tuning.*LoRA"):
+            mmkv.wrap(model, "h2o", 0.3)
+        assert not is_wrapped(model)
+
+
+@torch.no_grad()
+def test_a_data_parallel_model(text_model, monkeypatch):
+    # No accelerator, also where another test has registered one that pretends to be.
+    monkeypatch.setattr("torch.nn.parallel.data_parallel._get_available_device_type", lambda: None)
+    with mmkv.wrapped(make_model("llama"), "h2o", 0.3) as plain:
+        expected = plain(**INPUTS, use_cache=True)
+    outer = nn.DataParallel(text_model)
+    assert mmkv.wrap(outer, "h2o", 0.3) is outer
+    found = outer(**INPUTS, use_cache=True)
+    torch.testing.assert_close(found.logits, expected.logits)
+    assert torch.equal(found.past_key_values.kept(2), expected.past_key_values.kept(2))
+    mmkv.unwrap(outer)
+    outer.device_ids = [0, 1]
+    with pytest.raises(ValueError, match=r"DataParallel over 2 devices.*model\.module"):
+        mmkv.wrap(outer, "h2o", 0.3)
+
+
+@torch.no_grad()
+def test_a_distributed_model(text_model):
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        outer = nn.parallel.DistributedDataParallel(text_model)
+        mmkv.wrap(outer, "h2o", 0.3)
+        cache = outer(**INPUTS, use_cache=True).past_key_values
+        assert cache.report().kept_fraction < 0.4
+        assert is_wrapped(mmkv.unwrap(outer)) is is_wrapped(text_model) is False
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_compiled_prompt_is_compressed_alike():
+    """Through the compiled code; `generate` goes past it. One layer: tracing takes its time."""
+    config = make_model("llama").config
+    config.num_hidden_layers = 1
+    model = LlamaForCausalLM(config).eval()
+    ids = INPUTS["input_ids"][:1]
+    with mmkv.wrapped(model, "local", 0.3):
+        expected = model(input_ids=ids, use_cache=True)
+    with mmkv.wrapped(compiled(model), "local", 0.3) as outer:
+        found = outer(input_ids=ids, use_cache=True)
+    torch.testing.assert_close(found.logits, expected.logits)
+    assert torch.equal(found.past_key_values.kept(0), expected.past_key_values.kept(0))
+    assert found.past_key_values.report().kept_fraction < 0.4
+
+
+class Pipeline:
+    """Stands in for transformers' pipelines."""
+
+    def __init__(self) -> None:
+        self.model = make_model("llama")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("llava-hf/llava-1.5-7b-hf", r"loaded model, not the path or name 'llava-hf/.*from_pretr"),
+        (None, r"loaded model, not None: .*from_pretrained"),
+        (3, r"loaded model, not an int: .*from_pretrained"),
+        (LlamaForCausalLM, r"not the class LlamaForCausalLM: .*from_pretrained"),
+        (Pipeline(), r"not the Pipeline around it: .*mmkv\.wrap\(x\.model"),
+        ((make_model("llama"), "processor"), r"model alone: model, processor = "),
+    ],
+)
+def test_what_is_no_model_says_what_to_call(given, message):
+    calls = (lambda x: mmkv.wrap(x, "h2o", 0.3), mmkv.unwrap, is_wrapped)
+    for call in calls:
+        with pytest.raises(ValueError, match=message) as error:
+            call(given)
+        assert len(str(error.value)) <= 200  # two lines of 100 characters
+
+
+def test_a_processor_is_no_model():
+    from helpers.evaluation import make_tokenizer
+
+    with pytest.raises(ValueError, match=r"not a TokenizersBackend: .*from_pretrained"):
+        mmkv.wrap(make_tokenizer(), "h2o", 0.3)
+
+
+def test_a_decoder_alone_says_which_class_to_load(text_model):
+    with pytest.raises(ValueError, match=r"cannot wrap a LlamaModel: load it as LlamaForCausalLM"):
+        mmkv.wrap(text_model.model, "h2o", 0.3)
+
+
+class TestASharedConfig:
+    """Two models made with one config object."""
+
+    @pytest.fixture
+    def pair(self):
+        first = make_model("llama")
+        torch.manual_seed(7)
+        second = LlamaForCausalLM(first.config).eval()
+        second.generation_config.eos_token_id = None
+        second.generation_config.pad_token_id = 0
+        assert first.config is second.config
+        return first, second
+
+    def test_wrapping_one_leaves_the_other(self, pair):
+        first, second = pair
+        plain, full = answer(second)
+        with mmkv.wrapped(first, "h2o", 0.3):
+            assert second.config._attn_implementation == "sdpa"
+            assert second.model.layers[0].self_attn.config._attn_implementation == "sdpa"
+            logits, cache = answer(second)
+            assert answer(first)[1].report().kept_fraction < 0.4
+        assert torch.equal(logits, plain)
+        assert type(cache) is type(full)
+
+    def test_both_are_wrapped_and_unwrapped_in_any_order(self, pair):
+        first, second = pair
+        plain = [answer(model)[0] for model in pair]
+        alone = []
+        for model, policy in zip(pair, ("h2o", "local"), strict=True):
+            with mmkv.wrapped(model, policy, 0.3):
+                alone.append(answer(model)[0])
+        mmkv.wrap(first, "h2o", 0.3)
+        mmkv.wrap(second, "local", 0.3)
+        assert torch.equal(answer(first)[0], alone[0])
+        assert torch.equal(answer(second)[0], alone[1])
+        mmkv.unwrap(first)
+        assert torch.equal(answer(first)[0], plain[0])
+        assert torch.equal(answer(second)[0], alone[1])
+        mmkv.unwrap(second)
+        assert torch.equal(answer(second)[0], plain[1])
+        assert first.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["llama", "llava-llama"])
+@torch.no_grad()
+def test_a_wrapped_models_config_is_its_own_still(name):
+    """What is set on the config while the model is wrapped has its effect, and outlasts it."""
+    model, inputs = make_model(name), make_inputs(name, (60,))
+    decoder, text = model.get_decoder(), model.config.get_text_config()
+    mmkv.wrap(model, "h2o", 0.3)
+    assert isinstance(decoder.config, type(text))
+    assert decoder.config.to_diff_dict() == text.to_diff_dict()
+    text.use_cache = False
+    assert decoder.config.use_cache is False
+    decoder.config.use_cache = True
+    assert text.use_cache is True
+    model.set_attn_implementation({"vision_config": "eager"})
+    assert decoder.config._attn_implementation == "mmkv_sdpa"
+    decoder.config._attn_implementation = {"other": "eager"}
+    assert text._attn_implementation == "sdpa"
+    model.set_attn_implementation("eager")
+    assert decoder.config._attn_implementation == "mmkv_eager"
+    cache = model(**inputs, use_cache=True).past_key_values
+    assert cache.report().kept_fraction < 0.4
+    assert mmkv.unwrap(model).get_decoder().config is text
+    assert text._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_of_a_wrapped_model_has_its_own_config(text_model, how):
+    mmkv.wrap(text_model, "h2o", 0.3)
+    twin = (
+        copy.deepcopy(text_model) if how == "deepcopy" else pickle.loads(pickle.dumps(text_model))
+    )
+    twin.config.use_cache = False
+    assert twin.model.config.use_cache is False
+    assert text_model.model.config.use_cache is True
+    assert twin.model.config is twin.model.layers[0].self_attn.config
+    assert mmkv.unwrap(twin).model.config is twin.config
+    assert text_model.model.config._attn_implementation == "mmkv_sdpa"
+    assert copy.copy(text_model.model.config)._attn_implementation == "sdpa"
+
+
+def test_a_decoder_that_another_model_wraps_is_named(text_model):
+    other = LlamaForCausalLM(text_model.config)
+    other.model = text_model.model
+    mmkv.wrap(text_model, "h2o", 0.3)
+    with pytest.raises(ValueError, match=r"decoder of this LlamaForCausalLM is wrapped already"):
+        mmkv.wrap(other, "h2o", 0.3)
+
+
+class TestPoliciesOfOtherPackages:
+    """Distributions in a folder of their own, and a fresh interpreter that finds them."""
+
+    GOOD = """
+        from dataclasses import dataclass
+        import mmkv
+
+        @dataclass(frozen=True, kw_only=True)
+        class Mine(mmkv.Policy):
+            window: int = 8
+        """
+
+    @pytest.fixture
+    def install(self, tmp_path):
+        def add(distribution: str, entries: str, place: str = "", **modules: str) -> None:
+            info = tmp_path / place / f"{distribution}-1.2.dist-info"
+            info.mkdir(parents=True)
+            (info / "METADATA").write_text(f"Name: {distribution}\nVersion: 1.2\n")
+            (info / "entry_points.txt").write_text(f"[mmkv.policies]\n{entries}\n")
+            for name, code in modules.items():
+                (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
+
+        return add
+
+    @pytest.fixture
+    def run(self, tmp_path):
+        def python(code: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                [sys.executable, "-c", textwrap.dedent(code)],
+                env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{tmp_path / 'later'}"},
+                capture_output=True,
+                text=True,
+            )
+
+        return python
+
+    @pytest.mark.parametrize(
+        ("module", "why"),
+        slow_except(
+            [
+                ("import no_such_module", r"ModuleNotFoundError: No module named 'no_such_module'"),
+                ("1 / 0", r"ZeroDivisionError: division by zero"),
+                ("raise SystemExit('out')", r"SystemExit: out"),
+                ("Mine = dict", r"TypeError: acme_code:Mine is not a subclass of mmkv\.Policy"),
+                ("Mine = 3", r"TypeError: acme_code:Mine is not a subclass"),
+                ("", r"AttributeError: .*Mine"),
+                (GOOD + "    def __post_init__(self): raise ValueError('no')", r"ValueError: no"),
+                (
+                    GOOD + "mmkv.register_policy('other')(Mine); 1 / 0",
+                    r"ZeroDivisionError: division by zero",
+                ),
+            ],
+            ("Mine = dict", r"TypeError: acme_code:Mine is not a subclass of mmkv\.Policy"),
+            several=True,
+        ),
+        ids=["import", "code", "exit", "dict", "number", "nothing", "defaults", "half"],
+    )
+    def test_a_broken_one_is_skipped_until_it_is_asked_for(self, install, run, module, why):
+        install("acme-policies", "mine = acme_code:Mine", acme_code=textwrap.dedent(module))
+        done = run("from mmkv.cli.commands.main import main; main(['policies'])")
+        assert done.returncode == 0
+        assert "snapkv" in done.stdout
+        warned = r"mmkv: policy 'mine' of acme-policies 1\.2 is skipped: " + why
+        assert re.fullmatch(warned + r".*\n", done.stderr)
+        done = run(
+            """
+            import mmkv
+            assert "snapkv" in mmkv.list_policies()
+            assert not {"mine", "other"} & set(mmkv.list_policies())
+            for _ in range(2):
+                try:
+                    mmkv.get_policy("Mine")
+                except ValueError as error:
+                    print(error)
+                    print(type(error.__cause__).__name__)
+            """
+        )
+        line, cause, *again = done.stdout.splitlines()
+        assert re.match(r"policy 'mine' of acme-policies 1\.2 could not be loaded: " + why, line)
+        assert why.startswith(cause)
+        assert again == [line, cause]
+        assert re.fullmatch(r"policy 'mine' of acme-policies 1\.2 is skipped: .*\n", done.stderr)
+
+    def test_a_name_that_is_built_in(self, install, run):
+        install("acme", "SnapKV = code:Mine\nmine = code:Mine", code=self.GOOD)
+        done = run("import mmkv; print(mmkv.get_policy('snapkv'), mmkv.get_policy('mine').window)")
+        assert done.stdout.startswith("SnapKV(")
+        assert done.stdout.endswith(" 8\n")
+        assert "'SnapKV' of acme 1.2 is skipped: ValueError: the name is taken" in done.stderr
+
+    def test_two_distributions_with_one_name(self, install, run):
+        """The first in the alphabet, wherever they are installed."""
+        install("b-two", "mine = two:Mine", two=self.GOOD.replace("8", "9"))
+        install("a-one", "Mine = one:Mine", place="later", one=self.GOOD)
+        done = run("import mmkv; print(mmkv.get_policy('mine').window)")
+        assert done.stdout == "8\n"
+        assert "'mine' of b-two 1.2 is skipped: ValueError" in done.stderr
+        assert "'mine' is taken by one.Mine" in done.stderr
+
+    def test_metadata_that_cannot_be_read(self, install, run):
+        install("acme", "no equals sign")
+        install("good", "mine = code:Mine", code=self.GOOD)
+        done = run("import mmkv; print(mmkv.get_policy('mine').window)")
+        assert done.stdout == "8\n"
+        assert "the entry points of acme cannot be read" in done.stderr
+
+    def test_a_good_one_asks_for_others_while_it_loads(self, install, run):
+        """With two names, and registered by itself."""
+        code = self.GOOD + "assert 'h2o' in mmkv.list_policies()\n"
+        code = code.replace("@dataclass", "@mmkv.register_policy('mine')\n        @dataclass")
+        install("acme", "mine = code:Mine\nacme-mine = code:Mine", code=textwrap.dedent(code))
+        done = run(
+            "import mmkv; p = mmkv.get_policy('acme_mine'); print(p.window, p.name); "
+            "print('mine' in mmkv.list_policies(), 'acme-mine' in mmkv.list_policies())"
+        )
+        assert (done.stdout, done.stderr) == ("8 mine\nTrue False\n", "")
+
+    def test_a_script_cannot_take_a_built_in_name(self, run):
+        done = run(
+            """
+            from dataclasses import dataclass
+            import mmkv
+            try:
+                @mmkv.register_policy("SnapKV")
+                @dataclass(frozen=True, kw_only=True)
+                class SnapKV(mmkv.Policy):
+                    pass
+            except ValueError as error:
+                print(error)
+            print(type(mmkv.get_policy("snapkv")).__module__)
+            """
+        )
+        said, module = done.stdout.splitlines()
+        assert said == "policy name 'SnapKV' is taken by mmkv.policies.snapkv.SnapKV"
+        assert module == "mmkv.policies.snapkv"
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("SnapKV", "snapkv"),
+        ("H2O", "h2o"),
+        ("AdaKV", "adakv"),
+        ("Ada-KV", "adakv"),
+        ("ada_pyramidkv", "ada-pyramidkv"),
+        ("Ada-PyramidKV", "ada-pyramidkv"),
+        ("StreamingLLM", "streaming"),
+        ("ADA_SNAPKV", "adakv"),
+    ],
+)
+def test_names_in_any_case(name, canonical):
+    assert mmkv.get_policy(name).name == canonical
+
+
+def test_names_that_are_none():
+    with pytest.raises(ValueError, match=r"unknown policy 'SnapKVV'\. Did you mean 'snapkv'"):
+        mmkv.get_policy("SnapKVV")
+    with pytest.raises(ValueError, match=r"policy=None: expected a name or a Policy object"):
+        mmkv.get_policy(None)
+    with pytest.raises(ValueError, match=r"or a Policy object: call it, SnapKV\(\)"):
+        mmkv.get_policy(type(mmkv.get_policy("snapkv")))
+
+
+class TestBudgets:
+    @pytest.mark.parametrize(
+        ("given", "meant"),
+        [
+            (0.2, 0.2),
+            (1.0, 1.0),
+            (40, 40),
+            (1, 1),
+            (np.float16(0.2), 0.2),
+            (np.float32(0.2), 0.2),
+            (np.float64(0.2), 0.2),
+            (np.int64(40), 40),
+            (np.uint8(40), 40),
+            (Fraction(1, 5), 0.2),
+            (Fraction(1), 1.0),
+            (Decimal("0.2"), 0.2),
+            (Decimal(1), 1.0),
+        ],
+    )
+    def test_numbers(self, given, meant):
+        found = budgets.number(given)
+        assert (found, type(found)) == (meant, type(meant))
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            (True, r"budget=True: expected a float in \(0, 1\] or an int"),
+            (np.True_, r"budget=.*True.*: expected a float"),
+            ("0.2", r"budget='0.2': expected a float"),
+            ([0.2], r"budget=\[0.2\]: expected a float"),
+            (0.2j, r"budget=0.2j: expected a float"),
+            (0, r"budget=0: an int is the number of tokens kept, at least 1"),
+            (np.int64(-3), r"budget=-3: an int"),
+            (1.5, r"budget=1.5: a float is the fraction kept, in \(0, 1\]"),
+            (float("nan"), r"budget=nan: a float"),
+            (float("inf"), r"budget=inf: a float"),
+            (np.float32(40), r"budget=40.0: a float.*use an int for a number of tokens"),
+            (Fraction(3, 2), r"budget=3/2: a float"),
+            (Decimal("NaN"), r"budget=NaN: a float"),
+        ],
+    )
+    def test_what_is_none(self, given, message, text_model):
+        with pytest.raises(ValueError, match=message):
+            budgets.number(given)
+        for policy in ("h2o", "full"):
+            with pytest.raises(ValueError, match=message):
+                mmkv.wrap(text_model, policy, given)
+
+    @pytest.mark.parametrize("given", [np.float32(0.4), Fraction(2, 5), np.int64(24)])
+    def test_they_compress_alike(self, text_model, given):
+        plain = 24 if isinstance(given, np.integer) else 0.4
+        with mmkv.wrapped(text_model, "h2o", plain):
+            expected, cache = answer(text_model)
+        with mmkv.wrapped(text_model, "h2o", given):
+            logits, found = answer(text_model)
+        assert torch.equal(logits, expected)
+        assert found.report().to_dict() == cache.report().to_dict()
+        assert json.dumps(found.report().to_dict()["budget"]) == json.dumps(plain)
+
+    @pytest.mark.parametrize(
+        ("text", "meant"),
+        [
+            ("0.2", 0.2),
+            (".2", 0.2),
+            ("2e-1", 0.2),
+            ("20%", 0.2),
+            (" 20 % ", 0.2),
+            ("28.7%", 0.287),
+            ("100%", 1.0),
+            ("1.0", 1.0),
+            ("1", 1),
+            ("200", 200),
+        ],
+    )
+    def test_on_a_command_line(self, text, meant):
+        found = budgets.parse(text)
+        assert (found, type(found)) == (meant, type(meant))
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("much", r"budget 'much': expected a fraction such as 0.2 or 20%, or a number of tok"),
+            ("", r"budget '': expected"),
+            ("%", r"budget '%': expected"),
+            ("x%", r"budget 'x%': expected"),
+            ("1/5", r"budget '1/5': expected"),
+            ("0", r"budget=0:"),
+            ("-5", r"budget=-5:"),
+            ("1.5", r"budget=1.5:"),
+            ("150%", r"budget=1.5:"),
+            ("0%", r"budget=0.0:"),
+            ("nan", r"budget=nan:"),
+            ("nan%", r"budget=nan:"),
+        ],
+    )
+    def test_not_on_a_command_line(self, text, message):
+        with pytest.raises(ValueError, match=message):
+            budgets.parse(text)
+
+    def test_lists(self):
+        assert list(map(repr, budgets.parse_list("10%, 0.25,128,1,1.0"))) == [
+            "0.1", "0.25", "128", "1", "1.0",
+        ]  # fmt: skip
+        for text, again in (("0.1,10%", "10%"), ("1,2,1", "1")):
+            with pytest.raises(ValueError, match=f"budget {again} is named twice"):
+                budgets.parse_list(text)
+        with pytest.raises(ValueError, match="budget '': expected"):
+            budgets.parse_list("0.1,")
+
+    def test_one_token_is_not_everything(self):
+        assert "one token" in budgets.note(1)
+        assert [budgets.note(b) for b in (1.0, 2, 0.2, None)] == [""] * 4
+        assert [budgets.named(b) for b in (1, 1.0, 0.2, 200)] == ["1", "1.0", "0.2", "200"]
+
+    @pytest.mark.parametrize(
+        "command",
+        [
+            ("bench", "--budgets", "1,1.0", "--policies", "local", "--out", "."),
+            ("eval", "none", "--budgets", "1"),
+            ("plot", "layers", "--budget", "1", "--suite", "none"),
+        ],
+    )
+    def test_every_command_says_so(self, command, capsys):
+        from mmkv.cli.commands.main import main
+
+        with pytest.raises(SystemExit):
+            main(list(command))
+        said = capsys.readouterr().err
+        assert "mmkv: a budget of 1 is one token per layer and head; 1.0 or 100% keeps" in said
+        assert "twice" not in said
+
+    def test_a_profile_keeps_a_fraction(self, capsys):
+        from mmkv.cli.commands.main import main
+
+        with pytest.raises(SystemExit):
+            main(["calibrate", "--budget", "40"])
+        assert "--budget 40: a profile keeps a fraction" in capsys.readouterr().err
+
+    def test_harness_arguments(self):
+        from mmkv.eval.variants import plugin_arguments
+
+        for given, meant in (("20%", 0.2), (np.float32(0.2), 0.2), ("1", 1), (1.0, 1.0)):
+            found = plugin_arguments("xkv", given, None, {})[0]
+            assert (found, type(found)) == (meant, type(meant))
+
+
+class TestProfiles:
+    """A profile that is refused says which file, and why."""
+
+    @pytest.mark.parametrize(
+        ("content", "why"),
+        [
+            (None, r"No such file or directory$"),
+            ("folder", r"Is a directory$"),
+            (b"", r"no JSON \(Expecting value"),
+            (b"\x80\x00", r"no JSON \('utf-8' codec"),
+            (b"[[[", r"no JSON \("),
+            (b"[0.5, 0.5]", r"it has 2 layers, this model compresses 3$"),
+            (b"[0.5, 2.0, 0.1]", r"layer 1 keeps -1.0, expected a number in \[0, 1\]$"),
+            (b"[1, 1, 1]", r"budget=0.0, expected"),
+            (b'{"a": 1}', r"expected a JSON list, or an object with format='mmkv-profile'$"),
+            ({"model": {"model_type": "opt"}}, r"measured on another model: model_type 'opt' ther"),
+            ({"model": {}}, r"measured on another model: model_type None there, 'llama' here"),
+            ({"budget": None}, r"budget: expected a number, got 'None'"),
+            ({}, r"budget=0.2, but the profile keeps 0.4000: leave the budget out"),
+        ],
+    )
+    def test_names_the_file_and_the_reason(self, text_model, tmp_path, content, why):
+        path = tmp_path / "p.json"
+        good = {"format": "mmkv-profile", "version": 1, "budget": 0.4, "fractions": [0.5, 0.4, 0.3]}
+        if content == "folder":
+            path.mkdir()
+        elif isinstance(content, dict):
+            path.write_text(json.dumps(good | content))
+        elif content is not None:
+            path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"^profile {re.escape(str(path))}: {why}") as error:
+            mmkv.wrap(text_model, "prefixkv", 0.2, profile=path)
+        assert str(error.value).count("p.json") == 1
+        assert not mmkv.is_wrapped(text_model)
+
+    @pytest.mark.parametrize("given", [3, {"fractions": [0.5]}, [0.5, 0.5, 0.5]])
+    def test_what_is_none(self, text_model, given):
+        with pytest.raises(ValueError, match=r"profile=.*: expected a Profile, or the path of one"):
+            mmkv.wrap(text_model, "prefixkv", profile=given)
+
+    def test_budgets_beside_one(self, text_model):
+        profile = mmkv.Profile((0.5, 0.2, 0.2), budget=0.3)
+        for budget in (None, 0.3, np.float32(0.3), Fraction(3, 10)):
+            with mmkv.wrapped(text_model, "prefixkv", budget, profile=profile):
+                *_, cache = answer(text_model)
+            assert cache.plan.budget == 0.3
+        with pytest.raises(ValueError, match=r"budget=40, but the profile keeps 0.3"):
+            mmkv.wrap(text_model, "prefixkv", 40, profile=profile)

@@ -1,0 +1,333 @@
+"""Decode steps replayed: the same tokens and logits, and nothing of a step left to the host.
+
+There is no CUDA graph on a CPU. `recording.Recorder` stands in for one: it repeats a step's tensor
+operations on the same memory without running its Python, so anything that the step reads on the
+host shows as a difference.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+import mmkv
+from helpers.marks import slow_except
+from helpers.models import make_inputs, make_model
+from helpers.oracle import ROWS, VARIANTS, Variant, options_of, short
+from helpers.pretend_cuda import install
+from helpers.reference import generate
+from helpers.zoo import NAMES, inputs_of, model_of
+from mmkv import kernels
+from mmkv.attach import graph
+from mmkv.cache import slots
+
+NEW = 30
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Replay on the CPU; every graph whose capture began."""
+    monkeypatch.setattr(graph, "_capturable", lambda device: True)
+    monkeypatch.setattr(slots, "AHEAD", 8)  # so that tables are filled anew during a run
+    return install(monkeypatch, torch.device("cpu")).graphs
+
+
+def without_graph(model, variant, inputs, new, **options):
+    with mmkv.wrapped(model, variant.policy, variant.budget, graph=False, **options):
+        return generate(model, inputs, new=new)
+
+
+@pytest.mark.parametrize("rows", slow_except(ROWS, "padded"))
+@pytest.mark.parametrize("variant", slow_except(VARIANTS, "adakv", "h2o"), ids=str)
+def test_replayed_steps_equal_steps(models, on_cpu, variant, rows):
+    """Logits, tokens and what is kept after the last step, for every policy."""
+    model, inputs, options = models("llama"), make_inputs("llama", ROWS[rows]), options_of(variant)
+    expected, tokens, plain = without_graph(model, variant, inputs, NEW, **options)
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options):
+        logits, got, cache = generate(model, inputs, new=NEW)
+    assert len(on_cpu) == 1
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert torch.equal(got, tokens)
+    assert cache.get_seq_length() == plain.get_seq_length()
+    for i in range(len(cache.layers)):
+        assert torch.equal(cache.kept(i), plain.kept(i))
+
+
+def test_a_cache_goes_on_after_its_replays(models, on_cpu):
+    """A new turn, a copy and a plain step continue what replays left."""
+    model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
+    more = make_inputs("llama", (9, 9, 9), seed=1)["input_ids"]
+    found = []
+    for replays in (False, True):
+        with mmkv.wrapped(model, "snapkv", 0.5, graph=replays, **short("snapkv")):
+            _, tokens, cache = generate(model, inputs, new=30)
+            twin = copy.deepcopy(cache)
+            ids = torch.cat([inputs["input_ids"], tokens, more], dim=1)
+            mask = torch.ones_like(ids)
+            mask[:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
+            turn = {"input_ids": ids, "attention_mask": mask}
+            first, *_ = generate(model, turn, new=30, past_key_values=cache)
+            with torch.no_grad():
+                step = model(input_ids=tokens[:, -1:], past_key_values=twin).logits
+            found.append((first, step))
+    assert len(on_cpu) == 2
+    for plain, replayed in zip(*found, strict=True):
+        torch.testing.assert_close(replayed, plain, atol=1e-4, rtol=0)
+
+
+def test_a_short_run_is_not_captured(models, on_cpu, caplog):
+    model, inputs = models("llama"), make_inputs("llama", (60,))
+    caplog.set_level(logging.INFO, "mmkv.attach.graph")
+    with mmkv.wrapped(model, "snapkv", 0.5, **short("snapkv")):
+        generate(model, inputs, new=8)
+    assert not on_cpu
+    assert "max_new_tokens=8" in caplog.text
+
+
+def test_beams_are_not_captured(models, on_cpu, caplog):
+    model, inputs = models("llama"), make_inputs("llama", (60,))
+    caplog.set_level(logging.INFO, "mmkv.attach.graph")
+    with mmkv.wrapped(model, "snapkv", 0.5, **short("snapkv")):
+        generate(model, inputs, new=NEW, num_beams=2)
+    assert not on_cpu
+    assert caplog.text.count("num_beams=2") == 1
+
+
+def test_graph_can_be_switched_off(models, on_cpu):
+    model, inputs = models("llama"), make_inputs("llama", (60,))
+    with mmkv.wrapped(model, "snapkv", 0.5, graph=False, **short("snapkv")):
+        generate(model, inputs, new=NEW)
+    assert not on_cpu
+
+
+def test_compilation_can_be_switched_off(models, on_cpu, caplog):
+    """As everywhere in transformers."""
+    model, inputs = models("llama"), make_inputs("llama", (60,))
+    caplog.set_level(logging.INFO, "mmkv.attach.graph")
+    with mmkv.wrapped(model, "snapkv", 0.5, **short("snapkv")):
+        generate(model, inputs, new=NEW, disable_compile=True)
+    assert not on_cpu
+    assert "disable_compile=True" in caplog.text
+
+
+@pytest.mark.parametrize("policy", slow_except(["snapkv", "h2o", "prefixkv"], "snapkv"))
+def test_a_prompt_in_chunks_is_no_step(models, on_cpu, caplog, policy):
+    """`generate` has the runner take a prompt's chunks too, here some of a single token."""
+    caplog.set_level(logging.INFO, "mmkv.attach.graph")
+    model, inputs = models("llama"), make_inputs("llama", (49,))
+    found = []
+    for replays in (False, True):
+        with mmkv.wrapped(model, policy, 0.4, graph=replays, **short(policy)):
+            first, tokens, cache = generate(model, inputs, new=20, prefill_chunk_size=16)
+            held = [cache.kept(i) for i in range(3)]
+            ids = torch.cat([inputs["input_ids"], tokens, tokens[:, :1]], dim=1)
+            options = {"past_key_values": cache, "prefill_chunk_size": 1}
+            later, *_ = generate(model, {"input_ids": ids}, new=20, **options)
+            found.append((first, tokens, later, *held))
+    assert len(on_cpu) == 2
+    assert set(caplog.messages) == {"decoding without a CUDA graph: graph=False"}
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+
+
+def test_several_tokens_at_once_are_no_step(models, on_cpu):
+    model, inputs = models("llama"), make_inputs("llama", (60,))
+    more = {"input_ids": torch.tensor([[5, 6, 7]]), "position_ids": torch.tensor([[79, 80, 81]])}
+    with mmkv.wrapped(model, "snapkv", 0.4, **short("snapkv")), torch.no_grad():
+        _, _, cache = generate(model, inputs, new=20)
+        twin = copy.deepcopy(cache)
+        expected = model(**more, past_key_values=twin).logits
+        got = graph.Runner(model)(**more, past_key_values=cache).logits
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "captures"),
+    [("full", 3), ("snapkv", 3), ("adakv", 3), ("prefixkv", 2), ("h2o", 1), ("streaming", 1)],
+)
+def test_more_tokens_than_slots(models, on_cpu, monkeypatch, policy, captures):
+    """A graph knows the slots that there were: with more of them, another is captured."""
+    monkeypatch.setattr(graph, "AHEAD", 16)
+    monkeypatch.setattr(graph, "LEAST_AHEAD", 8)
+    model, inputs, variant = models("llama"), make_inputs("llama", (90, 41)), Variant(policy)
+    expected, tokens, plain = without_graph(model, variant, inputs, 70, **short(policy))
+    calls = []
+    hook = model.register_forward_hook(lambda *call: calls.append(call))
+    with mmkv.wrapped(model, policy, 0.3, **short(policy)):
+        logits, got, cache = generate(model, inputs, new=70)
+    hook.remove()
+    assert len(on_cpu) == captures
+    # The prompt, the step with which H2O fills up, and before each capture a step that allocates.
+    assert len(calls) == 1 + (policy == "h2o") + 2 * captures
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert torch.equal(got, tokens)
+    for i in range(3):
+        assert torch.equal(cache.kept(i), plain.kept(i))
+
+
+@pytest.mark.parametrize("length", slow_except([200, 2000], 200))
+@pytest.mark.parametrize("policy", slow_except(["snapkv", "adakv", "prefixkv", "h2o"], "adakv"))
+def test_replays_hold_few_empty_slots(models, on_cpu, policy, length):
+    """For an answer that may be long: some 256 at first, and never more than were dropped."""
+    model, inputs = models("llama"), make_inputs("llama", (length,))
+    held, caches, slot = [], [], 3 * 2 * (2 * 16 * 4)  # bytes of all layers' and heads' pairs
+
+    def look(ids, scores):
+        cache = caches[0]
+        kept = sum(int((cache.kept(i) >= 0).sum()) for i in range(3)) / (3 * 2)
+        held.append((cache.nbytes / slot, kept, cache.get_seq_length()))
+        return torch.tensor([len(held) == 20])
+
+    hook = model.register_forward_hook(lambda *call: caches.append(call[-1].past_key_values))
+    with mmkv.wrapped(model, policy, 0.5, **short(policy)):
+        model.generate(**inputs, max_new_tokens=1500, do_sample=False, stopping_criteria=[look])
+    hook.remove()
+    assert len(on_cpu) == 1
+    for taken, kept, seen in held:
+        assert taken <= min(1.04 * kept + 258, seen)
+
+
+def test_a_step_that_waits_is_not_captured(models, monkeypatch, caplog):
+    """Found before a capture has to fail."""
+    monkeypatch.setattr(graph, "_capturable", lambda device: True)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    cuda = install(monkeypatch, torch.device("cpu"))
+    model, inputs = make_model("llama"), make_inputs("llama", (60,))
+    _, tokens, _ = without_graph(model, Variant("snapkv"), inputs, 20, **short("snapkv"))
+
+    def reads(module, args, output):
+        if cuda.sync_mode == 2:
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    model.model.layers[1].mlp.register_forward_hook(reads)
+    with mmkv.wrapped(model, "snapkv", 0.3, **short("snapkv")):
+        _, got, _ = generate(model, inputs, new=20)
+    assert not cuda.graphs
+    assert cuda.sync_mode == 0
+    assert "without a CUDA graph: called a synchronizing" in caplog.text
+    assert torch.equal(got, tokens)
+
+
+@pytest.mark.parametrize("policy", slow_except(["snapkv", "h2o", "prefixkv"], "snapkv"))
+@pytest.mark.parametrize("where", ["warm-up", "capture"])
+def test_a_step_that_fails_to_capture_is_run_and_logged(on_cpu, caplog, policy, where):
+    """The failed attempt leaves nothing behind: the run equals one that never tried."""
+    model, inputs = make_model("llama"), make_inputs("llama", (90, 41))
+    variant = Variant(policy)
+    expected, tokens, plain = without_graph(model, variant, inputs, 24, **short(policy))
+    calls = []
+
+    def breaks(module, args, output):
+        calls.append(output.shape[1])
+        # The prefill, with H2O a plain step, the warm-up, the capture.
+        if len(calls) == {"warm-up": 2, "capture": 3}[where] + (policy == "h2o"):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    handle = model.model.layers[1].mlp.register_forward_hook(breaks)
+    with mmkv.wrapped(model, policy, 0.3, **short(policy)):
+        logits, got, cache = generate(model, inputs, new=24)
+    handle.remove()
+    assert "without a CUDA graph: operation not permitted" in caplog.text
+    assert torch.equal(got, tokens)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    for i in range(3):
+        assert torch.equal(cache.kept(i), plain.kept(i))
+
+
+def test_a_model_that_counts_on_the_host_is_not_replayed(on_cpu, caplog):
+    """A number that the host reads would be frozen in the graph: it is noticed, and logged."""
+    model, inputs = make_model("llama"), make_inputs("llama", (90,))
+    _, tokens, _ = without_graph(model, Variant("snapkv"), inputs, 24, **short("snapkv"))
+    caplog.set_level(logging.INFO, "mmkv.attach.graph")
+    inner = model.model.forward
+
+    def counts(*args, **kwargs):
+        kwargs["past_key_values"].get_seq_length()
+        return inner(*args, **kwargs)
+
+    model.model.forward = counts
+    with mmkv.wrapped(model, "snapkv", 0.3, **short("snapkv")):
+        _, got, _ = generate(model, inputs, new=24)
+    assert torch.equal(got, tokens)
+    assert "asks the cache" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["snapkv", "adakv", "prefixkv", "h2o", "streaming"])
+def test_the_kernel_attends_over_each_rows_own_length(models, on_cpu, monkeypatch, policy):
+    """Steps driven by the device, through Triton's interpreter. A recorder does not see it work,
+    so no step is captured here."""
+    if not kernels.available(torch.device("cpu")):
+        pytest.skip("Triton's interpreter is off: tests/core/test_gpu.py runs the kernels on a GPU")
+    monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return attend(*args, **kwargs)
+
+    attend = kernels.decode_attention
+    monkeypatch.setattr(kernels, "decode_attention", counted, raising=False)
+
+    def on_device(self, cache, given):
+        if self.clock is None:
+            self.clock = cache.clock = graph._clock(cache)
+            graph._reserve(cache, 20)
+        self._take(given)
+        graph._set(cache, self.clock)
+        return self._step(cache)
+
+    monkeypatch.setattr(graph.Runner, "_on_device", on_device)
+    model, inputs, variant = models("llama"), make_inputs("llama", (60, 37)), Variant(policy)
+    expected, tokens, plain = without_graph(model, variant, inputs, 17, **short(policy))
+    assert not calls
+    with mmkv.wrapped(model, policy, 0.3, **short(policy)):
+        logits, got, cache = generate(model, inputs, new=17)
+    assert len(calls) >= 3 * 14
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert torch.equal(got, tokens)
+    for i in range(3):
+        assert torch.equal(cache.kept(i), plain.kept(i))
+
+
+# Why the steps of these classes are not replayed; all others must be.
+SLIDING = "some layers have a sliding window"
+COUNTS = "asks the cache for the number of tokens"
+NOT_CAPTURED = {
+    "Gemma2ForCausalLM": SLIDING,
+    "Gemma3ForCausalLM": SLIDING,
+    "Gemma3ForConditionalGeneration": SLIDING,
+    "PaliGemmaForConditionalGeneration:2": SLIDING,
+    "OPTForCausalLM": COUNTS,
+    "OPTForCausalLM:post-norm": COUNTS,
+    "FalconForCausalLM": COUNTS,
+    "FalconForCausalLM:40b": COUNTS,
+}
+if Version(transformers.__version__) < Version("5.20"):  # a mark for each token seen, in each step
+    longer = "the argument mm_token_type_ids changed"
+    NOT_CAPTURED |= {name: longer for name in NAMES if name.startswith("Qwen") and "VL" in name}
+
+
+@pytest.mark.parametrize(
+    "name", slow_except(NAMES, "LlamaForCausalLM", "Qwen2_5_VLForConditionalGeneration")
+)
+def test_every_class_of_model(on_cpu, caplog, name):
+    """Padded prompts, with pictures where the class sees them: replayed, or logged why not."""
+    model = model_of(name)
+    inputs = inputs_of(model, "padded")
+    caplog.set_level(logging.INFO, "mmkv.attach.graph")
+    with mmkv.wrapped(model, "prefixkv", 0.4, graph=False, **short("prefixkv")):
+        expected, tokens, _ = generate(model, inputs, new=20)
+    with mmkv.wrapped(model, "prefixkv", 0.4, **short("prefixkv")):
+        logits, got, _ = generate(model, inputs, new=20)
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
+    assert torch.equal(got, tokens)
+    assert len(on_cpu) == (name not in NOT_CAPTURED)
+    assert NOT_CAPTURED.get(name, "") in caplog.text

@@ -1,0 +1,162 @@
+"""What a score is given of a layer, against what the layer's own modules compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import mmkv
+from helpers import zoo
+from mmkv.layer_inputs import turn
+
+CLASSES = [
+    "LlamaForCausalLM",
+    "Qwen3ForCausalLM",
+    "Phi3ForCausalLM",
+    "GPTNeoXForCausalLM",
+    "FalconForCausalLM",
+    "OPTForCausalLM",
+    "Gemma3ForCausalLM",
+    "LlavaForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording(mmkv.Policy):
+    """Keeps what it was given; every token scores alike."""
+
+    uses_rotary = True
+    seen = []  # noqa: RUF012
+
+    def importance(self, layer):
+        self.seen.append(layer)
+        return torch.zeros(layer.key.shape[:3])
+
+
+def recorded(model, inputs, **options):
+    Recording.seen.clear()
+    with mmkv.wrapped(model, Recording(window=4, **options), 0.5), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+    return list(Recording.seen), cache
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_output_projection_is_the_models(name):
+    """The heads' outputs, projected one by one and added up, are the attention module's output."""
+    model = zoo.make(name)
+    inputs, outputs = zoo.prompt(model, (40, 23)), {}
+    parts = mmkv.adapters.find(model)
+    hooks = [
+        x.register_forward_hook(lambda m, a, out, i=i: outputs.__setitem__(i, out[0]))
+        for i, x in enumerate(parts.attentions)
+    ]
+    layers, _ = recorded(model, inputs)
+    for hook in hooks:
+        hook.remove()
+    assert layers
+    for layer in layers:
+        G = layer.query.shape[1] // layer.key.shape[1]
+        keys, values = (x.repeat_interleave(G, dim=1) for x in (layer.key, layer.value))
+        N = keys.shape[2]
+        scale = layer.scale or keys.shape[-1] ** -0.5
+        logits = layer.query @ keys.mT * scale
+        sees = torch.ones(N, N, dtype=torch.bool).tril() & layer.valid[:, None, None]
+        heads = logits.masked_fill(~sees, -1e9).softmax(-1) @ values
+        found = torch.einsum(
+            "bhnd,bhcd->bnc", heads, layer.output_weight.expand(len(keys), -1, -1, -1)
+        )
+        module = getattr(parts.attentions[layer.layer_idx], parts.facts.output)
+        if module.bias is not None:
+            found = found + module.bias
+        real = layer.valid[..., None]
+        torch.testing.assert_close(
+            found * real, outputs[layer.layer_idx] * real, atol=1e-4, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_queries_and_keys_before_rotary_embedding(name, monkeypatch):
+    """They are what the model turned, and turned once more they are what it attended with."""
+    import sys
+
+    model = zoo.make(name)
+    parts, before = mmkv.adapters.find(model), []
+    module = sys.modules[type(parts.attentions[0]).__module__]
+    original = getattr(module, "apply_rotary_pos_emb", None)
+    if original is not None:
+        monkeypatch.setattr(
+            module,
+            "apply_rotary_pos_emb",
+            lambda q, k, *args, **more: (before.append((q, k)), original(q, k, *args, **more))[1],
+        )
+    layers, _ = recorded(model, zoo.prompt(model, (40, 23)))
+    if original is None:
+        assert all(x.rotary is None for x in layers)
+        assert all(torch.equal(x.plain_key, x.key) for x in layers)
+        return
+    for layer in layers:
+        q, k = before[layer.layer_idx]
+        for found, turned in ((layer.plain_query, q), (layer.plain_key, k)):
+            R = turned.shape[-1]  # Some models hand over only the part that is turned.
+            torch.testing.assert_close(found[..., :R], turned.float(), atol=1e-4, rtol=1e-4)
+        again = turn(layer.plain_query, layer.rotary.cos, layer.rotary.sin)
+        torch.testing.assert_close(again, layer.query.float(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_positions_ahead_are_those_of_the_next_tokens(name):
+    """The embedding n positions behind a prompt is the last one's of a prompt n tokens longer."""
+    model = zoo.make(name)
+    inputs = zoo.prompt(model, (40,))
+    (short, *_), _ = recorded(model, inputs)
+    if short.rotary is None:
+        return
+    longer = {**inputs, "input_ids": torch.cat([inputs["input_ids"], torch.full((1, 3), 7)], 1)}
+    longer["attention_mask"] = torch.ones_like(longer["input_ids"])
+    for k in ("mm_token_type_ids", "token_type_ids"):
+        if k in inputs:
+            longer[k] = torch.cat([inputs[k], inputs[k].new_zeros(1, 3)], 1)
+    (long, *_), _ = recorded(model, longer)
+    cos, sin = short.rotary.ahead(3)
+    torch.testing.assert_close(cos, long.rotary.cos[:, -1:].float(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(sin, long.rotary.sin[:, -1:].float(), atol=1e-4, rtol=1e-4)
+
+
+def test_a_chunked_prompt_is_seen_whole():
+    model = zoo.make("LlamaForCausalLM")
+    inputs = zoo.prompt(model, (60, 41))
+    whole, _ = recorded(model, inputs)
+    Recording.seen.clear()
+    with mmkv.wrapped(model, Recording(window=4), 0.5):
+        model.generate(**inputs, max_new_tokens=1, prefill_chunk_size=25)
+    assert len(Recording.seen) == len(whole)
+    for layer, expected in zip(Recording.seen, whole, strict=True):
+        real = layer.valid[:, None, :, None]
+        for name in ("plain_query", "plain_key", "value"):
+            found, wanted = (getattr(x, name) for x in (layer, expected))
+            torch.testing.assert_close(found * real, wanted * real, atol=1e-4, rtol=1e-4)
+
+
+def test_in_a_later_turn_heads_are_rows_and_old_keys_stay_turned():
+    model = zoo.make("LlamaForCausalLM")
+    inputs = zoo.prompt(model, (60,))
+    first, _ = recorded(model, inputs)
+    with mmkv.wrapped(model, Recording(window=4), 0.5):
+        out = model.generate(**inputs, max_new_tokens=1, return_dict_in_generate=True)
+        ids = torch.cat([out.sequences, torch.arange(3, 15)[None]], dim=1)
+        Recording.seen.clear()
+        model.generate(input_ids=ids, max_new_tokens=1, past_key_values=out.past_key_values)
+    layer = Recording.seen[0]
+    B, Hq = layer.query.shape[:2]
+    assert (B, Hq) == (first[0].key.shape[1], first[0].query.shape[1] // first[0].key.shape[1])
+    torch.testing.assert_close(
+        layer.output_weight.flatten(0, 1), first[0].output_weight[0], atol=0, rtol=0
+    )
+    again = turn(layer.plain_query, layer.rotary.cos, layer.rotary.sin)
+    torch.testing.assert_close(again, layer.query, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"keys before rotary embedding are known of the last"):
+        _ = layer.plain_key

@@ -1,0 +1,300 @@
+"""What the project promises, for every registered policy: see the oracles in docs/extending.md.
+
+A policy is covered by being registered. Variants add the options that switch its parts.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import mmkv
+from helpers.marks import slow_except
+from helpers.masking import masked_logits
+from helpers.memory import storages
+from helpers.models import clone, make_inputs, make_model, row_of
+from helpers.oracle import ROWS, VARIANTS, Variant, generate, options_of, short
+
+# For `make test`, beside the policies themselves: what edits the pairs that are kept.
+MERGED = ("prefixkv-merge=position", "prefixkv-reposition=True-distance=4", "adakv-reposition=True")
+
+
+@pytest.mark.parametrize("rows", slow_except(ROWS, "padded"))
+@pytest.mark.parametrize("name", slow_except(["llama", "llama-mha", "llava-llama"], "llava-llama"))
+@pytest.mark.parametrize("variant", slow_except(VARIANTS, *mmkv.list_policies(), *MERGED), ids=str)
+def test_eviction_equals_masking(models, variant, name, rows):
+    """The definition of correct: evicting is masking, in the prefill's set and in every step's."""
+    model, inputs = models(name), make_inputs(name, ROWS[rows])
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
+        logits, tokens, cache, held = generate(model, inputs)
+    policy = mmkv.get_policy(variant.policy, **options_of(variant))
+    expected = masked_logits(
+        model, inputs, tokens, held, merge=policy.merge, reposition=policy.reposition
+    )
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    if variant.policy != "full":
+        assert cache.report().kept_fraction < 0.95, "nothing was evicted: the oracle saw nothing"
+
+
+@pytest.mark.parametrize("name", slow_except(["mistral", "qwen2", "llava-mistral"], "qwen2"))
+@pytest.mark.parametrize("policy", slow_except(["prefixkv", "adakv", "h2o"], "h2o"))
+def test_eviction_equals_masking_on_every_decoder(models, policy, name):
+    model, inputs = models(name), make_inputs(name, ROWS["padded"])
+    with mmkv.wrapped(model, policy, 0.3, **short(policy)):
+        logits, tokens, _, held = generate(model, inputs)
+    torch.testing.assert_close(
+        logits, masked_logits(model, inputs, tokens, held), atol=1e-4, rtol=0
+    )
+
+
+@pytest.mark.parametrize(
+    "protect_policy", slow_except(["prefixkv", "h2o", "local", "adakv"], "prefixkv")
+)
+def test_protected_text_is_never_dropped(models, protect_policy):
+    """protect="instruction" keeps every text token in every layer, through decoding too."""
+    model, inputs = models("llava-llama"), make_inputs("llava-llama", (70, 48))
+    with mmkv.wrapped(model, protect_policy, 0.85, protect="instruction", **short(protect_policy)):
+        logits, tokens, _, held = generate(model, inputs, new=40)
+    expected = masked_logits(model, inputs, tokens, held)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    for step in held:
+        for layer in step:
+            for b in range(2):
+                text = inputs["attention_mask"][b].bool() & (inputs["input_ids"][b] != 3)
+                wanted = set(text.nonzero()[:, 0].tolist())
+                assert all(wanted <= set(head.tolist()) for head in layer[b])
+    images = (inputs["input_ids"][0] == 3).sum().item()
+    assert (held[0][0][0, 0] >= 0).sum().item() < 70, f"all {images} image tokens were kept"
+
+
+@pytest.mark.parametrize("rows", slow_except(ROWS, "one"))
+@pytest.mark.parametrize("name", slow_except(["llama", "llava-llama"], "llava-llama"))
+@pytest.mark.parametrize(
+    "policy", slow_except(mmkv.list_policies(), "prefixkv", "adakv", "h2o", "streaming", "squeeze")
+)
+def test_full_budget_is_identity(models, policy, name, rows):
+    model, inputs = models(name), make_inputs(name, ROWS[rows])
+    expected, tokens, _, _ = generate(model, inputs)
+    with mmkv.wrapped(model, policy, 1.0, **short(policy)):
+        logits, got, cache, _ = generate(model, inputs)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert torch.equal(got, tokens)
+    assert cache.report().kept_fraction == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+@pytest.mark.parametrize("policy", ["snapkv", "prefixkv", "adakv"])
+def test_every_attention_implementation_agrees(policy, attn):
+    inputs = make_inputs("llava-llama", ROWS["padded"])
+    model = make_model("llava-llama", attn)
+    with mmkv.wrapped(model, policy, 0.3, **short(policy)):
+        logits, tokens, _, held = generate(model, inputs)
+    assert model.get_decoder().config._attn_implementation == attn
+    torch.testing.assert_close(
+        logits, masked_logits(model, inputs, tokens, held), atol=1e-4, rtol=0
+    )
+
+
+@pytest.mark.parametrize("name", slow_except(["llama", "llava-llama"], "llava-llama"))
+@pytest.mark.parametrize("variant", slow_except(VARIANTS, "adakv", "h2o"), ids=str)
+def test_batch_equals_singles(models, variant, name):
+    """A row of a left-padded batch keeps, and says, exactly what it does alone."""
+    model, inputs = models(name), make_inputs(name, ROWS["padded"])
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
+        logits, tokens, _, held = generate(model, inputs)
+        for b, n in enumerate(ROWS["padded"]):
+            alone, words, _, kept = generate(model, row_of(inputs, b))
+            assert torch.equal(tokens[b : b + 1], words)
+            torch.testing.assert_close(logits[:, b : b + 1], alone, atol=1e-4, rtol=0)
+            shift = max(ROWS["padded"]) - n
+            for together, single in zip(held, kept, strict=True):
+                for x, y in zip(together, single, strict=True):
+                    mine = x[b][:, : y.shape[-1]]
+                    assert torch.equal(mine, torch.where(y[0] < 0, -1, y[0] + shift))
+                    assert (x[b][:, y.shape[-1] :] == -1).all()
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.budget is not None], ids=str)
+def test_budget_is_spent_exactly(models, variant):
+    """The prefill keeps round(budget * L * N) tokens per head, whatever the layers and heads."""
+    if variant.policy == "full":
+        pytest.skip("keeps everything at any budget")
+    model, lengths = models("llama"), (133, 57)
+    inputs = make_inputs("llama", lengths)
+    options = options_of(variant)
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+    for b, n in enumerate(lengths):
+        per_layer = [(cache.kept(i)[b] >= 0).sum(-1) for i in range(3)]
+        sizes = [float(x.float().mean()) for x in per_layer]
+        wanted = (
+            3 * min(variant.budget, n)
+            if isinstance(variant.budget, int)
+            else round(variant.budget * 3 * n)
+        )
+        assert sum(sizes) == wanted
+        assert all(0 <= s <= n for s in sizes)
+
+
+@pytest.mark.parametrize("policy", slow_except(mmkv.list_policies(), "prefixkv"))
+def test_bytes_are_really_freed(policy):
+    """`nbytes` is what the allocator holds, and at 0.2 of 1,000 tokens it is at most a quarter."""
+    model, inputs = make_model("llama"), make_inputs("llama", (1000,))
+    # layers, tokens, heads, head_dim, key and value, float32
+    pair_bytes = 3 * 1000 * 2 * 16 * 2 * 4
+    others = storages(head_dim=16)
+    with mmkv.wrapped(model, policy, 0.2):
+        *_, cache, _ = generate(model, inputs, new=8)
+    alive = storages(head_dim=16)
+    assert sum(n for at, n in alive.items() if at not in others) == cache.nbytes
+    if policy == "full":
+        assert cache.nbytes >= pair_bytes
+    else:
+        assert cache.nbytes <= 0.25 * pair_bytes
+
+
+def test_a_wrong_set_would_be_noticed(models):
+    """The oracle itself can fail: masking one kept token more changes the logits."""
+    model, inputs = models("llama"), make_inputs("llama", ROWS["one"])
+    with mmkv.wrapped(model, "snapkv", 0.3, **short("snapkv")):
+        logits, tokens, _, held = generate(model, inputs)
+    spoiled = [[k.clone() for k in step] for step in held]
+    for step in spoiled:
+        step[1][:, 0, 4] = -1
+    wrong = masked_logits(model, inputs, tokens, spoiled)
+    assert (logits[1:] - wrong[1:]).abs().max() > 1e-3
+
+
+BEAMS = [
+    *(Variant(name) for name in ("prefixkv", "h2o", "adakv", "streaming")),
+    # Near the newest token, so that 12 of them are enough to drop some.
+    Variant("prefixkv", (("distance", 1),)),
+    Variant("prefixkv", (("distance", 2), ("merge", "feature"))),
+    Variant("elastic", (("distance", 1),)),
+    Variant("h2o", (("decode", "ratio"), ("distance", 2))),
+]
+
+
+@pytest.mark.parametrize("variant", slow_except(BEAMS, "h2o"), ids=str)
+def test_beams_carry_everything(models, variant):
+    """Beam search reorders rows each step; each beam equals its own masked full cache."""
+    model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
+        out = model.generate(
+            **inputs,
+            max_new_tokens=12,
+            num_beams=3,
+            num_return_sequences=2,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        # The same tokens, fed one by one without beams, give the same score to each sequence.
+        for i, sequence in enumerate(out.sequences):
+            row = row_of(inputs, i // 2)
+            new = sequence[inputs["input_ids"].shape[1] :]
+            with torch.no_grad():
+                step = model(**row, use_cache=True)
+                total = 0.0
+                for t, token in enumerate(new):
+                    total += step.logits[0, -1].log_softmax(-1)[token].item()
+                    if t + 1 < len(new):
+                        step = model(
+                            input_ids=token.view(1, 1),
+                            past_key_values=step.past_key_values,
+                            use_cache=True,
+                        )
+            assert out.sequences_scores[i].item() == pytest.approx(total / len(new), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("choose", "rows"),
+    [
+        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0])), [1, 1, 0]),
+    ],
+)
+@pytest.mark.parametrize("policy", slow_except(["prefixkv", "h2o", "adakv", "streaming"], "h2o"))
+def test_rows_are_chosen_with_all_they_have(models, policy, choose, rows):
+    """Each chosen row goes on as it would have in its place, and says so."""
+    model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
+    options = {"distance": 1} if policy == "prefixkv" else short(policy)
+    words = torch.arange(10, 16)[:, None, None]
+
+    def goes_on(cache):
+        logits, kept = [], []
+        for word in words:
+            ids = word.expand(len(cache.lengths), 1)
+            logits.append(model(input_ids=ids, past_key_values=cache).logits[:, 0])
+            kept.append([cache.kept(i) for i in range(3)])
+        return torch.stack(logits), kept
+
+    with mmkv.wrapped(model, policy, 0.3, **options), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+        model(input_ids=torch.full((3, 1), 5), past_key_values=cache)
+        chosen = copy.deepcopy(cache)
+        choose(chosen)
+        assert chosen.lengths == [ROWS["padded"][b] for b in rows]
+        expected, kept = goes_on(cache)
+        logits, mine = goes_on(chosen)
+    torch.testing.assert_close(logits, expected[:, rows], atol=1e-4, rtol=0)
+    for step, whole in zip(mine, kept, strict=True):
+        for some, every in zip(step, whole, strict=True):
+            for at, b in enumerate(rows):
+                for h in range(2):
+                    assert set(some[at, h].tolist()) - {-1} == set(every[b, h].tolist()) - {-1}
+
+
+@pytest.mark.parametrize(
+    "policy", slow_except(mmkv.list_policies(), "prefixkv", "adakv", "h2o", "xkv")
+)
+def test_wrap_leaves_no_trace(policy):
+    """unwrap restores config, hooks, cache creation and output, also after an exception."""
+    model, inputs = make_model("llava-llama"), make_inputs("llava-llama", (60,))
+    plain, _, cache, _ = generate(model, inputs)
+    before = _traces(model)
+    mmkv.wrap(model, policy, 0.5, **short(policy))
+    assert _traces(model) != before
+
+    def explode(*args, **kwargs):
+        raise RuntimeError("boom")
+
+    handle = model.get_decoder().layers[1].mlp.register_forward_hook(explode)
+    with pytest.raises(RuntimeError, match="boom"):
+        generate(model, inputs)
+    handle.remove()
+    generate(model, inputs)  # still usable
+    mmkv.unwrap(model)
+    assert _traces(model) == before
+    again, _, cache_again, _ = generate(model, inputs)
+    assert type(cache_again) is type(cache)
+    assert torch.equal(plain, again)
+
+
+def _traces(model) -> tuple:
+    hooks = [
+        (name, len(m._forward_hooks), len(m._forward_pre_hooks), sorted(vars(m)))
+        for name, m in model.named_modules()
+    ]
+    return model.config._attn_implementation, model.get_decoder().config._attn_implementation, hooks
+
+
+def test_mini_prefill_stores_nothing_and_stops_early():
+    """XKV's first pass makes no cache, ends inside the last layer, and changes no size."""
+    model, inputs = make_model("llama"), make_inputs("llama", (120,))
+    calls: list[int] = []
+    for i, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_hook(lambda *a, i=i: calls.append(i))
+    twin = clone(model)
+    with mmkv.wrapped(model, "xkv", 0.3, allocation="mini-prefill"), torch.no_grad():
+        mini = model(**inputs, use_cache=True).past_key_values
+    assert calls == [0, 1, 0, 1, 2]  # the first pass never reaches the last layer's MLP
+    with mmkv.wrapped(twin, "xkv", 0.3, allocation="one-pass"), torch.no_grad():
+        one = twin(**inputs, use_cache=True).past_key_values
+    for i in range(3):
+        assert torch.equal(mini.kept(i), one.kept(i))

@@ -1,0 +1,111 @@
+"""Which patches are kept, and the PNG that shows it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import mmkv
+from helpers.marks import slow_except
+from helpers.models import IMAGE, make_inputs
+from mmkv import picture
+from mmkv.builtin import example_pictures
+
+
+def naive(kept, image, pictures):
+    """Patch by patch, head by head."""
+    places = [i for i, is_image in enumerate(image.tolist()) if is_image]
+    side = int((len(places) / pictures) ** 0.5)
+    shares = np.zeros((pictures, side, side))
+    for n, place in enumerate(places):
+        p, r, c = n // side**2, n // side % side, n % side
+        shares[p, r, c] = np.mean([place in head for head in kept.tolist()])
+    return shares
+
+
+@pytest.mark.parametrize("policy", ["prefixkv", "adakv", "streaming"])
+def test_shares_match_the_naive_twin(models, policy):
+    model, inputs = models("llava-llama"), make_inputs("llava-llama", (90, 41))
+    options = {"window": 6, "kernel_size": 3} if policy == "adakv" else {}
+    with mmkv.wrapped(model, policy, 0.3, **options), torch.no_grad():
+        cache = model(**inputs).past_key_values
+    for row, pictures in enumerate((2, 1)):
+        image = inputs["input_ids"][row] == IMAGE
+        for layer in range(len(cache.layers)):
+            kept = cache.kept(layer)[row]
+            shares = picture.kept_patches(kept, image, pictures)
+            assert shares.shape == (pictures, 4, 4)
+            np.testing.assert_allclose(shares, naive(kept, image, pictures), atol=1e-6)
+
+
+def test_all_and_nothing():
+    image = torch.tensor([False] + [True] * 9 + [False])
+    everything = torch.arange(11).expand(2, 11)
+    assert picture.kept_patches(everything, image, 1).min() == 1
+    nothing = torch.tensor([[0, 10], [0, -1]])
+    assert picture.kept_patches(nothing, image, 1).max() == 0
+
+
+@pytest.mark.parametrize(("tokens", "pictures"), [(144, 0), (0, 1), (145, 1), (577, 1), (50, 3)])
+def test_an_unknown_grid_is_named(tokens, pictures):
+    with pytest.raises(ValueError, match=f"grid is not known: {tokens} image tokens of {pictures}"):
+        picture.patch_grid(tokens, pictures)
+
+
+def test_known_grids():
+    assert picture.patch_grid(576, 1) == (24, 24)
+    assert picture.patch_grid(288, 2) == (12, 12)
+
+
+class Processor:
+    image_mean, image_std = [0.5, 0.4, 0.3], [0.5, 0.6, 0.7]
+
+
+def pixels_of(image: Image.Image) -> np.ndarray:
+    x = np.asarray(image, dtype=np.float64).transpose(2, 0, 1) / 255
+    return (x - np.reshape(Processor.image_mean, (3, 1, 1))) / np.reshape(
+        Processor.image_std, (3, 1, 1)
+    )
+
+
+def test_the_view_is_the_models():
+    original = Image.open(example_pictures()[0]).convert("RGB").resize((300, 200))
+    stretched = original.resize((96, 96), Image.Resampling.BICUBIC)
+    cropped = original.crop((50, 0, 250, 200))
+    small = cropped.resize((96, 96), Image.Resampling.BICUBIC)
+    turned = small.transpose(Image.Transpose.ROTATE_90)
+    for seen, sharp in ((stretched, original), (small, cropped)):
+        shown = picture.as_seen(original, pixels_of(seen), Processor)
+        assert shown.size == (256, 256)
+        np.testing.assert_allclose(np.asarray(shown), np.asarray(sharp.resize((256, 256))), atol=1)
+    shown = picture.as_seen(original, pixels_of(turned), Processor)  # nothing that we know of
+    np.testing.assert_allclose(np.asarray(shown), np.asarray(turned), atol=1)
+
+
+def test_evicted_patches_are_darker(tmp_path):
+    white = Image.new("RGB", (80, 80), "white")
+    shares = np.zeros((4, 4), dtype=np.float32)
+    shares[0] = 1
+    shares[1] = 0.5
+    lit = picture._lit(white, shares).mean(axis=(1, 2))
+    assert lit[0] == 255
+    assert lit[0] > lit[30] > lit[70]
+    assert len(set(lit[40:])) == 1
+
+
+@pytest.mark.parametrize("layers", slow_except([1, 8, 32], 8))
+def test_png(tmp_path, layers):
+    path = tmp_path / "new" / "kept.png"
+    shares = np.random.default_rng(0).random((layers, 6, 6)).round().astype(np.float32)
+    picture.save(path, Image.new("RGB", (60, 60), "gray"), list(enumerate(shares)), "title")
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        assert image.width < 2600
+        assert len(image.convert("RGB").getcolors(1 << 24) or ()) > 50
+
+
+def test_nothing_to_show(tmp_path):
+    with pytest.raises(ValueError, match="no compressed layer"):
+        picture.save(tmp_path / "x.png", Image.new("RGB", (60, 60)), [], "title")

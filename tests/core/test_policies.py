@@ -1,0 +1,374 @@
+"""What each policy keeps, against loops that read like the papers.
+
+The oracles show that what `kept` says is what attention sees; here, that it is the right set.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import mmkv
+from helpers.masking import masked_logits
+from helpers.models import make_inputs, make_model
+from helpers.oracle import generate, measured_similarity, top
+
+N, L, H, G = 80, 3, 2, 2
+
+
+@pytest.fixture(scope="module")
+def eager():
+    """With a scale of its own in each layer, as Gemma's differ from `D ** -0.5`."""
+    model = make_model("llama", "eager")
+    for layer, scale in zip(model.model.layers, (0.5, 0.1, 0.9), strict=True):
+        layer.self_attn.scaling = scale
+    return model
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return make_inputs("llama", (N,))
+
+
+@pytest.fixture(scope="module")
+def attention(eager, prompt):
+    """Softmax attention of every layer, [L][Hq, N, N]."""
+    with torch.no_grad():
+        out = eager(**prompt, output_attentions=True, use_cache=False)
+    return [a[0].double() for a in out.attentions]
+
+
+def kept_after_prefill(model, prompt, policy, budget, **options):
+    with mmkv.wrapped(model, policy, budget, **options), torch.no_grad():
+        cache = model(**prompt, use_cache=True).past_key_values
+    return [[set(head[head >= 0].tolist()) for head in cache.kept(layer)[0]] for layer in range(L)]
+
+
+def window_scores(a, h, window, kernel, pooling, weights=None):
+    """One key-value head: per query head, average the window's queries, pool; then average."""
+    total = [0.0] * (N - window)
+    weights = weights or [1.0] * window
+    for g in range(G):
+        mean = [
+            sum(
+                w * a[h * G + g, q, j].item()
+                for w, q in zip(weights, range(N - window, N), strict=True)
+            )
+            / sum(weights)
+            for j in range(N - window)
+        ]
+        for j in range(N - window):
+            around = range(j - kernel // 2, j + kernel // 2 + 1)
+            near = [mean[i] if 0 <= i < N - window else 0.0 for i in around]
+            pooled = {"max": max(near), "avg": sum(near) / kernel, None: mean[j]}[pooling]
+            total[j] += pooled / G
+    return total
+
+
+def layer_scores(a):
+    per_head = [accumulated_scores(a, h) for h in range(H)]
+    return [sum(x) / H for x in zip(*per_head, strict=True)]
+
+
+def accumulated_scores(a, h):
+    return [
+        sum(a[h * G + g, q, j].item() for g in range(G) for q in range(j, N)) / G for j in range(N)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "window", "kernel", "pooling"),
+    [("snapkv", 6, 5, "max"), ("snapkv", 8, 3, "avg"), ("pyramidinfer", 6, 5, None)],
+)
+def test_window_policies_keep_the_top_of_the_window_score(
+    eager, prompt, attention, policy, window, kernel, pooling
+):
+    options = {"layers": "uniform", "pooling": pooling, "window": window, "kernel_size": kernel}
+    kept = kept_after_prefill(eager, prompt, policy, 24, **options)
+    weights = list(range(1, window + 1)) if policy == "pyramidinfer" else None
+    for layer in range(L):
+        for h in range(H):
+            scores = window_scores(attention[layer], h, window, kernel, pooling, weights)
+            assert kept[layer][h] == top(scores, 24 - window) | set(range(N - window, N))
+
+
+def test_h2o_keeps_heavy_hitters_and_the_recent_half(eager, prompt, attention):
+    kept = kept_after_prefill(eager, prompt, "h2o", 20)
+    for layer in range(L):
+        for h in range(H):
+            scores = accumulated_scores(attention[layer], h)
+            recent = set(range(N - 10, N))
+            heavy = top([-1.0 if j in recent else s for j, s in enumerate(scores)], 10)
+            assert kept[layer][h] == heavy | recent
+
+
+@pytest.mark.parametrize(("policy", "sinks"), [("local", 0), ("streaming", 4)])
+def test_recency_policies_keep_sinks_and_the_last(eager, prompt, policy, sinks):
+    for layer in kept_after_prefill(eager, prompt, policy, 20):
+        for head in layer:
+            assert head == set(range(sinks)) | set(range(N - 20 + sinks, N))
+
+
+def test_prefixkv_keeps_equal_shares_of_importance(eager, prompt, attention):
+    """Sizes from the smallest common retention; in each layer the same tokens for all heads."""
+    kept = kept_after_prefill(eager, prompt, "prefixkv", 0.4)
+    total, shares = round(0.4 * L * N), []
+    for layer in range(L):
+        assert kept[layer][0] == kept[layer][1]
+        scores = layer_scores(attention[layer])
+        assert kept[layer][0] == top(scores, len(kept[layer][0]))
+        ordered = sorted(scores, reverse=True)
+        n = len(kept[layer][0])
+        shares.append([sum(ordered[:n]) / sum(ordered), ordered[n] / sum(ordered)])
+    assert sum(len(layer[0]) for layer in kept) == total
+    # No token can be moved to the worst layer from another one without making that one worst.
+    worst = min(share for share, _ in shares)
+    for layer, (share, _) in enumerate(shares):
+        if share > worst:
+            ordered = sorted(layer_scores(attention[layer]), reverse=True)
+            n = len(kept[layer][0])
+            assert sum(ordered[: n - 1]) / sum(ordered) <= worst + 1e-6
+
+
+def test_xkv_keeps_more_importance_than_any_other_layer_sizes(eager, prompt):
+    """Algorithm 1's greedy loop over pooled, per-layer normalised scores."""
+    options = {"window": 6, "kernel_size": 3}
+    with mmkv.wrapped(eager, "xkv", 0.3, **options), torch.no_grad():
+        best = eager(**prompt, use_cache=True).past_key_values.report()
+    for policy, extra in [("snapkv", {}), ("pyramidkv", {}), ("xkv", {"layers": "prefix"})]:
+        same = {**options, "pooling": "avg", **extra}
+        with mmkv.wrapped(eager, policy, 0.3, **same), torch.no_grad():
+            other = eager(**prompt, use_cache=True).past_key_values.report()
+        assert best.retained >= other.retained - 1e-6, policy
+
+
+@pytest.mark.parametrize("allocation", ["mini-prefill", "one-pass"])
+def test_xkv_reaches_a_retention_with_the_window_on_top(eager, prompt, attention, allocation):
+    """Algorithm 1 until the mean retention is reached; the window is kept beside what it chose."""
+    window, target = 6, 0.6
+    options = {"window": window, "kernel_size": 3, "retention": target, "allocation": allocation}
+    kept = kept_after_prefill(eager, prompt, "xkv", None, **options)
+    scores = [
+        [window_scores(attention[layer], h, window, 3, "avg") for h in range(H)]
+        for layer in range(L)
+    ]
+    ranked = [
+        [sum(x) / H for x in zip(*(sorted(s, reverse=True) for s in layer), strict=True)]
+        for layer in scores
+    ]
+    shares = [[x / sum(layer) for x in layer] for layer in ranked]
+    sizes, reached = [0] * L, 0.0
+    while reached < target:
+        best = max(range(L), key=lambda i: shares[i][sizes[i]])
+        reached += shares[best][sizes[best]] / L
+        sizes[best] += 1
+    assert len(set(sizes)) > 1
+    for layer in range(L):
+        for h in range(H):
+            chosen = top(scores[layer][h], sizes[layer])
+            assert kept[layer][h] == chosen | set(range(N - window, N))
+
+
+@pytest.mark.parametrize("layers", ["prefix", "pooled"])
+def test_layer_sizes_come_from_the_tokens_that_compete(eager, prompt, attention, layers):
+    """Sinks are kept in every layer whatever they weigh, so they do not size the layers."""
+    sinks, spare = 20, round(0.5 * L * N) - L * 20
+    kept = kept_after_prefill(eager, prompt, "prefixkv", 0.5, sinks=sinks, layers=layers)
+    allocate = {"prefix": mmkv.allocation.prefix, "pooled": mmkv.allocation.pooled}[layers]
+    scores = [layer_scores(a) for a in attention]
+    sizes = allocate(torch.tensor([s[sinks:] for s in scores]), spare)
+    assert sizes != allocate(torch.tensor(scores), spare)
+    for layer in range(L):
+        chosen = {sinks + j for j in top(scores[layer][sinks:], sizes[layer])}
+        assert all(head == chosen | set(range(sinks)) for head in kept[layer])
+
+
+def test_adakv_splits_a_layer_by_its_pooled_top(eager, prompt, attention):
+    """Algorithm 2 with alpha=0: the top b * H of all heads together decide each head's size."""
+    window, n = 6, 24
+    options = {"window": window, "kernel_size": 3, "alpha": 0.0}
+    kept = kept_after_prefill(eager, prompt, "adakv", n, **options)
+    differ = False
+    for layer in range(L):
+        scores = [window_scores(attention[layer], h, window, 3, "max") for h in range(H)]
+        pooled = sorted(((s, h) for h in range(H) for s in scores[h]), reverse=True)
+        for h in range(H):
+            size = sum(1 for _, owner in pooled[: (n - window) * H] if owner == h)
+            assert len(kept[layer][h]) == size + window
+            assert kept[layer][h] == top(scores[h], size) | set(range(N - window, N))
+            differ |= size != n - window
+    assert differ, "the heads agree: the test saw no adaptive split"
+
+
+@pytest.mark.parametrize(("policy", "sinks"), [("local", 0), ("streaming", 4)])
+def test_decoding_drops_the_oldest(eager, prompt, policy, sinks):
+    with mmkv.wrapped(eager, policy, 20):
+        *_, held = generate(eager, prompt, new=60)
+    for t, step in enumerate(held):
+        for layer in step:
+            wanted = [*range(sinks), *range(N + t - 20 + sinks, N + t)]
+            assert all(head.tolist() == wanted for head in layer[0])
+
+
+@pytest.mark.parametrize("distance", [0, 3, 25])
+def test_decoding_by_ratio_drops_at_a_fixed_distance(eager, prompt, distance):
+    """PrefixKV's rule, one token at a time: over its share, drop the token `distance` behind."""
+    with mmkv.wrapped(eager, "prefixkv", 0.5, distance=distance):
+        *_, held = generate(eager, prompt, new=70)
+    dropped = 0
+    for layer in range(L):
+        tokens = held[0][layer][0, 0].tolist()
+        share = len(tokens) / N
+        for t in range(1, len(held)):
+            tokens = [*tokens, N + t - 1]
+            victim = N + t - 1 - distance
+            over = len(tokens) > round(share * (N + t))
+            if over and victim >= N and victim in tokens:
+                tokens.remove(victim)
+                dropped += 1
+            assert held[t][layer][0, 0].tolist() == tokens
+    assert dropped > 20
+
+
+def test_h2o_decoding_drops_the_lightest(eager, prompt):
+    """Accumulated over prompt and steps, as the masked full cache attends."""
+    new, n = 40, 20
+    with mmkv.wrapped(eager, "h2o", n):
+        _, tokens, _, held = generate(eager, prompt, new=new)
+    weights: list[list[torch.Tensor]] = []
+    masked_logits(eager, prompt, tokens, held, record=weights)
+    with torch.no_grad():
+        first = eager(**prompt, output_attentions=True, use_cache=False).attentions
+    for layer in range(L):
+        for h in range(H):
+            group = slice(h * G, (h + 1) * G)
+            mass = first[layer][0, group].sum(1).mean(0).tolist()
+            alive = set(held[0][layer][0, h].tolist())
+            for t in range(new - 1):
+                alive.add(N + t)
+                mass.append(0.0)
+                for j, w in enumerate(weights[t][layer][0, group, 0].mean(0).tolist()):
+                    mass[j] += w
+                recent = range(N + t - n // 2 + 1, N + t + 1)
+                victim = min((j for j in alive if j not in recent), key=lambda j: mass[j])
+                alive.remove(victim)
+                assert set(held[t + 1][layer][0, h].tolist()) == alive
+
+
+def test_int_budget_fills_up_before_it_drops(eager):
+    """A prompt shorter than an int budget loses nothing; decoding fills the budget, then drops."""
+    short = make_inputs("llama", (12,))
+    for policy in ("local", "h2o"):
+        with mmkv.wrapped(eager, policy, 20):
+            *_, cache, held = generate(eager, short, new=30)
+        assert [int((step[0][0, 0] >= 0).sum()) for step in held] == [
+            min(12 + t, 20) for t in range(30)
+        ]
+        assert "row 0 lost nothing" in " ".join(cache.report().notes)
+
+
+@pytest.mark.parametrize("length", [19, 20, 21])
+@pytest.mark.parametrize("policy", ["h2o", "local", "snapkv"])
+def test_an_int_budget_is_met_to_the_token(eager, policy, length):
+    """A prompt of one token more than the budget loses the one that weighs least, and no more."""
+    short = make_inputs("llama", (length,))
+    options = {"window": 4, "pooling": None} if policy == "snapkv" else {}
+    with torch.no_grad():
+        attentions = eager(**short, output_attentions=True, use_cache=False).attentions
+    with mmkv.wrapped(eager, policy, 20, **options):
+        *_, held = generate(eager, short, new=6)
+    for layer, a in enumerate(attentions):
+        received = a[0].unflatten(0, (H, G)).mean(1)  # [H, N, N]
+        for h in range(H):
+            weight, recent = {
+                "h2o": (received[h].sum(0), 10),
+                "local": (torch.arange(length), 0),
+                "snapkv": (received[h, -4:].mean(0), 4),
+            }[policy]
+            gone = {int(weight[: length - recent].argmin())} if length > 20 else set()
+            assert held[0][layer][0, h].tolist() == sorted(set(range(length)) - gone)
+        if policy != "snapkv":  # constant from here on
+            sizes = [len(step[layer][0, 0]) for step in held]
+            assert sizes == [min(length + t, 20) for t in range(6)]
+
+
+@pytest.mark.parametrize("length", [20, 21])
+def test_layers_of_an_int_budget_hold_their_own_size(eager, length):
+    """A prompt longer than the budget leaves each layer the size that the allocation gave it."""
+    with mmkv.wrapped(eager, "local", 20, layers="pyramid"):
+        *_, held = generate(eager, make_inputs("llama", (length,)), new=6)
+    wanted = mmkv.allocation.pyramid(L, L * 20, max_size=length)
+    assert len(set(wanted)) == (1 if length == 20 else 3)
+    for step in held:
+        assert [len(layer[0, 0]) for layer in step] == wanted
+
+
+def test_squeeze_gives_least_to_layers_that_change_least(eager, prompt):
+    """The layer sizes follow the measured similarity of the residual stream around attention."""
+    entered: dict[int, torch.Tensor] = {}
+    added: dict[int, torch.Tensor] = {}
+    hooks = []
+    for i, layer in enumerate(eager.model.layers):
+        hooks += [
+            layer.register_forward_pre_hook(lambda m, a, i=i: entered.update({i: a[0][0]})),
+            layer.self_attn.register_forward_hook(lambda m, a, o, i=i: added.update({i: o[0][0]})),
+        ]
+    with torch.no_grad():
+        eager(**prompt, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    similarity = [
+        sum(
+            torch.cosine_similarity(a, a + b, dim=0).item()
+            for a, b in zip(entered[i], added[i], strict=True)
+        )
+        / N
+        for i in range(L)
+    ]
+    wrapping = mmkv.wrapped(eager, "squeeze", 0.3, base="local")
+    with wrapping, torch.no_grad(), measured_similarity() as found:
+        cache = eager(**prompt, use_cache=True).past_key_values
+    got = torch.cat([found[i] for i in range(L)])
+    torch.testing.assert_close(got, torch.tensor(similarity), atol=1e-5, rtol=0)
+    sizes = [int((cache.kept(i)[0, 0] >= 0).sum()) for i in range(L)]
+    assert sizes == mmkv.allocation.squeeze(
+        torch.tensor(similarity), round(0.3 * L * N), p=0.35, max_size=N
+    )
+    assert min(range(L), key=sizes.__getitem__) == max(range(L), key=similarity.__getitem__)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("policy", ["snapkv", "adakv", "prefixkv", "xkv", "h2o"])
+def test_scores_that_are_no_numbers_still_spend_the_budget(
+    text_model, prompt, policy, bad, monkeypatch
+):
+    original = mmkv.Policy.importance
+
+    def spoiled(self, layer):
+        s = original(self, layer)
+        s[..., 5:20] = bad
+        return s
+
+    monkeypatch.setattr(mmkv.Policy, "importance", spoiled)
+    options = {"window": 6} if mmkv.get_policy(policy).observed else {}
+    kept = kept_after_prefill(text_model, prompt, policy, 0.3, **options)
+    assert sum(len(head) for layer in kept for head in layer) == round(0.3 * L * N) * H
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("window", "wide", "window='wide': expected a whole number"),
+        ("window", 8.5, "window=8.5: expected a whole number"),
+        ("sinks", True, "sinks=True: expected a whole number"),
+        ("recent", "half", "recent='half': expected a number"),
+        ("average_heads", 1, "average_heads=1: expected True or False"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(option, value, expected):
+    with pytest.raises(ValueError, match=expected):
+        mmkv.get_policy("snapkv", **{option: value})
+    assert mmkv.get_policy("snapkv", window=np.int64(8), recent=1).window == 8

@@ -1,0 +1,315 @@
+"""Any policy with any options on any prompt: the oracle, exact budgets, or a clear refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import random
+import warnings
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensor
+
+import mmkv
+from helpers.marks import slow_except
+from helpers.masking import masked_logits
+from helpers.models import IMAGE, clone, ending, make_inputs, make_model
+from helpers.oracle import generate, short
+
+MODELS = {name: make_model(name) for name in ("llama", "llama-mha", "llama-mqa", "llava-llama")}
+OPTIONS = {
+    "window": st.integers(1, 40),
+    "kernel_size": st.sampled_from([1, 3, 7]),
+    "pooling": st.sampled_from(["avg", "max", None]),
+    "average_heads": st.booleans(),
+    "recency_weighted": st.booleans(),
+    "sinks": st.integers(0, 9),
+    "recent": st.floats(0, 1),
+    "layers": st.sampled_from(["uniform", "pyramid", "geometric", "squeeze", "prefix", "pooled"]),
+    "beta": st.floats(1, 40),
+    "decay": st.floats(0.3, 1),
+    "p": st.floats(0.1, 1),
+    "allocation": st.sampled_from(["one-pass", "mini-prefill"]),
+    "heads": st.sampled_from(["uniform", "adaptive"]),
+    "alpha": st.floats(0, 1),
+    "decode": st.sampled_from(["grow", "ratio", "fixed"]),
+    "distance": st.integers(0, 9),
+    "merge": st.sampled_from([None, "position", "feature"]),
+    "protect": st.sampled_from(["none", "instruction"]),
+    "reposition": st.booleans(),
+}
+
+
+@st.composite
+def cases(draw):
+    name = draw(st.sampled_from(sorted(MODELS)))
+    least = 40 if name == "llava-llama" else 0  # a row of padding alone
+    lengths = draw(st.lists(st.integers(least, 90), min_size=1, max_size=3).filter(any))
+    chosen = draw(st.lists(st.sampled_from(sorted(OPTIONS)), max_size=4, unique=True))
+    options = {key: draw(OPTIONS[key]) for key in chosen}
+    budget = draw(st.floats(0.02, 1) | st.integers(1, 100))
+    policy = draw(st.sampled_from(mmkv.list_policies()))
+    return name, tuple(lengths), policy, budget, options, draw(st.integers(0, 99))
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=300,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@example(("llama", (1, 2), "elastic", 0.02, {}, 0))  # layers that keep nothing
+@example(("llama", (1, 2), "elastic", 0.02, {"merge": "feature"}, 0))
+@given(cases())
+def test_the_oracle_or_a_clear_refusal(case):
+    name, lengths, policy, budget, options, seed = case
+    model, inputs = MODELS[name], make_inputs(name, lengths, seed)
+    refusal = None
+    try:
+        chosen = mmkv.get_policy(policy, **options)
+        with mmkv.wrapped(model, chosen, budget):
+            logits, tokens, cache, held = generate(model, inputs, new=8)
+    except ValueError as error:  # any other type of error fails the test
+        refusal = str(error)
+    assert refusal is not None or 0 not in lengths
+    if refusal is not None:
+        named = [budget, *options, *options.values(), *(["padding"] if 0 in lengths else [])]
+        assert any(str(v) in refusal for v in named), refusal
+        return
+    expected = masked_logits(
+        model, inputs, tokens, held, merge=chosen.merge, reposition=chosen.reposition
+    )
+    torch.testing.assert_close(logits, expected, atol=3e-4, rtol=0)
+    for b, n in enumerate(lengths):
+        kept = sum(float((x[b] >= 0).sum(-1).float().mean()) for x in held[0])
+        if chosen.keeps_all or (isinstance(budget, float) and budget == 1.0):
+            assert kept == 3 * n
+        elif chosen.retention is None:
+            wanted = round(budget * 3 * n) if isinstance(budget, float) else 3 * min(budget, n)
+            assert kept == max(wanted, 3 * cache.prompt.floors[b])
+
+
+@pytest.mark.parametrize(
+    "policy", slow_except(mmkv.list_policies(), "prefixkv", "adakv", "h2o", "squeeze")
+)
+@pytest.mark.parametrize("extreme", slow_except([0.0, 1e4], 1e4))
+def test_extreme_scores(policy, extreme):
+    """All-equal scores, and attention so peaked that all but one score vanish."""
+    model, inputs = make_model("llama"), make_inputs("llama", (60, 33))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(extreme)
+    options = {"window": 5} if mmkv.get_policy(policy).observed else {}
+    with mmkv.wrapped(model, policy, 0.4, **options):
+        logits, tokens, _, held = generate(model, inputs, new=8)
+    chosen = mmkv.get_policy(policy, **options)
+    expected = masked_logits(model, inputs, tokens, held, merge=chosen.merge)
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
+    if policy != "full":
+        for b, n in enumerate((60, 33)):
+            kept = sum(float((x[b] >= 0).sum(-1).float().mean()) for x in held[0])
+            assert kept == round(0.4 * 3 * n)
+
+
+SCORED = [x for x in mmkv.list_policies() if mmkv.get_policy(x).score != "recency"]
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("share", slow_except([0.3, 1.0], 0.3))
+@pytest.mark.parametrize(
+    "policy", slow_except([x for x in SCORED if x != "full"], "prefixkv", "adakv", "h2o", "squeeze")
+)
+def test_scores_that_are_no_numbers(policy, share, odd):
+    """Infinite scores: still the oracle and the budget. NaN is refused: it ranks nothing."""
+    options = {"window": 5} if mmkv.get_policy(policy).observed else {}
+    chosen = mmkv.get_policy(policy, **options)
+    seen = []
+
+    class Odd(type(chosen)):
+        def importance(self, layer):
+            found = super().importance(layer)
+            g = torch.Generator().manual_seed(found.shape[-1])
+            where = torch.rand(found.shape[-1], generator=g) < share
+            seen.append(where)
+            return found.masked_fill(where, odd)
+
+    model, inputs, lengths = MODELS["llama"], make_inputs("llama", (60, 33)), (60, 33)
+    given = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(chosen) if f.init}
+    with mmkv.wrapped(model, Odd(**given), 0.4):
+        if math.isnan(odd):
+            with pytest.raises(ValueError, match=r"Odd\.importance returned NaN for"):
+                generate(model, inputs, new=8)
+            return
+        logits, tokens, cache, held = generate(model, inputs, new=8)
+    expected = masked_logits(model, inputs, tokens, held, merge=chosen.merge)
+    torch.testing.assert_close(logits, expected, atol=3e-4, rtol=0)
+    for b, n in enumerate(lengths):
+        kept = sum(float((x[b] >= 0).sum(-1).float().mean()) for x in held[0])
+        assert kept == round(0.4 * 3 * n)
+    assert seen
+    report = cache.report()
+    assert report.retained is None or 0 <= report.retained <= 1
+
+
+@pytest.mark.parametrize("policy", mmkv.list_policies())
+def test_a_model_that_has_overflowed(policy):
+    """Attention that is NaN throughout: the same NaN as without us, and the budget."""
+    model, inputs = make_model("llama"), make_inputs("llama", (60, 33))
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.fill_(math.inf)
+    options = {"window": 5} if mmkv.get_policy(policy).observed else {}
+    with mmkv.wrapped(model, policy, 0.4, **options):
+        logits, *_, held = generate(model, inputs, new=4)
+    assert logits.isnan().all()
+    if policy != "full":
+        for b, n in enumerate((60, 33)):
+            kept = sum(float((x[b] >= 0).sum(-1).float().mean()) for x in held[0])
+            assert kept == round(0.4 * 3 * n)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("policy", slow_except(mmkv.list_policies(), "adakv", "h2o"))
+def test_half_precision(policy, dtype):
+    """As near to float32 over the same tokens as the plain model in half precision is."""
+    model, inputs = make_model("llama").to(dtype), make_inputs("llama", (60, 33))
+    exact = clone(model).float()
+    options = short(policy)
+    plain, words, *_ = generate(model, inputs, new=8)
+    everything = inputs["attention_mask"].bool()
+    whole = []
+    for t in range(8):
+        seen = torch.cat([everything, torch.ones(2, t, dtype=torch.bool)], dim=1)
+        places = torch.arange(60 + t).masked_fill(~seen, -1)[:, None].expand(-1, 2, -1)
+        whole.append([places] * 3)
+    usual = (plain - masked_logits(exact, inputs, words, whole)).abs().max()
+    with mmkv.wrapped(model, policy, 0.4, **options):
+        logits, tokens, cache, held = generate(model, inputs, new=8)
+    merge = mmkv.get_policy(policy).merge
+    expected = masked_logits(exact, inputs, tokens, held, merge=merge)
+    assert (logits - expected).abs().max() < 2 * usual
+    assert 0 < usual < 0.1 * expected.abs().max()
+    with mmkv.wrapped(model, policy, 0.4, **options), torch.no_grad():
+        step = model(**inputs, use_cache=True)
+        step = model(input_ids=tokens[:, :1], past_key_values=step.past_key_values)
+    assert step.logits.dtype == dtype
+    assert all(b.keys.dtype == dtype for x in cache.compressed for b in x.blocks)
+    if policy != "full":
+        assert cache.report().kept_fraction < 0.6
+
+
+def test_a_prompt_of_only_image_tokens():
+    model = MODELS["llava-llama"]
+    inputs = {
+        "input_ids": torch.full((1, 16), IMAGE),
+        "attention_mask": torch.ones(1, 16, dtype=torch.long),
+        "pixel_values": torch.randn(1, 3, 16, 16),
+    }
+    for policy in mmkv.list_policies():
+        options = {"window": 2} if mmkv.get_policy(policy).observed else {}
+        with (
+            mmkv.wrapped(model, policy, 0.5, protect="instruction", **options)
+            if (policy != "full")
+            else mmkv.wrapped(model, policy)
+        ):
+            logits, tokens, _, held = generate(model, inputs, new=6)
+        chosen = mmkv.get_policy(policy)
+        expected = masked_logits(model, inputs, tokens, held, merge=chosen.merge)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def held_bytes() -> int:
+    """Bytes of all tensors alive, each storage once."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of objects that warn when they are asked for their class
+        found = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+    # What tracing in other tests left has no storage.
+    alive = [x for x in found if not isinstance(x, FakeTensor)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in alive}
+    return sum(storages.values())
+
+
+@pytest.mark.slow
+def test_soak():
+    """500 generations with changing policy, budget and prompt leave nothing behind.
+
+    One in five is ended in its prompt, in a decode step or between two layers by an interrupt or an
+    exception; the wrapped model then goes on, and answers as a fresh one does.
+    """
+    model, fresh = make_model("llama"), make_model("llama")
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    attributes = {name: sorted(vars(x)) for name, x in model.named_modules()}
+    rng, held, answered = random.Random(0), [], 0
+    for i in range(500):
+        policy = rng.choice(mmkv.list_policies())
+        lengths = (rng.randrange(14, 40), rng.randrange(30, 60))
+        inputs = make_inputs("llama", lengths, seed=i)
+        options = {"window": 4} if mmkv.get_policy(policy).observed else {}
+        budget = rng.choice([0.3, 0.6, 1.0, 20])
+        asked = {"max_new_tokens": 2, "do_sample": False}
+        with mmkv.wrapped(model, policy, budget, **options):
+            if i % 5 == 3:
+                error, passes = rng.choice([KeyboardInterrupt, RuntimeError]), rng.randrange(2)
+                hook = model.model.layers[rng.randrange(3)].register_forward_hook(
+                    ending(error, after=passes)
+                )
+                with pytest.raises(error):
+                    model.generate(**inputs, **asked)
+                hook.remove()
+            out = model.generate(**inputs, **asked)
+        if i % 25 == 3:
+            with mmkv.wrapped(fresh, policy, budget, **options):
+                assert torch.equal(fresh.generate(**inputs, **asked), out)
+            answered += 1
+        if i % 100 == 99:
+            del inputs, out
+            held.append(held_bytes())
+    print(f"bytes of tensors alive after every 100 generations: {held}")  # pytest -rP shows it
+    assert len(set(held)) == 1, held
+    assert answered == 20
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert {name: sorted(vars(x)) for name, x in model.named_modules()} == attributes
+
+
+@pytest.mark.parametrize(
+    "policy",
+    slow_except(["full", "snapkv", "adakv", "prefixkv", "streaming", "h2o"], "adakv", "h2o"),
+)
+def test_a_decode_step_allocates_nothing_that_grows(policy):
+    """Counted at the dispatcher: no output of a step's operations is as large as one layer's cache.
+
+    H2O, which has to look at the attention weights, has them in memory of its own.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            inputs = [*args, *(kwargs or {}).values()]
+            given = {x.untyped_storage().data_ptr() for x in inputs if isinstance(x, torch.Tensor)}
+            for x in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given:
+                    self.size = max(self.size, x.numel())
+            return out
+
+    sizes = []
+    for n in (300, 900):
+        model = make_model("llama")
+        with mmkv.wrapped(model, policy, 0.4), torch.no_grad():
+            inputs = make_inputs("llama", (n,))
+            *_, cache, _ = generate(model, inputs, new=20)
+            seen = cache.get_seq_length()
+            for block in (b for x in cache.compressed for b in x.blocks):
+                block._ensure(block.schedule.width)  # no growth within the counted step
+            position = torch.tensor([[seen]])
+            with Largest() as largest:
+                model(input_ids=position * 0 + 5, position_ids=position, past_key_values=cache)
+        sizes.append(largest.size)
+    assert sizes[0] == sizes[1], f"the largest new tensor grew with the cache: {sizes}"

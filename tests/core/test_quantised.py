@@ -1,0 +1,326 @@
+"""Kept pairs in 8 and 4 bits: their codes are hqq's, and evicting is masking among what they say.
+
+Models and inputs are float64, so that two ways of computing a number agree on its code.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+
+import pytest
+import rich
+import torch
+from hqq.core.quantize import Quantizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import mmkv
+from helpers.marks import slow_except
+from helpers.masking import fake_quantise, masked_logits
+from helpers.models import IMAGE, make_inputs, make_model, next_turn, row_of
+from helpers.oracle import Variant, generate, options_of, short
+from helpers.pretend_cuda import install
+from mmkv.attach import graph
+from mmkv.cache import quantize
+from mmkv.cache.quantize import BITS, QuantizedKV
+
+NEW = 10
+ROWS = (56, 29, 41)
+COMPOSED = [
+    Variant("prefixkv", (("merge", "position"),)),
+    Variant("streaming", (("reposition", True),)),
+    Variant("h2o", (("heads", "adaptive"), ("sinks", 2))),
+    Variant("snapkv", (), 44),
+]
+VARIANTS = [Variant(name) for name in mmkv.list_policies()] + COMPOSED
+
+
+def exact(inputs):
+    return {k: x.double() if x.is_floating_point() else x for k, x in inputs.items()}
+
+
+def closeness(policy):
+    """How far logits may be apart.
+
+    The attention weights of H2O and keys turned to new positions are float32: a number of a later
+    token that lies halfway between two codes may get either, and is then off by one code.
+    """
+    weighed = policy.decode == "fixed" and policy.score == "accumulated"
+    return 1e-2 if weighed or policy.reposition else 1e-4
+
+
+@pytest.fixture(scope="module")
+def doubles():
+    made = {name: make_model(name).double() for name in ("llama", "llava-llama")}
+    return made.__getitem__
+
+
+def agrees(model, inputs, variant, kv_dtype, new=NEW):
+    options = options_of(variant)
+    policy = mmkv.get_policy(variant.policy, **options)
+    with mmkv.wrapped(model, variant.policy, variant.budget, kv_dtype=kv_dtype, **options):
+        logits, tokens, cache, held = generate(model, inputs, new=new)
+    how = {"merge": policy.merge, "reposition": policy.reposition}
+    expected = masked_logits(model, inputs, tokens, held, bits=BITS[kv_dtype], **how)
+    torch.testing.assert_close(logits.double(), expected, atol=closeness(policy), rtol=0)
+    unquantised = masked_logits(model, inputs, tokens, held, **how)
+    assert (logits[1:] - unquantised[1:]).abs().max() > 2e-2, "the oracle saw nothing"
+    return cache
+
+
+@pytest.mark.parametrize("kv_dtype", BITS)
+@pytest.mark.parametrize("name", slow_except(["llama", "llava-llama"], "llava-llama"))
+@pytest.mark.parametrize("variant", slow_except(VARIANTS, "prefixkv", "h2o"), ids=str)
+def test_eviction_equals_masking(doubles, variant, name, kv_dtype):
+    """What is kept is read as its code says, from the first step on; the rest is masked."""
+    agrees(doubles(name), exact(make_inputs(name, ROWS)), variant, kv_dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", BITS)
+@pytest.mark.parametrize("policy", slow_except(["prefixkv", "h2o"], "h2o"))
+def test_a_full_cache_in_few_bits(doubles, policy, kv_dtype):
+    inputs = exact(make_inputs("llama", ROWS))
+    cache = agrees(doubles("llama"), inputs, Variant(policy, (), 1.0), kv_dtype)
+    assert cache.report().kept_fraction == 1.0
+
+
+@pytest.mark.parametrize("kv_dtype", BITS)
+@pytest.mark.parametrize(
+    "policy", slow_except(["prefixkv", "streaming", "adakv", "xkv"], "prefixkv")
+)
+def test_turns_equal_masking(doubles, policy, kv_dtype):
+    """A new turn reads what the last one kept; stored once more, it has the same codes."""
+    model, inputs = doubles("llava-llama"), exact(make_inputs("llava-llama", ROWS))
+    with mmkv.wrapped(model, policy, 0.3, kv_dtype=kv_dtype, **short(policy)):
+        options = {"new": 5, "suppress_tokens": [IMAGE]}
+        first, words, cache, held = generate(model, inputs, **options)
+        second = next_turn(inputs, torch.cat([inputs["input_ids"], words], 1), image=True)
+        second = exact(second)
+        aside = copy.deepcopy(cache)
+        more, answer, _, kept = generate(model, second, **options, past_key_values=cache)
+        again, *_ = generate(model, second, **options, past_key_values=aside)
+    assert torch.equal(again, more), "a copy of the cache goes on as the cache does"
+    start = inputs["input_ids"].shape[1] + words.shape[1] - 1
+    feeds = [{"input_ids": words[:, t : t + 1]} for t in range(words.shape[1] - 1)]
+    turn = {"pixel_values": second["pixel_values"], "input_ids": second["input_ids"][:, start:]}
+    feeds += [turn, *({"input_ids": answer[:, t : t + 1]} for t in range(answer.shape[1] - 1))]
+    expected = masked_logits(model, inputs, feeds, held + kept, bits=BITS[kv_dtype])
+    torch.testing.assert_close(torch.cat([first, more]).double(), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kv_dtype", slow_except(BITS, "int4"))
+@pytest.mark.parametrize("policy", slow_except(["prefixkv", "h2o", "adakv", "streaming"], "adakv"))
+def test_beams_copy_codes(doubles, policy, kv_dtype):
+    """The same tokens, fed one by one without beams, give the same score to each sequence."""
+    model, inputs = doubles("llama"), make_inputs("llama", (40, 27))
+    with mmkv.wrapped(model, policy, 0.3, kv_dtype=kv_dtype, **short(policy)):
+        how = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False}
+        out = model.generate(
+            **inputs, **how, max_new_tokens=6, return_dict_in_generate=True, output_scores=True
+        )
+        for i, sequence in enumerate(out.sequences):
+            new = sequence[inputs["input_ids"].shape[1] :]
+            with torch.no_grad():
+                step = model(**row_of(inputs, i // 2), use_cache=True)
+                total = 0.0
+                for token in new:
+                    total += step.logits[0, -1].log_softmax(-1)[token].item()
+                    cache = step.past_key_values
+                    step = model(input_ids=token.view(1, 1), past_key_values=cache)
+            assert out.sequences_scores[i].item() == pytest.approx(total / len(new), abs=1e-3)
+
+
+@pytest.mark.parametrize("kv_dtype", BITS)
+def test_several_tokens_at_once_and_more_than_expected(doubles, kv_dtype):
+    """Slots are added when none is left; tokens fed together get the codes they get alone."""
+    model, inputs = doubles("llama"), make_inputs("llama", (30,))
+    new = torch.randint(4, 100, (1, 40), generator=torch.Generator().manual_seed(1))
+    with mmkv.wrapped(model, "snapkv", 0.5, kv_dtype=kv_dtype, **short("snapkv")), torch.no_grad():
+        together = model(**inputs, use_cache=True).past_key_values
+        apart = copy.deepcopy(together)
+        logits = model(input_ids=new, past_key_values=together).logits
+        one_by_one = [model(input_ids=t, past_key_values=apart).logits for t in new.split(1, dim=1)]
+    torch.testing.assert_close(logits, torch.cat(one_by_one, dim=1), atol=1e-4, rtol=0)
+    for a, b in zip(together.compressed, apart.compressed, strict=True):
+        n = 15 + 40
+        assert torch.equal(a.blocks[0].positions[:, :n], b.blocks[0].positions[:, :n])
+        assert torch.equal(a.blocks[0].keys.codes[:, :n], b.blocks[0].keys.codes[:, :n])
+
+
+@pytest.mark.parametrize("kv_dtype", slow_except(BITS, "int4"))
+@pytest.mark.parametrize(
+    "policy", slow_except(["prefixkv", "snapkv", "adakv", "streaming", "h2o"], "prefixkv")
+)
+def test_replayed_steps_quantise_too(doubles, monkeypatch, policy, kv_dtype):
+    """Writing and reading codes leaves nothing to the host: a CUDA graph can hold it."""
+    captured = install(monkeypatch, torch.device("cpu")).graphs
+    monkeypatch.setattr(graph, "_capturable", lambda device: True)
+    model, inputs, found = doubles("llama"), make_inputs("llama", ROWS), []
+    for replays in (False, True):
+        options = {"kv_dtype": kv_dtype, "graph": replays, **short(policy)}
+        with mmkv.wrapped(model, policy, 0.3, **options):
+            found.append(generate(model, inputs, new=20)[0])
+    assert len(captured) == 1
+    atol = closeness(mmkv.get_policy(policy))
+    torch.testing.assert_close(found[1], found[0], atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "bits_each"),
+    slow_except([("int8", 8.5), ("int4", 4.5)], ("int4", 4.5), several=True),
+)
+def test_bytes_fall_accordingly(kv_dtype, bits_each):
+    """8 or 4 bits a number and 2 x 16 a group of 64; nothing of the model's type is held."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 120}
+    model = LlamaForCausalLM(LlamaConfig(**shape, **heads)).bfloat16().eval()
+    inputs = make_inputs("llama", (300,))
+    before = {id(x) for x in gc.get_objects() if type(x) is torch.Tensor}
+    with mmkv.wrapped(model, "streaming", 100, kv_dtype=kv_dtype):
+        *_, cache, _ = generate(model, inputs, new=4)
+    numbers = 2 * 2 * 2 * (100 + 1) * 128  # layers, heads, keys and values, slots, head_dim
+    assert cache.nbytes == numbers * bits_each / 8
+    report = cache.report()
+    assert report.nbytes == sum(x.nbytes for x in report.layers) == cache.nbytes
+    assert report.full_nbytes == 2 * 2 * 2 * (300 + 3) * 128 * 2
+    gc.collect()
+    alive = [x for x in gc.get_objects() if type(x) is torch.Tensor and id(x) not in before]
+    held = [x for x in alive if x.ndim >= 3 and x.shape[1] == 101 and x.shape[2] > 1]
+    assert sum(x.untyped_storage().nbytes() for x in held) == cache.nbytes
+
+
+@pytest.mark.parametrize("kv_dtype", BITS)
+@pytest.mark.parametrize("policy", slow_except(["prefixkv", "adakv", "full"], "adakv"))
+def test_the_reported_error(doubles, policy, kv_dtype):
+    """|x - as read| / |x| of each row's kept keys and values, averaged over rows and layers."""
+    model, inputs = doubles("llama"), make_inputs("llama", ROWS)
+    with torch.no_grad():
+        places = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        whole = model(**inputs, position_ids=places, use_cache=True).past_key_values
+    with mmkv.wrapped(model, policy, 0.3, kv_dtype=kv_dtype, **short(policy)):
+        *_, cache, held = generate(model, inputs, new=12)
+    report = cache.report()
+    assert report.kv_dtype == kv_dtype
+    for i, layer in enumerate(report.layers):
+        full = whole.layers[i]
+        for name, x in (("key_error", full.keys), ("value_error", full.values)):
+            per_row = []
+            for b, heads in enumerate(held[0][i]):
+                kept = torch.cat([x[b, h, n[n >= 0]] for h, n in enumerate(heads)])
+                off = kept - fake_quantise(kept, BITS[kv_dtype])
+                per_row.append(off.norm() / kept.norm())
+            assert getattr(layer, name) == pytest.approx(float(sum(per_row) / 3), rel=1e-4)
+    for name in ("key_error", "value_error"):
+        mean = sum(getattr(x, name) for x in report.layers) / 3
+        assert getattr(report, name) == pytest.approx(mean)
+        assert report.to_dict()["layers"][0][name] == getattr(report.layers[0], name)
+        assert 1e-3 < mean < (0.01 if kv_dtype == "int8" else 0.1)
+    table = io.StringIO()
+    rich.print(report, file=table)
+    assert f"kept in {kv_dtype}" in " ".join(table.getvalue().split())
+    assert f"{report.key_error:.2%}, {report.value_error:.2%}" in table.getvalue()
+
+
+def test_no_error_without_quantisation(models):
+    with mmkv.wrapped(models("llama"), "snapkv", 0.3, **short("snapkv")):
+        *_, cache, _ = generate(models("llama"), make_inputs("llama", ROWS), new=2)
+    report = cache.report()
+    assert report.kv_dtype is report.key_error is report.layers[0].value_error is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kv_dtype", BITS)
+def test_every_type_of_model(kv_dtype, dtype):
+    model, inputs = make_model("llama").to(dtype), make_inputs("llama", ROWS)
+    with mmkv.wrapped(model, "prefixkv", 0.3, kv_dtype=kv_dtype):
+        logits, *_, cache, _ = generate(model, inputs, new=4)
+    assert logits.isfinite().all()
+    assert all(b.keys.dtype == dtype for x in cache.compressed for b in x.blocks)
+
+
+def some_tokens(D, dtype=torch.float32):
+    """Ordinary tokens, and at slots 0 to 4 some that are hard: level, zero, tiny, narrow, wide."""
+    x = torch.randn(4, 30, D, generator=torch.Generator().manual_seed(D))
+    x[:, 0], x[:, 1] = 5.0, 0.0
+    x[:, 2] *= 1e-6
+    x[:, 3] = 30 + x[:, 3] * 1e-4
+    x[:, 4] *= 1e4
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("D", [16, 64, 80, 128])
+@pytest.mark.parametrize("kv_dtype", BITS)
+def test_tokens_are_read_as_defined(kv_dtype, D, dtype):
+    x = some_tokens(D, dtype)
+    read = QuantizedKV.of(x, kv_dtype)[:, :]
+    assert read.dtype == dtype
+    ordinary = torch.ones(30, dtype=torch.bool)
+    ordinary[3] = False
+    expected = fake_quantise(x.double(), BITS[kv_dtype]).to(dtype)
+    torch.testing.assert_close(read[:, ordinary], expected[:, ordinary], rtol=1e-6, atol=1e-7)
+    # Numbers that float16 cannot tell apart beside their size become the smallest of them.
+    low = x[:, 3].double().amin(-1, keepdim=True)
+    torch.testing.assert_close(read[:, 3].double(), low.expand(-1, D), rtol=1e-3, atol=0)
+    assert torch.equal(QuantizedKV.of(read[:, 5:], kv_dtype)[:, :], read[:, 5:]) or (
+        dtype.itemsize < 4
+    )
+
+
+@pytest.mark.parametrize("D", [16, 64, 128])
+@pytest.mark.parametrize("kv_dtype", BITS)
+def test_codes_are_those_of_hqq(kv_dtype, D):
+    """A step's arithmetic is hqq's to the bit, and so are packing and reading."""
+    x = some_tokens(D)[:, 5:]
+    stored = QuantizedKV.of(x, kv_dtype)
+    written = QuantizedKV.of(torch.zeros_like(x), kv_dtype)
+    written[:, :7] = x[:, :7]
+    written[torch.arange(4)[:, None], torch.arange(7, 25)] = x[:, 7:]
+    for part in ("codes", "scale", "zero"):
+        assert torch.equal(getattr(written, part), getattr(stored, part))
+    if D > 64:
+        return
+    # One group a token: hqq itself packs its first half with its second where it lies along dim 0.
+    flat, bits = x.flatten(0, 1).T, BITS[kv_dtype]
+    codes, meta = Quantizer.quantize(
+        flat, nbits=bits, group_size=D, axis=0, optimize=False, device="cpu"
+    )
+    assert torch.equal(codes.T.reshape(stored.codes.shape), stored.codes)
+    meta = {**meta, "compute_dtype": torch.float32}
+    meta["scale"], meta["zero"] = meta["scale"].half(), meta["zero"].half()
+    read = Quantizer.dequantize(codes, meta).T.reshape(x.shape)
+    assert torch.equal(read, stored[:, :])
+
+
+@pytest.mark.parametrize("kv_dtype", BITS)
+def test_rows_and_slots(kv_dtype):
+    """A token's code depends on no other; rows are chosen, slots added, and bytes counted."""
+    x = some_tokens(64)
+    stored = QuantizedKV.of(x, kv_dtype)
+    assert torch.equal(QuantizedKV.of(x[2:3, 9:12], kv_dtype)[:, :], stored[2:3, 9:12])
+    chosen = stored.select(torch.tensor([3, 0, 3]))
+    assert torch.equal(chosen[:, :], stored[:, :][[3, 0, 3]])
+    chosen[0:1, 0] = x[:1, 7]
+    assert torch.equal(stored[3:, :1], QuantizedKV.of(x, kv_dtype)[3:, :1]), "a copy, not a view"
+    longer = stored.grown(5)
+    assert longer.shape == (4, 35, 64)
+    assert torch.equal(longer[:, :30], stored[:, :])
+    assert longer.nbytes == 4 * 35 * (64 * BITS[kv_dtype] // 8 + 2 * 2)
+
+
+def test_errors_name_the_value_and_change_nothing(text_model, monkeypatch):
+    before = text_model.config._attn_implementation
+    with pytest.raises(ValueError, match="kv_dtype='int3': expected 'int8' or 'int4', or None"):
+        mmkv.wrap(text_model, "snapkv", 0.3, kv_dtype="int3")
+    monkeypatch.setattr(text_model.config, "head_dim", 15)
+    with pytest.raises(ValueError, match=r"'int4' packs two numbers .* a head has 15: use 'int8'"):
+        mmkv.wrap(text_model, "snapkv", 0.3, kv_dtype="int4")
+    quantize.check("int8", 15)
+    monkeypatch.setitem(__import__("sys").modules, "hqq", None)
+    with pytest.raises(ValueError, match=r"'int8' needs hqq: pip install 'mmkv\[quant\]'"):
+        mmkv.wrap(text_model, "snapkv", 0.3, kv_dtype="int8")
+    quantize.check(None, 15)
+    assert not hasattr(text_model, "_mmkv")
+    assert text_model.config._attn_implementation == before

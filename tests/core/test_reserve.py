@@ -1,0 +1,96 @@
+"""Slots set aside for tokens to come: few, never so many that the full cache would be smaller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import mmkv
+from helpers.marks import slow_except
+from helpers.models import make_inputs
+from helpers.oracle import VARIANTS, options_of, short
+
+LAYERS, HEADS, PAIR = 3, 2, 2 * 16 * 4  # of the tiny Llama: bytes of one float32 pair
+
+
+def passes(model, inputs, new):
+    """After the prefill and each step: pairs held room for, pairs kept, tokens seen."""
+    found = []
+
+    def look(module, args, output):
+        cache = output.past_key_values
+        kept = sum(int((cache.kept(i) >= 0).sum()) for i in range(LAYERS))
+        found.append((cache.nbytes / PAIR, kept, cache.get_seq_length()))
+
+    hook = model.register_forward_hook(look)
+    try:
+        model.generate(**inputs, max_new_tokens=new, do_sample=False)
+    finally:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("variant", slow_except(VARIANTS, "adakv", "h2o"), ids=str)
+def test_few_slots_are_empty(models, variant):
+    """An eighth of the slots in use, or 16 a row; rows of similar length share slots (4 %)."""
+    model, inputs = models("llama"), make_inputs("llama", (300, 41))
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
+        found = passes(model, inputs, 40)
+    R = LAYERS * HEADS * 2
+    assert len(found) == 40
+    for slots, kept, _ in found:
+        assert slots <= 1.04 * 9 / 8 * (kept + R) + 16 * R
+
+
+@pytest.mark.parametrize("budget", slow_except([0.1, 0.5, 0.8], 0.5))
+@pytest.mark.parametrize(
+    "policy", slow_except([p for p in mmkv.list_policies() if p != "full"], "h2o")
+)
+def test_a_compressed_cache_is_never_larger_than_the_full_one(models, policy, budget):
+    """At every token of a long answer, where 16 tokens a head were dropped on average."""
+    model, inputs = models("llama"), make_inputs("llama", (120,))
+    with mmkv.wrapped(model, policy, budget, **short(policy)):
+        found = passes(model, inputs, 150)
+    R = LAYERS * HEADS
+    assert len(found) == 150
+    for slots, kept, seen in found:
+        assert R * seen - kept >= 16 * R
+        assert slots <= R * seen
+
+
+@pytest.mark.parametrize("new", [4, 20])
+def test_no_slot_is_set_aside_for_a_token_that_will_not_come(models, new):
+    model, inputs = models("llama"), make_inputs("llama", (400,))
+    with mmkv.wrapped(model, "snapkv", 0.5):
+        found = passes(model, inputs, new)
+    assert found[0][0] == LAYERS * HEADS * (200 + new)
+    assert found[-1][0] == found[0][0]
+
+
+def test_a_constant_size_is_not_set_aside_before_it_is_needed(models):
+    """A prompt far below a budget in tokens."""
+    model, inputs = models("llama"), make_inputs("llama", (10,))
+    for policy in ("streaming", "h2o"):
+        with mmkv.wrapped(model, policy, 1000):
+            found = passes(model, inputs, 90)
+        for slots, kept, _ in found:
+            assert slots <= kept + LAYERS * HEADS * 17
+
+
+@pytest.mark.parametrize(
+    ("policy", "asked"),
+    slow_except([("snapkv", 80), ("snapkv", 512), ("h2o", 512)], ("snapkv", 80), several=True),
+)
+def test_the_smallest_command_a_user_runs(policy, asked):
+    """`mmkv chat` with the built-in model: a prompt of 161 tokens and a short answer."""
+    from mmkv.chat import ask, encode, load, read_picture
+
+    loaded = load()
+    picture = Path(mmkv.__file__).parent / "builtin" / "pictures" / "scene1.png"
+    inputs = encode(loaded, "Describe the image.", [read_picture(picture)])
+    assert inputs["input_ids"].shape[1] == 161
+    full = ask(loaded, inputs, max_new_tokens=asked)
+    token = full.nbytes / (160 + full.tokens)
+    answer = ask(loaded, inputs, mmkv.get_policy(policy), 0.2, max_new_tokens=asked)
+    assert answer.nbytes <= token * (160 + answer.tokens)

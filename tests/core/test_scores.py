@@ -1,0 +1,656 @@
+"""Scores against loops that read like the papers, row by row and without padding."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from helpers.marks import slow_except
+from mmkv import scores
+from mmkv.scores import accumulated_attention, recency, residual_similarity, window_attention
+
+LAYOUTS = [(4, 4), (6, 2), (3, 1)]  # (Hq, H): one head each, grouped, one for all
+PADDINGS = [(0, 0, 0), (0, 5, 11)]  # padding tokens left of each row
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WINDOW: dict[str, Any] = {"window": 4, "kernel_size": 5, "pooling": "avg"}
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    # Twice the usual spread, so that attention is far from uniform.
+    return (2 * torch.randn(*shape, generator=generator)).to(dtype)
+
+
+def left_padded(N: int, padding: tuple[int, ...]) -> Tensor:
+    return torch.stack([torch.arange(N) >= pad for pad in padding])
+
+
+def naive_attention(
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Attention `[Q, N]` of one head's last `Q` tokens, in float64, one query after the other.
+
+    A query sees itself and what is before it, or what `mask` `[Q, N]` says.
+    """
+    Q, N = len(query), len(key)
+    attention = torch.zeros(Q, N, dtype=torch.float64)
+    for i in range(Q):
+        seen = [j for j in range(N) if (j <= N - Q + i if mask is None else mask[i, j])]
+        logits = [scale * float(key[j].double() @ query[i].double()) for j in seen]
+        if softcap is not None:
+            logits = [softcap * math.tanh(x / softcap) for x in logits]
+        total = sum(math.exp(x) for x in logits)
+        for j, x in zip(seen, logits, strict=True):
+            attention[i, j] = math.exp(x) / total
+    return attention
+
+
+def pool(values: list[float], kernel_size: int, pooling: str | None) -> list[float]:
+    if pooling is None:
+        return values
+    half = kernel_size // 2
+    pooled: list[float] = []
+    for j in range(len(values)):
+        inside = values[max(0, j - half) : j + half + 1]
+        pooled.append(sum(inside) / kernel_size if pooling == "avg" else max(inside))
+    return pooled
+
+
+def naive_window(
+    query: Tensor,
+    key: Tensor,
+    window: int,
+    kernel_size: int,
+    pooling: str | None,
+    weights: list[float] | None = None,
+    *,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """SnapKV for one row without padding: `[H, N - window]`."""
+    Hq, (H, N, D) = query.shape[0], key.shape
+    weights = weights or [1.0] * window
+    result = torch.zeros(H, N - window, dtype=torch.float64)
+    for head in range(Hq):
+        kv_head = head // (Hq // H)
+        attention = naive_attention(query[head], key[kv_head], D**-0.5, softcap, mask)[-window:]
+        mean = [
+            sum(w * float(attention[i, j]) for i, w in enumerate(weights)) / sum(weights)
+            for j in range(N - window)
+        ]
+        result[kv_head] += torch.tensor(pool(mean, kernel_size, pooling)) / (Hq // H)
+    return result
+
+
+def naive_accumulated(
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    *,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """H2O for one row without padding: `[H, N]`."""
+    Hq, (H, N, _) = query.shape[0], key.shape
+    result = torch.zeros(H, N, dtype=torch.float64)
+    for head in range(Hq):
+        kv_head = head // (Hq // H)
+        attention = naive_attention(query[head], key[kv_head], scale, softcap, mask)
+        result[kv_head] += attention.sum(0) / (Hq // H)
+    return result
+
+
+def prefix_mask(N: int, prompt: int) -> Tensor:
+    """Prefix-LM, `[N, N]`: the first `prompt` tokens see each other, the others what is before."""
+    mask = torch.ones(N, N, dtype=torch.bool).tril()
+    mask[:prompt, :prompt] = True
+    return mask
+
+
+def picture_mask(N: int, *pictures: slice) -> Tensor:
+    """Causal, but that the tokens of one picture all see each other: `[N, N]`."""
+    mask = torch.ones(N, N, dtype=torch.bool).tril()
+    for picture in pictures:
+        mask[picture, picture] = True
+    return mask
+
+
+def holes_mask(N: int, seed: int) -> Tensor:
+    """Causal with holes, and some tokens ahead; one query sees nothing: `[N, N]`."""
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.rand(N, N, generator=g) < torch.ones(N, N).tril() * 0.6 + 0.1
+    mask[N - 2] = False
+    return mask
+
+
+MASKS = {
+    "prefix": lambda N: prefix_mask(N, N - 6),
+    "all": lambda N: prefix_mask(N, N),
+    "pictures": lambda N: picture_mask(N, slice(2, 9), slice(N - 5, N - 1)),
+    "holes": lambda N: holes_mask(N, 3),
+}
+
+
+class LargestOutput(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        found, given = ([x for x in tree_leaves(t) if isinstance(x, Tensor)] for t in (out, args))
+        there = {x.untyped_storage().data_ptr() for x in given}
+        sizes = [x.numel() for x in found if x.untyped_storage().data_ptr() not in there]
+        self.numel = max([self.numel, *sizes])
+        return out
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize(("pooling", "kernel_size"), [("avg", 5), ("max", 7), (None, 1)])
+def test_window_equals_the_loop_on_each_row_alone(
+    layout: tuple[int, int], padding: tuple[int, ...], pooling: Any, kernel_size: int
+) -> None:
+    (Hq, H), B, N, D, window = layout, 3, 24, 8, 4
+    query, key = random(B, Hq, N, D, seed=1), random(B, H, N, D, seed=2)
+    got = window_attention(
+        query,
+        key,
+        window=window,
+        kernel_size=kernel_size,
+        pooling=pooling,
+        valid=left_padded(N, padding),
+    )
+    assert got.shape == (B, H, N - window)
+    assert got.dtype == torch.float32
+    for b, pad in enumerate(padding):
+        alone = naive_window(query[b, :, pad:], key[b, :, pad:], window, kernel_size, pooling)
+        torch.testing.assert_close(got[b, :, pad:], alone.float(), atol=1e-6, rtol=1e-5)
+        assert not got[b, :, :pad].any()
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize(
+    ("pooling", "kernel_size"), slow_except([("avg", 5), (None, 1)], ("avg", 5), several=True)
+)
+def test_window_with_the_layers_own_mask_equals_the_loop(
+    kind: str, softcap: float | None, pooling: Any, kernel_size: int
+) -> None:
+    (Hq, H), N, D, window, padding = (6, 2), 24, 8, 4, (0, 5, 11)
+    query, key = random(3, Hq, N, D, seed=1), random(3, H, N, D, seed=2)
+    mask = torch.stack([MASKS[kind](N).roll(b, 1) for b in range(3)])
+    got = window_attention(
+        query,
+        key,
+        window=window,
+        kernel_size=kernel_size,
+        pooling=pooling,
+        softcap=softcap,
+        valid=left_padded(N, padding),
+        mask=mask[:, None],
+    )
+    for b, p in enumerate(padding):
+        want = naive_window(
+            query[b, :, p:],
+            key[b, :, p:],
+            window,
+            kernel_size,
+            pooling,
+            softcap=softcap,
+            mask=mask[b, p:, p:],
+        )
+        torch.testing.assert_close(got[b, :, p:], want.float(), atol=1e-6, rtol=1e-5)
+        assert not got[b, :, :p].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_window_softmax_is_float32_whatever_the_input(dtype: torch.dtype) -> None:
+    query, key = random(1, 4, 20, 8, seed=3, dtype=dtype), random(1, 2, 20, 8, seed=4, dtype=dtype)
+    got = window_attention(query, key, window=5, kernel_size=3, pooling="avg")
+    want = naive_window(query[0], key[0], 5, 3, "avg").float()
+    torch.testing.assert_close(got[0], want, atol=1e-6, rtol=1e-5)
+
+
+def test_window_needs_only_the_windows_queries() -> None:
+    query, key = random(2, 4, 30, 8, seed=5), random(2, 2, 30, 8, seed=6)
+    whole = window_attention(query, key, window=6, kernel_size=7, pooling="max")
+    last = window_attention(query[:, :, -6:], key, window=6, kernel_size=7, pooling="max")
+    torch.testing.assert_close(last, whole, atol=0, rtol=0)
+    mask = holes_mask(30, 4).expand(2, 1, 30, 30)
+    options: dict[str, Any] = {"window": 6, "kernel_size": 7, "pooling": "max"}
+    torch.testing.assert_close(
+        window_attention(query[:, :, -6:], key, mask=mask[:, :, -6:], **options),
+        window_attention(query, key, mask=mask, **options),
+        atol=0,
+        rtol=0,
+    )
+
+
+def test_window_weights_make_a_weighted_mean() -> None:
+    query, key = random(1, 4, 20, 8, seed=7), random(1, 2, 20, 8, seed=8)
+    weights = [0.0, 0.5, 2.0, 3.5]
+    got = window_attention(
+        query, key, window=4, kernel_size=3, pooling="max", weights=torch.tensor(weights)
+    )
+    want = naive_window(query[0], key[0], 4, 3, "max", weights).float()
+    torch.testing.assert_close(got[0], want, atol=1e-6, rtol=1e-5)
+    assert not torch.allclose(got[0], naive_window(query[0], key[0], 4, 3, "max").float())
+
+
+def test_scale_multiplies_the_logits() -> None:
+    query, key = random(1, 2, 20, 8, seed=9), random(1, 2, 20, 8, seed=10)
+    options: dict[str, Any] = {"window": 4, "kernel_size": 1, "pooling": None}
+    torch.testing.assert_close(
+        window_attention(query, key, scale=0.7, **options),
+        window_attention(query * 0.7 * math.sqrt(8), key, **options),
+    )
+    got = accumulated_attention(query, key, scale=0.7)
+    want = naive_accumulated(query[0], key[0], 0.7).float()
+    torch.testing.assert_close(got[0], want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_with_nothing_in_front_of_its_window_scores_nothing() -> None:
+    # Alone, a row of 3 tokens is an error with a window of 6; in a batch it must not be.
+    N, window = 20, 6
+    query, key = random(2, 2, N, 8, seed=11), random(2, 2, N, 8, seed=12)
+    got = window_attention(
+        query, key, window=window, kernel_size=3, pooling="max", valid=left_padded(N, (17, 12))
+    )
+    assert got.isfinite().all()
+    assert not got[0].any()
+    want = naive_window(query[1, :, 12:], key[1, :, 12:], window, 3, "max").float()
+    torch.testing.assert_close(got[1, :, 12:], want)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("block", slow_except([1, 7, 256], 7))
+def test_accumulated_equals_the_loop_on_each_row_alone(
+    layout: tuple[int, int], padding: tuple[int, ...], block: int
+) -> None:
+    (Hq, H), B, N, D = layout, 3, 24, 8
+    query, key = random(B, Hq, N, D, seed=1), random(B, H, N, D, seed=2)
+    got = accumulated_attention(query, key, valid=left_padded(N, padding), block=block)
+    assert got.shape == (B, H, N)
+    assert got.dtype == torch.float32
+    for b, pad in enumerate(padding):
+        alone = naive_accumulated(query[b, :, pad:], key[b, :, pad:], D**-0.5)
+        torch.testing.assert_close(got[b, :, pad:], alone.float(), atol=1e-5, rtol=1e-5)
+        assert not got[b, :, :pad].any()
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("block", slow_except([1, 7, 256], 7))
+def test_accumulated_with_the_layers_own_mask_equals_the_loop(
+    kind: str, softcap: float | None, block: int
+) -> None:
+    (Hq, H), N, D, padding = (6, 2), 24, 8, (0, 5, 11)
+    query, key = random(3, Hq, N, D, seed=1), random(3, H, N, D, seed=2)
+    mask = torch.stack([MASKS[kind](N).roll(b, 1) for b in range(3)])
+    options: dict[str, Any] = {"softcap": softcap, "valid": left_padded(N, padding)}
+    got = accumulated_attention(query, key, mask=mask[:, None], block=block, **options)
+    for b, p in enumerate(padding):
+        want = naive_accumulated(
+            query[b, :, p:], key[b, :, p:], D**-0.5, softcap=softcap, mask=mask[b, p:, p:]
+        )
+        torch.testing.assert_close(got[b, :, p:], want.float(), atol=1e-5, rtol=1e-5)
+        assert not got[b, :, :p].any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    N=st.integers(2, 14),
+    queries=st.integers(1, 14),
+    padding=st.lists(st.integers(0, 13), min_size=2, max_size=2),
+    layout=st.sampled_from(LAYOUTS),
+    block=st.integers(1, 15),
+    softcap=st.sampled_from([None, 0.5, 30.0]),
+    masked=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_any_mask_padding_and_chunk_equal_the_loops(
+    N: int,
+    queries: int,
+    padding: list[int],
+    layout: tuple[int, int],
+    block: int,
+    softcap: float | None,
+    masked: bool,
+    seed: int,
+) -> None:
+    """Queries of a prompt's last chunk, a window inside it, and masks that may hide anything."""
+    (Hq, H), Q, D = layout, min(queries, N), 4
+    window = min(Q, N - 1)
+    query, key = random(2, Hq, Q, D, seed=seed), random(2, H, N, D, seed=seed + 1)
+    mask = torch.stack([holes_mask(N, seed + b)[-Q:] for b in range(2)]) if masked else None
+    padding = [min(p, N - Q) for p in padding]
+    options: dict[str, Any] = {"softcap": softcap, "valid": left_padded(N, tuple(padding))}
+    options["mask"] = None if mask is None else mask[:, None]
+    got = accumulated_attention(query, key, block=block, **options)
+    seen = window_attention(query, key, window=window, kernel_size=1, pooling=None, **options)
+    for b, p in enumerate(padding):
+        own: dict[str, Any] = {"softcap": softcap, "mask": None if mask is None else mask[b, :, p:]}
+        want = naive_accumulated(query[b], key[b, :, p:], D**-0.5, **own)
+        torch.testing.assert_close(got[b, :, p:], want.float(), atol=1e-5, rtol=1e-4)
+        if p < N - window:
+            want = naive_window(query[b], key[b, :, p:], window, 1, None, **own)
+            torch.testing.assert_close(seen[b, :, p:], want.float(), atol=1e-6, rtol=1e-4)
+
+
+def test_a_causal_mask_is_the_causal_rule() -> None:
+    query, key = random(2, 4, 20, 8, seed=1), random(2, 2, 30, 8, seed=2)
+    mask = torch.ones(30, 30, dtype=torch.bool).tril()[-20:].expand(2, 1, 20, 30)
+    torch.testing.assert_close(
+        accumulated_attention(query, key, mask=mask, block=7),
+        accumulated_attention(query, key, block=7),
+    )
+    torch.testing.assert_close(
+        window_attention(query, key, mask=mask, **WINDOW), window_attention(query, key, **WINDOW)
+    )
+
+
+def test_queries_that_see_nothing_give_nothing() -> None:
+    query, key = random(1, 4, 20, 8, seed=1), random(1, 2, 20, 8, seed=2)
+    mask = torch.zeros(1, 1, 20, 20, dtype=torch.bool)
+    assert not accumulated_attention(query, key, mask=mask, block=7).any()
+    assert not window_attention(query, key, mask=mask, **WINDOW).any()
+    # A key that only padding could show counts as hidden.
+    mask[..., :5] = True
+    valid = torch.arange(20)[None] >= 5
+    assert not accumulated_attention(query, key, mask=mask, valid=valid).any()
+    assert not window_attention(query, key, mask=mask, valid=valid, **WINDOW).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_does_not_touch_scores(dtype: torch.dtype) -> None:
+    query, key = random(2, 4, 20, 8, dtype=dtype, seed=1), random(2, 2, 20, 8, dtype=dtype, seed=2)
+    options: dict[str, Any] = {"valid": left_padded(20, (0, 5)), "softcap": 5.0}
+    for score, more in [(window_attention, WINDOW), (accumulated_attention, {"block": 8})]:
+        want = score(query, key, **options, **more)
+        with torch.autocast("cpu", torch.bfloat16):
+            got = score(query, key, **options, **more)
+            assert torch.is_autocast_enabled("cpu")
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accumulated_softmax_is_float32_whatever_the_input(dtype: torch.dtype) -> None:
+    query, key = random(1, 4, 20, 8, seed=3, dtype=dtype), random(1, 2, 20, 8, seed=4, dtype=dtype)
+    got = accumulated_attention(query, key, block=8)
+    want = naive_accumulated(query[0], key[0], 8**-0.5).float()
+    torch.testing.assert_close(got[0], want, atol=1e-5, rtol=1e-5)
+
+
+def test_accumulated_equals_the_full_softmax_and_makes_no_square_matrix() -> None:
+    Hq, H, N, D, block = 4, 2, 2048, 32, 128
+    query, key = random(1, Hq, N, D, seed=5), random(1, H, N, D, seed=6)
+    with LargestOutput() as square:
+        logits = query @ key.repeat_interleave(Hq // H, dim=1).mT * D**-0.5
+        future = torch.ones(N, N, dtype=torch.bool).triu(1)
+        columns = logits.masked_fill(future, -torch.inf).softmax(-1).sum(2)
+    mask = ~future[None, None]
+    for options in ({}, {"mask": mask}):
+        with LargestOutput() as blockwise:
+            got = accumulated_attention(query, key, block=block, **options)
+        want = columns.view(1, H, Hq // H, N).mean(2)
+        assert float((got - want).abs().max()) < 1e-4
+        assert square.numel >= N * N  # the recorder sees what must not be there
+        assert blockwise.numel <= Hq * block * N < N * N
+
+
+@pytest.mark.parametrize("tile", [1, 2**30])
+def test_accumulated_does_not_depend_on_how_many_heads_run_together(
+    tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key = random(3, 6, 40, 8, seed=7), random(3, 2, 40, 8, seed=8)
+    valid = left_padded(40, (0, 9, 40))
+    mask = torch.stack([holes_mask(40, b) for b in range(3)])[:, None]
+    want = [accumulated_attention(query, key, valid=valid, mask=m, block=16) for m in (None, mask)]
+    monkeypatch.setattr(scores, "_CPU_TILE_PER_THREAD", tile)
+    got = [accumulated_attention(query, key, valid=valid, mask=m, block=16) for m in (None, mask)]
+    torch.testing.assert_close(got, want)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    N=st.integers(1, 40),
+    pad=st.integers(0, 40),
+    group=st.integers(1, 3),
+    block=st.integers(1, 50),
+    seed=st.integers(0, 2**16),
+)
+def test_each_valid_query_hands_out_an_attention_of_one(
+    N: int, pad: int, group: int, block: int, seed: int
+) -> None:
+    query, key = random(2, 2 * group, N, 4, seed=seed), random(2, 2, N, 4, seed=seed + 1)
+    valid = left_padded(N, (0, min(pad, N)))
+    got = accumulated_attention(query, key, valid=valid, block=block)
+    assert (got >= 0).all()
+    torch.testing.assert_close(got.sum(-1), valid.sum(-1)[:, None].float().expand(2, 2))
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
+def test_what_padding_holds_is_never_read(
+    garbage: float, masked: bool, softcap: float | None
+) -> None:
+    N, padding = 20, (0, 6, 20)
+    query, key = random(3, 4, N, 8, seed=9), random(3, 2, N, 8, seed=10)
+    valid = left_padded(N, padding)
+    dirty_query = query.masked_fill(~valid[:, None, :, None], garbage)
+    dirty_key = key.masked_fill(~valid[:, None, :, None], garbage)
+    mask = prefix_mask(N, N).expand(3, 1, N, N) if masked else None
+    options: dict[str, Any] = {"valid": valid, "mask": mask, "softcap": softcap}
+    for clean, dirty in [
+        (
+            window_attention(query, key, **options, **WINDOW),
+            window_attention(dirty_query, dirty_key, **options, **WINDOW),
+        ),
+        (
+            accumulated_attention(query, key, **options, block=8),
+            accumulated_attention(dirty_query, dirty_key, **options, block=8),
+        ),
+    ]:
+        assert dirty.isfinite().all()
+        assert not dirty[2].any()  # all of this row is padding
+        torch.testing.assert_close(dirty, clean)
+
+
+def test_padding_may_be_anywhere() -> None:
+    # Attention knows no places but order: holes must act as if their tokens were cut out.
+    N, window = 24, 6
+    valid = torch.ones(1, N, dtype=torch.bool)
+    valid[0, [0, 1, 5, 9, 10, 19, 23]] = False  # two of them in the window
+    query, key = random(1, 4, N, 8, seed=15), random(1, 2, N, 8, seed=16)
+    dirty_query = query.masked_fill(~valid[:, None, :, None], math.nan)
+    dirty_key = key.masked_fill(~valid[:, None, :, None], math.nan)
+    q, k = query[0][:, valid[0]], key[0][:, valid[0]]
+
+    got = accumulated_attention(dirty_query, dirty_key, valid=valid, block=8)
+    want = naive_accumulated(q, k, 8**-0.5).float()
+    torch.testing.assert_close(got[0][:, valid[0]], want, atol=1e-5, rtol=1e-5)
+    assert not got[0][:, ~valid[0]].any()
+
+    got = window_attention(
+        dirty_query, dirty_key, window=window, kernel_size=1, pooling=None, valid=valid
+    )
+    front = valid[0, :-window]
+    want = naive_window(q, k, window - 2, 1, None).float()
+    torch.testing.assert_close(got[0][:, front], want, atol=1e-6, rtol=1e-5)
+    assert not got[0][:, ~front].any()
+
+
+def test_inputs_stay_as_they_are_and_may_be_strided() -> None:
+    # Models hand over transposed views of [B, N, heads, D].
+    query, key = random(2, 20, 4, 8, seed=11), random(2, 20, 2, 8, seed=12)
+    valid = left_padded(20, (0, 5))
+    before = query.clone(), key.clone(), valid.clone()
+    options: dict[str, Any] = {"window": 4, "kernel_size": 5, "pooling": "avg", "valid": valid}
+    q, k = query.transpose(1, 2), key.transpose(1, 2)
+    torch.testing.assert_close(
+        window_attention(q, k, **options),
+        window_attention(q.contiguous(), k.contiguous(), **options),
+    )
+    torch.testing.assert_close(
+        accumulated_attention(q, k, valid=valid, block=8),
+        accumulated_attention(q.contiguous(), k.contiguous(), valid=valid, block=8),
+    )
+    for now, then in zip((query, key, valid), before, strict=True):
+        assert torch.equal(now, then)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gives_the_same_scores() -> None:
+    query, key = random(2, 6, 300, 16, seed=13), random(2, 2, 300, 16, seed=14)
+    valid = left_padded(300, (0, 70))
+    options: dict[str, Any] = {"window": 8, "kernel_size": 7, "pooling": "max"}
+    for name, kwargs in [("window_attention", options), ("accumulated_attention", {"block": 64})]:
+        score = getattr(scores, name)
+        here = score(query, key, valid=valid, **kwargs)
+        there = score(query.cuda(), key.cuda(), valid=valid.cuda(), **kwargs)
+        torch.testing.assert_close(there.cpu(), here, atol=1e-4, rtol=1e-4)
+
+
+def test_recency_is_the_place_in_the_prompt() -> None:
+    valid = torch.tensor([[True] * 4, [False, False, True, True]])
+    got = recency(valid)
+    assert got.dtype == torch.float32
+    assert got.shape == (2, 1, 4)
+    for b in range(2):
+        for j in range(4):
+            assert float(got[b, 0, j]) == (j if valid[b, j] else 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_residual_similarity_equals_the_loop_over_real_tokens(dtype: torch.dtype) -> None:
+    before, after = random(3, 6, 8, seed=1, dtype=dtype), random(3, 6, 8, seed=2, dtype=dtype)
+    padding = (0, 2, 6)
+    valid = left_padded(6, padding)
+    dirty = after.masked_fill(~valid[..., None], math.nan)
+    got = residual_similarity(before, dirty, valid)
+    assert got.dtype == torch.float32
+    for b, pad in enumerate(padding):
+        cosines: list[float] = []
+        for j in range(pad, 6):
+            x, y = before[b, j].double(), after[b, j].double()
+            cosines.append(float(x @ y / (x.norm() * y.norm())))
+        want = sum(cosines) / len(cosines) if cosines else 0.0
+        assert float(got[b]) == pytest.approx(want, abs=1e-6)
+    torch.testing.assert_close(residual_similarity(before, after)[0], got[0])
+
+
+def test_residual_similarity_of_a_layer_that_only_scales_is_one() -> None:
+    before = random(2, 5, 8, seed=3)
+    torch.testing.assert_close(residual_similarity(before, 3 * before), torch.ones(2))
+    torch.testing.assert_close(residual_similarity(before, -before), -torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "message"),
+    [
+        ((2, 4, 20, 8), (2, 3, 20, 8), r"multiple .*\(2, 4, 20, 8\).*\(2, 3, 20, 8\)"),
+        ((2, 4, 20, 8), (2, 2, 20, 16), r"head_dim.*\(2, 4, 20, 8\).*\(2, 2, 20, 16\)"),
+        ((2, 4, 20, 8), (1, 2, 20, 8), r"batch.*\(2, 4, 20, 8\).*\(1, 2, 20, 8\)"),
+        ((4, 20, 8), (2, 2, 20, 8), r"\[B, Hq, N, D\].*\(4, 20, 8\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_shown(
+    query: tuple[int, ...], key: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        window_attention(random(*query), random(*key), **WINDOW)
+    with pytest.raises(ValueError, match=message):
+        accumulated_attention(random(*query), random(*key))
+
+
+@pytest.mark.parametrize("valid", [torch.ones(2, 19).bool(), torch.ones(2, 20)])
+def test_validity_must_be_a_bool_per_token(valid: Tensor) -> None:
+    query, key = random(2, 4, 20, 8), random(2, 2, 20, 8)
+    with pytest.raises(ValueError, match=r"\(2, 20\), got torch\.\w+ \(2, "):
+        window_attention(query, key, valid=valid, **WINDOW)
+    with pytest.raises(ValueError, match=r"\(2, 20\), got torch\.\w+ \(2, "):
+        accumulated_attention(query, key, valid=valid)
+    with pytest.raises(ValueError, match=r"\(2, 20\), got torch\.\w+ \(2, "):
+        residual_similarity(key[:, 0], key[:, 0], valid)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(2, 1, 20, 19).bool(),
+        torch.ones(2, 1, 19, 20).bool(),
+        torch.ones(2, 4, 20, 20).bool(),
+        torch.ones(2, 20, 20).bool(),
+        torch.ones(2, 1, 20, 20),
+    ],
+)
+def test_a_mask_must_be_a_bool_per_query_and_key(mask: Tensor) -> None:
+    query, key = random(2, 4, 20, 8), random(2, 2, 20, 8)
+    with pytest.raises(ValueError, match=r"mask .*\(2, 1, 20, 20\), got torch\.\w+ \(2, "):
+        window_attention(query, key, mask=mask, **WINDOW)
+    with pytest.raises(ValueError, match=r"mask .*\(2, 1, 20, 20\), got torch\.\w+ \(2, "):
+        accumulated_attention(query, key, mask=mask)
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0, math.nan])
+def test_a_softcap_must_be_positive(softcap: float) -> None:
+    query, key = random(1, 2, 20, 8), random(1, 2, 20, 8)
+    with pytest.raises(ValueError, match=f"softcap .*got {softcap}"):
+        window_attention(query, key, softcap=softcap, **WINDOW)
+    with pytest.raises(ValueError, match=f"softcap .*got {softcap}"):
+        accumulated_attention(query, key, softcap=softcap)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"window": 20}, "20 tokens.* window of 20"),
+        ({"window": 33}, "20 tokens.* window of 33"),
+        ({"window": 0}, "window .*got 0"),
+        ({"kernel_size": 4}, "odd number, got 4"),
+        ({"kernel_size": -1}, "odd number, got -1"),
+        ({"pooling": "mean"}, "pooling .*'mean'"),
+        ({"weights": torch.ones(3)}, r"\(4,\), got \(3,\)"),
+        ({"weights": torch.tensor([1.0, -1, 1, 1])}, "not negative.*-1"),
+        ({"weights": torch.zeros(4)}, "not all 0"),
+        ({"weights": torch.tensor([1.0, math.nan, 1, 1])}, "finite.*nan"),
+    ],
+)
+def test_window_options_out_of_range_are_shown(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        window_attention(random(2, 4, 20, 8), random(2, 2, 20, 8), **(WINDOW | changed))
+
+
+def test_queries_must_cover_what_the_score_sums_over() -> None:
+    query, key = random(1, 2, 20, 8), random(1, 2, 20, 8)
+    with pytest.raises(ValueError, match=r"window = 4 .*\(1, 2, 3, 8\)"):
+        window_attention(query[:, :, -3:], key, **WINDOW)
+    with pytest.raises(ValueError, match=r"\(1, 2, 20, 8\) and \(1, 2, 10, 8\)"):
+        accumulated_attention(query, key[:, :, :10])
+    with pytest.raises(ValueError, match=r"block .*got 0"):
+        accumulated_attention(query, key, block=0)
+
+
+def test_other_scores_check_their_shapes() -> None:
+    with pytest.raises(ValueError, match=r"\[B, N\].*float32 \(2, 4\)"):
+        recency(torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"\(1, 4, 8\) and \(1, 5, 8\)"):
+        residual_similarity(torch.ones(1, 4, 8), torch.ones(1, 5, 8))

@@ -1,0 +1,436 @@
+"""Nothing is silently wrong: what a wrapped model says is right, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama
+
+import mmkv
+from helpers.marks import slow_except
+from helpers.masking import masked_logits
+from helpers.models import make_inputs, make_model
+from helpers.oracle import generate, short
+
+ATTENTION = ["sdpa", "eager"]
+
+
+def prefill(model, inputs, **more):
+    with torch.no_grad():
+        return model(**inputs, use_cache=True, **more)
+
+
+class TestOurAttentionRuns:
+    """A pass in which another attention function runs is an error, at the first layer."""
+
+    @pytest.mark.parametrize("change", ["method", "config"])
+    def test_a_changed_implementation_is_the_one_that_runs(self, text_model, change, monkeypatch):
+        inputs, calls = make_inputs("llama", (40,)), []
+        plain = generate(text_model, inputs, new=6)[0]
+        mmkv.wrap(text_model, "snapkv", 1.0)
+        cache = prefill(text_model, inputs).past_key_values
+        eager = modeling_llama.eager_attention_forward
+        monkeypatch.setattr(
+            modeling_llama,
+            "eager_attention_forward",
+            lambda *a, **k: calls.append(1) or eager(*a, **k),
+        )
+        if change == "method":
+            text_model.set_attn_implementation("eager")
+        else:
+            text_model.config._attn_implementation = "eager"
+        torch.testing.assert_close(generate(text_model, inputs, new=6)[0], plain)
+        assert calls
+        token = plain[0].argmax(-1, keepdim=True)
+        with torch.no_grad():
+            logits = text_model(input_ids=token, past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(logits, plain[1], atol=1e-4, rtol=0)
+
+    def test_an_implementation_that_cannot_be_compressed_is_refused(self, text_model):
+        inputs = make_inputs("llama", (40,))
+        mmkv.wrap(text_model, "snapkv", 1.0)
+        cache = prefill(text_model, inputs).past_key_values
+        text_model.config._attn_implementation = "flex_attention"
+        for call in (
+            lambda: text_model.generate(**inputs, max_new_tokens=3),
+            lambda: text_model(input_ids=torch.tensor([[7]]), past_key_values=cache),
+        ):
+            with pytest.raises(ValueError, match=r"changed to 'flex_attention'.*sdpa.*mmkv.unwrap"):
+                call()
+
+    @pytest.mark.parametrize("change", ["method", "config"])
+    def test_wrapping_again_works(self, text_model, change):
+        inputs = make_inputs("llama", (40,))
+        mmkv.wrap(text_model, "snapkv", 1.0)
+        if change == "method":
+            text_model.set_attn_implementation("eager")
+        else:
+            text_model.config._attn_implementation = "eager"
+        mmkv.unwrap(text_model)
+        assert text_model.config._attn_implementation == "eager"  # the user's choice stays
+        plain = generate(text_model, inputs, new=6)[0]
+        mmkv.wrap(text_model, "snapkv", 1.0)
+        torch.testing.assert_close(generate(text_model, inputs, new=6)[0], plain)
+
+    @pytest.mark.parametrize("policy", ["snapkv", "prefixkv"])
+    def test_a_cache_that_outlives_its_wrap_is_refused(self, text_model, policy):
+        inputs = make_inputs("llama", (40,))
+        with mmkv.wrapped(text_model, policy, 0.5, **short(policy)):
+            cache = prefill(text_model, inputs).past_key_values
+        with pytest.raises(ValueError, match=r"not wrapped.*mmkv.wrap"):
+            text_model(input_ids=torch.tensor([[7]]), past_key_values=cache)
+        with mmkv.wrapped(text_model, policy, 0.5, **short(policy)):  # and goes on within one
+            text_model(input_ids=torch.tensor([[7]]), past_key_values=cache)
+
+    def test_one_layer_that_attends_by_itself_is_noticed(self, text_model):
+        """The hand-over is checked at each layer, the last one included."""
+        inputs = make_inputs("llama", (40,))
+        for i in range(3):
+            with mmkv.wrapped(text_model, "snapkv", 0.5, window=6):
+                attn = text_model.model.layers[i].self_attn
+                whole, attn.config = attn.config, text_model.config
+                with pytest.raises(ValueError, match=f"layer {i} took keys"):
+                    text_model.generate(**inputs, max_new_tokens=3)
+                attn.config = whole
+
+    def test_an_interrupted_pass_cannot_go_on(self, text_model):
+        inputs = make_inputs("llama", (40,))
+
+        def interrupt(*args):
+            raise KeyboardInterrupt
+
+        with mmkv.wrapped(text_model, "snapkv", 0.5, window=6):
+            cache = prefill(text_model, inputs).past_key_values
+            hook = text_model.model.layers[1].register_forward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                text_model(input_ids=torch.tensor([[7]]), past_key_values=cache)
+            hook.remove()
+            with pytest.raises(ValueError, match=r"interrupted.*40 to 41 tokens.*start a new"):
+                text_model(input_ids=torch.tensor([[7]]), past_key_values=cache)
+            assert generate(text_model, inputs, new=3)[2].get_seq_length() == 42
+
+
+class TestMasksOverThePast:
+    """Masked tokens are neither attended to nor scored nor counted."""
+
+    @pytest.mark.parametrize("budget", [1.0, 0.5])
+    @pytest.mark.parametrize(
+        "policy",
+        slow_except(["full", "snapkv", "prefixkv", "h2o", "streaming", "adakv"], "prefixkv", "h2o"),
+    )
+    def test_a_chat_in_which_one_row_ended_early(self, models, policy, budget):
+        """Each row of the second turn is what it is alone, without the other's pads."""
+        model, inputs = models("llama"), make_inputs("llama", (60, 60))
+        ended, total = 4, 12  # the second row says 4 words, then pads
+        options = short(policy)
+        feed = torch.randint(4, 120, (2, total), generator=torch.Generator().manual_seed(3))
+        more = torch.randint(4, 120, (2, 20), generator=torch.Generator().manual_seed(4))
+
+        def talk(rows, words, hole):
+            """Two turns of some rows, the first answer fed; logits of the second turn."""
+            with mmkv.wrapped(model, policy, budget, **options), torch.no_grad():
+                one = {k: x[rows] for k, x in inputs.items()}
+                cache = model(**one, use_cache=True).past_key_values
+                mask = one["attention_mask"]
+                for t in range(words.shape[1]):
+                    mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+                    model(input_ids=words[:, t : t + 1], attention_mask=mask, past_key_values=cache)
+                mask[hole] = 0
+                ids = torch.cat([one["input_ids"], words, more[rows]], dim=1)
+                mask = torch.cat([mask, mask.new_ones(len(rows), 20)], dim=1)
+                out = model.generate(
+                    input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6,
+                    do_sample=False, return_dict_in_generate=True, output_logits=True,
+                )  # fmt: skip
+            return torch.stack(out.logits), out.past_key_values
+
+        pads = torch.zeros(2, 60 + total, dtype=torch.bool)
+        pads[1, 60 + ended :] = True
+        together, cache = talk([0, 1], feed, pads)
+        first, _ = talk([0], feed[:1], pads[:1])
+        torch.testing.assert_close(together[:, :1], first, atol=1e-4, rtol=0)
+        # Decoding drops a token a step, so a row that took pads in has dropped others: the same as
+        # alone where nothing was dropped before the pads were masked.
+        if budget == 1.0 or policy in ("full", "snapkv", "adakv"):
+            second, _ = talk([1], feed[1:, :ended], pads[1:, : 60 + ended] & False)
+            torch.testing.assert_close(together[:, 1:], second, atol=1e-4, rtol=0)
+        for i in range(3):
+            held = cache.kept(i)[1]
+            assert not ((held >= 60 + ended) & (held < 60 + total)).any()
+        assert cache.lengths == [92, 92 - (total - ended)]
+
+    @pytest.mark.parametrize("policy", ["full", "snapkv", "prefixkv", "h2o", "adakv"])
+    def test_a_step_with_holes_in_its_mask(self, models, policy):
+        """The hidden tokens are not attended to in that step, and come back in the next."""
+        model, inputs = models("llama"), make_inputs("llama", (60, 41))
+        options = {**short(policy)}
+        steps = torch.randint(4, 120, (2, 3), generator=torch.Generator().manual_seed(3))
+        held, found = [], []
+        with mmkv.wrapped(model, policy, 0.5, **options), torch.no_grad():
+            out = model(**inputs, use_cache=True)
+            cache, mask = out.past_key_values, inputs["attention_mask"]
+            found.append(out.logits[:, -1])
+            for t in range(3):
+                held.append([cache.kept(i) for i in range(3)])
+                mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+                shown = mask.clone()
+                if t == 1:
+                    shown[:, 30:58] = 0
+                out = model(
+                    input_ids=steps[:, t : t + 1], attention_mask=shown, past_key_values=cache
+                )
+                found.append(out.logits[:, -1])
+        visible = [[x.clone() for x in step] for step in held]
+        for x in visible[1]:
+            x[(x >= 30) & (x < 58)] = -1
+        assert any((a != b).any() for a, b in zip(visible[1], held[1], strict=True))
+        words = torch.cat([steps, steps[:, :1]], dim=1)
+        expected = masked_logits(model, inputs, words, visible)
+        torch.testing.assert_close(torch.stack(found), expected[: len(found)], atol=1e-4, rtol=0)
+
+    def test_h2o_counts_no_mass_for_hidden_tokens(self, models):
+        model, inputs = models("llama"), make_inputs("llama", (60,))
+        with mmkv.wrapped(model, "h2o", 0.5), torch.no_grad():
+            cache = model(**inputs, use_cache=True).past_key_values
+            block = cache.compressed[0].blocks[0]
+            before, at = block.mass.clone(), block.positions.clone()
+            mask = torch.ones(1, 61, dtype=torch.long)
+            mask[:, 20:58] = 0
+            model(input_ids=torch.tensor([[9]]), attention_mask=mask, past_key_values=cache)
+        hidden, old = (at >= 20) & (at < 58), (at >= 0) & (at < 60)
+        after = cache.compressed[0].blocks[0].mass[:, : at.shape[1]]
+        assert hidden.any()
+        assert torch.equal(after[hidden], before[hidden])
+        assert (after[old & ~hidden] > before[old & ~hidden]).all()
+
+    def test_several_tokens_behind_a_mask_with_holes(self, models):
+        model, inputs = models("llama"), make_inputs("llama", (60,))
+        mask = torch.ones(1, 65, dtype=torch.long)
+        mask[:, 10:40] = 0
+        new = torch.arange(10, 15)[None]
+        with torch.no_grad():
+            cache = model(**inputs, use_cache=True).past_key_values
+            plain = model(input_ids=new, attention_mask=mask, past_key_values=cache).logits
+            with mmkv.wrapped(model, "snapkv", 1.0):
+                cache = model(**inputs, use_cache=True).past_key_values
+                found = model(input_ids=new, attention_mask=mask, past_key_values=cache).logits
+        torch.testing.assert_close(found, plain, atol=1e-4, rtol=0)
+
+    def test_tokens_that_are_gone_cannot_be_shown(self, models):
+        model, inputs = models("llama"), make_inputs("llama", (60, 41))
+        with mmkv.wrapped(model, "snapkv", 0.5, window=6):
+            cache = prefill(model, inputs).past_key_values
+            shown = torch.ones(2, 61, dtype=torch.long)
+            with pytest.raises(ValueError, match="row 1 its token 0, which was padding"):
+                model(
+                    input_ids=torch.tensor([[7], [8]]),
+                    attention_mask=shown,
+                    past_key_values=cache,
+                )
+
+
+class TestCopies:
+    """A copy of a wrapped model is a model of its own."""
+
+    @pytest.mark.parametrize("policy", ["snapkv", "xkv", "squeeze"])
+    def test_a_deep_copy_is_independent(self, text_model, policy):
+        inputs = make_inputs("llama", (70,))
+        mmkv.wrap(text_model, policy, 0.5, **short(policy))
+        before = generate(text_model, inputs, new=6)[0]
+        twin = copy.deepcopy(text_model)
+        for p in twin.parameters():
+            torch.nn.init.normal_(p, std=0.15, generator=torch.Generator().manual_seed(1))
+        alone = make_model("llama")
+        alone.load_state_dict(twin.state_dict())
+        with mmkv.wrapped(alone, policy, 0.5, **short(policy)):
+            expected = generate(alone, inputs, new=6)
+        found = generate(twin, inputs, new=6)
+        torch.testing.assert_close(found[0], expected[0])
+        assert all(torch.equal(found[2].kept(i), expected[2].kept(i)) for i in range(3))
+        assert mmkv.is_wrapped(twin)
+        mmkv.unwrap(twin)
+        assert mmkv.is_wrapped(text_model)
+        torch.testing.assert_close(generate(text_model, inputs, new=6)[0], before)
+        assert not hasattr(generate(twin, inputs, new=2)[2], "kept")
+        mmkv.unwrap(text_model)
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in twin.modules())
+
+    def test_a_shallow_copy_is_refused(self, text_model):
+        inputs = make_inputs("llama", (40,))
+        mmkv.wrap(text_model, "h2o", 0.5)
+        twin = copy.copy(text_model)
+        with pytest.raises(ValueError, match=r"shallow copy.*copy.deepcopy"):
+            twin.generate(**inputs, max_new_tokens=2)
+        with pytest.raises(ValueError, match=r"shallow copy.*copy.deepcopy"):
+            mmkv.unwrap(twin)
+        assert generate(text_model, inputs, new=3)[2].nbytes
+
+    @pytest.mark.parametrize("how", ["pickle", "torch.save"])
+    @pytest.mark.parametrize("policy", ["snapkv", "xkv"])
+    def test_a_wrapped_model_can_be_saved_whole(self, text_model, how, policy):
+        inputs = make_inputs("llama", (70,))
+        mmkv.wrap(text_model, policy, 0.5, **short(policy))
+        expected = generate(text_model, inputs, new=6)[0]
+        if how == "pickle":
+            twin = pickle.loads(pickle.dumps(text_model))
+        else:
+            file = io.BytesIO()
+            torch.save(text_model, file)
+            file.seek(0)
+            twin = torch.load(file, weights_only=False)
+        torch.testing.assert_close(generate(twin, inputs, new=6)[0], expected)
+        mmkv.unwrap(twin)
+        assert mmkv.is_wrapped(text_model)
+
+
+class TestWhatPoliciesAreGiven:
+    def test_a_cache_keeps_to_the_wrap_that_made_it(self, models):
+        model, inputs = models("llama"), make_inputs("llama", (60,))
+        with mmkv.wrapped(model, "squeeze", 0.5):
+            _, words, cache, _ = generate(model, inputs, new=4)
+        ids = torch.cat([inputs["input_ids"], words, words], dim=1)
+        for policy, budget in (("h2o", 0.5), ("squeeze", 0.4)):
+            with (
+                mmkv.wrapped(model, policy, budget),
+                pytest.raises(ValueError, match=r"made under policy='squeeze', budget=0.5.*wrap"),
+            ):
+                model.generate(ids, past_key_values=cache, max_new_tokens=2)
+        with mmkv.wrapped(model, "squeeze", 0.5):  # the same once more
+            model.generate(ids, past_key_values=cache, max_new_tokens=2)
+
+    def test_a_cache_of_another_model_is_refused(self, models):
+        inputs = make_inputs("llama", (60,))
+        with mmkv.wrapped(models("llama"), "h2o", 0.5):
+            cache = prefill(models("llama"), inputs).past_key_values
+        with (
+            mmkv.wrapped(models("llama-mha"), "h2o", 0.5),
+            pytest.raises(ValueError, match="made by another model"),
+        ):
+            models("llama-mha").generate(**inputs, past_key_values=cache, max_new_tokens=2)
+
+    @pytest.mark.parametrize("chunk", [13, 33])
+    @pytest.mark.parametrize("heads", ["per head", "one ranking"])
+    def test_a_score_of_ones_own_sees_the_whole_prompt_in_chunks(self, models, chunk, heads):
+        """It is called once, with all queries, as for a prompt in one piece."""
+        from dataclasses import dataclass
+
+        calls = []
+
+        @dataclass(frozen=True, kw_only=True)
+        class Spread(mmkv.Policy):
+            window: int = 1
+
+            def importance(self, layer):
+                query, key = layer.query, layer.key
+                calls.append((tuple(query.shape), tuple(key.shape)))
+                G = query.shape[1] // key.shape[1]
+                s = query.unflatten(1, (-1, G)).std(-1).mean((2, 3))[..., None] * key.std(-1)
+                return s.mean(1, keepdim=True) if heads == "one ranking" else s
+
+        model, inputs = models("llama"), make_inputs("llama", (90, 41))
+        with mmkv.wrapped(model, Spread(), 0.4):
+            whole = generate(model, inputs, new=2)[2]
+            once, calls[:] = list(calls), []
+            chunked = generate(model, inputs, new=2, prefill_chunk_size=chunk)[2]
+        assert calls == once
+        assert all(torch.equal(whole.kept(i), chunked.kept(i)) for i in range(3))
+
+    @pytest.mark.parametrize(
+        ("scores", "message"),
+        [
+            (lambda k: k.mean(-1)[..., 1:], r"Odd.importance returned \(1, 2, 59\).*\(1, 2, 60\)"),
+            (lambda k: k.mean(-1)[0], r"Odd.importance returned \(2, 60\)"),
+            (lambda k: None, r"Odd.importance returned NoneType"),
+            (lambda k: (k > 0).all(-1), r"Odd.importance returned torch.bool"),
+            (lambda k: k.mean(-1) * torch.nan, r"Odd.importance returned NaN for 120 of 120"),
+        ],
+    )
+    def test_scores_that_cannot_be_ranked_are_refused(self, models, scores, message):
+        from dataclasses import dataclass
+
+        @dataclass(frozen=True, kw_only=True)
+        class Odd(mmkv.Policy):
+            def importance(self, layer):
+                return scores(layer.key)
+
+        model, inputs = models("llama"), make_inputs("llama", (60,))
+        with mmkv.wrapped(model, Odd(), 0.6), pytest.raises(ValueError, match=message):
+            generate(model, inputs, new=2)
+
+    def test_text_cannot_be_protected_in_embeddings_alone(self, models):
+        model, inputs = models("llava-llama"), make_inputs("llava-llama", (60,))
+        embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
+        with (
+            mmkv.wrapped(model, "h2o", 0.5, protect="instruction"),
+            pytest.raises(ValueError, match=r"protect='instruction'.*inputs_embeds alone.*'none'"),
+        ):
+            model(inputs_embeds=embeds, use_cache=True)
+
+    def test_reset_after_a_chunked_prompt(self, models):
+        model, inputs = models("llama"), make_inputs("llama", (60,))
+        with mmkv.wrapped(model, "squeeze", 0.5):
+            expected = generate(model, inputs, new=2, prefill_chunk_size=16)[2]
+            cache = generate(model, inputs, new=2, prefill_chunk_size=7)[2]
+            cache.reset()
+            assert cache.nbytes == 0
+            prefill(model, inputs, past_key_values=cache)  # whole, not a chunk of 60
+        assert all(torch.equal(cache.kept(i)[..., :20], expected.kept(i)[..., :20]) for i in (0, 1))
+
+    def test_layers_that_read_no_mini_prefill_run_none(self, models):
+        model, inputs = models("llama"), make_inputs("llama", (60,))
+        with mmkv.wrapped(model, "xkv", 0.3, layers="squeeze"):
+            cache = generate(model, inputs, new=2)[2]
+        assert 0.2 < cache.report().kept_fraction < 0.4
+
+    def test_one_ranking_a_layer_and_a_victim_a_head_is_refused(self, text_model):
+        with pytest.raises(ValueError, match=r"average_heads=True.*decode='fixed'"):
+            mmkv.wrap(text_model, "h2o", 0.5, average_heads=True)
+
+
+class TestModes:
+    @pytest.mark.parametrize(
+        "policy", slow_except(["snapkv", "prefixkv", "h2o", "streaming", "adakv"], "snapkv", "h2o")
+    )
+    def test_prefill_in_inference_mode_then_decoding_without(self, models, policy):
+        model, inputs = models("llama"), make_inputs("llama", (60, 41))
+        words = torch.randint(4, 120, (2, 40), generator=torch.Generator().manual_seed(3))
+        found = []
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mmkv.wrapped(model, policy, 0.3, **short(policy)):
+                with mode():
+                    cache = model(**inputs, use_cache=True).past_key_values
+                    for t in range(20):
+                        model(input_ids=words[:, t : t + 1], past_key_values=cache)
+                with torch.no_grad():
+                    for t in range(20, 40):
+                        out = model(input_ids=words[:, t : t + 1], past_key_values=cache)
+                ids = torch.cat([inputs["input_ids"], words, words[:, :5]], dim=1)
+                mask = torch.ones_like(ids)
+                mask[:, :60] = inputs["attention_mask"]
+                again = model.generate(
+                    ids, attention_mask=mask, past_key_values=cache, max_new_tokens=4,
+                    do_sample=False,
+                )  # fmt: skip
+            found.append((out.logits, again))
+        torch.testing.assert_close(found[1][0], found[0][0])
+        assert torch.equal(found[1][1], found[0][1])
+
+    def test_gradients_of_a_prompt_are_right_and_of_a_step_refused(self, text_model):
+        inputs = make_inputs("llama", (40,))
+
+        def gradient(model):
+            model.zero_grad()
+            model(**inputs, use_cache=True).logits.square().mean().backward()
+            return model.model.layers[0].self_attn.k_proj.weight.grad.clone()
+
+        plain = gradient(text_model)
+        mmkv.wrap(text_model, "prefixkv", 0.3)
+        torch.testing.assert_close(gradient(text_model), plain)
+        cache = text_model(**inputs, use_cache=True).past_key_values
+        step = text_model(input_ids=torch.tensor([[7]]), past_key_values=cache)
+        with pytest.raises(ValueError, match=r"gradients cannot flow.*mmkv.unwrap"):
+            step.logits.mean().backward()

@@ -1,0 +1,118 @@
+"""Prompts in chunks and conversations in turns: the same oracle, over a cache that goes on."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import mmkv
+from helpers.marks import slow_except
+from helpers.masking import masked_logits
+from helpers.models import IMAGE, make_inputs, next_turn
+from helpers.oracle import ROWS, VARIANTS, generate, options_of
+
+FIRST, SECOND = 8, 12  # tokens generated in each turn
+
+
+@pytest.mark.parametrize("chunk", slow_except([13, 33], 33))
+@pytest.mark.parametrize("rows", slow_except(ROWS, "padded"))
+@pytest.mark.parametrize(
+    "variant", slow_except(VARIANTS, "prefixkv", "adakv", "h2o", "streaming", "squeeze"), ids=str
+)
+def test_a_prompt_in_chunks_is_the_prompt(models, variant, rows, chunk):
+    """prefill_chunk_size evicts once, when the prompt is complete, and changes nothing else."""
+    model, inputs = models("llama"), make_inputs("llama", ROWS[rows])
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
+        logits, tokens, _, held = generate(model, inputs, new=6)
+        chunked, words, _, kept = generate(model, inputs, new=6, prefill_chunk_size=chunk)
+    assert torch.equal(tokens, words)
+    torch.testing.assert_close(chunked, logits, atol=1e-4, rtol=0)
+    for one, other in zip(held, kept, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("rows", slow_except(ROWS, "padded"))
+@pytest.mark.parametrize("name", slow_except(["llama", "llava-llama"], "llava-llama"))
+@pytest.mark.parametrize(
+    "variant", slow_except(VARIANTS, "prefixkv", "adakv", "h2o", "streaming", "squeeze"), ids=str
+)
+def test_turns_equal_masking(models, variant, name, rows):
+    """A second turn competes with what the first one left; evicting is masking throughout."""
+    model, inputs = models(name), make_inputs(name, ROWS[rows])
+    options = options_of(variant)
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options):
+        first, words, cache, held = generate(model, inputs, new=FIRST)
+        second = next_turn(inputs, torch.cat([inputs["input_ids"], words], 1), "llava" in name)
+        more, answer, again, kept = generate(model, second, new=SECOND, past_key_values=cache)
+    assert again is cache
+    seen = second["input_ids"].shape[1]
+    assert cache.get_seq_length() == seen + SECOND - 1
+    start = inputs["input_ids"].shape[1] + FIRST - 1
+    feeds = [{"input_ids": words[:, t : t + 1]} for t in range(FIRST - 1)]
+    turn = {k: v for k, v in second.items() if k == "pixel_values"}
+    feeds.append({"input_ids": second["input_ids"][:, start:], **turn})
+    feeds += [{"input_ids": answer[:, t : t + 1]} for t in range(SECOND - 1)]
+    policy = mmkv.get_policy(variant.policy, **options)
+    expected = masked_logits(
+        model, inputs, feeds, held + kept, merge=policy.merge, reposition=policy.reposition
+    )
+    torch.testing.assert_close(torch.cat([first, more]), expected, atol=1e-4, rtol=0)
+    if policy.keeps_all:
+        return
+    # The budget holds over all tokens seen; a layer cannot hold what an earlier turn evicted.
+    for b in range(len(ROWS[rows])):
+        length = int(second["attention_mask"][b].sum())
+        counts = [(layer[b] >= 0).sum(-1).float().mean().item() for layer in kept[0]]
+        if isinstance(variant.budget, int):
+            assert sum(counts) <= 3 * variant.budget
+        elif variant.budget is not None:
+            assert sum(counts) <= round(variant.budget * 3 * length)
+            if policy.layers == "uniform" and policy.heads == "uniform":
+                assert sum(counts) == round(variant.budget * 3 * length)
+
+
+@pytest.mark.parametrize("policy", slow_except(mmkv.list_policies(), "h2o"))
+def test_turns_at_full_budget_are_the_plain_conversation(models, policy):
+    model, inputs = models("llava-llama"), make_inputs("llava-llama", ROWS["padded"])
+
+    def talk():
+        first, words, cache, _ = generate(model, inputs, new=FIRST)
+        second = next_turn(inputs, torch.cat([inputs["input_ids"], words], 1), True)
+        return torch.cat([first, generate(model, second, new=SECOND, past_key_values=cache)[0]])
+
+    plain = talk()
+    with mmkv.wrapped(model, policy, 1.0):
+        torch.testing.assert_close(talk(), plain, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("policy", ["prefixkv", "snapkv", "h2o", "local"])
+def test_instructions_of_every_turn_stay(models, policy):
+    """protect="instruction": text of both turns stays; generated tokens and images compete."""
+    model, inputs = models("llava-llama"), make_inputs("llava-llama", (70,))
+    options = {"window": 4} if policy == "snapkv" else {}
+    with mmkv.wrapped(model, policy, 0.8, protect="instruction", **options):
+        _, words, cache, _ = generate(model, inputs, new=FIRST)
+        second = next_turn(inputs, torch.cat([inputs["input_ids"], words], 1), True)
+        *_, kept = generate(model, second, new=SECOND, past_key_values=cache)
+    text = (second["input_ids"][0] != IMAGE).nonzero()[:, 0].tolist()
+    asked = {p for p in text if not 70 <= p < 70 + FIRST - 1}
+    for step in kept:
+        for layer in step:
+            assert all(asked <= set(head.tolist()) for head in layer[0])
+    assert len(set(kept[0][0][0, 0].tolist())) < second["input_ids"].shape[1]
+
+
+def test_several_tokens_without_generate_are_that_many_steps(models):
+    """A plain forward of q tokens equals q steps where decoding only grows."""
+    model, inputs = models("llama"), make_inputs("llama", ROWS["one"])
+    more = torch.arange(10, 17)[None]
+    with mmkv.wrapped(model, "adakv", 0.3, window=6), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+        twin = copy.deepcopy(cache)
+        together = model(input_ids=more, past_key_values=cache).logits
+        single = [model(input_ids=x[None, None], past_key_values=twin).logits for x in more[0]]
+    torch.testing.assert_close(together, torch.cat(single, dim=1), atol=1e-4, rtol=0)
+    for i in range(3):
+        assert torch.equal(cache.kept(i), twin.kept(i))

@@ -1,0 +1,274 @@
+"""Ways of generating: at full budget each is the plain model, and evicting is masking in each."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+import mmkv
+from helpers.marks import slow_except
+from helpers.models import IMAGE, make_inputs, make_model, next_turn
+from helpers.oracle import short
+from helpers.reference import seeing
+
+ROWS = (90, 66, 41)
+SOME = ["prefixkv", "adakv", "h2o", "streaming", "xkv"]
+NEW = 8
+
+
+class Collect(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.pieces, self.ended = [], False
+
+    def put(self, value):
+        self.pieces.append(value.reshape(-1))
+
+    def end(self):
+        self.ended = True
+
+
+def said(model, inputs, **options):
+    """Tokens and logits of one call of `generate`, and the cache it left."""
+    options = {"max_new_tokens": NEW, "do_sample": False, **options}
+    torch.manual_seed(7)
+    out = model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
+    return [out.sequences, torch.stack(out.logits)], out.past_key_values
+
+
+def generating(**options):
+    return lambda model, inputs: said(model, inputs, **options)[0]
+
+
+def streaming(model, inputs):
+    inputs, streamer = {k: x[:1] for k, x in inputs.items()}, Collect()
+    inputs["pixel_values"] = inputs["pixel_values"].expand(2, -1, -1, -1)
+    found = said(model, inputs, streamer=streamer)[0]
+    assert streamer.ended
+    assert torch.cat(streamer.pieces).tolist() == found[0][0].tolist()
+    return found
+
+
+def own_loop(model, inputs):
+    """`generate` with a decoding loop of the caller's."""
+
+    def loop(model, input_ids, *args, **kwargs):
+        return model._sample(input_ids, *args, **kwargs)
+
+    return said(model, inputs, custom_generate=loop)[0]
+
+
+def ending_apart(model, inputs):
+    """Rows end at different times and are padded on."""
+    free = said(model, inputs)[0][0][:, max(ROWS) :]
+    stops = [int(free[0, 2]), int(free[1, 5])]
+    return said(model, inputs, eos_token_id=stops)[0]
+
+
+def forward(grad):
+    def way(model, inputs):
+        """Plain calls of the model, which find their positions themselves."""
+        inputs = {k: x[:1] for k, x in inputs.items()}
+        inputs["pixel_values"] = inputs["pixel_values"].expand(2, -1, -1, -1)
+        with torch.set_grad_enabled(grad):
+            out = model(**inputs, use_cache=True)
+            logits = [out.logits[:, -1]]
+            for token in range(10, 10 + NEW):
+                cache = out.past_key_values
+                out = model(input_ids=torch.tensor([[token]]), past_key_values=cache)
+                logits.append(out.logits[:, -1])
+        assert all(x.requires_grad == grad for x in logits)
+        for layer in getattr(cache, "compressed", ()):
+            assert not any(b.keys.requires_grad for b in layer.blocks)
+        return [torch.stack(logits).detach()]
+
+    return way
+
+
+def no_cache(model, inputs):
+    """Pictures are read once, so LLaVA itself generates without a cache from text alone."""
+    inputs = {k: inputs[k] for k in ("input_ids", "attention_mask")}
+    return said(model, inputs, use_cache=False)[0]
+
+
+def forward_without_cache(model, inputs):
+    with torch.no_grad():
+        logits = model(**inputs, use_cache=False).logits
+    return [logits[inputs["attention_mask"].bool()]]
+
+
+def turns(model, inputs):
+    """A conversation goes on over its cache, with new text and a new picture."""
+    first, cache = said(model, inputs, suppress_tokens=[IMAGE])
+    more = next_turn(inputs, first[0], image=True)
+    return first + said(model, more, past_key_values=cache)[0]
+
+
+def questions(model, inputs):
+    """Several questions over one prompt, each from a copy of its cache."""
+    first, cache = said(model, inputs, max_new_tokens=1)
+    found = []
+    for seed in (1, 2, 1):
+        more = next_turn(inputs, first[0], image=False, seed=seed)
+        found.append(said(model, more, past_key_values=copy.deepcopy(cache))[0])
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
+    assert not torch.equal(found[0][1], found[1][1])
+    assert cache.get_seq_length() == max(ROWS)
+    return first + found[0] + found[1]
+
+
+WAYS = {
+    "greedy": generating(),
+    "sampling": generating(do_sample=True, temperature=0.8, top_p=0.9),
+    "several samples": generating(do_sample=True, num_return_sequences=3),
+    "beams": generating(num_beams=4),
+    "several beams": generating(num_beams=4, num_return_sequences=2),
+    "drawn beams": generating(num_beams=4, do_sample=True),
+    "penalties": generating(repetition_penalty=1.3, no_repeat_ngram_size=3),
+    "guidance": generating(guidance_scale=1.5),
+    "chunks": generating(prefill_chunk_size=16),
+    "generate without a cache": no_cache,
+    "streaming": streaming,
+    "a loop of one's own": own_loop,
+    "rows that end apart": ending_apart,
+    "forward": forward(grad=False),
+    "forward with gradients": forward(grad=True),
+    "forward without a cache": forward_without_cache,
+    "turns": turns,
+    "questions over one prompt": questions,
+}
+
+
+@contextmanager
+def entering(model):
+    """What each layer held when a pass of a wrapped model began."""
+    held: list[dict[int, torch.Tensor]] = []
+
+    def record(module, args, kwargs):
+        layers = getattr(kwargs.get("past_key_values"), "compressed", [])
+        held.append({i: x.kept().clone() for i, x in enumerate(layers) if x.blocks is not None})
+
+    hook = model.get_decoder().register_forward_pre_hook(record, with_kwargs=True, prepend=True)
+    try:
+        yield held
+    finally:
+        hook.remove()
+
+
+def same(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        if x.is_floating_point():
+            torch.testing.assert_close(x, y, atol=2e-4, rtol=0)
+        else:
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    "way",
+    slow_except(WAYS, "greedy", "turns", "rows that end apart"),
+)
+@pytest.mark.parametrize("policy", slow_except(SOME, "adakv"))
+def test_every_way(models, policy, way):
+    """Beams and rows move with what they kept; the same seed draws the same tokens.
+
+    The last row is shorter than a budget of 50 tokens.
+    """
+    model, inputs, run = models("llava-llama"), make_inputs("llava-llama", ROWS), WAYS[way]
+    plain = run(model, inputs)
+    with mmkv.wrapped(model, policy, 1.0, **short(policy)):
+        same(run(model, inputs), plain)
+    for budget in (0.4, 50):
+        with mmkv.wrapped(model, policy, budget, **short(policy)), entering(model) as held:
+            found = run(model, inputs)
+        with seeing(model, held, chunks=0):
+            same(found, run(model, inputs))
+        evicts = "without a cache" not in way
+        assert evicts == any(bool(x) for x in held)
+        assert evicts != all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))
+
+
+def with_layers_on_disk(model, folder):
+    from accelerate import disk_offload
+
+    return disk_offload(model, folder, execution_device=torch.device("cpu"))
+
+
+def with_layers_in_memory(model, folder):
+    """Weights come to the executing device for the length of each layer."""
+    from accelerate import cpu_offload
+
+    return cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def with_parts_apart(model, folder):
+    """The vision tower and two halves of the decoder, each where it was put; inputs are moved."""
+    from accelerate import dispatch_model
+
+    place = {"model.vision_tower": "disk", "model.multi_modal_projector": "cpu", "lm_head": "cpu"}
+    decoder = "model.language_model"
+    place |= {f"{decoder}.{x}": "cpu" for x in ("embed_tokens", "norm", "rotary_emb", "layers.0")}
+    place |= {f"{decoder}.layers.{i}": "disk" for i in (1, 2)}
+    return dispatch_model(model, place, main_device="cpu", offload_dir=folder, force_hooks=True)
+
+
+@pytest.mark.parametrize(
+    "spread",
+    slow_except(
+        [with_layers_on_disk, with_layers_in_memory, with_parts_apart], with_layers_in_memory
+    ),
+)
+@pytest.mark.parametrize("policy", slow_except(SOME, "prefixkv"))
+def test_a_model_spread_by_accelerate(models, policy, spread, tmp_path):
+    """Weights that come when a layer runs, and inputs that move: the same in every place."""
+    whole, inputs = models("llava-llama"), make_inputs("llava-llama", ROWS)
+    model = spread(make_model("llava-llama"), tmp_path)
+    assert any(p.device.type == "meta" for p in model.parameters())
+    for run in (turns, WAYS["beams"]):
+        found = []
+        for each in (whole, model):
+            with mmkv.wrapped(each, policy, 0.4, **short(policy)):
+                found.append(run(each, inputs))
+        same(found[1], found[0])
+
+
+@pytest.mark.slow
+def test_a_compiled_model():
+    """model.compile() gives the same answers, and takes its time."""
+    model, twin, inputs = make_model("llama"), make_model("llama"), make_inputs("llama", (70, 41))
+    model.compile(backend="eager", dynamic=True)
+    for budget in (1.0, 0.4):
+        found = []
+        for each in (twin, model):
+            with mmkv.wrapped(each, "prefixkv", budget):
+                found.append(said(each, inputs, max_new_tokens=4)[0])
+        same(found[1], found[0])
+
+
+@pytest.mark.parametrize("policy", slow_except(SOME, "h2o"))
+def test_two_threads_share_a_wrapped_model(models, policy):
+    """State is on the cache: conversations with different prompts do not see each other."""
+    model = models("llava-llama")
+    prompts = [make_inputs("llava-llama", ROWS, seed=i) for i in (1, 2)]
+    found: dict[int, list] = {0: [], 1: []}
+    with mmkv.wrapped(model, policy, 0.5, **short(policy)):
+        alone = [turns(model, p) for p in prompts]
+
+        def work(i):
+            for _ in range(3):
+                found[i].append(turns(model, prompts[i]))
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in found]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for i, runs in found.items():
+        assert len(runs) == 3
+        for run in runs:
+            same(run, alone[i])

@@ -1,0 +1,407 @@
+"""The image chat's page in a real browser: Debian's chromium, headless."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+if CHROMIUM is None or DRIVER is None:
+    pytest.skip("no browser: apt-get install chromium chromium-driver", allow_module_level=True)
+pytest.importorskip("gradio", reason="the demo needs gradio: pip install 'mmkv[demo]'")
+webdriver = pytest.importorskip("selenium.webdriver")
+
+Keys = webdriver.Keys
+
+pytestmark = [pytest.mark.xdist_group("page"), pytest.mark.slow]
+
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+PATIENCE = 60  # seconds
+MESSAGE = "#problem .mm-error"
+ANSWERS = ".mm-answer[data-done=true]"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the server keeps uploads."""
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    """The address of `mmkv demo`; it has to leave nothing behind."""
+    command = [str(Path(sys.executable).parent / "mmkv"), "demo", "--port", "0", "--device", "cpu"]
+    env = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    line = process.stdout.readline()
+    assert "http://127.0.0.1:" in line, line
+    yield line.split(" at ")[1].split()[0].rstrip("/")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 0
+    assert list(folder.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    profile = tmp_path_factory.mktemp("profile")
+    for flag in (*FLAGS, f"--user-data-dir={profile}", "--window-size=1280,900"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    # The browser's own start page asks for its parts: what is counted begins after it.
+    driver.get("about:blank")
+    asked_for(driver)
+    yield driver
+    driver.quit()
+
+
+def asked_for(browser):
+    """The addresses that pages requested since the last call."""
+    events = [json.loads(x["message"])["message"] for x in browser.get_log("performance")]
+    sent = [x["params"] for x in events if x["method"] == "Network.requestWillBeSent"]
+    return {x["request"]["url"] for x in sent}
+
+
+class Page:
+    """What a user does in one tab."""
+
+    def __init__(self, browser):
+        self.browser = browser
+
+    def all(self, selector):
+        return self.browser.find_elements("css selector", selector)
+
+    def until(self, what, why):
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            try:
+                if found := what():
+                    return found
+            except Exception as error:
+                why = f"{why} ({type(error).__name__})"[:500]
+            time.sleep(0.1)
+        pytest.fail(f"not within {PATIENCE} s: {why}; the page says {self.text(MESSAGE)!r}")
+
+    def text(self, selector):
+        return " ".join(x.text for x in self.all(selector))
+
+    def click(self, selector, index=0):
+        def clicked():
+            self.browser.execute_script("arguments[0].click()", self.all(selector)[index])
+            return True
+
+        self.until(clicked, f"click {selector}")
+
+    def choose_example(self, index):
+        before = self.browser.execute_script(
+            "const x = document.querySelector('#pad img'); return x ? x.src : ''"
+        )
+        self.click(".mm-example", index)
+        self.until(
+            lambda: self.all("#pad img") and self.all("#pad img")[0].get_attribute("src") != before,
+            "the example in the pad",
+        )
+
+    def type(self, text):
+        field = self.all("#question textarea")[0]
+        field.send_keys(Keys.CONTROL, "a")
+        field.send_keys(Keys.DELETE)
+        field.send_keys(text)
+
+    def ask(self, text):
+        if text:
+            self.type(text)
+        self.until(lambda: self.all("#ask")[0].is_enabled(), "Ask to be ready")
+        self.click("#ask")
+
+    def answered(self, turns):
+        self.until(
+            lambda: len(self.all(ANSWERS)) == 2 * turns and self.all("#ask")[0].is_enabled(),
+            f"{turns} turns to be answered",
+        )
+        return [x.text for x in self.all(ANSWERS)[-2:]]
+
+    def set_number(self, label, value):
+        field = self.all(f"input[type=number][aria-label*='{label}']")[0]
+        self.browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", field)
+        field.send_keys(Keys.CONTROL, "a")
+        field.send_keys(str(value), Keys.TAB)
+
+    def refused(self, part):
+        self.until(lambda: part in self.text(MESSAGE), f"a message with {part!r}")
+        assert "Traceback" not in self.browser.page_source
+
+    def width(self, width, height=900):
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    def save(self, name):
+        """A picture of the whole page, for people: where MMKV_SCREENSHOTS says."""
+        if where := os.environ.get("MMKV_SCREENSHOTS"):
+            width = self.browser.execute_script("return innerWidth")
+            self.width(width, self.browser.execute_script("return document.body.scrollHeight"))
+            time.sleep(0.5)
+            self.browser.save_screenshot(str(Path(where) / name))
+            self.width(width)
+
+
+def opened(browser, server):
+    page = Page(browser)
+    browser.get(server)
+    page.until(lambda: page.all("#ask") and page.all(".mm-example"), "the page")
+    # The session comes with the page's first event.
+    page.until(lambda: page.all("#status"), "the session")
+    time.sleep(0.5)
+    return page
+
+
+@pytest.fixture
+def page(browser, server):
+    fresh = opened(browser, server)
+    fresh.width(1280)
+    return fresh
+
+
+def test_two_turns_layers_and_another_policy(page, folder):
+    page.choose_example(0)
+    page.ask("Describe the picture.")
+    full, compressed = page.answered(1)
+    assert full
+    assert compressed
+    assert page.text(".mm-side h3") == "Full cache prefixkv 0.3"
+    numbers = [x.text for x in page.all(".mm-numbers dd")]
+    assert numbers[0].endswith("ms")
+    assert numbers[1].endswith("tokens/s")
+    assert numbers[2] == "100%"
+    assert int(numbers[5].rstrip("%")) < 50
+    shares = [int(x.get_attribute("aria-valuenow")) for x in page.all(".mm-side [role=meter]")]
+    assert shares[0] == 100
+    assert shares[1] < 60
+    assert "ROUGE-L" in page.text(".mm-note")
+
+    first = page.text(".mm-lit figcaption")
+    assert first.startswith("Layer 0: ")
+    slider = page.all("#layer input[type=range]")[0]
+    assert slider.get_attribute("max") == "7"
+    slider.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    page.until(lambda: page.text(".mm-lit figcaption").startswith("Layer 3: "), "layer 3")
+    assert page.text(".mm-heat figcaption").startswith("All layers: ")
+    assert len(page.all("#bars tbody tr")) == 8
+    assert "Describe the picture." in page.text(".mm-words")
+    assert "144 tokens" in page.text(".mm-picture")
+
+    field = page.all("#policy input")[0]
+    field.click()
+    field.send_keys(Keys.CONTROL, "a")
+    field.send_keys("streaming", Keys.ENTER)
+    page.click("#settings button.label-wrap", 1)
+    page.until(
+        lambda: page.all("#option-sinks input") and not page.all("#option-window input"),
+        "the options of another policy",
+    )
+    page.ask("How many objects are in the picture?")
+    page.answered(2)
+    assert page.text(".mm-turn:last-child .mm-compressed h3") == "streaming 0.3"
+    assert "read the whole conversation again" in page.text(".mm-turn:last-child")
+    page.save("demo-1280.png")
+
+    page.click("#clear")
+    page.until(lambda: page.all(".mm-empty"), "an empty page")
+    assert [x for x in folder.rglob("*") if x.is_file()] == []
+
+
+def test_a_drawing_is_part_of_the_question(page):
+    page.choose_example(1)
+    canvas = page.all("#pad canvas")[0]
+    mouse = webdriver.ActionChains(page.browser)
+    mouse.move_to_element_with_offset(canvas, -60, 60).click_and_hold()
+    mouse.move_by_offset(120, 0).release().perform()
+    page.until(lambda: page.all(".mm-undo")[0].is_enabled(), "a stroke")
+    time.sleep(0.5)
+    page.ask("What is at the bottom left?")
+    page.answered(1)
+    uri = page.all(".mm-question img")[0].get_attribute("src")
+    drawn = Image.open(io.BytesIO(base64.b64decode(uri.split(",")[1]))).convert("RGB")
+    r, g, b = np.asarray(drawn).transpose(2, 0, 1)
+    assert ((r > 180) & (g < 80) & (b < 80)).sum() > 20
+
+
+def test_what_goes_wrong_is_said_in_the_page(page, tmp_path, folder):
+    page.ask("Describe the picture.")
+    page.refused("There is no picture yet")
+    for name, data, said in (
+        ("broken.png", b"\x89PNG\r\n\x1a\n and then nothing", "broken.png"),
+        ("notes.png", b"no picture at all", "not a picture in a known format"),
+    ):
+        path = tmp_path / name
+        path.write_bytes(data)
+        page.all("#input input[type=file]")[0].send_keys(str(path))
+        page.refused(said)
+    wide = tmp_path / "wide.png"
+    Image.new("1", (10_000, 5_000)).save(wide)
+    page.all("#input input[type=file]")[0].send_keys(str(wide))
+    page.refused("10000 x 5000 pixels")
+    assert [x for x in folder.rglob("*") if x.is_file()] == []
+    page.choose_example(0)
+    page.type("   ")
+    page.ask("")
+    page.refused("The question is empty")
+    page.set_number("Budget", 0.01)
+    page.click("#protect input")
+    page.ask("Describe the picture.")
+    page.answered(1)
+    assert page.text(MESSAGE) == ""
+    assert "too few for protected text" in page.text(".mm-note")
+
+
+def test_an_uploaded_picture_is_answered(page, tmp_path, folder):
+    path = tmp_path / "red.jpg"
+    Image.new("RGB", (300, 200), "red").save(path)
+    page.all("#input input[type=file]")[0].send_keys(str(path))
+    page.until(lambda: page.all("#pad img"), "the upload in the pad")
+    assert [x for x in folder.rglob("*") if x.is_file()] == []
+    page.ask("Describe the picture.")
+    assert page.answered(1)[0]
+
+
+def test_stop_ends_the_answers(page):
+    page.choose_example(2)
+    page.click("#settings button.label-wrap", 0)
+    page.until(lambda: page.all("input[aria-label*='Max new tokens']"), "the settings")
+    page.set_number("Max new tokens", 512)
+    page.set_number("Temperature", 2)
+    page.ask("Describe the picture.")
+    page.until(lambda: page.all("#stop")[0].is_enabled(), "an answer to stop")
+    page.until(lambda: page.text(".mm-full .mm-answer"), "the first word")
+    page.click("#stop")
+    page.answered(1)
+    assert "Stopped before the end." in page.text(".mm-note")
+    assert not page.all("#stop")[0].is_enabled()
+
+
+def test_eight_tabs_at_once_keep_to_themselves(page, browser, server):
+    first = browser.current_window_handle
+    tabs = [first]
+    for i in range(1, 8):
+        browser.switch_to.new_window("tab")
+        tabs.append(browser.current_window_handle)
+        # A browser keeps at most six connections to a host, and each tab listens on one.
+        opened(browser, server if i < 4 else server.replace("127.0.0.1", "localhost"))
+    for i, tab in enumerate(tabs):
+        browser.switch_to.window(tab)
+        assert not page.all(".mm-turn")
+        page.choose_example(i % 4)
+        page.type("Describe the picture.")
+    for tab in tabs:
+        browser.switch_to.window(tab)
+        page.click("#ask")
+    said = []
+    for tab in tabs:
+        browser.switch_to.window(tab)
+        said.append(page.answered(1))
+    for tab in tabs[1:]:
+        browser.switch_to.window(tab)
+        browser.close()
+    browser.switch_to.window(first)
+    assert said[:4] == said[4:]
+    assert len({full for full, _ in said}) > 1
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_fits_and_every_control_has_a_name(page, browser, width, scheme):
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    page.width(width)
+    browser.refresh()
+    page.until(lambda: page.all("#ask") and page.all(".mm-example"), "the page")
+    time.sleep(0.5)
+    page.choose_example(0)
+    page.ask("Describe the picture.")
+    page.answered(1)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    dark = browser.execute_script("return document.body.classList.contains('dark')")
+    assert dark == (scheme == "dark")
+    tops = [x.rect["y"] for x in page.all(".mm-side")]
+    assert (tops[0] == tops[1]) == (width == 1280)
+    tree = browser.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+    roles = "button textbox slider spinbutton checkbox combobox listbox meter".split()  # noqa: SIM905
+    controls = [x for x in tree if not x["ignored"] and x.get("role", {}).get("value") in roles]
+    unnamed = [x["role"]["value"] for x in controls if not x.get("name", {}).get("value")]
+    assert len(controls) > 20
+    assert unnamed == []
+    assert page.all("img:not([alt])") == []
+    page.save(f"demo-{width}-{scheme}.png")
+
+
+def test_nothing_leaves_this_computer(page, browser, server):
+    """Neither fonts nor scripts nor counters: every request of this session went to the server."""
+    urls = asked_for(browser)
+    assert any(x.startswith(server) for x in urls)
+    local = (server, server.replace("127.0.0.1", "localhost"), "data:", "blob:")
+    assert {x for x in urls if not x.startswith(local)} == set()
+    severe = [x["message"] for x in browser.get_log("browser") if x["level"] == "SEVERE"]
+    assert severe == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/gradio_api/file=/etc/passwd",
+        f"/gradio_api/file={Path(__file__).resolve()}",
+        "/gradio_api/file=../../../../etc/passwd",
+        "/gradio_api/file=https://example.org/",
+        "/file=/etc/passwd",
+        "/static/../../../../../etc/passwd",
+    ],
+)
+def test_no_other_file_can_be_read(server, path):
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(server + path, timeout=10)
+    assert error.value.code in (403, 404)
+
+
+def test_the_server_listens_on_loopback_only(server):
+    port = int(server.rsplit(":", 1)[1])
+    rows = [x.split() for x in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listening = {x[1] for x in rows if x[3] == "0A" and int(x[1].split(":")[1], 16) == port}
+    assert listening == {f"0100007F:{port:04X}"}
+
+
+def test_an_upload_that_lies_elsewhere_is_neither_read_nor_removed(tmp_path, monkeypatch):
+    from mmkv.demo import events, session
+
+    (tmp_path / "uploads").mkdir()
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "uploads"))
+    outside = tmp_path / "outside.png"
+    Image.new("RGB", (8, 8)).save(outside)
+    tab = session.Session(session.Engines(["builtin"], lambda name: None))
+    for path in (outside, tmp_path / "uploads" / ".." / "outside.png"):
+        assert "no file arrived" in events.uploaded(tab, str(path))[1].lower()
+    assert outside.exists()
+    assert tab.picture is None

@@ -1,0 +1,351 @@
+"""Tables, files and figures of a run; the commands."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.cells import cell_len
+from rich.console import Console
+from typer.testing import CliRunner
+
+import mmkv
+from helpers.evaluation import make_samples, make_tokenizer, save_model
+from helpers.models import make_model
+from mmkv.eval import measure, plots, runner
+from mmkv.eval.cli import commands
+from mmkv.eval.papers import paper_tables, tables_for
+from mmkv.eval.prompts import Encoder
+from mmkv.eval.report import Report
+from mmkv.eval.store import RunError, read_rows
+from mmkv.eval.variants import percent
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def row(policy: str, budget: float, index: int, **figures: Any) -> dict[str, Any]:
+    about = {"sample": str(index), "suite": "mmvet", "task": "mmvet", "run": "r", "n": 2}
+    tags = ["ocr"] if index == 0 else ["ocr", "math"]
+    return {"policy": policy, "budget": budget, "index": index, "tags": tags, **about, **figures}
+
+
+# Perplexities worked out by hand: nll and tokens are summed over the samples, then divided.
+ROWS = [
+    row("full", 1.0, 0, nll=2.0, answer_tokens=4, rouge=1.0, score=1.0, kept_fraction=1.0),
+    row("full", 1.0, 1, nll=4.0, answer_tokens=2, rouge=1.0, score=0.5, kept_fraction=1.0),
+    row("h2o", 0.1, 0, nll=6.0, answer_tokens=4, rouge=0.5, score=0.5, kept_fraction=0.1),
+    row("h2o", 0.1, 1, nll=9.0, answer_tokens=2, rouge=0.25, score=0.0, kept_fraction=0.1),
+    row("prefixkv", 0.1, 0, nll=3.0, answer_tokens=4, rouge=0.75, score=1.0, kept_fraction=0.1),
+    row("prefixkv", 0.1, 1, error="the budget is too small"),
+]
+
+
+def write_run(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    asked = {
+        "model": "llava-hf/llava-1.5-7b-hf",
+        "suite": "mmvet",
+        "data": "mm-vet.json",
+        "policies": {"full": {}, "h2o": {}, "prefixkv": {"distance": 9}},
+        "budgets": [0.1],
+        "n": 2,
+        "dtype": "float16",
+        "notes": [],
+    }
+    made = {"id": "r", "mmkv": "0", "torch": "2", "transformers": "5", "commit": "c", "device": "x"}
+    run = {"settings": {**asked, **settings}, "made_by": [made]}
+    (folder / "run.json").write_text(json.dumps(run))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return folder
+
+
+@pytest.fixture
+def report(tmp_path):
+    return Report(write_run(tmp_path / "run", ROWS))
+
+
+def test_figures_worked_out_by_hand(report):
+    full, h2o, prefix = (report.figures(p, 0.1) for p in ("full", "h2o", "prefixkv"))
+    assert full.ppl == pytest.approx(math.exp(6 / 6))
+    assert h2o.ppl == pytest.approx(math.exp(15 / 6))
+    assert (h2o.rouge, h2o.score) == (0.375, 0.25)
+    assert (prefix.n, prefix.errors, prefix.rouge) == (2, 1, 0.75)
+    assert prefix.ppl == pytest.approx(math.exp(3 / 4))
+    assert prefix.retained is None
+    assert report.figures("h2o", 0.2) is None
+
+
+def test_main_table_is_in_the_papers_layout(report):
+    table = report.main_table()
+    assert table.columns == ["10%"]
+    assert table.rows == [
+        ("h2o", ["12.2 / 0.38 / 25.0"]),
+        ("paper: H2O", ["158 / 0.25 / –"]),
+        ("prefixkv", ["**2.12** / **0.75** / **100.0**†"]),
+        ("paper: PrefixKV", ["7.38 / 0.39 / –"]),
+        ("paper: PrefixKV, online", ["7.38 / – / –"]),
+    ]
+    notes = "\n".join(table.notes)
+    assert "Full cache: perplexity 2.72, ROUGE-L 1.00, score 75.0." in notes
+    assert "prefixkv at 10%: 1 of 2 samples could not be measured (the budget is too" in notes
+    assert "prefixkv with distance=9" in notes
+    assert "arXiv 2412.03409" in notes
+    assert "n = 2, float16 on x" in notes
+
+
+def test_papers_rows_only_for_their_data(tmp_path):
+    for settings in ({"data": "builtin"}, {"suite": "needle"}, {"model": "llava-1.6-7b"}):
+        report = Report(write_run(tmp_path, ROWS, **settings))
+        assert not [name for name, _ in report.main_table().rows if "paper" in name]
+
+
+def test_by_capability(report):
+    (table,) = [t for t in report.tables() if t.corner == "tag"]
+    assert table.columns == ["ocr", "math"]
+    assert table.rows == [
+        ("full", ["75.0", "50.0"]),
+        ("h2o", ["25.0", "0.0"]),
+        ("prefixkv", ["100.0†", "–"]),
+    ]
+
+
+def test_by_task_beside_the_paper(tmp_path):
+    rows = [
+        row("snapkv", 128, i, score=s) | {"suite": "longbench", "task": t, "tags": []}
+        for i, (t, s) in enumerate([("qasper", 0.2), ("trec", 0.5), ("trec", 0.6)])
+    ]
+    report = Report(
+        write_run(
+            tmp_path,
+            rows,
+            suite="longbench",
+            model="mistralai/Mistral-7B-Instruct-v0.2",
+            policies={"snapkv": {}},
+            budgets=[128],
+        )
+    )
+    (table,) = [t for t in report.tables() if t.corner == "task"]
+    assert table.columns == ["qasper", "trec", "average"]
+    assert table.rows == [
+        ("snapkv", ["20.0", "55.0", "37.5"]),
+        ("paper: SnapKV", ["21.4", "47.5", "35.1"]),
+    ]
+    # As in the paper, the average is over tasks.
+    assert report.main_table().rows == [("snapkv", ["**37.5**"]), ("paper: SnapKV", ["35.1"])]
+    assert table.title in [t.title for t in report.first_tables()]
+
+
+def test_files(report):
+    written = {p.name: p for p in report.write()}
+    assert set(written) == {"report.md", "report.csv", "curves.png"}
+    assert "| h2o | 12.2 / 0.38 / 25.0 |" in written["report.md"].read_text()
+    assert written["curves.png"].read_bytes()[:8] == PNG
+    with written["report.csv"].open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [(x["group"], x["policy"]) for x in lines[:4]] == [
+        ("all", "full"),
+        ("all", "h2o"),
+        ("all", "prefixkv"),
+        ("task mmvet", "full"),
+    ]
+    assert float(lines[1]["ppl"]) == pytest.approx(math.exp(15 / 6))
+    assert lines[1]["retained"] == ""
+
+
+def test_an_unfinished_run_says_so(tmp_path):
+    report = Report(write_run(tmp_path / "a", ROWS[:3]))
+    assert "Not finished: 3 of 6 rows." in report.notes()
+    with pytest.raises(RunError, match="no finished row"):
+        Report(write_run(tmp_path / "b", []))
+
+
+def test_the_full_cache_alone_is_a_row(tmp_path):
+    rows = [row("full", 1.0, i, nll=3.0, answer_tokens=3) for i in range(2)]
+    report = Report(write_run(tmp_path, rows, policies={"full": {}}, budgets=[0.1, 0.2]))
+    table = report.main_table()
+    assert (table.columns, table.rows) == (["100%"], [("full", ["**2.72**"])])
+    assert next(t.columns for t in report.tables()) == ["100%"]
+    with report.write_csv().open(newline="") as file:
+        groups = [(x["group"], x["policy"]) for x in csv.DictReader(file)]
+    assert len(groups) == len(set(groups))
+
+
+def test_the_tables_are_whole_at_80_columns(tmp_path):
+    budgets = [i / 10 for i in range(1, 10)]
+    rows = [row("h2o", b, 0, nll=3.0, answer_tokens=3, rouge=b) for b in budgets]
+    report = Report(write_run(tmp_path, rows, policies={"h2o": {}}, budgets=budgets))
+    screen = Console(file=io.StringIO(), width=80)
+    screen.print(report.main_table())
+    lines = screen.file.getvalue().splitlines()
+    assert max(map(cell_len, lines)) <= 80
+    for b in budgets:
+        assert sum(f" {percent(b)} " in line for line in lines) == 1
+        assert sum(f"2.72 / {b:.2f} " in line for line in lines) == 1
+
+
+def test_papers_tables_are_whole():
+    assert len(paper_tables()) == 6
+    for table in paper_tables():
+        assert all(len(r) == 3 + len(table.columns) for r in table.rows)
+        for policy in {r[0] for r in table.rows}:
+            assert policy.split(":")[0] in mmkv.list_policies()
+    (seven, _) = tables_for("liuhaotian/llava-v1.5-7b", "mmvet")
+    assert seven.figures("prefixkv", "PrefixKV", 0.1) == {"ppl": 7.38, "rouge": 0.39}
+    assert seven.figures("prefixkv", "PrefixKV", 1) == {}
+
+
+def test_a_policy_has_one_colour():
+    colours = [plots.style_of(p)["color"] for p in mmkv.list_policies()]
+    assert len(set(colours)) == len(colours)
+    assert plots.style_of("xkv:layers=uniform")["color"] == plots.style_of("xkv")["color"]
+    assert plots.style_of("a-policy-of-mine")["color"]
+
+
+def test_scores_of_each_layer_are_those_that_evict():
+    model, samples = make_model("llama"), make_samples((40,))
+    inputs = Encoder(make_tokenizer()).batch(samples)
+    policy = mmkv.get_policy("prefixkv")
+    scores = plots.layer_scores(model, inputs, policy)
+    assert [tuple(s.shape) for s in scores] == [(1, 1, 40)] * 3
+    with mmkv.wrapped(model, "prefixkv", 0.5, layers="uniform"), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+    for layer, s in enumerate(scores):
+        kept = cache.kept(layer)[0, 0]
+        assert set(kept.tolist()) == set(s[0, 0].topk(len(kept)).indices.tolist())
+    with pytest.raises(ValueError, match="no attention score"):
+        plots.layer_scores(model, inputs, mmkv.get_policy("local"))
+
+
+def test_needle_heat_map(tmp_path):
+    rows = [
+        row(p, b, i, score=float(i % 2))
+        | {"suite": "needle", "tags": [f"depth={d}", f"length={n}"]}
+        for p, b in (("full", 1.0), ("h2o", 0.1))
+        for i, (d, n) in enumerate([(0.0, 256), (0.0, 512), (1.0, 256), (1.0, 512)])
+    ]
+    report = Report(write_run(tmp_path, rows, suite="needle", policies={"full": {}, "h2o": {}}))
+    assert "needle-0.1.png" in {p.name for p in report.write()}
+
+
+def call(*arguments: str) -> Any:
+    return CliRunner().invoke(commands, list(arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval", "descriptoin"], "suite must be one of"),
+        (["eval", "description", "--policies", "snapkx"], "unknown policy 'snapkx'"),
+        (["eval", "description", "--budgets", "0.1,2.0"], "budget=2.0"),
+        (["eval", "description", "--metrics", "bleu"], "metric 'bleu'"),
+        (["eval", "description", "--option", "window"], "expected key=value"),
+        (["eval", "description", "--option", "windw=3"], "read by none of the policies"),
+        (["eval", "mmvet", "--data", "missing.json"], "missing.json"),
+        (["calibrate", "--budget", "3.0"], "budget=3.0"),
+        (["calibrate", "--out", "missing/p.json"], "no such folder"),
+        (["calibrate", "--out", "."], "is a folder"),
+        (["eval", "description", "--out", f"{__file__}/x"], "is a file, not a folder"),
+        (["plot", "layers", "--out", "x.xyz"], "x.xyz: expected a name that ends in .png"),
+        (["plot", "circles"], "plot 'circles'"),
+        (["plot", "layers", "--budget", "0.1,0.2"], "one budget"),
+        (["plot", "layers", "--image", "a.png"], "--image a.png goes before a --prompt"),
+        (["plot", "layers", "--sample", "3000000"], "the suite has"),
+        (["report", "missing"], "no run here"),
+    ],
+)
+def test_what_is_wrong_is_one_line_before_a_model_is_loaded(
+    arguments, message, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mmkv.eval.loading.load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("mmkv.eval.suites.description.BUILTIN_SIZE", 2)
+    if "3000000" in arguments:
+        monkeypatch.setattr("mmkv.eval.suites.description.builtin", lambda size: [])
+    done = call(*arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_commands_end_to_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = ["--policies", "snapkv,prefixkv", "--budgets", "0.2", "--limit", "2", "--out", "a"]
+    done = call("eval", "description", *asked, "--metrics", "ppl", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    rows = read_rows(tmp_path / "a" / "rows.jsonl")
+    assert [(r["policy"], r["options"]) for r in rows[::2]] == [
+        ("snapkv", {"window": 8}),
+        ("prefixkv", {}),
+    ]
+    again = call("eval", "description", *asked, "--metrics", "ppl", "--limit", "1")
+    assert again.exit_code == 2
+    assert "choose another --out" in again.stderr
+    done = call("report", "a")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "a" / "curves.png").exists()
+    done = call("calibrate", "--limit", "2", "--budget", "0.3", "--out", "p.json")
+    assert done.exit_code == 0, done.output
+    profile = mmkv.profiles.Profile.load("p.json")
+    assert (profile.samples, profile.budget) == (2, 0.3)
+    for kind in plots_of():
+        done = call("plot", kind, "--policies", "xkv,h2o", "--out", f"{kind}.png")
+        assert done.exit_code == 0, done.output
+        assert (tmp_path / f"{kind}.png").read_bytes()[:8] == PNG
+    done = call("plot", "layers", "--policies", "h2o", "--out", "x.jpg")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "x.jpg").read_bytes()[:2] == b"\xff\xd8"
+
+
+def test_nothing_measured_is_exit_code_1(tmp_path, monkeypatch):
+    """Not even where the full cache, which others are compared with, was measured."""
+    monkeypatch.chdir(tmp_path)
+    real = measure._measure
+
+    def fail(job, variant, budget, batch):
+        if variant.name == "snapkv":
+            raise ValueError("no room")
+        return real(job, variant, budget, batch)
+
+    monkeypatch.setattr(measure, "_measure", fail)
+    asked = ("eval", "description", "--limit", "1", "--metrics", "ppl", "--budgets", "0.3")
+    done = call(*asked, "--policies", "full,snapkv", "--out", "a")
+    assert done.exit_code == 1
+    assert done.stderr.splitlines()[-1] == (
+        "mmkv: nothing could be measured: snapkv at 30%: 1 of 1 samples could not be measured "
+        "(no room)."
+    )
+    assert call(*asked, "--policies", "local,snapkv", "--out", "b").exit_code == 0
+
+
+def plots_of() -> tuple[str, ...]:
+    from mmkv.eval.cli import PLOTS
+
+    return PLOTS
+
+
+def test_models_from_a_folder(tmp_path):
+    folder = str(save_model(tmp_path / "model"))
+    asked = ["eval", "needle", "--model", folder, "--policies", "local", "--budgets", "0.5"]
+    done = call(*asked, "--metrics", "ppl", "--limit", "1", "--out", str(tmp_path / "out"))
+    assert done.exit_code == 0, done.output
+    done = call(*asked, "--model", str(tmp_path / "nothing"), "--out", str(tmp_path / "b"))
+    assert done.exit_code == 2
+    assert "cannot load model" in done.stderr
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "measure", stop)
+    done = call("eval", "description", "--limit", "1", "--out", str(tmp_path))
+    assert done.exit_code == 130
+    assert "the same command goes on" in done.stderr

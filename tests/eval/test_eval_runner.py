@@ -1,0 +1,381 @@
+"""Runs: rows, resuming, refusing, several processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import mmkv
+from helpers.evaluation import make_samples, make_tokenizer, save_model
+from helpers.marks import slow_except
+from helpers.models import make_model
+from mmkv.eval import measure, runner
+from mmkv.eval.perplexity import perplexity
+from mmkv.eval.processes import Processes
+from mmkv.eval.report import Report
+from mmkv.eval.store import MACHINE_FIELDS, RunError, Store, key_of, read_rows, read_settings
+from mmkv.eval.variants import parse_options, parse_variants, plugin_arguments
+
+ASKED = {"policies": ["full", "snapkv", "prefixkv", "h2o"], "budgets": [0.5, 1.0], "batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+def run(model, tokenizer, out, samples=None, **asked):
+    samples = make_samples() if samples is None else samples
+    return runner.run(model, tokenizer, samples, out=out, progress=False, **{**ASKED, **asked})
+
+
+def without_times(rows):
+    return [{k: v for k, v in row.items() if k not in MACHINE_FIELDS} for row in rows]
+
+
+def test_rows(model, tokenizer, tmp_path):
+    rows = run(model, tokenizer, tmp_path)
+    assert rows == read_rows(tmp_path / "rows.jsonl")
+    assert len(rows) == 5 * (1 + 3 * 2)
+    assert [r["index"] for r in rows[:5]] == [0, 1, 2, 3, 4]
+    assert list(dict.fromkeys(r["policy"] for r in rows)) == ASKED["policies"]
+    settings, made_by = (read_settings(tmp_path)[k] for k in ("settings", "made_by"))
+    assert settings["n"] == 5
+    assert made_by[0]["transformers"]
+    for row in rows:
+        assert row["run"] == made_by[0]["id"]
+        assert row["n"] == 5
+        assert row["model"] == settings["model"]
+        assert row["options"] == ({"window": 8} if row["policy"] == "snapkv" else {})
+        assert row["ppl"] == pytest.approx(perplexity([row["nll"]], [row["answer_tokens"]]))
+        assert row["tokens_per_s"] > 0
+        assert row["new_tokens"] == 6
+        # 3 layers, 2 key-value heads of width 16, keys and values in float32.
+        assert row["full_bytes"] == row["prompt_tokens"] * 3 * 2 * 2 * 16 * 4
+        assert row["cache_bytes"] == pytest.approx(row["kept_fraction"] * row["full_bytes"])
+        if row["policy"] == "full" or row["budget"] == 1.0:
+            assert row["kept_fraction"] == row["rouge"] == row["retained"] == 1.0
+        else:
+            # Rounded to whole tokens per layer.
+            assert row["kept_fraction"] == pytest.approx(0.5, abs=0.02)
+            assert 0.3 < row["retained"] < 1
+
+
+@pytest.mark.slow
+def test_whole_budget_is_the_full_cache(model, tokenizer, tmp_path):
+    rows = run(model, tokenizer, tmp_path, policies=mmkv.list_policies(), budgets=[1.0])
+    full = {r["index"]: r for r in rows if r["policy"] == "full"}
+    assert len(rows) == 5 * len(mmkv.list_policies())
+    for row in rows:
+        assert row["ppl"] == pytest.approx(full[row["index"]]["ppl"], abs=1e-4, rel=1e-6)
+        assert row["text"] == full[row["index"]]["text"]
+
+
+def test_kept_pairs_in_few_bits(model, tokenizer, tmp_path):
+    """The full cache in 8 bits runs once; a pair of 16 numbers is 16 bytes, a scale and a zero."""
+    policies = ["full:kv_dtype=int8", "snapkv:kv_dtype=int4"]
+    rows = run(model, tokenizer, tmp_path, policies=policies, budgets=[0.5, 0.7], metrics=["ppl"])
+    assert len(rows) == 5 * (1 + 2)
+    for row in rows:
+        share = (16 + 4) / (16 * 4) if "int8" in row["policy"] else (8 + 4) / (16 * 4)
+        kept = row["kept_fraction"] * row["full_bytes"]
+        assert row["cache_bytes"] == pytest.approx(share * kept)
+    report = Report(tmp_path)
+    assert report.figures(policies[0], 0.5) == report.figures(policies[0], 0.7) is not None
+    assert not any("Not finished" in note for note in report.notes())
+
+
+def test_the_full_cache_is_added_for_rouge_only(model, tokenizer, tmp_path):
+    rows = run(model, tokenizer, tmp_path / "a", policies=["snapkv"], budgets=[0.5])
+    assert {r["policy"] for r in rows} == {"full", "snapkv"}
+    rows = run(
+        model, tokenizer, tmp_path / "b", policies=["snapkv"], budgets=[0.5], metrics=["ppl"]
+    )
+    assert {r["policy"] for r in rows} == {"snapkv"}
+    assert "text" not in rows[0]
+
+
+def test_replies_are_scored_as_the_sample_asks(model, tokenizer, tmp_path):
+    rows = run(model, tokenizer, tmp_path / "a", policies=["full"], metrics=["score"])
+    samples = [
+        replace(s, answers=(row["text"],), max_new_tokens=3 if i == 0 else 6)
+        for i, (s, row) in enumerate(zip(make_samples(), rows, strict=True))
+    ]
+    rows = run(model, tokenizer, tmp_path / "b", samples, policies=["full"], metrics=["score"])
+    assert [r["new_tokens"] for r in rows] == [3, 6, 6, 6, 6]
+    assert [r["score"] for r in rows[1:]] == [1.0] * 4
+    assert rows[0]["score"] < 1
+
+
+@pytest.mark.slow
+def test_a_torn_run_goes_on_to_the_same_rows(model, tokenizer, tmp_path):
+    whole = run(model, tokenizer, tmp_path / "whole")
+    run(model, tokenizer, tmp_path / "torn")
+    path = tmp_path / "torn" / "rows.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    # Killed while it wrote the second row of a batch.
+    path.write_bytes(b"".join(lines[:13]) + lines[13][:40])
+    assert len(read_rows(path)) == 13
+    assert without_times(run(model, tokenizer, tmp_path / "torn")) == without_times(whole)
+    assert read_rows(path)[:13] == [json.loads(line) for line in lines[:13]]
+
+
+@pytest.mark.slow
+def test_nothing_is_computed_twice(model, tokenizer, tmp_path, monkeypatch):
+    rows = run(model, tokenizer, tmp_path)
+    monkeypatch.setattr(runner, "measure", lambda *_: pytest.fail("computed again"))
+    assert run(model, tokenizer, tmp_path) == rows
+
+
+def test_a_stop_keeps_what_was_finished(model, tokenizer, tmp_path, monkeypatch):
+    calls, real = [], runner.measure
+
+    def stop_later(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(runner, "measure", stop_later)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tokenizer, tmp_path)
+    assert len(read_rows(tmp_path / "rows.jsonl")) == 5
+
+
+@pytest.mark.parametrize(
+    ("option", "changed"),
+    slow_except(
+        [
+            ("budgets", {"budgets": [0.5]}),
+            ("policies", {"policies": ["snapkv"]}),
+            ("policies", {"options": {"window": 5}}),
+            ("metrics", {"metrics": ["ppl"]}),
+            ("batch_size", {"batch_size": 3}),
+            ("data_digest", {"samples": make_samples()[:4]}),
+        ],
+        ("budgets", {"budgets": [0.5]}),
+        several=True,
+    ),
+)
+def test_a_changed_option_is_refused(model, tokenizer, tmp_path, option, changed):
+    run(model, tokenizer, tmp_path, metrics=["score"], policies=["full"])
+    asked = {"metrics": ["score"], "policies": ["full", "snapkv"], **changed}
+    if option != "policies":
+        asked["policies"] = ["full"]
+    before = (tmp_path / "rows.jsonl").read_bytes()
+    with pytest.raises(RunError, match=rf"{option}=.*choose another --out"):
+        run(model, tokenizer, tmp_path, **asked)
+    assert (tmp_path / "rows.jsonl").read_bytes() == before
+
+
+def test_a_sample_that_is_refused_is_a_row_with_its_reason(model, tokenizer, tmp_path, monkeypatch):
+    """The others of its batch are measured."""
+    real = measure._measure
+
+    def refuse(job, variant, budget, batch):
+        if variant.name == "snapkv" and {1, 3} & set(batch):
+            raise ValueError("8 must be kept\nand more")
+        return real(job, variant, budget, batch)
+
+    monkeypatch.setattr(measure, "_measure", refuse)
+    rows = run(model, tokenizer, tmp_path, policies=["snapkv"], budgets=[0.2], batch_size=5)
+    rows = [r for r in rows if r["policy"] == "snapkv"]
+    assert [r["index"] for r in rows] == [0, 1, 2, 3, 4]
+    assert ["error" in r for r in rows] == [False, True, False, True, False]
+    assert rows[1]["error"] == "8 must be kept"
+    assert "ppl" not in rows[1]
+    alone = run(
+        model, tokenizer, tmp_path / "alone", policies=["snapkv"], budgets=[0.2], batch_size=1
+    )
+    for row, other in zip(rows, alone[5:], strict=True):
+        assert row.get("text") == other.get("text")
+        assert row.get("error") == other.get("error")
+        if "nll" in row:
+            assert row["nll"] == pytest.approx(other["nll"], rel=1e-4)
+
+
+def test_a_pipe_is_told_of_each_policy_and_budget(model, tokenizer, tmp_path, capsys):
+    asked = {**ASKED, "policies": ["h2o"], "budgets": [0.5, 0.7], "metrics": ["ppl"]}
+    runner.run(model, tokenizer, make_samples(), out=tmp_path, **asked)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines() == ["2 of 10: h2o 0.5", "7 of 10: h2o 0.7"]
+
+
+def test_bad_arguments(model, tokenizer, tmp_path):
+    for message, asked in {
+        "unknown policy 'snapkx'": {"policies": ["snapkx"]},
+        "metric 'bleu'": {"metrics": ["bleu"]},
+        "budget=1.5": {"budgets": [1.5]},
+        "no samples": {"samples": []},
+        "batch_size=0": {"batch_size": 0},
+        "'windw' is read by none": {"options": {"windw": 3}},
+        "window='wide': expected a whole number": {"options": {"window": "wide"}},
+        "metric 'score': suite 'tiny' has none": {
+            "samples": [replace(s, metric=None) for s in make_samples()],
+            "metrics": ["ppl", "score"],
+        },
+        "metric 'ppl': the samples of suite 'tiny' have no answers": {
+            "samples": [replace(s, answers=()) for s in make_samples()],
+        },
+        "protect='instruction' .*no image tokens": {"policies": ["snapkv:protect=instruction"]},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            run(model, tokenizer, tmp_path / "new", **asked)
+    assert not (tmp_path / "new" / "rows.jsonl").exists()
+
+
+def test_variants():
+    shown = parse_variants(
+        ["snapkv", "pyramid:window=4:beta=10", "prefixkv:layers=uniform", "full"],
+        {"window": 6, "distance": 9},
+    )
+    assert [(v.label, v.options) for v in shown] == [
+        ("snapkv", {"window": 6}),
+        ("pyramidkv:window=4:beta=10", {"window": 4, "beta": 10}),
+        ("prefixkv:layers=uniform", {"distance": 9, "layers": "uniform"}),
+        ("full", {}),
+    ]
+    assert shown[3].budgets([0.1, 0.2]) == [1.0]
+    (profiled,) = parse_variants(["prefixkv:profile=p/{budget}-{removed}.json"])
+    assert profiled.profile_at(0.1) == Path("p/0.1-0.9.json")
+    (few_bits,) = parse_variants(["snapkv:kv_dtype=int4:window=4"])
+    assert (few_bits.options, few_bits.kv_dtype) == ({"window": 4}, "int4")
+    assert few_bits.recorded == {"window": 4, "kv_dtype": "int4"}
+    mine = plugin_arguments("snapkv", 0.2, None, {"kv_dtype": "int4", "window": 4, "x": 1})
+    assert mine == (0.2, {"kv_dtype": "int4", "window": 4}, {"x": 1})
+    with pytest.raises(ValueError, match="kv_dtype='int3': expected"):
+        parse_variants(["snapkv:kv_dtype=int3"])
+    assert [v.options for v in parse_variants(["snapkv", "h2o"], builtin=True)] == [
+        {"window": 8},
+        {},
+    ]
+    assert parse_options(["a=1", "b=x", "c=0.5", "d=None"]) == {
+        "a": 1,
+        "b": "x",
+        "c": 0.5,
+        "d": None,
+    }
+    for message, names in {"named twice": ["h2o", "h2o"], "no effect": ["local:window=3"]}.items():
+        with pytest.raises(ValueError, match=message):
+            parse_variants(names)
+
+
+def test_a_line_that_is_no_row_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"policy": "full", "budget": 1.0, "index": 0}\nnonsense\n{"half')
+    with pytest.raises(RunError, match=r"rows\.jsonl: line 2"):
+        read_rows(path)
+    with pytest.raises(RunError, match="no run here"):
+        read_settings(tmp_path)
+
+
+@pytest.mark.slow
+def test_processes_share_the_batches(model, tokenizer, tmp_path, monkeypatch):
+    """Each of two processes alone, without a launcher: together they make the rows of one."""
+    monkeypatch.setattr(Processes, "wait", lambda self: None)
+    whole = run(model, tokenizer, tmp_path / "one")
+    merged = []
+    for rank in (1, 0):
+        merged = run(model, tokenizer, tmp_path / "two", processes=Processes(rank, 2))
+    assert without_times(merged) == without_times(whole)
+    assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["rows.jsonl", "run.json"]
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_made_up_for(tmp_path):
+    """accelerate launches two; one is killed on the way; the same command finishes the run."""
+    folder = save_model(tmp_path / "model")
+    script = tmp_path / "work.py"
+    script.write_text(_SCRIPT)
+    single, double = tmp_path / "one", tmp_path / "two"
+    policies = {"policies": ["snapkv", "h2o"], "budgets": [0.5], "batch_size": 1}
+    # Read from the file here too: where weights lie in memory shows in the last digit.
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    run(model, make_tokenizer(), single, model_name="tiny", **policies)
+    killed = _launch(script, folder, double, kill="1", check=False)
+    assert killed.returncode != 0
+    left = Store(double).rows()
+    assert 0 < len(left) < 15
+    _launch(script, folder, double)
+    one, two = (read_rows(p / "rows.jsonl") for p in (single, double))
+    assert len(one) == 15
+    assert [key_of(r) for r in two] == [key_of(r) for r in one]
+    # The run's id names the commit, which may change meanwhile.
+    one, two = [without_run(r) for r in one], [without_run(r) for r in two]
+    for row, expected in zip(without_times(two), without_times(one), strict=True):
+        assert_alike(row, expected)
+    kept = {key_of(r) for r in left}
+    assert [r for r in two if key_of(r) in kept] == sorted(
+        (without_run(r) for r in left), key=two.index
+    )
+
+
+def assert_alike(found, expected):
+    """Equal but for the last digits of floats, which threads and memory decide."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert_alike(found[key], expected[key])
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_alike(one, other)
+    else:
+        assert found == (pytest.approx(expected) if isinstance(expected, float) else expected)
+
+
+def without_run(row):
+    return {k: v for k, v in row.items() if k != "run"}
+
+
+_SCRIPT = """
+import os, sys
+sys.path.insert(0, os.environ["TESTS"])
+from helpers.evaluation import make_samples
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from mmkv.eval import measure, runner
+folder, out = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder).eval()
+if os.environ.get("KILL") == os.environ.get("RANK", "0"):
+    real, calls = runner.measure, []
+    def measure(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            os.kill(os.getpid(), 9)
+        return real(*args)
+    runner.measure = measure
+runner.run(model, AutoTokenizer.from_pretrained(folder), make_samples(), out=out, progress=False,
+    policies=["snapkv", "h2o"], budgets=[0.5], batch_size=1, model_name="tiny")
+"""
+
+
+def _launch(script: Path, folder: Path, out: Path, *, kill: str = "", check: bool = True):
+    # Despite its name, the option only asks for several processes on this machine.
+    accelerate = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"]
+    accelerate += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+    accelerate += ["--main_process_port=0"]
+    command = [sys.executable, *accelerate, script, folder, out]
+    here = str(Path(__file__).parents[1])
+    env = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "TESTS": here,
+        "KILL": kill,
+    }
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert not check or done.returncode == 0, done.stderr[-2000:]
+    return done

@@ -1,0 +1,236 @@
+"""Suites of texts read from published files, and the errors for bad ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mmkv.eval.suites import files, longbench
+from mmkv.eval.suites.registry import DataError, Sample, load_suite, suite_notes
+
+LONGBENCH = Path(__file__).parents[3] / "shared" / "data" / "longbench"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path
+
+
+def write(path: Path, content) -> Path:
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def write_lines(path: Path, *entries) -> Path:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+    return path
+
+
+def longbench_entry(**changes) -> dict:
+    return {
+        "input": "Who?",
+        "context": "Some {context} with {input} and {0} braces.",
+        "answers": ["Ann", "Ann B."],
+        "length": 9,
+        "dataset": "qasper",
+        "language": "en",
+        "all_classes": None,
+        "_id": "id0",
+    } | changes
+
+
+# Published texts ---------------------------------------------------------------------------------
+
+
+def test_longbench_fills_the_benchmarks_prompts_and_leaves_braces_alone(folder):
+    write_lines(folder / "qasper.jsonl", longbench_entry(), longbench_entry(input="{context}"))
+    write(folder / longbench.PROMPTS_FILE, {"qasper": "{{x}} {context}|{input}"})
+    write(folder / longbench.LENGTHS_FILE, {"qasper": 99})
+    first, second = load_suite("longbench", folder)
+    assert first.prompt == "{x} Some {context} with {input} and {0} braces.|Who?"
+    assert second.prompt.endswith("braces.|{context}")
+    assert (first.id, second.id) == ("qasper/id0", "qasper/id0#2")
+    assert first.answers == ("Ann", "Ann B.")
+    assert (first.max_new_tokens, first.metric, first.chat) == (99, "token_f1", True)
+    assert first.truncate
+    assert first.comparable
+
+
+def test_longbench_without_its_prompts_says_that_it_does_not_compare(folder):
+    write_lines(folder / "qasper.jsonl", longbench_entry())
+    (sample,) = load_suite("longbench", folder / "qasper.jsonl")
+    assert not sample.comparable
+    assert suite_notes([sample]) == (longbench.OWN_WORDING,)
+    assert "Who?" in sample.prompt
+    write(folder / longbench.PROMPTS_FILE, {"qasper": "{context} {input}"})
+    assert not load_suite("longbench", folder)[0].comparable  # its lengths are still missing
+
+
+def test_longbench_tasks_take_turns_and_can_be_selected(folder):
+    (folder / "data").mkdir()
+    for name in ("lcc", "trec", "qasper"):
+        classes = ["Date", "City"] if name == "trec" else None
+        entries = [
+            longbench_entry(dataset=name, all_classes=classes, _id=f"{i}", input="")
+            for i in range(3)
+        ]
+        write_lines(folder / "data" / f"{name}.jsonl", *entries)
+    found = load_suite("longbench", folder, limit=5)
+    assert [s.id for s in found] == ["qasper/0", "trec/0", "lcc/0", "qasper/1", "trec/1"]
+    trec = found[1]
+    assert (trec.metric, trec.classes) == ("classification", ("Date", "City"))
+    assert (trec.chat, trec.first_line) == (False, True)
+    assert {s.task for s in load_suite("longbench", folder, tasks=["lcc"])} == {"lcc"}
+    with pytest.raises(DataError, match=r"has no musique\.jsonl"):
+        load_suite("longbench", folder, tasks=["lcc", "musique"])
+    with pytest.raises(ValueError, match=r"got \['nothing'\]"):
+        load_suite("longbench", folder, tasks=["nothing"])
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ([], r"line 2: expected an object, got a list"),
+        (longbench_entry(answers=[]), r"line 2: field 'answers': is an empty list"),
+        (longbench_entry(answers=["x", None]), r"line 2: field 'answers': item 1: .* null"),
+        (longbench_entry(context=""), r"line 2: field 'context': is empty"),
+        (longbench_entry(input=True), r"line 2: field 'input': .* a truth value"),
+        (longbench_entry(dataset="lcc"), r"line 2: field 'dataset': expected 'qasper'"),
+    ],
+)
+def test_longbench_names_file_line_and_field(folder, entry, message):
+    path = write_lines(folder / "qasper.jsonl", longbench_entry(), entry)
+    with pytest.raises(DataError, match=rf"qasper\.jsonl: {message}"):
+        load_suite("longbench", path)
+    assert len(load_suite("longbench", path, limit=1)) == 1
+
+
+def test_longbench_needs_the_classes_of_trec(folder):
+    path = write_lines(folder / "trec.jsonl", longbench_entry(dataset="trec"))
+    with pytest.raises(DataError, match=r"line 1: field 'all_classes': .* null"):
+        load_suite("longbench", path)
+
+
+@pytest.mark.parametrize("raw", [b"{]\n", b'{"a": "\xff"}\n', b'{"a":' + b"[" * 100_000 + b"\n"])
+def test_a_line_that_is_no_json_is_named(folder, raw):
+    good = json.dumps(longbench_entry()).encode() + b"\n\n"
+    (folder / "qasper.jsonl").write_bytes(good + raw)
+    with pytest.raises(DataError, match=r"qasper\.jsonl: line 3: (not a JSON|is nested)"):
+        load_suite("longbench", folder)
+
+
+def test_lines_of_too_many_bytes_and_empty_files_are_refused(folder, monkeypatch):
+    path = write_lines(folder / "qasper.jsonl", longbench_entry())
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 20)
+    with pytest.raises(DataError, match="line 1: has more than 20 bytes"):
+        load_suite("longbench", path)
+    path.write_text("\n")
+    with pytest.raises(DataError, match="has no entries"):
+        load_suite("longbench", path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (longbench.PROMPTS_FILE, {"qasper": "{context} {other}"}, r"'qasper': expected only"),
+        (longbench.PROMPTS_FILE, {"qasper": "{context.__class__}"}, r"'qasper': expected only"),
+        (longbench.PROMPTS_FILE, {"qasper": "{context!r}"}, r"'qasper': expected only"),
+        (longbench.PROMPTS_FILE, {"qasper": "{context"}, r"entry 'qasper'"),
+        (longbench.PROMPTS_FILE, {"lcc": "{context}"}, r"entry 'qasper': is missing"),
+        (longbench.PROMPTS_FILE, {"qasper": 3}, r"entry 'qasper': expected str, got 3"),
+        (longbench.PROMPTS_FILE, [], r"expected an object"),
+        (longbench.LENGTHS_FILE, {"qasper": "64"}, r"entry 'qasper': expected int, got '64'"),
+        (longbench.LENGTHS_FILE, {"qasper": 0}, r"entry 'qasper': must be at least 1, got 0"),
+    ],
+)
+def test_bad_prompt_files_are_named(folder, name, content, message):
+    write_lines(folder / "qasper.jsonl", longbench_entry())
+    write(folder / name, content)
+    with pytest.raises(DataError, match=rf"{name}: .*{message}|{name}: {message}"):
+        load_suite("longbench", folder)
+
+
+def test_the_benchmarks_own_prompt_files_serve_every_task(folder):
+    if not LONGBENCH.is_dir():
+        pytest.skip(f"the benchmark's prompt files are not at {LONGBENCH}")
+    for name in (longbench.PROMPTS_FILE, longbench.LENGTHS_FILE):
+        (folder / name).write_bytes((LONGBENCH / name).read_bytes())
+    for task in longbench.TASKS:
+        entry = longbench_entry(dataset=task, context="CONTEXT", input="INPUT", all_classes=["x"])
+        write_lines(folder / f"{task}.jsonl", entry)
+    found = {s.task: s for s in load_suite("longbench", folder)}
+    assert list(found) == list(longbench.TASKS)
+    lengths = json.loads((folder / longbench.LENGTHS_FILE).read_text())
+    unasked = ("gov_report", "multi_news", "passage_count", "lcc")
+    for task, sample in found.items():
+        assert sample.comparable
+        assert sample.prompt.count("CONTEXT") == 1
+        assert sample.prompt.count("INPUT") == (task not in unasked), task
+        assert sample.max_new_tokens == lengths[task]
+    assert {task for task, s in found.items() if s.first_line} == {"trec", "triviaqa", "samsum"}
+    assert {task for task, s in found.items() if not s.chat} == {
+        *("trec", "triviaqa", "samsum", "lcc", "repobench-p")
+    }
+
+
+def test_long_prompts_lose_their_middle():
+    assert longbench.truncate_middle([1, 2, 3, 4, 5], 4) == [1, 2, 4, 5]
+    assert longbench.truncate_middle([1, 2, 3, 4, 5], 3) == [1, 5]
+    assert longbench.truncate_middle([1, 2, 3], 3) == [1, 2, 3]
+    with pytest.raises(ValueError, match="got 1"):
+        longbench.truncate_middle([1, 2, 3], 1)
+
+
+@pytest.mark.parametrize(
+    ("suite", "source", "target"),
+    [("cnn_dailymail", "article", "highlights"), ("xsum", "document", "summary")],
+)
+def test_summaries_are_read_and_errors_named(folder, suite, source, target):
+    good = {source: "Long text.", target: " Short. ", "id": "x1"}
+    path = write_lines(folder / f"{suite}.jsonl", good, {source: "More."} | {target: "m"})
+    first, second = load_suite(suite, path)
+    assert (first.id, second.id) == ("x1", "2")
+    assert first.prompt.startswith("Long text.")
+    assert (first.answers, first.metric) == (("Short.",), "rouge_2")
+    write_lines(path, good, {source: "Long text."})
+    with pytest.raises(DataError, match=rf"{suite}\.jsonl: line 2: field '{target}': is missing"):
+        load_suite(suite, folder)
+
+
+def test_a_haystack_of_words_holds_the_needle_at_its_depth(folder):
+    (folder / "hay.txt").write_text("hay " * 1200, encoding="utf-8")
+    found = load_suite("needle", folder / "hay.txt")
+    assert {s.tags[1] for s in found} == {"length=500", "length=1000"}
+    for sample in found:
+        text = sample.prompt.split("\n\n")[0]
+        before, after = text.split(sample.answers[0])
+        depth = before.count("hay") / (before.count("hay") + after.count("hay"))
+        assert f"depth={depth}" in sample.tags
+    (folder / "hay.txt").write_text("hay " * 10)
+    with pytest.raises(DataError, match="got 10"):
+        load_suite("needle", folder)
+
+
+# Requests ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "nothing"}, "description.*got 'nothing'"),
+        ({"name": "xsum", "limit": 0}, "limit must be at least 1, got 0"),
+        ({"name": "xsum", "tasks": ["qasper"]}, "'xsum' has no tasks"),
+        ({"name": "mmvet", "image_folder": Path("a")}, "image folder a: the built-in data has"),
+    ],
+)
+def test_impossible_requests_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        load_suite(**arguments)
+
+
+def test_samples_cannot_be_changed():
+    sample = Sample(id="1", suite="xsum", task="xsum", prompt="x")
+    with pytest.raises(AttributeError):
+        sample.prompt = "y"

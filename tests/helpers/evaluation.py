@@ -1,0 +1,62 @@
+"""A tokenizer, samples and a saved model for the tests of the evaluation."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from helpers.models import PAD, VOCAB, make_model
+from mmkv.eval.samples import Sample
+
+WORDS = [f"w{i}" for i in range(4, VOCAB)]
+
+
+def make_tokenizer() -> Any:
+    """Whole words "w4" to "w119", blanks between them, and the models' special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", "<s>", "</s>", "<image>", *WORDS]
+    words = models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="w4")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    assert names[PAD] == "<pad>"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        extra_special_tokens=["<image>"],
+    )
+
+
+def make_samples(lengths: tuple[int, ...] = (40, 31, 52, 36, 45), new: int = 6) -> list[Sample]:
+    """Prompts of these many words, each with an answer of 3 to 7 words."""
+    rng = random.Random(0)
+
+    def text(n: int) -> str:
+        return " ".join(rng.choices(WORDS, k=n))
+
+    return [
+        Sample(
+            id=f"s{i}",
+            suite="tiny",
+            task="even" if i % 2 == 0 else "odd",
+            prompt=text(n),
+            answers=(text(3 + 2 * i % 5),),
+            chat=False,
+            max_new_tokens=new,
+            metric="token_f1",
+            tags=("all", "first") if i == 0 else ("all",),
+        )
+        for i, n in enumerate(lengths)
+    ]
+
+
+def save_model(folder: Path) -> Path:
+    """A tiny Llama and its tokenizer, as `from_pretrained` reads them."""
+    make_model("llama").save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder

@@ -1,0 +1,36 @@
+"""What tensors are alive, and a bound on the memory of a process."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+MOST_MEMORY = 2 * 2**30  # more than any refusal may ask for
+
+
+def storages(head_dim: int) -> dict[int, int]:
+    """Address and bytes of every storage that could hold keys or values."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
+    held = [x for x in tensors if x.ndim >= 3 and x.shape[-1] == head_dim]
+    return {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+        for x in held
+        if x.is_floating_point()
+    }
+
+
+@contextmanager
+def bounded():
+    """Memory is asked for in vain beyond a bound: an exhausting file fails, and not the machine."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + MOST_MEMORY, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

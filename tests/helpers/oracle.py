@@ -1,0 +1,112 @@
+"""The policies and options that the oracles run, and generation that says what was held."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import mmkv
+from mmkv.cache.compressed import Reading
+
+NEW = 24
+ROWS = {"one": (96,), "padded": (90, 41, 66)}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A policy with options that make its parts show on a short prompt."""
+
+    policy: str
+    options: tuple[tuple[str, Any], ...] = ()
+    budget: float | int | None = 0.3
+
+    def __str__(self) -> str:
+        text = "-".join([self.policy, *(f"{k}={v}" for k, v in self.options)])
+        return text if self.budget == 0.3 else f"{text}-budget={self.budget}"
+
+
+def short(policy: str) -> dict[str, Any]:
+    """Options that fit a policy's window to a prompt of some tens of tokens."""
+    return {"window": 6, "kernel_size": 3} if mmkv.get_policy(policy).observed else {}
+
+
+COMPOSED = [
+    Variant("xkv", (("heads", "adaptive"),)),
+    Variant("xkv", (("allocation", "one-pass"),)),
+    Variant("xkv", (("retention", 0.6),), None),
+    Variant("prefixkv", (("merge", "position"),)),
+    Variant("prefixkv", (("merge", "feature"), ("distance", 4))),
+    Variant("prefixkv", (("allocation", "mini-prefill"), ("distance", 3)), 0.5),
+    Variant("prefixkv", (("average_heads", False), ("heads", "adaptive"), ("distance", 2))),
+    Variant("elastic", (("distance", 4),), 0.6),
+    Variant("squeeze", (("base", "local"),)),
+    Variant("squeeze", (("base", "streaming"),)),
+    Variant("h2o", (("heads", "adaptive"),)),
+    Variant("h2o", (("sinks", 3), ("recent", 0.2))),
+    Variant("h2o", (("decode", "ratio"), ("distance", 5))),
+    Variant("local", (), 30),
+    Variant("h2o", (), 44),
+    Variant("snapkv", (), 44),
+    Variant("streaming", (("merge", "position"),)),
+    Variant("streaming", (("reposition", True),)),
+    Variant("prefixkv", (("reposition", True), ("distance", 4))),
+    Variant("adakv", (("reposition", True),)),
+    Variant("snapkv", (("sinks", 4), ("average_heads", True))),
+]
+VARIANTS = [Variant(name) for name in mmkv.list_policies()] + COMPOSED
+
+
+def options_of(variant: Variant) -> dict:
+    return {**short(variant.policy), **dict(variant.options)}
+
+
+def generate(model, inputs, new=NEW, **kwargs):
+    """Greedy, with what each layer held after the prefill and after each step."""
+    held = []
+
+    def record(module, args, kwargs, output):
+        cache = output.past_key_values
+        if cache.expects_prompt:
+            return  # a chunk of a prompt: nothing is evicted yet
+        held.append([cache.kept(i).clone() for i in range(len(cache.layers))])
+
+    wrapped = mmkv.is_wrapped(model)
+    hook = model.register_forward_hook(record, with_kwargs=True) if wrapped else None
+    try:
+        out = model.generate(
+            **inputs,
+            max_new_tokens=new,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **kwargs,
+        )
+    finally:
+        if hook is not None:
+            hook.remove()
+    return torch.stack(out.logits), out.sequences[:, -new:], out.past_key_values, held
+
+
+@contextmanager
+def measured_similarity():
+    """What SqueezeAttention measures of the next prompt: by layer, similarity [B]."""
+    found: dict[int, torch.Tensor] = {}
+    compare = Reading.compare
+
+    def record(self, layer_idx, similarity, tokens):
+        found[layer_idx] = similarity
+        compare(self, layer_idx, similarity, tokens)
+
+    Reading.compare = record
+    try:
+        yield found
+    finally:
+        Reading.compare = compare
+
+
+def top(scores: list[float], n: int) -> set[int]:
+    order = sorted(range(len(scores)), key=lambda j: (-scores[j], j))
+    return set(order[:n])

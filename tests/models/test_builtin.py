@@ -1,0 +1,329 @@
+"""The built-in model: its data, its processor, its weights, its training and what it can do."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+from mmkv.builtin import WEIGHTS, example_pictures, load_builtin, scenes, texts
+from mmkv.builtin.training import build, curriculum, evaluate, train
+
+SCENE = scenes.Scene(
+    objects=(
+        scenes.Object(color="red", shape="circle", place="top left"),
+        scenes.Object(color="orange", shape="star", place="center"),
+        scenes.Object(color="blue", shape="cross", place="bottom center"),
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def builtin():
+    return load_builtin()
+
+
+@pytest.fixture(scope="module")
+def processor(builtin):
+    return builtin[1]
+
+
+def encode(processor, messages, **kwargs):
+    return processor.apply_chat_template(
+        messages,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        **kwargs,
+    )
+
+
+# Scenes ------------------------------------------------------------------------------------------
+
+
+def test_scenes_are_deterministic_and_differ_by_seed_and_split():
+    assert scenes.make_scene(3) == scenes.make_scene(3)
+    assert scenes.make_scene(3) != scenes.make_scene(4)
+    assert (
+        scenes.draw(scenes.make_scene(3)).tobytes() == scenes.draw(scenes.make_scene(3)).tobytes()
+    )
+
+
+def test_no_heldout_scene_is_a_training_scene():
+    content = {
+        split: {
+            tuple((o.color, o.shape, o.place) for o in scenes.make_scene(i, split, 2).objects)
+            for i in range(2000)
+        }
+        for split in ("train", "heldout")
+    }
+    assert not content["train"] & content["heldout"]
+
+
+def test_a_scene_holds_distinct_objects_in_distinct_places_in_reading_order():
+    for seed in range(50):
+        objects = scenes.make_scene(seed).objects
+        places = [scenes.PLACES.index(o.place) for o in objects]
+        assert places == sorted(set(places))
+        assert len({(o.color, o.shape) for o in objects}) == len(objects)
+        assert 2 <= len(objects) <= 6
+
+
+@pytest.mark.parametrize("count", [0, 10])
+def test_a_count_that_does_not_fit_the_grid_is_refused(count):
+    with pytest.raises(ValueError, match=str(count)):
+        scenes.make_scene(0, count=count)
+
+
+def test_the_picture_shows_the_objects_colours_where_they_are():
+    picture = scenes.draw(SCENE, 300)
+    assert picture.size == (300, 300)
+    assert picture.getpixel((50, 50)) == scenes.COLORS["red"]
+    assert picture.getpixel((150, 150)) == scenes.COLORS["orange"]
+    assert picture.getpixel((150, 250)) == scenes.COLORS["blue"]
+    assert picture.getpixel((250, 50)) == SCENE.background
+
+
+def test_every_shape_is_drawn():
+    drawn = set()
+    for shape in scenes.SHAPES:
+        one = scenes.Object(color="red", shape=shape, place="center")
+        drawn.add(scenes.draw(scenes.Scene(objects=(one,)), 96).tobytes())
+    assert len(drawn) == len(scenes.SHAPES)
+
+
+def test_the_description_is_written_out():
+    assert scenes.describe(SCENE) == (
+        "There are three objects in the picture. A red circle is at the top left. "
+        "An orange star is at the center. A blue cross is at the bottom center."
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        (scenes.describe(SCENE), (3, 3)),
+        ("A red circle is at the top left.", (1, 3)),
+        ("A blue circle is at the top left. An orange star is at the center", (1, 3)),
+        ("A red circle is at the top left. A red circle is at the top left.", (1, 3)),
+        ("An orange star is at the top center.", (0, 3)),
+        (scenes.describe(SCENE) + " A white ring is at the top right.", (3, 4)),
+        ("", (0, 3)),
+    ],
+)
+def test_descriptions_are_scored(text, score):
+    assert scenes.score_description(text, SCENE) == score
+
+
+def test_short_questions_have_answers_that_hold():
+    for question in scenes.ask(SCENE, random.Random(0), 200):
+        if question.text == "What is at the center?":
+            assert question.answer == "An orange star is at the center."
+        if question.text == "Where is the blue cross?":
+            assert question.answer == "The blue cross is at the bottom center."
+        if question.text == "How many objects are in the picture?":
+            assert question.answer == "There are three objects in the picture."
+        if question.text == "How many crosses are in the picture?":
+            assert question.answer == "There is one cross in the picture."
+        if question.text == "How many red objects are in the picture?":
+            assert question.answer == "There is one red object in the picture."
+
+
+# Texts -------------------------------------------------------------------------------------------
+
+
+def test_texts_are_deterministic_and_split():
+    assert texts.make_lookup(5, 256) == texts.make_lookup(5, 256)
+    assert texts.make_lookup(5, 256) != texts.make_lookup(5, 256, "train")
+
+
+@pytest.mark.parametrize("tokens", [64, 256, 1024])
+def test_texts_have_the_length_asked_for(processor, tokens):
+    for seed in range(5):
+        text = texts.make_lookup(seed, tokens).text
+        length = len(processor.tokenizer.encode(f" {text}", add_special_tokens=False))
+        assert tokens - 20 < length <= tokens
+        assert length == texts.estimate(text)
+
+
+def test_every_record_stands_in_the_text_once_and_answers_its_question():
+    lookup = texts.make_lookup(1, 512)
+    assert len(lookup.records) == 32
+    for (key, value), question in zip(lookup.records, lookup.questions, strict=True):
+        assert lookup.text.split().count(key) == 1
+        assert f"{key} {value}." in lookup.text
+        assert key in question.text
+        assert question.answer == f"{key} {value}."
+
+
+def test_answers_to_lookups_are_scored_by_the_value():
+    question = scenes.Question(text="What is the value of amber?", answer="amber ring.")
+    assert texts.score_answer(" amber ring.", question)
+    assert texts.score_answer("ring", question)
+    assert not texts.score_answer("amber lamp.", question)
+    assert not texts.score_answer("lamp ring", scenes.Question(text="", answer="amber lamp."))
+    assert not texts.score_answer("", question)
+
+
+# Processor ---------------------------------------------------------------------------------------
+
+
+def test_the_words_of_the_tasks_are_single_tokens(processor):
+    for word in (*texts.KEYS, *texts.VALUES, *scenes.COLORS, *scenes.SHAPES, *scenes.NUMBERS):
+        assert len(processor.tokenizer.encode(f" {word}", add_special_tokens=False)) == 1, word
+
+
+@pytest.mark.parametrize("text", ["Grüße, 漢字 🎉", "x = {1: 'a'}\n\t", "", "<s> not closed"])
+def test_any_text_survives_the_tokenizer(processor, text):
+    ids = processor.tokenizer.encode(text, add_special_tokens=False)
+    assert processor.tokenizer.decode(ids) == text
+
+
+def test_each_picture_takes_144_tokens_and_pictures_are_numbered(processor):
+    pictures = [scenes.draw(SCENE, size) for size in (96, 384)]
+    inputs = encode(processor, evaluate.user("Describe the second picture.", *pictures))
+    ids = inputs["input_ids"][0]
+    assert int((ids == processor.image_token_id).sum()) == 2 * 144
+    assert inputs["pixel_values"].shape == (2, 3, 96, 96)
+    text = processor.tokenizer.decode(ids).replace("<image>" * 144, "<image>")
+    assert text == (
+        "<s>USER: Picture 1:<image> Picture 2:<image> Describe the second picture. ASSISTANT:"
+    )
+
+
+def test_turns_and_plain_text_follow_the_template(processor):
+    messages = [
+        *evaluate.user("What is the value of amber?"),
+        {"role": "assistant", "content": [{"type": "text", "text": "amber lamp."}]},
+        {"role": "user", "content": "And opal?"},
+    ]
+    ids = encode(processor, messages)["input_ids"][0]
+    assert processor.tokenizer.decode(ids) == (
+        "<s>USER: What is the value of amber? ASSISTANT: amber lamp.</s>USER: And opal? ASSISTANT:"
+    )
+
+
+def test_prompts_of_different_length_are_padded_on_the_left(processor):
+    conversations = [evaluate.user("A longer question than the other?"), evaluate.user("Why?")]
+    inputs = encode(processor, conversations, processor_kwargs={"padding": True})
+    assert inputs["attention_mask"][1, 0] == 0
+    assert inputs["attention_mask"][:, -1].tolist() == [1, 1]
+
+
+def test_training_sequences_are_what_the_chat_template_writes(processor):
+    picture = scenes.draw(SCENE)
+    writer = curriculum.Writer(processor.tokenizer, 400)
+    assert writer.turn("Describe the picture.", scenes.describe(SCENE), (picture,))
+    assert writer.turn("What is at the center?", "An orange star is at the center.")
+    messages = [
+        *evaluate.user("Describe the picture.", picture),
+        {"role": "assistant", "content": [{"type": "text", "text": scenes.describe(SCENE)}]},
+        *evaluate.user("What is at the center?"),
+        {"role": "assistant", "content": "An orange star is at the center."},
+    ]
+    inputs = processor.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    assert inputs["input_ids"][0].tolist() == writer.ids
+    answers = [i for i, label in zip(writer.ids, writer.labels, strict=True) if label >= 0]
+    assert processor.tokenizer.decode(answers) == (
+        f" {scenes.describe(SCENE)}</s> An orange star is at the center.</s>"
+    )
+    ours = curriculum.pixels([picture])
+    assert torch.allclose(ours, inputs["pixel_values"], atol=1e-2)
+
+
+# Model -------------------------------------------------------------------------------------------
+
+
+def test_the_shipped_weights_are_small_and_bfloat16():
+    path = WEIGHTS / "model.safetensors"
+    assert path.stat().st_size <= 12_000_000
+    with safe_open(path, "pt") as file:
+        kinds = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    assert kinds == {"BF16"}
+
+
+def test_the_configuration_is_a_grouped_query_llava():
+    config = json.loads((WEIGHTS / "config.json").read_text())
+    assert config["architectures"] == ["LlavaForConditionalGeneration"]
+    text = config["text_config"]
+    assert text["num_hidden_layers"] >= 8
+    assert text["num_attention_heads"] > text["num_key_value_heads"]
+    assert text["max_position_embeddings"] >= 2048
+
+
+def test_the_model_loads_in_the_dtype_asked_for(builtin):
+    assert builtin[0].dtype == torch.float32
+    assert not builtin[0].training
+    assert load_builtin(torch.bfloat16)[0].dtype == torch.bfloat16
+
+
+def test_the_initial_model_attends_to_the_previous_token(processor):
+    model = build.build_model(processor).eval()
+    model.set_attn_implementation("eager")
+    ids = torch.randint(260, 1000, (1, 64), generator=torch.Generator().manual_seed(0))
+    attention = model(input_ids=ids, output_attentions=True).attentions[0][0]
+    for head, distance in ((0, 1), (1, 2)):
+        assert attention[head].diagonal(-distance)[2:].min() > 0.9
+
+
+def test_the_initial_model_attends_to_the_latest_picture_number(processor):
+    model = build.build_model(processor).eval()
+    model.set_attn_implementation("eager")
+    filler = "The wind and the river are calm today. "
+    text = (
+        f" Picture 1: {filler * 12} Picture 2: {filler * 12} Describe the first picture. {filler}"
+    )
+    inputs = processor.tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    attention = model(**inputs, output_attentions=True).attentions[0][0, 6]
+    marks = processor.tokenizer(" 1 2 first", add_special_tokens=False).input_ids
+    places = [inputs.input_ids[0].tolist().index(mark) for mark in marks]
+    ends = [*places[1:], attention.shape[0]]
+    for place, end in zip(places, ends, strict=True):
+        assert attention[end - 1, place] > 0.8
+
+
+@pytest.mark.slow
+def test_a_smoke_run_trains_resumes_and_can_be_loaded(tmp_path):
+    train.train(tmp_path, steps=2, small=True, compiled=False)
+    before = (tmp_path / "weights" / "model.safetensors").read_bytes()
+    progress = train.train(tmp_path, steps=3, resume=True, small=True, compiled=False)
+    assert progress.step == 3
+    assert (tmp_path / "weights" / "model.safetensors").read_bytes() != before
+    model, processor = load_builtin(weights=tmp_path / "weights")
+    inputs = encode(processor, evaluate.user("Describe the picture.", scenes.draw(SCENE)))
+    assert model.generate(**inputs, max_new_tokens=2).shape[1] == inputs["input_ids"].shape[1] + 2
+
+
+def test_a_run_needs_either_minutes_or_steps(tmp_path):
+    with pytest.raises(ValueError, match="minutes or steps"):
+        train.train(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_shipped_model_describes_heldout_pictures(builtin):
+    figure = evaluate.descriptions(*builtin, n=12)
+    assert figure.right / figure.total >= 0.8, str(figure)
+
+
+def test_the_shipped_model_looks_values_up(builtin):
+    figure = evaluate.lookups(*builtin, n=20, tokens=256)
+    assert figure.right / figure.total >= 0.9, str(figure)
+
+
+def test_example_pictures_are_heldout_scenes():
+    paths = example_pictures()
+    assert len(paths) == 4
+    for seed, path in enumerate(paths):
+        picture = Image.open(path)
+        drawn = scenes.draw(scenes.make_scene(seed, count=seed + 3))
+        difference = np.abs(np.asarray(picture, float) - np.asarray(drawn, float))
+        assert picture.size == (384, 384)
+        assert difference.mean() < 2  # they differ in the smoothing of edges alone

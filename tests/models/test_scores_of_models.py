@@ -1,0 +1,127 @@
+"""The scores and the kept tokens of every class, from the attention that the model itself returns.
+
+The plain model is asked for its attention weights (`output_attentions`), which hold whatever it
+does: masks that are not causal, softcap, scale, padding. The papers' formulas are applied to them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mmkv
+from helpers import zoo
+from helpers.marks import slow_except
+from mmkv.cache.layer import CompressedLayer
+from mmkv.policy import Policy
+
+BUDGET, WINDOW, KERNEL = 0.3, 5, 3
+# Each score, and what a policy makes of it.
+POLICIES: dict[str, dict[str, Any]] = {
+    "snapkv": {"window": WINDOW, "kernel_size": KERNEL},
+    "xkv": {"window": WINDOW, "kernel_size": KERNEL, "allocation": "mini-prefill"},
+    "h2o": {},
+}
+
+
+CASES = [
+    *itertools.product(zoo.CONFIGS, ("one", "padded"), ("eager",)),
+    # Masks are bool there, or none. It leaves a softcap out, so such models are not loaded so.
+    *((name, "padded", "sdpa") for name in zoo.CONFIGS if zoo.usual_attention(name) == "sdpa"),
+    # The window's queries see each other, and what stands before them.
+    ("Gemma3ForConditionalGeneration", "ends in a picture", "eager"),
+    ("Gemma3ForConditionalGeneration", "ends in a picture", "sdpa"),
+]
+model_of = functools.cache(zoo.make)
+
+
+@functools.cache
+def attended(name: str, rows: str) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """A prompt, and each layer's attention weights [B, Hq, N, N] for it in the plain model."""
+    model = model_of(name, "eager")
+    wide = model.config.model_type in ("llava_next", "llava_onevision")  # 52 tokens a picture
+    lengths = {"one": (132 if wide else 90,), "padded": (132, 81) if wide else (88, 47)}
+    inputs = zoo.prompt(model, lengths.get(rows, lengths["one"]))
+    if rows == "ends in a picture":
+        end = int((inputs["input_ids"] == zoo.IMAGE).nonzero()[-1, 1]) + 3
+        inputs = {k: x if k == "pixel_values" else x[:, :end] for k, x in inputs.items()}
+    with torch.no_grad():
+        found = model(**inputs, output_attentions=True, use_cache=False).attentions
+    return inputs, list(found)
+
+
+def window_score(attention: Tensor, pooling: str) -> Tensor:
+    """SnapKV's and XKV's score of one row without padding: [Hq, N, N] -> [Hq, N - WINDOW]."""
+    mean = attention[:, -WINDOW:, :-WINDOW].mean(1)
+    Hq, n = mean.shape
+    pooled = torch.zeros(Hq, n)
+    for j in range(n):
+        near = mean[:, max(0, j - KERNEL // 2) : j + KERNEL // 2 + 1]
+        pooled[:, j] = near.amax(1) if pooling == "max" else near.sum(1) / KERNEL
+    return pooled
+
+
+def score_of(policy: str, attention: Tensor, H: int) -> Tensor:
+    """The score [H, N] of one row without padding, of its attention [Hq, N, N]."""
+    if policy == "h2o":
+        found = attention.sum(1)  # over the queries
+    else:
+        found = window_score(attention, "max" if policy == "snapkv" else "avg")
+        found = torch.nn.functional.pad(found, (0, WINDOW))
+    return found.view(H, -1, found.shape[-1]).mean(1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("name", "rows", "loaded"),
+    slow_except(CASES, *[x for x in CASES if x[0] in zoo.FEW], several=True),
+)
+def test_scores_and_kept_tokens_are_those_of_the_models_attention(
+    name: str, rows: str, loaded: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (inputs, attentions) = model_of(name, loaded), attended(name, rows)
+    computed: list[Tensor] = []
+    importance = Policy.importance
+
+    @functools.wraps(importance)
+    def recorded(*args: Any, **kwargs: Any) -> Tensor:
+        computed.append(importance(*args, **kwargs))
+        return computed[-1]
+
+    monkeypatch.setattr(Policy, "importance", recorded)
+    with mmkv.wrapped(model, policy, BUDGET, **POLICIES[policy]), torch.no_grad():
+        cache: Any = model(**inputs, use_cache=True).past_key_values
+    layers = [i for i, x in enumerate(cache.layers) if isinstance(x, CompressedLayer)]
+    # A mini-prefill scores all layers, and the prefill once more.
+    assert len(computed) == len(layers) * (2 if policy == "xkv" else 1)
+
+    for b, real in enumerate(inputs["attention_mask"].bool()):
+        N, total = int(real.sum()), 0
+        first = len(real) - N
+        assert real[first:].all()
+        for n, i in enumerate(layers):
+            kept = [[p - first for p in row.tolist() if p >= 0] for row in cache.kept(i)[b]]
+            want = score_of(policy, attentions[i][b, :, first:, first:], len(kept))
+            for got in computed[n :: len(layers)]:
+                torch.testing.assert_close(got[b, :, first:], want, atol=1e-5, rtol=1e-4)
+                assert not got[b, :, :first].any()
+            for head, tokens in enumerate(kept):
+                check_best(policy, tokens, want[head])
+                total += len(tokens) / len(kept)
+        assert total == round(BUDGET * len(layers) * N)
+
+
+def check_best(policy: str, kept: list[int], score: Tensor) -> None:
+    """The kept tokens are the last ones, as many as the policy says, and the best of the others."""
+    N = len(score)
+    last = len(kept) // 2 if policy == "h2o" else WINDOW
+    assert kept[len(kept) - last :] == list(range(N - last, N))
+    chosen = kept[: len(kept) - last]
+    dropped = [j for j in range(N) if j not in kept]
+    # Where two are as good (pooling makes such), either may be kept.
+    assert not chosen or score[chosen].min() >= score[dropped].max() - 1e-6

@@ -1,0 +1,256 @@
+"""Files from strangers run no code, leave no folder and fill no memory: each is refused by name."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mmkv
+from helpers.memory import bounded
+from helpers.models import make_model
+from mmkv import chat
+from mmkv.eval import loading, store
+from mmkv.eval.suites.registry import load_suite
+
+SOURCES = Path(__file__).parents[2]
+
+
+class Evil:
+    """Leaves a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+# Code ------------------------------------------------------------------------------------------
+
+
+def test_sources_run_nothing_they_read():
+    """What could run a stranger's code is not called anywhere in the package."""
+    unsafe = re.compile(
+        r"trust_remote_code=True|weights_only=False|import pickle|import yaml|marshal|shell=True"
+        r"|os\.system|(?<![.\w])(eval|exec)\(|use_safetensors=False"
+    )
+    folders = [SOURCES / name for name in ("mmkv", "policies", "eval", "demo")]
+    found = [
+        f"{path.relative_to(SOURCES)}: {line.strip()}"
+        for folder in folders
+        for path in sorted(folder.rglob("*.py"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if unsafe.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("load", [chat.load, lambda x: loading.load_model(x, device_map="cpu")])
+def test_pickled_weights_are_not_loaded(tmp_path, load):
+    model = make_model("llama")
+    model.save_pretrained(tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").unlink()
+    state = {**model.state_dict(), "evil": Evil(tmp_path / "ran")}
+    for name in ("pytorch_model.bin", "model.bin"):
+        (tmp_path / "m" / name).write_bytes(pickle.dumps(state))
+    with pytest.raises(ValueError, match="cannot load model"):
+        load(str(tmp_path / "m"))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("load", [chat.load, lambda x: loading.load_model(x, device_map="cpu")])
+def test_code_beside_weights_is_not_run(tmp_path, load):
+    folder = tmp_path / "m"
+    make_model("llama").save_pretrained(folder)
+    (folder / "code.py").write_text(
+        f"import pathlib; pathlib.Path({str(tmp_path)!r}, 'ran').touch()"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "code.C", "AutoModel": "code.M"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"cannot load model.*(remote|custom) code|model type"):
+        load(str(folder))
+    assert not (tmp_path / "ran").exists()
+
+
+# Checkpoints ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vocab_size": 10**12},
+        {"vocab_size": "many"},
+        {"hidden_size": 10**9},
+        {"intermediate_size": 10**12},
+        {"num_hidden_layers": 10**9},
+        {"num_attention_heads": 10**9, "head_dim": 10**9},
+        {"num_attention_heads": 0},
+        {"hidden_size": -1},
+        {"hidden_size": [64]},
+        {"hidden_act": "__import__('os')"},
+        {"mm_vision_select_layer": "x"},
+        {"rope_scaling": {"rope_type": "yarn", "factor": "x"}},
+        {"mm_vision_tower": "../../../etc"},
+        {"mm_vision_tower": None},
+    ],
+    ids=str,
+)
+def test_a_checkpoint_with_wrong_sizes(write, changes):
+    folder = write(**changes)
+    with bounded(), pytest.raises(ValueError, match=r"fit|expected|vision tower|mm_vision"):
+        mmkv.load(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, '"text"', "\xff", "{}", "[1e999]"])
+def test_a_checkpoint_with_broken_json(write, name, text):
+    folder = write()
+    (folder / name).write_text(text, encoding="latin-1")
+    if name == "generation_config.json" and text == "{}":
+        return
+    with pytest.raises(ValueError, match=re.escape(str(folder))):
+        mmkv.load(folder)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"\xff" * 100, struct.pack("<Q", 2**60) + b"{", struct.pack("<Q", 2) + b"{}"]
+)
+def test_a_checkpoint_with_broken_weights(write, raw):
+    folder = write()
+    (folder / "model.safetensors").write_bytes(raw)
+    with bounded(), pytest.raises(ValueError, match=re.escape(str(folder))):
+        mmkv.load(folder)
+
+
+# Profiles ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "[1e999, 0.5, 0.5]",
+        "[Infinity, 0.5, 0.5]",
+        "[-Infinity, 0.5, 0.5]",
+        "[NaN, 0.5, 0.5]",
+        "[-0.5, 0.5, 0.5]",
+        f"[{10**400}, 0.5, 0.5]",
+        f"[{'9' * 10_000}, 0.5, 0.5]",
+        "[1, 1, 1]",
+        "[true, 0.5, 0.5]",
+        "[[0.5], 0.5, 0.5]",
+        "!!python/object/apply:os.system ['touch ran']",
+        "\ufeff[0.5",
+        *(
+            json.dumps({"format": "mmkv-profile", "version": 1, "budget": 0.5} | x)
+            for x in (
+                {"fractions": [0.5, 0.5, float("nan")]},
+                {"fractions": [0.5] * 3, "budget": -1},
+                {"fractions": [0.5] * 3, "budget": 0},
+                {"fractions": [0.5] * 3, "budget": 1e300},
+                {"fractions": [0.5] * 3, "budget": "0.5"},
+                {"fractions": [0.5] * 3, "budget": None},
+                {"fractions": [0.5] * 3, "model": ["llama"]},
+                {"fractions": [0.5] * 3, "model": {"model_type": {"x": []}}},
+                {"fractions": [0.5] * 3, "policy": 3},
+                {"fractions": [0.5] * 3, "samples": "ten"},
+                {"fractions": {"0": 0.5}},
+                {"fractions": [0.5] * 3, "version": "1"},
+            )
+        ),
+        "[" + "0.5," * 200_000 + "0.5]",
+        " " * (2**20 + 1),
+    ],
+    ids=lambda text: text[:60],
+)
+def test_a_profile_that_is_none(text_model, tmp_path, text):
+    path = tmp_path / "p.json"
+    path.write_text(text, encoding="utf-8")
+    with bounded(), pytest.raises(ValueError, match="profile"):
+        mmkv.wrap(text_model, "prefixkv", profile=path)
+    assert not mmkv.wrapping.is_wrapped(text_model)
+
+
+@pytest.mark.parametrize("raw", [b"\xff\xfe[\0", b"\xff" * 20, b"[0.5\0]"])
+def test_a_profile_in_another_encoding(text_model, tmp_path, raw):
+    (tmp_path / "p.json").write_bytes(raw)
+    with pytest.raises(ValueError, match=r"profile .*p\.json"):
+        mmkv.wrap(text_model, "prefixkv", profile=tmp_path / "p.json")
+
+
+def test_an_endless_profile(text_model):
+    with bounded(), pytest.raises(ValueError, match="/dev/zero: has more than"):
+        mmkv.wrap(text_model, "prefixkv", profile="/dev/zero")
+
+
+def test_a_profile_of_nothing_still_spends_its_budget(text_model, tmp_path):
+    """Fractions that say nothing do not divide by zero."""
+    data = {"format": "mmkv-profile", "version": 1, "fractions": [0, 0, 0], "budget": 0.5}
+    (tmp_path / "p.json").write_text(json.dumps(data))
+    with (
+        mmkv.wrapped(text_model, "prefixkv", profile=tmp_path / "p.json"),
+        torch.no_grad(),
+    ):
+        cache = text_model(torch.arange(40)[None], use_cache=True).past_key_values
+    assert sum(int(cache.kept(i).shape[-1]) for i in range(3)) == 60
+
+
+# Data and runs ----------------------------------------------------------------------------------
+
+
+def article(text: str) -> str:
+    return json.dumps({"article": text, "highlights": "x"})
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"[" * 10**6,
+        b'{"article": ' + b"9" * 10_000 + b"}",
+        b'{"article": NaN, "highlights": "x"}',
+        b'{"article": "\\ud800", "highlights": "x"}',
+        article("x").encode("utf-16"),
+        b"\xff\xfe",
+        b"!!python/object/apply:os.system ['touch ran']",
+        b'"' + b"x" * (33 * 2**20),
+    ],
+    ids=lambda raw: str(raw[:30]),
+)
+def test_a_line_that_is_no_sample(tmp_path, raw):
+    path = tmp_path / "cnn_dailymail.jsonl"
+    path.write_bytes(article("good").encode() + b"\n" + raw)
+    with bounded(), pytest.raises(ValueError, match=r"cnn_dailymail\.jsonl: line 2"):
+        load_suite("cnn_dailymail", path)
+
+
+@pytest.mark.parametrize("suite", ["description", "mmvet", "cnn_dailymail", "longbench", "needle"])
+def test_a_device_is_no_data(suite):
+    with bounded(), pytest.raises(ValueError, match="/dev/zero: no such file"):
+        load_suite(suite, "/dev/zero")
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "[]", "3", "{}", "null", '{"policy": 3}', "\xff"])
+def test_a_run_that_is_none(tmp_path, line):
+    (tmp_path / "rows.jsonl").write_text(line + "\n", encoding="latin-1")
+    with pytest.raises(store.RunError, match="line 1 is not a row"):
+        store.read_rows(tmp_path / "rows.jsonl")
+    (tmp_path / "run.json").write_text(line, encoding="latin-1")
+    with pytest.raises(store.RunError, match=r"run\.json"):
+        store.read_settings(tmp_path)
+
+
+def test_importing_for_a_stranger_starts_nothing():
+    """No program and no connection, whatever the working folder holds."""
+    code = "import socket, subprocess; socket.socket = subprocess.Popen = None; import mmkv"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,370 @@
+"""The README and the pages of docs/ say what is so: tables, code, figures, commands, links."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+import shutil
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from PIL import Image
+
+import mmkv
+from helpers.models import make_inputs
+from mmkv import budgets, chat, registry, tables
+from mmkv.builtin import example_pictures, scenes
+from mmkv.cli import commands
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+TEXTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in PAGES}
+README, QUALITY, SPEED = (TEXTS[x] for x in ("README.md", "docs/quality.md", "docs/speed.md"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def between(text: str, start: str, end: str) -> str:
+    return text.split(start, 1)[1].split(end, 1)[0]
+
+
+def blocks(name: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXTS[name], re.MULTILINE | re.DOTALL)
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The cells of all tables' rows by their first cell, without emphasis; the first row wins."""
+    found: dict[str, list[str]] = {}
+    for line in re.findall(r"^\| (.*) \|$", text, re.MULTILINE):
+        first, *rest = (cell.strip(" *`") for cell in line.replace("**", "").split(" | "))
+        found.setdefault(first, rest)
+    return found
+
+
+class TestTables:
+    def test_policies_are_the_registrys(self):
+        shown = between(TEXTS["docs/policies.md"], "<!-- policies -->\n", "<!-- /policies -->")
+        assert shown == tables.policy_markdown(), "put in the output of: mmkv policies --markdown"
+
+    def test_models_are_the_adapters(self):
+        shown = between(TEXTS["docs/models.md"], "<!-- models -->\n", "<!-- /models -->")
+        assert shown == tables.model_markdown(), "put in what mmkv.tables.model_markdown() gives"
+
+    def test_every_option_is_explained(self):
+        text = TEXTS["docs/policies.md"].split("## Parts")[1]
+        for name in mmkv.list_policies():
+            for option in registry.policy_class(name).options():
+                assert f"`{option}`" in text, (name, option)
+
+    def test_every_policy_that_is_recommended_is_one(self):
+        lines = between(README, "## Which policy", "[All policies").strip().splitlines()[2:]
+        cells = [line.split(" | ")[1] for line in lines]
+        named = [x for cell in cells for x in re.findall(r"`(\w+)`", cell)]
+        assert {"snapkv", "prefixkv", "h2o"} < set(named)
+        parts = {"uniform", "pyramid"}  # in "any with `uniform` layers"
+        assert set(named) - parts <= set(mmkv.list_policies())
+
+    def test_every_module_has_its_place_in_the_architecture(self):
+        text = between(TEXTS["docs/architecture.md"] + "\n## ", "## Files", "\n## ")
+        named = re.findall(r"^\|.*?\| `([\w./]+)` \|", text, re.MULTILINE)
+        assert len(set(named)) == len(named)
+        folders = ("mmkv", "mmkv/attach", "mmkv/cache", "mmkv/cli", "mmkv/loading")
+        known = [x for folder in folders for x in (ROOT / folder).glob("*.py")]
+        files = {str(x.relative_to(ROOT)) for x in known if x.name != "__init__.py"}
+        folders = {x for x in named if x.endswith("/")}
+        assert set(named) - folders == files
+        assert all((ROOT / x / "__init__.py").is_file() for x in folders)
+
+    def test_the_readmes_figures_are_those_of_the_pages(self):
+        shown = rows(between(README, "## Measured", "## Limits"))
+        pictures = rows(between(QUALITY, "## Descriptions", "## Layer sizes"))
+        texts = rows(between(QUALITY, "<!-- longbench -->", "<!-- /longbench -->"))
+        speeds = rows(SPEED)
+        assert len(shown) > 8
+        for name, cells in shown.items():
+            if name in ("policy", "---"):
+                continue
+            seconds, token, _, cache, peak = (
+                speeds.get(f"{name} 0.2") or speeds.get(f"{name} (local) 0.2") or speeds[name]
+            )
+            if name == "not wrapped":
+                assert f"Full cache: {cells[0]}." in QUALITY
+                assert f"full cache {cells[1]}:" in QUALITY
+            else:
+                assert cells[:2] == [pictures[name][1], texts[name][1]], name
+            assert cells[2:] == [seconds, token, cache, peak], name
+
+
+class TestCode:
+    def test_of_the_readme(self, tmp_path, monkeypatch, capsys):
+        """With the built-in model in the place of the one that would be downloaded."""
+        import transformers
+
+        def instead(name: str, **options: object):
+            assert name == "llava-hf/llava-1.5-7b-hf"
+            return loaded.pop(0)
+
+        loaded = [*mmkv.load_builtin()]
+        for cls in ("AutoModelForImageTextToText", "AutoProcessor"):
+            monkeypatch.setattr(getattr(transformers, cls), "from_pretrained", instead)
+        shutil.copy(example_pictures()[0], tmp_path / "photo.jpg")
+        monkeypatch.chdir(tmp_path)
+        (block,) = blocks("README.md", "python")
+        names: dict = {}
+        exec(shortened(block, "max_new_tokens=80"), names)
+        assert names["out"].past_key_values.report().budget == 0.2
+        assert "snapkv" in capsys.readouterr().out
+
+    def test_of_the_pages(self, tmp_path, monkeypatch, capsys):
+        """One after the other: later blocks go on from the first."""
+        monkeypatch.chdir(tmp_path)
+        names: dict = {}
+        for block in blocks("docs/index.md", "python"):
+            exec(shortened(block, "max_new_tokens=80"), names)
+        assert "prefixkv" in capsys.readouterr().out
+        names["samples"] = [names["inputs"]]
+        for page in ("docs/policies.md", "docs/behaviour.md"):
+            for block in blocks(page, "python"):
+                exec(block.replace("max_new_tokens=20", "max_new_tokens=4"), names)
+        assert names["policy"].heads == "adaptive"
+        assert names["out"].shape[1] > names["ids"].shape[1]
+        assert (tmp_path / "profile.json").is_file()
+
+    def test_of_the_policy_of_ones_own(self, models, monkeypatch, tmp_path):
+        monkeypatch.setattr(registry, "_policies", dict(registry._policies))
+        monkeypatch.setattr(registry, "_aliases", dict(registry._aliases))
+        (block,) = blocks("docs/extending.md", "python")
+        (tmp_path / "bookends.py").write_text(block, encoding="utf-8")
+        monkeypatch.syspath_prepend(tmp_path)
+        module = importlib.import_module("bookends")
+        model, inputs = models("llama"), make_inputs("llama", (90,))
+        with mmkv.wrapped(model, "ends", 0.5), torch.no_grad():
+            kept = model(**inputs).past_key_values.kept(0)[0]
+        assert kept[:, :8].tolist() == [list(range(8))] * len(kept)
+        assert kept[:, -16:].tolist() == [list(range(74, 90))] * len(kept)
+        (table,) = blocks("docs/extending.md", "toml")
+        (entry,) = tomllib.loads(table)["project"]["entry-points"]["mmkv.policies"].values()
+        assert getattr(module, entry.removeprefix("bookends:")).name == "bookends"
+
+    def test_all_of_it_is_run_here(self):
+        tested = {f"docs/{x}.md" for x in ("index", "policies", "behaviour", "extending")}
+        assert {x for x in TEXTS if blocks(x, "python")} == {"README.md", *tested}
+        known = {"python", "bash", "toml", "mermaid"}
+        for name, text in TEXTS.items():
+            assert set(re.findall(r"^```(\w*)\n(?:.*\n)+?^```$", text, re.MULTILINE)) <= known, name
+
+
+def shortened(block: str, limit: str) -> str:
+    assert limit in block
+    return block.replace(limit, "max_new_tokens=4")
+
+
+def lines() -> list[str]:
+    """Every command of the pages' blocks, once."""
+    found = "\n".join(block for name in TEXTS for block in blocks(name, "bash"))
+    commands = [x.split("  #")[0].strip() for x in found.replace("\\\n", " ").splitlines()]
+    return list(dict.fromkeys(filter(None, commands)))
+
+
+def commands_of(*names: str) -> list[list[str]]:
+    """The words of every `mmkv` command of these names."""
+    words = [shlex.split(line) for line in lines()]
+    return [x for x in words if x[0] == ".venv/bin/mmkv" and x[1] in names]
+
+
+def shown(words: list[str]) -> str:
+    return " ".join(words)[:60]
+
+
+class Reached(BaseException):
+    """Everything that is checked without a model was found right."""
+
+
+def reached(*args: object, **kwargs: object) -> None:
+    raise Reached
+
+
+class TestCommands:
+    @pytest.mark.parametrize("words", commands_of("chat"), ids=shown)
+    def test_chats_run_as_they_stand(self, words, monkeypatch, tmp_path, capsys):
+        monkeypatch.chdir(ROOT)
+        more = ("--out", str(tmp_path), "--max-new-tokens", "12")
+        with pytest.raises(SystemExit) as end:
+            commands.main([*words[1:], *more])
+        printed = capsys.readouterr()
+        assert (end.value.code or 0, printed.err) == (0, "")
+        assert list(tmp_path.glob("*.png"))
+
+    def test_the_answer_to_ones_own_question_is_right(self, capsys, monkeypatch, tmp_path):
+        """What is asked about the shipped picture is what the model knows."""
+        monkeypatch.chdir(ROOT)
+        (words,) = [x for x in commands_of("chat") if "--json" not in x]
+        with pytest.raises(SystemExit):
+            commands.main([*words[1:], "--out", str(tmp_path), "--json"])
+        data = json.loads(capsys.readouterr().out)
+        scene = scenes.make_scene(1, count=4)
+        (item,) = [x for x in scene.objects if x.place in data["question"]]
+        for side in ("full", "compressed"):
+            assert data[side]["answer"] == f"A {item.color} {item.shape} is at the {item.place}."
+
+    @pytest.mark.parametrize(
+        "words", commands_of("eval", "report", "bench", "calibrate", "plot"), ids=shown
+    )
+    def test_others_are_right_up_to_the_model(self, words, monkeypatch, tmp_path):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("mmkv.eval.loading.load_model", reached)
+        monkeypatch.setattr("mmkv.eval.report.Report", reached)
+        monkeypatch.setattr("mmkv.eval.speed.cli._run", reached)
+        monkeypatch.setattr("mmkv.eval.speed.cli._device", lambda *args, **kwargs: "cuda")
+        monkeypatch.setattr("mmkv.eval.speed.processor.use_vectors", lambda: None)
+        with pytest.raises(Reached):
+            commands.main(words[1:])
+
+    def test_a_run_of_several_processes_too(self, monkeypatch, tmp_path):
+        (line,) = [x for x in lines() if x.startswith(".venv/bin/accelerate launch ")]
+        before, after = line.split(" -m mmkv.eval ")
+        assert find_spec("mmkv.eval.__main__")
+        from accelerate.commands.launch import launch_command_parser
+
+        launch_command_parser().parse_args([*shlex.split(before)[2:], "script.py"])
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("mmkv.eval.loading.load_model", reached)
+        with pytest.raises(Reached):
+            commands.main(["eval", *shlex.split(after)])
+
+    def test_the_built_in_models_own_figures(self, monkeypatch):
+        from mmkv.builtin.training import evaluate
+
+        (line,) = [x for x in lines() if " -m mmkv.builtin.training.evaluate " in x]
+        monkeypatch.setattr(evaluate, "load_builtin", reached)
+        with pytest.raises(Reached):
+            evaluate.main(shlex.split(line)[3:])
+
+    def test_lm_evals_command_is_read_as_it_stands(self, monkeypatch):
+        pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+        from lm_eval._cli import HarnessCLI
+
+        import mmkv.eval.harness.lm_eval as plugin
+        from mmkv.eval.variants import plugin_arguments
+
+        (line,) = [x for x in lines() if " -m mmkv.eval.harness.lm_eval " in x]
+        given: list = []
+        monkeypatch.setattr(HarnessCLI, "execute", lambda self, args: given.append(args))
+        monkeypatch.setattr(sys, "argv", ["lm_eval", *shlex.split(line)[3:]])
+        plugin.main()
+        assert given[0].model == "mmkv"
+        arguments = dict(given[0].model_args)
+        size, mine, rest = plugin_arguments(
+            arguments.pop("policy"), arguments.pop("budget"), None, arguments
+        )
+        assert (size, mine, rest) == (0.2, {"window": 8}, {"pretrained": "PATH_OR_ID"})
+
+    def test_every_command_is_of_a_kind_that_is_checked(self):
+        checked = ("chat", "eval", "report", "bench", "calibrate", "plot")
+        patterns = (
+            rf"\.venv/bin/mmkv ({'|'.join(checked)})\b",
+            r"\.venv/bin/accelerate launch ",
+            r"\.venv/bin/python -m mmkv\.(builtin\.training\.evaluate|eval\.harness\.lm_eval) ",
+            r"make [a-z -]+$",
+            r"pip install \.$",
+            r"\.ci/run$",
+            r"git (tag|push|checkout|switch|commit) ",
+            r"\.venv/bin/(pytest|pre-commit|twine) ",
+        )
+        for line in lines():
+            assert any(re.match(p, line) for p in patterns), line
+
+    def test_make_knows_its_targets(self):
+        given = [x.removeprefix("make ") for x in lines() if x.startswith("make ")]
+        for text in TEXTS.values():
+            given += re.findall(r"`make ([a-z-]+(?: [a-z-]+)*)`", text)
+        assert len(given) > 5
+        for target in " ".join(given).split():
+            assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), target
+
+    def test_commands_within_sentences_have_these_options(self):
+        packages = ("mmkv.cli.commands", "mmkv.eval.cli", "mmkv.eval.speed.cli")
+        modules = [importlib.import_module(package) for package in packages]
+        apps = [getattr(x, "commands", None) or x.app for x in modules]
+        groups = [typer.main.get_command(app) for app in apps]
+        known: dict[str, set[str]] = {}
+        for group in groups:
+            alone = {"bench": group} if not hasattr(group, "commands") else group.commands
+            for name, command in alone.items():
+                options = {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
+                known.setdefault(name, set()).update(options, {"--help"})
+        given = [x for text in TEXTS.values() for x in re.findall(r"`mmkv ([a-z][^`]*)`", text)]
+        assert len(given) > 10
+        for text in given:
+            name, *words = text.split()
+            options = {x for x in words if x.startswith("--")}
+            assert options <= known[name], text
+
+    def test_extras_exist(self):
+        extras = PROJECT["project"]["optional-dependencies"]
+        for name, text in TEXTS.items():
+            for found in re.findall(r"mmkv\[(\w+)\]", text):
+                assert found in extras, (name, found)
+
+
+class TestFigures:
+    def test_measured_bytes(self):
+        loaded, inputs = self.described()
+        found = re.findall(r"^\| ([\w ]+) \| ([\d.-]+) \| ([\d.]+) KiB \|$", QUALITY, re.MULTILINE)
+        assert len(found) > 3
+        for name, size, text in found:
+            policy, budget = None, None
+            if name != "not wrapped":
+                policy, budget = mmkv.get_policy(name), budgets.parse(size)
+            answer = chat.ask(loaded, inputs, policy, budget, max_new_tokens=1)
+            assert f"{answer.nbytes / 1024:.1f}" == text, (name, size)
+
+    def test_measured_bytes_and_errors_in_few_bits(self):
+        loaded, inputs = self.described()
+        cells = r"^\| (\w+) \| ([\d.]+) \| (float32|int8|int4) \| ([\d.]+) KiB \| (.+?) \|"
+        found = re.findall(cells, QUALITY, re.MULTILINE)
+        assert len(found) == 9
+        for name, size, held, text, errors in found:
+            policy, budget = mmkv.get_policy(name), budgets.parse(size)
+            kv_dtype = None if held == "float32" else held
+            answer = chat.ask(loaded, inputs, policy, budget, kv_dtype=kv_dtype, max_new_tokens=1)
+            assert f"{answer.nbytes / 1024:.1f}" == text, (name, size, held)
+            measured = (answer.report.key_error, answer.report.value_error)
+            for error, said in zip(measured, errors.split(", "), strict=False):
+                assert said == ("-" if error is None else f"{100 * error:.2f} %")
+
+    def described(self):
+        loaded = chat.load()
+        with Image.open(example_pictures()[0]) as picture:
+            return loaded, chat.encode(loaded, "Describe the image.", [picture])
+
+
+class TestLinks:
+    @pytest.mark.parametrize("name", TEXTS)
+    def test_links_and_files_exist(self, name):
+        folder = (ROOT / name).parent
+        for link in re.findall(r"\]\((?!https?:)([^)]+)\)", TEXTS[name]):
+            path, _, anchor = link.partition("#")
+            target = (folder / path).resolve() if path else ROOT / name
+            assert target.exists(), link
+            if anchor and target.suffix == ".md":
+                headings = re.findall(r"^#+ (.*)$", target.read_text("utf-8"), re.MULTILINE)
+                slugs = {re.sub(r"[^\w -]", "", x).lower().replace(" ", "-") for x in headings}
+                assert anchor in slugs | {"policies"}, link
+        for path in re.findall(
+            r"`((?:mmkv|tests|policies|docs|eval|demo|\.ci|\.github)/[\w./-]+)`", TEXTS[name]
+        ):
+            assert (ROOT / path).exists(), path
+
+    def test_the_readme_is_short(self):
+        assert len(README.splitlines()) <= 125
