@@ -136,7 +136,8 @@ class TestPeft:
 @torch.no_grad()
 def test_a_data_parallel_model(text_model, monkeypatch):
     # No accelerator, also where another test has registered one that pretends to be.
-    monkeypatch.setattr("torch.nn.parallel.data_parallel._get_available_device_type", lambda: None)
+    parallel = sys.modules[nn.DataParallel.__module__]
+    monkeypatch.setattr(parallel, "_get_available_device_type", lambda: None)
     with mmkv.wrapped(make_model("llama"), "h2o", 0.3) as plain:
         expected = plain(**INPUTS, use_cache=True)
     outer = nn.DataParallel(text_model)
@@ -370,7 +371,7 @@ class TestPoliciesOfOtherPackages:
     )
     def test_a_broken_one_is_skipped_until_it_is_asked_for(self, install, run, module, why):
         install("acme-policies", "mine = acme_code:Mine", acme_code=textwrap.dedent(module))
-        done = run("from mmkv.cli.commands.main import main; main(['policies'])")
+        done = run("from mmkv.cli.commands import main; main(['policies'])")
         assert done.returncode == 0
         assert "snapkv" in done.stdout
         warned = r"mmkv: policy 'mine' of acme-policies 1\.2 is skipped: " + why
@@ -597,7 +598,7 @@ class TestBudgets:
         ],
     )
     def test_every_command_says_so(self, command, capsys):
-        from mmkv.cli.commands.main import main
+        from mmkv.cli.commands import main
 
         with pytest.raises(SystemExit):
             main(list(command))
@@ -606,7 +607,7 @@ class TestBudgets:
         assert "twice" not in said
 
     def test_a_profile_keeps_a_fraction(self, capsys):
-        from mmkv.cli.commands.main import main
+        from mmkv.cli.commands import main
 
         with pytest.raises(SystemExit):
             main(["calibrate", "--budget", "40"])
