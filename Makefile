@@ -10,7 +10,7 @@ FOLDERS := mmkv policies $(wildcard eval demo)
 # The oldest transformers we support and the newest, on the pinned torch.
 MATRIX := 5.17.0 5.23.0
 
-.PHONY: run demo test test-slow test-all test-matrix lint type docs dist format clean install
+.PHONY: run demo test test-slow test-all test-matrix lint type mutants docs dist format clean install
 
 run: install
 	$(BIN)/mmkv chat $(PICTURE) "Describe the image." --policy prefixkv --budget 0.2
@@ -36,6 +36,10 @@ test-transformers-%:
 	@.venv-matrix/$*/bin/python -m pip install -qq --disable-pip-version-check \
 		-c .venv-matrix/$*/constraints.txt -e '.[dev,eval,harness,llava,quant]' transformers==$*
 	.venv-matrix/$*/bin/pytest $(TEST)
+
+# How many small changes of the code its tests notice (MODULES="scores cache/slots").
+mutants: install
+	$(BIN)/python .ci/mutants.py $(MODULES)
 
 lint: install
 	$(BIN)/ruff check

@@ -1,0 +1,186 @@
+"""How many small changes of the code the tests notice: `make mutants`, or with names of modules.
+
+cosmic-ray changes one operator, number, comparison or condition at a time, in a copy of the
+repository. Of each place of the code that it can change (annotations aside) one change is drawn,
+and of these some for each module. The module's own tests run on each, and then others. What
+survives is shown, for a reader to find a test for it or to see that it changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from difflib import unified_diff
+from pathlib import Path
+
+import hypothesis
+import pytest
+import sklearn.cluster  # noqa: F401 - at hand in every process: it takes long to import
+import torch
+from cosmic_ray.commands.init import _all_work_items
+from cosmic_ray.mutating import use_mutation
+from cosmic_ray.plugins import get_operator
+from cosmic_ray.work_item import MutationSpec
+
+ROOT = Path(__file__).parents[1]
+CORE = "tests/core/test_{}.py".format
+FAST = ["-m", "not slow"]
+# What runs on every mutant of a module, and then on those that survived.
+TESTS = {
+    "scores": [
+        [CORE("scores"), *FAST],
+        [CORE("scores"), "-m", "slow"],
+        [CORE("layer_inputs"), CORE("trust"), *FAST],
+    ],
+    "allocation": [[CORE("allocation")], [CORE("policies")], [CORE("budgets"), *FAST]],
+    "cache/selection": [
+        [CORE("eviction")],
+        [CORE("policies")],
+        [CORE("budgets"), CORE("later_turns"), CORE("trust"), *FAST],
+    ],
+    "cache/evict": [
+        [CORE("policies")],
+        [CORE("oracles"), *FAST, "-k", "masking or budget or spent"],
+        [CORE("reserve"), CORE("later_turns"), CORE("turns"), *FAST],
+    ],
+    "cache/slots": [[CORE("decoding")], [CORE("policies")], [CORE("reserve"), *FAST]],
+}
+MEMORY = 12 * 2**30  # bytes that a mutant may map: some would take all that there is
+
+
+def annotations(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where types are named: a change there changes nothing that runs."""
+    found: list[ast.expr | None] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.arg | ast.AnnAssign):
+            found.append(node.annotation)
+        elif isinstance(node, ast.FunctionDef):
+            found.append(node.returns)
+    return [
+        ((x.lineno, x.col_offset), (x.end_lineno or 0, x.end_col_offset or 0))
+        for x in found
+        if x is not None
+    ]
+
+
+def drawn(module: Path, seed: int, at_most: int) -> list[MutationSpec]:
+    """One mutant for each of some places of a module, in the order of the code."""
+    types = annotations(module.read_text(encoding="utf-8"))
+    places: dict[tuple[int, int], list[MutationSpec]] = defaultdict(list)
+    for item in _all_work_items([module], {}):
+        mutant = item.mutations[0]
+        if not any(start <= mutant.start_pos < end for start, end in types):
+            places[mutant.start_pos].append(mutant)
+    rng = random.Random(seed)
+    chosen = sorted(rng.sample(sorted(places), min(at_most, len(places))))
+    return [rng.choice(places[at]) for at in chosen]
+
+
+def passes(tests: list[str], patience: float) -> bool:
+    """Whether tests pass, in a process that has torch at hand and reads mmkv anew."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        os._exit(pytest.main(["-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]) != 0)
+    until = time.monotonic() + patience
+    while time.monotonic() < until:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status == 0
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def survives(mutant: MutationSpec, tests: list[tuple[list[str], float]]) -> str | None:
+    """What the mutant changes, if the tests all pass on it."""
+    operator = get_operator(mutant.operator_name)(**mutant.operator_args)
+    with use_mutation(mutant.module_path, operator, mutant.occurrence) as (old, new):
+        if not all(passes(some, patience) for some, patience in tests):
+            return None
+    return "\n".join(unified_diff(old.split("\n"), new.split("\n"), lineterm="", n=1))
+
+
+def measured(name: str) -> list[tuple[list[str], float]]:
+    """A module's tests, each with how long it may take on a mutant: several times its own time."""
+    found = []
+    for tests in TESTS[name]:
+        began = time.monotonic()
+        if not passes(tests, 600):
+            sys.exit(f"{name}: {' '.join(tests)} fails without any change")
+        found.append((tests, 20 + 4 * (time.monotonic() - began)))
+    return found
+
+
+def interval(killed: int, n: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share."""
+    z = 1.96
+    centre, around = killed / n + z * z / (2 * n), killed / n * (1 - killed / n) / n
+    wide = z * math.sqrt(around + z * z / (4 * n * n))
+    return (centre - wide) / (1 + z * z / n), (centre + wide) / (1 + z * z / n)
+
+
+def copied(folder: str) -> None:
+    """Make a folder the repository's copy, which every process from now on imports."""
+    for name in ("mmkv", "policies", "eval", "demo", "tests"):
+        without = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, Path(folder, name), ignore=without)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    os.chdir(folder)
+    sys.path[:0] = [folder, str(Path(folder, "tests"))]
+    sys.dont_write_bytecode = True
+    import helpers.models  # noqa: F401 - transformers too is at hand then, and mmkv is not
+
+    torch.set_num_threads(1)
+    hypothesis.settings.register_profile("mutants", derandomize=True, database=None)
+    hypothesis.settings.load_profile("mutants")
+
+
+def main() -> None:
+    """Draw, run, show."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("modules", nargs="*", help=f"of {', '.join(TESTS)}; all unless given")
+    parser.add_argument("--at-most", type=int, default=60, help="mutants of each module")
+    parser.add_argument("--minutes", type=float, default=20, help="for each module")
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    if unknown := set(chosen.modules) - set(TESTS):
+        parser.error(f"no tests are named for {', '.join(sorted(unknown))}")
+    with tempfile.TemporaryDirectory() as folder:
+        copied(folder)
+        for name in chosen.modules or TESTS:
+            mutants = drawn(Path("mmkv", f"{name}.py"), chosen.seed, chosen.at_most)
+            random.Random(chosen.seed).shuffle(mutants)  # a sample, where time ends it
+            tests, killed, run, began = measured(name), 0, 0, time.monotonic()
+            for mutant in mutants:
+                if time.monotonic() - began > 60 * chosen.minutes:
+                    break
+                left = survives(mutant, tests)
+                run, killed = run + 1, killed + (left is None)
+                if left is not None:
+                    print(f"survived: {mutant.operator_name}\n{left}\n", flush=True)
+            low, high = interval(killed, max(run, 1))
+            print(
+                f"{name}: seed {chosen.seed}, {killed} of {run} killed, {killed / max(run, 1):.1%} "
+                f"(95 %: {low:.1%} to {high:.1%}), {time.monotonic() - began:.0f} s",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
