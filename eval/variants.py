@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 # The built-in prompts are short: with a window of 32 tokens, a tenth of them could not be honoured.
 BUILTIN_WINDOW = 8
@@ -139,7 +142,7 @@ def plugin_arguments(
     Raises:
         ValueError: an unknown policy, option or budget.
     """
-    from mmkv.budgets import number, parse
+    from mmkv.budgets import note, number, parse
     from mmkv.registry import get_policy, policy_class
 
     names = {f.name for f in fields(policy_class(policy))} | {KV_DTYPE}
@@ -148,4 +151,6 @@ def plugin_arguments(
     size = None
     if chosen.retention is None and profile is None and budget is not None:
         size = parse(budget) if isinstance(budget, str) else number(budget)
+        if doubt := note(size):
+            logger.warning(doubt)
     return size, mine, {k: v for k, v in kwargs.items() if k not in names}
