@@ -69,7 +69,8 @@ def _load(state: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
         chosen = asked["dtype"]
         if chosen != "auto":
             chosen = getattr(torch, chosen)
-        state["model"] = maker.from_pretrained(path, dtype=chosen).to(asked["device"]).eval()
+        model = maker.from_pretrained(path, dtype=chosen, use_safetensors=True)
+        state["model"] = model.to(asked["device"]).eval()
     gc.collect()
     gc.freeze()
     return {"versions": {n: _version(n) for n in ("kvpress", "transformers", "torch")}}

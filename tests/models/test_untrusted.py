@@ -18,6 +18,7 @@ from helpers.memory import bounded
 from helpers.models import make_model
 from mmkv import chat
 from mmkv.eval import loading, store
+from mmkv.eval.speed import kvpress_worker
 from mmkv.eval.suites.registry import load_suite
 
 SOURCES = Path(__file__).parents[2]
@@ -64,6 +65,16 @@ def test_pickled_weights_are_not_loaded(tmp_path, load):
     with pytest.raises(ValueError, match="cannot load model"):
         load(str(tmp_path / "m"))
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_rivals_process_loads_no_pickled_weights(tmp_path):
+    model = make_model("llama")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    asked = {"path": str(tmp_path), "device": "cpu", "dtype": "float32", "threads": 1}
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        kvpress_worker._load({}, asked)
 
 
 @pytest.mark.parametrize("load", [chat.load, lambda x: loading.load_model(x, device_map="cpu")])
