@@ -85,6 +85,13 @@ class TestTables:
         assert set(named) - folders == files
         assert all((ROOT / x / "__init__.py").is_file() for x in folders)
 
+    def test_every_folder_of_tests_has_its_place_in_the_architecture(self):
+        text = between(TEXTS["docs/architecture.md"] + "\n## ", "## Tests", "\n## ")
+        named = re.findall(r"^\| `(tests/\w+)/` \|", text, re.MULTILINE)
+        found = {x.parent for x in (ROOT / "tests").glob("*/*.py")}
+        assert sorted(named) == sorted(str(x.relative_to(ROOT)) for x in found)
+        assert not list((ROOT / "tests").glob("test_*.py"))
+
     def test_the_readmes_figures_are_those_of_the_pages(self):
         shown = rows(between(README, "## Measured", "## Limits"))
         pictures = rows(between(QUALITY, "## Descriptions", "## Layer sizes"))
