@@ -90,6 +90,8 @@ class LayerInputs:
         scale: what the layer multiplies query-key products with; None: D ** -0.5.
         softcap: bound of the layer's logits (Gemma 2), or None.
         mask: bool [B, 1, Q, N], which query sees which key; None: plainly causal.
+        bias: float32 [B, H, N], added to the logits of each key: the logarithm of how many tokens
+            of earlier turns it stands for; None where each stands for itself.
         layer_idx: which layer.
         rotary: of the last Q tokens; None where the score does not ask for it (`uses_rotary`), and
             where the layer has none.
@@ -104,6 +106,7 @@ class LayerInputs:
     scale: float | None = None
     softcap: float | None = None
     mask: Tensor | None = None
+    bias: Tensor | None = None
     layer_idx: int = 0
     rotary: Rotary | None = None
     weight: Callable[[], Tensor] | None = None
@@ -117,6 +120,7 @@ class LayerInputs:
             "softcap": self.softcap,
             "valid": self.valid,
             "mask": self.mask,
+            "bias": self.bias,
         }
 
     @property
@@ -186,6 +190,7 @@ class LayerInputs:
             value=self.value.flatten(0, 1)[:, None],
             valid=valid.flatten(0, 1),
             mask=mask,
+            bias=None if self.bias is None else self.bias.flatten(0, 1)[:, None],
             rotary=rotary,
             head=torch.arange(H, device=device).repeat(B),
         )

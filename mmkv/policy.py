@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
     from mmkv.layer_inputs import LayerInputs
 
-Score = Literal["window", "accumulated", "recency"]
+Score = Literal["window", "accumulated", "recency", "observers"]
 Pooling = Literal["avg", "max"]
 Layers = Literal["uniform", "pyramid", "geometric", "squeeze", "prefix", "pooled"]
 Allocation = Literal["one-pass", "mini-prefill"]
 Heads = Literal["uniform", "adaptive"]
 Decode = Literal["grow", "ratio", "fixed"]
-Merge = Literal["position", "feature"]
+Merge = Literal["position", "feature", "groups"]
 Protect = Literal["none", "instruction"]
 
 # The options that only one choice of a part reads. Setting one without its part would do nothing,
@@ -36,6 +36,11 @@ _READ_ONLY_WITH: dict[str, tuple[str, tuple[str, ...]]] = {
     "retention": ("layers", ("pooled",)),
     "alpha": ("heads", ("adaptive",)),
     "distance": ("decode", ("ratio",)),
+    "chunk": ("score", ("observers",)),
+    "exact": ("merge", ("groups",)),
+    "newest": ("merge", ("groups",)),
+    "group_run": ("merge", ("groups",)),
+    "rounds": ("merge", ("groups",)),
 }
 
 
@@ -49,7 +54,8 @@ class Policy:
     Options:
         score: what makes a token important. "window": attention from the last `window` queries,
             pooled over `kernel_size` keys with `pooling` (SnapKV); "accumulated": attention from
-            all queries (H2O); "recency": its position.
+            all queries (H2O); "recency": its position; "observers": the most that any query of
+            its `chunk` of the prompt, asked at the prompt's end, would lose without it.
         average_heads: rank tokens once per layer, by the mean over heads, not once per head.
         recency_weighted: weigh the window's queries by how recent they are (PyramidInfer).
         sinks: how many first tokens are always kept (StreamingLLM).
@@ -68,7 +74,11 @@ class Policy:
             goes on with the size the prompt left it (filled up to an int budget that is larger),
             and each new token takes the place of the lowest accumulated score, or with
             score="recency" of the oldest.
-        merge: average evicted pairs into the kept one nearest in "position" or "feature".
+        merge: average evicted pairs into the kept one nearest in "position" or "feature"; or
+            "groups": the share `exact` of the slots, the best-scored tokens and the `newest` ones,
+            holds tokens as they are, and the other slots hold groups of all other tokens, which
+            attention weighs by their number. Groups are found by `rounds` of k-means inside runs
+            of `group_run` tokens.
         protect: "instruction" keeps the prompt's text in every layer; image tokens compete.
         reposition: give keys consecutive positions inside the cache (StreamingLLM as published).
 
@@ -97,6 +107,11 @@ class Policy:
     merge: Merge | None = None
     protect: Protect = "none"
     reposition: bool = False
+    chunk: int = 128
+    exact: float = 0.25
+    newest: int = 4
+    group_run: int = 512
+    rounds: int = 2
 
     name: ClassVar[str] = "policy"
     aliases: ClassVar[tuple[str, ...]] = ()
@@ -118,10 +133,13 @@ class Policy:
                 f"window={self.window}, kernel_size={self.kernel_size}: "
                 "the window must be at least 1, the kernel size odd"
             )
-        for field in ("sinks", "distance"):
+        for field in ("sinks", "distance", "newest"):
             if (value := getattr(self, field)) < 0:
                 raise ValueError(f"{field}={value}: expected 0 or more")
-        for field in ("alpha", "recent"):
+        for field in ("chunk", "group_run", "rounds"):
+            if (value := getattr(self, field)) < 1:
+                raise ValueError(f"{field}={value}: expected 1 or more")
+        for field in ("alpha", "recent", "exact"):
             if not 0 <= (value := getattr(self, field)) <= 1:
                 raise ValueError(f"{field}={value}: expected a number in [0, 1]")
         for field in ("p", "decay", "retention"):
@@ -134,10 +152,10 @@ class Policy:
                 "heads='adaptive' compares heads by their scores; average_heads=True and "
                 "score='recency' give all heads the same"
             )
-        if self.decode == "fixed" and self.score == "window":
+        if self.decode == "fixed" and self.score in ("window", "observers"):
             raise ValueError(
                 "decode='fixed' drops the lowest accumulated score or the oldest token; "
-                "score='window' has neither: use score='accumulated' or 'recency'"
+                f"score={self.score!r} has neither: use score='accumulated' or 'recency'"
             )
         if self.decode == "fixed" and self.average_heads:
             raise ValueError(
@@ -167,6 +185,8 @@ class Policy:
 
         if self.score == "recency":
             return scores.recency(layer.valid)
+        if self.score == "observers":
+            return self._observed(layer)
         if self.score == "accumulated":
             s = scores.accumulated_attention(layer.query, layer.key, **layer.attention)
         else:
@@ -185,6 +205,31 @@ class Policy:
             )
             s = torch.nn.functional.pad(s, (0, self.window))
         return s.mean(dim=1, keepdim=True) if self.average_heads else s
+
+    def _observed(self, layer: LayerInputs) -> Tensor:
+        from mmkv.layer_inputs import turn
+        from mmkv.observers import observer_scores, output_gram
+
+        query = layer.query
+        if layer.rotary is not None:
+            query = turn(layer.plain_query, *layer.rotary.ahead(1))
+        gram = None if layer.weight is None else output_gram(layer.output_weight)
+        return observer_scores(
+            query,
+            layer.key,
+            layer.value,
+            gram,
+            run=self.chunk,
+            scale=layer.scale,
+            softcap=layer.softcap,
+            bias=layer.bias,
+            valid=layer.valid,
+        )
+
+    @property
+    def reads_rotary(self) -> bool:
+        """Whether its score needs the layer's rotary embedding."""
+        return self.uses_rotary or self.score == "observers"
 
     @property
     def observed(self) -> int:
@@ -206,7 +251,7 @@ class Policy:
         """How many of a prompt's last queries its score needs at the end; None: all of them."""
         if self.keeps_all or self.additive:
             return 0
-        return None if self.scores_itself else self.observed
+        return None if self.scores_itself or self.score == "observers" else self.observed
 
     @property
     def needs_all_layers(self) -> bool:

@@ -88,7 +88,7 @@ class CacheReport:
         for i, (other, held) in enumerate(zip(cache.layers, cache.layer_nbytes, strict=True)):
             if x := compressed.get(id(other)):
                 state = x.keeping()
-                counts = (state.kept() >= 0).sum(-1).tolist()
+                counts = state.counts().tolist()
                 share = None if state.retained is None else float(state.retained.mean())
                 errors = (None, None) if state.error is None else state.error.mean(0).tolist()
                 layers.append(LayerReport(i, True, counts, held, share, *errors))

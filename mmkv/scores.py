@@ -47,6 +47,7 @@ def window_attention(
     softcap: float | None = None,
     valid: Tensor | None = None,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
     """Mean attention that the last `window` queries pay to each earlier token, pooled over tokens.
@@ -63,6 +64,7 @@ def window_attention(
         valid: bool `[B, N]`, False for padding.
         mask: bool `[B, 1, Q, N]`, True where a query sees a key, in place of the causal rule. A
             query that sees nothing pays no attention.
+        bias: float `[B, H, N]`, added to the logits of each key.
         weights: `[window]`, non-negative, for a weighted mean over the window's queries
             (PyramidInfer's recency weights); uniform by default.
 
@@ -111,6 +113,8 @@ def window_attention(
         logits = logits.view(B, H, G, window, N)
         if softcap is not None:
             logits.tanh_().mul_(softcap)
+        if bias is not None:
+            logits += bias[:, :, None, None]
         attention = logits.masked_fill(blocked, -torch.inf).softmax(-1)
         attention = attention.masked_fill(blocked, 0.0)[..., : N - window]
         scores = (per_query @ attention).view(B, Hq, N - window)
@@ -134,6 +138,7 @@ def accumulated_attention(
     softcap: float | None = None,
     valid: Tensor | None = None,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
     block: int = 256,
 ) -> Tensor:
     """Attention that each token receives from all queries of the prompt, summed, without `N x N`.
@@ -151,6 +156,7 @@ def accumulated_attention(
         valid: bool `[B, N]`, False for padding: such queries are left out, such keys score 0.
         mask: bool `[B, 1, Q, N]`, True where a query sees a key, in place of the causal rule. A
             query that sees nothing is left out.
+        bias: float `[B, H, N]`, added to the logits of each key.
         block: query rows per block.
 
     Returns:
@@ -172,7 +178,7 @@ def accumulated_attention(
     if block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
     # In 16 bits only: float32 is as well off with plain products, as matrix units would round it.
-    if mask is None and key.itemsize == 2 and kernels.wanted(query, key):
+    if mask is None and bias is None and key.itemsize == 2 and kernels.wanted(query, key):
         options: dict[str, Any] = {"scale": _factor(D, scale), "softcap": softcap, "valid": valid}
         return kernels.column_sums(query, key, kernels.row_lse(query, key, **options), **options)
     G = Hq // H
@@ -193,6 +199,7 @@ def accumulated_attention(
                 key[b, h].float(),
                 None if valid is None else ~valid[b],
                 None if mask is None else (mask, b),
+                None if bias is None else bias[b, h].float()[:, None],
                 future=future,
                 scale=_factor(D, scale, softcap),
                 softcap=softcap,
@@ -257,6 +264,7 @@ def _column_sums(
     key: Tensor,
     padding: Tensor | None,
     mask: tuple[Tensor, Tensor] | None,
+    bias: Tensor | None,
     *,
     future: Tensor,
     scale: float,
@@ -265,7 +273,7 @@ def _column_sums(
     """Column sums `[n, N]` of the attention of `query [n, G, Q, D]` on `key [n, N, D]`.
 
     The queries are those of the last `Q` keys. Causal, without a mask: bool `[B, 1, Q, N]`, and
-    which of its `B` is each of the `n`.
+    which of its `B` is each of the `n`. `bias` is `[n, 1, N]`, or None.
     """
     (n, G, Q, D), N = query.shape, key.shape[1]
     block, past = future.shape[0], N - Q
@@ -285,6 +293,8 @@ def _column_sums(
         logits = rows.reshape(n, G * size, D) @ key[:, :seen].mT
         if softcap is not None:
             logits.tanh_().mul_(softcap)
+        if bias is not None:
+            logits += bias[..., :seen]
         if mask is None:
             diagonal = logits.view(n, G, size, stop)[..., start:]
             diagonal.masked_fill_(future[:size, :size], lowest)

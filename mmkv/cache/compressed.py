@@ -304,6 +304,7 @@ class CompressedCache(Cache):
                 value=held.values,
                 valid=held.positions[:, 0] >= 0,
                 mask=view,
+                bias=held.bias,
                 **options,
             )
             self._read(layer, self.phase, held, inputs)
@@ -376,15 +377,33 @@ class CompressedCache(Cache):
         Raises:
             ValueError: the layer has a sliding window and is not compressed, or nothing was run.
         """
-        found = self.layers[layer]
-        if not isinstance(found, CompressedLayer):
-            raise ValueError(f"layer {layer} has a sliding window of its own: it is not compressed")
-        return found.kept()
+        return self._compressed_layer(layer).kept()
+
+    def groups(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The groups of a layer, for policies with merge="groups".
+
+        Returns:
+            weights: int64 [B, H, n], how many tokens each group stands for, 0 as filler.
+            group: int64 [B, H, N], in which of them each token of the prompt lies, earlier turns
+                included; -1 for tokens that are kept as they are, gone, or padding.
+
+        Raises:
+            ValueError: the layer has a sliding window and is not compressed, or nothing was run.
+        """
+        found = self._compressed_layer(layer).keeping()
+        assert self.prompt is not None
+        return found.groups(self.prompt.valid.shape[1])
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each row up to the end of the last prompt, without padding."""
         return [] if self.prompt is None else self.prompt.lengths
+
+    def _compressed_layer(self, layer: int) -> CompressedLayer:
+        found = self.layers[layer]
+        if not isinstance(found, CompressedLayer):
+            raise ValueError(f"layer {layer} has a sliding window of its own: it is not compressed")
+        return found
 
     @property
     def nbytes(self) -> int:

@@ -30,6 +30,9 @@ class DenseKV:
             them.
         tail_mask: bool [B, 1, w, U], which keys those queries saw; None: plainly causal.
         tail_rotary: their rotary embedding, where the score needs it.
+        weights: float32 [B, H, U], how many tokens each pair stands for; None: itself alone.
+        leaders: [B, H, T], the group of each token seen up to the last turn, see
+            `grouping.Groups.places`; None: there is none.
     """
 
     keys: Tensor
@@ -39,6 +42,8 @@ class DenseKV:
     tail: Tensor | None = None
     tail_mask: Tensor | None = None
     tail_rotary: Rotary | None = None
+    weights: Tensor | None = None
+    leaders: Tensor | None = None
 
     @classmethod
     def from_blocks(cls, blocks: list[HeadGroup], batch: int, heads: int) -> DenseKV:
@@ -70,6 +75,7 @@ class DenseKV:
             by_age("values"),
             positions.unflatten(0, (batch, heads)),
             None if first.mass is None else by_age("mass").masked_fill(empty, 0.0),
+            weights=None if first.log_weights is None else by_age("log_weights").exp().round(),
         )
 
     @property
@@ -77,6 +83,11 @@ class DenseKV:
         """Bytes of the storages behind keys and values."""
         storages = [x.untyped_storage() for x in (self.keys, self.values)]
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+    @property
+    def bias(self) -> Tensor | None:
+        """float32 [B, H, U], added to the logits of each pair; None where each stands for one."""
+        return None if self.weights is None else self.weights.log()
 
     def masked(self, valid: Tensor) -> DenseKV:
         """Without the tokens for which `valid`, bool [B, T] by position, is False."""
@@ -98,7 +109,15 @@ class DenseKV:
             wide = order.expand(B, max(P, scores.shape[1]), -1)
             gone = ~stays.expand(B, wide.shape[1], U)
             scores = scores.expand(B, wide.shape[1], U).masked_fill(gone, 0.0).gather(2, wide)
-        return DenseKV(by_age(self.keys), by_age(self.values), positions, scores)
+        weights = None if self.weights is None else by_age(self.weights)
+        return DenseKV(
+            by_age(self.keys),
+            by_age(self.values),
+            positions,
+            scores,
+            weights=weights,
+            leaders=self.leaders,
+        )
 
     def select_rows(self, batch: Tensor) -> DenseKV:
         """Rows of the batch, which may repeat, in storage of their own."""
@@ -115,11 +134,15 @@ class DenseKV:
         """With the pairs [B, H, q, D] of new tokens at `positions` [B, 1, q] behind the old."""
         B, _, q, _ = key.shape
         heads = self.positions.shape[1]
+        weights = self.weights
+        if weights is not None:
+            weights = torch.cat([weights, weights.new_ones(*weights.shape[:2], q)], dim=2)
         return replace(
             self,
             keys=torch.cat([self.keys, key], dim=2),
             values=torch.cat([self.values, value], dim=2),
             positions=torch.cat([self.positions, positions.expand(B, heads, q)], dim=2),
+            weights=weights,
         )
 
     def attend(
@@ -147,6 +170,9 @@ class DenseKV:
         # Every new token sees itself, padding too: a row of the softmax is never empty.
         own = torch.arange(q, device=keys.device)
         visible[:, own, positions.shape[1] - q + own] = True
+        if (bias := self.bias) is not None:
+            bias = bias.flatten(0, 1)[:, None].to(query.dtype)
+            visible = bias.masked_fill(~visible, -torch.inf)
         if inv_freq is not None:
             keys = reposition(keys, positions, first + q - 1, inv_freq)
         rows = query.reshape(B * H, Hq // H * q, -1)

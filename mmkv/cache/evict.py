@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from mmkv.cache import selection
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.dense import DenseKV
+from mmkv.cache.grouping import Groups
 from mmkv.cache.head_groups import HeadGroup, group_rows, spare
 from mmkv.cache.layer import KeptKV
 from mmkv.cache.merging import merge
@@ -33,15 +34,28 @@ def evict(
         expected: tokens that will be generated, as far as known.
     """
     policy, (B, H, U, _) = plan.policy, held.keys.shape
-    indices, counts, anchored = selection.select(policy, held.scores, held.positions, prompt, sizes)
+    ranking = selection.ranked(policy, held.scores, held.positions, prompt, sizes)
+    how = None if list(sizes) == prompt.lengths else policy.merge
+    keys, values = held.keys.detach(), held.values.detach()
+    groups = None
+    if how == "groups":
+        groups = Groups.of(policy, keys, values, held.positions, held.weights, *ranking[:2])
+        ranking = groups.led(*ranking)
+    indices, counts, anchored = selection.ordered(*ranking)
+    weights = None
+    if held.weights is not None:
+        weights = held.weights.gather(2, indices.expand(B, H, -1).clamp(min=0))
+    if groups is not None:
+        keys, values, weights = groups.means(keys, values, indices)
+    elif how == "position" or how == "feature":
+        keys, values = merge(keys, values, indices.expand(B, H, -1), held.positions, how=how)
     retained = None
     if held.scores is not None and policy.score != "recency":
-        retained = selection.retained(held.scores, indices, held.positions, prompt)
+        alone = indices if weights is None else indices.masked_fill(weights > 1, -1)
+        retained = selection.retained(held.scores, alone, held.positions, prompt)
     indices = indices.expand(B, H, -1)
-    keys, values = held.keys.detach(), held.values.detach()
     tokens = indices.flatten(0, 1)  # [R, M], where each kept token lies in `keys` and `values`
-    if policy.merge is not None and list(sizes) != prompt.lengths:
-        keys, values = merge(keys, values, indices, held.positions, how=policy.merge)
+    if how is not None:
         whole = torch.arange(indices.shape[-1], device=indices.device)
         tokens = torch.where(indices < 0, -1, whole).flatten(0, 1)
 
@@ -53,6 +67,11 @@ def evict(
     mass = None
     if held.scores is not None and policy.score == "accumulated":
         mass = per_token(held.scores, 0)
+        if groups is not None:
+            mass = groups.sums(held.scores, indices).flatten(0, 1)
+    log_weights = None
+    if weights is not None:
+        log_weights = weights.log().masked_fill(indices < 0, 0.0).flatten(0, 1)
 
     def per_row(x: Tensor) -> np.ndarray:
         return x.expand(B, H).reshape(-1).numpy()
@@ -84,10 +103,16 @@ def evict(
                 schedule,
                 rows=None if len(rows) == B * H else index,
                 inv_freq=plan.inv_freq,
+                log_weights=(
+                    None if log_weights is None else pad(log_weights[index, :width], empty)
+                ),
             )
         )
     error = None if plan.kv_dtype is None else relative_error(off.view(B, H, 2, 2).sum(1))
-    return KeptKV(blocks, B, H, list(sizes), retained, error)
+    leaders = held.leaders
+    if groups is not None:
+        leaders = groups.places(held.leaders, indices, prompt.valid.shape[1])
+    return KeptKV(blocks, B, H, list(sizes), retained, error, leaders)
 
 
 def _gather(x: Tensor, rows: Tensor, at: Tensor) -> Tensor:

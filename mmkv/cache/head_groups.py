@@ -60,6 +60,8 @@ class HeadGroup:
         mass: float32 [R, S], attention accumulated by each slot, for policies that score by it;
             decoding adds to it where it also drops by it (H2O), and then inf marks empty slots.
         schedule: which slot is next.
+        log_weights: float32 [R, S], the logarithm of how many tokens a slot stands for, which the
+            bias adds to its logits; None: every slot stands for one.
         inv_freq: [D / 2], to count positions inside the cache; None to keep the original ones.
     """
 
@@ -71,6 +73,7 @@ class HeadGroup:
     mass: Tensor | None
     schedule: SlotSchedule
     inv_freq: Tensor | None = None
+    log_weights: Tensor | None = None
     # [R] numbers of the rows, and attention weights [R, G, S] of a step; made when first needed.
     numbers: Tensor | None = None
     weights: Tensor | None = None
@@ -89,11 +92,12 @@ class HeadGroup:
         *,
         rows: Tensor | None = None,
         inv_freq: Tensor | None = None,
+        log_weights: Tensor | None = None,
     ) -> HeadGroup:
         """Take over storage [R, S, D] that holds kept pairs, and after them empty slots."""
         if mass is not None and isinstance(schedule, HeavyHitterSlots):
             mass = mass.masked_fill(positions < 0, torch.inf)
-        block = cls(rows, keys, values, positions, None, mass, schedule, inv_freq)
+        block = cls(rows, keys, values, positions, None, mass, schedule, inv_freq, log_weights)
         block.thaw()
         return block
 
@@ -108,29 +112,32 @@ class HeadGroup:
         if isinstance(keys, Tensor) and isinstance(values, Tensor) and kernels.wanted(keys, values):
             last = torch.arange(1, keys.shape[1] + 1, dtype=torch.int32, device=keys.device)
             self.lengths = last.masked_fill(self.positions < 0, 0).amax(-1)
-            if self.schedule.gapless:
+            if self.schedule.gapless and self.log_weights is None:
                 return
         self.bias = self._empty_bias()
 
     def thaw(self) -> None:
         """Back to steps that the host drives: shapes follow the schedule's `width`."""
         self.frozen, self.lengths, self.bias = False, None, None
-        if self.schedule.gapless:
+        if self.schedule.gapless and self.log_weights is None:
             return
         self.bias = self._empty_bias()
         if self.schedule.shared:  # what lies behind `width` is never looked at
             self.bias[:, :, self.schedule.width - 1 :] = 0.0
 
     def _empty_bias(self) -> Tensor:
-        """[R, 1, S]: -inf where a slot is empty."""
+        """[R, 1, S]: -inf where a slot is empty, the logarithm of its weight elsewhere."""
         empty = self.positions[:, None] < 0
         bias = torch.zeros(empty.shape, dtype=self.keys.dtype, device=empty.device)
+        if self.log_weights is not None:
+            bias += self.log_weights[:, None]
         return bias.masked_fill_(empty, -torch.inf)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages held for keys and values, empty slots included."""
-        return nbytes(self.keys) + nbytes(self.values)
+        """Bytes of the storages held for keys, values and weights, empty slots included."""
+        more = 0 if self.log_weights is None else nbytes(self.log_weights)
+        return nbytes(self.keys) + nbytes(self.values) + more
 
     @property
     def held(self) -> Tensor:
@@ -166,6 +173,8 @@ class HeadGroup:
             self.keys[where], self.values[where] = key, value
             new = torch.arange(position, position + q, device=key.device) if q > 1 else position
             self.positions[where] = new
+            if self.bias is not None and self.log_weights is not None:
+                self.bias[:, 0, slots : slots + q] = 0.0
         else:
             if self.numbers is None:
                 self.numbers = torch.arange(len(self.positions), device=self.keys.device)
@@ -178,6 +187,8 @@ class HeadGroup:
                 self.bias[self.numbers, 0, slots] = 0.0
         if self.mass is not None and isinstance(self.schedule, HeavyHitterSlots):
             self.mass[where] = 0.0
+        if self.log_weights is not None:
+            self.log_weights[where] = 0.0
 
     def attend(
         self,
@@ -211,6 +222,9 @@ class HeadGroup:
         visible = None if self.bias is None else self.bias[:, :, :width]
         if q > 1 and isinstance(position, int):
             visible = causal_view(used(self.positions), position, q)
+            if self.log_weights is not None:
+                bias = used(self.log_weights)[:, None].to(query.dtype)
+                visible = bias.masked_fill(~visible, -torch.inf)
         if hidden is not None:
             place = used(self.positions).long()
             known = (place >= 0) & (place < hidden.shape[1])
@@ -268,6 +282,7 @@ class HeadGroup:
             positions=self.positions[index],
             bias=None if self.bias is None else self.bias[index],
             mass=None if self.mass is None else self.mass[index],
+            log_weights=None if self.log_weights is None else self.log_weights[index],
             schedule=self.schedule.select(chosen),
             numbers=None,
             weights=None,
@@ -293,6 +308,8 @@ class HeadGroup:
         self.positions = grown(self.positions, -1)
         if self.mass is not None:
             self.mass = grown(self.mass, torch.inf if lightest else 0)
+        if self.log_weights is not None:
+            self.log_weights = grown(self.log_weights, 0)
         if self.bias is not None:
             self.bias = grown(self.bias[:, 0], 0 if self.schedule.shared else -torch.inf)[:, None]
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
 from mmkv.cache.dense import DenseKV
@@ -25,6 +26,8 @@ class KeptKV:
         sizes: tokens kept per head when the prompt was read, for each of the B rows.
         retained: [B], share of the importance kept; None where the policy has no attention score.
         error: [B, 2], what 8 or 4 bits cost keys and values; None where nothing is quantised.
+        leaders: [B, H, T], the group of each token of the prompt, see `grouping.Groups.places`;
+            None where there is none.
     """
 
     blocks: list[HeadGroup]
@@ -33,22 +36,55 @@ class KeptKV:
     sizes: list[int]
     retained: Tensor | None = None
     error: Tensor | None = field(default=None)
+    leaders: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages held for keys and values."""
-        return sum(b.nbytes for b in self.blocks)
+        """Bytes of the storages held for keys and values, and for their groups."""
+        leaders = 0 if self.leaders is None else self.leaders.untyped_storage().nbytes()
+        return sum(b.nbytes for b in self.blocks) + leaders
 
     def dense(self) -> DenseKV:
         """All that is kept, as one rectangle in fresh storage, by age."""
-        return DenseKV.from_blocks(self.blocks, self.batch, self.heads)
+        held = DenseKV.from_blocks(self.blocks, self.batch, self.heads)
+        return replace(held, leaders=self.leaders)
 
     def kept(self) -> Tensor:
-        """Original positions held, int64 [B, H, n], ascending, -1 as filler at the end."""
-        found = self.dense().positions
-        far = torch.iinfo(torch.int64).max
-        found = found.masked_fill(found < 0, far).sort(dim=-1).values
-        return found.masked_fill(found == far, -1)
+        """Original positions held, int64 [B, H, n], ascending, -1 as filler at the end.
+
+        Those of tokens that are held as they are, not of groups.
+        """
+        held = self.dense()
+        positions = held.positions
+        if held.weights is not None:
+            positions = positions.masked_fill(held.weights > 1, -1)
+        return _ascending(positions)
+
+    def counts(self) -> Tensor:
+        """Pairs held, groups included: int64 [B, H]."""
+        return (self.dense().positions >= 0).sum(-1)
+
+    def groups(self, seen: int) -> tuple[Tensor, Tensor]:
+        """The groups held, and where each of the `seen` tokens of the prompts lies.
+
+        Returns:
+            weights: int64 [B, H, n], how many tokens each group stands for, 0 as filler.
+            group: int64 [B, H, seen], which of the n; -1 for tokens kept alone, gone, or padding.
+        """
+        held = self.dense()
+        if held.weights is None or self.leaders is None:
+            none = torch.full((self.batch, self.heads, seen), -1, device=held.keys.device)
+            return none[..., :0], none
+        here = held.weights > 1
+        places = _ascending(held.positions.masked_fill(~here, -1))  # of leaders
+        n, far = places.shape[-1], torch.iinfo(torch.int64).max
+        leaders = pad(self.leaders.long(), (0, seen - self.leaders.shape[-1]), value=-1)
+        order = places.masked_fill(places < 0, far)
+        found = torch.searchsorted(order, leaders).clamp(max=max(0, n - 1))
+        same = (leaders >= 0) & (order.gather(-1, found) == leaders) if n else leaders != leaders
+        order = held.positions.masked_fill(~here, far).argsort(dim=-1)[..., :n]
+        weights = held.weights.masked_fill(~here, 0).gather(-1, order).long()
+        return weights, found.masked_fill(~same, -1)
 
     def attend(
         self,
@@ -122,6 +158,7 @@ class KeptKV:
             sizes=[self.sizes[int(b)] for b in chosen],
             retained=chosen_of(self.retained),
             error=chosen_of(self.error),
+            leaders=chosen_of(self.leaders),
         )
 
     @cached_property
@@ -130,6 +167,14 @@ class KeptKV:
         rows = [b.rows for b in self.blocks if b.rows is not None]
         order = torch.cat(rows) if rows else None
         return order, None if order is None else order.argsort()
+
+
+def _ascending(positions: Tensor) -> Tensor:
+    """Positions [B, H, n] in rising order, -1 at the end, as narrow as they allow."""
+    far = torch.iinfo(torch.int64).max
+    found = positions.masked_fill(positions < 0, far).sort(dim=-1).values
+    most = int((positions >= 0).sum(-1).max()) if found.numel() else 0
+    return found.masked_fill(found == far, -1)[..., :most]
 
 
 class CompressedLayer(CacheLayerMixin):

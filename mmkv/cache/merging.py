@@ -60,15 +60,31 @@ def merge(
     own = torch.arange(indices.shape[-1], device=keys.device).expand_as(indices)
     anchor = torch.cat([anchor, torch.zeros_like(anchor[..., :1])], dim=-1)
     anchor = anchor.scatter(-1, indices.masked_fill(filler, N), own)[..., :N]
-    weight = (positions >= 0)[..., None].float()
+    slots = indices.shape[-1]
+    weight = (positions >= 0).float()
+    size = sums(weight, anchor, slots)
+    return mean(keys, anchor, weight, size), mean(values, anchor, weight, size)
 
-    def sums(x: Tensor) -> Tensor:
-        total = torch.zeros(B, H, indices.shape[-1], x.shape[-1], device=x.device)
-        return total.scatter_add_(2, anchor[..., None].expand_as(x), x)
 
-    size = sums(weight).clamp(min=1)
-    merged = [(sums(x.float() * weight) / size).to(x.dtype) for x in (keys, values)]
-    return merged[0], merged[1]
+def sums(x: Tensor, anchor: Tensor, slots: int) -> Tensor:
+    """Sums over tokens of x [B, H, N, ...], each into its slot `anchor` [B, H, N]: [B, H, S, ...].
+
+    An anchor of S, the number of `slots`, is none.
+    """
+    total = x.new_zeros(*x.shape[:2], slots + 1, *x.shape[3:])
+    at = anchor if x.ndim == 3 else anchor[..., None].expand_as(x)
+    return total.scatter_add_(2, at, x)[:, :, :slots]
+
+
+def mean(x: Tensor, anchor: Tensor, weight: Tensor, size: Tensor) -> Tensor:
+    """Weighted means of tokens [B, H, N, D] by slot: [B, H, S, D] in the type of `x`.
+
+    `weight` is [B, H, N], and `size` [B, H, S] its `sums`.
+    """
+    there = (weight > 0)[..., None]  # what padding holds may be anything, NaN included
+    part = torch.where(there, x.float() * weight[..., None], 0.0)
+    total = sums(part, anchor, size.shape[-1])
+    return (total / size.clamp(min=1)[..., None]).to(x.dtype)
 
 
 def _nearest(kept: Tensor, positions: Tensor) -> Tensor:

@@ -322,6 +322,23 @@ def select(
         counts: int64 [B, 1 or H], on the host.
         anchored: int64 [B, 1 or H], how many of them decoding must not drop, on the host.
     """
+    return ordered(*ranked(policy, scores, positions, prompt, sizes))
+
+
+def ranked(
+    policy: Policy,
+    scores: Tensor | None,
+    positions: Tensor,
+    prompt: TokenMasks,
+    sizes: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rank what one layer holds; arguments as in `select`.
+
+    Returns:
+        rank: float [B, 1 or H, U], scores; inf for tokens that must stay, -inf where there is none.
+        size: int64 [B, 1 or H], how many each head keeps.
+        protected: bool [B, 1 or H, U], those that decoding must not drop.
+    """
     B, P, U = positions.shape
     device = positions.device
     if scores is None:
@@ -341,7 +358,19 @@ def select(
         must = must | (free & (age <= share[..., None]))
     if policy.heads == "adaptive":
         size = _adaptive(policy, scores, present & ~must, must.sum(-1), size, sizes)
+    if policy.merge == "groups":
+        # Of few slots no more than an eighth: the others need most of them.
+        free = present & ~must
+        latest = (size // 8).clamp(max=policy.newest).minimum(size - must.sum(-1))
+        age = free.flip(-1).cumsum(-1).flip(-1)
+        must = must | (free & (age <= latest[..., None]))
     rank = scores.masked_fill(must, float("inf")).masked_fill(~present, float("-inf"))
+    return rank, size, protected
+
+
+def ordered(rank: Tensor, size: Tensor, protected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The best-ranked tokens in the order of slots: arguments of `ranked`, result of `select`."""
+    U, device = rank.shape[-1], rank.device
     counts, anchored = torch.stack([size, protected.sum(-1)]).cpu()
     M = int(counts.max())
     chosen = rank.argsort(dim=-1, descending=True, stable=True)[..., :M]

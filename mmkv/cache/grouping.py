@@ -1,0 +1,300 @@
+"""Which token stands for which: exact tokens for themselves, and groups of all the others.
+
+A group is one pair, the mean key and the mean value of its tokens, and its weight `m`, how many
+they are. Attention adds `log m` to that slot's logit, `softmax(scale * q . k + log m)`, so a group
+of equal pairs reads exactly as its tokens did, and nothing leaves the softmax. A group lies where
+the best of its tokens stood, its leader. Shape letters are those of `mmkv.scores`.
+
+Related: merging (KeepKV, arXiv 2504.09936; LOOK-M, arXiv 2406.18139), the log-count bias (ToMe's
+proportional attention, arXiv 2210.09461).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmkv.cache.merging import mean, sums
+from mmkv.observers import spans
+from mmkv.policy import Policy
+
+# Elements of distances in flight.
+_TILE = 2**24
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The tokens of one layer, and which of them stands for which.
+
+    Attributes:
+        leader: int64 [B, H, U], see `leaders`.
+        positions: int64 [B, H, U], where each token stands, -1 where there is none.
+        weights: float32 [B, H, U], how many tokens each stands for already.
+    """
+
+    leader: Tensor
+    positions: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        policy: Policy,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        weights: Tensor | None,
+        rank: Tensor,
+        size: Tensor,
+    ) -> Groups:
+        """Group a layer's pairs [B, H, U, D].
+
+        Args:
+            policy: its options of merge="groups" decide.
+            keys, values: the pairs.
+            positions: int64 [B, 1 or H, U].
+            weights: float32 [B, H, U], or None where each stands for itself.
+            rank, size: see `selection.ranked`.
+        """
+        B, H, U, _ = keys.shape
+        positions = positions.expand(B, H, U)
+        if weights is None:
+            weights = (positions >= 0).float()
+        leader = leaders(
+            keys,
+            values,
+            rank.expand(B, H, U),
+            size.expand(B, H),
+            weights,
+            exact=policy.exact,
+            run=policy.group_run,
+            rounds=policy.rounds,
+        )
+        return cls(leader, positions, weights)
+
+    def led(
+        self, rank: Tensor, size: Tensor, protected: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The ranking of `selection.ranked` in which leaders alone are kept."""
+        B, H, U = self.leader.shape
+        leads = self.leader == _count(self.leader)
+        rank = torch.zeros(B, H, U, device=rank.device).masked_fill(~leads, -torch.inf)
+        return rank, size.expand(B, H), protected.expand(B, H, U)
+
+    def means(self, keys: Tensor, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Pairs [B, H, M, D] and weights [B, H, M] of the slots of leaders `indices` [B, H, M]."""
+        anchor, slots = self._anchor(indices), indices.shape[-1]
+        size = sums(self.weights, anchor, slots)
+        found = (mean(x, anchor, self.weights, size) for x in (keys, values))
+        return *found, size.masked_fill(indices < 0, 1.0)
+
+    def sums(self, scores: Tensor, indices: Tensor) -> Tensor:
+        """Scores [B, 1 or H, U] added up by slot [B, H, M]."""
+        scores = scores.expand(self.leader.shape).float()
+        return sums(scores, self._anchor(indices), indices.shape[-1])
+
+    def places(self, before: Tensor | None, indices: Tensor, seen: int) -> Tensor:
+        """In which group each token seen lies, by the position of its leader.
+
+        Args:
+            before: what this found in the turn before, or None.
+            indices: [B, H, M], the leaders that were kept.
+            seen: T, tokens seen.
+
+        Returns:
+            int16 or int32 [B, H, T]; -1 for a token that is kept alone, gone, or padding.
+        """
+        B, H, U = self.leader.shape
+        anchor, slots = self._anchor(indices), indices.shape[-1]
+        size = pad(sums(self.weights, anchor, slots), (0, 1))  # the last: in no slot
+        at = self.positions.gather(-1, self.leader.clamp(min=0))
+        at = at.masked_fill((size.gather(-1, anchor) < 2) | (self.leader < 0), -1)
+        now = at.new_full((B, H, seen + 1), -1)
+        now.scatter_(-1, self.positions.masked_fill(self.positions < 0, seen), at)
+        now[..., seen] = -1
+        now = now[..., :seen]
+        if before is not None:
+            before = pad(before.long(), (0, seen - before.shape[-1]), value=-1)
+            now = now.gather(-1, torch.where(before < 0, _count(before), before))
+        return now.to(torch.int16 if seen < 2**15 else torch.int32)
+
+    def _anchor(self, indices: Tensor) -> Tensor:
+        """The slot of each token, int64 [B, H, U]; M where it has none."""
+        (B, H, U), M = self.leader.shape, indices.shape[-1]
+        slot = indices.new_full((B, H, U + 1), M)
+        slot.scatter_(-1, indices.masked_fill(indices < 0, U), _count(indices))
+        slot[..., U] = M
+        return slot.gather(-1, self.leader.masked_fill(self.leader < 0, U))
+
+
+@torch.no_grad()
+def leaders(
+    keys: Tensor,
+    values: Tensor,
+    rank: Tensor,
+    sizes: Tensor,
+    weights: Tensor | None = None,
+    *,
+    exact: float,
+    run: int,
+    rounds: int,
+) -> Tensor:
+    """Fill each head's slots with tokens that stay alone and with groups of all its others.
+
+    Alone stay those that must, and of the other slots the share `exact` with the best scores. All
+    other slots are groups: the other tokens are cut, in order, into runs of about equal length,
+    slots are shared out by tokens, and k-means runs inside each on `[key / std(key); value /
+    std(value)]`, std over the head, from its best-scored tokens as centres. An empty group gives
+    its slot to the next best token of its run. Equal scores rank earlier tokens first.
+
+    Args:
+        keys: [B, H, N, D], after rotary embedding.
+        values: [B, H, N, Dv].
+        rank: [B, H, N], scores: inf for tokens that must stay alone, -inf where there is no token.
+        sizes: int64 [B, H], slots of each head, at least as many as tokens that must stay alone.
+        weights: float32 [B, H, N], how many tokens each stands for already; None: itself alone.
+        exact: share of the slots for tokens that stay alone, in [0, 1].
+        run: most tokens grouped together.
+        rounds: of k-means, at least 1.
+
+    Returns:
+        int64 [B, H, N], the leader of each token among the N, itself where it is alone; -1 where
+        there is no token, and, where a head has no slot left for a group, for all that must not
+        stay. A head has as many leaders as slots, or as tokens if these are fewer.
+    """
+    (B, H, N), device = rank.shape, rank.device
+    present = rank > -torch.inf
+    plan = _Plan.of(sizes, (rank == torch.inf).sum(-1), present.sum(-1), exact, run)
+    order = rank.argsort(dim=-1, descending=True, stable=True)
+    place = torch.empty_like(order).scatter_(-1, order, _count(order))
+    alone = present & (place < plan.alone.to(device)[..., None])
+
+    places = spans(plan.tokens.to(device), plan.longest)  # [B, H, R, C]
+    others = (alone | ~present).to(torch.uint8).argsort(dim=-1, stable=True)
+    members = others.gather(-1, places.clamp(min=0).flatten(2)).view_as(places)
+    members = members.masked_fill_(places < 0, -1)
+    x = _standardised(keys, values, present)
+    weights = present.float() if weights is None else weights.float()
+    slots = plan.slots.to(device)
+
+    found = torch.full((B, H, N + 1), -1, device=device)
+    found[..., :N] = torch.where(alone, _count(order), -1)
+    together = max(1, _TILE // (B * H * plan.longest * plan.width))
+    parts = zip(members.split(together, dim=2), slots.split(together, dim=2), strict=True)
+    for token, number in parts:
+        at, absent = token.clamp(min=0).flatten(2), token < 0
+        points = _rows(x, at).unflatten(2, token.shape[2:])
+        heavy = weights.gather(-1, at).view_as(token).masked_fill(absent, 0.0)
+        ranked = place.gather(-1, at).view_as(token).masked_fill(absent, N)
+        label = _k_means(points, heavy, ranked, number, plan.width, rounds)
+        label = _without_empty(label.masked_fill(absent, plan.width), ranked, number, plan.width)
+        best = ranked.new_full((*label.shape[:3], plan.width + 1), N)
+        best = best.scatter_reduce(-1, label, ranked, "amin").gather(-1, label)
+        best = torch.where(label == plan.width, ranked, best).clamp(max=N - 1)
+        leader = order.gather(-1, best.flatten(2))
+        found.scatter_(-1, token.masked_fill(absent, N).flatten(2), leader)
+    return found[..., :N]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What each head does with its slots, on the host.
+
+    Attributes:
+        alone: int64 [B, H], tokens that stay alone.
+        slots: int64 [B, H, R], groups of each run.
+        tokens: int64 [B, H, R + 1], where each run begins among the others, and the last ends.
+        longest: C, the most tokens of a run.
+        width: K, the most groups of a run.
+    """
+
+    alone: Tensor
+    slots: Tensor
+    tokens: Tensor
+    longest: int
+    width: int
+
+    @classmethod
+    def of(cls, sizes: Tensor, must: Tensor, present: Tensor, exact: float, run: int) -> _Plan:
+        sizes, must, present = torch.stack([sizes, must, present]).cpu()
+        size = sizes.minimum(present)
+        alone = must + ((size - must) * exact).long()
+        # At least one slot is left for a group, unless there is nothing to group or no room.
+        alone = torch.where(size < present, alone.minimum(size - 1).maximum(must), size)
+        groups = size - alone
+        rest = torch.where(groups > 0, present - alone, 0)
+        runs = (-(-rest // run)).minimum(groups).clamp(min=1)[..., None]
+        # Slots are shared out first, and tokens by slots: no run has more slots than tokens.
+        starts = torch.arange(int(runs.max()) + 1).minimum(runs) * groups[..., None] // runs
+        tokens = starts * rest[..., None] // groups.clamp(min=1)[..., None]
+        slots = starts.diff(dim=-1)
+        longest, width = int(tokens.diff(dim=-1).max()), int(slots.max())
+        return cls(alone, slots, tokens, max(1, longest), max(1, width))
+
+
+def _standardised(keys: Tensor, values: Tensor, present: Tensor) -> Tensor:
+    """float32 [B, H, N, D + Dv]: keys beside values, each around its mean and over its std."""
+    absent, number = ~present[..., None], present.sum(-1)[..., None, None].clamp(min=1)
+    parts: list[Tensor] = []
+    for x in (keys, values):
+        x = x.float().masked_fill(absent, 0.0)  # what padding holds may be anything, NaN included
+        x = (x - x.sum(2, keepdim=True) / number).masked_fill_(absent, 0.0)
+        variance = x.square().sum((2, 3), keepdim=True) / number / x.shape[-1]
+        parts.append(x / variance.sqrt().clamp(min=1e-20))
+    return torch.cat(parts, dim=-1)
+
+
+def _k_means(
+    x: Tensor, weight: Tensor, ranked: Tensor, number: Tensor, K: int, rounds: int
+) -> Tensor:
+    """The group int64 [..., C] of each point of runs.
+
+    Args:
+        x: [..., C, D], points.
+        weight: [..., C], of each point, 0 for a filler.
+        ranked: int64 [..., C], place of each in the ranking: the first are the centres.
+        number: int64 [...], groups of each run.
+        K: the most of them.
+        rounds: of assigning points to centres.
+    """
+    centres = _rows(x, ranked.argsort(dim=-1)[..., :K])
+    unused = torch.arange(K, device=x.device) >= number[..., None]
+    label = ranked
+    for done in range(rounds):
+        if done:
+            share = weight.new_zeros(*label.shape[:-1], K, label.shape[-1])
+            share.scatter_(-2, label[..., None, :], weight[..., None, :])
+            total = share.sum(-1, keepdim=True)
+            centres = torch.where(total > 0, share @ x / total.clamp(min=1e-30), centres)
+        # The nearest centre is the one of the largest x'c - c'c / 2.
+        near = x @ centres.mT - centres.square().sum(-1)[..., None, :] / 2
+        label = near.masked_fill_(unused[..., None, :], -torch.inf).argmax(-1)
+    return label
+
+
+def _without_empty(label: Tensor, ranked: Tensor, number: Tensor, K: int) -> Tensor:
+    """Let tokens stay alone, label K, for groups that are empty.
+
+    For each empty group the next best token leaves its own, of which the last in rank stays.
+    """
+    none = label.new_full((*label.shape[:-1], K + 1), -1)
+    last = none.scatter_reduce(-1, label, ranked, "amax")
+    missing = number - (last[..., :K] >= 0).sum(-1)
+    free = (label < K) & (ranked != last.gather(-1, label))
+    best = ranked.argsort(dim=-1)
+    leaves = free.gather(-1, best)
+    leaves &= leaves.cumsum(-1) <= missing[..., None]
+    return label.masked_fill(torch.zeros_like(free).scatter_(-1, best, leaves), K)
+
+
+def _rows(x: Tensor, at: Tensor) -> Tensor:
+    """Rows [..., K, D] of x [..., C, D] at int64 [..., K]."""
+    return x.gather(-2, at[..., None].expand(*at.shape, x.shape[-1]))
+
+
+def _count(like: Tensor) -> Tensor:
+    """0, 1, 2, ... along the last dimension, in the shape of `like`."""
+    return torch.arange(like.shape[-1], device=like.device).expand(like.shape)

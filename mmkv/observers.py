@@ -1,0 +1,220 @@
+"""What a token is worth to the text around it: every query of the prompt observes its run.
+
+The prompt is cut into runs. Inside a run every query is an observer of every key, earlier or later,
+as if it were asked behind the prompt; a token's score is the most that any observer would lose if
+that token alone were dropped. Cost is linear in the prompt, and nothing in it waits for the host.
+Shape letters are those of `mmkv.scores`; a run has C positions.
+
+Related: observers beyond the window (KVzip, arXiv 2505.23416), the leave-one-out unit (DropKV).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Elements of attention in flight: enough that calls cost little, few enough to stay near a cache.
+_CPU_TILE_PER_THREAD = 2**20
+_DEVICE_TILE = 2**28
+
+
+@torch.no_grad()
+def observer_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gram: Tensor | None = None,
+    *,
+    run: int = 128,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """The most that dropping a token alone changes for any query of its run.
+
+    With `p_ij` the attention of observer `i` over its run, whole and not causal, and `o_i` what it
+    reads, a token's score is `max_i p_ij / (1 - p_ij) * |W_g (v_j - o_i)|`, over the run's
+    observers and the query heads `g` of the group: how far the layer's output moves.
+
+    A row's valid tokens, wherever they lie, are cut into `ceil(n / run)` runs of equal length (to
+    one token), so padding changes nothing.
+
+    Args:
+        query: `[B, Hq, Q, D]`, turned to where the prompt's reader will ask from, of the last
+            `Q <= N` tokens. Runs of earlier ones are observed by the last `run` of these.
+        key: `[B, H, N, D]`, after rotary embedding.
+        value: `[B, H, N, Dv]`.
+        gram: `[1 or B, Hq, Dv, Dv]` from `output_gram`; None measures head outputs as they are.
+        run: most positions in a run.
+        scale: factor of the logits, `D ** -0.5` by default.
+        softcap: bound of the logits (Gemma 2), or None.
+        bias: `[B, H, N]`, added to the logits of each key; None: nothing.
+        valid: bool `[B, N]`, False for padding: it observes nothing and scores 0.
+
+    Returns:
+        float32 `[B, H, N]`, not negative, in units of the layer's output.
+
+    Raises:
+        ValueError: shapes do not fit or `run` is below 1.
+    """
+    _check(query, key, value, gram, run, bias, valid)
+    (B, Hq, Q, D), (H, N), device = query.shape, key.shape[1:3], key.device
+    scale = D**-0.5 if scale is None else scale
+    if valid is None:
+        valid = torch.ones(B, N, dtype=torch.bool, device=device)
+    if bias is None:
+        bias = torch.zeros(B, H, 1, device=device).expand(B, H, N)
+    scores = torch.zeros(B, H, N + 1, device=device)
+    tile = _DEVICE_TILE
+    if device.type == "cpu":
+        tile = _CPU_TILE_PER_THREAD * torch.get_num_threads()
+    C = min(run, N)
+    together = max(1, tile // (B * Hq * C * C))
+    for first, last in ((0, N - Q), (N - Q, N)):
+        if first == last:
+            continue
+        for tokens in _runs(valid[:, first:last], run).split(together, dim=1):
+            tokens = torch.where(tokens < 0, -1, tokens + first)  # [B, n, C]
+            asking = tokens - first
+            if last < N:  # their own queries are gone
+                asking = _last(valid[:, N - Q :], run)[:, None]
+            k, v, b = (_taken(x, tokens) for x in (key, value, bias[..., None]))
+            q = _taken(query, asking).unflatten(1, (H, -1))  # [B, H, G, n, C, D]
+            with torch.autocast(device.type, enabled=False):  # it would round products to 16 bits
+                logits = (q * scale) @ k[:, :, None].mT
+                if softcap is not None:
+                    logits = softcap * torch.tanh(logits / softcap)
+                logits = logits + b[:, :, None].mT
+                lost = _most_lost(logits, v, gram, tokens >= 0, asking >= 0)
+            at = tokens.masked_fill(tokens < 0, N).flatten(1)[:, None].expand(-1, H, -1)
+            scores.scatter_(-1, at, lost.flatten(2))
+    return scores[..., :N]
+
+
+def output_gram(weight: Tensor) -> Tensor:
+    """What tells how long a head's output becomes behind the output projection.
+
+    Args:
+        weight: `[..., Hq, hidden, Dv]`, the part of the output projection that reads each head.
+
+    Returns:
+        float32 `[..., Hq, Dv, Dv]`: `|weight[g] x| ** 2 = x' gram[g] x`.
+    """
+    weight = weight.detach().float()
+    with torch.autocast(weight.device.type, enabled=False):  # it would round products to 16 bits
+        return weight.mT @ weight
+
+
+def spans(starts: Tensor, width: int) -> Tensor:
+    """The places between consecutive starts.
+
+    Args:
+        starts: int64 `[..., R + 1]`, not falling.
+        width: C, bound of the distance of two starts, on the host.
+
+    Returns:
+        int64 `[..., R, C]`, from each start to the next, -1 as filler behind them.
+    """
+    place = starts[..., :-1, None] + torch.arange(width, device=starts.device)
+    return place.masked_fill(place >= starts[..., 1:, None], -1)
+
+
+def _runs(valid: Tensor, run: int) -> Tensor:
+    """The valid tokens of each row [B, N] in runs of equal length: int64 [B, R, C], -1 as filler"""
+    B, N = valid.shape
+    R, counts = -(-N // run), valid.sum(-1)[:, None]
+    runs = (-(-counts // run)).clamp(min=1)
+    starts = torch.arange(R + 1, device=valid.device).minimum(runs) * counts // runs
+    places = spans(starts, min(run, N))  # [B, R, C]
+    order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
+    tokens = order.gather(1, places.clamp(min=0).flatten(1)).view_as(places)
+    return tokens.masked_fill(places < 0, -1)
+
+
+def _last(valid: Tensor, most: int) -> Tensor:
+    """The last valid tokens of each row [B, Q], `most` of them: int64 [B, C], -1 as filler."""
+    Q = valid.shape[1]
+    place = torch.arange(Q, device=valid.device).expand_as(valid).masked_fill(~valid, -1)
+    return place.sort(dim=-1).values[:, -min(most, Q) :]
+
+
+def _taken(x: Tensor, tokens: Tensor) -> Tensor:
+    """float32 [B, H, n, C, D], the tokens [B, n, C] of x [B, H, N, D]; 0 where there is none."""
+    at = tokens.clamp(min=0).flatten(1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    found = x.gather(2, at).float().unflatten(2, tokens.shape[1:])
+    # What padding holds may be anything, NaN included.
+    return found.masked_fill(tokens[:, None, :, :, None] < 0, 0.0)
+
+
+def _most_lost(
+    logits: Tensor, value: Tensor, gram: Tensor | None, present: Tensor, observing: Tensor
+) -> Tensor:
+    """Scores [B, H, n, C] of runs.
+
+    Args:
+        logits: [B, H, G, n, O, C], of O observers.
+        value: [B, H, n, C, Dv].
+        gram: [1 or B, H * G, Dv, Dv], or None.
+        present: bool [B, n, C], where there is a token.
+        observing: bool [B, n or 1, O], where there is an observer.
+    """
+    tiny = torch.finfo(torch.float32)
+    # About their mean: differences of nearly equal values keep their digits.
+    number = present.sum(-1).clamp(min=1)[:, None, :, None, None]
+    value = (value - value.sum(-2, keepdim=True) / number)[:, :, None]
+    value = value.masked_fill(~present[:, None, None, :, :, None], 0.0)
+    # The lowest finite number and not -inf: a run of padding must stay finite.
+    p = logits.masked_fill(~present[:, None, None, :, None], tiny.min).softmax(-1)
+    # One token may have nearly all of an observer's attention: what the others then give is summed
+    # without it, so that 1 - p and v - o keep their digits. No other has more than a half.
+    most, first = p.max(-1, keepdim=True)
+    p = p.scatter(-1, first, 0.0)
+    others, rest = p @ value, p.sum(-1, keepdim=True)
+    chosen = value.expand(*p.shape[:-2], -1, -1)
+    chosen = chosen.gather(-2, first.expand(*first.shape[:-1], value.shape[-1]))
+    out = others + most * chosen
+    apart = chosen - others / rest.clamp(min=tiny.tiny)
+    by = None if gram is None else gram.to(value.device).unflatten(1, (value.shape[1], -1))[:, :, :, None]
+
+    def read(x: Tensor) -> Tensor:
+        return x if by is None else x @ by
+
+    lost_first = most * (read(apart) * apart).sum(-1, keepdim=True).clamp(min=0).sqrt()
+    square = (read(value) * value).sum(-1)[..., None, :]
+    square = square + (read(out) * out).sum(-1, keepdim=True) - 2 * read(out) @ value.mT
+    lost = (p / (1 - p) * square.clamp(min=0).sqrt()).scatter(-1, first, lost_first)
+    seen = observing[:, None, None, :, :, None] & present[:, None, None, :, None]
+    return lost.masked_fill(~seen, 0.0).amax((2, 4))
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gram: Tensor | None,
+    run: int,
+    bias: Tensor | None,
+    valid: Tensor | None,
+) -> None:
+    shapes = f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+    if not query.ndim == key.ndim == value.ndim == 4:
+        raise ValueError(f"query, key and value must be [B, heads, N, D], got {shapes}")
+    (B, Hq, Q, D), (H, N) = query.shape, key.shape[1:3]
+    if key.shape[0] != B or key.shape[3] != D or value.shape[:3] != key.shape[:3] or Q > N:
+        raise ValueError(f"query, key and value must be of the same tokens, got {shapes}")
+    if H < 1 or Hq < 1 or Hq % H:
+        raise ValueError(f"query heads must be a multiple of key-value heads, got {shapes}")
+    Dv = value.shape[3]
+    if gram is not None and (gram.shape[1:] != (Hq, Dv, Dv) or gram.shape[0] not in (1, B)):
+        raise ValueError(
+            f"gram must be [1 or {B}, Hq, Dv, Dv] with Hq = {Hq}, Dv = {Dv}, got {tuple(gram.shape)}"
+        )
+    if run < 1:
+        raise ValueError(f"run must be at least 1, got {run}")
+    if bias is not None and tuple(bias.shape) != (B, H, N):
+        raise ValueError(f"bias must be [B, H, N] = ({B}, {H}, {N}), got {tuple(bias.shape)}")
+    if valid is not None and (valid.dtype != torch.bool or tuple(valid.shape) != (B, N)):
+        raise ValueError(
+            f"valid must be a bool [B, N] = ({B}, {N}), got {valid.dtype} {tuple(valid.shape)}"
+        )

@@ -1,0 +1,199 @@
+"""Observer scores against loops that read like their definition, row by row without padding."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmkv import observers
+from mmkv.observers import observer_scores, output_gram
+
+LAYOUTS = [(4, 4), (6, 2), (3, 1)]  # (Hq, H)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    # More than the usual spread, so that attention is far from uniform.
+    return (1.5 * torch.randn(*shape, generator=generator)).to(dtype)
+
+
+def left_padded(N: int, padding: tuple[int, ...]) -> Tensor:
+    return torch.stack([torch.arange(N) >= pad for pad in padding])
+
+
+def gram_of(weight: Tensor, heads: int) -> Tensor:
+    return output_gram(weight.unflatten(1, (heads, -1)).transpose(0, 1))[None]
+
+
+def naive(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor | None,
+    *,
+    run: int,
+    scale: float,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """One row without padding: query [Hq, Q, D], key, value [H, N, D], weight [hidden, Hq * Dv].
+
+    With fewer queries than keys the last `run` of them observe.
+    """
+    (Hq, Q, _), (H, N) = query.shape, key.shape[:2]
+    Dv = value.shape[-1]
+    runs = math.ceil(N / run)
+    scores = torch.zeros(H, N, dtype=torch.float64)
+    for r in range(runs):
+        tokens = range(r * N // runs, (r + 1) * N // runs)
+        for g in range(Hq):
+            h = g // (Hq // H)
+            W = torch.eye(Dv) if weight is None else weight[:, g * Dv : (g + 1) * Dv]
+            k, v = (x[h, tokens].double() for x in (key, value))
+            for i in tokens if Q == N else range(max(0, Q - run), Q):
+                logits = scale * (k @ query[g, i].double())
+                if softcap is not None:
+                    logits = softcap * torch.tanh(logits / softcap)
+                if bias is not None:
+                    logits = logits + bias[h, tokens]
+                o = logits.softmax(0) @ v
+                for at, j in enumerate(tokens):
+                    others = [n for n in range(len(tokens)) if n != at]
+                    without = logits[others].softmax(0) @ v[others] if others else o
+                    lost = (W.double() @ (o - without)).norm()
+                    scores[h, j] = max(float(scores[h, j]), float(lost))
+    return scores
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_the_loop_on_each_row_alone(layout: tuple[int, int], dtype: torch.dtype) -> None:
+    (Hq, H), B, N, D, Dv, padding = layout, 3, 26, 8, 6, (0, 5, 17)
+    query, key = random(B, Hq, N, D, seed=1, dtype=dtype), random(B, H, N, D, seed=2, dtype=dtype)
+    value, weight = random(B, H, N, Dv, seed=3, dtype=dtype), random(10, Hq * Dv, seed=4)
+    got = observer_scores(
+        query, key, value, gram_of(weight, Hq), run=8, valid=left_padded(N, padding)
+    )
+    assert got.dtype == torch.float32
+    for b, pad in enumerate(padding):
+        rows = [x[b, :, pad:] for x in (query, key, value)]
+        want = naive(*rows, weight, run=8, scale=D**-0.5).float()
+        torch.testing.assert_close(got[b, :, pad:], want, rtol=2e-4, atol=1e-4)
+        assert not got[b, :, :pad].any()
+
+
+@pytest.mark.parametrize("N", [24, 25, 7])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_equals_the_loop_without_padding(N: int, softcap: float | None) -> None:
+    query, key, value = (random(1, heads, N, 8, seed=heads) for heads in (4, 2, 2))
+    got = observer_scores(query, key, value, run=8, scale=0.7, softcap=softcap)
+    want = naive(query[0], key[0], value[0], None, run=8, scale=0.7, softcap=softcap).float()
+    torch.testing.assert_close(got[0], want, rtol=2e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_what_came_before_is_observed_by_the_last_queries(padding: int) -> None:
+    old, new, run = 21, 13, 8
+    key, value = (random(1, 2, padding + old + new, 8, seed=seed) for seed in (1, 2))
+    query, bias = random(1, 4, new, 8, seed=3), random(1, 2, padding + old + new, seed=4)
+    valid = left_padded(padding + old + new, (padding,))
+    got = observer_scores(query, key, value, run=run, valid=valid, bias=bias)[0, :, padding:]
+    k, v, b = key[0, :, padding:], value[0, :, padding:], bias[0, :, padding:]
+    options = {"run": run, "scale": 8**-0.5}
+    before = naive(query[0], k[:, :old], v[:, :old], None, bias=b[:, :old], **options).float()
+    after = naive(query[0], k[:, old:], v[:, old:], None, bias=b[:, old:], **options).float()
+    want = torch.cat([before, after], dim=1)
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=1e-4)
+
+
+def test_padding_anywhere_holds_anything() -> None:
+    N = 40
+    valid = torch.ones(2, N, dtype=torch.bool)
+    valid[0, [0, 1, 9, 10, 33, 39]] = False
+    valid[1] = False
+    query, key, value = (random(2, heads, N, 8, seed=heads + 9) for heads in (4, 2, 2))
+    dirty = [
+        x.masked_fill(~valid[:, None, :, None], garbage)
+        for x, garbage in ((query, math.nan), (key, math.inf), (value, math.nan))
+    ]
+    got = observer_scores(dirty[0], dirty[1], dirty[2], run=8, valid=valid)
+    alone = [x[:1, :, valid[0]] for x in (query, key, value)]
+    want = observer_scores(alone[0], alone[1], alone[2], run=8)
+    torch.testing.assert_close(got[:1, :, valid[0]], want)
+    assert not got[0, :, ~valid[0]].any()
+    assert not got[1].any()
+
+
+def test_a_token_alone_in_its_run_loses_nothing_and_equal_values_lose_nothing() -> None:
+    query, key, value = (random(1, 2, 9, 4, seed=seed) for seed in (1, 2, 3))
+    assert not observer_scores(query, key, value, run=1).any()
+    same = value[:, :, :1].expand(-1, -1, 9, -1)
+    assert float(observer_scores(query, key, same, run=4).max()) < 1e-5
+
+
+@pytest.mark.parametrize("logit", [3.0, 8.0, 15.0, 60.0])
+def test_what_has_nearly_all_attention_keeps_its_digits(logit: float) -> None:
+    query = torch.ones(1, 1, 6, 2)
+    key, value = random(1, 1, 6, 2, seed=1), random(1, 1, 6, 3, seed=2)
+    key[0, 0, 4] = logit
+    got = observer_scores(query, key, value, scale=0.5)
+    want = naive(query[0], key[0], value[0], None, run=128, scale=0.5).float()
+    torch.testing.assert_close(got[0], want, rtol=1e-4, atol=1e-5)
+
+
+def test_what_has_all_attention_matters() -> None:
+    key = torch.zeros(1, 1, 4, 2)
+    key[0, 0, 1, 0] = 1000.0
+    value = torch.tensor([[0.0, 0.0], [3.0, 4.0], [0.0, 0.0], [0.0, 0.0]])[None, None]
+    got = observer_scores(torch.ones(1, 1, 4, 2), key, value)
+    assert 3 < float(got[0, 0, 1]) <= 5
+    assert not got[0, 0, [0, 2, 3]].any()
+
+
+def test_does_not_depend_on_how_many_runs_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = (random(2, heads, 50, 8, seed=heads) for heads in (4, 2, 2))
+    valid, factor = left_padded(50, (0, 13)), gram_of(random(12, 32), 4)
+    want = observer_scores(query, key, value, factor, run=8, valid=valid)
+    monkeypatch.setattr(observers, "_CPU_TILE_PER_THREAD", 1)
+    got = observer_scores(query, key, value, factor, run=8, valid=valid)
+    torch.testing.assert_close(got, want)
+
+
+def test_is_float32_under_autocast_and_leaves_its_inputs_as_they_are() -> None:
+    query, key, value = (random(1, heads, 20, 8, seed=heads) for heads in (4, 2, 2))
+    before = [x.clone() for x in (query, key, value)]
+    want = observer_scores(query, key, value, run=8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = observer_scores(query, key, value, run=8)
+    assert torch.equal(got, want)
+    assert all(torch.equal(a, b) for a, b in zip(before, (query, key, value), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((1, 4, 9, 8), (1, 3, 9, 8), (1, 3, 9, 8)), r"multiple .*\(1, 4, 9, 8\)"),
+        (((1, 4, 9, 8), (1, 2, 8, 8), (1, 2, 8, 8)), r"same tokens.*\(1, 4, 9, 8\)"),
+        (((1, 4, 9, 8), (1, 2, 9, 8), (1, 2, 7, 8)), r"same tokens.*\(1, 2, 7, 8\)"),
+        (((4, 9, 8), (2, 9, 8), (2, 9, 8)), r"heads, N, D\].*\(4, 9, 8\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_shown(
+    shapes: tuple[tuple[int, ...], ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        observer_scores(*(random(*shape) for shape in shapes))
+
+
+def test_options_that_do_not_fit_are_shown() -> None:
+    q, k = random(1, 4, 9, 8), random(1, 2, 9, 8)
+    with pytest.raises(ValueError, match=r"gram .*Hq = 4, Dv = 8, got \(4, 6, 6\)"):
+        observer_scores(q, k, k, torch.ones(4, 6, 6))
+    with pytest.raises(ValueError, match=r"run .*got 0"):
+        observer_scores(q, k, k, run=0)
+    with pytest.raises(ValueError, match=r"valid .*\(1, 9\), got torch.bool \(1, 8\)"):
+        observer_scores(q, k, k, valid=torch.ones(1, 8).bool())
+    with pytest.raises(ValueError, match=r"bias .*\(1, 2, 9\), got \(1, 9\)"):
+        observer_scores(q, k, k, bias=torch.ones(1, 9))
