@@ -9,7 +9,7 @@ import torch
 
 import mmkv
 from helpers.marks import slow_except
-from helpers.masking import masked_logits
+from helpers.masking import masked_logits, pairs_of
 from helpers.models import IMAGE, make_inputs, next_turn
 from helpers.oracle import ROWS, VARIANTS, generate, options_of
 
@@ -64,7 +64,7 @@ def test_turns_equal_masking(models, variant, name, rows):
     # The budget holds over all tokens seen; a layer cannot hold what an earlier turn evicted.
     for b in range(len(ROWS[rows])):
         length = int(second["attention_mask"][b].sum())
-        counts = [(layer[b] >= 0).sum(-1).float().mean().item() for layer in kept[0]]
+        counts = [pairs_of(layer)[b].float().mean().item() for layer in kept[0]]
         if isinstance(variant.budget, int):
             assert sum(counts) <= 3 * variant.budget
         elif variant.budget is not None:

@@ -25,6 +25,7 @@ def _masked_attention(module, query, key, value, attention_mask, scaling=None, *
     allowed = _state["allowed"]
     if allowed is not None:
         visible = allowed[module.layer_idx]  # [B, H, q, S]
+        plain = key, value
         edited = _state["edited"][module.layer_idx]
         if edited is not None:
             n = edited[0].shape[2]
@@ -38,13 +39,24 @@ def _masked_attention(module, query, key, value, attention_mask, scaling=None, *
             value = torch.cat([stored, value[:, :, n:]], dim=2)
         if _state["inv_freq"] is not None:
             key = naive_reposition(key, visible[:, :, -1], _state["inv_freq"])
+        if (groups := _state["groups"][module.layer_idx]) is not None:
+            pairs = [naive_means(x, *groups) for x in plain]
+            if _state["bits"] is not None:
+                pairs = [fake_quantise(x, _state["bits"]) for x in pairs]
+            key, value = (torch.cat(x, 2) for x in zip(pairs, (key, value), strict=True))
+            bias = groups[0].log()[:, :, None].expand(-1, -1, query.shape[2], -1)
+            visible = torch.cat([bias > -math.inf, visible], dim=-1)
         attention_mask = None
+    else:
+        groups = None
     out = torch.zeros(B, query.shape[1], query.shape[2], D, dtype=query.dtype)
     seen: list[Tensor] = []
     for h in range(query.shape[1]):
         logits = query[:, h] @ key[:, h // G].transpose(-1, -2) * scale
         if attention_mask is not None:
             logits = logits + attention_mask[:, 0, :, :S]
+        if groups is not None:
+            logits[..., : bias.shape[-1]] += bias[:, h // G]
         if allowed is not None:
             logits = logits.masked_fill(~visible[:, h // G], -math.inf)
         weights = logits.softmax(-1)
@@ -57,6 +69,35 @@ def _masked_attention(module, query, key, value, attention_mask, scaling=None, *
 
 AttentionInterface.register("test_masked", _masked_attention)
 AttentionMaskInterface.register("test_masked", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+
+
+def held_by(cache: Any, layer: int) -> Tensor:
+    """`cache.kept(layer)`, with `cache.groups(layer)` as its attribute `groups`."""
+    kept = cache.kept(layer).clone()
+    weights, member = cache.groups(layer)
+    kept.groups = None if weights.numel() == 0 else (weights.clone(), member.clone())
+    return kept
+
+
+def pairs_of(held: Tensor) -> Tensor:
+    """How many pairs a layer holds of each head, groups included: int64 [B, H]."""
+    groups = getattr(held, "groups", None)
+    exact = (held >= 0).sum(-1)
+    return exact if groups is None else exact + (groups[0] > 0).sum(-1)
+
+
+def naive_means(x: Tensor, weights: Tensor, member: Tensor) -> Tensor:
+    """The mean of each group's tokens of x [B, H, S, D]: [B, H, n, D]."""
+    B, H, n = weights.shape
+    means = torch.zeros(B, H, n, x.shape[-1], dtype=x.dtype)
+    for b in range(B):
+        for h in range(H):
+            for g in range(n):
+                tokens = (member[b, h] == g).nonzero()[:, 0]
+                assert len(tokens) == weights[b, h, g]
+                if len(tokens):
+                    means[b, h, g] = x[b, h, tokens].mean(0)
+    return means
 
 
 def allowed_from(kept: list[Tensor], seen: int, q: int = 1) -> list[Tensor]:
@@ -98,7 +139,8 @@ def masked_logits(
     before = decoder.config._attn_implementation
     decoder.config._attn_implementation_internal = "test_masked"
     layers = range(len(decoder.layers))
-    _state.update(allowed=None, edited=[None for _ in layers], record=record, bits=bits)
+    nothing = [None for _ in layers]
+    _state.update(allowed=None, edited=[*nothing], groups=nothing, record=record, bits=bits)
     _state["inv_freq"] = decoder.rotary_emb.inv_freq if reposition else None
     mask = inputs["attention_mask"]
     try:
@@ -106,13 +148,14 @@ def masked_logits(
             out = model(**inputs, position_ids=_positions(mask), use_cache=True)
             cache = out.past_key_values
             logits = [out.logits[:, -1]]
-            if merge is not None:
+            if merge not in (None, "groups"):
                 H = kept[0][0].shape[1]
                 candidates = mask.bool()[:, None].expand(-1, H, -1)
                 _merge_all(cache, kept[0], [candidates for _ in layers], merge)
             for t, feed in enumerate(feeds):
                 q, seen = feed["input_ids"].shape[1], mask.shape[1]
                 _state["allowed"] = allowed_from(kept[t], seen, q)
+                _state["groups"] = [getattr(k, "groups", None) for k in kept[t]]
                 if record is not None:
                     record.append([])
                 mask = torch.cat([mask, torch.ones_like(mask[:, :1]).expand(-1, q)], dim=1)
@@ -124,7 +167,7 @@ def masked_logits(
                     use_cache=True,
                 )
                 logits.append(out.logits[:, -1])
-                if merge is not None and q > 1:
+                if merge not in (None, "groups") and q > 1:
                     _merge_all(cache, kept[t + 1], [m[:, :, -1] for m in _state["allowed"]], merge)
     finally:
         decoder.config._attn_implementation_internal = before

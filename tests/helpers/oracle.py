@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import mmkv
+from helpers.masking import held_by
 from mmkv.cache.compressed import Reading
 
 NEW = 24
@@ -71,7 +72,7 @@ def generate(model, inputs, new=NEW, **kwargs):
         cache = output.past_key_values
         if cache.expects_prompt:
             return  # a chunk of a prompt: nothing is evicted yet
-        held.append([cache.kept(i).clone() for i in range(len(cache.layers))])
+        held.append([held_by(cache, i) for i in range(len(cache.layers))])
 
     wrapped = mmkv.is_wrapped(model)
     hook = model.register_forward_hook(record, with_kwargs=True) if wrapped else None

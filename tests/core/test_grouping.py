@@ -1,0 +1,241 @@
+"""Exact tokens and weighted groups against loops that read like their definition."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import mmkv
+from mmkv.cache import grouping, selection
+from mmkv.cache.grouping import Groups, leaders
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer(B: int, H: int, N: int, D: int = 4, Dv: int = 3, seed: int = 0) -> list[Tensor]:
+    """Keys, values and scores; keys have an offset, as those of real models have."""
+    return [
+        random(B, H, N, D, seed=seed) + 2,
+        random(B, H, N, Dv, seed=seed + 1),
+        random(B, H, N, seed=seed + 2).abs(),
+    ]
+
+
+def spread(x: Tensor) -> float:
+    """Root of the mean variance over dimensions, about each dimension's own mean."""
+    return float((x - x.mean(0)).square().mean().sqrt()) or 1.0
+
+
+def mean(x: dict[int, Tensor], tokens: list[int], weights: Tensor) -> Tensor:
+    total = sum(float(weights[j]) for j in tokens)
+    return torch.stack([x[j] * float(weights[j]) / total for j in tokens]).sum(0)
+
+
+def naive(
+    keys: Tensor,
+    values: Tensor,
+    rank: Tensor,
+    size: int,
+    weights: Tensor,
+    *,
+    exact: float,
+    run: int,
+    rounds: int,
+) -> list[list[int]]:
+    """One head: the tokens of each slot, in the order of their best ones."""
+    tokens = [j for j in range(len(rank)) if rank[j] > -math.inf]
+    ranked = sorted(tokens, key=lambda j: (-float(rank[j]), j))
+    if size >= len(tokens):
+        return [[j] for j in ranked]
+    must = int((rank == math.inf).sum())
+    chosen = max(must, min(size - 1, must + int((size - must) * exact)))
+    alone, rest = set(ranked[:chosen]), sorted(ranked[chosen:])
+    groups: list[list[int]] = []
+    slots = size - chosen
+    together = [y[tokens].double() / spread(y[tokens].double()) for y in (keys, values)]
+    x = dict(zip(tokens, torch.cat(together, dim=1), strict=True))
+    runs = min(math.ceil(len(rest) / run), slots)
+    for r in range(runs):
+        first, last_slot = (i * slots // runs for i in (r, r + 1))
+        mine = rest[first * len(rest) // slots : last_slot * len(rest) // slots]
+        centres = [x[j] for j in sorted(mine, key=ranked.index)[: last_slot - first]]
+        here: list[list[int]] = []
+        for _ in range(rounds):
+            here = [[] for _ in centres]
+            for j in mine:
+                distances = [float((x[j] - c).norm()) for c in centres]
+                here[distances.index(min(distances))].append(j)
+            centres = [mean(x, g, weights) if g else c for g, c in zip(here, centres, strict=True)]
+        # An empty group's slot goes to the next best token that is not the last of its own.
+        missing = sum(not g for g in here)
+        last_ones = {max(g, key=ranked.index) for g in here if g}
+        next_best = [j for j in sorted(mine, key=ranked.index) if j not in last_ones][:missing]
+        alone |= set(next_best)
+        groups += [g for g in ([j for j in g if j not in next_best] for g in here) if g]
+    found = [[j] for j in alone] + groups
+    return sorted(found, key=lambda g: min(map(ranked.index, g)))
+
+
+def slots_of(leader: Tensor, rank: Tensor) -> list[list[int]]:
+    """The tokens of each slot, in the order of their leaders' ranks."""
+    found: dict[int, list[int]] = {}
+    for j, i in enumerate(leader.tolist()):
+        if i >= 0:
+            found.setdefault(i, []).append(j)
+    return [found[i] for i in sorted(found, key=lambda i: (-float(rank[i]), i))]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    N=st.integers(1, 40),
+    sizes=st.lists(st.integers(0, 40), min_size=4, max_size=4),
+    gone=st.integers(0, 12),
+    must=st.integers(0, 5),
+    exact=st.sampled_from([0.0, 0.25, 0.6, 1.0]),
+    run=st.integers(1, 40),
+    rounds=st.integers(1, 4),
+    seed=st.integers(0, 2**16),
+)
+def test_equals_the_loop(N, sizes, gone, must, exact, run, rounds, seed):
+    """Heads of any size, with weights, gaps that hold anything, and tokens that must stay."""
+    keys, values, scores = layer(2, 2, N, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randint(1, 5, (2, 2, N), generator=generator).float()
+    scores[0, :, :gone] = -math.inf
+    scores[1, 0, torch.randperm(N, generator=generator)[:gone]] = -math.inf
+    absent = scores == -math.inf
+    weights = weights.masked_fill(absent, 0.0)
+    scores[..., -must:].masked_fill_(~absent[..., -must:] & (must > 0), math.inf)
+    size = torch.tensor(sizes).view(2, 2).maximum((scores == math.inf).sum(-1))
+    options = {"exact": exact, "run": run, "rounds": rounds}
+    dirty = keys.masked_fill(absent[..., None], math.nan), values.masked_fill(
+        absent[..., None], math.inf
+    )
+    found = leaders(*dirty, scores, size, weights, **options)
+    for b in range(2):
+        for h in range(2):
+            parts = keys[b, h], values[b, h], scores[b, h], int(size[b, h]), weights[b, h]
+            want = naive(*parts, **options)
+            got = slots_of(found[b, h], scores[b, h])
+            best = [min(g, key=lambda j: (-float(scores[b, h, j]), j)) for g in got]
+            assert [int(found[b, h, i]) for i in best] == best, "a leader is the best of its group"
+            assert got == want
+            present = int((~absent[b, h]).sum())
+            assert len(got) == min(int(size[b, h]), present)
+            if size[b, h] > (scores[b, h] == math.inf).sum():
+                assert sum(map(len, got)) == present, "nothing is left out"
+
+
+def grouped(keys, values, scores, sizes, positions=None, weights=None, **options):
+    """Pairs, weights and indices by slot of a layer's tokens, and the groups themselves."""
+    policy = mmkv.get_policy("condense", **options)
+    if positions is None:
+        positions = torch.arange(scores.shape[-1]).expand(scores.shape)
+    groups = Groups.of(policy, keys, values, positions, weights, scores, sizes)
+    ranking = groups.led(scores, sizes, torch.zeros_like(scores, dtype=torch.bool))
+    indices = selection.ordered(*ranking)[0]
+    return *groups.means(keys, values, indices), indices, groups
+
+
+def test_groups_of_equal_pairs_read_as_their_tokens_did():
+    B, H, N, D, kinds = 2, 2, 60, 8, 5
+    kind = torch.arange(N) % kinds
+    keys, values = (random(B, H, kinds, D, seed=s)[:, :, kind] for s in (1, 2))
+    # The best are one of each kind, so that each is the centre of its own.
+    scores = torch.zeros(B, H, N)
+    scores[:, :, 10 : 10 + kinds] = 1.0
+    sizes = torch.tensor([[9, 9], [13, 40]])
+    k, v, weights, indices, _ = grouped(keys, values, scores, sizes, exact=0.0)
+    assert int((weights[0, 0] > 1).sum()) == kinds
+    query = random(B, H, 7, D, seed=3)
+    bias = weights.log().masked_fill(indices < 0, -math.inf)[:, :, None]
+    got = scaled_dot_product_attention(query, k, v, attn_mask=bias)
+    want = scaled_dot_product_attention(query, keys, values)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_empty_groups_give_their_slots_to_the_best_tokens():
+    keys, values = torch.ones(1, 1, 40, 4), torch.ones(1, 1, 40, 4)
+    scores = torch.arange(40.0)[None, None]
+    _, _, weights, indices, _ = grouped(keys, values, scores, torch.tensor([[12]]), exact=0.2)
+    # Ten slots were for groups; as all pairs are equal, nine of them are left empty.
+    assert indices[0, 0].tolist() == [*range(28, 40)]
+    assert weights[0, 0].tolist() == [29.0, *[1.0] * 11]
+
+
+def test_sums_and_members_are_kept_over_turns():
+    """Weights, and weighted sums of keys and values, survive any number of turns."""
+    H, D, new = 3, 4, 25
+    keys, values, weights = torch.zeros(1, H, 0, D), torch.zeros(1, H, 0, D), torch.zeros(1, H, 0)
+    positions, places = torch.zeros(1, H, 0, dtype=torch.long), None
+    every: list[Tensor] = []
+    for turn in range(4):
+        pairs = [random(1, H, new, D, seed=turn) + 1, random(1, H, new, D, seed=turn + 50)]
+        every.append(torch.cat(pairs, -1))
+        keys, values = torch.cat([keys, pairs[0]], 2), torch.cat([values, pairs[1]], 2)
+        weights = torch.cat([weights, torch.ones(1, H, new)], 2)
+        here = torch.arange(turn * new, turn * new + new).expand(1, H, new)
+        positions = torch.cat([positions, here], 2)
+        scores, sizes = random(*weights.shape, seed=turn + 99).abs(), torch.tensor([[10, 13, 18]])
+        scores = scores.masked_fill(weights == 0, -math.inf)
+        options = {"positions": positions, "weights": weights, "group_run": 16}
+        keys, values, weights, indices, groups = grouped(keys, values, scores, sizes, **options)
+        seen = new * (turn + 1)
+        places = groups.places(places, indices, seen)
+        filled = indices >= 0
+        positions = positions.gather(-1, indices.clamp(min=0)).masked_fill(~filled, -1)
+        whole = torch.cat(every, 2)
+        for h in range(H):
+            assert float(weights[0, h][filled[0, h]].sum()) == seen
+            for s in filled[0, h].nonzero()[:, 0]:
+                leader = int(positions[0, h, s])
+                members = (places[0, h] == leader).nonzero()[:, 0].tolist() or [leader]
+                assert float(weights[0, h, s]) == len(members)
+                want = whole[0, h, members].mean(0)
+                got = torch.cat([keys[0, h, s], values[0, h, s]])
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        # What the next turn finds is as a cache hands it on: by age, gaps first.
+        order = positions.argsort(dim=-1)
+        positions, weights = positions.gather(-1, order), weights.gather(-1, order)
+        weights = weights.masked_fill(positions < 0, 0.0)
+        keys, values = (x.gather(2, order[..., None].expand_as(x)) for x in (keys, values))
+        gaps = int((positions < 0).sum(-1).min())
+        positions, weights = positions[..., gaps:], weights[..., gaps:]
+        keys, values = keys[:, :, gaps:], values[:, :, gaps:]
+
+
+def test_does_not_depend_on_how_many_runs_go_together(monkeypatch):
+    keys, values, scores = layer(2, 2, 60)
+    sizes = torch.tensor([[20, 9], [15, 3]])
+    options = {"exact": 0.25, "run": 16, "rounds": 2}
+    want = leaders(keys, values, scores, sizes, **options)
+    monkeypatch.setattr(grouping, "_TILE", 1)
+    assert torch.equal(leaders(keys, values, scores, sizes, **options), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_token_alone_is_copied_as_it_is(dtype):
+    keys, values, scores = layer(2, 2, 40)
+    keys, values, size = keys.to(dtype), values.to(dtype), torch.full((2, 2), 12)
+    k, v, weights, indices, _ = grouped(keys, values, scores, size)
+    alone = weights == 1
+    assert 4 <= int(alone.sum()) < 48
+    for found, x in ((k, keys), (v, values)):
+        own = x.gather(2, indices[..., None].expand(-1, -1, -1, x.shape[3]))
+        assert torch.equal(found[alone], own[alone])
+
+
+def test_is_float32_under_autocast():
+    keys, values, scores = layer(1, 2, 60)
+    want = grouped(keys, values, scores, torch.full((1, 2), 12))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = grouped(keys, values, scores, torch.full((1, 2), 12))
+    assert all(torch.equal(a, b) for a, b in zip(got[:4], want[:4], strict=True))
