@@ -56,6 +56,12 @@ COMPOSED = [
     Variant("prefixkv", (("reposition", True), ("distance", 4))),
     Variant("adakv", (("reposition", True),)),
     Variant("snapkv", (("sinks", 4), ("average_heads", True))),
+    Variant("snapkv", (("merge", "groups"),)),
+    Variant("h2o", (("merge", "groups"), ("recent", 0.2))),
+    Variant("prefixkv", (("merge", "groups"), ("distance", 3))),
+    Variant("adakv", (("score", "observers"), ("merge", "groups"), ("group_run", 20))),
+    Variant("condense", (("chunk", 13), ("sinks", 2), ("heads", "adaptive"))),
+    Variant("condense", (("exact", 0.0), ("newest", 0)), 21),
 ]
 VARIANTS = [Variant(name) for name in mmkv.list_policies()] + COMPOSED
 

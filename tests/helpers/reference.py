@@ -15,7 +15,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, LogitsProcessor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from helpers.masking import naive_reposition
+from helpers.masking import held_by, naive_means, naive_reposition
 
 NEW = 6  # tokens generated at a time
 
@@ -31,15 +31,24 @@ def _attention(module, query, key, value, attention_mask, scaling=None, softcap=
             [seen_by(kept, key.shape[2] - 1), torch.ones_like(kept[..., :1]) > 0], -1
         )
         key = naive_reposition(key, visible, _state["inv_freq"])
+    # What stands for groups of tokens: pairs of their own, with a bias.
+    means = bias = None
+    if getattr(kept, "groups", None) is not None:
+        means = [naive_means(x, *kept.groups).repeat_interleave(G, dim=1) for x in (key, value)]
+        bias = kept.groups[0].log().repeat_interleave(G, dim=1)[:, :, None]
     key, value = key.repeat_interleave(G, dim=1), value.repeat_interleave(G, dim=1)
+    if means is not None:
+        key, value = (torch.cat(x, dim=2) for x in zip(means, (key, value), strict=True))
     logits = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
+    n = 0 if bias is None else bias.shape[-1]
+    logits[..., :n] += 0 if bias is None else bias
     if attention_mask is not None:
-        logits = logits + attention_mask
+        logits[..., n:] += attention_mask
     if kept is not None:
-        gone = ~seen_by(kept, key.shape[2] - query.shape[2]).repeat_interleave(G, dim=1)
-        logits[..., : gone.shape[-1]].masked_fill_(gone[:, :, None], -math.inf)
+        gone = ~seen_by(kept, key.shape[2] - n - query.shape[2]).repeat_interleave(G, dim=1)
+        logits[..., n : n + gone.shape[-1]].masked_fill_(gone[:, :, None], -math.inf)
     return (logits.softmax(-1) @ value).transpose(1, 2).contiguous(), None
 
 
@@ -86,7 +95,7 @@ def recorded(model):
         cache = output.past_key_values
         if not cache.expects_prompt:
             layers = [i for i, x in enumerate(cache.layers) if hasattr(x, "blocks")]
-            held.append({i: cache.kept(i).clone() for i in layers})
+            held.append({i: held_by(cache, i) for i in layers})
 
     hook = model.register_forward_hook(record)
     try:
