@@ -60,7 +60,7 @@ def observer_scores(
     """
     _check(query, key, value, gram, run, bias, valid)
     (B, Hq, Q, D), (H, N), device = query.shape, key.shape[1:3], key.device
-    scale = D**-0.5 if scale is None else scale
+    factor = D**-0.5 if scale is None else scale
     if valid is None:
         valid = torch.ones(B, N, dtype=torch.bool, device=device)
     if bias is None:
@@ -82,7 +82,7 @@ def observer_scores(
             k, v, b = (_taken(x, tokens) for x in (key, value, bias[..., None]))
             q = _taken(query, asking).unflatten(1, (H, -1))  # [B, H, G, n, C, D]
             with torch.autocast(device.type, enabled=False):  # it would round products to 16 bits
-                logits = (q * scale) @ k[:, :, None].mT
+                logits = (q * factor) @ k[:, :, None].mT
                 if softcap is not None:
                     logits = softcap * torch.tanh(logits / softcap)
                 logits = logits + b[:, :, None].mT
@@ -121,8 +121,8 @@ def spans(starts: Tensor, width: int) -> Tensor:
 
 
 def _runs(valid: Tensor, run: int) -> Tensor:
-    """The valid tokens of each row [B, N] in runs of equal length: int64 [B, R, C], -1 as filler"""
-    B, N = valid.shape
+    """Each row's valid tokens [B, N] in runs of equal length: int64 [B, R, C], -1 as filler."""
+    N = valid.shape[1]
     R, counts = -(-N // run), valid.sum(-1)[:, None]
     runs = (-(-counts // run)).clamp(min=1)
     starts = torch.arange(R + 1, device=valid.device).minimum(runs) * counts // runs
@@ -175,7 +175,11 @@ def _most_lost(
     chosen = chosen.gather(-2, first.expand(*first.shape[:-1], value.shape[-1]))
     out = others + most * chosen
     apart = chosen - others / rest.clamp(min=tiny.tiny)
-    by = None if gram is None else gram.to(value.device).unflatten(1, (value.shape[1], -1))[:, :, :, None]
+    by = (
+        None
+        if gram is None
+        else gram.to(value.device).unflatten(1, (value.shape[1], -1))[:, :, :, None]
+    )
 
     def read(x: Tensor) -> Tensor:
         return x if by is None else x @ by
@@ -208,7 +212,7 @@ def _check(
     Dv = value.shape[3]
     if gram is not None and (gram.shape[1:] != (Hq, Dv, Dv) or gram.shape[0] not in (1, B)):
         raise ValueError(
-            f"gram must be [1 or {B}, Hq, Dv, Dv] with Hq = {Hq}, Dv = {Dv}, got {tuple(gram.shape)}"
+            f"gram must be [1 or {B}, Hq, Dv, Dv], Hq = {Hq}, Dv = {Dv}, got {tuple(gram.shape)}"
         )
     if run < 1:
         raise ValueError(f"run must be at least 1, got {run}")

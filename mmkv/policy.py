@@ -162,6 +162,11 @@ class Policy:
                 "average_heads=True ranks tokens once per layer, but decode='fixed' drops the "
                 "lightest token of each head: use average_heads=False, or decode='ratio' or 'grow'"
             )
+        if self.merge == "groups" and self.reposition:
+            raise ValueError(
+                "merge='groups' averages keys of many positions, and reposition=True turns each "
+                "key from its own: use one of them"
+            )
         if self.layers in ("prefix", "pooled") and self.score == "recency":
             raise ValueError(
                 f"layers={self.layers!r} compares layers by their scores; "

@@ -15,7 +15,7 @@ from mmkv.registry import register_policy
 @register_policy("condense")
 @dataclass(frozen=True, kw_only=True)
 class Condense(Policy):
-    """Keep what any part of the prompt needs, and groups of all other tokens; generated ones stay."""
+    """Keep what any part of the prompt needs, and groups of all else; generated tokens stay."""
 
     paper = "mmkv"
     score: Score = "observers"

@@ -75,9 +75,7 @@ class Groups:
         )
         return cls(leader, positions, weights)
 
-    def led(
-        self, rank: Tensor, size: Tensor, protected: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def led(self, rank: Tensor, size: Tensor, protected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The ranking of `selection.ranked` in which leaders alone are kept."""
         B, H, U = self.leader.shape
         leads = self.leader == _count(self.leader)
@@ -88,8 +86,8 @@ class Groups:
         """Pairs [B, H, M, D] and weights [B, H, M] of the slots of leaders `indices` [B, H, M]."""
         anchor, slots = self._anchor(indices), indices.shape[-1]
         size = sums(self.weights, anchor, slots)
-        found = (mean(x, anchor, self.weights, size) for x in (keys, values))
-        return *found, size.masked_fill(indices < 0, 1.0)
+        keys, values = (mean(x, anchor, self.weights, size) for x in (keys, values))
+        return keys, values, size.masked_fill(indices < 0, 1.0)
 
     def sums(self, scores: Tensor, indices: Tensor) -> Tensor:
         """Scores [B, 1 or H, U] added up by slot [B, H, M]."""
@@ -107,7 +105,7 @@ class Groups:
         Returns:
             int16 or int32 [B, H, T]; -1 for a token that is kept alone, gone, or padding.
         """
-        B, H, U = self.leader.shape
+        B, H, _ = self.leader.shape
         anchor, slots = self._anchor(indices), indices.shape[-1]
         size = pad(sums(self.weights, anchor, slots), (0, 1))  # the last: in no slot
         at = self.positions.gather(-1, self.leader.clamp(min=0))

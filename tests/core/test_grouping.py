@@ -116,8 +116,9 @@ def test_equals_the_loop(N, sizes, gone, must, exact, run, rounds, seed):
     scores[..., -must:].masked_fill_(~absent[..., -must:] & (must > 0), math.inf)
     size = torch.tensor(sizes).view(2, 2).maximum((scores == math.inf).sum(-1))
     options = {"exact": exact, "run": run, "rounds": rounds}
-    dirty = keys.masked_fill(absent[..., None], math.nan), values.masked_fill(
-        absent[..., None], math.inf
+    dirty = (
+        keys.masked_fill(absent[..., None], math.nan),
+        values.masked_fill(absent[..., None], math.inf),
     )
     found = leaders(*dirty, scores, size, weights, **options)
     for b in range(2):
