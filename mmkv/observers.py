@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmkv.scores import autocast_off
+
 # Elements of attention in flight: enough that calls cost little, few enough to stay near a cache.
 _CPU_TILE_PER_THREAD = 2**20
 _DEVICE_TILE = 2**28
@@ -81,7 +83,7 @@ def observer_scores(
                 asking = _last(valid[:, N - Q :], run)[:, None]
             k, v, b = (_taken(x, tokens) for x in (key, value, bias[..., None]))
             q = _taken(query, asking).unflatten(1, (H, -1))  # [B, H, G, n, C, D]
-            with torch.autocast(device.type, enabled=False):  # it would round products to 16 bits
+            with autocast_off(key):
                 logits = (q * factor) @ k[:, :, None].mT
                 if softcap is not None:
                     logits = softcap * torch.tanh(logits / softcap)
@@ -102,7 +104,7 @@ def output_gram(weight: Tensor) -> Tensor:
         float32 `[..., Hq, Dv, Dv]`: `|weight[g] x| ** 2 = x' gram[g] x`.
     """
     weight = weight.detach().float()
-    with torch.autocast(weight.device.type, enabled=False):  # it would round products to 16 bits
+    with autocast_off(weight):
         return weight.mT @ weight
 
 

@@ -28,7 +28,7 @@ _READ_ONLY_WITH: dict[str, tuple[str, tuple[str, ...]]] = {
     "kernel_size": ("score", ("window",)),
     "pooling": ("score", ("window",)),
     "recency_weighted": ("score", ("window",)),
-    "average_heads": ("score", ("window", "accumulated")),
+    "average_heads": ("score", ("window", "accumulated", "observers")),
     "beta": ("layers", ("pyramid",)),
     "decay": ("layers", ("geometric",)),
     "p": ("layers", ("squeeze",)),
@@ -191,8 +191,8 @@ class Policy:
         if self.score == "recency":
             return scores.recency(layer.valid)
         if self.score == "observers":
-            return self._observed(layer)
-        if self.score == "accumulated":
+            s = self._observed(layer)
+        elif self.score == "accumulated":
             s = scores.accumulated_attention(layer.query, layer.key, **layer.attention)
         else:
             weights = None

@@ -107,7 +107,7 @@ def window_attention(
     per_query = per_query / per_query.sum(-1, keepdim=True).clamp_min(torch.finfo().tiny)
     blocked = ~allowed
 
-    with _autocast_off(key):
+    with autocast_off(key):
         rows = query[:, :, -window:].float() * _factor(D, scale, softcap)
         logits = rows.reshape(B, H, G * window, D) @ key.float().mT
         logits = logits.view(B, H, G, window, N)
@@ -191,7 +191,7 @@ def accumulated_attention(
     scores = torch.zeros(B * H, N, dtype=torch.float32, device=key.device)
     future = torch.ones(block, block, dtype=torch.bool, device=key.device).triu(1)
     grouped = query.unflatten(1, (H, G))
-    with _autocast_off(key):
+    with autocast_off(key):
         for heads in torch.arange(B * H, device=key.device).split(chunk):
             b, h = heads // H, heads % H
             scores[heads] = _column_sums(
@@ -316,7 +316,7 @@ def _factor(D: int, scale: float | None, softcap: float | None = None) -> float:
     return (D**-0.5 if scale is None else scale) / (1.0 if softcap is None else softcap)
 
 
-def _autocast_off(x: Tensor) -> AbstractContextManager[Any]:
+def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
     """Within it, products of float32 stay float32: autocast would round them to 16 bits."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.autocast(x.device.type, enabled=False)

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from mmkv.cache.merging import mean, sums
 from mmkv.observers import spans
 from mmkv.policy import Policy
+from mmkv.scores import autocast_off
 
 # Elements of distances in flight.
 _TILE = 2**24
@@ -187,7 +188,8 @@ def leaders(
         points = _rows(x, at).unflatten(2, token.shape[2:])
         heavy = weights.gather(-1, at).view_as(token).masked_fill(absent, 0.0)
         ranked = place.gather(-1, at).view_as(token).masked_fill(absent, N)
-        label = _k_means(points, heavy, ranked, number, plan.width, rounds)
+        with autocast_off(keys):
+            label = _k_means(points, heavy, ranked, number, plan.width, rounds)
         label = _without_empty(label.masked_fill(absent, plan.width), ranked, number, plan.width)
         best = ranked.new_full((*label.shape[:3], plan.width + 1), N)
         best = best.scatter_reduce(-1, label, ranked, "amin").gather(-1, label)

@@ -59,7 +59,7 @@ COMPOSED = [
     Variant("snapkv", (("merge", "groups"),)),
     Variant("h2o", (("merge", "groups"), ("recent", 0.2))),
     Variant("prefixkv", (("merge", "groups"), ("distance", 3))),
-    Variant("adakv", (("score", "observers"), ("merge", "groups"), ("group_run", 20))),
+    Variant("prefixkv", (("score", "observers"), ("distance", 4))),
     Variant("condense", (("chunk", 13), ("sinks", 2), ("heads", "adaptive"))),
     Variant("condense", (("exact", 0.0), ("newest", 0)), 21),
 ]
