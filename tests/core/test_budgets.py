@@ -372,6 +372,7 @@ def test_what_a_budget_means_for_generated_tokens(models, policy, options, lengt
                     assert got == wanted
 
 
+@pytest.mark.slow
 def test_an_int_budget_is_a_number_of_tokens_by_ratio_too(models):
     """Held is the budget, or the prompt and the `distance` most recent tokens."""
     model = models("llama")

@@ -133,7 +133,8 @@ def test_every_policy_runs_on_one_device_and_decodes_without_waiting(
     assert sum(found, Counter()) - sum(alone, Counter()) == Counter()
 
 
-@pytest.mark.parametrize("variant", slow_except(VARIANTS, "adakv"), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_replayed_steps_pass_nothing_between_host_and_device(
     models, there, gpu, monkeypatch, variant
 ):

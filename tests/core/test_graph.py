@@ -216,7 +216,7 @@ def test_a_step_that_waits_is_not_captured(models, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("policy", slow_except(["snapkv", "h2o", "prefixkv"], "snapkv"))
-@pytest.mark.parametrize("where", ["warm-up", "capture"])
+@pytest.mark.parametrize("where", slow_except(["warm-up", "capture"], "capture"))
 def test_a_step_that_fails_to_capture_is_run_and_logged(on_cpu, caplog, policy, where):
     """The failed attempt leaves nothing behind: the run equals one that never tried."""
     model, inputs = make_model("llama"), make_inputs("llama", (90, 41))

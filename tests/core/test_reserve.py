@@ -80,9 +80,10 @@ def test_a_constant_size_is_not_set_aside_before_it_is_needed(models):
             assert slots <= kept + LAYERS * HEADS * 17
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "asked"),
-    slow_except([("snapkv", 80), ("snapkv", 512), ("h2o", 512)], ("snapkv", 80), several=True),
+    [("snapkv", 80), ("snapkv", 512), ("h2o", 512)],
 )
 def test_the_smallest_command_a_user_runs(policy, asked):
     """`mmkv chat` with the built-in model: a prompt of 161 tokens and a short answer."""

@@ -124,6 +124,7 @@ def test_another_policy_reads_the_conversation_again(engine, pictures):
     assert last(talk.ask("And now?", None, xkv)).notes == ()
 
 
+@pytest.mark.slow
 def test_what_is_kept_can_be_held_in_few_bits(engine, pictures):
     """The bytes shrink, the same pairs are kept, and a change reads the conversation again."""
     talk = Conversation(engine)

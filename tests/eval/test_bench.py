@@ -236,6 +236,7 @@ class TestSteps:
 
 
 class TestModels:
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", models.SHAPES)
     def test_toys_keep_their_kind_and_generate(self, name):
         made = toy(name)
@@ -366,6 +367,7 @@ def test_presets_name_what_exists(name):
             assert check.judge(result(*measured)).figure == 1
 
 
+@pytest.mark.slow
 def test_the_batch_that_fits(capsys, tmp_path):
     words = ("--preset", "xkv", "--toy", "--rounds", 1, "--out", tmp_path / "x.json")
     out, err, code = run_command(capsys, *words)
