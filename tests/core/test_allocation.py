@@ -251,6 +251,13 @@ def test_squeeze_cuts_the_cluster_of_the_highest_similarity(seed: int, p: float)
     assert sizes == squeeze(similarity.tolist(), total, p=p, max_size=10**6)
 
 
+def test_squeeze_by_hand() -> None:
+    # The mean is 17.17: a layer that is cut gets 0.35 * 17.17 = 6.01, and each of the others
+    # (103 - 2 * 6.01) / 4 = 22.75, of which three are rounded up.
+    sizes = squeeze([0.1, 0.12, 0.5, 0.52, 0.9, 0.91], 103, max_size=50)
+    assert sizes == [23, 23, 23, 22, 6, 6]
+
+
 @pytest.mark.parametrize("similarity", [[0.5] * 6, [0.1, 0.9, 0.1, 0.9, 0.9, 0.1], [0.3], [0.1, 1]])
 def test_squeeze_is_uniform_without_three_distinct_values(similarity: list[float]) -> None:
     n_layers = len(similarity)
