@@ -51,6 +51,7 @@ TESTS = {
     "cache/evict": [
         [CORE("policies")],
         [CORE("oracles"), *FAST, "-k", "masking or budget or spent"],
+        [CORE("grouping"), CORE("quantised"), *FAST],
         [CORE("reserve"), CORE("later_turns"), CORE("turns"), *FAST],
     ],
     "cache/slots": [[CORE("decoding")], [CORE("policies")], [CORE("reserve"), *FAST]],
@@ -137,9 +138,11 @@ def interval(killed: int, n: int) -> tuple[float, float]:
 
 def copied(folder: str) -> None:
     """Make a folder the repository's copy, which every process from now on imports."""
-    for name in ("mmkv", "policies", "eval", "demo", "tests"):
-        without = shutil.ignore_patterns("__pycache__")
+    without = shutil.ignore_patterns("__pycache__")
+    for name in ("mmkv", "tests"):
         shutil.copytree(ROOT / name, Path(folder, name), ignore=without)
+    for name in ("policies", "eval", "demo"):  # where they import from, lest the originals are
+        shutil.copytree(ROOT / name, Path(folder, "mmkv", name), ignore=without)
     shutil.copy(ROOT / "pyproject.toml", folder)
     os.chdir(folder)
     sys.path[:0] = [folder, str(Path(folder, "tests"))]
@@ -174,6 +177,8 @@ def main() -> None:
                 run, killed = run + 1, killed + (left is None)
                 if left is not None:
                     print(f"survived: {mutant.operator_name}\n{left}\n", flush=True)
+            if not passes(*tests[0]):
+                sys.exit(f"{name}: its tests fail now without any change")
             low, high = interval(killed, max(run, 1))
             print(
                 f"{name}: seed {chosen.seed}, {killed} of {run} killed, {killed / max(run, 1):.1%} "

@@ -14,6 +14,7 @@ from mmkv.cache.selection import (
     competing,
     importance,
     keeps_everything,
+    ranked,
     retained,
     row_sizes,
     select,
@@ -21,6 +22,7 @@ from mmkv.cache.selection import (
 )
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policy import Policy
+from mmkv.registry import get_policy
 
 L = 3
 H2O = {"score": "accumulated"}
@@ -547,3 +549,19 @@ def test_squeeze_cuts_the_layers_that_change_little() -> None:
     # A layer that overflowed changes the stream.
     spoiled = torch.tensor([0.9, math.nan, 0.5])
     assert sizes(0.5, layers="squeeze", p=0.4, more={"similarity": spoiled}) == cut
+
+
+@pytest.mark.parametrize(("size", "newest"), [(15, 1), (16, 2), (25, 3), (60, 4)])
+def test_groups_keep_the_newest_in_an_eighth_of_few_slots(size: int, newest: int) -> None:
+    policy = get_policy("condense", newest=4)
+    N = 100
+    positions = torch.arange(N).view(1, 1, N)
+    prompt = TokenMasks.of(policy, torch.ones(1, N, dtype=torch.bool), budget=size, n_layers=1)
+    must = int(prompt.must.sum())
+    scores = torch.linspace(1, 0, N).view(1, 1, N)
+    rank, _, _ = ranked(policy, scores, positions, prompt, [size])
+    room = min(newest, size - must)
+    expected = prompt.must[0].clone()
+    free = (~expected).nonzero()[:, 0].tolist()
+    expected[free[len(free) - room :]] = True
+    assert torch.equal(rank[0, 0].isinf(), expected)
