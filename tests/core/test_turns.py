@@ -36,7 +36,7 @@ def test_a_prompt_in_chunks_is_the_prompt(models, variant, rows, chunk):
 @pytest.mark.parametrize("rows", slow_except(ROWS, "padded"))
 @pytest.mark.parametrize("name", slow_except(["llama", "llava-llama"], "llava-llama"))
 @pytest.mark.parametrize(
-    "variant", slow_except(VARIANTS, "prefixkv", "adakv", "h2o", "streaming", "squeeze"), ids=str
+    "variant", slow_except(VARIANTS, "prefixkv", "adakv", "h2o", "streaming", "condense"), ids=str
 )
 def test_turns_equal_masking(models, variant, name, rows):
     """A second turn competes with what the first one left; evicting is masking throughout."""
