@@ -109,7 +109,7 @@ class Policy:
     reposition: bool = False
     chunk: int = 128
     exact: float = 0.25
-    newest: int = 4
+    newest: int = 1
     group_run: int = 512
     rounds: int = 2
 

@@ -25,7 +25,7 @@ from mmkv.cache.dense import DenseKV
 from mmkv.cache.evict import evict
 from mmkv.cache.forward_pass import NOT_ATTENDED, ForwardPass, current
 from mmkv.cache.head_groups import GraphInputs, HeadGroup
-from mmkv.cache.layer import CompressedLayer, nbytes
+from mmkv.cache.layer import CompressedLayer, KeptKV, nbytes
 from mmkv.cache.selection import TokenMasks
 from mmkv.cache.slots import Grow
 from mmkv.layer_inputs import LayerInputs
@@ -491,7 +491,8 @@ class CompressedCache(Cache):
         """Whether a mask [B, seen] of earlier tokens hides any that is `known`.
 
         Raises:
-            ValueError: it shows a token that was masked when it came: it was not kept.
+            ValueError: it shows a token that was masked when it came: it was not kept; or it hides
+                a token that a group stands for.
         """
         hides, shows = torch.stack([(known & ~earlier).any(), (earlier & ~known).any()]).tolist()
         if shows:
@@ -505,6 +506,18 @@ class CompressedCache(Cache):
                 "the attention_mask of a later chunk hides tokens of an earlier chunk of the same "
                 "prompt: mask them in every chunk"
             )
+        for layer in self.compressed if hides else ():
+            leaders = layer.state.leaders if isinstance(layer.state, KeptKV) else None
+            if leaders is None:
+                continue
+            hidden = (known & ~earlier).to(leaders.device)[:, : leaders.shape[-1]]
+            grouped = hidden & (leaders >= 0).any(1)
+            if bool(grouped.any()):
+                row, position = grouped.nonzero()[0].tolist()
+                raise ValueError(
+                    f"attention_mask hides row {row} its token {position}, which a group holds "
+                    "together with others: keep showing it, or start a new cache"
+                )
         return bool(hides)
 
     def _evicts(self, prompt: TokenMasks) -> bool:

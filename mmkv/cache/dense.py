@@ -70,12 +70,15 @@ class DenseKV:
             return x.gather(1, at).unflatten(0, (batch, heads))
 
         empty = positions.unflatten(0, (batch, heads)) < 0
+        weights = None
+        if first.log_weights is not None:
+            weights = by_age("log_weights").exp().round().masked_fill(empty, 1.0)
         return cls(
             by_age("keys"),
             by_age("values"),
             positions.unflatten(0, (batch, heads)),
             None if first.mass is None else by_age("mass").masked_fill(empty, 0.0),
-            weights=None if first.log_weights is None else by_age("log_weights").exp().round(),
+            weights=weights,
         )
 
     @property

@@ -58,6 +58,7 @@ COMPOSED = [
     Variant("snapkv", (("sinks", 4), ("average_heads", True))),
     Variant("snapkv", (("merge", "groups"),)),
     Variant("h2o", (("merge", "groups"), ("recent", 0.2))),
+    Variant("local", (("merge", "groups"),)),
     Variant("prefixkv", (("merge", "groups"), ("distance", 3))),
     Variant("prefixkv", (("score", "observers"), ("distance", 4))),
     Variant("condense", (("chunk", 13), ("sinks", 2), ("heads", "adaptive"))),

@@ -1,0 +1,138 @@
+"""Groups in the cache: what must hold exactly, beside the oracles that run for every policy."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import mmkv
+from helpers.models import make_inputs, make_model
+from helpers.oracle import ROWS, generate
+
+
+def slots_of(cache, layer: int, b: int, h: int) -> tuple[set[int], list[list[int]]]:
+    """The tokens one head keeps as they are, and those of each of its groups."""
+    weights, member = cache.groups(layer)
+    kept = {p for p in cache.kept(layer)[b, h].tolist() if p >= 0}
+    groups = [(member[b, h] == g).nonzero()[:, 0].tolist() for g in range(weights.shape[-1])]
+    assert [len(g) for g in groups] == weights[b, h].tolist()
+    return kept, [g for g in groups if g]
+
+
+@pytest.mark.parametrize("policy", ["condense", "snapkv"])
+def test_every_token_is_kept_or_in_one_group(models, policy):
+    """The weights of a head add up to the tokens it was given; padding is in none."""
+    model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
+    options = {"merge": "groups", "window": 6} if policy == "snapkv" else {}
+    with mmkv.wrapped(model, policy, 0.3, **options), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+    N = inputs["input_ids"].shape[1]
+    for i in range(3):
+        for b, n in enumerate(ROWS["padded"]):
+            for h in range(2):
+                kept, groups = slots_of(cache, i, b, h)
+                assert all(len(g) > 1 for g in groups)
+                assert sorted([*kept, *sum(groups, [])]) == list(range(N - n, N))
+                assert N - 1 in kept
+        assert cache.report().layers[i].kept == cache.layers[i].state.counts().tolist()
+
+
+def test_equal_pairs_lose_nothing(models):
+    """Where all pairs of a group are equal, it reads as they did: logits of the full cache."""
+    model = make_model("llama")
+    with torch.no_grad():  # one key and one value for all tokens, whatever they are
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.zero_()
+            layer.self_attn.v_proj.weight.zero_()
+            layer.self_attn.v_proj.bias = torch.nn.Parameter(torch.arange(32.0) / 10)
+    inputs = make_inputs("llama", ROWS["padded"])
+    expected, tokens, _, _ = generate(model, inputs)
+    with mmkv.wrapped(model, "condense", 0.1, exact=0.0):
+        logits, got, cache, _ = generate(model, inputs)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert torch.equal(got, tokens)
+    # A head's new tokens weigh one each, and what stands for the prompt as much as it did.
+    weights = cache.layers[0].dense().weights
+    assert weights.sum(-1)[0].tolist() == [90 + 23] * 2
+
+
+def test_a_later_turn_groups_what_is_there(models):
+    """Sums are kept: a token stays in a group or joins one, and none is lost."""
+    model, inputs = models("llama"), make_inputs("llama", (90,))
+    with mmkv.wrapped(model, "condense", 0.2), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+        before = [slots_of(cache, i, 0, 0) for i in range(3)]
+        cache.expect()
+        model(input_ids=torch.arange(10, 60)[None], past_key_values=cache)
+    for i, (_, old) in enumerate(before):
+        kept, groups = slots_of(cache, i, 0, 0)
+        assert sorted([*kept, *sum(groups, [])]) == list(range(140))
+        for g in old:  # a group is one pair: its tokens cannot part
+            assert any(set(g) <= set(new) for new in groups)
+
+
+def test_a_mask_that_hides_a_token_of_a_group_is_refused(models):
+    model, inputs = models("llama"), make_inputs("llama", (90,))
+    with mmkv.wrapped(model, "condense", 0.2), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+        grouped = next(iter(slots_of(cache, 0, 0, 0)[1]))[0]
+        mask = torch.ones(1, 91, dtype=torch.long)
+        mask[0, grouped] = 0
+        step = {"input_ids": torch.tensor([[7]]), "attention_mask": mask}
+        with pytest.raises(ValueError, match=rf"hides row 0 its token {grouped}, which a group"):
+            model(**step, past_key_values=cache)
+        cache.expect()
+        with pytest.raises(ValueError, match=rf"hides row 0 its token {grouped}, which a group"):
+            model(**step, past_key_values=cache)
+
+
+def test_rows_and_copies_take_groups_along(models):
+    model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
+    with mmkv.wrapped(model, "condense", 0.3), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+        chosen = copy.deepcopy(cache)
+        chosen.reorder_cache(torch.tensor([2, 0, 2]))
+        for i in range(3):
+            weights, member = cache.groups(i)
+            mine, of = chosen.groups(i)
+            assert torch.equal(of, member[[2, 0, 2]])
+            assert torch.equal(mine, weights[[2, 0, 2]][..., : mine.shape[-1]])
+        ids = torch.full((3, 1), 9)
+        whole = model(input_ids=ids, past_key_values=cache).logits
+        some = model(input_ids=ids, past_key_values=chosen).logits
+    torch.testing.assert_close(some, whole[[2, 0, 2]], atol=1e-4, rtol=0)
+
+
+def test_a_token_written_over_a_group_stands_for_itself(models):
+    """decode="fixed" drops groups too: what takes their slot weighs one."""
+    model, inputs = models("llama"), make_inputs("llama", (90,))
+    with mmkv.wrapped(model, "local", 0.2, merge="groups"), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+        before = slots_of(cache, 0, 0, 0)[1]
+        for word in range(10, 18):
+            model(input_ids=torch.tensor([[word]]), past_key_values=cache)
+    weights, member = cache.groups(0)
+    left = (weights[0, 0] > 0).sum()
+    assert 0 < left < len(before)
+    assert (member[0, 0] >= 0).sum() == weights[0, 0].sum()
+    for layer in cache.layers:
+        for block in layer.blocks:
+            held = block.positions >= 90
+            assert not block.log_weights[held].any()
+            assert held.any()
+
+
+def test_a_layer_that_is_not_compressed_has_no_groups(models):
+    model, inputs = models("llama"), make_inputs("llama", (40,))
+    with mmkv.wrapped(model, "snapkv", 0.5, window=6), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+    weights, member = cache.groups(1)
+    assert weights.shape == (1, 2, 0)
+    assert torch.equal(member, torch.full((1, 2, 40), -1))
+    with pytest.raises(ValueError, match="reposition=True turns"):
+        mmkv.get_policy("condense", reposition=True)
+    for option, message in ((("exact", 1.5), "exact=1.5"), (("chunk", 0), "chunk=0")):
+        with pytest.raises(ValueError, match=message):
+            mmkv.get_policy("condense", **dict([option]))
