@@ -6,10 +6,12 @@ import copy
 
 import pytest
 import torch
+from transformers.models.llama import modeling_llama
 
 import mmkv
 from helpers.models import make_inputs, make_model
 from helpers.oracle import ROWS, generate
+from mmkv.observers import observer_scores, output_gram
 
 
 def slots_of(cache, layer: int, b: int, h: int) -> tuple[set[int], list[list[int]]]:
@@ -136,3 +138,64 @@ def test_a_layer_that_is_not_compressed_has_no_groups(models):
     for option, message in ((("exact", 1.5), "exact=1.5"), (("chunk", 0), "chunk=0")):
         with pytest.raises(ValueError, match=message):
             mmkv.get_policy("condense", **dict([option]))
+
+
+def test_a_later_score_is_told_what_groups_weigh(models):
+    """The layer's attention adds the logarithm of a group's tokens, so its score does."""
+    given = []
+
+    class Recording(type(mmkv.get_policy("condense"))):
+        def importance(self, layer):
+            given.append(layer.bias)
+            return super().importance(layer)
+
+    model, inputs = models("llama"), make_inputs("llama", (90,))
+    with mmkv.wrapped(model, Recording(), 0.2), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+        weights = [layer.dense().weights for layer in cache.layers]
+        cache.expect()
+        model(input_ids=torch.arange(10, 40)[None], past_key_values=cache)
+    assert given[:3] == [None] * 3
+    for bias, before in zip(given[3:], weights, strict=True):
+        bias = bias.view(1, 2, -1)
+        assert before.sum(-1).tolist() == [[90.0, 90.0]]
+        torch.testing.assert_close(bias[..., : before.shape[-1]].exp(), before)
+        assert not bias[..., before.shape[-1] :].any()
+
+
+@pytest.mark.parametrize("name", ["llama", "llava-llama"])
+def test_mini_prefill_observes_too(models, name):
+    """A score that needs values, projection and rotary embedding has them in either pass."""
+    model, inputs = models(name), make_inputs(name, ROWS["padded"])
+    options = {"score": "observers", "merge": "groups"}
+    found = []
+    for allocation in ("mini-prefill", "one-pass"):
+        with mmkv.wrapped(model, "xkv", 0.3, allocation=allocation, **options), torch.no_grad():
+            found.append(model(**inputs, use_cache=True).past_key_values)
+    for i in range(3):
+        assert torch.equal(found[0].kept(i), found[1].kept(i))
+        assert torch.equal(found[0].groups(i)[1], found[1].groups(i)[1])
+
+
+def test_observers_ask_from_behind_the_prompt():
+    """Each query is turned to the next position: with one key for all, distances alone count."""
+    model, inputs = make_model("llama"), make_inputs("llama", (50,))
+    seen = []
+
+    class Recording(type(mmkv.get_policy("condense"))):
+        def importance(self, layer):
+            seen.append(layer)
+            return super().importance(layer)
+
+    with mmkv.wrapped(model, Recording(), 0.5), torch.no_grad():
+        model(**inputs, use_cache=True)
+    layer, rotary = seen[0], model.model.rotary_emb
+    attn = model.model.layers[0].self_attn
+    hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(inputs["input_ids"]))
+    raw = attn.q_proj(hidden).view(1, 50, 4, 16).transpose(1, 2)
+    cos, sin = rotary(hidden, torch.full((1, 50), 50))
+    asked, _ = modeling_llama.apply_rotary_pos_emb(raw, raw, cos, sin)
+    weight = attn.o_proj.weight.view(64, 4, 16).transpose(0, 1)
+    want = observer_scores(asked, layer.key, layer.value, output_gram(weight)[None])
+    got = mmkv.get_policy("condense").importance(layer)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

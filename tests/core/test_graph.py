@@ -260,7 +260,7 @@ def test_a_model_that_counts_on_the_host_is_not_replayed(on_cpu, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["snapkv", "adakv", "prefixkv", "h2o", "streaming"])
+@pytest.mark.parametrize("policy", ["snapkv", "adakv", "prefixkv", "h2o", "streaming", "condense"])
 def test_the_kernel_attends_over_each_rows_own_length(models, on_cpu, monkeypatch, policy):
     """Steps driven by the device, through Triton's interpreter. A recorder does not see it work,
     so no step is captured here."""

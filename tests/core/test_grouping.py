@@ -235,8 +235,8 @@ def test_a_token_alone_is_copied_as_it_is(dtype):
 
 
 def test_is_float32_under_autocast():
-    keys, values, scores = layer(1, 2, 60)
-    want = grouped(keys, values, scores, torch.full((1, 2), 12))
+    keys, values, scores = layer(2, 4, 400)
+    want = grouped(keys, values, scores, torch.full((2, 4), 60))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = grouped(keys, values, scores, torch.full((1, 2), 12))
+        got = grouped(keys, values, scores, torch.full((2, 4), 60))
     assert all(torch.equal(a, b) for a, b in zip(got[:4], want[:4], strict=True))

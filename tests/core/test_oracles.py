@@ -172,7 +172,7 @@ def test_a_wrong_set_would_be_noticed(models):
 
 
 BEAMS = [
-    *(Variant(name) for name in ("prefixkv", "h2o", "adakv", "streaming")),
+    *(Variant(name) for name in ("prefixkv", "h2o", "adakv", "streaming", "condense")),
     # Near the newest token, so that 12 of them are enough to drop some.
     Variant("prefixkv", (("distance", 1),)),
     Variant("prefixkv", (("distance", 2), ("merge", "feature"))),

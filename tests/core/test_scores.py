@@ -353,6 +353,30 @@ def test_any_mask_padding_and_chunk_equal_the_loops(
             torch.testing.assert_close(seen[b, :, p:], want.float(), atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_bias_of_log_m_is_m_copies_of_a_key(softcap: float | None) -> None:
+    """Keys of an earlier turn stand for several tokens; their score is that of all of these."""
+    old, new, D = 6, 9, 8
+    counts = torch.tensor([3, 1, 1, 4, 2, 1])
+    key = random(2, 2, old + new, D, seed=1)
+    of = torch.cat([torch.arange(old).repeat_interleave(counts), torch.arange(old, old + new)])
+    bias = torch.cat([counts.log(), torch.zeros(new)]).expand(2, 2, -1)
+    query = random(2, 4, new, D, seed=2)
+    options: dict[str, Any] = {"scale": 0.6, "softcap": softcap}
+
+    def added(found: Tensor) -> Tensor:
+        sums = torch.zeros(2, 2, old + new)
+        return sums.index_add_(2, of[: found.shape[2]], found)
+
+    got = accumulated_attention(query, key, bias=bias, **options)
+    want = accumulated_attention(query, key[:, :, of], **options)
+    torch.testing.assert_close(got, added(want))
+    window: dict[str, Any] = {"window": 4, "kernel_size": 1, "pooling": None, **options}
+    got = window_attention(query, key, bias=bias, **window)
+    want = window_attention(query, key[:, :, of], **window)
+    torch.testing.assert_close(got, added(want)[..., :-4])
+
+
 def test_a_causal_mask_is_the_causal_rule() -> None:
     query, key = random(2, 4, 20, 8, seed=1), random(2, 2, 30, 8, seed=2)
     mask = torch.ones(30, 30, dtype=torch.bool).tril()[-20:].expand(2, 1, 20, 30)
