@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import chain
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def test_every_token_is_kept_or_in_one_group(models, policy):
             for h in range(2):
                 kept, groups = slots_of(cache, i, b, h)
                 assert all(len(g) > 1 for g in groups)
-                assert sorted([*kept, *sum(groups, [])]) == list(range(N - n, N))
+                assert sorted([*kept, *chain(*groups)]) == list(range(N - n, N))
                 assert N - 1 in kept
         assert cache.report().layers[i].kept == cache.layers[i].state.counts().tolist()
 
@@ -70,7 +71,7 @@ def test_a_later_turn_groups_what_is_there(models):
         model(input_ids=torch.arange(10, 60)[None], past_key_values=cache)
     for i, (_, old) in enumerate(before):
         kept, groups = slots_of(cache, i, 0, 0)
-        assert sorted([*kept, *sum(groups, [])]) == list(range(140))
+        assert sorted([*kept, *chain(*groups)]) == list(range(140))
         for g in old:  # a group is one pair: its tokens cannot part
             assert any(set(g) <= set(new) for new in groups)
 
@@ -199,3 +200,25 @@ def test_observers_ask_from_behind_the_prompt():
     want = observer_scores(asked, layer.key, layer.value, output_gram(weight)[None])
     got = mmkv.get_policy("condense").importance(layer)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_several_tokens_at_once_are_that_many_steps(models):
+    model, inputs = models("llama"), make_inputs("llama", (90,))
+    more = torch.arange(10, 15)[None]
+    with mmkv.wrapped(model, "condense", 0.2), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+        twin = copy.deepcopy(cache)
+        together = model(input_ids=more, past_key_values=cache).logits
+        single = [model(input_ids=x[None, None], past_key_values=twin).logits for x in more[0]]
+    torch.testing.assert_close(together, torch.cat(single, dim=1), atol=1e-4, rtol=0)
+
+
+def test_a_group_takes_over_the_attention_its_tokens_received(models):
+    """h2o drops what received least; a head's tokens received one for each query."""
+    model, inputs = models("llama"), make_inputs("llama", (90,))
+    with mmkv.wrapped(model, "h2o", 0.2, merge="groups"), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+    for layer in cache.layers:
+        for block in layer.blocks:
+            received = block.mass.masked_fill(block.positions < 0, 0.0).sum(-1)
+            torch.testing.assert_close(received, torch.full_like(received, 90.0))
