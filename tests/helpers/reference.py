@@ -45,7 +45,8 @@ def _attention(module, query, key, value, attention_mask, scaling=None, softcap=
     n = 0 if bias is None else bias.shape[-1]
     logits[..., :n] += 0 if bias is None else bias
     if attention_mask is not None:
-        logits[..., n:] += attention_mask
+        # Not in place: in 16 bits the mask's lowest number would be -inf.
+        logits = torch.cat([logits[..., :n], logits[..., n:] + attention_mask], dim=-1)
     if kept is not None:
         gone = ~seen_by(kept, key.shape[2] - n - query.shape[2]).repeat_interleave(G, dim=1)
         logits[..., n : n + gone.shape[-1]].masked_fill_(gone[:, :, None], -math.inf)
