@@ -1,12 +1,11 @@
-"""A policy's options as the page's controls: read from the dataclasses of the registry."""
+"""A policy's options as the page's controls: read from the registry."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
-from mmkv.registry import list_policies, policy_class
+from mmkv.registry import list_policies, option_types, policy_class
 
 Kind = Literal["choice", "switch", "whole", "number", "text"]
 # Has a control of its own.
@@ -58,14 +57,12 @@ class Option:
 
 
 def all_options() -> list[Option]:
-    """The options of every registered policy, each once, in the dataclasses' order."""
+    """The options of every registered policy, each once, in their order."""
     found: dict[str, Option] = {}
     for name in list_policies():
-        cls = policy_class(name)
-        hints = get_type_hints(cls)
-        for field in dataclasses.fields(cls):
-            if field.name not in found and field.name not in _ELSEWHERE:
-                found[field.name] = _option(field.name, hints[field.name])
+        for option, hint in option_types(policy_class(name)).items():
+            if option not in found and option not in _ELSEWHERE:
+                found[option] = _option(option, hint)
     return list(found.values())
 
 

@@ -139,7 +139,7 @@ def drops_nothing(cache: Any) -> bool:
         return True  # transformers' own cache of a model that is not wrapped
     if keeps_everything(plan.policy, plan.budget):
         return True
-    return plan.policy.decode == "grow" and not plan.policy.reposition
+    return plan.policy.decode.name == "grow" and not plan.policy.reposition
 
 
 def _counts_positions_itself(model: Any) -> bool:

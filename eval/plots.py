@@ -6,7 +6,7 @@ A policy has the same colour in all of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -287,20 +287,25 @@ def layer_scores(model: Any, inputs: Mapping[str, Any], policy: Any) -> list[Ten
     """
     import torch
 
+    from mmkv.parts.sizing import UniformHeads, UniformLayers
     from mmkv.wrapping import wrapped
 
-    if policy.score == "recency" or policy.keeps_all:
+    if not policy.score.ranks or policy.keeps_all:
         raise ValueError(f"policy {policy.name!r} has no attention score")
     found: list[Tensor] = []
 
-    class Recording(type(policy)):  # type: ignore[misc]
-        def importance(self, *args: Any, **kwargs: Any) -> Tensor:
-            found.append(super().importance(*args, **kwargs))
+    class Recording(type(policy.score)):  # type: ignore[misc]
+        def __call__(self, layer: Any) -> Tensor:
+            found.append(super().__call__(layer))
             return found[-1]
 
-    options = {f.name: getattr(policy, f.name) for f in fields(policy)}
     # Equal layers in one pass: each layer is scored once, in order.
-    recording = Recording(**{**options, "layers": "uniform", "heads": "uniform", "retention": None})
+    recording = replace(
+        policy,
+        score=Recording(**policy.score.options()),
+        layers=UniformLayers(),
+        heads=UniformHeads(),
+    )
     with wrapped(model, recording, 0.9), torch.no_grad():
         model(**inputs, use_cache=True)
     if not found:

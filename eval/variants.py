@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def parse_variants(
 
             check(kv_dtype)
         reads = get_policy(label, **own)
-        known = [] if cls.keeps_all else [o for o in cls.options() if reads.reads(o)]
+        known = reads.flat()
         shared = {k: v for k, v in options.items() if k in known}
         used |= shared.keys()
         if builtin and "window" in known and reads.observed:
@@ -143,9 +143,9 @@ def plugin_arguments(
         ValueError: an unknown policy, option or budget.
     """
     from mmkv.budgets import note, number, parse
-    from mmkv.registry import get_policy, policy_class
+    from mmkv.registry import get_policy, option_types, policy_class
 
-    names = {f.name for f in fields(policy_class(policy))} | {KV_DTYPE}
+    names = {*option_types(policy_class(policy)), KV_DTYPE}
     mine = parse_options([f"{k}={v}" for k, v in kwargs.items() if k in names])
     chosen = get_policy(policy, **{k: v for k, v in mine.items() if k != KV_DTYPE})
     size = None

@@ -38,10 +38,10 @@ def calibrate(
         ValueError: no samples, or a policy whose sizes do not depend on the prompt.
     """
     chosen = get_policy(policy, **policy_options)
-    if not chosen.needs_all_layers:
+    if not chosen.layers.needs:
         raise ValueError(
             f"policy {chosen.name!r} sizes its layers without looking at the prompt "
-            f"(layers={chosen.layers!r}): there is nothing to calibrate"
+            f"(layers={chosen.layers.name!r}): there is nothing to calibrate"
         )
     config = adapters.find(model).config
     rows: list[list[float]] = []

@@ -6,14 +6,13 @@ is one line.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args
 
 from mmkv.loading import models, untrusted
-from mmkv.registry import policy_class
+from mmkv.registry import option_types, policy_class
 
 if TYPE_CHECKING:
     import torch
@@ -63,8 +62,7 @@ def parse_options(policy: str, pairs: Sequence[str]) -> dict[str, Any]:
             left to `mmkv.get_policy`, which lists the candidates.
     """
     cls = policy_class(policy)
-    hints = get_type_hints(cls)
-    typed = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+    typed = option_types(cls)
     options: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")

@@ -1,302 +1,199 @@
-"""What a policy is: a frozen value that names its parts. State lives on the cache, never here."""
+"""What a policy is: a frozen composition of parts. State lives on the cache, never here."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from mmkv.parts import (
+    BASES,
+    KINDS,
+    OPTIONAL,
+    Decode,
+    Heads,
+    Layers,
+    Merge,
+    Part,
+    Protect,
+    Score,
+    decoding,
+    merging,
+    protection,
+    registered,
+    scoring,
+    sizing,
+)
+from mmkv.parts.checks import at_least, check, share
+from mmkv.parts.decoding import Grow
+from mmkv.parts.scoring import WindowAttention
+from mmkv.parts.sizing import UniformHeads, UniformLayers
 
-    from mmkv.layer_inputs import LayerInputs
+__all__ = ["Decode", "Heads", "Layers", "Merge", "Part", "Policy", "Protect", "Score"]
 
-Score = Literal["window", "accumulated", "recency", "observers"]
-Pooling = Literal["avg", "max"]
-Layers = Literal["uniform", "pyramid", "geometric", "squeeze", "prefix", "pooled"]
-Allocation = Literal["one-pass", "mini-prefill"]
-Heads = Literal["uniform", "adaptive"]
-Decode = Literal["grow", "ratio", "fixed"]
-Merge = Literal["position", "feature", "groups"]
-Protect = Literal["none", "instruction"]
-
-# The options that only one choice of a part reads. Setting one without its part would do nothing,
-# so `get_policy` refuses it, and the policy table leaves it out.
-_READ_ONLY_WITH: dict[str, tuple[str, tuple[str, ...]]] = {
-    "window": ("score", ("window",)),
-    "kernel_size": ("score", ("window",)),
-    "pooling": ("score", ("window",)),
-    "recency_weighted": ("score", ("window",)),
-    "average_heads": ("score", ("window", "accumulated", "observers")),
-    "beta": ("layers", ("pyramid",)),
-    "decay": ("layers", ("geometric",)),
-    "p": ("layers", ("squeeze",)),
-    "allocation": ("layers", ("prefix", "pooled")),
-    "retention": ("layers", ("pooled",)),
-    "alpha": ("heads", ("adaptive",)),
-    "distance": ("decode", ("ratio",)),
-    "chunk": ("score", ("observers",)),
-    "exact": ("merge", ("groups",)),
-    "newest": ("merge", ("groups",)),
-    "group_run": ("merge", ("groups",)),
-    "rounds": ("merge", ("groups",)),
-}
+P = TypeVar("P", bound="Policy")
+# The modules of the built-in parts, which register them.
+MODULES = (decoding, merging, protection, scoring, sizing)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """How a cache is made smaller: score, layer sizes, head sizes, decoding, merging, protection.
 
-    A policy of your own is a subclass with other defaults; one with a score of its own overrides
-    `importance`. Each part can be overridden by its option, so the parts combine freely.
+    A policy of your own is a subclass with other parts. `Policy.of(...)`, `mmkv.get_policy` and
+    `mmkv.wrap` also take the names of parts and the options of parts, flat.
 
     Options:
-        score: what makes a token important. "window": attention from the last `window` queries,
-            pooled over `kernel_size` keys with `pooling` (SnapKV); "accumulated": attention from
-            all queries (H2O); "recency": its position; "observers": the most that any query of
-            its `chunk` of the prompt, asked at the prompt's end, would lose without it.
-        average_heads: rank tokens once per layer, by the mean over heads, not once per head.
-        recency_weighted: weigh the window's queries by how recent they are (PyramidInfer).
+        score: what makes a token important.
+        layers: how many tokens each layer keeps.
+        heads: how a layer's size is split among its heads.
+        decode: what the budget means for generated tokens.
+        merge: what becomes of evicted pairs; None: they are dropped.
+        protect: what every layer keeps whatever the scores say; None: nothing more.
         sinks: how many first tokens are always kept (StreamingLLM).
         recent: the share of a layer's size given to the most recent tokens (H2O: half).
-        layers: how many tokens each layer keeps. "uniform"; "pyramid" (slope `beta`); "geometric"
-            (`decay` per layer); "squeeze" (share `p` for layers that change little); "prefix"
-            (equal retention); "pooled" (largest mean retention, or the smallest size that reaches
-            the mean `retention`).
-        allocation: when "prefix" and "pooled" learn their scores: "one-pass", after a prefill that
-            holds every layer whole, or "mini-prefill", in a first pass that stores nothing.
-        heads: "uniform", or "adaptive" between heads with the floor `alpha` (Ada-KV).
-        decode: what the budget means for generated tokens. "grow": they are kept, on top of it.
-            "ratio": a float is the share of all tokens seen that a layer may hold, an int their
-            number; the token `distance` behind the newest is dropped while it holds more, and the
-            prompt's kept tokens and the `distance` most recent ones never are. "fixed": a layer
-            goes on with the size the prompt left it (filled up to an int budget that is larger),
-            and each new token takes the place of the lowest accumulated score, or with
-            score="recency" of the oldest.
-        merge: average evicted pairs into the kept one nearest in "position" or "feature"; or
-            "groups": the share `exact` of the slots, the best-scored tokens and the `newest` ones,
-            holds tokens as they are, and the other slots hold groups of all other tokens, which
-            attention weighs by their number. Groups are found by `rounds` of k-means inside runs
-            of `group_run` tokens.
-        protect: "instruction" keeps the prompt's text in every layer; image tokens compete.
         reposition: give keys consecutive positions inside the cache (StreamingLLM as published).
 
     Raises:
         ValueError: an option out of its range, or a combination that means nothing.
     """
 
-    score: Score = "window"
-    window: int = 32
-    kernel_size: int = 7
-    pooling: Pooling | None = "max"
-    recency_weighted: bool = False
-    average_heads: bool = False
+    score: Score = WindowAttention()
+    layers: Layers = UniformLayers()
+    heads: Heads = UniformHeads()
+    decode: Decode = Grow()
+    merge: Merge | None = None
+    protect: Protect | None = None
     sinks: int = 0
     recent: float = 0.0
-    layers: Layers = "uniform"
-    beta: float = 20.0
-    decay: float = 0.9
-    p: float = 0.35
-    allocation: Allocation = "one-pass"
-    retention: float | None = None
-    heads: Heads = "uniform"
-    alpha: float = 0.5
-    decode: Decode = "grow"
-    distance: int = 25
-    merge: Merge | None = None
-    protect: Protect = "none"
     reposition: bool = False
-    chunk: int = 128
-    exact: float = 0.25
-    newest: int = 1
-    group_run: int = 512
-    rounds: int = 2
 
     name: ClassVar[str] = "policy"
     aliases: ClassVar[tuple[str, ...]] = ()
     paper: ClassVar[str] = ""
     keeps_all: ClassVar[bool] = False
-    # Whether its score reads `LayerInputs.rotary`, or queries and keys before it.
-    uses_rotary: ClassVar[bool] = False
+    # Options that follow from others, and so cannot be set.
+    settled: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        """Validate every option; each message shows the value received."""
-        for field, hint in get_type_hints(type(self)).items():
-            value, choices = getattr(self, field), _literals(hint)
-            if choices and value not in choices:
-                raise ValueError(f"{field}={value!r}: expected one of {choices}")
-            if expected := _other_type(value, hint):
-                raise ValueError(f"{field}={value!r}: expected {expected}")
-        if self.window < 1 or self.kernel_size < 1 or self.kernel_size % 2 == 0:
-            raise ValueError(
-                f"window={self.window}, kernel_size={self.kernel_size}: "
-                "the window must be at least 1, the kernel size odd"
-            )
-        for field in ("sinks", "distance", "newest"):
-            if (value := getattr(self, field)) < 0:
-                raise ValueError(f"{field}={value}: expected 0 or more")
-        for field in ("chunk", "group_run", "rounds"):
-            if (value := getattr(self, field)) < 1:
-                raise ValueError(f"{field}={value}: expected 1 or more")
-        for field in ("alpha", "recent", "exact"):
-            if not 0 <= (value := getattr(self, field)) <= 1:
-                raise ValueError(f"{field}={value}: expected a number in [0, 1]")
-        for field in ("p", "decay", "retention"):
-            if (value := getattr(self, field)) is not None and not 0 < value <= 1:
-                raise ValueError(f"{field}={value}: expected a number in (0, 1]")
-        if self.beta < 1:
-            raise ValueError(f"beta={self.beta}: expected 1 or more")
-        if self.heads == "adaptive" and (self.average_heads or self.score == "recency"):
-            raise ValueError(
-                "heads='adaptive' compares heads by their scores; average_heads=True and "
-                "score='recency' give all heads the same"
-            )
-        if self.decode == "fixed" and self.score in ("window", "observers"):
-            raise ValueError(
-                "decode='fixed' drops the lowest accumulated score or the oldest token; "
-                f"score={self.score!r} has neither: use score='accumulated' or 'recency'"
-            )
-        if self.decode == "fixed" and self.average_heads:
-            raise ValueError(
-                "average_heads=True ranks tokens once per layer, but decode='fixed' drops the "
-                "lightest token of each head: use average_heads=False, or decode='ratio' or 'grow'"
-            )
-        if self.merge == "groups" and self.reposition:
-            raise ValueError(
-                "merge='groups' averages keys of many positions, and reposition=True turns each "
-                "key from its own: use one of them"
-            )
-        if self.layers in ("prefix", "pooled") and self.score == "recency":
-            raise ValueError(
-                f"layers={self.layers!r} compares layers by their scores; "
-                "score='recency' gives all layers the same"
-            )
+        """Check every option, and that the parts go together."""
+        for kind in KINDS:
+            object.__setattr__(self, kind, as_part(kind, getattr(self, kind)))
+        for field in dataclasses.fields(self):
+            if field.name not in KINDS:
+                check(field.name, getattr(self, field.name), self.hints()[field.name])
+        at_least(0, sinks=self.sinks)
+        share(zero=True, recent=self.recent)
+        for part in self.parts.values():
+            part.check(self)
 
-    def importance(self, layer: LayerInputs) -> Tensor:
-        """Score the prompt's tokens in one layer; higher = keep.
+    @property
+    def parts(self) -> dict[str, Part]:
+        """Its parts by kind, without those that are None."""
+        found = {kind: getattr(self, kind) for kind in KINDS}
+        return {kind: part for kind, part in found.items() if part is not None}
 
-        Args:
-            layer: what its attention had to work with: N tokens, queries of the last Q. Q = N in a
-                prompt; in a later turn they are those of the new tokens.
+    @classmethod
+    def of(cls: type[P], **options: Any) -> P:
+        """Its defaults with other parts, by name or as values, and options of parts, flat.
 
-        Returns:
-            float32 [B, H, N], or [B, 1, N] for one ranking per layer. The last `window` entries of
-            a window score are 0: those tokens are always kept.
+        Raises:
+            ValueError: an option that none of its parts reads, or what the parts refuse.
         """
-        import torch
+        own = {f.name for f in dataclasses.fields(cls)} - set(KINDS)
+        policy = cls.start(**{k: v for k, v in options.items() if k in own})
+        chosen: dict[str, Any] = {}
+        for kind in KINDS:
+            before: Part | None = getattr(policy, kind)
+            part = before
+            if kind in options:
+                part = as_part(kind, options[kind])
+                given_by_name = not isinstance(options[kind], Part)
+                if given_by_name and type(part) is type(before):
+                    part = before
+                elif given_by_name and part is not None and before is not None:
+                    # What both have (average_heads) stays as the policy has it.
+                    kept = {k: v for k, v in before.options().items() if k in part.options()}
+                    part = dataclasses.replace(part, **kept)
+            if part is not None:
+                mine = {k: v for k, v in options.items() if k in part.options()}
+                part = dataclasses.replace(part, **mine) if mine else part
+            chosen[kind] = part
+        policy = dataclasses.replace(policy, **chosen)
+        for option in options:
+            if cls.keeps_all or not policy.reads(option):
+                parts = ", ".join(f"{k}={v.name!r}" for k, v in policy.parts.items())
+                raise ValueError(
+                    f"option {option!r} has no effect on policy {cls.name!r} as configured "
+                    f"({parts}): remove it, or choose the part that reads it"
+                )
+        return policy
 
-        from mmkv import scores
+    @classmethod
+    def start(cls: type[P], **own: Any) -> P:
+        """The policy with its own options set, before `of` sets parts and theirs."""
+        return cls(**own)
 
-        if self.score == "recency":
-            return scores.recency(layer.valid)
-        if self.score == "observers":
-            s = self._observed(layer)
-        elif self.score == "accumulated":
-            s = scores.accumulated_attention(layer.query, layer.key, **layer.attention)
-        else:
-            weights = None
-            if self.recency_weighted:
-                device = layer.key.device
-                weights = torch.arange(1, self.window + 1, dtype=torch.float32, device=device)
-            s = scores.window_attention(
-                layer.query,
-                layer.key,
-                window=self.window,
-                kernel_size=self.kernel_size,
-                pooling=self.pooling,
-                weights=weights,
-                **layer.attention,
-            )
-            s = torch.nn.functional.pad(s, (0, self.window))
-        return s.mean(dim=1, keepdim=True) if self.average_heads else s
+    def flat(self) -> dict[str, Any]:
+        """All that it reads: parts by name, their options, and its own, with their values."""
+        if self.keeps_all:
+            return {}
+        found: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            found[field.name] = value
+            if field.name in KINDS:
+                found[field.name] = "none" if value is None else value.name
+                found |= {} if value is None else value.options()
+        return {k: v for k, v in found.items() if k not in self.settled}
 
-    def _observed(self, layer: LayerInputs) -> Tensor:
-        from mmkv.layer_inputs import turn
-        from mmkv.observers import observer_scores, output_gram
-
-        query = layer.query
-        if layer.rotary is not None:
-            query = turn(layer.plain_query, *layer.rotary.ahead(1))
-        gram = None if layer.weight is None else output_gram(layer.output_weight)
-        return observer_scores(
-            query,
-            layer.key,
-            layer.value,
-            gram,
-            run=self.chunk,
-            scale=layer.scale,
-            softcap=layer.softcap,
-            bias=layer.bias,
-            valid=layer.valid,
-        )
-
-    @property
-    def reads_rotary(self) -> bool:
-        """Whether its score needs the layer's rotary embedding."""
-        return self.uses_rotary or self.score == "observers"
-
-    @property
-    def observed(self) -> int:
-        """How many last tokens observe and are themselves always kept."""
-        return self.window if self.score == "window" and not self.keeps_all else 0
-
-    @property
-    def scores_itself(self) -> bool:
-        """Whether a subclass computes a score of its own."""
-        return type(self).importance is not Policy.importance
-
-    @property
-    def additive(self) -> bool:
-        """Whether the scores of a prompt's chunks, and of turns, add up to the score of all."""
-        return self.score == "accumulated" and not self.scores_itself
-
-    @property
-    def queries(self) -> int | None:
-        """How many of a prompt's last queries its score needs at the end; None: all of them."""
-        if self.keeps_all or self.additive:
-            return 0
-        return None if self.scores_itself or self.score == "observers" else self.observed
-
-    @property
-    def needs_all_layers(self) -> bool:
-        """Whether a layer's size is known only once every layer has been seen."""
-        return self.layers in ("prefix", "pooled", "squeeze")
+    def reads(self, option: str) -> bool:
+        """Whether it, or one of its parts, has this option."""
+        return option in self.flat()
 
     @classmethod
     def options(cls) -> dict[str, Any]:
         """The options this policy reads as it stands, with their defaults."""
-        policy = cls()
-        return {
-            f.name: getattr(policy, f.name)
-            for f in dataclasses.fields(cls)
-            if not cls.keeps_all and policy.reads(f.name)
-        }
+        return cls().flat()
 
-    def reads(self, option: str) -> bool:
-        """Whether this policy's parts read `option`; setting one they do not read does nothing."""
-        part, choices = _READ_ONLY_WITH.get(option, (option, ()))
-        return not choices or getattr(self, part) in choices
+    @classmethod
+    def hints(cls) -> dict[str, Any]:
+        """The annotations of its own fields; those that name what cannot be found are `Any`."""
+        try:
+            return get_type_hints(cls)
+        except NameError:  # defined inside a function, with annotations that are texts
+            known = {} if cls is Policy else Policy.hints()
+            return {f.name: known.get(f.name, Any) for f in dataclasses.fields(cls)}
+
+    @property
+    def observed(self) -> int:
+        """How many last tokens observe and are themselves always kept."""
+        return 0 if self.keeps_all else self.score.observed
+
+    @property
+    def queries(self) -> int | None:
+        """How many of a prompt's last queries its score needs at the end; None: all of them."""
+        return 0 if self.keeps_all else self.score.queries
+
+    @property
+    def retention(self) -> float | None:
+        """The share of importance that sizes the cache in place of a budget, or None."""
+        return self.layers.retention
 
 
-def _other_type(value: Any, hint: Any) -> str:
-    """What a field takes, where its value is of another type; "" where it fits."""
-    hints = get_args(hint) or (hint,)
-    if value is None and type(None) in hints:
-        return ""
-    for kind, fits, expected in (
-        (bool, isinstance(value, bool), "True or False"),
-        (int, isinstance(value, Integral) and not isinstance(value, bool), "a whole number"),
-        (float, isinstance(value, Real) and not isinstance(value, bool), "a number"),
-    ):
-        if kind in hints:
-            return "" if fits else expected
-    return ""
+def as_part(kind: str, value: Any) -> Any:
+    """A part from its name, or as it is.
 
-
-def _literals(hint: Any) -> list[Any]:
-    """The allowed values of a Literal, or of a union of one with None; [] for any other hint."""
-    if getattr(hint, "__origin__", None) is Literal:
-        return list(get_args(hint))
-    found = [v for arg in get_args(hint) for v in _literals(arg)]
-    return [*found, None] if found and type(None) in get_args(hint) else found
+    Raises:
+        ValueError: no part of this kind.
+    """
+    if value is None or value == "none":
+        if kind in OPTIONAL:
+            return None
+    elif isinstance(value, BASES[kind]):
+        return value
+    elif isinstance(value, str) and (cls := registered.get((kind, value))) is not None:
+        return cls()
+    names = sorted(name for k, name in registered if k == kind)
+    names += ["none"] if kind in OPTIONAL else []
+    raise ValueError(f"{kind}={value!r}: expected one of {names}, or a {BASES[kind].__name__} part")

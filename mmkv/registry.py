@@ -16,14 +16,16 @@ from collections.abc import Callable, Generator
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import EntryPoint, distributions, entry_points
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_type_hints
 
+from mmkv.parts import KINDS, OPTIONAL, Part, register_part, registered
 from mmkv.policy import Policy
 
 log = logging.getLogger(__name__)
 
 P = TypeVar("P", bound=type[Policy])
-_GROUP = "mmkv.policies"
+# Entry points of policies, and of parts.
+_GROUPS = ("mmkv.policies", "mmkv.parts")
 _policies: dict[str, type[Policy]] = {}
 _aliases: dict[str, str] = {}
 # Entry points that were skipped, by name: the distribution, and why.
@@ -94,19 +96,37 @@ def get_policy(name: str, **options: Any) -> Policy:
             that the policy's parts do not read.
     """
     cls = policy_class(name)
-    known = [f.name for f in fields(cls)]
+    known = option_types(cls)
     for option in options:
         if option not in known:
-            raise ValueError(_unknown(f"option of policy {cls.name!r}", option, known))
-    policy = cls(**options)
-    idle = [o for o in options if policy.keeps_all or not policy.reads(o)]
-    if idle:
-        raise ValueError(
-            f"option {idle[0]!r} has no effect on policy {cls.name!r} as configured "
-            f"(score={policy.score!r}, layers={policy.layers!r}, heads={policy.heads!r}, "
-            f"decode={policy.decode!r}): remove it, or choose the part that reads it"
-        )
-    return policy
+            raise ValueError(_unknown(f"option of policy {cls.name!r}", option, [*known]))
+    return cls.of(**options)
+
+
+def list_parts(kind: str) -> dict[str, type[Part]]:
+    """The registered parts of a kind ("score", "layers", ...) by name, sorted.
+
+    Raises:
+        ValueError: no such kind.
+    """
+    if kind not in KINDS:
+        raise ValueError(_unknown("kind of part", kind, [*KINDS]))
+    _load_all()
+    return {name: cls for (k, name), cls in sorted(registered.items()) if k == kind}
+
+
+def option_types(cls: type[Policy]) -> dict[str, Any]:
+    """What a policy may be given, with annotations: its options, parts, and all parts' options."""
+    found: dict[str, Any] = {}
+    for field in fields(cls):
+        found[field.name] = cls.hints()[field.name]
+        if field.name in KINDS:
+            parts = list_parts(field.name)
+            names = [*parts, *(["none"] if field.name in OPTIONAL else [])]
+            found[field.name] = Literal[tuple(names)]  # type: ignore[valid-type]
+            for part in parts.values():
+                found |= {f.name: get_type_hints(part)[f.name] for f in fields(part)}
+    return found
 
 
 def _key(name: str) -> str:
@@ -146,8 +166,9 @@ def _load_all() -> None:
             return
         _load_builtin()
         _loaded = True
-        for where, entry in sorted(_entries(), key=lambda x: (x[0], x[1].name)):
-            policies, aliases = dict(_policies), dict(_aliases)
+        # Parts first: policies may be made of them.
+        for where, entry in sorted(_entries(), key=lambda x: (x[1].group, x[0], x[1].name)):
+            policies, aliases, parts = dict(_policies), dict(_aliases), dict(registered)
             try:
                 _load(entry)
             except (Exception, SystemExit) as error:  # whatever another package's code does
@@ -155,8 +176,11 @@ def _load_all() -> None:
                 _policies.update(policies)
                 _aliases.clear()
                 _aliases.update(aliases)
+                registered.clear()
+                registered.update(parts)
                 _skipped[entry.name] = where, error
-                log.warning("policy %r of %s is skipped: %s", entry.name, where, _reason(error))
+                what = "part" if entry.group == "mmkv.parts" else "policy"
+                log.warning("%s %r of %s is skipped: %s", what, entry.name, where, _reason(error))
 
 
 def _load(entry: EntryPoint) -> None:
@@ -165,6 +189,14 @@ def _load(entry: EntryPoint) -> None:
     Raises:
         Exception: whatever its package raises, or what is wrong with the class.
     """
+    if entry.group == "mmkv.parts":
+        part: Any = entry.load()
+        if not (isinstance(part, type) and issubclass(part, Part) and part.kind in KINDS):
+            raise TypeError(f"{entry.value} is no part of a policy")
+        part()  # its defaults
+        if part not in registered.values():
+            register_part(entry.name)(part)
+        return
     taken = _find(entry.name)
     if taken is not None and _is_builtin(taken):
         raise ValueError(f"the name is taken by the built-in {taken.name!r}")
@@ -181,12 +213,13 @@ def _load(entry: EntryPoint) -> None:
 def _entries() -> Generator[tuple[str, EntryPoint]]:
     """The entry points of all installed distributions: "name version" and the entry."""
     try:
-        found = list(entry_points(group=_GROUP))
+        found = [x for group in _GROUPS for x in entry_points(group=group)]
     except Exception:  # metadata of some distribution cannot be read: leave that one out
         found = []
         for distribution in distributions():
             try:
-                found += distribution.entry_points.select(group=_GROUP)
+                for group in _GROUPS:
+                    found += distribution.entry_points.select(group=group)
             except Exception as error:
                 name = distribution.name
                 log.warning("the entry points of %s cannot be read: %s", name, _reason(error))

@@ -64,7 +64,7 @@ def _row(cls: type[Policy], shared: dict[str, Any]) -> PolicyRow:
     own = {k: v for k, v in options.items() if k not in _PARTS and (k, v) not in shared.items()}
     return PolicyRow(
         names=(cls.name, *cls.aliases),
-        parts=tuple("none" if policy.keeps_all else getattr(policy, part) for part in _PARTS),
+        parts=tuple("none" if policy.keeps_all else getattr(policy, part).name for part in _PARTS),
         paper=cls.paper,
         options=_texts(own),
     )

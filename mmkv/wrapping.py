@@ -98,7 +98,7 @@ def wrap(
             f"attn_implementation={base!r} is not supported: load the model with one of "
             f"{', '.join(attention.NAMES)}"
         )
-    if chosen.protect == "instruction" and not parts.image_token_ids:
+    if chosen.protect is not None and not parts.image_token_ids:
         raise ValueError(
             f"protect='instruction' keeps the prompt's text and lets image tokens compete; "
             f"{type(model).__name__} has no image tokens: use protect='none'"

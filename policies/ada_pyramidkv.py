@@ -6,6 +6,7 @@ Inference", arXiv 2407.11550, section 4 (Ada-Pyramid).
 
 from dataclasses import dataclass
 
+from mmkv.parts.sizing import AdaptiveHeads
 from mmkv.policies.pyramidkv import PyramidKV
 from mmkv.policy import Heads
 from mmkv.registry import register_policy
@@ -17,5 +18,4 @@ class AdaPyramidKV(PyramidKV):
     """PyramidKV with adaptive head sizes."""
 
     paper = "Ada-KV, arXiv 2407.11550"
-    heads: Heads = "adaptive"
-    alpha: float = 0.5
+    heads: Heads = AdaptiveHeads(alpha=0.5)

@@ -7,6 +7,7 @@ defaults to 0.2.
 
 from dataclasses import dataclass
 
+from mmkv.parts.sizing import AdaptiveHeads
 from mmkv.policies.snapkv import SnapKV
 from mmkv.policy import Heads
 from mmkv.registry import register_policy
@@ -18,5 +19,4 @@ class AdaSnapKV(SnapKV):
     """SnapKV with adaptive head sizes."""
 
     paper = "Ada-KV, arXiv 2407.11550"
-    heads: Heads = "adaptive"
-    alpha: float = 0.5
+    heads: Heads = AdaptiveHeads(alpha=0.5)

@@ -7,6 +7,9 @@ set; here the intended top set is kept.
 
 from dataclasses import dataclass
 
+from mmkv.parts.decoding import Ratio
+from mmkv.parts.merging import MergeByPosition
+from mmkv.parts.scoring import AccumulatedAttention
 from mmkv.policy import Decode, Merge, Policy, Score
 from mmkv.registry import register_policy
 
@@ -17,8 +20,6 @@ class Elastic(Policy):
     """Head-averaged accumulated attention, equal layers, merging by position."""
 
     paper = "ElasticCache, arXiv 2407.18121"
-    score: Score = "accumulated"
-    average_heads: bool = True
-    decode: Decode = "ratio"
-    distance: int = 25
-    merge: Merge | None = "position"
+    score: Score = AccumulatedAttention(average_heads=True)
+    decode: Decode = Ratio(distance=25)
+    merge: Merge | None = MergeByPosition()

@@ -6,6 +6,8 @@ Models", arXiv 2306.14048, section 4. Half of the budget each.
 
 from dataclasses import dataclass
 
+from mmkv.parts.decoding import Fixed
+from mmkv.parts.scoring import AccumulatedAttention
 from mmkv.policy import Decode, Policy, Score
 from mmkv.registry import register_policy
 
@@ -16,6 +18,6 @@ class H2O(Policy):
     """Keep heavy hitters and recent tokens; while decoding, drop the lightest non-recent one."""
 
     paper = "H2O, arXiv 2306.14048"
-    score: Score = "accumulated"
+    score: Score = AccumulatedAttention()
     recent: float = 0.5
-    decode: Decode = "fixed"
+    decode: Decode = Fixed()

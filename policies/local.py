@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from mmkv.parts.decoding import Fixed
+from mmkv.parts.scoring import Recency
 from mmkv.policy import Decode, Policy, Score
 from mmkv.registry import register_policy
 
@@ -12,5 +14,5 @@ class Local(Policy):
     """Keep the most recent tokens; while decoding, drop the oldest."""
 
     paper = "baseline"
-    score: Score = "recency"
-    decode: Decode = "fixed"
+    score: Score = Recency()
+    decode: Decode = Fixed()

@@ -7,6 +7,9 @@ hand. Offline: `wrap(..., profile=...)` with what `mmkv.calibrate` measured.
 
 from dataclasses import dataclass
 
+from mmkv.parts.decoding import Ratio
+from mmkv.parts.scoring import AccumulatedAttention
+from mmkv.parts.sizing import PrefixLayers
 from mmkv.policy import Decode, Layers, Policy, Score
 from mmkv.registry import register_policy
 
@@ -17,8 +20,6 @@ class PrefixKV(Policy):
     """Head-averaged accumulated attention; equal retention per layer; the prompt's prefix stays."""
 
     paper = "PrefixKV, arXiv 2412.03409"
-    score: Score = "accumulated"
-    average_heads: bool = True
-    layers: Layers = "prefix"
-    decode: Decode = "ratio"
-    distance: int = 25
+    score: Score = AccumulatedAttention(average_heads=True)
+    layers: Layers = PrefixLayers()
+    decode: Decode = Ratio(distance=25)

@@ -6,7 +6,9 @@ arXiv 2405.12532, section 3.
 
 from dataclasses import dataclass
 
-from mmkv.policy import Layers, Policy, Pooling, Score
+from mmkv.parts.scoring import WindowAttention
+from mmkv.parts.sizing import GeometricLayers
+from mmkv.policy import Layers, Policy, Score
 from mmkv.registry import register_policy
 
 
@@ -16,8 +18,5 @@ class PyramidInfer(Policy):
     """Later queries of the window weigh more; layer sizes fall geometrically with depth."""
 
     paper = "PyramidInfer, arXiv 2405.12532"
-    score: Score = "window"
-    window: int = 32
-    pooling: Pooling | None = None
-    recency_weighted: bool = True
-    layers: Layers = "geometric"
+    score: Score = WindowAttention(window=32, pooling=None, recency_weighted=True)
+    layers: Layers = GeometricLayers(decay=0.9)

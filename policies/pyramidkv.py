@@ -14,7 +14,9 @@ moves to later ones. kvpress lets the window fall with the rest.
 
 from dataclasses import dataclass
 
-from mmkv.policy import Layers, Policy, Pooling, Score
+from mmkv.parts.scoring import WindowAttention
+from mmkv.parts.sizing import PyramidLayers
+from mmkv.policy import Layers, Policy, Score
 from mmkv.registry import register_policy
 
 
@@ -24,9 +26,5 @@ class PyramidKV(Policy):
     """SnapKV's score, layer sizes falling arithmetically with depth."""
 
     paper = "PyramidKV, arXiv 2406.02069"
-    score: Score = "window"
-    window: int = 8
-    kernel_size: int = 7
-    pooling: Pooling | None = "max"
-    layers: Layers = "pyramid"
-    beta: float = 20.0
+    score: Score = WindowAttention(window=8, kernel_size=7, pooling="max")
+    layers: Layers = PyramidLayers(beta=20.0)

@@ -6,7 +6,8 @@ section 4. Defaults are its LongBench configuration; its classes default to 64 /
 
 from dataclasses import dataclass
 
-from mmkv.policy import Policy, Pooling, Score
+from mmkv.parts.scoring import WindowAttention
+from mmkv.policy import Policy, Score
 from mmkv.registry import register_policy
 
 
@@ -16,7 +17,4 @@ class SnapKV(Policy):
     """Keep the observation window and what it attends to; generated tokens stay."""
 
     paper = "SnapKV, arXiv 2404.14469"
-    score: Score = "window"
-    window: int = 32
-    kernel_size: int = 7
-    pooling: Pooling | None = "max"
+    score: Score = WindowAttention(window=32, kernel_size=7, pooling="max")

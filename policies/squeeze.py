@@ -6,8 +6,11 @@ The official code assumes a prompt of 8,000 tokens for Mistral; here it is the p
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from mmkv.parts.decoding import Fixed
+from mmkv.parts.scoring import AccumulatedAttention
+from mmkv.parts.sizing import SqueezeLayers
 from mmkv.policy import Decode, Layers, Policy, Score
 from mmkv.registry import policy_class, register_policy
 
@@ -19,23 +22,15 @@ class Squeeze(Policy):
 
     paper = "SqueezeAttention, arXiv 2404.04793"
     base: Literal["h2o", "local", "streaming"] = "h2o"
-    score: Score = "accumulated"  # score and decode are always the base's
-    decode: Decode = "fixed"
-    sinks: int = -1  # -1: the base's
-    recent: float = -1.0
-    layers: Layers = "squeeze"
-    p: float = 0.35
+    score: Score = AccumulatedAttention()
+    recent: float = 0.5
+    layers: Layers = SqueezeLayers(p=0.35)
+    decode: Decode = Fixed()
+    settled = ("score", "decode")  # the base's
 
-    def __post_init__(self) -> None:
+    @classmethod
+    def start(cls, **own: Any) -> "Squeeze":
         """Take from the base what makes it that policy."""
-        base = policy_class(self.base)()
-        for field in ("score", "decode"):
-            object.__setattr__(self, field, getattr(base, field))
-        for field in ("sinks", "recent"):
-            if getattr(self, field) == -1:
-                object.__setattr__(self, field, getattr(base, field))
-        super().__post_init__()
-
-    def reads(self, option: str) -> bool:
-        """Score and decoding are the base's: setting them here would do nothing."""
-        return option not in ("score", "decode") and super().reads(option)
+        base = policy_class(own.get("base", "h2o"))()
+        taken = {k: getattr(base, k) for k in ("score", "decode", "sinks", "recent")}
+        return cls(**{**taken, **own})

@@ -7,6 +7,8 @@ because a prompt shorter than the training length needs no new positions.
 
 from dataclasses import dataclass
 
+from mmkv.parts.decoding import Fixed
+from mmkv.parts.scoring import Recency
 from mmkv.policy import Decode, Policy, Score
 from mmkv.registry import register_policy
 
@@ -17,6 +19,6 @@ class Streaming(Policy):
     """Keep 4 sinks and the most recent tokens; while decoding, drop the oldest non-sink."""
 
     paper = "StreamingLLM, arXiv 2309.17453"
-    score: Score = "recency"
+    score: Score = Recency()
     sinks: int = 4
-    decode: Decode = "fixed"
+    decode: Decode = Fixed()

@@ -7,7 +7,9 @@ retention is concave, that equals one sort over the pooled scores.
 
 from dataclasses import dataclass
 
-from mmkv.policy import Allocation, Layers, Policy, Pooling, Score
+from mmkv.parts.scoring import WindowAttention
+from mmkv.parts.sizing import PooledLayers
+from mmkv.policy import Layers, Policy, Score
 from mmkv.registry import register_policy
 
 
@@ -17,9 +19,5 @@ class XKV(Policy):
     """SnapKV's score with a short window; layer sizes by pooled scores after a mini-prefill."""
 
     paper = "XKV, arXiv 2412.05896"
-    score: Score = "window"
-    window: int = 8
-    kernel_size: int = 7
-    pooling: Pooling | None = "avg"
-    layers: Layers = "pooled"
-    allocation: Allocation = "mini-prefill"
+    score: Score = WindowAttention(window=8, kernel_size=7, pooling="avg")
+    layers: Layers = PooledLayers(allocation="mini-prefill")

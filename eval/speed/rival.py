@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.eval.speed.measure import Run
+from mmkv.parts.scoring import AccumulatedAttention, Recency, WindowAttention
+from mmkv.parts.sizing import AdaptiveHeads, PyramidLayers
 from mmkv.policy import Policy
 
 WORKER = Path(__file__).with_name("kvpress_worker.py")
@@ -27,22 +29,25 @@ def nearest_press(policy: Policy, budget: float | int, prompt: int) -> dict[str,
     """
     kept = budget if isinstance(budget, float) else budget / prompt
     options: dict[str, Any] = {"compression_ratio": max(0.0, round(1 - kept, 6))}
-    if policy.keeps_all or policy.layers in ("squeeze", "pooled", "geometric"):
+    score, layers = policy.score, policy.layers
+    if policy.keeps_all or layers.name in ("squeeze", "pooled", "geometric"):
         return None
-    if policy.score == "recency":
+    if isinstance(score, Recency):
         return {"name": "StreamingLLMPress", "options": options | {"n_sink": policy.sinks}}
-    if policy.score == "accumulated":
+    if isinstance(score, AccumulatedAttention):
         return {"name": "ObservedAttentionPress", "options": options, "eager": True}
-    options |= {"window_size": policy.window, "kernel_size": policy.kernel_size}
+    if not isinstance(score, WindowAttention):
+        return None
+    options |= {"window_size": score.window, "kernel_size": score.kernel_size}
     name = "SnapKVPress"
-    if policy.layers == "pyramid" and policy.heads == "uniform":
-        name, options = "PyramidKVPress", options | {"beta": round(policy.beta)}
+    if isinstance(layers, PyramidLayers) and policy.heads.equal:
+        name, options = "PyramidKVPress", options | {"beta": round(layers.beta)}
     press = {"name": name, "options": options}
-    if policy.heads == "adaptive":
+    if isinstance(policy.heads, AdaptiveHeads):
         return {
             "name": "AdaKVPress",
             "inner": press,
-            "options": {"alpha_safeguard": policy.alpha},
+            "options": {"alpha_safeguard": policy.heads.alpha},
         }
     return press
 

@@ -80,11 +80,11 @@ class Attachment:
         self._hook(parts.decoder, "register_forward_hook", hooks.after_decoder, always_call=True)
         self._hook(model, "register_forward_pre_hook", hooks.before_model)
         self._hook(model, "register_forward_hook", hooks.after_model, always_call=True)
-        if self.plan.policy.reads_rotary:
+        if self.plan.policy.score.uses_rotary:
             for i in self.compressed:
                 attn = parts.attentions[i]
                 self._hook(attn, "register_forward_pre_hook", partial(hooks.before_attention, i))
-        if self.plan.needs_all_layers and self.plan.policy.layers == "squeeze":
+        if self.plan.needs_all_layers and self.plan.policy.layers.needs == "similarity":
             for i in self.compressed:
                 layer, attn = parts.layers[i], parts.attentions[i]
                 self._hook(layer, "register_forward_pre_hook", partial(hooks.before_layer, i))

@@ -3,7 +3,7 @@
 `generate` calls the `Runner` in place of the model for each step after the prefill. The first step
 reads everything that changes from step to step on the device; the second is captured, and then
 replayed, as is each one after it. What changes from step to step: the inputs, the position, and the
-row of the slot tables (`mmkv.cache.slots`), which are worked out on the host some steps ahead.
+row of the slot tables (`mmkv.parts.slots`), which are worked out on the host some steps ahead.
 A graph knows the slots it was captured with: once they are taken there are more, and it begins
 anew. Whatever cannot be captured runs as always, and the log says why.
 """
@@ -25,7 +25,6 @@ from mmkv.attach.capturing import capture, refusing_waits
 from mmkv.cache.compressed import CompressedCache, NotCapturableError
 from mmkv.cache.head_groups import GraphInputs, HeadGroup
 from mmkv.cache.layer import CompressedLayer
-from mmkv.cache.slots import HeavyHitterSlots
 
 logger = logging.getLogger(__name__)
 
@@ -188,10 +187,7 @@ def _blocks(cache: CompressedCache) -> list[HeadGroup]:
 
 def _fills_up(cache: CompressedCache) -> bool:
     """Whether some row has still to drop its first token: from then on victims are slots (H2O)."""
-    schedules = [b.schedule for b in _blocks(cache)]
-    return any(
-        isinstance(s, HeavyHitterSlots) and (s.freed is None or not s.full) for s in schedules
-    )
+    return any(b.schedule.filling for b in _blocks(cache))
 
 
 def _clock(cache: CompressedCache) -> GraphInputs:
@@ -227,7 +223,7 @@ def _set(cache: CompressedCache, clock: GraphInputs) -> None:
     rows: set[int] = set()
     for block in _blocks(cache):
         block.schedule.prepare()
-        if not isinstance(block.schedule, HeavyHitterSlots):  # which has no table
+        if not block.schedule.weighs:  # one that does has no table
             rows.add(block.schedule.at)
     if len(rows) > 1:
         raise NotCapturableError("the layers are not at the same step")

@@ -242,7 +242,7 @@ def _image_tokens(attachment: Attachment, running: ForwardPass, valid: Tensor) -
     if not tokens:
         return None
     if ids is None or ids.shape != valid.shape:
-        if attachment.plan.policy.protect == "instruction":
+        if attachment.plan.policy.protect is not None:
             raise ValueError(
                 "protect='instruction' tells text from image tokens by input_ids, and the model "
                 "was given inputs_embeds alone: pass input_ids, or use protect='none'"

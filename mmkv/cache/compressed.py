@@ -27,7 +27,6 @@ from mmkv.cache.forward_pass import NOT_ATTENDED, ForwardPass, current
 from mmkv.cache.head_groups import GraphInputs, HeadGroup
 from mmkv.cache.layer import CompressedLayer, KeptKV, nbytes
 from mmkv.cache.selection import TokenMasks
-from mmkv.cache.slots import Grow
 from mmkv.layer_inputs import LayerInputs
 from mmkv.report import CacheReport
 
@@ -224,7 +223,7 @@ class CompressedCache(Cache):
         """
         self._check_whole()
         running.cache = self
-        if q > 1 and not all(isinstance(b.schedule, Grow) for b in self._blocks()):
+        if q > 1 and any(b.schedule.drops for b in self._blocks()):
             raise ValueError(
                 f"{q} tokens at once behind a compressed prompt: policy {self.plan.policy.name!r} "
                 "drops a token a step while decoding; feed them one by one, or use decode='grow'"
@@ -531,9 +530,7 @@ class CompressedCache(Cache):
         """Whether this pass scores: the last of a prompt, and every one where scores add up."""
         if self.plan.keeps_everything:
             return False
-        if self.plan.policy.score == "accumulated" and phase.until is None:
-            return True
-        return self.plan.policy.additive or (phase.until is None and self._evicts(prompt))
+        return self.plan.policy.score.additive or (phase.until is None and self._evicts(prompt))
 
     def _sizes(
         self, prompt: TokenMasks, scores: Sequence[Tensor] = (), positions: Sequence[Tensor] = ()
@@ -541,7 +538,7 @@ class CompressedCache(Cache):
         """Every layer's size for every row [L][B], from the scores where sizes need them."""
         layers, plan, phase = self.compressed, self.plan, self.phase
         importance: Sequence[Tensor | None] = [None] * len(prompt.lengths)
-        if scores and plan.policy.layers in ("prefix", "pooled"):
+        if scores and plan.policy.layers.needs == "scores":
             importance = selection.competing(scores, positions, prompt)
         similarity = None
         if isinstance(phase, Reading) and phase.similarity:
@@ -568,7 +565,9 @@ class CompressedCache(Cache):
         assert self.prompt is not None
         expected = max(0, self.max_length - self.prompt.valid.shape[1])
         prompt = self.prompt.to(layer.state.keys.device)
-        layer.state = evict(layer.state, self.plan, prompt, sizes, expected)
+        layer.state = evict(
+            layer.state, self.plan, prompt, sizes, expected, self.layers.index(layer)
+        )
 
 
 def _outliving() -> AbstractContextManager[None]:

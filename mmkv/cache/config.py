@@ -49,7 +49,8 @@ class CacheConfig:
     @property
     def needs_all_layers(self) -> bool:
         """Whether sizes depend on the scores of every layer."""
-        return self.policy.needs_all_layers and self.fractions is None and not self.keeps_everything
+        needs = self.policy.layers.needs
+        return bool(needs) and self.fractions is None and not self.keeps_everything
 
     def shortfalls(self, prompt: TokenMasks, n_layers: int) -> list[str]:
         """Which rows are too short for the budget to hold what must be kept, and what was done."""
@@ -58,7 +59,7 @@ class CacheConfig:
             return found
         always = [f"window {policy.observed}"] if policy.observed else []
         always += [f"sinks {policy.sinks}"] if policy.sinks else []
-        always += ["protected text"] if policy.protect == "instruction" else []
+        always += ["protected text"] if policy.protect is not None else []
         rows = zip(prompt.lengths, prompt.windows, prompt.floors, strict=True)
         for row, (length, window, floor) in enumerate(rows):
             total = selection.total_kept(budget, n_layers, length)
@@ -85,9 +86,4 @@ class CacheConfig:
     @property
     def runs_mini_prefill(self) -> bool:
         """Whether a first pass that stores nothing learns the layers' sizes."""
-        policy = self.policy
-        return (
-            self.needs_all_layers
-            and policy.layers in ("prefix", "pooled")
-            and policy.allocation == "mini-prefill"
-        )
+        return self.needs_all_layers and self.policy.layers.mini_prefill

@@ -205,9 +205,9 @@ class DenseKV:
         found = selection.importance(policy, layer, windows)
         if apart:
             found = found.view(self.keys.shape[:3])
-            if policy.average_heads:
+            if policy.score.ranks_once:
                 found = found.mean(dim=1, keepdim=True)
-        if policy.additive and self.scores is not None:
+        if policy.score.additive and self.scores is not None:
             old = self.scores.shape[-1]
             found[..., :old] += self.scores[:, : found.shape[1]]
         self.scores = found

@@ -15,14 +15,19 @@ from mmkv.cache.dense import DenseKV
 from mmkv.cache.grouping import Groups
 from mmkv.cache.head_groups import HeadGroup, group_rows, spare
 from mmkv.cache.layer import KeptKV
-from mmkv.cache.merging import merge
 from mmkv.cache.quantize import QuantizedKV, Stored, relative_error, squares
 from mmkv.cache.selection import TokenMasks
-from mmkv.cache.slots import SlotSchedule, make_schedule
+from mmkv.parts.merging import MergeIntoGroups
+from mmkv.parts.slots import GrowingSlots, SlotSchedule
 
 
 def evict(
-    held: DenseKV, plan: CacheConfig, prompt: TokenMasks, sizes: Sequence[int], expected: int
+    held: DenseKV,
+    plan: CacheConfig,
+    prompt: TokenMasks,
+    sizes: Sequence[int],
+    expected: int,
+    layer_idx: int,
 ) -> KeptKV:
     """Choose what one layer keeps, merge or drop the rest, and copy it into storage of its own.
 
@@ -32,14 +37,15 @@ def evict(
         prompt: what is known of the tokens, on the layer's device.
         sizes: tokens kept per head, for each row.
         expected: tokens that will be generated, as far as known.
+        layer_idx: which layer of the model.
     """
     policy, (B, H, U, _) = plan.policy, held.keys.shape
-    ranking = selection.ranked(policy, held.scores, held.positions, prompt, sizes)
-    how = None if list(sizes) == prompt.lengths else policy.merge
+    ranking = selection.ranked(policy, held.scores, held.positions, prompt, sizes, layer_idx)
+    merge = None if list(sizes) == prompt.lengths else policy.merge
     keys, values = held.keys.detach(), held.values.detach()
     groups = None
-    if how == "groups":
-        groups = Groups.of(policy, keys, values, held.positions, held.weights, *ranking[:2])
+    if isinstance(merge, MergeIntoGroups):
+        groups = Groups.of(merge, keys, values, held.positions, held.weights, *ranking[:2])
         ranking = groups.led(*ranking)
     indices, counts, anchored = selection.ordered(*ranking)
     weights = None
@@ -47,15 +53,15 @@ def evict(
         weights = held.weights.gather(2, indices.expand(B, H, -1).clamp(min=0))
     if groups is not None:
         keys, values, weights = groups.means(keys, values, indices)
-    elif how == "position" or how == "feature":
-        keys, values = merge(keys, values, indices.expand(B, H, -1), held.positions, how=how)
+    elif merge is not None:
+        keys, values = merge(keys, values, indices.expand(B, H, -1), held.positions)
     retained = None
-    if held.scores is not None and policy.score != "recency":
+    if held.scores is not None and policy.score.ranks:
         alone = indices if weights is None else indices.masked_fill(weights > 1, -1)
         retained = selection.retained(held.scores, alone, held.positions, prompt)
     indices = indices.expand(B, H, -1)
     tokens = indices.flatten(0, 1)  # [R, M], where each kept token lies in `keys` and `values`
-    if how is not None:
+    if merge is not None:
         whole = torch.arange(indices.shape[-1], device=indices.device)
         tokens = torch.where(indices < 0, -1, whole).flatten(0, 1)
 
@@ -65,7 +71,7 @@ def evict(
 
     positions = per_token(held.positions, -1).int()
     mass = None
-    if held.scores is not None and policy.score == "accumulated":
+    if held.scores is not None and policy.score.additive:
         mass = per_token(held.scores, 0)
         if groups is not None:
             mass = groups.sums(held.scores, indices).flatten(0, 1)
@@ -143,24 +149,24 @@ def _schedules(
     """
     heads = len(counts) // len(prompt.lengths)
     lengths = np.repeat(prompt.lengths, heads)
-    capacity: np.ndarray | None = counts
-    share: np.ndarray | None = None
-    if plan.keeps_everything:
-        capacity = None
-    elif isinstance(plan.budget, int):
+    capacity, share = counts, None
+    if isinstance(plan.budget, int):
         # A prompt shorter than the budget fills it up while decoding.
         capacity = np.where(lengths <= plan.budget, plan.budget, counts)
     else:
         share = counts / lengths * np.repeat(prompt.granted, heads)
     for rows in group_rows(counts):
+        if plan.keeps_everything:
+            yield rows, GrowingSlots(counts=counts[rows])
+            continue
         yield (
             rows,
-            make_schedule(
+            plan.policy.decode.schedule(
                 plan.policy,
                 counts=counts[rows],
                 lengths=lengths[rows],
                 protected=anchored[rows],
-                capacity=None if capacity is None else capacity[rows],
+                capacity=capacity[rows],
                 share=None if share is None else share[rows],
             ),
         )

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmkv.cache.merging import mean, sums
 from mmkv.observers import spans
-from mmkv.policy import Policy
+from mmkv.parts.merging import MergeIntoGroups, mean, sums
 from mmkv.scores import autocast_off
 
 # Elements of distances in flight.
@@ -43,7 +42,7 @@ class Groups:
     @classmethod
     def of(
         cls,
-        policy: Policy,
+        how: MergeIntoGroups,
         keys: Tensor,
         values: Tensor,
         positions: Tensor,
@@ -54,7 +53,7 @@ class Groups:
         """Group a layer's pairs [B, H, U, D].
 
         Args:
-            policy: its options of merge="groups" decide.
+            how: its options decide.
             keys, values: the pairs.
             positions: int64 [B, 1 or H, U].
             weights: float32 [B, H, U], or None where each stands for itself.
@@ -70,9 +69,9 @@ class Groups:
             rank.expand(B, H, U),
             size.expand(B, H),
             weights,
-            exact=policy.exact,
-            run=policy.group_run,
-            rounds=policy.rounds,
+            exact=how.exact,
+            run=how.group_run,
+            rounds=how.rounds,
         )
         return cls(leader, positions, weights)
 

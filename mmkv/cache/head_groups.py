@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mmkv import kernels
 from mmkv.cache.quantize import QuantizedKV, Stored, nbytes, select
 from mmkv.cache.rerotate import reposition
-from mmkv.cache.slots import HeavyHitterSlots, SlotSchedule
+from mmkv.parts.slots import SlotSchedule
 
 # A position: on the device while a clock drives the steps.
 Place = int | Tensor
@@ -95,7 +95,7 @@ class HeadGroup:
         log_weights: Tensor | None = None,
     ) -> HeadGroup:
         """Take over storage [R, S, D] that holds kept pairs, and after them empty slots."""
-        if mass is not None and isinstance(schedule, HeavyHitterSlots):
+        if mass is not None and schedule.weighs:
             mass = mass.masked_fill(positions < 0, torch.inf)
         block = cls(rows, keys, values, positions, None, mass, schedule, inv_freq, log_weights)
         block.thaw()
@@ -185,7 +185,7 @@ class HeadGroup:
                 torch.maximum(self.lengths, (slots + 1).int(), out=self.lengths)
             if self.bias is not None:
                 self.bias[self.numbers, 0, slots] = 0.0
-        if self.mass is not None and isinstance(self.schedule, HeavyHitterSlots):
+        if self.mass is not None and self.schedule.weighs:
             self.mass[where] = 0.0
         if self.log_weights is not None:
             self.log_weights[where] = 0.0
@@ -235,7 +235,7 @@ class HeadGroup:
             visible = visible.masked_fill(unseen, gone)
         if self.inv_freq is not None:
             keys = reposition(keys, used(self.positions), position + q - 1, self.inv_freq)
-        weighed = self.mass is not None and isinstance(self.schedule, HeavyHitterSlots)
+        weighed = self.mass is not None and self.schedule.weighs
         if self.lengths is not None and isinstance(keys, Tensor):
             out, found = kernels.decode_attention(
                 query,
@@ -265,7 +265,7 @@ class HeadGroup:
 
     def advance(self, newest: Place, q: int) -> None:
         """Count a step of q tokens, the last at `newest`; find what it drops."""
-        if self.mass is not None and isinstance(self.schedule, HeavyHitterSlots):
+        if self.mass is not None and self.schedule.weighs:
             self.schedule.drop(self.mass, self.positions, newest)
         self.schedule.advance(q)
 
@@ -303,7 +303,7 @@ class HeadGroup:
         def longer(x: Stored) -> Stored:
             return x.grown(more) if isinstance(x, QuantizedKV) else grown(x, 0)
 
-        lightest = isinstance(self.schedule, HeavyHitterSlots)
+        lightest = self.schedule.weighs
         self.keys, self.values = longer(self.keys), longer(self.values)
         self.positions = grown(self.positions, -1)
         if self.mass is not None:

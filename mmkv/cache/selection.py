@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmkv import allocation
 from mmkv.layer_inputs import LayerInputs
-from mmkv.policy import Policy
+from mmkv.policy import Policy, Score
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,8 @@ class TokenMasks:
         order = valid.cumsum(-1)
         length = order[:, -1:]
         protected = valid & (order <= policy.sinks)
-        if policy.protect == "instruction":
-            protected = protected | (valid & asked & ~image)
+        if policy.protect is not None:
+            protected = protected | policy.protect.marks(valid, asked, image)
         must = protected | (valid & (order > length - policy.observed))
         lengths, floors = torch.stack([length[:, 0], must.sum(-1)]).tolist()
         windows = [
@@ -135,11 +137,10 @@ def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Te
         windows: [B], how many last queries observe each row.
 
     Returns:
-        float32 [B, 1 or H, N], as `Policy.importance`.
+        float32 [B, 1 or H, N].
 
     Raises:
-        ValueError: a score of the policy's own has another shape, or is NaN where queries and keys
-            are numbers.
+        ValueError: the scores have another shape, or are NaN where queries and keys are numbers.
     """
     device = layer.key.device
     layer, most = replace(layer, valid=layer.valid.to(device)), layer.key.shape[2] - 1
@@ -147,8 +148,8 @@ def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Te
     def of_rows(window: int, rows: LayerInputs) -> Tensor:
         # A row that is nothing but window loses nothing, so that its scores decide nothing.
         window = min(window, most)
-        chosen = policy if window == policy.observed else replace(policy, window=window)
-        return chosen.importance(rows)
+        score = policy.score
+        return (score if window == score.observed else score.observing(window))(rows)
 
     with torch.no_grad():
         if len(set(windows)) == 1:
@@ -160,15 +161,16 @@ def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Te
                 parts.append(of_rows(window, layer.rows(torch.tensor(rows, device=device))))
                 order += rows
             found = torch.cat(parts)[torch.tensor(order, device=device).argsort()]
-    if policy.scores_itself:
-        _check_scores(policy, found, layer.query, layer.key)
+    _check_scores(policy.score, found, layer.query, layer.key)
     return found.nan_to_num(nan=0.0, posinf=1e30, neginf=0.0)
 
 
-def _check_scores(policy: Policy, found: Tensor, query: Tensor, key: Tensor) -> None:
-    """What a score of the policy's own gave can be ranked."""
+def _check_scores(score: Score, found: Tensor, query: Tensor, key: Tensor) -> None:
+    """What a score gave can be ranked."""
+    if type(score).__module__.startswith("mmkv.parts."):
+        return  # is tested, and would make a GPU wait
     B, H, N, _ = key.shape
-    name = f"{type(policy).__name__}.importance"
+    name = type(score).__name__
     if not isinstance(found, torch.Tensor) or found.shape not in ((B, H, N), (B, 1, N)):
         got = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
         raise ValueError(
@@ -226,40 +228,22 @@ def row_sizes(
         length: the row's tokens, without padding.
         floor: how many of them must be kept in every layer.
         fractions: a profile's kept fraction per layer; it replaces the policy's layer part.
-        importance: [L, C], the scores of the C tokens that compete; for "prefix" and "pooled".
-        similarity: [L], for "squeeze".
+        importance: [L, C], the scores of the C tokens that compete, where sizes need them.
+        similarity: [L], of the residual stream around attention, where sizes need it.
     """
     if keeps_everything(policy, budget) or length <= floor:
         return [length] * n_layers
+    known: Any = {"n_layers": n_layers, "length": length, "floor": floor}
     if policy.retention is not None and fractions is None:
-        assert importance is not None
-        chosen = allocation.pooled(importance, retention=policy.retention)
-        return [floor + n for n in chosen]
+        sizes = policy.layers.sizes(n_layers * length, importance=importance, **known)
+        return [int(n) for n in sizes]
     assert budget is not None
     total = max(total_kept(budget, n_layers, length), n_layers * floor)
     if total == n_layers * length:
         return [length] * n_layers
-    spare = total - n_layers * floor
-    if fractions is not None:
-        sizes = [f * length for f in fractions]
-    elif policy.layers == "uniform":
-        sizes = allocation.uniform(n_layers, total, max_size=length)
-    elif policy.layers == "pyramid":
-        most = length - floor
-        falling = allocation.pyramid(n_layers, spare, beta=policy.beta, max_size=most)
-        sizes = [floor + n for n in falling]
-    elif policy.layers == "geometric":
-        sizes = allocation.geometric(n_layers, total, decay=policy.decay, max_size=length)
-    elif policy.layers == "squeeze":
-        assert similarity is not None
-        # A layer that overflowed is one that changes the stream.
-        similarity = similarity.nan_to_num(nan=0.0)
-        sizes = allocation.squeeze(similarity, total, p=policy.p, max_size=length)
-    else:
-        assert importance is not None
-        allocate = allocation.prefix if policy.layers == "prefix" else allocation.pooled
-        # In a later turn there may be fewer tokens left to compete than the budget has room for.
-        sizes = [floor + n for n in allocate(importance, min(spare, importance.numel()))]
+    sizes = [f * length for f in fractions or ()] or policy.layers.sizes(
+        total, importance=importance, similarity=similarity, **known
+    )
     return allocation.fit(sizes, total, floor=floor, max_size=length)
 
 
@@ -306,6 +290,7 @@ def select(
     positions: Tensor,
     prompt: TokenMasks,
     sizes: Sequence[int],
+    layer_idx: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose the tokens one layer keeps.
 
@@ -315,6 +300,7 @@ def select(
         positions: [B, 1 or H, U], ascending, -1 where there is no token.
         prompt: what is known of the tokens.
         sizes: tokens kept per head, for each of the B rows.
+        layer_idx: which layer of the model.
 
     Returns:
         indices: int64 [B, 1 or H, M], among the U, -1 as filler at the end. Those that decoding
@@ -322,7 +308,7 @@ def select(
         counts: int64 [B, 1 or H], on the host.
         anchored: int64 [B, 1 or H], how many of them decoding must not drop, on the host.
     """
-    return ordered(*ranked(policy, scores, positions, prompt, sizes))
+    return ordered(*ranked(policy, scores, positions, prompt, sizes, layer_idx))
 
 
 def ranked(
@@ -331,6 +317,7 @@ def ranked(
     positions: Tensor,
     prompt: TokenMasks,
     sizes: Sequence[int],
+    layer_idx: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rank what one layer holds; arguments as in `select`.
 
@@ -356,12 +343,13 @@ def ranked(
         share = torch.minimum((policy.recent * size).long(), size - must.sum(-1))
         age = free.flip(-1).cumsum(-1).flip(-1)
         must = must | (free & (age <= share[..., None]))
-    if policy.heads == "adaptive":
-        size = _adaptive(policy, scores, present & ~must, must.sum(-1), size, sizes)
-    if policy.merge == "groups":
+    if not policy.heads.equal:
+        split = partial(policy.heads.split, layer_idx=layer_idx)
+        size = _split(split, scores, present & ~must, must.sum(-1), size, sizes)
+    if policy.merge is not None and policy.merge.newest:
         # Of few slots no more than an eighth: the others need most of them.
         free = present & ~must
-        latest = (size // 8).clamp(max=policy.newest).minimum(size - must.sum(-1))
+        latest = (size // 8).clamp(max=policy.merge.newest).minimum(size - must.sum(-1))
         age = free.flip(-1).cumsum(-1).flip(-1)
         must = must | (free & (age <= latest[..., None]))
     rank = scores.masked_fill(must, float("inf")).masked_fill(~present, float("-inf"))
@@ -380,8 +368,8 @@ def ordered(rank: Tensor, size: Tensor, protected: Tensor) -> tuple[Tensor, Tens
     return chosen.masked_fill(filler, -1).gather(-1, order), counts, anchored
 
 
-def _adaptive(
-    policy: Policy,
+def _split(
+    by: Callable[[Tensor, int], Tensor],
     scores: Tensor,
     free: Tensor,
     forced: Tensor,
@@ -398,8 +386,7 @@ def _adaptive(
         elif spare > 0:
             columns = free[b].any(0)
             competing = scores[b].masked_fill(~free[b], float("-inf"))[:, columns]
-            share = allocation.adaptive_heads(competing[None], spare, alpha=policy.alpha)[0]
-            split[b] = forced[b] + share.to(split.device)
+            split[b] = forced[b] + by(competing, spare).to(split.device)
     return split.minimum(held)
 
 

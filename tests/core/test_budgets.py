@@ -13,7 +13,6 @@ from helpers.marks import slow_except
 from helpers.models import IMAGE, IMAGE_TOKENS, VOCAB, make_inputs, make_model, row_of
 from helpers.oracle import generate, top
 from mmkv.cache.selection import row_sizes
-from mmkv.cache.slots import make_schedule
 
 L, H, G = 3, 2, 2
 MODELS = {name: make_model(name) for name in ("llama", "llava-llama")}
@@ -46,7 +45,7 @@ def always_kept(policy, budget, ids):
     n = len(ids)
 
     def must(window):
-        text = range(n) if policy.protect == "instruction" else ()
+        text = range(n) if policy.protect is not None else ()
         return (
             {j for j in text if ids[j] != IMAGE}
             | set(range(min(policy.sinks, n)))
@@ -359,12 +358,18 @@ def test_what_a_budget_means_for_generated_tokens(models, policy, options, lengt
                 kept = len(got[0])
                 if isinstance(budget, int):
                     size = (lambda t: budget) if n <= budget else (lambda t, k=kept: k)
-                elif chosen.decode == "ratio":
+                elif chosen.decode.name == "ratio":
                     size = lambda t, k=kept, n=n: round(k / n * (n + t))  # noqa: E731
                 else:
                     size = lambda t, k=kept: k  # noqa: E731
                 wanted = simulated(
-                    chosen.decode, got[0], n, size, new - 1, chosen.distance, chosen.sinks
+                    chosen.decode.name,
+                    got[0],
+                    n,
+                    size,
+                    new - 1,
+                    chosen.flat().get("distance", 25),
+                    chosen.sinks,
                 )
                 if policy == "h2o":  # which token it drops depends on the attention
                     assert [len(x) for x in got] == [len(x) for x in wanted]
@@ -402,8 +407,9 @@ def test_the_share_of_generated_tokens_is_the_budgets_where_more_had_to_be_kept(
 def test_a_ratio_schedule_says_how_many_slots_it_will_need(sizes, number, distance, done, steps):
     counts = np.array([min(kept, seen) for kept, seen in sizes])
     lengths = np.array([seen for _, seen in sizes])
-    schedule = make_schedule(
-        mmkv.get_policy("prefixkv", distance=distance),
+    policy = mmkv.get_policy("prefixkv", distance=distance)
+    schedule = policy.decode.schedule(
+        policy,
         counts=counts,
         lengths=lengths,
         protected=counts,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmkv.cache.slots import AHEAD, Distance, Grow, HeavyHitterSlots, Ring, make_schedule
+from mmkv.parts.slots import AHEAD, Distance, GrowingSlots, HeavyHitterSlots, Ring
 from mmkv.policy import Policy
 
 STEPS = 2 * AHEAD + 5
@@ -218,10 +218,10 @@ def test_no_step_needs_more_slots_than_were_said(make, given, begun) -> None:
 
 
 def test_growing_takes_a_slot_behind_everything() -> None:
-    schedule = Grow(counts=np.array([5, 9, 2]))
+    schedule = GrowingSlots(counts=np.array([5, 9, 2]))
     assert schedule.shared
     assert not schedule.gapless
-    assert Grow(counts=np.array([4, 4])).gapless
+    assert GrowingSlots(counts=np.array([4, 4])).gapless
     for t in range(STEPS):
         assert schedule.slots(CPU) == 9 + t
         assert schedule.used == 9 + t
@@ -386,21 +386,16 @@ def made(policy: Policy, **given):
         "capacity": np.array([10, 7]),
         "share": np.array([0.3, 0.35]),
     }
-    return make_schedule(policy, **{**known, **given})
+    return policy.decode.schedule(policy, **{**known, **given})
 
 
-def test_policies_that_grow_or_keep_everything_drop_nothing() -> None:
-    assert isinstance(made(Policy()), Grow)
-    for policy in (
-        Policy(decode="ratio", score="accumulated"),
-        Policy(decode="fixed", score="recency"),
-    ):
-        assert isinstance(made(policy, capacity=None, share=None), Grow)
-    assert made(Policy()).slots(CPU) == 9
+def test_policies_that_grow_drop_nothing() -> None:
+    assert isinstance(made(Policy.of()), GrowingSlots)
+    assert made(Policy.of()).slots(CPU) == 9
 
 
 def test_a_ratio_is_of_the_tokens_seen_or_a_number() -> None:
-    policy = Policy(decode="ratio", score="accumulated", distance=3)
+    policy = Policy.of(decode="ratio", score="accumulated", distance=3)
     found = made(policy)
     assert isinstance(found, Distance)
     assert found.distance == 3
@@ -414,11 +409,11 @@ def test_a_ratio_is_of_the_tokens_seen_or_a_number() -> None:
 
 
 def test_a_fixed_size_drops_by_age_or_by_weight() -> None:
-    found = made(Policy(decode="fixed", score="recency"))
+    found = made(Policy.of(decode="fixed", score="recency"))
     assert isinstance(found, Ring)
     assert found.capacity.tolist() == [10, 7]
     assert found.protected.tolist() == [4, 7]  # more cannot lie there
-    found = made(Policy(decode="fixed", score="accumulated", recent=0.35))
+    found = made(Policy.of(decode="fixed", score="accumulated", recent=0.35))
     assert isinstance(found, HeavyHitterSlots)
     assert found.recent.tolist() == [3, 2]
     assert found.protected.tolist() == [4, 7]

@@ -343,18 +343,18 @@ def test_third_parties_register_policies(text_model):
     from dataclasses import dataclass
 
     from mmkv import registry
+    from mmkv.policy import Score
+
+    class SmallNorm(Score):
+        def __call__(self, layer):
+            return -layer.key.norm(dim=-1).float()
 
     @mmkv.register_policy("last-key-norm", aliases=("norm",))
     @dataclass(frozen=True, kw_only=True)
     class KeyNorm(mmkv.Policy):
         """Keep keys of small norm."""
 
-        def importance(self, layer):
-            return -layer.key.norm(dim=-1).float()
-
-        @property
-        def observed(self):
-            return 0
+        score: Score = SmallNorm()
 
     try:
         assert "last-key-norm" in mmkv.list_policies()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -21,12 +20,12 @@ from mmkv.cache.selection import (
     total_kept,
 )
 from mmkv.layer_inputs import LayerInputs
-from mmkv.policy import Policy
+from mmkv.policy import Policy, Score
 from mmkv.registry import get_policy
 
 L = 3
 H2O = {"score": "accumulated"}
-EVERYTHING = Policy(**H2O)
+EVERYTHING = Policy.of(**H2O)
 
 
 class KeepsAll(Policy):
@@ -64,7 +63,7 @@ def check_marks(found: TokenMasks, policy: Policy, windows: list[int]) -> None:
     for b, window in enumerate(windows):
         real = found.valid[b].nonzero()[:, 0].tolist()
         protected = set(real[: policy.sinks])
-        if policy.protect == "instruction":
+        if policy.protect is not None:
             protected |= {j for j in real if found.asked[b, j] and not found.image[b, j]}
         must = protected | set(real[max(0, len(real) - window) :])
         assert set(found.protected[b].nonzero()[:, 0].tolist()) == protected
@@ -79,7 +78,7 @@ def check_marks(found: TokenMasks, policy: Policy, windows: list[int]) -> None:
 
 @pytest.mark.parametrize("options", MARKED, ids=str)
 def test_what_must_stay_of_a_prompt_and_of_the_turn_after_it(options) -> None:
-    policy, g = Policy(**options), generator(0)
+    policy, g = Policy.of(**options), generator(0)
     valid, image = left_padded(3, 14, g), some((3, 14), 0.5, g)
     given = {"budget": 1.0, "n_layers": L}
     first = TokenMasks.of(policy, valid, image, **given)
@@ -114,7 +113,7 @@ def test_without_pictures_nothing_is_an_image() -> None:
 @pytest.mark.parametrize("budget", [0.2, 0.5, 0.9, 1.0, 1, 2, 5, 6, 30, None])
 def test_the_window_shrinks_where_the_budget_is_below_what_must_stay(budget) -> None:
     """To half of the budget, at least one token; `granted` is how much of the floor it pays for."""
-    policy, lengths = Policy(window=5, sinks=1), [1, 3, 6, 9, 20, 40]
+    policy, lengths = Policy.of(window=5, sinks=1), [1, 3, 6, 9, 20, 40]
     valid = torch.stack([torch.arange(40) >= 40 - n for n in lengths])
     found = TokenMasks.of(policy, valid, budget=budget, n_layers=L)
     windows, granted = [], []
@@ -134,7 +133,7 @@ def test_the_window_shrinks_where_the_budget_is_below_what_must_stay(budget) -> 
 
 
 def test_rows_and_devices_take_all_along() -> None:
-    policy = Policy(window=3, sinks=1, protect="instruction")
+    policy = Policy.of(window=3, sinks=1, protect="instruction")
     g = generator(1)
     valid, image = left_padded(4, 12, g), some((4, 12), 0.6, g)
     found = TokenMasks.of(policy, valid, image, budget=0.3, n_layers=L)
@@ -166,14 +165,13 @@ def test_marks_at_positions() -> None:
 # Scores
 
 
-@dataclass(frozen=True, kw_only=True)
-class Own(Policy):
+class Own(Score):
     """Scores given by position, whatever the queries say."""
 
-    score: str = "accumulated"
-    gives: object = None
+    def __init__(self, gives):
+        object.__setattr__(self, "gives", gives)
 
-    def importance(self, layer):
+    def __call__(self, layer):
         return self.gives
 
 
@@ -187,7 +185,7 @@ def attention_inputs(B: int, N: int, seed: int = 0) -> tuple[torch.Tensor, torch
 def test_rows_are_scored_by_their_own_window(windows, mask) -> None:
     """Each row as it is alone, whatever the others' windows; all but one token at most observe."""
     B, N = 3, 12
-    policy, (query, key) = Policy(window=4, kernel_size=3), attention_inputs(B, N)
+    policy, (query, key) = Policy.of(window=4, kernel_size=3), attention_inputs(B, N)
     valid = torch.arange(N) >= torch.tensor([[0], [3], [5]])
     options = {"scale": 0.7, "softcap": 2.0}
     more = {}
@@ -201,7 +199,7 @@ def test_rows_are_scored_by_their_own_window(windows, mask) -> None:
     assert got.shape == (B, 2, N)
     assert not got.requires_grad
     for b, window in enumerate(windows):
-        alone = Policy(window=min(window, N - 1), kernel_size=3).importance(
+        alone = Policy.of(window=min(window, N - 1), kernel_size=3).score(
             LayerInputs(
                 query=query[b : b + 1], key=key[b : b + 1], value=key[b : b + 1],
                 valid=valid[b : b + 1], **options, **{k: x[b : b + 1] for k, x in more.items()},
@@ -213,13 +211,13 @@ def test_rows_are_scored_by_their_own_window(windows, mask) -> None:
 def test_scores_are_made_finite_and_need_no_gradient() -> None:
     query, key = attention_inputs(1, 4)
     gives = torch.tensor([[[math.inf, -math.inf, 2.0, 3.0]]], requires_grad=True)
-    own = Own(gives=gives)
+    own = Policy(score=Own(gives))
     known = {"value": key, "valid": torch.ones(1, 4, dtype=torch.bool)}
     got = importance(own, LayerInputs(query=query, key=key, **known), [0])
     assert got.tolist() == [[[pytest.approx(1e30), 0.0, 2.0, 3.0]]]
     # NaN is refused, but where queries or keys are no numbers it cannot be helped.
     gives.data[0, 0, 2] = math.nan
-    with pytest.raises(ValueError, match=r"Own.importance returned NaN for 1 of 4 tokens"):
+    with pytest.raises(ValueError, match=r"Own returned NaN for 1 of 4 tokens"):
         importance(own, LayerInputs(query=query, key=key, **known), [0])
     for spoiled in (query, key):
         spoiled[0, 0, 0, 0] = math.nan
@@ -240,8 +238,9 @@ def test_scores_are_made_finite_and_need_no_gradient() -> None:
 def test_scores_that_cannot_be_ranked_are_refused(gives, message) -> None:
     query, key = attention_inputs(1, 4)
     valid = torch.ones(1, 4, dtype=torch.bool)
-    with pytest.raises(ValueError, match="Own.importance " + message):
-        importance(Own(gives=gives), LayerInputs(query=query, key=key, value=key, valid=valid), [0])
+    layer = LayerInputs(query=query, key=key, value=key, valid=valid)
+    with pytest.raises(ValueError, match="Own " + message):
+        importance(Policy(score=Own(gives)), layer, [0])
 
 
 # Sizes
@@ -264,7 +263,7 @@ def test_what_keeps_everything() -> None:
 
 
 def sizes(budget, *, length=20, floor=2, n_layers=L, policy=None, more=None, **options):
-    policy = policy or Policy(**{**H2O, **options})
+    policy = policy or Policy.of(**{**H2O, **options})
     return row_sizes(policy, budget, n_layers=n_layers, length=length, floor=floor, **(more or {}))
 
 
@@ -299,11 +298,11 @@ def test_a_retention_adds_to_what_must_stay() -> None:
     scores = torch.tensor([[8.0, 1, 1, 0, 0], [3, 3, 2, 1, 1], [2, 2, 2, 2, 2]])
     chosen = allocation.pooled(scores, retention=0.6)
     given = {"score": "window", "layers": "pooled", "retention": 0.6}
-    got = sizes(None, policy=Policy(**given), more={"importance": scores})
+    got = sizes(None, policy=Policy.of(**given), more={"importance": scores})
     assert got == [2 + n for n in chosen]
     assert got != [max(2, n) for n in chosen]
     # Fractions of a profile come before it.
-    got = sizes(0.5, policy=Policy(**given), more={"fractions": [0.8, 0.5, 0.2]})
+    got = sizes(0.5, policy=Policy.of(**given), more={"fractions": [0.8, 0.5, 0.2]})
     assert got == [16, 10, 4]
 
 
@@ -378,7 +377,7 @@ def naive_select(policy, scores, positions, prompt, sizes):
             heads.append((here, score, must, size, stays))
             forced.append(len(must))
         split = [size for _, _, _, size, _ in heads]
-        if policy.heads == "adaptive":
+        if not policy.heads.equal:
             spare = sizes[b] - max(forced)
             free = [
                 {u: score[u] for u in here if u not in must} for here, score, must, _, _ in heads
@@ -390,7 +389,7 @@ def naive_select(policy, scores, positions, prompt, sizes):
                     : H * spare
                 ]
                 owners = [h for _, _, h in best]
-                a = policy.alpha
+                a = policy.heads.alpha
                 wanted = [(1 - a) * owners.count(h) + a * spare for h in range(H)]
                 whole = [math.floor(w + 1e-6) for w in wanted]
                 by_rest = sorted(range(H), key=lambda h: (round((whole[h] - wanted[h]) * 1e6), h))
@@ -419,7 +418,7 @@ def naive_select(policy, scores, positions, prompt, sizes):
 )
 def test_a_layer_keeps_what_must_stay_and_then_the_best(options, heads) -> None:
     """... those that stay for good in the first slots, the others behind them by age."""
-    policy, (P, S) = Policy(**options), heads
+    policy, (P, S) = Policy.of(**options), heads
     for seed in range(12):
         g = generator(seed)
         T, U = 30, 18
@@ -467,7 +466,7 @@ def test_without_scores_everything_is_kept_by_age() -> None:
 @pytest.mark.parametrize("options", [{**H2O}, {**H2O, "sinks": 3}, {"window": 4}], ids=str)
 @pytest.mark.parametrize("heads", [(1, 1), (1, 3), (3, 3), (3, 1)])
 def test_what_competes_is_ranked_head_by_head(options, heads) -> None:
-    policy, (P, S) = Policy(**options), heads
+    policy, (P, S) = Policy.of(**options), heads
     g = generator(6)
     prompt = prompt_of(policy, 30, g)
     layers = []
@@ -497,7 +496,7 @@ def test_what_competes_is_ranked_head_by_head(options, heads) -> None:
 
 
 def test_a_row_of_which_nothing_competes_offers_zeros() -> None:
-    policy = Policy(**H2O, sinks=4)
+    policy = Policy.of(**H2O, sinks=4)
     valid = torch.tensor([[False, False, True, True], [True] * 4])
     prompt = TokenMasks.of(policy, valid, budget=1.0, n_layers=2)
     positions = torch.arange(4).expand(2, 1, 4).masked_fill(~valid[:, None], -1)
@@ -508,7 +507,7 @@ def test_a_row_of_which_nothing_competes_offers_zeros() -> None:
 @pytest.mark.parametrize("heads", [(1, 1), (1, 3), (3, 3)])
 def test_retained_is_the_share_of_what_competed(heads) -> None:
     P, H = heads
-    policy = Policy(window=3, sinks=1)
+    policy = Policy.of(window=3, sinks=1)
     g = generator(7)
     prompt = prompt_of(policy, 20, g)
     positions = tokens(2, P, 14, 20, g)
@@ -531,7 +530,7 @@ def test_retained_is_the_share_of_what_competed(heads) -> None:
 
 
 def test_of_nothing_that_competes_all_is_retained() -> None:
-    policy = Policy(**H2O, sinks=9)
+    policy = Policy.of(**H2O, sinks=9)
     prompt = prompt_of(policy, 6, generator(8))
     positions = torch.arange(6).expand(2, 1, 6).masked_fill(~prompt.valid[:, None], -1)
     indices, *_ = select(policy, torch.rand(2, 1, 6), positions, prompt, prompt.lengths)

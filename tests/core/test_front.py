@@ -318,10 +318,11 @@ class TestPoliciesOfOtherPackages:
     GOOD = """
         from dataclasses import dataclass
         import mmkv
+        from mmkv.parts.scoring import WindowAttention
 
         @dataclass(frozen=True, kw_only=True)
         class Mine(mmkv.Policy):
-            window: int = 8
+            score: mmkv.policy.Score = WindowAttention(window=8)
         """
 
     @pytest.fixture
@@ -397,7 +398,9 @@ class TestPoliciesOfOtherPackages:
 
     def test_a_name_that_is_built_in(self, install, run):
         install("acme", "SnapKV = code:Mine\nmine = code:Mine", code=self.GOOD)
-        done = run("import mmkv; print(mmkv.get_policy('snapkv'), mmkv.get_policy('mine').window)")
+        done = run(
+            "import mmkv; print(mmkv.get_policy('snapkv'), mmkv.get_policy('mine').score.window)"
+        )
         assert done.stdout.startswith("SnapKV(")
         assert done.stdout.endswith(" 8\n")
         assert "'SnapKV' of acme 1.2 is skipped: ValueError: the name is taken" in done.stderr
@@ -406,7 +409,7 @@ class TestPoliciesOfOtherPackages:
         """The first in the alphabet, wherever they are installed."""
         install("b-two", "mine = two:Mine", two=self.GOOD.replace("8", "9"))
         install("a-one", "Mine = one:Mine", place="later", one=self.GOOD)
-        done = run("import mmkv; print(mmkv.get_policy('mine').window)")
+        done = run("import mmkv; print(mmkv.get_policy('mine').score.window)")
         assert done.stdout == "8\n"
         assert "'mine' of b-two 1.2 is skipped: ValueError" in done.stderr
         assert "'mine' is taken by one.Mine" in done.stderr
@@ -414,7 +417,7 @@ class TestPoliciesOfOtherPackages:
     def test_metadata_that_cannot_be_read(self, install, run):
         install("acme", "no equals sign")
         install("good", "mine = code:Mine", code=self.GOOD)
-        done = run("import mmkv; print(mmkv.get_policy('mine').window)")
+        done = run("import mmkv; print(mmkv.get_policy('mine').score.window)")
         assert done.stdout == "8\n"
         assert "the entry points of acme cannot be read" in done.stderr
 
@@ -424,7 +427,7 @@ class TestPoliciesOfOtherPackages:
         code = code.replace("@dataclass", "@mmkv.register_policy('mine')\n        @dataclass")
         install("acme", "mine = code:Mine\nacme-mine = code:Mine", code=textwrap.dedent(code))
         done = run(
-            "import mmkv; p = mmkv.get_policy('acme_mine'); print(p.window, p.name); "
+            "import mmkv; p = mmkv.get_policy('acme_mine'); print(p.score.window, p.name); "
             "print('mine' in mmkv.list_policies(), 'acme-mine' in mmkv.list_policies())"
         )
         assert (done.stdout, done.stderr) == ("8 mine\nTrue False\n", "")

@@ -131,7 +131,7 @@ class Row:
     def observed(self, t, layer, head, tokens):
         """SnapKV's score of each of `tokens` but the window's."""
         policy, attention = self.policy, self.attention(t, layer, head).tolist()
-        window = min(policy.window, len(attention[0]))
+        window = min(policy.score.window, len(attention[0]))
         front = tokens[:-window]
         weights = range(1, window + 1) if policy.recency_weighted else [1] * window
         found = dict.fromkeys(tokens, 0.0)
@@ -140,29 +140,29 @@ class Row:
                 sum(w * a[q - window][j] for q, w in enumerate(weights)) / sum(weights)
                 for j in front
             ]
-            half = policy.kernel_size // 2
+            half = policy.score.kernel_size // 2
             for i, j in enumerate(front):
                 near = mean[max(0, i - half) : i + half + 1]
                 pooled = {
                     "max": max(near),
-                    "avg": sum(near) / policy.kernel_size,
+                    "avg": sum(near) / policy.score.kernel_size,
                     None: mean[i],
-                }[policy.pooling]
+                }[policy.score.pooling]
                 found[j] += pooled / G
         return found
 
     def scores(self, t, layer, tokens):
         """What each head finds its `tokens` [H] worth, after pass t."""
-        if self.policy.score == "recency":
+        if self.policy.score.name == "recency":
             return [{j: float(j) for j in mine} for mine in tokens]
-        if self.policy.score == "window":
+        if self.policy.score.name == "window":
             found = [self.observed(t, layer, h, mine) for h, mine in enumerate(tokens)]
         else:
             new = [self.received(t, layer, h) for h in range(H)]
             found = [{j: new[h][j] for j in mine} for h, mine in enumerate(tokens)]
-        if self.policy.average_heads:
+        if self.policy.score.average_heads:
             found = [{j: sum(one[j] for one in found) / H for j in found[0]}] * H
-        if self.policy.score == "accumulated":
+        if self.policy.score.name == "accumulated":
             found = [
                 {j: s + self.mass[layer][h].get(j, 0.0) for j, s in one.items()}
                 for h, one in enumerate(found)
@@ -174,9 +174,9 @@ class Row:
         talk, policy = self.talk, self.policy
         real = talk.valid[self.b, :seen].nonzero()[:, 0].tolist()
         must = set(real[: policy.sinks])
-        if policy.score == "window":
-            must |= set(real[-policy.window :])
-        if policy.protect == "instruction":
+        if policy.score.name == "window":
+            must |= set(real[-policy.score.window :])
+        if policy.protect is not None:
             must |= {j for j in real if talk.asked[j] and talk.ids[self.b, j] != IMAGE}
         return must, len(real)
 
@@ -186,7 +186,7 @@ class Row:
             for h in range(H):
                 mass = self.mass[layer][h]
                 mass[position] = 0.0
-                if self.policy.decode == "fixed" and self.policy.score == "accumulated":
+                if self.policy.decode.name == "fixed" and self.policy.score.name == "accumulated":
                     for j, w in enumerate(self.received(t, layer, h)):
                         if j in mass:
                             mass[j] += w
@@ -199,7 +199,7 @@ class Row:
         must, length = self.must_stay(seen)
         tokens = [[sorted(self.held[i][h] | set(new)) for h in range(H)] for i in range(L)]
         scores = [self.scores(t, i, tokens[i]) for i in range(L)]
-        if self.policy.score == "accumulated":
+        if self.policy.score.name == "accumulated":
             self.mass = scores
         sizes = self.layer_sizes(scores, must, length, budget)
         found = []
@@ -209,7 +209,7 @@ class Row:
                 self.with_recent(must & set(mine), mine, size)
                 for mine, size in zip(tokens[i], n, strict=True)
             ]
-            if self.policy.heads == "adaptive":
+            if self.policy.heads.name == "adaptive":
                 n = self.head_sizes(scores[i], forced, sizes[i])
             found.append(list(zip(scores[i], forced, n, strict=True)))
         return found
@@ -233,10 +233,10 @@ class Row:
             chosen = mmkv.allocation.pooled(importance, retention=self.policy.retention)
             return [len(must) + n for n in chosen]
         total = L * min(budget, length) if isinstance(budget, int) else round(budget * L * length)
-        if self.policy.layers == "uniform":
+        if self.policy.layers.name == "uniform":
             return mmkv.allocation.uniform(L, total, max_size=length)
         allocate = {"prefix": mmkv.allocation.prefix, "pooled": mmkv.allocation.pooled}
-        chosen = allocate[self.policy.layers](importance, total - L * len(must))
+        chosen = allocate[self.policy.layers.name](importance, total - L * len(must))
         return [len(must) + n for n in chosen]
 
     def head_sizes(self, scores, forced, n):
@@ -247,7 +247,7 @@ class Row:
             reverse=True,
         )
         owners = [h for _, h in best[: H * spare]]
-        alpha = self.policy.alpha
+        alpha = self.policy.heads.alpha
         wanted = [(1 - alpha) * owners.count(h) + alpha * spare for h in range(H)]
         whole = [int(w) for w in wanted]
         missing = H * spare - sum(whole)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
 import mmkv
 from helpers import zoo
 from mmkv.layer_inputs import turn
+from mmkv.policy import Score
 
 CLASSES = [
     "LlamaForCausalLM",
@@ -25,21 +24,20 @@ CLASSES = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recording(mmkv.Policy):
+class Recording(Score):
     """Keeps what it was given; every token scores alike."""
 
     uses_rotary = True
     seen = []  # noqa: RUF012
 
-    def importance(self, layer):
+    def __call__(self, layer):
         self.seen.append(layer)
         return torch.zeros(layer.key.shape[:3])
 
 
-def recorded(model, inputs, **options):
+def recorded(model, inputs):
     Recording.seen.clear()
-    with mmkv.wrapped(model, Recording(window=4, **options), 0.5), torch.no_grad():
+    with mmkv.wrapped(model, mmkv.Policy(score=Recording()), 0.5), torch.no_grad():
         cache = model(**inputs, use_cache=True).past_key_values
     return list(Recording.seen), cache
 
@@ -131,7 +129,7 @@ def test_a_chunked_prompt_is_seen_whole():
     inputs = zoo.prompt(model, (60, 41))
     whole, _ = recorded(model, inputs)
     Recording.seen.clear()
-    with mmkv.wrapped(model, Recording(window=4), 0.5):
+    with mmkv.wrapped(model, mmkv.Policy(score=Recording()), 0.5):
         model.generate(**inputs, max_new_tokens=1, prefill_chunk_size=25)
     assert len(Recording.seen) == len(whole)
     for layer, expected in zip(Recording.seen, whole, strict=True):
@@ -145,7 +143,7 @@ def test_in_a_later_turn_heads_are_rows_and_old_keys_stay_turned():
     model = zoo.make("LlamaForCausalLM")
     inputs = zoo.prompt(model, (60,))
     first, _ = recorded(model, inputs)
-    with mmkv.wrapped(model, Recording(window=4), 0.5):
+    with mmkv.wrapped(model, mmkv.Policy(score=Recording()), 0.5):
         out = model.generate(**inputs, max_new_tokens=1, return_dict_in_generate=True)
         ids = torch.cat([out.sequences, torch.arange(3, 15)[None]], dim=1)
         Recording.seen.clear()

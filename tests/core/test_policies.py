@@ -345,14 +345,15 @@ def test_squeeze_gives_least_to_layers_that_change_least(eager, prompt):
 def test_scores_that_are_no_numbers_still_spend_the_budget(
     text_model, prompt, policy, bad, monkeypatch
 ):
-    original = mmkv.Policy.importance
+    score = type(mmkv.get_policy(policy).score)
+    original = score.__call__
 
     def spoiled(self, layer):
         s = original(self, layer)
         s[..., 5:20] = bad
         return s
 
-    monkeypatch.setattr(mmkv.Policy, "importance", spoiled)
+    monkeypatch.setattr(score, "__call__", spoiled)
     options = {"window": 6} if mmkv.get_policy(policy).observed else {}
     kept = kept_after_prefill(text_model, prompt, policy, 0.3, **options)
     assert sum(len(head) for layer in kept for head in layer) == round(0.3 * L * N) * H
@@ -371,4 +372,4 @@ def test_scores_that_are_no_numbers_still_spend_the_budget(
 def test_a_value_of_another_type_is_refused(option, value, expected):
     with pytest.raises(ValueError, match=expected):
         mmkv.get_policy("snapkv", **{option: value})
-    assert mmkv.get_policy("snapkv", window=np.int64(8), recent=1).window == 8
+    assert mmkv.get_policy("snapkv", window=np.int64(8), recent=1).score.window == 8

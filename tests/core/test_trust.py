@@ -15,6 +15,7 @@ from helpers.marks import slow_except
 from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model
 from helpers.oracle import generate, short
+from mmkv.policy import Score
 
 ATTENTION = ["sdpa", "eager"]
 
@@ -316,15 +317,10 @@ class TestWhatPoliciesAreGiven:
     @pytest.mark.parametrize("heads", ["per head", "one ranking"])
     def test_a_score_of_ones_own_sees_the_whole_prompt_in_chunks(self, models, chunk, heads):
         """It is called once, with all queries, as for a prompt in one piece."""
-        from dataclasses import dataclass
-
         calls = []
 
-        @dataclass(frozen=True, kw_only=True)
-        class Spread(mmkv.Policy):
-            window: int = 1
-
-            def importance(self, layer):
+        class Spread(Score):
+            def __call__(self, layer):
                 query, key = layer.query, layer.key
                 calls.append((tuple(query.shape), tuple(key.shape)))
                 G = query.shape[1] // key.shape[1]
@@ -332,7 +328,7 @@ class TestWhatPoliciesAreGiven:
                 return s.mean(1, keepdim=True) if heads == "one ranking" else s
 
         model, inputs = models("llama"), make_inputs("llama", (90, 41))
-        with mmkv.wrapped(model, Spread(), 0.4):
+        with mmkv.wrapped(model, mmkv.Policy(score=Spread()), 0.4):
             whole = generate(model, inputs, new=2)[2]
             once, calls[:] = list(calls), []
             chunked = generate(model, inputs, new=2, prefill_chunk_size=chunk)[2]
@@ -342,23 +338,21 @@ class TestWhatPoliciesAreGiven:
     @pytest.mark.parametrize(
         ("scores", "message"),
         [
-            (lambda k: k.mean(-1)[..., 1:], r"Odd.importance returned \(1, 2, 59\).*\(1, 2, 60\)"),
-            (lambda k: k.mean(-1)[0], r"Odd.importance returned \(2, 60\)"),
-            (lambda k: None, r"Odd.importance returned NoneType"),
-            (lambda k: (k > 0).all(-1), r"Odd.importance returned torch.bool"),
-            (lambda k: k.mean(-1) * torch.nan, r"Odd.importance returned NaN for 120 of 120"),
+            (lambda k: k.mean(-1)[..., 1:], r"Odd returned \(1, 2, 59\).*\(1, 2, 60\)"),
+            (lambda k: k.mean(-1)[0], r"Odd returned \(2, 60\)"),
+            (lambda k: None, r"Odd returned NoneType"),
+            (lambda k: (k > 0).all(-1), r"Odd returned torch.bool"),
+            (lambda k: k.mean(-1) * torch.nan, r"Odd returned NaN for 120 of 120"),
         ],
     )
     def test_scores_that_cannot_be_ranked_are_refused(self, models, scores, message):
-        from dataclasses import dataclass
-
-        @dataclass(frozen=True, kw_only=True)
-        class Odd(mmkv.Policy):
-            def importance(self, layer):
+        class Odd(Score):
+            def __call__(self, layer):
                 return scores(layer.key)
 
         model, inputs = models("llama"), make_inputs("llama", (60,))
-        with mmkv.wrapped(model, Odd(), 0.6), pytest.raises(ValueError, match=message):
+        odd = mmkv.Policy(score=Odd())
+        with mmkv.wrapped(model, odd, 0.6), pytest.raises(ValueError, match=message):
             generate(model, inputs, new=2)
 
     def test_text_cannot_be_protected_in_embeddings_alone(self, models):

@@ -69,7 +69,7 @@ def test_turns_equal_masking(models, variant, name, rows):
             assert sum(counts) <= 3 * variant.budget
         elif variant.budget is not None:
             assert sum(counts) <= round(variant.budget * 3 * length)
-            if policy.layers == "uniform" and policy.heads == "uniform":
+            if policy.layers.name == "uniform" and policy.heads.equal:
                 assert sum(counts) == round(variant.budget * 3 * length)
 
 

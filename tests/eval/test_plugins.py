@@ -154,7 +154,7 @@ def test_lmms_model_replies_from_a_compressed_cache():
     made = plugin.make_class(Lmms, Messages)
     model = made(policy="snapkv", budget="0.3", window="6", device="cpu", batch_size="2")
     plan = model.model._mmkv.plan
-    assert (plan.policy.name, plan.policy.window, plan.budget) == ("snapkv", 6, 0.3)
+    assert (plan.policy.name, plan.policy.score.window, plan.budget) == ("snapkv", 6, 0.3)
     model.task_dict = {"t": {"test": load_suite("description", limit=3)}}
 
     def ask(options: dict[str, Any]) -> list[str]:

@@ -120,7 +120,7 @@ def masked_logits(
     inputs: dict[str, Tensor],
     feeds: Tensor | list[dict[str, Tensor]],
     kept: list[list[Tensor]],
-    merge: str | None = None,
+    merge: Any = None,
     reposition: bool = False,
     record: list[list[Tensor]] | None = None,
     bits: int | None = None,
@@ -148,10 +148,11 @@ def masked_logits(
             out = model(**inputs, position_ids=_positions(mask), use_cache=True)
             cache = out.past_key_values
             logits = [out.logits[:, -1]]
-            if merge not in (None, "groups"):
+            averages = merge is not None and merge.name != "groups"
+            if averages:
                 H = kept[0][0].shape[1]
                 candidates = mask.bool()[:, None].expand(-1, H, -1)
-                _merge_all(cache, kept[0], [candidates for _ in layers], merge)
+                _merge_all(cache, kept[0], [candidates for _ in layers], merge.name)
             for t, feed in enumerate(feeds):
                 q, seen = feed["input_ids"].shape[1], mask.shape[1]
                 _state["allowed"] = allowed_from(kept[t], seen, q)
@@ -167,8 +168,9 @@ def masked_logits(
                     use_cache=True,
                 )
                 logits.append(out.logits[:, -1])
-                if merge not in (None, "groups") and q > 1:
-                    _merge_all(cache, kept[t + 1], [m[:, :, -1] for m in _state["allowed"]], merge)
+                if averages and q > 1:
+                    last = [m[:, :, -1] for m in _state["allowed"]]
+                    _merge_all(cache, kept[t + 1], last, merge.name)
     finally:
         decoder.config._attn_implementation_internal = before
         _state.update(allowed=None, inv_freq=None, record=None, bits=None)

@@ -143,7 +143,7 @@ class TestCode:
         for page in ("docs/policies.md", "docs/behaviour.md"):
             for block in blocks(page, "python"):
                 exec(block.replace("max_new_tokens=20", "max_new_tokens=4"), names)
-        assert names["policy"].heads == "adaptive"
+        assert names["policy"].heads.name == "adaptive"
         assert names["out"].shape[1] > names["ids"].shape[1]
         assert (tmp_path / "profile.json").is_file()
 

@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmkv.policy import Policy
-
 S = TypeVar("S", bound="SlotSchedule")
 
 # Steps worked out, and sent to the device, at a time.
@@ -33,7 +31,12 @@ class SlotSchedule:
     Attributes:
         gapless: no slot below `width` is empty during a step, in any row.
         shared: all rows use the same slots.
+        drops: tokens are dropped, one a step at the most.
+        weighs: which one depends on the attention that slots accumulate.
     """
+
+    drops = True
+    weighs = False
 
     # Per-row arrays, [R] or [1], in the order of the block's rows.
     rows: tuple[str, ...] = ("counts",)
@@ -51,6 +54,14 @@ class SlotSchedule:
     def step(self) -> tuple[np.ndarray, int]:
         """Work out one step more: the next token's slots, and how many are in use with it."""
         raise NotImplementedError
+
+    @property
+    def filling(self) -> bool:
+        """Whether some row has still to drop its first token: its slots then follow otherwise."""
+        return False
+
+    def drop(self, mass: Tensor, positions: Tensor, newest: int | Tensor) -> None:
+        """Find what a step drops, where that depends on the attention that slots accumulate."""
 
     def most(self, steps: int) -> int:
         """Slots in use at the most within the next `steps` steps."""
@@ -118,10 +129,11 @@ class SlotSchedule:
         return self.planned, self.widths
 
 
-class Grow(SlotSchedule):
+class GrowingSlots(SlotSchedule):
     """Generated tokens are kept: one new slot a step, behind everything."""
 
     rows = ()
+    drops = False
 
     def __init__(self, **arrays: np.ndarray) -> None:
         super().__init__(**arrays)
@@ -217,6 +229,7 @@ class HeavyHitterSlots(SlotSchedule):
     """
 
     rows = ("counts", "protected", "capacity", "recent", "held")
+    weighs = True
     protected: np.ndarray
     capacity: np.ndarray
     recent: np.ndarray
@@ -247,6 +260,11 @@ class HeavyHitterSlots(SlotSchedule):
     def full(self) -> bool:
         """Whether every row drops a token each step from now on."""
         return bool((self.held >= self.capacity).all())
+
+    @property
+    def filling(self) -> bool:
+        """From the first drop on slots are victims'."""
+        return self.freed is None or not self.full
 
     def slots(self, device: torch.device) -> int | Tensor:
         """The slot freed by the last victim; before the first, the next fresh one."""
@@ -334,35 +352,3 @@ class HeavyHitterSlots(SlotSchedule):
 def send(array: np.ndarray, device: torch.device) -> Tensor:
     """A copy on the device; the host does not wait for what the device has still to do."""
     return torch.from_numpy(array.copy()).to(device, non_blocking=True)
-
-
-def make_schedule(
-    policy: Policy,
-    *,
-    counts: np.ndarray,
-    lengths: np.ndarray,
-    protected: np.ndarray,
-    capacity: np.ndarray | None,
-    share: np.ndarray | None,
-) -> SlotSchedule:
-    """The schedule of a block of rows, from each row's sizes after the prefill.
-
-    Args:
-        policy: its `decode` part decides.
-        counts: [R], tokens kept.
-        lengths: [R], tokens of the prompt.
-        protected: [R], kept tokens that may never be dropped; they lie in the first slots.
-        capacity: [R], the constant size of decode="fixed"; None: nothing is ever dropped.
-        share: [R], of the tokens seen, the size of decode="ratio"; None where that is `capacity`.
-    """
-    if policy.decode == "grow" or capacity is None:
-        return Grow(counts=counts)
-    if policy.decode == "ratio":
-        nothing = np.zeros(len(counts))
-        base, share = (capacity, nothing) if share is None else (nothing, share)
-        return Distance(policy.distance, counts=counts, lengths=lengths, base=base, share=share)
-    protected = np.minimum(protected, capacity)
-    if policy.score == "recency":
-        return Ring(counts=counts, protected=protected, capacity=capacity)
-    recent = (policy.recent * capacity).astype(np.int64)
-    return HeavyHitterSlots(counts=counts, protected=protected, capacity=capacity, recent=recent)

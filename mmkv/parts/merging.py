@@ -6,10 +6,13 @@ ElasticCache (arXiv 2407.18121, section 3) merges into the nearest kept position
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from mmkv.policy import Merge
+from mmkv.parts import Merge, register_part
 
 
 def merge(
@@ -18,7 +21,7 @@ def merge(
     indices: Tensor,
     positions: Tensor,
     *,
-    how: Merge,
+    how: Literal["position", "feature"],
     block: int = 256,
 ) -> tuple[Tensor, Tensor]:
     """Average every evicted pair into its anchor.
@@ -95,3 +98,27 @@ def _nearest(kept: Tensor, positions: Tensor) -> Tensor:
     above = (ordered.gather(-1, right) - positions).abs()
     below = (positions - ordered.gather(-1, left)).abs()
     return order.gather(-1, torch.where(below <= above, left, right))
+
+
+@register_part("position")
+@dataclass(frozen=True, kw_only=True)
+class MergeByPosition(Merge):
+    """Evicted pairs are averaged into the nearest kept position (ElasticCache)."""
+
+    def __call__(
+        self, keys: Tensor, values: Tensor, indices: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `merge`."""
+        return merge(keys, values, indices, positions, how="position")
+
+
+@register_part("feature")
+@dataclass(frozen=True, kw_only=True)
+class MergeByFeature(Merge):
+    """Evicted pairs are averaged into the kept key of highest cosine similarity (PrefixKV)."""
+
+    def __call__(
+        self, keys: Tensor, values: Tensor, indices: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `merge`."""
+        return merge(keys, values, indices, positions, how="feature")

@@ -1,0 +1,270 @@
+"""What a policy is made of: parts, each a frozen value with its own options and behaviour.
+
+There are six kinds: what scores a token, how a budget is spread over layers and over heads, what
+happens while tokens are generated, what becomes of evicted pairs, and what is always kept. A part
+is a dataclass that inherits from its kind and is registered by a name; another package adds one as
+it adds a policy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from mmkv.parts.checks import check_fields
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from mmkv.layer_inputs import LayerInputs
+    from mmkv.parts.slots import SlotSchedule
+    from mmkv.policy import Policy
+
+KINDS = ("score", "layers", "heads", "decode", "merge", "protect")
+# Kinds that a policy may do without: `None`, or "none".
+OPTIONAL = ("merge", "protect")
+# By kind and name. `mmkv.registry` also knows those of installed packages.
+registered: dict[tuple[str, str], type[Part]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One part of a policy; its fields are its options.
+
+    Raises:
+        ValueError: an option of another type, or out of its range.
+    """
+
+    kind: ClassVar[str] = ""
+    name: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_fields(self)
+
+    def check(self, policy: Policy) -> None:
+        """Whether it can be a part of this policy.
+
+        Raises:
+            ValueError: with the policy's other parts it means nothing.
+        """
+
+    def options(self) -> dict[str, Any]:
+        """Its options with their values."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Score(Part):
+    """What makes a token important: call it with a layer's inputs.
+
+    Attributes:
+        additive: the scores of a prompt's chunks, and of turns, add up to the score of all.
+        ranks: it tells layers and heads apart; a token's position does not.
+        uses_rotary: it reads `LayerInputs.rotary`, or queries and keys before it.
+    """
+
+    kind = "score"
+    additive: ClassVar[bool] = False
+    ranks: ClassVar[bool] = True
+    uses_rotary: ClassVar[bool] = False
+
+    def __call__(self, layer: LayerInputs) -> Tensor:
+        """Score the tokens of one layer; higher = keep.
+
+        Args:
+            layer: what its attention had to work with: N tokens, queries of the last Q. Q = N in a
+                prompt; in a later turn they are those of the new tokens.
+
+        Returns:
+            float32 [B, H, N], or [B, 1, N] for one ranking per layer.
+        """
+        raise NotImplementedError
+
+    @property
+    def observed(self) -> int:
+        """How many last tokens observe and are themselves always kept."""
+        return 0
+
+    def observing(self, last: int) -> Score:
+        """The same with `last` tokens that observe, for a row too short for more."""
+        return self
+
+    @property
+    def queries(self) -> int | None:
+        """How many of a prompt's last queries it needs at the end; None: all of them."""
+        return None
+
+    @property
+    def ranks_once(self) -> bool:
+        """Whether a layer's heads share one ranking."""
+        return False
+
+
+class Layers(Part):
+    """How many tokens each layer keeps.
+
+    Attributes:
+        needs: what it must know of every layer before it can size any: "scores", "similarity" of
+            the residual stream around attention, or nothing.
+        retention: the share of importance that decides the total in place of a budget, or None.
+        mini_prefill: whether a first pass that stores nothing learns the scores.
+    """
+
+    kind = "layers"
+    needs: ClassVar[str] = ""
+
+    @property
+    def retention(self) -> float | None:
+        """The share of importance that decides the total; None: a budget does."""
+        return None
+
+    @property
+    def mini_prefill(self) -> bool:
+        """Whether a first pass that stores nothing learns the scores."""
+        return False
+
+    def sizes(
+        self,
+        total: int,
+        *,
+        n_layers: int,
+        length: int,
+        floor: int,
+        importance: Tensor | None = None,
+        similarity: Tensor | None = None,
+    ) -> Sequence[float]:
+        """Tokens that each layer keeps of one row, fitted to `total` and the bounds afterwards.
+
+        Args:
+            total: tokens kept over all layers, at least `n_layers * floor`.
+            n_layers: L, the compressed layers.
+            length: the row's tokens.
+            floor: how many of them every layer must keep.
+            importance: [L, C], the scores of the C tokens that compete, largest first.
+            similarity: [L], of the residual stream around each layer's attention.
+        """
+        raise NotImplementedError
+
+
+class Heads(Part):
+    """How a layer's size is split among its key-value heads.
+
+    Attributes:
+        equal: all heads keep as many; nothing is split then.
+    """
+
+    kind = "heads"
+    equal: ClassVar[bool] = False
+
+    def split(self, scores: Tensor, spare: int, *, layer_idx: int) -> Tensor:
+        """How many of the competing tokens each head keeps of one row.
+
+        Args:
+            scores: [H, C]; -inf where a head does not hold the token.
+            spare: the mean over heads.
+            layer_idx: which layer of the model.
+
+        Returns:
+            int64 [H], which adds up to H * spare, each at most C.
+        """
+        raise NotImplementedError
+
+
+class Decode(Part):
+    """What the budget means for generated tokens."""
+
+    kind = "decode"
+
+    def schedule(
+        self,
+        policy: Policy,
+        *,
+        counts: np.ndarray,
+        lengths: np.ndarray,
+        protected: np.ndarray,
+        capacity: np.ndarray,
+        share: np.ndarray | None,
+    ) -> SlotSchedule:
+        """Which slots generated tokens take, from each row's sizes after the prefill.
+
+        Args:
+            policy: whose part it is.
+            counts: [R], tokens kept.
+            lengths: [R], tokens of the prompt.
+            protected: [R], kept tokens that may never be dropped; they lie in the first slots.
+            capacity: [R], the tokens that a budget in tokens, or the prompt, gives.
+            share: [R], of the tokens seen, what a budget as a fraction gives; None for others.
+        """
+        raise NotImplementedError
+
+
+class Merge(Part):
+    """What becomes of the pairs that are evicted."""
+
+    kind = "merge"
+
+    def __call__(
+        self, keys: Tensor, values: Tensor, indices: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The kept keys and values [B, H, M, D], with what was evicted merged into them.
+
+        Args:
+            keys, values: [B, H, N, D], keys after rotary embedding.
+            indices: [B, H, M], kept tokens among the N, -1 as filler at the end.
+            positions: [B, 1 or H, N], where each token stands; -1 for padding.
+        """
+        raise NotImplementedError
+
+
+class Protect(Part):
+    """Tokens that every layer keeps, whatever the scores say."""
+
+    kind = "protect"
+
+    def marks(self, valid: Tensor, asked: Tensor, image: Tensor) -> Tensor:
+        """Bool [B, T], the tokens that stay.
+
+        Args:
+            valid: bool [B, T], False for padding.
+            asked: bool [B, T], True for tokens given in a prompt, False for generated ones.
+            image: bool [B, T], True where an image token stands.
+        """
+        raise NotImplementedError
+
+
+BASES: dict[str, type[Part]] = {
+    cls.kind: cls for cls in (Score, Layers, Heads, Decode, Merge, Protect)
+}
+P = TypeVar("P", bound=type[Part])
+
+
+def register_part(name: str) -> Callable[[P], P]:
+    """Class decorator: make a part available under `name`, among those of its kind.
+
+    Raises:
+        ValueError: the name is taken by another class.
+        TypeError: the class inherits from none of the kinds.
+    """
+
+    def register(cls: P) -> P:
+        if not (isinstance(cls, type) and any(issubclass(cls, base) for base in BASES.values())):
+            kinds = ", ".join(base.__name__ for base in BASES.values())
+            raise TypeError(f"register_part({name!r}): {cls!r} inherits from none of {kinds}")
+        taken = registered.get((cls.kind, name))
+        if taken is not None and _path(taken) != _path(cls):
+            raise ValueError(f"{cls.kind} part {name!r} is taken by {_path(taken)}")
+        cls.name = name
+        registered[cls.kind, name] = cls
+        return cls
+
+    return register
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

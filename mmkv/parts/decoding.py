@@ -1,0 +1,101 @@
+"""What the budget means for generated tokens, as parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmkv.parts import Decode, register_part
+from mmkv.parts.checks import at_least
+from mmkv.parts.slots import Distance, GrowingSlots, HeavyHitterSlots, Ring, SlotSchedule
+
+if TYPE_CHECKING:
+    from mmkv.policy import Policy
+
+
+@register_part("grow")
+@dataclass(frozen=True, kw_only=True)
+class Grow(Decode):
+    """Generated tokens are kept, on top of the budget."""
+
+    def schedule(self, policy: Policy, *, counts: np.ndarray, **known: Any) -> SlotSchedule:
+        """Every token takes a new slot."""
+        return GrowingSlots(counts=counts)
+
+
+@register_part("ratio")
+@dataclass(frozen=True, kw_only=True)
+class Ratio(Decode):
+    """A float budget is the share of all tokens seen that a layer may hold, an int their number.
+
+    The token `distance` behind the newest is dropped while it holds more; the prompt's kept tokens
+    and the `distance` most recent ones never are (PrefixKV, ElasticCache).
+
+    Options:
+        distance: how far behind the newest token the one lies that is dropped; 0 or more.
+    """
+
+    distance: int = 25
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        at_least(0, distance=self.distance)
+
+    def schedule(
+        self,
+        policy: Policy,
+        *,
+        counts: np.ndarray,
+        lengths: np.ndarray,
+        capacity: np.ndarray,
+        share: np.ndarray | None,
+        **known: Any,
+    ) -> SlotSchedule:
+        """A queue: the slots are known in advance."""
+        nothing = np.zeros(len(counts))
+        base, share = (capacity, nothing) if share is None else (nothing, share)
+        return Distance(self.distance, counts=counts, lengths=lengths, base=base, share=share)
+
+
+@register_part("fixed")
+@dataclass(frozen=True, kw_only=True)
+class Fixed(Decode):
+    """A layer goes on with the size the prompt left it, filled up to a larger budget in tokens.
+
+    Each new token takes the place of the lowest accumulated score (H2O), or with score="recency" of
+    the oldest (StreamingLLM).
+    """
+
+    def check(self, policy: Policy) -> None:
+        """Something must say which token goes."""
+        if policy.score.ranks and not policy.score.additive:
+            raise ValueError(
+                "decode='fixed' drops the lowest accumulated score or the oldest token; "
+                f"score={policy.score.name!r} has neither: use score='accumulated' or 'recency'"
+            )
+        if policy.score.ranks and policy.score.ranks_once:
+            raise ValueError(
+                "average_heads=True ranks tokens once per layer, but decode='fixed' drops the "
+                "lightest token of each head: use average_heads=False, or decode='ratio' or 'grow'"
+            )
+
+    def schedule(
+        self,
+        policy: Policy,
+        *,
+        counts: np.ndarray,
+        protected: np.ndarray,
+        capacity: np.ndarray,
+        **known: Any,
+    ) -> SlotSchedule:
+        """A ring of slots, or what attention finds lightest."""
+        protected = np.minimum(protected, capacity)
+        if not policy.score.ranks:
+            return Ring(counts=counts, protected=protected, capacity=capacity)
+        recent = (policy.recent * capacity).astype(np.int64)
+        return HeavyHitterSlots(
+            counts=counts, protected=protected, capacity=capacity, recent=recent
+        )

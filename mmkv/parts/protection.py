@@ -1,0 +1,19 @@
+"""What is always kept, as parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mmkv.parts import Protect, register_part
+
+
+@register_part("instruction")
+@dataclass(frozen=True, kw_only=True)
+class Instruction(Protect):
+    """The prompt's text stays in every layer; image tokens compete, and so do generated ones."""
+
+    def marks(self, valid: Tensor, asked: Tensor, image: Tensor) -> Tensor:
+        """Text that was given in a prompt."""
+        return valid & asked & ~image

@@ -1,0 +1,132 @@
+"""The built-in scores as parts; what they compute is in `mmkv.scores`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mmkv import scores
+from mmkv.parts import Score, register_part
+from mmkv.scores import Pooling
+
+if TYPE_CHECKING:
+    from mmkv.layer_inputs import LayerInputs
+
+
+@register_part("window")
+@dataclass(frozen=True, kw_only=True)
+class WindowAttention(Score):
+    """Attention from the prompt's last queries (SnapKV, arXiv 2404.14469, section 4).
+
+    Options:
+        window: how many last queries observe; their own tokens are always kept.
+        kernel_size: scores are pooled over this many neighbouring keys, an odd number.
+        pooling: "max", "avg", or None for none.
+        recency_weighted: weigh the queries by how recent they are (PyramidInfer).
+        average_heads: rank tokens once per layer, by the mean over heads.
+    """
+
+    window: int = 32
+    kernel_size: int = 7
+    pooling: Pooling | None = "max"
+    recency_weighted: bool = False
+    average_heads: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        if self.window < 1 or self.kernel_size < 1 or self.kernel_size % 2 == 0:
+            raise ValueError(
+                f"window={self.window}, kernel_size={self.kernel_size}: "
+                "the window must be at least 1, the kernel size odd"
+            )
+
+    def __call__(self, layer: LayerInputs) -> Tensor:
+        """The window's own tokens, which stay, score 0."""
+        weights = None
+        if self.recency_weighted:
+            device = layer.key.device
+            weights = torch.arange(1, self.window + 1, dtype=torch.float32, device=device)
+        found = scores.window_attention(
+            layer.query,
+            layer.key,
+            window=self.window,
+            kernel_size=self.kernel_size,
+            pooling=self.pooling,
+            weights=weights,
+            **layer.attention,
+        )
+        found = torch.nn.functional.pad(found, (0, self.window))
+        return found.mean(dim=1, keepdim=True) if self.average_heads else found
+
+    @property
+    def observed(self) -> int:
+        """The window."""
+        return self.window
+
+    def observing(self, last: int) -> Score:
+        """With another window."""
+        return replace(self, window=last)
+
+    @property
+    def queries(self) -> int:
+        """Those of the window."""
+        return self.window
+
+    @property
+    def ranks_once(self) -> bool:
+        """As `average_heads` says."""
+        return self.average_heads
+
+
+@register_part("accumulated")
+@dataclass(frozen=True, kw_only=True)
+class AccumulatedAttention(Score):
+    """Attention from all queries, added up (H2O, arXiv 2306.14048, section 4).
+
+    Options:
+        average_heads: rank tokens once per layer, by the mean over heads.
+    """
+
+    average_heads: bool = False
+    additive = True
+
+    def __call__(self, layer: LayerInputs) -> Tensor:
+        """Every query adds 1 to its row in total."""
+        found = scores.accumulated_attention(layer.query, layer.key, **layer.attention)
+        return found.mean(dim=1, keepdim=True) if self.average_heads else found
+
+    @property
+    def queries(self) -> int:
+        """None: what earlier ones paid is added up already."""
+        return 0
+
+    @property
+    def ranks_once(self) -> bool:
+        """As `average_heads` says."""
+        return self.average_heads
+
+
+@register_part("recency")
+@dataclass(frozen=True, kw_only=True)
+class Recency(Score):
+    """A token's position: the newest stay (StreamingLLM, arXiv 2309.17453)."""
+
+    ranks = False
+
+    def __call__(self, layer: LayerInputs) -> Tensor:
+        """One ranking for all heads."""
+        return scores.recency(layer.valid)
+
+    @property
+    def queries(self) -> int:
+        """None."""
+        return 0
+
+    @property
+    def ranks_once(self) -> bool:
+        """All heads alike."""
+        return True

@@ -1,0 +1,228 @@
+"""The built-in layer and head sizes as parts; what they compute is in `mmkv.allocation`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from mmkv import allocation
+from mmkv.parts import Heads, Layers, register_part
+from mmkv.parts.checks import at_least, share
+
+if TYPE_CHECKING:
+    from mmkv.policy import Policy
+
+Allocation = Literal["one-pass", "mini-prefill"]
+
+
+@register_part("uniform")
+@dataclass(frozen=True, kw_only=True)
+class UniformLayers(Layers):
+    """Every layer keeps as many tokens."""
+
+    def sizes(self, total: int, *, n_layers: int, length: int, **known: Any) -> Sequence[float]:
+        """Equal to one token."""
+        return allocation.uniform(n_layers, total, max_size=length)
+
+
+@register_part("pyramid")
+@dataclass(frozen=True, kw_only=True)
+class PyramidLayers(Layers):
+    """Sizes fall in equal steps with depth (PyramidKV, arXiv 2406.02069, section 4.1).
+
+    What is always kept stays outside the series, as in the paper's own code.
+
+    Options:
+        beta: the slope: the last layer's size is the mean over `beta`; 1 or more.
+    """
+
+    beta: float = 20.0
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        at_least(1, beta=self.beta)
+
+    def sizes(
+        self, total: int, *, n_layers: int, length: int, floor: int, **known: Any
+    ) -> Sequence[float]:
+        """An arithmetic series over what is not kept anyway."""
+        spare, most = total - n_layers * floor, length - floor
+        falling = allocation.pyramid(n_layers, spare, beta=self.beta, max_size=most)
+        return [floor + n for n in falling]
+
+
+@register_part("geometric")
+@dataclass(frozen=True, kw_only=True)
+class GeometricLayers(Layers):
+    """Sizes fall by one factor with depth (PyramidInfer, arXiv 2405.12532, section 3).
+
+    Options:
+        decay: each layer's size as a share of the one before, in (0, 1].
+    """
+
+    decay: float = 0.9
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        share(zero=False, decay=self.decay)
+
+    def sizes(self, total: int, *, n_layers: int, length: int, **known: Any) -> Sequence[float]:
+        """A geometric series."""
+        return allocation.geometric(n_layers, total, decay=self.decay, max_size=length)
+
+
+@register_part("squeeze")
+@dataclass(frozen=True, kw_only=True)
+class SqueezeLayers(Layers):
+    """Layers that change the residual stream least keep little (SqueezeAttention, section 3).
+
+    Options:
+        p: their size as a share of the mean size, in (0, 1].
+    """
+
+    p: float = 0.35
+    needs = "similarity"
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        share(zero=False, p=self.p)
+
+    def sizes(
+        self,
+        total: int,
+        *,
+        length: int,
+        similarity: Tensor | None = None,
+        **known: Any,
+    ) -> Sequence[float]:
+        """By groups of the layers' similarity."""
+        assert similarity is not None
+        # A layer that overflowed is one that changes the stream.
+        similarity = similarity.nan_to_num(nan=0.0)
+        return allocation.squeeze(similarity, total, p=self.p, max_size=length)
+
+
+class _ByScores(Layers):
+    """Layer sizes from the scores of all layers."""
+
+    needs = "scores"
+    allocation: Allocation
+
+    @property
+    def mini_prefill(self) -> bool:
+        """As `allocation` says."""
+        return self.allocation == "mini-prefill"
+
+    def check(self, policy: Policy) -> None:
+        """Scores must tell layers apart."""
+        if not policy.score.ranks:
+            raise ValueError(
+                f"layers={self.name!r} compares layers by their scores; "
+                f"score={policy.score.name!r} gives all layers the same"
+            )
+
+
+@register_part("prefix")
+@dataclass(frozen=True, kw_only=True)
+class PrefixLayers(_ByScores):
+    """Every layer retains the same share of importance (PrefixKV, arXiv 2412.03409, section 3.2).
+
+    Options:
+        allocation: when scores are learned: "one-pass", after a prefill that holds every layer
+            whole, or "mini-prefill", in a first pass that stores nothing.
+    """
+
+    allocation: Allocation = "one-pass"
+
+    def sizes(
+        self,
+        total: int,
+        *,
+        n_layers: int,
+        floor: int,
+        importance: Tensor | None = None,
+        **known: Any,
+    ) -> Sequence[float]:
+        """Equal retention; in a later turn fewer tokens may be left than there is room for."""
+        assert importance is not None
+        spare = min(total - n_layers * floor, importance.numel())
+        return [floor + n for n in allocation.prefix(importance, spare)]
+
+
+@register_part("pooled")
+@dataclass(frozen=True, kw_only=True)
+class PooledLayers(_ByScores):
+    """The largest mean retention over layers (XKV, arXiv 2412.05896, section IV-B).
+
+    Options:
+        allocation: as for "prefix".
+        retention: instead of a budget, the mean share of importance to be retained, in (0, 1]; the
+            smallest sizes that reach it.
+    """
+
+    allocation: Allocation = "one-pass"
+    retention: float | None = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        share(zero=False, retention=self.retention)
+
+    def sizes(
+        self,
+        total: int,
+        *,
+        n_layers: int,
+        floor: int,
+        importance: Tensor | None = None,
+        **known: Any,
+    ) -> Sequence[float]:
+        """By the scores of all layers, pooled."""
+        assert importance is not None
+        if self.retention is not None:
+            return [floor + n for n in allocation.pooled(importance, retention=self.retention)]
+        spare = min(total - n_layers * floor, importance.numel())
+        return [floor + n for n in allocation.pooled(importance, spare)]
+
+
+@register_part("uniform")
+@dataclass(frozen=True, kw_only=True)
+class UniformHeads(Heads):
+    """Every head keeps as many tokens."""
+
+    equal = True
+
+
+@register_part("adaptive")
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveHeads(Heads):
+    """A layer's size is split by how widely each head attends (Ada-KV, arXiv 2407.11550).
+
+    Options:
+        alpha: the share of it that is spread evenly, in [0, 1].
+    """
+
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        share(zero=True, alpha=self.alpha)
+
+    def check(self, policy: Policy) -> None:
+        """Scores must tell heads apart."""
+        if policy.score.ranks_once:
+            raise ValueError(
+                "heads='adaptive' compares heads by their scores; average_heads=True and "
+                "score='recency' give all heads the same"
+            )
+
+    def split(self, scores: Tensor, spare: int, *, layer_idx: int) -> Tensor:
+        """Algorithm 1 of the paper, with the floor of algorithm 2."""
+        return allocation.adaptive_heads(scores[None], spare, alpha=self.alpha)[0]
