@@ -54,7 +54,7 @@ TESTS = {
         [CORE("grouping"), CORE("quantised"), *FAST],
         [CORE("reserve"), CORE("later_turns"), CORE("turns"), *FAST],
     ],
-    "cache/slots": [[CORE("decoding")], [CORE("policies")], [CORE("reserve"), *FAST]],
+    "parts/slots": [[CORE("decoding")], [CORE("policies")], [CORE("reserve"), *FAST]],
 }
 MEMORY = 12 * 2**30  # bytes that a mutant may map: some would take all that there is
 

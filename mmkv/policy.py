@@ -100,6 +100,12 @@ class Policy:
         Raises:
             ValueError: an option that none of its parts reads, or what the parts refuse.
         """
+        for option in options:
+            if option in cls.settled:
+                raise ValueError(
+                    f"option {option!r} has no effect on policy {cls.name!r}, where it follows "
+                    "from others: remove it"
+                )
         own = {f.name for f in dataclasses.fields(cls)} - set(KINDS)
         policy = cls.start(**{k: v for k, v in options.items() if k in own})
         chosen: dict[str, Any] = {}

@@ -8,6 +8,8 @@ arXiv 2406.18139 (merging); KVzip, arXiv 2505.23416 (observers); ToMe, arXiv 221
 
 from dataclasses import dataclass
 
+from mmkv.parts.merging import MergeIntoGroups
+from mmkv.parts.scoring import Observers
 from mmkv.policy import Merge, Policy, Score
 from mmkv.registry import register_policy
 
@@ -18,5 +20,5 @@ class Condense(Policy):
     """Keep what any part of the prompt needs, and groups of all else; generated tokens stay."""
 
     paper = "mmkv"
-    score: Score = "observers"
-    merge: Merge | None = "groups"
+    score: Score = Observers()
+    merge: Merge | None = MergeIntoGroups()

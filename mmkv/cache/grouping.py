@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmkv.observers import spans
-from mmkv.parts.merging import MergeIntoGroups, mean, sums
+from mmkv.parts.averaging import mean, sums
+from mmkv.parts.merging import MergeIntoGroups
 from mmkv.scores import autocast_off
 
 # Elements of distances in flight.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mmkv import allocation
 from mmkv.layer_inputs import LayerInputs
+from mmkv.parts.merging import MergeIntoGroups
 from mmkv.policy import Policy, Score
 
 
@@ -346,7 +347,7 @@ def ranked(
     if not policy.heads.equal:
         split = partial(policy.heads.split, layer_idx=layer_idx)
         size = _split(split, scores, present & ~must, must.sum(-1), size, sizes)
-    if policy.merge is not None and policy.merge.newest:
+    if isinstance(policy.merge, MergeIntoGroups):
         # Of few slots no more than an eighth: the others need most of them.
         free = present & ~must
         latest = (size // 8).clamp(max=policy.merge.newest).minimum(size - must.sum(-1))

@@ -56,9 +56,6 @@ class Part:
         """Its options with their values."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
-    def __str__(self) -> str:
-        return self.name
-
 
 class Score(Part):
     """What makes a token important: call it with a layer's inputs.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mmkv.parts import Decode, register_part
 from mmkv.parts.checks import at_least
-from mmkv.parts.slots import Distance, GrowingSlots, HeavyHitterSlots, Ring, SlotSchedule
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from mmkv.parts.slots import SlotSchedule
     from mmkv.policy import Policy
 
 
@@ -22,6 +22,8 @@ class Grow(Decode):
 
     def schedule(self, policy: Policy, *, counts: np.ndarray, **known: Any) -> SlotSchedule:
         """Every token takes a new slot."""
+        from mmkv.parts.slots import GrowingSlots
+
         return GrowingSlots(counts=counts)
 
 
@@ -55,7 +57,9 @@ class Ratio(Decode):
         **known: Any,
     ) -> SlotSchedule:
         """A queue: the slots are known in advance."""
-        nothing = np.zeros(len(counts))
+        from mmkv.parts.slots import Distance
+
+        nothing = 0.0 * counts
         base, share = (capacity, nothing) if share is None else (nothing, share)
         return Distance(self.distance, counts=counts, lengths=lengths, base=base, share=share)
 
@@ -92,10 +96,12 @@ class Fixed(Decode):
         **known: Any,
     ) -> SlotSchedule:
         """A ring of slots, or what attention finds lightest."""
-        protected = np.minimum(protected, capacity)
+        from mmkv.parts.slots import HeavyHitterSlots, Ring
+
+        protected = protected.clip(max=capacity)
         if not policy.score.ranks:
             return Ring(counts=counts, protected=protected, capacity=capacity)
-        recent = (policy.recent * capacity).astype(np.int64)
+        recent = (policy.recent * capacity).astype(int)
         return HeavyHitterSlots(
             counts=counts, protected=protected, capacity=capacity, recent=recent
         )

@@ -1,103 +1,17 @@
-"""Merging: evicted pairs are averaged into a kept one instead of being dropped.
-
-ElasticCache (arXiv 2407.18121, section 3) merges into the nearest kept position; PrefixKV (arXiv
-2412.03409, "combination with merging") also into the kept key of highest cosine similarity.
-"""
+"""What becomes of evicted pairs, as parts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mmkv.parts import Merge, register_part
+from mmkv.parts.checks import at_least, share
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def merge(
-    keys: Tensor,
-    values: Tensor,
-    indices: Tensor,
-    positions: Tensor,
-    *,
-    how: Literal["position", "feature"],
-    block: int = 256,
-) -> tuple[Tensor, Tensor]:
-    """Average every evicted pair into its anchor.
-
-    Args:
-        keys: [B, H, N, D], after rotary embedding.
-        values: [B, H, N, D].
-        indices: [B, H, M], kept tokens among the N, -1 as filler at the end.
-        positions: [B, 1 or H, N], where each token stands; -1 for padding, which is merged nowhere.
-        how: "position", the nearest kept position, the earlier one of two equally near; or
-            "feature", the kept key of highest cosine similarity.
-        block: tokens compared at a time for "feature".
-
-    Returns:
-        The kept keys and values [B, H, M, D]: each the plain mean of its group. Any one token where
-        none is kept (M = 0).
-    """
-    B, H, N, D = keys.shape
-    if indices.shape[-1] == 0:  # nothing to merge into; a token for empty slots to copy
-        return keys[:, :, :1], values[:, :, :1]
-    filler, at = indices < 0, indices.clamp(min=0)
-    positions = positions.expand(B, H, N)
-    if how == "position":
-        far = torch.iinfo(torch.int64).max // 4
-        anchor = _nearest(positions.gather(-1, at).masked_fill(filler, far), positions)
-    else:
-        unit = torch.nn.functional.normalize(keys.float(), dim=-1)
-        kept = unit.gather(2, at[..., None].expand(-1, -1, -1, D))
-        anchor = torch.cat(
-            [
-                (part @ kept.transpose(-1, -2))
-                .masked_fill(filler[:, :, None], float("-inf"))
-                .argmax(dim=-1)
-                for part in unit.split(block, dim=2)
-            ],
-            dim=2,
-        )
-    # A kept token is its own anchor. Fillers write past the end, into a column that is cut off.
-    own = torch.arange(indices.shape[-1], device=keys.device).expand_as(indices)
-    anchor = torch.cat([anchor, torch.zeros_like(anchor[..., :1])], dim=-1)
-    anchor = anchor.scatter(-1, indices.masked_fill(filler, N), own)[..., :N]
-    slots = indices.shape[-1]
-    weight = (positions >= 0).float()
-    size = sums(weight, anchor, slots)
-    return mean(keys, anchor, weight, size), mean(values, anchor, weight, size)
-
-
-def sums(x: Tensor, anchor: Tensor, slots: int) -> Tensor:
-    """Sums over tokens of x [B, H, N, ...], each into its slot `anchor` [B, H, N]: [B, H, S, ...].
-
-    An anchor of S, the number of `slots`, is none.
-    """
-    total = x.new_zeros(*x.shape[:2], slots + 1, *x.shape[3:])
-    at = anchor if x.ndim == 3 else anchor[..., None].expand_as(x)
-    return total.scatter_add_(2, at, x)[:, :, :slots]
-
-
-def mean(x: Tensor, anchor: Tensor, weight: Tensor, size: Tensor) -> Tensor:
-    """Weighted means of tokens [B, H, N, D] by slot: [B, H, S, D] in the type of `x`.
-
-    `weight` is [B, H, N], and `size` [B, H, S] its `sums`.
-    """
-    there = (weight > 0)[..., None]  # what padding holds may be anything, NaN included
-    part = torch.where(there, x.float() * weight[..., None], 0.0)
-    total = sums(part, anchor, size.shape[-1])
-    return (total / size.clamp(min=1)[..., None]).to(x.dtype)
-
-
-def _nearest(kept: Tensor, positions: Tensor) -> Tensor:
-    """For each of `positions` [B, H, N] the index of the nearest of `kept` [B, H, M]."""
-    ordered, order = kept.sort(dim=-1)
-    right = torch.searchsorted(ordered, positions.contiguous()).clamp(max=kept.shape[-1] - 1)
-    left = (right - 1).clamp(min=0)
-    above = (ordered.gather(-1, right) - positions).abs()
-    below = (positions - ordered.gather(-1, left)).abs()
-    return order.gather(-1, torch.where(below <= above, left, right))
+    from mmkv.policy import Policy
 
 
 @register_part("position")
@@ -108,7 +22,9 @@ class MergeByPosition(Merge):
     def __call__(
         self, keys: Tensor, values: Tensor, indices: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `merge`."""
+        """See `mmkv.parts.averaging.merge`."""
+        from mmkv.parts.averaging import merge
+
         return merge(keys, values, indices, positions, how="position")
 
 
@@ -120,5 +36,42 @@ class MergeByFeature(Merge):
     def __call__(
         self, keys: Tensor, values: Tensor, indices: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `merge`."""
+        """See `mmkv.parts.averaging.merge`."""
+        from mmkv.parts.averaging import merge
+
         return merge(keys, values, indices, positions, how="feature")
+
+
+@register_part("groups")
+@dataclass(frozen=True, kw_only=True)
+class MergeIntoGroups(Merge):
+    """Weighted groups stand for all tokens that are not kept as they are (condense).
+
+    Attention adds the logarithm of a group's size to its logit. See `mmkv.cache.grouping`.
+
+    Options:
+        exact: the share of the slots that hold the best-scored tokens, in [0, 1].
+        newest: how many of the last tokens are kept as they are; 0 or more.
+        group_run: groups are formed inside runs of this many positions; 1 or more.
+        rounds: rounds of k-means; 1 or more.
+    """
+
+    exact: float = 0.25
+    newest: int = 4
+    group_run: int = 512
+    rounds: int = 2
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        share(zero=True, exact=self.exact)
+        at_least(0, newest=self.newest)
+        at_least(1, group_run=self.group_run, rounds=self.rounds)
+
+    def check(self, policy: Policy) -> None:
+        """Every key must have one position, if positions are counted anew."""
+        if policy.reposition:
+            raise ValueError(
+                "merge='groups' averages keys of many positions, and reposition=True turns each "
+                "key from its own: use one of them"
+            )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mmkv.parts import Protect, register_part
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register_part("instruction")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-
-from mmkv import scores
 from mmkv.parts import Score, register_part
-from mmkv.scores import Pooling
+from mmkv.parts.checks import at_least
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mmkv.layer_inputs import LayerInputs
+
+# torch is imported where it is used: to list policies and their options takes none of it.
+Pooling = Literal["avg", "max"]
 
 
 @register_part("window")
@@ -46,6 +47,10 @@ class WindowAttention(Score):
 
     def __call__(self, layer: LayerInputs) -> Tensor:
         """The window's own tokens, which stay, score 0."""
+        import torch
+
+        from mmkv import scores
+
         weights = None
         if self.recency_weighted:
             device = layer.key.device
@@ -96,6 +101,8 @@ class AccumulatedAttention(Score):
 
     def __call__(self, layer: LayerInputs) -> Tensor:
         """Every query adds 1 to its row in total."""
+        from mmkv import scores
+
         found = scores.accumulated_attention(layer.query, layer.key, **layer.attention)
         return found.mean(dim=1, keepdim=True) if self.average_heads else found
 
@@ -119,6 +126,8 @@ class Recency(Score):
 
     def __call__(self, layer: LayerInputs) -> Tensor:
         """One ranking for all heads."""
+        from mmkv import scores
+
         return scores.recency(layer.valid)
 
     @property
@@ -130,3 +139,52 @@ class Recency(Score):
     def ranks_once(self) -> bool:
         """All heads alike."""
         return True
+
+
+@register_part("observers")
+@dataclass(frozen=True, kw_only=True)
+class Observers(Score):
+    """The most that any query of a token's run, asked at the prompt's end, would lose without it.
+
+    See `mmkv.observers` (condense).
+
+    Options:
+        chunk: queries observe runs of about this many tokens; 1 or more.
+        average_heads: rank tokens once per layer, by the mean over heads.
+    """
+
+    chunk: int = 128
+    average_heads: bool = False
+    uses_rotary = True
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        at_least(1, chunk=self.chunk)
+
+    def __call__(self, layer: LayerInputs) -> Tensor:
+        """What the layer's output would change by."""
+        from mmkv.layer_inputs import turn
+        from mmkv.observers import observer_scores, output_gram
+
+        query = layer.query
+        if layer.rotary is not None:
+            query = turn(layer.plain_query, *layer.rotary.ahead(1))
+        gram = None if layer.weight is None else output_gram(layer.output_weight)
+        found = observer_scores(
+            query,
+            layer.key,
+            layer.value,
+            gram,
+            run=self.chunk,
+            scale=layer.scale,
+            softcap=layer.softcap,
+            bias=layer.bias,
+            valid=layer.valid,
+        )
+        return found.mean(dim=1, keepdim=True) if self.average_heads else found
+
+    @property
+    def ranks_once(self) -> bool:
+        """As `average_heads` says."""
+        return self.average_heads

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
-
-from mmkv import allocation
 from mmkv.parts import Heads, Layers, register_part
 from mmkv.parts.checks import at_least, share
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mmkv.policy import Policy
 
 Allocation = Literal["one-pass", "mini-prefill"]
@@ -25,6 +24,8 @@ class UniformLayers(Layers):
 
     def sizes(self, total: int, *, n_layers: int, length: int, **known: Any) -> Sequence[float]:
         """Equal to one token."""
+        from mmkv import allocation
+
         return allocation.uniform(n_layers, total, max_size=length)
 
 
@@ -50,6 +51,8 @@ class PyramidLayers(Layers):
         self, total: int, *, n_layers: int, length: int, floor: int, **known: Any
     ) -> Sequence[float]:
         """An arithmetic series over what is not kept anyway."""
+        from mmkv import allocation
+
         spare, most = total - n_layers * floor, length - floor
         falling = allocation.pyramid(n_layers, spare, beta=self.beta, max_size=most)
         return [floor + n for n in falling]
@@ -73,6 +76,8 @@ class GeometricLayers(Layers):
 
     def sizes(self, total: int, *, n_layers: int, length: int, **known: Any) -> Sequence[float]:
         """A geometric series."""
+        from mmkv import allocation
+
         return allocation.geometric(n_layers, total, decay=self.decay, max_size=length)
 
 
@@ -102,6 +107,8 @@ class SqueezeLayers(Layers):
         **known: Any,
     ) -> Sequence[float]:
         """By groups of the layers' similarity."""
+        from mmkv import allocation
+
         assert similarity is not None
         # A layer that overflowed is one that changes the stream.
         similarity = similarity.nan_to_num(nan=0.0)
@@ -150,6 +157,8 @@ class PrefixLayers(_ByScores):
         **known: Any,
     ) -> Sequence[float]:
         """Equal retention; in a later turn fewer tokens may be left than there is room for."""
+        from mmkv import allocation
+
         assert importance is not None
         spare = min(total - n_layers * floor, importance.numel())
         return [floor + n for n in allocation.prefix(importance, spare)]
@@ -184,6 +193,8 @@ class PooledLayers(_ByScores):
         **known: Any,
     ) -> Sequence[float]:
         """By the scores of all layers, pooled."""
+        from mmkv import allocation
+
         assert importance is not None
         if self.retention is not None:
             return [floor + n for n in allocation.pooled(importance, retention=self.retention)]
@@ -225,4 +236,6 @@ class AdaptiveHeads(Heads):
 
     def split(self, scores: Tensor, spare: int, *, layer_idx: int) -> Tensor:
         """Algorithm 1 of the paper, with the floor of algorithm 2."""
+        from mmkv import allocation
+
         return allocation.adaptive_heads(scores[None], spare, alpha=self.alpha)[0]

@@ -257,7 +257,7 @@ class TestChat:
         (("--option", "window", "--policy", "snapkv"), "expected name=value"),
         (("--option", "average_heads=maybe"), "expected true or false"),
         (("--option", "score=best"), "expected one of"),
-        (("--protect", "all"), "expected one of ['none', 'instruction']"),
+        (("--protect", "all"), "expected one of ['instruction', 'none']"),
         (("--budget", "much"), "budget 'much'"),
         (("--model", "/no/such/model"), "cannot load model '/no/such/model': no such folder"),
         (("--model", "./model"), "cannot load model './model': no such folder"),

@@ -21,7 +21,7 @@ from helpers.pretending import DEVICE, Devices, OnDevice, move
 from helpers.reference import generate
 from mmkv import kernels
 from mmkv.attach import graph
-from mmkv.cache import slots
+from mmkv.parts import slots
 
 NEW = 20
 

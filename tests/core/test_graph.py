@@ -25,7 +25,7 @@ from helpers.reference import generate
 from helpers.zoo import NAMES, inputs_of, model_of
 from mmkv import kernels
 from mmkv.attach import graph
-from mmkv.cache import slots
+from mmkv.parts import slots
 
 NEW = 30
 

@@ -133,7 +133,7 @@ class Row:
         policy, attention = self.policy, self.attention(t, layer, head).tolist()
         window = min(policy.score.window, len(attention[0]))
         front = tokens[:-window]
-        weights = range(1, window + 1) if policy.recency_weighted else [1] * window
+        weights = range(1, window + 1) if policy.score.recency_weighted else [1] * window
         found = dict.fromkeys(tokens, 0.0)
         for a in attention:
             mean = [
