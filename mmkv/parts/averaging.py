@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 
-
 def merge(
     keys: Tensor,
     values: Tensor,

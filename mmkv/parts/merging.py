@@ -57,7 +57,7 @@ class MergeIntoGroups(Merge):
     """
 
     exact: float = 0.25
-    newest: int = 4
+    newest: int = 1
     group_run: int = 512
     rounds: int = 2
 
