@@ -140,7 +140,7 @@ def grouped(keys, values, scores, sizes, positions=None, weights=None, **options
     policy = mmkv.get_policy("condense", **options)
     if positions is None:
         positions = torch.arange(scores.shape[-1]).expand(scores.shape)
-    groups = Groups.of(policy, keys, values, positions, weights, scores, sizes)
+    groups = Groups.of(policy.merge, keys, values, positions, weights, scores, sizes)
     ranking = groups.led(scores, sizes, torch.zeros_like(scores, dtype=torch.bool))
     indices = selection.ordered(*ranking)[0]
     return *groups.means(keys, values, indices), indices, groups
