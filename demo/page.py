@@ -20,7 +20,7 @@ from .values import MOST_TOKENS
 
 EXAMPLES = ("three shapes", "four shapes", "five shapes", "six shapes")
 USERS = 8  # whose answers may stream at once
-_POLICY, _BUDGET = "prefixkv", 0.3
+_POLICY, _BUDGET = "condense", 0.2
 _HERE = Path(__file__).parent
 CSS = (_HERE / "page.css").read_text(encoding="utf-8")
 

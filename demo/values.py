@@ -33,7 +33,7 @@ class Settings:
         seed: what draws start from.
     """
 
-    policy: str = "prefixkv"
+    policy: str = "condense"
     budget: float = 0.2
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     kv_dtype: str | None = None

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mmkv.parts.merging import MergeIntoGroups
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -182,4 +184,6 @@ def _notes(cache: CompressedCache) -> list[str]:
             notes.append(
                 f"row {row} lost nothing: {length} prompt tokens, {why}budget {cache.plan.budget}"
             )
+    if isinstance(policy.merge, MergeIntoGroups) and len(notes) < len(cache.lengths):
+        notes.append("tokens that are not kept as they are stand in weighted groups")
     return notes + cache.plan.shortfalls(prompt, len(cache.compressed))

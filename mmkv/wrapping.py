@@ -28,7 +28,7 @@ M = TypeVar("M", bound=nn.Module)
 
 def wrap(
     model: M,
-    policy: str | Policy = "prefixkv",
+    policy: str | Policy = "condense",
     budget: SupportsFloat | None = None,
     *,
     profile: profiles.Profile | str | os.PathLike[str] | None = None,

@@ -98,7 +98,7 @@ def chat(
     image: Annotated[
         list[Path] | None, typer.Option(metavar="PATH", help="One more picture, before the others.")
     ] = None,
-    policy: Annotated[str, typer.Option(help="See `mmkv policies`.")] = "prefixkv",
+    policy: Annotated[str, typer.Option(help="See `mmkv policies`.")] = "condense",
     budget: Annotated[
         str | None,
         typer.Option(

@@ -74,7 +74,7 @@ class TestChat:
         assert "144 of them image tokens" in out
         assert "the built-in model knows drawn, coloured shapes" in out
         assert "full cache: " in out
-        assert "prefixkv, budget 0.2: " in out
+        assert "condense, budget 0.2: " in out
         layers = builtin.model.config.text_config.num_hidden_layers
         rows = [
             line for line in out.splitlines() if line.strip("│ ").split("│")[0].strip().isdigit()
@@ -222,7 +222,9 @@ class TestChat:
 
     @pytest.mark.slow
     def test_kept_pairs_in_few_bits(self, capsys, picture, tmp_path):
-        words = ("--budget", "0.5", "--json", "--out", tmp_path, *SHORT)
+        # No groups, whose weights and members stay as they are.
+        how = ("--policy", "prefixkv", "--budget", "0.5")
+        words = (*how, "--json", "--out", tmp_path, *SHORT)
         whole = json.loads(run(capsys, "chat", picture, QUESTION, *words)[0])["compressed"]
         words = ("--kv-dtype", "int8", *words)
         data = json.loads(run(capsys, "chat", picture, QUESTION, *words)[0])

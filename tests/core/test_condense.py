@@ -13,6 +13,7 @@ import mmkv
 from helpers.models import make_inputs, make_model
 from helpers.oracle import ROWS, generate
 from mmkv.observers import observer_scores, output_gram
+from mmkv.parts.scoring import Observers
 
 
 def slots_of(cache, layer: int, b: int, h: int) -> tuple[set[int], list[list[int]]]:
@@ -145,13 +146,13 @@ def test_a_later_score_is_told_what_groups_weigh(models):
     """The layer's attention adds the logarithm of a group's tokens, so its score does."""
     given = []
 
-    class Recording(type(mmkv.get_policy("condense"))):
-        def importance(self, layer):
+    class Recording(Observers):
+        def __call__(self, layer):
             given.append(layer.bias)
-            return super().importance(layer)
+            return super().__call__(layer)
 
     model, inputs = models("llama"), make_inputs("llama", (90,))
-    with mmkv.wrapped(model, Recording(), 0.2), torch.no_grad():
+    with mmkv.wrapped(model, mmkv.get_policy("condense", score=Recording()), 0.2), torch.no_grad():
         cache = model(**inputs, use_cache=True).past_key_values
         weights = [layer.dense().weights for layer in cache.layers]
         cache.expect()
@@ -183,12 +184,12 @@ def test_observers_ask_from_behind_the_prompt():
     model, inputs = make_model("llama"), make_inputs("llama", (50,))
     seen = []
 
-    class Recording(type(mmkv.get_policy("condense"))):
-        def importance(self, layer):
+    class Recording(Observers):
+        def __call__(self, layer):
             seen.append(layer)
-            return super().importance(layer)
+            return super().__call__(layer)
 
-    with mmkv.wrapped(model, Recording(), 0.5), torch.no_grad():
+    with mmkv.wrapped(model, mmkv.get_policy("condense", score=Recording()), 0.5), torch.no_grad():
         model(**inputs, use_cache=True)
     layer, rotary = seen[0], model.model.rotary_emb
     attn = model.model.layers[0].self_attn
@@ -198,7 +199,7 @@ def test_observers_ask_from_behind_the_prompt():
     asked, _ = modeling_llama.apply_rotary_pos_emb(raw, raw, cos, sin)
     weight = attn.o_proj.weight.view(64, 4, 16).transpose(0, 1)
     want = observer_scores(asked, layer.key, layer.value, output_gram(weight)[None])
-    got = mmkv.get_policy("condense").importance(layer)
+    got = Observers()(layer)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 

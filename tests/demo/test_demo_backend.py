@@ -25,7 +25,7 @@ from mmkv.demo.stepping import Stepper, Turnstile
 from mmkv.demo.values import Settings, Turn
 
 QUESTION, NEXT = "Describe the picture.", "How many objects are in the picture?"
-SHORT = Settings(max_new_tokens=6)
+SHORT = Settings(policy="prefixkv", max_new_tokens=6)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_another_policy_reads_the_conversation_again(engine, pictures):
 def test_what_is_kept_can_be_held_in_few_bits(engine, pictures):
     """The bytes shrink, the same pairs are kept, and a change reads the conversation again."""
     talk = Conversation(engine)
-    plain = Settings(budget=0.4, max_new_tokens=8)
+    plain = Settings(policy="prefixkv", budget=0.4, max_new_tokens=8)
     whole = last(talk.ask(QUESTION, pictures[0], plain))
     few = last(
         Conversation(engine).ask(QUESTION, pictures[0], dataclasses.replace(plain, kv_dtype="int8"))
@@ -189,7 +189,7 @@ def test_the_answers_stream_with_their_numbers(engine, pictures):
     seen = final.kept.seen + final.full.tokens - 1
     assert final.full.nbytes == seen * 8 * 4 * 2 * 32 * 4
     assert final.compressed.nbytes < 0.5 * final.compressed.full_nbytes
-    assert final.compressed.kept < 0.3
+    assert final.compressed.kept < 0.4
     assert final.rouge == rouge_l(*texts(final))
     assert talk.turns == [final]
 
@@ -230,7 +230,7 @@ def test_stop_keeps_what_was_said_and_the_conversation_goes_on(engine, pictures)
         if turn.full.tokens:
             talk.stop()
     assert turn.done
-    assert turn.notes == ("Stopped before the end.",)
+    assert turn.notes[-1] == "Stopped before the end."
     assert turn.full.tokens < 200
     assert last(talk.ask(NEXT, None, SHORT)).notes == ()
 
@@ -418,7 +418,8 @@ def test_controls_come_from_the_registry(policy):
             assert options.changed(policy, {**shown, name: value + 1.0}) == {name: value + 1}
         elif option.kind == "choice":
             for choice in option.choices:
-                expected = None if choice == "none" else choice
+                optional = choice == "none" and option.optional
+                expected = None if optional else choice
                 changed = {} if expected == value else {name: expected}
                 assert options.changed(policy, {**shown, name: choice}) == changed
     mmkv.get_policy(policy, **options.changed(policy, shown))

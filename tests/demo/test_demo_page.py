@@ -193,7 +193,7 @@ def test_two_turns_layers_and_another_policy(page, folder):
     full, compressed = page.answered(1)
     assert full
     assert compressed
-    assert page.text(".mm-side h3") == "Full cache prefixkv 0.3"
+    assert page.text(".mm-side h3") == "Full cache condense 0.2"
     numbers = [x.text for x in page.all(".mm-numbers dd")]
     assert numbers[0].endswith("ms")
     assert numbers[1].endswith("tokens/s")
@@ -226,7 +226,7 @@ def test_two_turns_layers_and_another_policy(page, folder):
     )
     page.ask("How many objects are in the picture?")
     page.answered(2)
-    assert page.text(".mm-turn:last-child .mm-compressed h3") == "streaming 0.3"
+    assert page.text(".mm-turn:last-child .mm-compressed h3") == "streaming 0.2"
     assert "read the whole conversation again" in page.text(".mm-turn:last-child")
     page.save("demo-1280.png")
 
