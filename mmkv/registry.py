@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import EntryPoint, distributions, entry_points
+from numbers import Real
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from mmkv.parts import KINDS, OPTIONAL, Part, register_part, registered
@@ -74,6 +75,8 @@ def policy_class(name: str) -> type[Policy]:
             cannot be loaded, with the cause.
     """
     if not isinstance(name, str):
+        if isinstance(name, Real) and not isinstance(name, bool):
+            raise ValueError(f"policy={name!r}: to give a budget alone, say budget={name!r}")
         called = f": call it, {name.__name__}()" if isinstance(name, type) else ""
         raise ValueError(f"policy={name!r}: expected a name or a Policy object{called}")
     _load_all()

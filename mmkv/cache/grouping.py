@@ -87,6 +87,8 @@ class Groups:
         """Pairs [B, H, M, D] and weights [B, H, M] of the slots of leaders `indices` [B, H, M]."""
         anchor, slots = self._anchor(indices), indices.shape[-1]
         size = sums(self.weights, anchor, slots)
+        if slots == 0:  # nothing to stand in; a token for empty slots to copy
+            return keys[:, :, :1], values[:, :, :1], size
         keys, values = (mean(x, anchor, self.weights, size) for x in (keys, values))
         return keys, values, size.masked_fill(indices < 0, 1.0)
 

@@ -19,7 +19,8 @@ from PIL import Image
 
 import mmkv
 from helpers.models import make_inputs
-from mmkv import budgets, chat, registry, tables
+from mmkv import budgets, chat, parts, registry, tables
+from mmkv import policy as policies
 from mmkv.builtin import example_pictures, scenes
 from mmkv.cli import commands
 
@@ -101,6 +102,9 @@ class TestTables:
         for name, cells in shown.items():
             if name in ("policy", "---"):
                 continue
+            if name == "condense":
+                assert cells == [pictures[name][1], *["-"] * 5]
+                continue
             seconds, token, _, cache, peak = (
                 speeds.get(f"{name} 0.2") or speeds.get(f"{name} (local) 0.2") or speeds[name]
             )
@@ -130,7 +134,7 @@ class TestCode:
         names: dict = {}
         exec(shortened(block, "max_new_tokens=80"), names)
         assert names["out"].past_key_values.report().budget == 0.2
-        assert "snapkv" in capsys.readouterr().out
+        assert "condense" in capsys.readouterr().out
 
     def test_of_the_pages(self, tmp_path, monkeypatch, capsys):
         """One after the other: later blocks go on from the first."""
@@ -138,7 +142,7 @@ class TestCode:
         names: dict = {}
         for block in blocks("docs/index.md", "python"):
             exec(shortened(block, "max_new_tokens=80"), names)
-        assert "prefixkv" in capsys.readouterr().out
+        assert "condense" in capsys.readouterr().out
         names["samples"] = [names["inputs"]]
         for page in ("docs/policies.md", "docs/behaviour.md"):
             for block in blocks(page, "python"):
@@ -150,8 +154,11 @@ class TestCode:
     def test_of_the_policy_of_ones_own(self, models, monkeypatch, tmp_path):
         monkeypatch.setattr(registry, "_policies", dict(registry._policies))
         monkeypatch.setattr(registry, "_aliases", dict(registry._aliases))
-        (block,) = blocks("docs/extending.md", "python")
-        (tmp_path / "bookends.py").write_text(block, encoding="utf-8")
+        monkeypatch.setattr(parts, "registered", dict(parts.registered))
+        monkeypatch.setattr(policies, "registered", parts.registered)
+        monkeypatch.setattr(registry, "registered", parts.registered)
+        whole = "\n".join(blocks("docs/extending.md", "python"))
+        (tmp_path / "bookends.py").write_text(whole, encoding="utf-8")
         monkeypatch.syspath_prepend(tmp_path)
         module = importlib.import_module("bookends")
         model, inputs = models("llama"), make_inputs("llama", (90,))
@@ -159,9 +166,16 @@ class TestCode:
             kept = model(**inputs).past_key_values.kept(0)[0]
         assert kept[:, :8].tolist() == [list(range(8))] * len(kept)
         assert kept[:, -16:].tolist() == [list(range(74, 90))] * len(kept)
+        options = {"score": "small-keys", "power": 2.0}
+        with mmkv.wrapped(model, "snapkv", 0.5, **options), torch.no_grad():
+            kept = model(**inputs).past_key_values.kept(0)
+        assert kept.shape == (1, 2, 45)
         (table,) = blocks("docs/extending.md", "toml")
-        (entry,) = tomllib.loads(table)["project"]["entry-points"]["mmkv.policies"].values()
-        assert getattr(module, entry.removeprefix("bookends:")).name == "bookends"
+        groups = tomllib.loads(table)["project"]["entry-points"]
+        assert set(groups) == {"mmkv.policies", "mmkv.parts"}
+        for entries in groups.values():
+            for name, entry in entries.items():
+                assert getattr(module, entry.removeprefix("bookends:")).name == name
 
     def test_all_of_it_is_run_here(self):
         tested = {f"docs/{x}.md" for x in ("index", "policies", "behaviour", "extending")}
