@@ -73,6 +73,8 @@ def make_model(name: str, attn: str = "sdpa") -> torch.nn.Module:
         model = LlavaForConditionalGeneration(config)
     model.generation_config.eos_token_id = None  # every run gives as many tokens as asked for
     model.generation_config.pad_token_id = PAD
+    # A reply with an image token would stand for a picture that nobody gave.
+    model.generation_config.suppress_tokens = [IMAGE]
     return model.eval()
 
 

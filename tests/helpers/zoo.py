@@ -224,6 +224,8 @@ def make(name: str, attn: str | None = None) -> nn.Module:
     model = getattr(tf, name.partition(":")[0])(config)
     model.generation_config.eos_token_id = None  # every run gives as many tokens as asked for
     model.generation_config.pad_token_id = PAD
+    # A reply with an image token would stand for a picture that nobody gave.
+    model.generation_config.suppress_tokens = list(range(1, 8))
     return model.eval()
 
 
