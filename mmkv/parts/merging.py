@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mmkv.parts import Merge, register_part
 from mmkv.parts.checks import at_least, share
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from mmkv.policy import Policy
 
 
-@register_part("position")
-@dataclass(frozen=True, kw_only=True)
-class MergeByPosition(Merge):
-    """Evicted pairs are averaged into the nearest kept position (ElasticCache)."""
+class _MergeIntoKept(Merge):
+    """Evicted pairs are averaged into a kept one, `how` says which."""
+
+    how: ClassVar[Literal["position", "feature"]]
 
     def __call__(
         self, keys: Tensor, values: Tensor, indices: Tensor, positions: Tensor
@@ -25,21 +25,23 @@ class MergeByPosition(Merge):
         """See `mmkv.parts.averaging.merge`."""
         from mmkv.parts.averaging import merge
 
-        return merge(keys, values, indices, positions, how="position")
+        return merge(keys, values, indices, positions, how=self.how)
+
+
+@register_part("position")
+@dataclass(frozen=True, kw_only=True)
+class MergeByPosition(_MergeIntoKept):
+    """Evicted pairs are averaged into the nearest kept position (ElasticCache)."""
+
+    how = "position"
 
 
 @register_part("feature")
 @dataclass(frozen=True, kw_only=True)
-class MergeByFeature(Merge):
+class MergeByFeature(_MergeIntoKept):
     """Evicted pairs are averaged into the kept key of highest cosine similarity (PrefixKV)."""
 
-    def __call__(
-        self, keys: Tensor, values: Tensor, indices: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """See `mmkv.parts.averaging.merge`."""
-        from mmkv.parts.averaging import merge
-
-        return merge(keys, values, indices, positions, how="feature")
+    how = "feature"
 
 
 @register_part("groups")

@@ -115,11 +115,35 @@ class SqueezeLayers(Layers):
         return allocation.squeeze(similarity, total, p=self.p, max_size=length)
 
 
+@dataclass(frozen=True, kw_only=True)
 class _ByScores(Layers):
-    """Layer sizes from the scores of all layers."""
+    """Layer sizes from the scores of all layers.
 
+    Options:
+        allocation: when scores are learned: "one-pass", after a prefill that holds every layer
+            whole, or "mini-prefill", in a first pass that stores nothing.
+    """
+
+    allocation: Allocation = "one-pass"
     needs = "scores"
-    allocation: Allocation
+
+    def sizes(
+        self,
+        total: int,
+        *,
+        n_layers: int,
+        floor: int,
+        importance: Tensor | None = None,
+        **known: Any,
+    ) -> Sequence[float]:
+        """What competes is shared out; in a later turn it may be less than there is room for."""
+        assert importance is not None
+        spare = min(total - n_layers * floor, importance.numel())
+        return [floor + n for n in self.share_out(importance, spare)]
+
+    def share_out(self, importance: Tensor, spare: int) -> Sequence[int]:
+        """Tokens of each layer, `spare` in all, from scores [L, C], largest first."""
+        raise NotImplementedError
 
     @property
     def mini_prefill(self) -> bool:
@@ -145,23 +169,11 @@ class PrefixLayers(_ByScores):
             whole, or "mini-prefill", in a first pass that stores nothing.
     """
 
-    allocation: Allocation = "one-pass"
-
-    def sizes(
-        self,
-        total: int,
-        *,
-        n_layers: int,
-        floor: int,
-        importance: Tensor | None = None,
-        **known: Any,
-    ) -> Sequence[float]:
-        """Equal retention; in a later turn fewer tokens may be left than there is room for."""
+    def share_out(self, importance: Tensor, spare: int) -> Sequence[int]:
+        """Equal retention."""
         from mmkv import allocation
 
-        assert importance is not None
-        spare = min(total - n_layers * floor, importance.numel())
-        return [floor + n for n in allocation.prefix(importance, spare)]
+        return allocation.prefix(importance, spare)
 
 
 @register_part("pooled")
@@ -175,7 +187,6 @@ class PooledLayers(_ByScores):
             smallest sizes that reach it.
     """
 
-    allocation: Allocation = "one-pass"
     retention: float | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -183,23 +194,13 @@ class PooledLayers(_ByScores):
         super().__post_init__()
         share(zero=False, retention=self.retention)
 
-    def sizes(
-        self,
-        total: int,
-        *,
-        n_layers: int,
-        floor: int,
-        importance: Tensor | None = None,
-        **known: Any,
-    ) -> Sequence[float]:
+    def share_out(self, importance: Tensor, spare: int) -> Sequence[int]:
         """By the scores of all layers, pooled."""
         from mmkv import allocation
 
-        assert importance is not None
         if self.retention is not None:
-            return [floor + n for n in allocation.pooled(importance, retention=self.retention)]
-        spare = min(total - n_layers * floor, importance.numel())
-        return [floor + n for n in allocation.pooled(importance, spare)]
+            return allocation.pooled(importance, retention=self.retention)
+        return allocation.pooled(importance, spare)
 
 
 @register_part("uniform")
