@@ -17,9 +17,34 @@ if TYPE_CHECKING:
 Pooling = Literal["avg", "max"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _PerHead(Score):
+    """A score of each key-value head.
+
+    Options:
+        average_heads: rank tokens once per layer, by the mean over heads.
+    """
+
+    average_heads: bool = False
+
+    def of_heads(self, layer: LayerInputs) -> Tensor:
+        """Float32 [B, H, N]."""
+        raise NotImplementedError
+
+    def __call__(self, layer: LayerInputs) -> Tensor:
+        """By head, or their mean."""
+        found = self.of_heads(layer)
+        return found.mean(dim=1, keepdim=True) if self.average_heads else found
+
+    @property
+    def ranks_once(self) -> bool:
+        """As `average_heads` says."""
+        return self.average_heads
+
+
 @register_part("window")
 @dataclass(frozen=True, kw_only=True)
-class WindowAttention(Score):
+class WindowAttention(_PerHead):
     """Attention from the prompt's last queries (SnapKV, arXiv 2404.14469, section 4).
 
     Options:
@@ -34,7 +59,6 @@ class WindowAttention(Score):
     kernel_size: int = 7
     pooling: Pooling | None = "max"
     recency_weighted: bool = False
-    average_heads: bool = False
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -45,7 +69,7 @@ class WindowAttention(Score):
                 "the window must be at least 1, the kernel size odd"
             )
 
-    def __call__(self, layer: LayerInputs) -> Tensor:
+    def of_heads(self, layer: LayerInputs) -> Tensor:
         """The window's own tokens, which stay, score 0."""
         import torch
 
@@ -64,8 +88,7 @@ class WindowAttention(Score):
             weights=weights,
             **layer.attention,
         )
-        found = torch.nn.functional.pad(found, (0, self.window))
-        return found.mean(dim=1, keepdim=True) if self.average_heads else found
+        return torch.nn.functional.pad(found, (0, self.window))
 
     @property
     def observed(self) -> int:
@@ -81,40 +104,28 @@ class WindowAttention(Score):
         """Those of the window."""
         return self.window
 
-    @property
-    def ranks_once(self) -> bool:
-        """As `average_heads` says."""
-        return self.average_heads
-
 
 @register_part("accumulated")
 @dataclass(frozen=True, kw_only=True)
-class AccumulatedAttention(Score):
+class AccumulatedAttention(_PerHead):
     """Attention from all queries, added up (H2O, arXiv 2306.14048, section 4).
 
     Options:
         average_heads: rank tokens once per layer, by the mean over heads.
     """
 
-    average_heads: bool = False
     additive = True
 
-    def __call__(self, layer: LayerInputs) -> Tensor:
+    def of_heads(self, layer: LayerInputs) -> Tensor:
         """Every query adds 1 to its row in total."""
         from mmkv import scores
 
-        found = scores.accumulated_attention(layer.query, layer.key, **layer.attention)
-        return found.mean(dim=1, keepdim=True) if self.average_heads else found
+        return scores.accumulated_attention(layer.query, layer.key, **layer.attention)
 
     @property
     def queries(self) -> int:
         """None: what earlier ones paid is added up already."""
         return 0
-
-    @property
-    def ranks_once(self) -> bool:
-        """As `average_heads` says."""
-        return self.average_heads
 
 
 @register_part("recency")
@@ -143,7 +154,7 @@ class Recency(Score):
 
 @register_part("observers")
 @dataclass(frozen=True, kw_only=True)
-class Observers(Score):
+class Observers(_PerHead):
     """The most that any query of a token's run, asked at the prompt's end, would lose without it.
 
     See `mmkv.observers` (condense).
@@ -154,7 +165,6 @@ class Observers(Score):
     """
 
     chunk: int = 128
-    average_heads: bool = False
     uses_rotary = True
 
     def __post_init__(self) -> None:
@@ -162,7 +172,7 @@ class Observers(Score):
         super().__post_init__()
         at_least(1, chunk=self.chunk)
 
-    def __call__(self, layer: LayerInputs) -> Tensor:
+    def of_heads(self, layer: LayerInputs) -> Tensor:
         """What the layer's output would change by."""
         from mmkv.layer_inputs import turn
         from mmkv.observers import observer_scores, output_gram
@@ -171,7 +181,7 @@ class Observers(Score):
         if layer.rotary is not None:
             query = turn(layer.plain_query, *layer.rotary.ahead(1))
         gram = None if layer.weight is None else output_gram(layer.output_weight)
-        found = observer_scores(
+        return observer_scores(
             query,
             layer.key,
             layer.value,
@@ -182,9 +192,3 @@ class Observers(Score):
             bias=layer.bias,
             valid=layer.valid,
         )
-        return found.mean(dim=1, keepdim=True) if self.average_heads else found
-
-    @property
-    def ranks_once(self) -> bool:
-        """As `average_heads` says."""
-        return self.average_heads
