@@ -43,17 +43,17 @@ def evict(
     ranking = selection.ranked(policy, held.scores, held.positions, prompt, sizes, layer_idx)
     merge = None if list(sizes) == prompt.lengths else policy.merge
     keys, values = held.keys.detach(), held.values.detach()
-    groups = None
+    slots, weights = None, None
     if isinstance(merge, MergeIntoGroups):
         groups = Groups.of(merge, keys, values, held.positions, held.weights, *ranking[:2])
-        ranking = groups.led(*ranking)
-    indices, counts, anchored = selection.ordered(*ranking)
-    weights = None
-    if held.weights is not None:
-        weights = held.weights.gather(2, indices.expand(B, H, -1).clamp(min=0))
-    if groups is not None:
-        keys, values, weights = groups.means(keys, values, indices)
-    elif merge is not None:
+        indices, counts, anchored = selection.ordered(*groups.led(*ranking))
+        slots = groups.slots(indices)
+        (keys, values), weights = slots.means(keys, values), slots.weights
+    else:
+        indices, counts, anchored = selection.ordered(*ranking)
+        if held.weights is not None:
+            weights = held.weights.gather(2, indices.expand(B, H, -1).clamp(min=0))
+    if slots is None and merge is not None:
         keys, values = merge(keys, values, indices.expand(B, H, -1), held.positions)
     retained = None
     if held.scores is not None and policy.score.ranks:
@@ -72,9 +72,7 @@ def evict(
     positions = per_token(held.positions, -1).int()
     mass = None
     if held.scores is not None and policy.score.additive:
-        mass = per_token(held.scores, 0)
-        if groups is not None:
-            mass = groups.sums(held.scores, indices).flatten(0, 1)
+        mass = per_token(held.scores, 0) if slots is None else slots.sums(held.scores).flatten(0, 1)
     log_weights = None
     if weights is not None:
         log_weights = weights.log().masked_fill(indices < 0, 0.0).flatten(0, 1)
@@ -116,8 +114,8 @@ def evict(
         )
     error = None if plan.kv_dtype is None else relative_error(off.view(B, H, 2, 2).sum(1))
     leaders = held.leaders
-    if groups is not None:
-        leaders = groups.places(held.leaders, indices, prompt.valid.shape[1])
+    if slots is not None:
+        leaders = slots.places(held.leaders, prompt.valid.shape[1])
     return KeptKV(blocks, B, H, list(sizes), retained, error, leaders)
 
 

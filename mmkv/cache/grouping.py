@@ -83,52 +83,69 @@ class Groups:
         rank = torch.zeros(B, H, U, device=rank.device).masked_fill(~leads, -torch.inf)
         return rank, size.expand(B, H), protected.expand(B, H, U)
 
-    def means(self, keys: Tensor, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Pairs [B, H, M, D] and weights [B, H, M] of the slots of leaders `indices` [B, H, M]."""
-        anchor, slots = self._anchor(indices), indices.shape[-1]
-        size = sums(self.weights, anchor, slots)
-        if slots == 0:  # nothing to stand in; a token for empty slots to copy
-            return keys[:, :, :1], values[:, :, :1], size
-        keys, values = (mean(x, anchor, self.weights, size) for x in (keys, values))
-        return keys, values, size.masked_fill(indices < 0, 1.0)
+    def slots(self, indices: Tensor) -> GroupSlots:
+        """The slots of the leaders `indices` [B, H, M] that were kept, -1 as filler at the end."""
+        (B, H, U), M = self.leader.shape, indices.shape[-1]
+        slot = indices.new_full((B, H, U + 1), M)
+        slot.scatter_(-1, indices.masked_fill(indices < 0, U), _count(indices))
+        slot[..., U] = M
+        slot = slot.gather(-1, self.leader.masked_fill(self.leader < 0, U))
+        return GroupSlots(self, slot, sums(self.weights, slot, M))
 
-    def sums(self, scores: Tensor, indices: Tensor) -> Tensor:
-        """Scores [B, 1 or H, U] added up by slot [B, H, M]."""
-        scores = scores.expand(self.leader.shape).float()
-        return sums(scores, self._anchor(indices), indices.shape[-1])
 
-    def places(self, before: Tensor | None, indices: Tensor, seen: int) -> Tensor:
+@dataclass(frozen=True)
+class GroupSlots:
+    """The slots that a layer's groups, and the tokens that stay alone, were given.
+
+    Attributes:
+        groups: which token stands for which.
+        slot: int64 [B, H, U], the slot of each token; M where it has none.
+        size: float32 [B, H, M], how many tokens each slot stands for; 0 where it is empty.
+    """
+
+    groups: Groups
+    slot: Tensor
+    size: Tensor
+
+    @property
+    def weights(self) -> Tensor:
+        """`size`, with 1 for empty slots: [B, H, M]."""
+        return self.size.masked_fill(self.size == 0, 1.0)
+
+    def means(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The pairs [B, H, M, D] of the slots, of tokens' pairs [B, H, U, D]."""
+        if self.size.shape[-1] == 0:  # nothing to stand in; a token for empty slots to copy
+            return keys[:, :, :1], values[:, :, :1]
+        weights = self.groups.weights
+        k, v = (mean(x, self.slot, weights, self.size) for x in (keys, values))
+        return k, v
+
+    def sums(self, scores: Tensor) -> Tensor:
+        """Scores [B, 1 or H, U] added up by slot: [B, H, M]."""
+        return sums(scores.expand(self.slot.shape).float(), self.slot, self.size.shape[-1])
+
+    def places(self, before: Tensor | None, seen: int) -> Tensor:
         """In which group each token seen lies, by the position of its leader.
 
         Args:
             before: what this found in the turn before, or None.
-            indices: [B, H, M], the leaders that were kept.
             seen: T, tokens seen.
 
         Returns:
             int16 or int32 [B, H, T]; -1 for a token that is kept alone, gone, or padding.
         """
-        B, H, _ = self.leader.shape
-        anchor, slots = self._anchor(indices), indices.shape[-1]
-        size = pad(sums(self.weights, anchor, slots), (0, 1))  # the last: in no slot
-        at = self.positions.gather(-1, self.leader.clamp(min=0))
-        at = at.masked_fill((size.gather(-1, anchor) < 2) | (self.leader < 0), -1)
-        now = at.new_full((B, H, seen + 1), -1)
-        now.scatter_(-1, self.positions.masked_fill(self.positions < 0, seen), at)
+        leader, positions = self.groups.leader, self.groups.positions
+        size = pad(self.size, (0, 1))  # the last: in no slot
+        at = positions.gather(-1, leader.clamp(min=0))
+        at = at.masked_fill((size.gather(-1, self.slot) < 2) | (leader < 0), -1)
+        now = at.new_full((*leader.shape[:2], seen + 1), -1)
+        now.scatter_(-1, positions.masked_fill(positions < 0, seen), at)
         now[..., seen] = -1
         now = now[..., :seen]
         if before is not None:
             before = pad(before.long(), (0, seen - before.shape[-1]), value=-1)
             now = now.gather(-1, torch.where(before < 0, _count(before), before))
         return now.to(torch.int16 if seen < 2**15 else torch.int32)
-
-    def _anchor(self, indices: Tensor) -> Tensor:
-        """The slot of each token, int64 [B, H, U]; M where it has none."""
-        (B, H, U), M = self.leader.shape, indices.shape[-1]
-        slot = indices.new_full((B, H, U + 1), M)
-        slot.scatter_(-1, indices.masked_fill(indices < 0, U), _count(indices))
-        slot[..., U] = M
-        return slot.gather(-1, self.leader.masked_fill(self.leader < 0, U))
 
 
 @torch.no_grad()

@@ -136,14 +136,15 @@ def test_equals_the_loop(N, sizes, gone, must, exact, run, rounds, seed):
 
 
 def grouped(keys, values, scores, sizes, positions=None, weights=None, **options):
-    """Pairs, weights and indices by slot of a layer's tokens, and the groups themselves."""
+    """Pairs, weights and indices by slot of a layer's tokens, and the slots themselves."""
     policy = mmkv.get_policy("condense", **options)
     if positions is None:
         positions = torch.arange(scores.shape[-1]).expand(scores.shape)
     groups = Groups.of(policy.merge, keys, values, positions, weights, scores, sizes)
     ranking = groups.led(scores, sizes, torch.zeros_like(scores, dtype=torch.bool))
     indices = selection.ordered(*ranking)[0]
-    return *groups.means(keys, values, indices), indices, groups
+    slots = groups.slots(indices)
+    return *slots.means(keys, values), slots.weights, indices, slots
 
 
 def test_groups_of_equal_pairs_read_as_their_tokens_did():
@@ -188,9 +189,9 @@ def test_sums_and_members_are_kept_over_turns():
         scores, sizes = random(*weights.shape, seed=turn + 99).abs(), torch.tensor([[10, 13, 18]])
         scores = scores.masked_fill(weights == 0, -math.inf)
         options = {"positions": positions, "weights": weights, "group_run": 16}
-        keys, values, weights, indices, groups = grouped(keys, values, scores, sizes, **options)
+        keys, values, weights, indices, slots = grouped(keys, values, scores, sizes, **options)
         seen = new * (turn + 1)
-        places = groups.places(places, indices, seen)
+        places = slots.places(places, seen)
         filled = indices >= 0
         positions = positions.gather(-1, indices.clamp(min=0)).masked_fill(~filled, -1)
         whole = torch.cat(every, 2)
