@@ -13,11 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmkv.scores import autocast_off
-
-# Elements of attention in flight: enough that calls cost little, few enough to stay near a cache.
-_CPU_TILE_PER_THREAD = 2**20
-_DEVICE_TILE = 2**28
+from mmkv.scores import autocast_off, check_valid, tile
 
 
 @torch.no_grad()
@@ -68,11 +64,8 @@ def observer_scores(
     if bias is None:
         bias = torch.zeros(B, H, 1, device=device).expand(B, H, N)
     scores = torch.zeros(B, H, N + 1, device=device)
-    tile = _DEVICE_TILE
-    if device.type == "cpu":
-        tile = _CPU_TILE_PER_THREAD * torch.get_num_threads()
     C = min(run, N)
-    together = max(1, tile // (B * Hq * C * C))
+    together = max(1, tile(device) // (B * Hq * C * C))
     for first, last in ((0, N - Q), (N - Q, N)):
         if first == last:
             continue
@@ -220,7 +213,4 @@ def _check(
         raise ValueError(f"run must be at least 1, got {run}")
     if bias is not None and tuple(bias.shape) != (B, H, N):
         raise ValueError(f"bias must be [B, H, N] = ({B}, {H}, {N}), got {tuple(bias.shape)}")
-    if valid is not None and (valid.dtype != torch.bool or tuple(valid.shape) != (B, N)):
-        raise ValueError(
-            f"valid must be a bool [B, N] = ({B}, {N}), got {valid.dtype} {tuple(valid.shape)}"
-        )
+    check_valid(valid, B, N)

@@ -183,10 +183,8 @@ def accumulated_attention(
         return kernels.column_sums(query, key, kernels.row_lse(query, key, **options), **options)
     G = Hq // H
     block = min(block, max(Q, 1))
-    tile = (
-        _CPU_TILE_PER_THREAD * torch.get_num_threads() if key.device.type == "cpu" else _DEVICE_TILE
-    )
-    chunk = max(1, tile // max(1, G * block * N))  # key-value heads in flight, over all rows
+    # Key-value heads in flight, over all rows.
+    chunk = max(1, tile(key.device) // max(1, G * block * N))
 
     scores = torch.zeros(B * H, N, dtype=torch.float32, device=key.device)
     future = torch.ones(block, block, dtype=torch.bool, device=key.device).triu(1)
@@ -251,7 +249,7 @@ def residual_similarity(before: Tensor, after: Tensor, valid: Tensor | None = No
             "before and after must have one shape [B, N, hidden], got "
             f"{tuple(before.shape)} and {tuple(after.shape)}"
         )
-    _check_valid(valid, before.shape[0], before.shape[1])
+    check_valid(valid, before.shape[0], before.shape[1])
     similarity = F.cosine_similarity(before.float(), after.float(), dim=-1)  # [B, N]
     if valid is None:
         return similarity.mean(-1)
@@ -316,6 +314,13 @@ def _factor(D: int, scale: float | None, softcap: float | None = None) -> float:
     return (D**-0.5 if scale is None else scale) / (1.0 if softcap is None else softcap)
 
 
+def tile(device: torch.device) -> int:
+    """Elements of attention in flight: calls cost little then, and what they read stays near."""
+    if device.type == "cpu":
+        return _CPU_TILE_PER_THREAD * torch.get_num_threads()
+    return _DEVICE_TILE
+
+
 def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
     """Within it, products of float32 stay float32: autocast would round them to 16 bits."""
     if torch.is_autocast_enabled(x.device.type):
@@ -342,7 +347,7 @@ def _checked(
     if key.shape[1] < 1 or Hq < 1 or Hq % key.shape[1]:
         raise ValueError(f"query heads must be a multiple of key-value heads, got {shapes}")
     N = key.shape[2]
-    _check_valid(valid, B, N)
+    check_valid(valid, B, N)
     if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != (B, 1, Q, N)):
         raise ValueError(
             f"mask must be a bool [B, 1, Q, N] = ({B}, 1, {Q}, {N}), "
@@ -353,7 +358,8 @@ def _checked(
     return B, Hq, Q, D
 
 
-def _check_valid(valid: Tensor | None, B: int, N: int) -> None:
+def check_valid(valid: Tensor | None, B: int, N: int) -> None:
+    """Check that `valid` is a bool [B, N], or None."""
     if valid is not None and (valid.dtype != torch.bool or tuple(valid.shape) != (B, N)):
         raise ValueError(
             f"valid must be a bool [B, N] = ({B}, {N}), got {valid.dtype} {tuple(valid.shape)}"

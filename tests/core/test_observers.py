@@ -156,7 +156,7 @@ def test_does_not_depend_on_how_many_runs_go_together(monkeypatch: pytest.Monkey
     query, key, value = (random(2, heads, 50, 8, seed=heads) for heads in (4, 2, 2))
     valid, factor = left_padded(50, (0, 13)), gram_of(random(12, 32), 4)
     want = observer_scores(query, key, value, factor, run=8, valid=valid)
-    monkeypatch.setattr(observers, "_CPU_TILE_PER_THREAD", 1)
+    monkeypatch.setattr(scores, "_CPU_TILE_PER_THREAD", 1)
     got = observer_scores(query, key, value, factor, run=8, valid=valid)
     torch.testing.assert_close(got, want)
 
