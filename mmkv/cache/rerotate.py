@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmkv.layer_inputs import turn
+
 
 def reposition(keys: Tensor, positions: Tensor, newest: int | Tensor, inv_freq: Tensor) -> Tensor:
     """Turn keys so that their distances to the newest token are consecutive.
@@ -25,10 +27,7 @@ def reposition(keys: Tensor, positions: Tensor, newest: int | Tensor, inv_freq: 
     empty = positions < 0
     rank = positions.masked_fill(empty, newest + 1).argsort(dim=-1).argsort(dim=-1)
     held = (~empty).sum(dim=-1, keepdim=True)
-    turn = (newest - positions) - (held - 1 - rank)
-    angle = turn.masked_fill(empty, 0)[..., None].float() * inv_freq.to(keys.device).float()
-    cos = torch.cat([angle.cos()] * 2, dim=-1)
-    sin = torch.cat([angle.sin()] * 2, dim=-1)
-    first, second = keys.float().chunk(2, dim=-1)
-    half = torch.cat([-second, first], dim=-1)
-    return (keys.float() * cos + half * sin).to(keys.dtype)
+    further = (newest - positions) - (held - 1 - rank)
+    angle = further.masked_fill(empty, 0)[..., None].float() * inv_freq.to(keys.device).float()
+    cos, sin = (torch.cat([x] * 2, dim=-1) for x in (angle.cos(), angle.sin()))
+    return turn(keys[:, None], cos, sin)[:, 0].to(keys.dtype)
