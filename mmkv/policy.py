@@ -79,9 +79,10 @@ class Policy:
         """Check every option, and that the parts go together."""
         for kind in KINDS:
             object.__setattr__(self, kind, as_part(kind, getattr(self, kind)))
+        hints = self.hints()
         for field in dataclasses.fields(self):
             if field.name not in KINDS:
-                check(field.name, getattr(self, field.name), self.hints()[field.name])
+                check(field.name, getattr(self, field.name), hints[field.name])
         at_least(0, sinks=self.sinks)
         share(zero=True, recent=self.recent)
         for part in self.parts.values():

@@ -340,21 +340,22 @@ def ranked(
     size = torch.tensor(list(sizes), device=device)[:, None].minimum(present.sum(-1))
     if policy.recent:
         # The most recent tokens take their share of what is left over by the tokens kept anyway.
-        free = present & ~must
         share = torch.minimum((policy.recent * size).long(), size - must.sum(-1))
-        age = free.flip(-1).cumsum(-1).flip(-1)
-        must = must | (free & (age <= share[..., None]))
+        must = must | _last(share, present & ~must)
     if not policy.heads.equal:
         split = partial(policy.heads.split, layer_idx=layer_idx)
         size = _split(split, scores, present & ~must, must.sum(-1), size, sizes)
     if isinstance(policy.merge, MergeIntoGroups):
         # Of few slots no more than an eighth: the others need most of them.
-        free = present & ~must
         latest = (size // 8).clamp(max=policy.merge.newest).minimum(size - must.sum(-1))
-        age = free.flip(-1).cumsum(-1).flip(-1)
-        must = must | (free & (age <= latest[..., None]))
+        must = must | _last(latest, present & ~must)
     rank = scores.masked_fill(must, float("inf")).masked_fill(~present, float("-inf"))
     return rank, size, protected
+
+
+def _last(number: Tensor, free: Tensor) -> Tensor:
+    """The last `number` [B, H] of the tokens `free`, bool [B, H, U]."""
+    return free & (free.flip(-1).cumsum(-1).flip(-1) <= number[..., None])
 
 
 def ordered(rank: Tensor, size: Tensor, protected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
