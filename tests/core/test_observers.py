@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmkv import observers
+from mmkv import scores
 from mmkv.observers import observer_scores, output_gram
 
 LAYOUTS = [(4, 4), (6, 2), (3, 1)]  # (Hq, H)
