@@ -1,13 +1,16 @@
-"""The tables of policies and of models: for the terminal and, as Markdown, for the pages."""
+"""The tables of policies, parts and models: for the terminal and, as Markdown, for the pages."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mmkv.parts import KINDS, Part
 from mmkv.policy import Policy
-from mmkv.registry import list_policies, policy_class
+from mmkv.registry import list_parts, list_policies, policy_class
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -89,7 +92,8 @@ def policy_tables(width: int) -> Group:
     also = ", ".join(_texts(shared_options()))
     note = (
         f"\nEvery policy but full also has {also}.\n"
-        "score, layers, heads and decode are options too; set one with --option name=value."
+        "score, layers, heads, decode, merge and protect are options too; set one with "
+        "--option name=value. mmkv policies --parts lists them with their own options."
     )
     if width >= _WIDTH:
         return Group(_table(COLUMNS), note)
@@ -117,6 +121,64 @@ def policy_markdown() -> str:
     rows = [(_code(row.names), *row.parts, row.paper, _code(row.options)) for row in policy_rows()]
     also = _code(_texts(shared_options()))
     return _markdown(COLUMNS, rows) + f"\nEvery policy but `full` also has {also}.\n"
+
+
+@dataclass(frozen=True)
+class PartRow:
+    """One part.
+
+    Attributes:
+        kind, name: what it is chosen by.
+        summary: what it does.
+        options: its options with defaults, and what each is.
+    """
+
+    kind: str
+    name: str
+    summary: str
+    options: dict[str, str]
+
+
+def part_rows() -> list[PartRow]:
+    """One row for each registered part, kind by kind, from their docstrings."""
+    return [_part_row(kind, name, cls) for kind in KINDS for name, cls in list_parts(kind).items()]
+
+
+def _part_row(kind: str, name: str, cls: type[Part]) -> PartRow:
+    text = inspect.cleandoc(cls.__doc__ or "")
+    summary = " ".join(text.split("\n\n")[0].split())
+    section = text.partition("\nOptions:\n")[2].split("\n\n")[0]
+    # A line that begins deeper than an option's name goes on with the option before.
+    entries = re.split(r"\n {4}(?! )", "\n" + section.removeprefix("\n"))[1:]
+    said = {k: " ".join(v.split()) for k, _, v in (entry.partition(":") for entry in entries)}
+    texts = _texts(cls().options())
+    return PartRow(kind, name, summary, {x: said.get(x.partition("=")[0], "") for x in texts})
+
+
+def part_table() -> Table:
+    """All parts as a rich table."""
+    from rich.table import Table
+
+    table = Table(show_lines=True)
+    for column in ("part", "what it does", "options"):
+        table.add_column(column, overflow="fold")
+    for row in part_rows():
+        options = "\n".join(f"{name}: {text}" for name, text in row.options.items())
+        table.add_row(f"{row.kind}={row.name}", row.summary, options)
+    return table
+
+
+def part_markdown() -> str:
+    """The same in Markdown; `docs/policies.md` holds it, and a test compares the two."""
+    rows = [
+        (
+            f"`{row.kind}={row.name}`",
+            row.summary,
+            "<br>".join(f"`{name}`: {text}" for name, text in row.options.items()),
+        )
+        for row in part_rows()
+    ]
+    return _markdown(("part", "what it does", "options"), rows)
 
 
 def model_markdown() -> str:

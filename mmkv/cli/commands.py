@@ -71,16 +71,20 @@ def _options(
 @app.command()
 @told
 def policies(
+    parts: Annotated[
+        bool, typer.Option("--parts", help="List the parts that policies are made of instead.")
+    ] = False,
     markdown: Annotated[bool, typer.Option(help="Print a Markdown table.")] = False,
 ) -> None:
     """List the policies: their parts, papers, options and defaults."""
     from mmkv import tables
 
     if markdown:
-        typer.echo(tables.policy_markdown(), nl=False)
+        typer.echo(tables.part_markdown() if parts else tables.policy_markdown(), nl=False)
         return
     out = console()
-    out.print(tables.policy_tables(out.width), highlight=False, markup=False)
+    table = tables.part_table() if parts else tables.policy_tables(out.width)
+    out.print(table, highlight=False, markup=False)
 
 
 @app.command()

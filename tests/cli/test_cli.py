@@ -19,7 +19,7 @@ from rich.console import Console
 
 import mmkv
 from helpers.models import make_model
-from mmkv import chat, terminal
+from mmkv import chat, parts, registry, terminal
 from mmkv.builtin import WEIGHTS, example_pictures
 from mmkv.cli import commands
 
@@ -354,6 +354,18 @@ def test_policies_lists_every_policy(capsys, monkeypatch, width):
         assert f"│ {name} " in out
     for text in ("distance=25", "2412.03409", "accumulated", "pyramid", "adaptive", "ratio"):
         assert text in out
+    assert max(map(cell_len, out.splitlines())) <= int(width)
+
+
+@pytest.mark.parametrize("width", ["80", "200"])
+def test_policies_lists_every_part_with_what_its_options_are(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", width)
+    out, _, code = run(capsys, "policies", "--parts")
+    assert code == 0
+    for kind in parts.KINDS:
+        for name in registry.list_parts(kind):
+            assert f"│ {kind}={name} " in out
+    assert "distance=25: how" in out
     assert max(map(cell_len, out.splitlines())) <= int(width)
 
 

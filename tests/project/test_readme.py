@@ -57,6 +57,13 @@ class TestTables:
         shown = between(TEXTS["docs/policies.md"], "<!-- policies -->\n", "<!-- /policies -->")
         assert shown == tables.policy_markdown(), "put in the output of: mmkv policies --markdown"
 
+    def test_parts_are_the_registrys(self):
+        shown = between(TEXTS["docs/policies.md"], "<!-- parts -->\n", "<!-- /parts -->")
+        assert shown == tables.part_markdown(), (
+            "put in the output of: mmkv policies --parts --markdown"
+        )
+        assert not re.search(r"`: *(<br>|\|)", shown), "an option without a description"
+
     def test_models_are_the_adapters(self):
         shown = between(TEXTS["docs/models.md"], "<!-- models -->\n", "<!-- /models -->")
         assert shown == tables.model_markdown(), "put in what mmkv.tables.model_markdown() gives"
@@ -65,7 +72,7 @@ class TestTables:
         text = TEXTS["docs/policies.md"].split("## Parts")[1]
         for name in mmkv.list_policies():
             for option in registry.policy_class(name).options():
-                assert f"`{option}`" in text, (name, option)
+                assert f"`{option}`" in text or f"`{option}=" in text, (name, option)
 
     def test_every_policy_that_is_recommended_is_one(self):
         lines = between(README, "## Which policy", "[All policies").strip().splitlines()[2:]
