@@ -48,37 +48,16 @@ class DenseKV:
     @classmethod
     def from_blocks(cls, blocks: list[HeadGroup], batch: int, heads: int) -> DenseKV:
         """What a layer kept, sorted by position, in fresh tensors."""
-        R, width = batch * heads, max(b.positions.shape[1] for b in blocks)
-        first = blocks[0]
-
-        def gathered(name: str, fill: float) -> Tensor:
-            one = getattr(first, name)
-            shape = (R, width, *one.shape[2:])
-            whole = torch.full(shape, fill, dtype=one.dtype, device=one.device)
-            for block in blocks:
-                part: Tensor = getattr(block, name)[:, :]  # in 8 or 4 bits: read
-                whole[slice(None) if block.rows is None else block.rows, : part.shape[1]] = part
-            return whole
-
-        positions, order = gathered("held", -1).long().sort(dim=-1)
-        start = int((positions < 0).sum(-1).min())
-        order, positions = order[:, start:], positions[:, start:]
-
-        def by_age(name: str) -> Tensor:
-            x = gathered(name, 0)
-            at = order if x.ndim == 2 else order[..., None].expand(-1, -1, x.shape[-1])
-            return x.gather(1, at).unflatten(0, (batch, heads))
-
-        empty = positions.unflatten(0, (batch, heads)) < 0
-        weights = None
-        if first.log_weights is not None:
-            weights = by_age("log_weights").exp().round().masked_fill(empty, 1.0)
+        names = ("keys", "values", "mass", "log_weights")
+        positions, (keys, values, mass, log_weights) = by_age(blocks, batch, heads, *names)
+        assert keys is not None
+        assert values is not None
         return cls(
-            by_age("keys"),
-            by_age("values"),
-            positions.unflatten(0, (batch, heads)),
-            None if first.mass is None else by_age("mass").masked_fill(empty, 0.0),
-            weights=weights,
+            keys,
+            values,
+            positions,
+            None if mass is None else mass.masked_fill(positions < 0, 0.0),
+            weights=None if log_weights is None else token_numbers(log_weights, positions),
         )
 
     @property
@@ -161,7 +140,7 @@ class DenseKV:
         """Attention of the last q tokens over all: query [B, Hq, q, D] -> [B, q, Hq, D].
 
         `first` is the position of the first of them, `among` bool [B, 1, q, q] which of them see
-        which (None: causal); the other arguments are those of `storage.attend`.
+        which (None: causal); the other arguments are those of `head_groups.attend`.
         """
         B, Hq, q, _ = query.shape
         H = self.keys.shape[1]
@@ -268,3 +247,41 @@ class DenseKV:
         heads = max(old.shape[1], new.shape[1])
         parts = [x.expand(-1, heads, -1, -1) for x in (old, new)]
         return both, torch.cat(parts, dim=2)
+
+
+def by_age(
+    blocks: list[HeadGroup], batch: int, heads: int, *names: str
+) -> tuple[Tensor, list[Tensor | None]]:
+    """What blocks hold of a layer, sorted by position, in fresh tensors.
+
+    Returns:
+        positions: int64 [B, H, U], ascending, -1 first where there is no token.
+        found: each of `names` of the blocks, [B, H, U] or [B, H, U, D]; None where they lack it.
+    """
+    R, width = batch * heads, max(b.positions.shape[1] for b in blocks)
+
+    def gathered(name: str, fill: float) -> Tensor:
+        one = getattr(blocks[0], name)
+        whole = torch.full((R, width, *one.shape[2:]), fill, dtype=one.dtype, device=one.device)
+        for block in blocks:
+            part: Tensor = getattr(block, name)[:, :]  # in 8 or 4 bits: read
+            whole[slice(None) if block.rows is None else block.rows, : part.shape[1]] = part
+        return whole
+
+    positions, order = gathered("held", -1).long().sort(dim=-1)
+    start = int((positions < 0).sum(-1).min())
+    order, positions = order[:, start:], positions[:, start:]
+
+    def found(name: str) -> Tensor | None:
+        if getattr(blocks[0], name) is None:
+            return None
+        x = gathered(name, 0)
+        at = order if x.ndim == 2 else order[..., None].expand(-1, -1, x.shape[-1])
+        return x.gather(1, at).unflatten(0, (batch, heads))
+
+    return positions.unflatten(0, (batch, heads)), [found(name) for name in names]
+
+
+def token_numbers(log_weights: Tensor, positions: Tensor) -> Tensor:
+    """How many tokens each pair stands for, float32 [B, H, U]; 1 where there is none."""
+    return log_weights.exp().round().masked_fill(positions < 0, 1.0)

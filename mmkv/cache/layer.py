@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
-from mmkv.cache.dense import DenseKV
+from mmkv.cache.dense import DenseKV, by_age, token_numbers
 from mmkv.cache.head_groups import GraphInputs, HeadGroup, Place
 
 
@@ -54,15 +54,19 @@ class KeptKV:
 
         Those of tokens that are held as they are, not of groups.
         """
-        held = self.dense()
-        positions = held.positions
-        if held.weights is not None:
-            positions = positions.masked_fill(held.weights > 1, -1)
+        positions, weights = self._positions()
+        if weights is not None:
+            positions = positions.masked_fill(weights > 1, -1)
         return _ascending(positions)
 
     def counts(self) -> Tensor:
         """Pairs held, groups included: int64 [B, H]."""
-        return (self.dense().positions >= 0).sum(-1)
+        return (self._positions()[0] >= 0).sum(-1)
+
+    def _positions(self) -> tuple[Tensor, Tensor | None]:
+        """Positions [B, H, U] of all pairs, and how many tokens each stands for."""
+        positions, (log_weights,) = by_age(self.blocks, self.batch, self.heads, "log_weights")
+        return positions, None if log_weights is None else token_numbers(log_weights, positions)
 
     def groups(self, seen: int) -> tuple[Tensor, Tensor]:
         """The groups held, and where each of the `seen` tokens of the prompts lies.
@@ -71,19 +75,19 @@ class KeptKV:
             weights: int64 [B, H, n], how many tokens each group stands for, 0 as filler.
             group: int64 [B, H, seen], which of the n; -1 for tokens kept alone, gone, or padding.
         """
-        held = self.dense()
-        if held.weights is None or self.leaders is None:
-            none = torch.full((self.batch, self.heads, seen), -1, device=held.keys.device)
+        positions, sizes = self._positions()
+        if sizes is None or self.leaders is None:
+            none = positions.new_full((self.batch, self.heads, seen), -1)
             return none[..., :0], none
-        here = held.weights > 1
-        places = _ascending(held.positions.masked_fill(~here, -1))  # of leaders
+        here = sizes > 1
+        places = _ascending(positions.masked_fill(~here, -1))  # of leaders
         n, far = places.shape[-1], torch.iinfo(torch.int64).max
         leaders = pad(self.leaders.long(), (0, seen - self.leaders.shape[-1]), value=-1)
         order = places.masked_fill(places < 0, far)
         found = torch.searchsorted(order, leaders).clamp(max=max(0, n - 1))
         same = (leaders >= 0) & (order.gather(-1, found) == leaders) if n else leaders != leaders
-        order = held.positions.masked_fill(~here, far).argsort(dim=-1)[..., :n]
-        weights = held.weights.masked_fill(~here, 0).gather(-1, order).long()
+        order = positions.masked_fill(~here, far).argsort(dim=-1)[..., :n]
+        weights = sizes.masked_fill(~here, 0).gather(-1, order).long()
         return weights, found.masked_fill(~same, -1)
 
     def attend(
