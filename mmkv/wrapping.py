@@ -33,6 +33,7 @@ def wrap(
     *,
     profile: profiles.Profile | str | os.PathLike[str] | None = None,
     kv_dtype: str | None = None,
+    evict_chunks: bool = False,
     graph: bool = True,
     **policy_options: Any,
 ) -> M:
@@ -49,6 +50,10 @@ def wrap(
         profile: per-layer kept fractions measured by `mmkv.calibrate`, or a file of them; it
             replaces the policy's layer sizes, and gives the budget where none is named.
         kv_dtype: "int8" or "int4" to hold what is kept in 8 or 4 bits; None for the model's type.
+        evict_chunks: evict after every chunk of a prompt that is read in chunks
+            (`generate(..., prefill_chunk_size=1024)`), so that memory is the budget and one chunk
+            at any length, and later chunks attend to what is left. Otherwise a prompt is evicted
+            once, when it is complete, and chunks change nothing else.
         graph: on a GPU, replay decode steps as a CUDA graph where that is possible and pays.
         policy_options: override the policy's defaults.
 
@@ -105,7 +110,7 @@ def wrap(
         )
     inv_freq = parts.rotary_frequencies() if chosen.reposition else None
     quantize.check(kv_dtype, adapters.head_dim(parts.config))
-    plan = CacheConfig(chosen, kept, fractions, inv_freq, kv_dtype, graph)
+    plan = CacheConfig(chosen, kept, fractions, inv_freq, kv_dtype, evict_chunks, graph)
     attachment = Attachment(model, parts, plan, compressed)
     attachment.attach()
     vars(model)["_mmkv"] = attachment

@@ -41,6 +41,8 @@ class Reading:
 
     Attributes:
         until: tokens seen when it is complete; None: the next pass brings all of it.
+        evicts: whether tokens are evicted after this pass: the last of the prompt, or with
+            `CacheConfig.evict_chunks` every one since each row has begun.
         sizes: tokens that each compressed layer keeps of each row, [L][B]; None until known.
         similarity: by layer, the mean similarity [B] of the residual stream around its attention,
             and the tokens [B] it is the mean of, over the chunks so far (SqueezeAttention).
@@ -48,6 +50,7 @@ class Reading:
     """
 
     until: int | None = None
+    evicts: bool = False
     sizes: list[list[int]] | None = None
     similarity: dict[int, tuple[Tensor, Tensor]] = field(
         default_factory=dict[int, "tuple[Tensor, Tensor]"]
@@ -188,9 +191,12 @@ class CompressedCache(Cache):
         )
         phase.sizes = None
         self.prompt, running.cache = prompt, self
-        if phase.until is not None and prompt.valid.shape[1] < phase.until:
+        if phase.until is not None and prompt.valid.shape[1] >= phase.until:
+            phase.until = None
+        whole = phase.until is None
+        phase.evicts = whole or (plan.evict_chunks and all(prompt.lengths))
+        if not phase.evicts:
             return
-        phase.until = None
         if not all(prompt.lengths):
             raise ValueError(
                 f"row {prompt.lengths.index(0)} of the batch is padding alone: it has no token"
@@ -200,7 +206,8 @@ class CompressedCache(Cache):
                 "a row of the batch ends in padding: pad on the left (processor.tokenizer."
                 "padding_side = 'left'), as generation needs"
             )
-        plan.log_shortfalls(prompt, len(self.compressed))
+        if whole:
+            plan.log_shortfalls(prompt, len(self.compressed))
         if mini_prefill is not None and seen == 0 and self._evicts(prompt):
             scores = mini_prefill(prompt)
             everywhere = torch.arange(valid.shape[1], device=valid.device)
@@ -345,10 +352,10 @@ class CompressedCache(Cache):
         assert prompt is not None
         if self._scores(prompt, phase):
             held.score(policy, new, prompt.windows)
-        if phase.until is not None:
-            held.remember(policy, new)
-        else:
+        if phase.evicts:
             held.forget()
+        else:
+            held.remember(policy, new)
         layer.state = held
         if phase.sizes is not None:
             self._evict(layer, phase.sizes[self.compressed.index(layer)])
@@ -356,7 +363,7 @@ class CompressedCache(Cache):
     def finish(self) -> None:
         """After the last layer of a pass: size and evict the layers that had to wait."""
         phase, prompt, layers = self.phase, self.prompt, self.compressed
-        if not isinstance(phase, Reading) or prompt is None or phase.until is not None:
+        if not isinstance(phase, Reading) or prompt is None or not phase.evicts:
             return
         waiting = [x.state for x in layers if isinstance(x.state, DenseKV)]
         if waiting:
@@ -365,7 +372,8 @@ class CompressedCache(Cache):
             with _outliving(), torch.no_grad():
                 for layer, size in zip(layers, sizes, strict=True):
                     self._evict(layer, size)
-        self.phase = Decoding()
+        if phase.until is None:
+            self.phase = Decoding()
 
     def kept(self, layer: int) -> Tensor:
         """Original positions kept by a layer, int64 [B, H, n], ascending, -1 as filler.
@@ -527,10 +535,11 @@ class CompressedCache(Cache):
         return isinstance(budget, float | None) or max(prompt.lengths) > budget
 
     def _scores(self, prompt: TokenMasks, phase: Reading) -> bool:
-        """Whether this pass scores: the last of a prompt, and every one where scores add up."""
+        """Whether this pass scores: where it evicts, and always where scores add up."""
         if self.plan.keeps_everything:
             return False
-        return self.plan.policy.score.additive or (phase.until is None and self._evicts(prompt))
+        adds = self.plan.policy.score.combines == "sum"
+        return adds or (phase.evicts and self._evicts(prompt))
 
     def _sizes(
         self, prompt: TokenMasks, scores: Sequence[Tensor] = (), positions: Sequence[Tensor] = ()
@@ -564,6 +573,8 @@ class CompressedCache(Cache):
         assert isinstance(layer.state, DenseKV)
         assert self.prompt is not None
         expected = max(0, self.max_length - self.prompt.valid.shape[1])
+        if isinstance(self.phase, Reading) and self.phase.until is not None:
+            expected = 0  # a chunk of the prompt comes next, which makes new storage
         prompt = self.prompt.to(layer.state.keys.device)
         layer.state = evict(
             layer.state, self.plan, prompt, sizes, expected, self.layers.index(layer)

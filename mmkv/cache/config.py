@@ -29,6 +29,8 @@ class CacheConfig:
     inv_freq: Tensor | None = field(default=None, repr=False, compare=False)
     # What kept pairs are held as: "int8", "int4", or None for the model's own type.
     kv_dtype: str | None = None
+    # Evict after every chunk of a prompt that comes in chunks, not at its end.
+    evict_chunks: bool = False
     # Replay decode steps as a CUDA graph, where that is possible and pays.
     graph: bool = field(default=True, compare=False)
 
@@ -39,6 +41,7 @@ class CacheConfig:
     def describe(self) -> str:
         """The policy and budget in words."""
         more = "" if self.kv_dtype is None else f", kv_dtype={self.kv_dtype!r}"
+        more += ", evict_chunks=True" if self.evict_chunks else ""
         return f"policy={self.policy.name!r}, budget={self.budget}{more}"
 
     @property

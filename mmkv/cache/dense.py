@@ -17,6 +17,9 @@ from mmkv.cache.rerotate import reposition
 from mmkv.layer_inputs import LayerInputs, Rotary
 from mmkv.policy import Policy
 
+# Elements of masks in flight.
+_TILE = 2**26
+
 
 @dataclass
 class DenseKV:
@@ -143,23 +146,32 @@ class DenseKV:
         which (None: causal); the other arguments are those of `head_groups.attend`.
         """
         B, Hq, q, _ = query.shape
-        H = self.keys.shape[1]
+        H, U = self.keys.shape[1:3]
         keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
         positions = self.positions.expand(B, H, -1).flatten(0, 1)
-        visible = causal_view(positions, first, q)
-        if among is not None:
-            visible[..., -q:] = among.to(keys.device).expand(B, H, q, q).flatten(0, 1)
-        # Every new token sees itself, padding too: a row of the softmax is never empty.
-        own = torch.arange(q, device=keys.device)
-        visible[:, own, positions.shape[1] - q + own] = True
-        if (bias := self.bias) is not None:
-            bias = bias.flatten(0, 1)[:, None].to(query.dtype)
-            visible = bias.masked_fill(~visible, -torch.inf)
         if inv_freq is not None:
             keys = reposition(keys, positions, first + q - 1, inv_freq)
-        rows = query.reshape(B * H, Hq // H * q, -1)
-        out = attend(rows, keys, values, visible, scale=scale, softcap=softcap)
-        return out.view(B, Hq, q, -1).transpose(1, 2)
+        bias = self.bias
+        if bias is not None:
+            bias = bias.flatten(0, 1)[:, None].to(query.dtype)
+        if among is not None:
+            among = among.to(keys.device).expand(B, H, q, q).flatten(0, 1)
+        # What each query sees is an [R, n, U] of its own: n queries at a time.
+        out: list[Tensor] = []
+        most = max(1, _TILE // (B * H * U))
+        for start in range(0, q, most):
+            n = min(most, q - start)
+            visible = causal_view(positions, first + start, n)
+            if among is not None:
+                visible[..., -q:] = among[:, start : start + n]
+            # Every new token sees itself, padding too: a row of the softmax is never empty.
+            visible[..., U - q + start :].diagonal(dim1=1, dim2=2).fill_(True)
+            if bias is not None:
+                visible = bias.masked_fill(~visible, -torch.inf)
+            rows = query[:, :, start : start + n].reshape(B * H, Hq // H * n, -1)
+            part = attend(rows, keys, values, visible, scale=scale, softcap=softcap)
+            out.append(part.view(B, Hq, n, -1).transpose(1, 2))
+        return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
     def score(self, policy: Policy, new: LayerInputs, windows: Sequence[int]) -> None:
         """Add what the new queries find important to what is known already.
@@ -186,9 +198,10 @@ class DenseKV:
             found = found.view(self.keys.shape[:3])
             if policy.score.ranks_once:
                 found = found.mean(dim=1, keepdim=True)
-        if policy.score.additive and self.scores is not None:
-            old = self.scores.shape[-1]
-            found[..., :old] += self.scores[:, : found.shape[1]]
+        if self.scores is not None and (combines := policy.score.combines):
+            known = self.scores[:, : found.shape[1]]
+            old = found[..., : known.shape[-1]]
+            old.add_(known) if combines == "sum" else torch.maximum(old, known, out=old)
         self.scores = found
 
     def remember(self, policy: Policy, new: LayerInputs) -> None:

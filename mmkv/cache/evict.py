@@ -71,8 +71,10 @@ def evict(
 
     positions = per_token(held.positions, -1).int()
     mass = None
-    if held.scores is not None and policy.score.additive:
-        mass = per_token(held.scores, 0) if slots is None else slots.sums(held.scores).flatten(0, 1)
+    if held.scores is not None and (combines := policy.score.combines):
+        mass = per_token(held.scores, 0)
+        if slots is not None:
+            mass = slots.reduced(held.scores, combines).flatten(0, 1)
     log_weights = None
     if weights is not None:
         log_weights = weights.log().masked_fill(indices < 0, 0.0).flatten(0, 1)

@@ -12,6 +12,7 @@ proportional attention, arXiv 2210.09461).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -120,9 +121,13 @@ class GroupSlots:
         k, v = (mean(x, self.slot, weights, self.size) for x in (keys, values))
         return k, v
 
-    def sums(self, scores: Tensor) -> Tensor:
-        """Scores [B, 1 or H, U] added up by slot: [B, H, M]."""
-        return sums(scores.expand(self.slot.shape).float(), self.slot, self.size.shape[-1])
+    def reduced(self, scores: Tensor, how: Literal["sum", "max"]) -> Tensor:
+        """Scores [B, 1 or H, U], not negative, summed or the largest by slot: [B, H, M]."""
+        scores, slots = scores.expand(self.slot.shape).float(), self.size.shape[-1]
+        if how == "sum":
+            return sums(scores, self.slot, slots)
+        found = scores.new_zeros(*scores.shape[:2], slots + 1)
+        return found.scatter_reduce_(-1, self.slot, scores, "amax")[..., :slots]
 
     def places(self, before: Tensor | None, seen: int) -> Tensor:
         """In which group each token seen lies, by the position of its leader.

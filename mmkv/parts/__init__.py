@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from mmkv.parts.checks import check_fields
 
@@ -61,13 +61,15 @@ class Score(Part):
     """What makes a token important: call it with a layer's inputs.
 
     Attributes:
-        additive: the scores of a prompt's chunks, and of turns, add up to the score of all.
+        combines: how a token's score goes on in later turns: "sum", what later queries find is
+            added, and the scores of a prompt's chunks add up to the score of all; "max", the
+            larger one counts; "", it is forgotten, and only the new queries decide.
         ranks: it tells layers and heads apart; a token's position does not.
         uses_rotary: it reads `LayerInputs.rotary`, or queries and keys before it.
     """
 
     kind = "score"
-    additive: ClassVar[bool] = False
+    combines: ClassVar[Literal["", "sum", "max"]] = ""
     ranks: ClassVar[bool] = True
     uses_rotary: ClassVar[bool] = False
 

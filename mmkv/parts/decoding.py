@@ -75,7 +75,7 @@ class Fixed(Decode):
 
     def check(self, policy: Policy) -> None:
         """Something must say which token goes."""
-        if policy.score.ranks and not policy.score.additive:
+        if policy.score.ranks and policy.score.combines != "sum":
             raise ValueError(
                 "decode='fixed' drops the lowest accumulated score or the oldest token; "
                 f"score={policy.score.name!r} has neither: use score='accumulated' or 'recency'"

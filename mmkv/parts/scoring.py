@@ -114,7 +114,7 @@ class AccumulatedAttention(_PerHead):
         average_heads: rank tokens once per layer, by the mean over heads.
     """
 
-    additive = True
+    combines = "sum"
 
     def of_heads(self, layer: LayerInputs) -> Tensor:
         """Every query adds 1 to its row in total."""
@@ -165,6 +165,7 @@ class Observers(_PerHead):
     """
 
     chunk: int = 128
+    combines = "max"
     uses_rotary = True
 
     def __post_init__(self) -> None:

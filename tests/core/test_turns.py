@@ -33,6 +33,37 @@ def test_a_prompt_in_chunks_is_the_prompt(models, variant, rows, chunk):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize(("rows", "chunk"), [("one", 20), ("padded", 55)])
+@pytest.mark.parametrize(
+    "variant", slow_except(VARIANTS, "prefixkv", "h2o", "snapkv", "condense"), ids=str
+)
+def test_evicting_after_every_chunk_equals_masking(models, variant, rows, chunk):
+    """evict_chunks=True: every chunk competes with what the chunks before it left."""
+    model, inputs = models("llama"), make_inputs("llama", ROWS[rows])
+    options = options_of(variant)
+    with mmkv.wrapped(model, variant.policy, variant.budget, evict_chunks=True, **options):
+        logits, words, cache, held = generate(model, inputs, new=6, prefill_chunk_size=chunk)
+    chunks = inputs["input_ids"].split(chunk, dim=1)
+    first = {"input_ids": chunks[0], "attention_mask": inputs["attention_mask"][:, :chunk]}
+    feeds = [{"input_ids": ids} for ids in (*chunks[1:], *words.split(1, dim=1)[:-1])]
+    policy = mmkv.get_policy(variant.policy, **options)
+    expected = masked_logits(
+        model, first, feeds, held, merge=policy.merge, reposition=policy.reposition
+    )
+    assert len(held) == len(feeds) + 1
+    torch.testing.assert_close(logits, expected[len(chunks) - 1 :], atol=1e-4, rtol=0)
+    if policy.keeps_all or variant.budget is None:
+        return
+    most = [variant.budget * 3] * len(chunks)
+    for b, length in enumerate(ROWS[rows]):
+        for t, pairs in enumerate(held[: len(chunks)]):
+            seen = min(length, length - inputs["input_ids"].shape[1] + (t + 1) * chunk)
+            if isinstance(variant.budget, float):
+                most[t] = round(variant.budget * 3 * seen)
+            counts = [pairs_of(layer)[b].float().mean().item() for layer in pairs]
+            assert sum(counts) <= max(most[t], 3 * policy.sinks + 3 * policy.observed)
+
+
 @pytest.mark.parametrize("rows", slow_except(ROWS, "padded"))
 @pytest.mark.parametrize("name", slow_except(["llama", "llava-llama"], "llava-llama"))
 @pytest.mark.parametrize(

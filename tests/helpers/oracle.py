@@ -77,7 +77,7 @@ def generate(model, inputs, new=NEW, **kwargs):
 
     def record(module, args, kwargs, output):
         cache = output.past_key_values
-        if cache.expects_prompt:
+        if cache.expects_prompt and not cache.plan.evict_chunks:
             return  # a chunk of a prompt: nothing is evicted yet
         held.append([held_by(cache, i) for i in range(len(cache.layers))])
 
