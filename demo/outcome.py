@@ -81,9 +81,9 @@ def kept_of(
     from mmkv.cache.compressed import CompressedLayer
 
     compressed = [i for i, x in enumerate(cache.layers) if isinstance(x, CompressedLayer)]
-    kept = [cache.kept(i)[0].cpu() for i in compressed]
     seen = prompt.ids.shape[1]
-    held = torch.stack([_held(x, seen) for x in kept])  # [L, N], shares of heads
+    kept = [cache.shares(i)[0, :, :seen].cpu() for i in compressed]
+    held = torch.stack([x.mean(dim=0) for x in kept])  # [L, N]
     ids = prompt.ids[0].cpu()
     image = chat.image_mask(loaded, {"input_ids": ids[None]})
     patches, problem = list[Shares](), None
@@ -94,7 +94,7 @@ def kept_of(
             problem = str(error)
     return Kept(
         layers=compressed,
-        sizes=[(x >= 0).sum(dim=1).float().mean().item() for x in kept],
+        sizes=[x.sum(dim=1).mean().item() for x in kept],
         seen=seen,
         words=_words(loaded, ids, image, held),
         patches=patches,
@@ -109,14 +109,6 @@ def _as_seen(loaded: chat.Loaded, prompt: Tokens, pictures: Sequence[Image.Image
         return pictures[-1]
     processor = loaded.processor.image_processor
     return picture.as_seen(pictures[-1], pixels[-1].float().cpu().numpy(), processor)
-
-
-def _held(kept: Tensor, seen: int) -> Tensor:
-    """Float32 [N]: the share of heads that hold each position; kept is [H, n], -1 as filler."""
-    counts = torch.zeros(seen + 1)
-    places = kept.flatten() + 1  # fillers fall on 0
-    counts.index_add_(0, places, torch.ones(len(places)))
-    return counts[1:] / len(kept)
 
 
 def _words(loaded: chat.Loaded, ids: Tensor, image: Tensor, held: Tensor) -> list[Word]:

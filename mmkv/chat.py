@@ -262,7 +262,7 @@ def _kept(cache: Any) -> list[tuple[int, Tensor]]:
     from mmkv.cache.compressed import CompressedLayer
 
     layers = enumerate(cache.layers)
-    return [(i, cache.kept(i)[0].cpu()) for i, x in layers if isinstance(x, CompressedLayer)]
+    return [(i, cache.shares(i)[0].cpu()) for i, x in layers if isinstance(x, CompressedLayer)]
 
 
 def _nbytes(cache: Any) -> int:

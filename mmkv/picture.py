@@ -54,11 +54,11 @@ def patch_grid(image_tokens: int, pictures: int) -> tuple[int, int]:
     return side, side
 
 
-def kept_patches(kept: Tensor, image: Tensor, pictures: int) -> Shares:
-    """The share of heads that hold each patch, for one row of the batch.
+def kept_patches(shares: Tensor, image: Tensor, pictures: int) -> Shares:
+    """How much of each patch is held, mean over heads, for one row of the batch.
 
     Args:
-        kept: int64 [H, n], original positions, -1 as filler: a row of `cache.kept(layer)`.
+        shares: float32 [H, T], a row of `cache.shares(layer)`.
         image: bool [N], True where the prompt holds an image token.
         pictures: P, how many pictures they come from, one after the other.
 
@@ -70,8 +70,8 @@ def kept_patches(kept: Tensor, image: Tensor, pictures: int) -> Shares:
     """
     places = image.nonzero()[:, 0]
     grid = patch_grid(len(places), pictures)
-    held = (kept.to(places.device)[:, :, None] == places).any(dim=1)  # [H, P * rows * cols]
-    return held.float().mean(dim=0).view(pictures, *grid).cpu().numpy()
+    held = shares.to(places.device).mean(dim=0)[places]
+    return held.view(pictures, *grid).cpu().numpy()
 
 
 def as_seen(picture: Image.Image, pixels: Any, processor: Any) -> Image.Image:
@@ -107,7 +107,7 @@ def save(
     Args:
         path: where to, in the format of its suffix (see `FORMATS`); missing folders are made.
         picture: RGB, what the model sees of it.
-        layers: (layer, float32 [rows, cols]), the share of heads that hold each patch.
+        layers: (layer, float32 [rows, cols]), see `kept_patches`.
         title: the heading.
 
     Raises:
@@ -136,7 +136,10 @@ def save(
     )
     left = 0.15 / width
     figure.text(left, 1 - 0.15 / height, title, va="top", fontsize=12, color=_INK)
-    legend = "Brightness is the share of heads that hold a patch; counts are means over heads."
+    legend = (
+        "Brightness is the share of heads that hold a patch, in a group of m patches 1/m of it; "
+        "counts are means over heads."
+    )
     figure.text(left, 1 - 0.42 / height, legend, va="top", fontsize=8.5, color=_QUIET)
     axes = [figure.add_subplot(rows, cols, i + 1) for i in range(panels)]
     for axis in axes:

@@ -22,10 +22,12 @@ class LayerReport:
     Attributes:
         layer: its index in the decoder.
         compressed: False for a layer with a sliding window of its own, which is left alone.
-        kept: tokens held now by each head of each row, [B][H]; [] if not compressed.
+        kept: pairs held now by each head of each row, groups included, [B][H]; [] if not
+            compressed.
+        groups: how many of them are groups, mean over heads and rows; None without groups.
         nbytes: bytes of its storages.
         retained: the share of the competing prompt tokens' importance that was kept, mean over
-            rows; None where the policy has no attention score.
+            rows; None where the policy has no attention score. What groups hold does not count.
         key_error, value_error: what 8 or 4 bits cost, |x - as read| / |x| over what was kept of the
             last prompt, mean over rows; None where nothing is quantised.
     """
@@ -37,6 +39,7 @@ class LayerReport:
     retained: float | None
     key_error: float | None = None
     value_error: float | None = None
+    groups: float | None = None
 
     @property
     def mean_kept(self) -> float:
@@ -93,7 +96,11 @@ class CacheReport:
                 counts = state.counts().tolist()
                 share = None if state.retained is None else float(state.retained.mean())
                 errors = (None, None) if state.error is None else state.error.mean(0).tolist()
-                layers.append(LayerReport(i, True, counts, held, share, *errors))
+                groups = None
+                if isinstance(cache.plan.policy.merge, MergeIntoGroups):
+                    weights = cache.groups(i)[0]
+                    groups = float((weights > 0).sum(-1).float().mean())
+                layers.append(LayerReport(i, True, counts, held, share, *errors, groups))
                 block = state.blocks[0]
                 width = (block.keys.shape[-1] + block.values.shape[-1]) * block.keys.dtype.itemsize
                 full += state.batch * state.heads * x.seen * width
@@ -130,7 +137,10 @@ class CacheReport:
         held = "" if self.kv_dtype is None else f" in {self.kv_dtype}"
         title = f"{self.policy}, budget {self.budget}: {self.kept_fraction:.1%} kept{held}"
         table = Table(title=title, caption="; ".join(self.notes) or None)
+        grouped = any(x.groups is not None for x in self.layers)
         columns = ["layer", "kept per head", "min-max", "KiB", "retained importance"]
+        if grouped:
+            columns.insert(2, "of them groups")
         if self.kv_dtype is not None:
             columns.append("key, value error")
         for column in columns:
@@ -140,6 +150,7 @@ class CacheReport:
             table.add_row(
                 str(x.layer),
                 f"{x.mean_kept:.1f}" if x.compressed else "sliding",
+                *(["" if x.groups is None else f"{x.groups:.1f}"] if grouped else []),
                 f"{min(counts)}-{max(counts)}" if counts else "",
                 f"{x.nbytes / 1024:.1f}",
                 "" if x.retained is None else f"{x.retained:.3f}",
@@ -151,6 +162,7 @@ class CacheReport:
         table.add_row(
             "all",
             f"{self.kept_fraction * seen:.1f} of {seen:.0f}",
+            *([""] if grouped else []),
             "",
             f"{self.nbytes / 1024:.1f} of {self.full_nbytes / 1024:.1f}",
             share,
@@ -185,5 +197,8 @@ def _notes(cache: CompressedCache) -> list[str]:
                 f"row {row} lost nothing: {length} prompt tokens, {why}budget {cache.plan.budget}"
             )
     if isinstance(policy.merge, MergeIntoGroups) and len(notes) < len(cache.lengths):
-        notes.append("tokens that are not kept as they are stand in weighted groups")
+        notes.append(
+            "tokens that are not kept as they are stand in weighted groups, which retained "
+            "importance leaves out"
+        )
     return notes + cache.plan.shortfalls(prompt, len(cache.compressed))

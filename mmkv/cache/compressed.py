@@ -382,7 +382,8 @@ class CompressedCache(Cache):
         `get_seq_length` does.
 
         Raises:
-            ValueError: the layer has a sliding window and is not compressed, or nothing was run.
+            ValueError: no such layer, one with a sliding window, which is not compressed, or
+                nothing was run.
         """
         return self._compressed_layer(layer).kept()
 
@@ -395,11 +396,25 @@ class CompressedCache(Cache):
                 included; -1 for tokens that are kept as they are, gone, or padding.
 
         Raises:
-            ValueError: the layer has a sliding window and is not compressed, or nothing was run.
+            ValueError: no such layer, one with a sliding window, which is not compressed, or
+                nothing was run.
         """
         found = self._compressed_layer(layer).keeping()
         assert self.prompt is not None
         return found.groups(self.prompt.valid.shape[1])
+
+    def shares(self, layer: int) -> Tensor:
+        """How much of a pair each token seen has in a layer, float32 [B, H, T].
+
+        1 for a token that is kept as it is, 1 / m for one in a group of m tokens, 0 for one that is
+        gone or padding: over tokens they add up to the pairs held.
+
+        Raises:
+            ValueError: no such layer, one with a sliding window, which is not compressed, or
+                nothing was run.
+        """
+        found = self._compressed_layer(layer)
+        return found.keeping().shares(found.seen)
 
     @property
     def lengths(self) -> list[int]:
@@ -407,6 +422,8 @@ class CompressedCache(Cache):
         return [] if self.prompt is None else self.prompt.lengths
 
     def _compressed_layer(self, layer: int) -> CompressedLayer:
+        if not -len(self.layers) <= layer < len(self.layers):
+            raise ValueError(f"layer {layer}: the cache has layers 0 to {len(self.layers) - 1}")
         found = self.layers[layer]
         if not isinstance(found, CompressedLayer):
             raise ValueError(f"layer {layer} has a sliding window of its own: it is not compressed")

@@ -90,6 +90,20 @@ class KeptKV:
         weights = sizes.masked_fill(~here, 0).gather(-1, order).long()
         return weights, found.masked_fill(~same, -1)
 
+    def shares(self, seen: int) -> Tensor:
+        """How much of a pair each of `seen` tokens has, float32 [B, H, seen].
+
+        1 for a token kept as it is, 1 / m for one in a group of m, 0 for one that is gone.
+        """
+        kept = self.kept()
+        found = torch.zeros(self.batch, self.heads, seen + 1, device=kept.device)
+        found.scatter_(-1, kept.masked_fill(kept < 0, seen), 1.0)
+        weights, group = self.groups(seen)
+        if weights.shape[-1]:
+            share = 1 / weights.gather(-1, group.clamp(min=0)).clamp(min=1)
+            found[..., :seen] += share.masked_fill(group < 0, 0.0)
+        return found[..., :seen]
+
     def attend(
         self,
         query: Tensor,

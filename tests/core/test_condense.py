@@ -10,8 +10,9 @@ import torch
 from transformers.models.llama import modeling_llama
 
 import mmkv
-from helpers.models import make_inputs, make_model
+from helpers.models import make_inputs, make_model, next_turn
 from helpers.oracle import ROWS, generate
+from mmkv.cache import selection
 from mmkv.observers import observer_scores, output_gram
 from mmkv.parts.scoring import Observers
 
@@ -60,6 +61,62 @@ def test_equal_pairs_lose_nothing(models):
     # A head's new tokens weigh one each, and what stands for the prompt as much as it did.
     weights = cache.layers[0].dense().weights
     assert weights.sum(-1)[0].tolist() == [90 + 23] * 2
+
+
+def test_the_report_counts_groups_apart(models):
+    model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
+    with mmkv.wrapped(model, "condense", 0.3), torch.no_grad():
+        cache = model(**inputs).past_key_values
+    report = cache.report()
+    for i, layer in enumerate(report.layers):
+        weights, _ = cache.groups(i)
+        assert layer.groups == pytest.approx((weights > 0).sum().item() / 3 / 2)
+        exact = (cache.kept(i) >= 0).sum(-1).float().mean().item()
+        assert layer.mean_kept == pytest.approx(exact + layer.groups)
+    assert "of them groups" in [x.header for x in report.__rich__().columns]
+    with mmkv.wrapped(model, "snapkv", 0.3, window=4), torch.no_grad():
+        report = model(**inputs).past_key_values.report()
+    assert report.layers[0].groups is None
+    assert "of them groups" not in [x.header for x in report.__rich__().columns]
+
+
+def test_no_such_layer(models):
+    model, inputs = models("llama"), make_inputs("llama", (20,))
+    with mmkv.wrapped(model, "condense", 0.3), torch.no_grad():
+        cache = model(**inputs).past_key_values
+    for read in (cache.kept, cache.groups, cache.shares):
+        with pytest.raises(ValueError, match="layer 99: the cache has layers 0 to 2"):
+            read(99)
+    assert torch.equal(cache.kept(-1), cache.kept(2))
+
+
+def test_a_token_keeps_the_largest_score_of_all_turns(models, monkeypatch):
+    """What an earlier turn's observers would miss most stays, though no later one asks for it."""
+    model, inputs = models("llama"), make_inputs("llama", (60,))
+    found: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
+    importance = selection.importance
+
+    def recorded(policy, layer, windows):
+        scores = importance(policy, layer, windows)
+        found[layer.layer_idx].append(scores.reshape(1, 2, -1).clone())
+        return scores
+
+    monkeypatch.setattr(selection, "importance", recorded)
+    options = {"score": "observers", "chunk": 20}
+    with mmkv.wrapped(model, "snapkv", 0.5, **options):
+        _, words, cache, held = generate(model, inputs, new=2)
+        more = next_turn(inputs, torch.cat([inputs["input_ids"], words], 1), False, new=12)
+        *_, kept = generate(model, more, new=1, past_key_values=cache)
+    for layer in range(3):
+        first, second = found[layer]
+        place = torch.cat([held[1][layer], torch.arange(61, 74).expand(1, 2, 13)], -1)
+        known = first.gather(-1, held[1][layer].clamp(max=59))
+        known[..., held[1][layer][0, 0] >= 60] = 0  # generated since
+        best = second.clone()
+        best[..., : known.shape[-1]] = torch.maximum(best[..., : known.shape[-1]], known)
+        n = kept[0][layer].shape[-1]
+        want = place.gather(-1, best.topk(n, dim=-1).indices).sort(-1).values
+        assert torch.equal(kept[0][layer], want)
 
 
 def test_a_later_turn_groups_what_is_there(models):

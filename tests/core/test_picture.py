@@ -14,18 +14,23 @@ from mmkv import picture
 from mmkv.builtin import example_pictures
 
 
-def naive(kept, image, pictures):
+def naive(kept, weights, group, image, pictures):
     """Patch by patch, head by head."""
     places = [i for i, is_image in enumerate(image.tolist()) if is_image]
     side = int((len(places) / pictures) ** 0.5)
     shares = np.zeros((pictures, side, side))
     for n, place in enumerate(places):
         p, r, c = n // side**2, n // side % side, n % side
-        shares[p, r, c] = np.mean([place in head for head in kept.tolist()])
+        for head in range(len(kept)):
+            found = 1.0 if place in kept[head].tolist() else 0.0
+            if (g := int(group[head, place])) >= 0:
+                assert found == 0
+                found = 1 / int(weights[head, g])
+            shares[p, r, c] += found / len(kept)
     return shares
 
 
-@pytest.mark.parametrize("policy", ["prefixkv", "adakv", "streaming"])
+@pytest.mark.parametrize("policy", ["prefixkv", "adakv", "streaming", "condense"])
 def test_shares_match_the_naive_twin(models, policy):
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (90, 41))
     options = {"window": 6, "kernel_size": 3} if policy == "adakv" else {}
@@ -34,18 +39,31 @@ def test_shares_match_the_naive_twin(models, policy):
     for row, pictures in enumerate((2, 1)):
         image = inputs["input_ids"][row] == IMAGE
         for layer in range(len(cache.layers)):
-            kept = cache.kept(layer)[row]
-            shares = picture.kept_patches(kept, image, pictures)
+            weights, group = (x[row] for x in cache.groups(layer))
+            shares = picture.kept_patches(cache.shares(layer)[row], image, pictures)
             assert shares.shape == (pictures, 4, 4)
-            np.testing.assert_allclose(shares, naive(kept, image, pictures), atol=1e-6)
+            want = naive(cache.kept(layer)[row], weights, group, image, pictures)
+            np.testing.assert_allclose(shares, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["adakv", "h2o", "condense"])
+def test_shares_of_all_tokens_add_up_to_the_pairs_held(models, policy):
+    model, inputs = models("llava-llama"), make_inputs("llava-llama", (90, 41))
+    options = {"window": 6} if policy == "adakv" else {}
+    with mmkv.wrapped(model, policy, 0.3, **options):
+        out = model.generate(**inputs, max_new_tokens=5, return_dict_in_generate=True)
+    cache = out.past_key_values
+    for layer, held in enumerate(cache.report().layers):
+        shares = cache.shares(layer)
+        assert shares.shape[-1] == cache.get_seq_length() == 94
+        np.testing.assert_allclose(shares.sum(-1), held.kept, atol=1e-4)
+        assert not shares[1, :, :49].any(), "padding"
 
 
 def test_all_and_nothing():
     image = torch.tensor([False] + [True] * 9 + [False])
-    everything = torch.arange(11).expand(2, 11)
-    assert picture.kept_patches(everything, image, 1).min() == 1
-    nothing = torch.tensor([[0, 10], [0, -1]])
-    assert picture.kept_patches(nothing, image, 1).max() == 0
+    assert picture.kept_patches(torch.ones(2, 11), image, 1).min() == 1
+    assert picture.kept_patches((~image).float().expand(2, 11), image, 1).max() == 0
 
 
 @pytest.mark.parametrize(("tokens", "pictures"), [(144, 0), (0, 1), (145, 1), (577, 1), (50, 3)])

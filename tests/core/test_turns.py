@@ -42,7 +42,7 @@ def test_evicting_after_every_chunk_equals_masking(models, variant, rows, chunk)
     model, inputs = models("llama"), make_inputs("llama", ROWS[rows])
     options = options_of(variant)
     with mmkv.wrapped(model, variant.policy, variant.budget, evict_chunks=True, **options):
-        logits, words, cache, held = generate(model, inputs, new=6, prefill_chunk_size=chunk)
+        logits, words, _, held = generate(model, inputs, new=6, prefill_chunk_size=chunk)
     chunks = inputs["input_ids"].split(chunk, dim=1)
     first = {"input_ids": chunks[0], "attention_mask": inputs["attention_mask"][:, :chunk]}
     feeds = [{"input_ids": ids} for ids in (*chunks[1:], *words.split(1, dim=1)[:-1])]
