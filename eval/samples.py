@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,24 +25,34 @@ class DataError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Request:
+    """What of a suite is asked for, as in `load_suite`; `data` is None for the built-in data."""
+
+    data: Path | None = None
+    limit: int | None = None
+    tasks: list[str] | None = None
+    image_folder: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sample:
     """One prompt of a suite, with what is needed to run and to score it.
 
     Attributes:
-        id: Unique within a run of the suite.
-        suite: Name of the suite.
-        task: Name of the LongBench dataset or kind of task, else the suite's name.
-        prompt: The user's text, without placeholders for images.
-        images: Pictures (Pillow images, or paths that `open_images` reads), before the prompt.
-        answers: Reference answers; the first is teacher-forced for perplexity.
-        chat: Whether the chat template is applied.
-        max_new_tokens: Most tokens to generate.
-        metric: Name of the scorer in `mmkv.eval.scoring` for the generated text, or None.
-        classes: All classes of a classification task.
-        tags: Groups that the sample counts in, such as "ocr" or "depth=0.5".
-        truncate: Whether a prompt beyond the model's length is cut in its middle.
-        first_line: Whether only the first line of the output is scored.
-        note: Why figures of this sample do not compare with published ones; "" if they do.
+        id: unique within a run.
+        suite: its name.
+        task: the LongBench dataset or kind of task, else the suite's name.
+        prompt: the user's text, without placeholders for images.
+        images: before the prompt; Pillow images, or paths that `open_images` reads.
+        answers: reference answers; the first is teacher-forced for perplexity.
+        chat: whether the chat template is applied.
+        max_new_tokens: most tokens to generate.
+        metric: a name in `mmkv.eval.scoring.SCORERS` for the generated text, or None.
+        classes: all classes of a classification task.
+        tags: groups that the sample counts in, such as "ocr" or "depth=0.5".
+        truncate: whether a prompt beyond the model's length is cut in its middle.
+        first_line: whether only the first line of the output is scored.
+        note: why figures of this sample do not compare with published ones; "" if they do.
     """
 
     id: str
@@ -66,16 +77,12 @@ class Sample:
 
 
 def suite_notes(samples: Iterable[Sample]) -> tuple[str, ...]:
-    """Return each reason why figures of `samples` do not compare with published ones, once."""
+    """Why figures of `samples` do not compare with published ones, each reason once."""
     return tuple(dict.fromkeys(sample.note for sample in samples if sample.note))
 
 
 def open_images(sample: Sample) -> list[Image.Image]:
-    """Return the pictures of `sample` as RGB images, reading those that are paths.
-
-    Raises:
-        DataError: A file is missing, too large, of another format, or cannot be decoded.
-    """
+    """The pictures of a sample as RGB, reading those that are paths. Raises DataError."""
     return [read_image(i) if isinstance(i, str | Path) else i for i in sample.images]
 
 
@@ -98,9 +105,6 @@ def _open(path: Path, read: Callable[[Image.Image], T]) -> T:
 
 
 def interleave(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Return the first sample of every group, then the second of each, and so on.
-
-    A limit on the number of samples then covers all tasks alike.
-    """
-    longest = max((len(group) for group in groups), default=0)
-    return [group[i] for i in range(longest) for group in groups if i < len(group)]
+    """The first sample of every group, then the second of each: a limit covers all tasks alike."""
+    turns = itertools.zip_longest(*groups)
+    return [sample for turn in turns for sample in turn if sample is not None]

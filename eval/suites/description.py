@@ -8,9 +8,8 @@ that PrefixKV reports perplexity and ROUGE on (arXiv 2412.03409). Built-in data 
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
-from mmkv.eval.samples import DataError, Sample
+from mmkv.eval.samples import DataError, Request, Sample
 from mmkv.eval.suites import files
 
 NAME = "description"
@@ -19,45 +18,36 @@ BUILTIN_SIZE = 50
 BUILTIN_NOTE = "the data is built in, drawn and composed by the package"
 
 
-def load(
-    data: str | Path = "builtin",
-    *,
-    limit: int | None = None,
-    tasks: list[str] | None = None,
-    image_folder: Path | None = None,
-) -> list[Sample]:
-    """Return the samples, from the built-in data or a published file. Raises DataError."""
-    if data == "builtin":
-        return builtin(BUILTIN_SIZE if limit is None else limit)
-    path = files.find_file(data, ".json")
+def load(request: Request) -> list[Sample]:
+    """The built-in samples, or those of a published file."""
+    if request.data is None:
+        return builtin(request.limit or BUILTIN_SIZE)
+    path = files.find_file(request.data, ".json")
     content = files.read_json(path)
     if not isinstance(content, list) or not content:
         raise DataError(f"{path}: expected a list of entries")
-    folder = files.find_image_folder(path, image_folder)
-    names = files.Names()
-    return [
-        _sample(files.as_entry(path, f"entry {i}", value), i, folder, names)
-        for i, value in enumerate(content[:limit])
-    ]
-
-
-def _sample(entry: files.Entry, number: int, folder: Path, names: files.Names) -> Sample:
-    question, answer = _turns(entry)
-    name = entry.optional("id")
-    return Sample(
-        id=names.unique(str(number if name is None else name)),
-        suite=NAME,
-        task=NAME,
-        prompt=question,
-        images=(entry.image("image", folder),),
-        answers=(answer,),
-        max_new_tokens=512,
-    )
+    folder = files.find_image_folder(path, request.image_folder)
+    names, samples = files.Names(), []
+    for i, value in enumerate(content[: request.limit]):
+        entry = files.as_entry(path, f"entry {i}", value)
+        question, answer = _turns(entry)
+        samples.append(
+            Sample(
+                id=names.unique(entry.name("id")),
+                suite=NAME,
+                task=NAME,
+                prompt=question,
+                images=(entry.image("image", folder),),
+                answers=(answer,),
+                max_new_tokens=512,
+            )
+        )
+    return samples
 
 
 def _turns(entry: files.Entry) -> tuple[str, str]:
-    """Return the first turn of the human, without the image mark, and the reply to it."""
-    turns = entry.optional("conversations")
+    """The first turn of the human, without the image mark, and the reply to it."""
+    turns = entry.fields.get("conversations")
     if not isinstance(turns, list) or len(turns) < 2:
         raise entry.error("conversations", "expected a list of a human and a gpt turn")
     texts = []
@@ -77,7 +67,7 @@ def _turns(entry: files.Entry) -> tuple[str, str]:
 
 
 def builtin(size: int) -> list[Sample]:
-    """Return `size` held-out scenes, each with its full description as the reference."""
+    """Held-out scenes, each with its full description as the reference."""
     from mmkv.builtin import scenes
 
     samples = []

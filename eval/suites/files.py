@@ -10,10 +10,18 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from mmkv.eval.samples import DataError, check_image
+from mmkv.loading import untrusted
 
 # Limits against a wrong file by mistake or a hostile one; the published files are far below them.
 MAX_JSON_BYTES = 256 * 2**20
 MAX_LINE_BYTES = 32 * 2**20
+_KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    bool: "a truth value",
+    type(None): "null",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,31 +33,38 @@ class Entry:
     fields: dict[str, Any]
 
     def error(self, field: str, problem: str) -> DataError:
-        """Return the error for a field of this entry."""
+        """The error for a field of this entry."""
         return DataError(f"{self.path}: {self.place}: field {field!r}: {problem}")
 
-    def text(self, field: str, empty: bool = False) -> str:
-        """Return a text field; blank only where `empty` allows it."""
-        value = self._get(field)
+    def name(self, *fields: str) -> str:
+        """The first of these fields that is there, else the entry's number."""
+        given = [self.fields[x] for x in fields if self.fields.get(x) is not None]
+        return str(given[0]) if given else self.place.split()[-1]
+
+    def get(self, field: str) -> Any:
+        """A field that must be there."""
+        if field not in self.fields:
+            raise self.error(field, f"is missing; the entry has {sorted(self.fields)}")
+        return self.fields[field]
+
+    def text(self, field: str, *, empty: bool = False) -> str:
+        """A text field; blank only where `empty` allows it."""
+        value = self.get(field)
         self._check_text(field, value)
         if not value.strip() and not empty:
             raise self.error(field, "is empty")
         return value
 
-    def texts(self, field: str, empty: bool = False) -> tuple[str, ...]:
-        """Return a field that is a list of texts, with at least one unless `empty`."""
-        value = self._get(field)
+    def texts(self, field: str) -> tuple[str, ...]:
+        """A field that is a list of at least one text."""
+        value = self.get(field)
         if not isinstance(value, list):
             raise self.error(field, f"expected a list of texts, got {_kind(value)}")
         for i, item in enumerate(value):
             self._check_text(field, item, f"item {i}: ")
-        if not value and not empty:
+        if not value:
             raise self.error(field, "is an empty list")
         return tuple(value)
-
-    def optional(self, field: str) -> Any:
-        """Return a field or None."""
-        return self.fields.get(field)
 
     def _check_text(self, field: str, value: Any, item: str = "") -> None:
         if not isinstance(value, str):
@@ -59,13 +74,8 @@ class Entry:
         except UnicodeEncodeError as error:  # JSON can escape halves of a surrogate pair
             raise self.error(field, f"{item}has characters that are none: {error}") from error
 
-    def _get(self, field: str) -> Any:
-        if field not in self.fields:
-            raise self.error(field, f"is missing; the entry has {sorted(self.fields)}")
-        return self.fields[field]
-
     def image(self, field: str, folder: Path) -> Path:
-        """Return the picture that a field names, which must lie inside `folder`.
+        """The picture that a field names, which must lie inside `folder`.
 
         The name is a relative path without "..", and no link may lead out of the folder. The
         picture's header is checked too.
@@ -92,35 +102,28 @@ class Entry:
 
 
 def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> Any:
-    """Return the content of a JSON file. Raises DataError."""
+    """The content of a JSON file. Raises DataError."""
     _require_file(path)
-    size = path.stat().st_size
-    if size > limit:
-        raise DataError(f"{path}: has {size} bytes, more than {limit}")
     try:
-        return json.loads(path.read_bytes().decode("utf-8-sig"))
-    except RecursionError as error:
-        raise DataError(f"{path}: is nested too deeply") from error
-    except (OSError, ValueError) as error:  # UnicodeDecodeError and JSONDecodeError among them
-        raise DataError(f"{path}: not a JSON file in UTF-8: {error}") from error
+        return untrusted.read_json(path, limit)
+    except ValueError as error:
+        raise DataError(f"{path}: not a JSON file in UTF-8 that can be read: {error}") from error
 
 
 def read_lines(path: Path, limit: int | None = None) -> Iterator[Entry]:
-    """Yield the objects of a JSONL file, at most `limit`; blank lines are left out."""
+    """The objects of a JSONL file, at most `limit`; blank lines are left out."""
     _require_file(path)
-    found = 0
+    found = number = 0
     with path.open("rb") as file:
-        number = 0
         while (limit is None or found < limit) and (raw := file.readline(MAX_LINE_BYTES + 1)):
             number += 1
             place = f"line {number}"
             if len(raw) > MAX_LINE_BYTES:
                 raise DataError(f"{path}: {place}: has more than {MAX_LINE_BYTES} bytes")
+            if not raw.strip():
+                continue
             try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-                if not line.strip():
-                    continue
-                value = json.loads(line)
+                value = json.loads(raw.decode("utf-8-sig"))
             except RecursionError as error:
                 raise DataError(f"{path}: {place}: is nested too deeply") from error
             except ValueError as error:
@@ -132,14 +135,14 @@ def read_lines(path: Path, limit: int | None = None) -> Iterator[Entry]:
 
 
 def as_entry(path: Path, place: str, value: Any) -> Entry:
-    """Return `value` as an entry; raises DataError if it is no JSON object."""
+    """`value` as an entry; raises DataError if it is no JSON object."""
     if not isinstance(value, dict):
         raise DataError(f"{path}: {place}: expected an object, got {_kind(value)}")
     return Entry(path=path, place=place, fields=value)
 
 
-def find_file(data: str | Path, suffix: str, names: tuple[str, ...] = ()) -> Path:
-    """Return the data file: `data` itself, or in a folder one of `names`, else the only one."""
+def find_file(data: str | Path, suffix: str, *names: str) -> Path:
+    """The data file: `data` itself, or in a folder one of `names`, else the only one."""
     path = Path(data)
     if not path.is_dir():
         _require_file(path)
@@ -154,7 +157,7 @@ def find_file(data: str | Path, suffix: str, names: tuple[str, ...] = ()) -> Pat
 
 
 def find_image_folder(data: Path, image_folder: Path | None) -> Path:
-    """Return the folder of the pictures: given, or `images` beside `data`, or that folder."""
+    """The folder of the pictures: given, or `images` beside `data`, or that folder."""
     if image_folder is None:
         beside = data.parent / "images"
         return beside if beside.is_dir() else data.parent
@@ -170,7 +173,7 @@ class Names:
         self._seen: Counter[str] = Counter()
 
     def unique(self, name: str) -> str:
-        """Return `name`, with "#2", "#3" and so on when it was given before."""
+        """`name`, with "#2", "#3" and so on when it was given before."""
         while True:
             self._seen[name] += 1
             if self._seen[name] == 1:
@@ -184,7 +187,4 @@ def _require_file(path: Path) -> None:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value"}
-    if value is None:
-        return "null"
-    return names.get(type(value), "a number")
+    return _KINDS.get(type(value), "a number")

@@ -10,11 +10,11 @@ data is composed in `longbench_builtin`.
 from __future__ import annotations
 
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from mmkv.eval.samples import DataError, Sample, interleave
+from mmkv.eval.samples import DataError, Request, Sample, interleave
 from mmkv.eval.suites import files, longbench_builtin
 
 NAME = "longbench"
@@ -25,18 +25,63 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """How a dataset is asked and scored; `kind` is one of LongBench's categories."""
+    """How a dataset is scored, and asked where the benchmark's own prompts are not there.
+
+    `kind` is one of LongBench's categories, `metric` one of `mmkv.eval.scoring.SCORERS`.
+    """
 
     kind: str
     metric: str
+    prompt: str
+    max_new_tokens: int = 32
     chat: bool = True
     first_line: bool = False
 
 
-_SINGLE = Task(kind="single-document QA", metric="token_f1")
-_MULTI = Task(kind="multi-document QA", metric="token_f1")
-_SUMMARY = Task(kind="summarisation", metric="rouge_l")
-_CODE = Task(kind="code", metric="edit_similarity", chat=False)
+_SINGLE = Task(
+    kind="single-document QA",
+    metric="token_f1",
+    prompt="{context}\n\nFrom the text above, answer this in a few words: {input}\nAnswer:",
+    max_new_tokens=64,
+)
+_MULTI = Task(
+    kind="multi-document QA",
+    metric="token_f1",
+    prompt="{context}\n\nFrom the documents above, answer this in a few words: {input}\nAnswer:",
+)
+_SUMMARY = Task(
+    kind="summarisation",
+    metric="rouge_l",
+    prompt="{context}\n\nSummarise the text above. {input}\nSummary:",
+    max_new_tokens=512,
+)
+_FEW_SHOT = Task(
+    kind="few-shot",
+    metric="token_f1",
+    prompt="{context}\n{input}",
+    max_new_tokens=64,
+    chat=False,
+    first_line=True,
+)
+_COUNT = Task(
+    kind="synthetic",
+    metric="count",
+    prompt="{context}\n\nSome of the paragraphs above occur more than once. How many different "
+    "ones are there? Reply with the number alone.\nNumber:",
+)
+_RETRIEVAL = Task(
+    kind="synthetic",
+    metric="retrieval",
+    prompt="{context}\n\nOne of the paragraphs above is summarised here: {input}\nReply with its "
+    'name alone, such as "Paragraph 4".\nName:',
+)
+_CODE = Task(
+    kind="code",
+    metric="edit_similarity",
+    prompt="{context}{input}",
+    max_new_tokens=64,
+    chat=False,
+)
 
 TASKS: dict[str, Task] = {
     "narrativeqa": _SINGLE,
@@ -48,80 +93,46 @@ TASKS: dict[str, Task] = {
     "gov_report": _SUMMARY,
     "qmsum": _SUMMARY,
     "multi_news": _SUMMARY,
-    "trec": Task(kind="few-shot", metric="classification", chat=False, first_line=True),
-    "triviaqa": Task(kind="few-shot", metric="token_f1", chat=False, first_line=True),
-    "samsum": Task(kind="few-shot", metric="rouge_l", chat=False, first_line=True),
-    "passage_count": Task(kind="synthetic", metric="count"),
-    "passage_retrieval_en": Task(kind="synthetic", metric="retrieval"),
+    "trec": replace(_FEW_SHOT, metric="classification"),
+    "triviaqa": _FEW_SHOT,
+    "samsum": replace(_FEW_SHOT, metric="rouge_l"),
+    "passage_count": _COUNT,
+    "passage_retrieval_en": _RETRIEVAL,
     "lcc": _CODE,
     "repobench-p": _CODE,
 }
 
-# Our own wording and output lengths, by kind and, where a task differs from its kind, by task.
-_OWN: dict[str, tuple[str, int]] = {
-    "single-document QA": (
-        "{context}\n\nFrom the text above, answer this in a few words: {input}\nAnswer:",
-        64,
-    ),
-    "multi-document QA": (
-        "{context}\n\nFrom the documents above, answer this in a few words: {input}\nAnswer:",
-        32,
-    ),
-    "summarisation": ("{context}\n\nSummarise the text above. {input}\nSummary:", 512),
-    "few-shot": ("{context}\n{input}", 64),
-    "passage_count": (
-        "{context}\n\nSome of the paragraphs above occur more than once. How many different "
-        "ones are there? Reply with the number alone.\nNumber:",
-        32,
-    ),
-    "passage_retrieval_en": (
-        "{context}\n\nOne of the paragraphs above is summarised here: {input}\nReply with its "
-        'name alone, such as "Paragraph 4".\nName:',
-        32,
-    ),
-    "code": ("{context}{input}", 64),
-}
 
+def load(request: Request) -> list[Sample]:
+    """The samples; the tasks take turns, so that a limit covers all of them.
 
-def load(
-    data: str | Path = "builtin",
-    *,
-    limit: int | None = None,
-    tasks: list[str] | None = None,
-    image_folder: Path | None = None,
-) -> list[Sample]:
-    """Return the samples; the tasks take turns, so that a limit covers all of them.
-
-    `data` is "builtin", a folder with task files (in itself or in `data/`), or one task's file.
+    Published data is a folder with task files (in itself or in `data/`), or one task's file.
 
     Raises:
-        ValueError: A name in `tasks` is not a task.
-        DataError: A file is missing or is not as published.
+        ValueError: a name in `tasks` is not a task.
     """
-    if data == "builtin":
-        return longbench_builtin.builtin(limit, tasks)
-    wrong = [name for name in tasks or () if name not in TASKS]
+    data, limit, wanted = request.data, request.limit, request.tasks
+    if data is None:
+        return longbench_builtin.builtin(limit, wanted)
+    wrong = [name for name in wanted or () if name not in TASKS]
     if wrong:
         raise ValueError(f"tasks must be among {list(TASKS)}, got {wrong}")
-    paths = _task_files(Path(data), tasks)
+    paths = _task_files(data, wanted)
     folder = next(iter(paths.values())).parent
-    prompts = _read_config(folder, PROMPTS_FILE, str)
-    lengths = _read_config(folder, LENGTHS_FILE, int)
-    note = "" if prompts is not None and lengths is not None else OWN_WORDING
-    groups, names = [], files.Names()
-    for name, path in paths.items():
-        task = TASKS[name]
-        own = _OWN.get(name) or _OWN[task.kind]
-        template = own[0] if prompts is None else _pick(folder, PROMPTS_FILE, prompts, name)
-        length = own[1] if lengths is None else _pick(folder, LENGTHS_FILE, lengths, name)
-        pieces = _parse(template, f"{PROMPTS_FILE}: entry {name!r}")
-        entries = files.read_lines(path, limit)
-        groups.append([_sample(e, name, pieces, length, note, names) for e in entries])
+    prompts = _read_config(folder, PROMPTS_FILE, str, list(paths))
+    lengths = _read_config(folder, LENGTHS_FILE, int, list(paths))
+    note = "" if prompts and lengths else OWN_WORDING
+    tasks = {name: TASKS[name] for name in paths}
+    for name, prompt in prompts.items():
+        tasks[name] = replace(tasks[name], prompt=prompt)
+    for name, length in lengths.items():
+        tasks[name] = replace(tasks[name], max_new_tokens=length)
+    groups = [_read_task(name, tasks[name], path, limit, note) for name, path in paths.items()]
     return interleave(groups)[:limit]
 
 
 def _task_files(data: Path, tasks: list[str] | None) -> dict[str, Path]:
-    """Return the file of each task that is asked for, or of each that is there."""
+    """The file of each task that is asked for, or of each that is there."""
     if data.is_file():
         if data.stem not in TASKS or tasks not in (None, [data.stem]):
             raise DataError(f"{data}: expected a file named after its task, one of {list(TASKS)}")
@@ -137,28 +148,24 @@ def _task_files(data: Path, tasks: list[str] | None) -> dict[str, Path]:
     return found
 
 
-def _read_config(folder: Path, name: str, kind: type[T]) -> dict[str, T] | None:
-    """Return the benchmark's file from the data's folder or nearby, None where there is none."""
-    for place in (folder, folder / "config", folder.parent, folder.parent / "config"):
-        path = place / name
-        if not path.is_file():
-            continue
-        content = files.read_json(path)
-        if not isinstance(content, dict):
-            raise DataError(f"{path}: expected an object of values by task")
-        for task, value in content.items():
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise DataError(f"{path}: entry {task!r}: expected {kind.__name__}, got {value!r}")
-            if isinstance(value, int) and value < 1:
-                raise DataError(f"{path}: entry {task!r}: must be at least 1, got {value}")
-        return content
-    return None
-
-
-def _pick(folder: Path, name: str, values: dict[str, T], task: str) -> T:
-    if task not in values:
-        raise DataError(f"{folder}: {name}: entry {task!r}: is missing")
-    return values[task]
+def _read_config(folder: Path, name: str, kind: type[T], tasks: list[str]) -> dict[str, T]:
+    """Values by task from the benchmark's file, in the data's folder or nearby; {} without one."""
+    places = (folder, folder / "config", folder.parent, folder.parent / "config")
+    path = next((place / name for place in places if (place / name).is_file()), None)
+    if path is None:
+        return {}
+    content = files.read_json(path)
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: expected an object of values by task")
+    for task in tasks:
+        if task not in content:
+            raise DataError(f"{path}: entry {task!r}: is missing")
+        value = content[task]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise DataError(f"{path}: entry {task!r}: expected {kind.__name__}, got {value!r}")
+        if isinstance(value, int) and value < 1:
+            raise DataError(f"{path}: entry {task!r}: must be at least 1, got {value}")
+    return {task: content[task] for task in tasks}
 
 
 def _parse(template: str, place: str) -> list[tuple[str, str | None]]:
@@ -173,44 +180,38 @@ def _parse(template: str, place: str) -> list[tuple[str, str | None]]:
     return [(text, field) for text, field, _, _ in parsed]
 
 
-def _sample(
-    entry: files.Entry,
-    name: str,
-    pieces: list[tuple[str, str | None]],
-    length: int,
-    note: str,
-    names: files.Names,
-) -> Sample:
-    task = TASKS[name]
-    dataset = entry.optional("dataset")
-    if dataset is not None and dataset != name:
-        raise entry.error("dataset", f"expected {name!r} as the file is named, got {dataset!r}")
-    # Summaries and code may have nothing in `input`.
-    values = {"context": entry.text("context"), "input": entry.text("input", empty=True)}
-    prompt = "".join(text + (values[field] if field else "") for text, field in pieces)
-    classes: tuple[str, ...] = ()
-    if task.metric == "classification":
-        classes = entry.texts("all_classes")
-    given = entry.optional("_id")
-    return Sample(
-        id=names.unique(f"{name}/{entry.place.split()[-1] if given is None else given}"),
-        suite=NAME,
-        task=name,
-        prompt=prompt,
-        answers=entry.texts("answers"),
-        chat=task.chat,
-        max_new_tokens=length,
-        metric=task.metric,
-        classes=classes,
-        tags=(task.kind,),
-        truncate=True,
-        first_line=task.first_line,
-        note=note,
-    )
+def _read_task(name: str, task: Task, path: Path, limit: int | None, note: str) -> list[Sample]:
+    pieces = _parse(task.prompt, f"{PROMPTS_FILE}: entry {name!r}")
+    names, samples = files.Names(), []
+    for entry in files.read_lines(path, limit):
+        dataset = entry.fields.get("dataset")
+        if dataset not in (None, name):
+            raise entry.error("dataset", f"expected {name!r} as the file is named, got {dataset!r}")
+        # Summaries and code may have nothing in `input`.
+        values = {"context": entry.text("context"), "input": entry.text("input", empty=True)}
+        classes = entry.texts("all_classes") if task.metric == "classification" else ()
+        samples.append(
+            Sample(
+                id=names.unique(f"{name}/{entry.name('_id')}"),
+                suite=NAME,
+                task=name,
+                prompt="".join(text + (values[field] if field else "") for text, field in pieces),
+                answers=entry.texts("answers"),
+                chat=task.chat,
+                max_new_tokens=task.max_new_tokens,
+                metric=task.metric,
+                classes=classes,
+                tags=(task.kind,),
+                truncate=True,
+                first_line=task.first_line,
+                note=note,
+            )
+        )
+    return samples
 
 
 def truncate_middle(ids: list[int], size: int) -> list[int]:
-    """Return at most `size` of a prompt's tokens, its first and last halves, as LongBench does.
+    """At most `size` of a prompt's tokens, its first and last halves, as LongBench does.
 
     Raises ValueError if `size` is below 2.
     """

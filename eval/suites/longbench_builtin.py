@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from mmkv.eval import scoring
@@ -26,6 +26,7 @@ from mmkv.eval.samples import Sample, interleave
 from mmkv.eval.suites.description import BUILTIN_NOTE
 
 if TYPE_CHECKING:
+    from mmkv.builtin.scenes import Question
     from mmkv.builtin.texts import Lookup
 
 NAME = "longbench"
@@ -36,9 +37,10 @@ WITH_PICTURE = ("summary", "count")
 
 
 def builtin(limit: int | None = None, tasks: list[str] | None = None) -> list[Sample]:
-    """Return ten samples of each task, or the first `limit`; the tasks take turns.
+    """Ten samples of each task, or the first `limit`; the tasks take turns.
 
-    `tasks` selects kinds by name. Raises ValueError for a name that is not one of them.
+    Raises:
+        ValueError: a name in `tasks` is not a kind of task.
     """
     wrong = [name for name in tasks or () if name not in BUILDERS]
     if wrong:
@@ -69,41 +71,38 @@ def _build(name: str, number: int) -> Sample:
 
 
 def sentences(text: str) -> list[str]:
-    """Return the sentences of a look-up text, each with its full stop."""
+    """The sentences of a look-up text, each with its full stop."""
     return [f"{sentence}." for sentence in text.removesuffix(".").split(". ")]
 
 
 def passages(text: str, number: int) -> list[str]:
-    """Return `text` cut into `number` passages of nearly as many sentences each."""
+    """`text` cut into `number` passages of nearly as many sentences each."""
     parts = sentences(text)
     cuts = [round(i * len(parts) / number) for i in range(number + 1)]
     return [" ".join(parts[a:b]) for a, b in itertools.pairwise(cuts)]
 
 
-def number_passages(parts: list[str]) -> str:
-    """Return passages under headings "Passage 1:" and so on."""
-    return "\n\n".join(f"Passage {i}:\n{part}" for i, part in enumerate(parts, 1))
+def _under_headings(names: Iterable[Any], parts: Iterable[str]) -> str:
+    pairs = zip(names, parts, strict=True)
+    return "\n\n".join(f"Passage {name}:\n{part}" for name, part in pairs)
+
+
+def _look_up(text: str, question: Question) -> dict[str, Any]:
+    return {
+        "prompt": f"{text}{question.text}",
+        "answers": (question.answer,),
+        "max_new_tokens": 8,
+        "metric": "token_f1",
+    }
 
 
 def _single(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
-    question = rng.choice(lookup.questions)
-    return {
-        "prompt": f"{lookup.text} {question.text}",
-        "answers": (question.answer,),
-        "max_new_tokens": 8,
-        "metric": "token_f1",
-    }
+    return _look_up(f"{lookup.text} ", rng.choice(lookup.questions))
 
 
 def _multi(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
-    question = rng.choice(lookup.questions)
-    text = number_passages(passages(lookup.text, 4))
-    return {
-        "prompt": f"{text}\n\n{question.text}",
-        "answers": (question.answer,),
-        "max_new_tokens": 8,
-        "metric": "token_f1",
-    }
+    text = _under_headings(range(1, 5), passages(lookup.text, 4))
+    return _look_up(f"{text}\n\n", rng.choice(lookup.questions))
 
 
 def _summary(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
@@ -173,10 +172,7 @@ def _retrieval(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
         fair = scoring.classification(f"{key} {name}.", (name,), names) == 1
         if fair and len(set(names)) == len(names):
             break
-    text = "\n\n".join(
-        f"Passage {passage}:\n{' '.join(parts[a:b])}"
-        for passage, (a, b) in zip(names, itertools.pairwise(bounds), strict=True)
-    )
+    text = _under_headings(names, (" ".join(parts[a:b]) for a, b in itertools.pairwise(bounds)))
     return {
         "prompt": f"{text}\n\nLook up {key}.",
         "answers": (f"{key} {name}.", name),

@@ -8,10 +8,8 @@ alternatives and "<AND>" joins parts. Built-in data are questions about held-out
 from __future__ import annotations
 
 import random
-from pathlib import Path
-from typing import Any
 
-from mmkv.eval.samples import DataError, Sample
+from mmkv.eval.samples import DataError, Request, Sample
 from mmkv.eval.suites import files
 from mmkv.eval.suites.description import BUILTIN_NOTE, IMAGE_MARK
 
@@ -20,63 +18,46 @@ BUILTIN_SIZE = 48
 NOTE = "MM-Vet's own score is given by GPT-4; here it is the F1 of the answer's words"
 
 
-def load(
-    data: str | Path = "builtin",
-    *,
-    limit: int | None = None,
-    tasks: list[str] | None = None,
-    image_folder: Path | None = None,
-) -> list[Sample]:
-    """Return the samples, from the built-in data or a published file. Raises DataError."""
-    if data == "builtin":
-        return builtin(BUILTIN_SIZE if limit is None else limit)
-    path = files.find_file(data, ".json", ("mm-vet.json",))
+def load(request: Request) -> list[Sample]:
+    """The built-in samples, or those of a published file."""
+    if request.data is None:
+        return builtin(request.limit or BUILTIN_SIZE)
+    path = files.find_file(request.data, ".json", "mm-vet.json")
     content = files.read_json(path)
     if not isinstance(content, dict | list) or not content:
         raise DataError(f"{path}: expected an object of entries by id, or a list of entries")
-    folder = files.find_image_folder(path, image_folder)
-    names = files.Names()
-    if isinstance(content, dict):
-        field = "imagename"
-        entries = [(key, f"entry {key!r}", value) for key, value in content.items()]
-    else:
-        field = "image"
-        entries = [(_name(value, i), f"entry {i}", value) for i, value in enumerate(content)]
-    return [
-        _sample(files.as_entry(path, place, value), names.unique(name), field, folder)
-        for name, place, value in entries[:limit]
-    ]
-
-
-def _name(value: Any, number: int) -> str:
-    given = value.get("id", value.get("question_id")) if isinstance(value, dict) else None
-    return str(number if given is None else given)
-
-
-def _sample(entry: files.Entry, name: str, field: str, folder: Path) -> Sample:
-    question = entry.text("question").replace(IMAGE_MARK, "").strip()
-    if not question:
-        raise entry.error("question", "is empty beside the image mark")
-    given = entry.text("answer").replace("<AND>", " and ").split("<OR>")
-    answers = tuple(" ".join(text.split()) for text in given if text.strip())
-    if not answers:
-        raise entry.error("answer", "is empty beside its marks")
-    return Sample(
-        id=name,
-        suite=NAME,
-        task=NAME,
-        prompt=question,
-        images=(entry.image(field, folder),),
-        answers=answers,
-        max_new_tokens=256,
-        metric="token_f1",
-        tags=entry.texts("capability") if "capability" in entry.fields else (),
-        note=NOTE,
-    )
+    folder = files.find_image_folder(path, request.image_folder)
+    listed = isinstance(content, list)
+    numbered = list(enumerate(content) if listed else content.items())
+    names, samples = files.Names(), []
+    for key, value in numbered[: request.limit]:
+        entry = files.as_entry(path, f"entry {key!r}", value)
+        question = entry.text("question").replace(IMAGE_MARK, "").strip()
+        if not question:
+            raise entry.error("question", "is empty beside the image mark")
+        given = entry.text("answer").replace("<AND>", " and ").split("<OR>")
+        answers = tuple(" ".join(text.split()) for text in given if text.strip())
+        if not answers:
+            raise entry.error("answer", "is empty beside its marks")
+        samples.append(
+            Sample(
+                id=names.unique(entry.name("id", "question_id") if listed else key),
+                suite=NAME,
+                task=NAME,
+                prompt=question,
+                images=(entry.image("image" if listed else "imagename", folder),),
+                answers=answers,
+                max_new_tokens=256,
+                metric="token_f1",
+                tags=entry.texts("capability") if "capability" in entry.fields else (),
+                note=NOTE,
+            )
+        )
+    return samples
 
 
 def builtin(size: int) -> list[Sample]:
-    """Return `size` questions about held-out scenes.
+    """Questions about held-out scenes.
 
     Capabilities: "rec" to recognise colour or shape, "spat" to place, "count" to count, and
     "several" where two pictures are shown and one is asked about. Scenes hold no text, so nothing

@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
+from typing import Any
 
-from mmkv.eval.samples import DataError, Sample
+from mmkv.eval.samples import DataError, Request, Sample
 from mmkv.eval.suites import files
 from mmkv.eval.suites.description import BUILTIN_NOTE
 from mmkv.eval.suites.longbench_builtin import sentences
@@ -24,50 +25,66 @@ REPEATS = 2  # samples of each cell
 NOTE = "the needle and the question are worded here"
 
 
-def load(
-    data: str | Path = "builtin",
-    *,
-    limit: int | None = None,
-    tasks: list[str] | None = None,
-    image_folder: Path | None = None,
-) -> list[Sample]:
-    """Return the samples, from the built-in data or a haystack. Raises DataError.
+def load(request: Request) -> list[Sample]:
+    """The built-in samples, or needles in a haystack of other texts.
 
     Every cell of the grid comes once before any comes twice. Tags are "depth=0.5" and "length=512".
     """
-    if data == "builtin":
-        samples = [
-            _builtin(depth, length, repeat)
-            for repeat in range(REPEATS)
-            for length in LENGTHS
-            for depth in DEPTHS
-        ]
-    else:
-        samples = _from_words(Path(data), _read_words(Path(data)))
-    return samples[:limit]
+    data, lengths = request.data, LENGTHS
+    words: list[str] = []
+    if data is not None:
+        words = _read_words(data)
+        lengths = tuple(size for size in FILE_LENGTHS if size <= len(words))
+    samples = []
+    for repeat, length, depth in itertools.product(range(REPEATS), lengths, DEPTHS):
+        cell = f"{depth}:{length}:{repeat}"
+        if data is None:
+            found = _builtin(random.Random(f"needle:{cell}"), length, depth)
+        else:
+            found = _from_words(random.Random(f"needle:{data.name}:{cell}"), words, length, depth)
+        samples.append(
+            Sample(
+                id=f"depth={depth}/length={length}/{repeat}",
+                suite=NAME,
+                task=NAME,
+                metric="contains",
+                tags=(f"depth={depth}", f"length={length}"),
+                **found,
+            )
+        )
+    return samples[: request.limit]
 
 
-def _builtin(depth: float, length: int, repeat: int) -> Sample:
+def _builtin(rng: random.Random, length: int, depth: float) -> dict[str, Any]:
     from mmkv.builtin import texts
 
-    rng = random.Random(f"needle:{depth}:{length}:{repeat}")
     lookup = texts.make_lookup(400_000 + rng.randrange(100_000), length)
     key, value = rng.choice(lookup.records)
     needle = texts.answer(key, value)
     rest = sentences(lookup.text)
     rest.remove(needle)
     text = " ".join(_insert(rest, needle, depth))
-    return Sample(
-        id=f"depth={depth}/length={length}/{repeat}",
-        suite=NAME,
-        task=NAME,
-        prompt=f"{text} {texts.phrase(key, rng)}",
-        answers=(needle, value),
-        max_new_tokens=8,
-        metric="contains",
-        tags=(f"depth={depth}", f"length={length}"),
-        note=BUILTIN_NOTE,
-    )
+    return {
+        "prompt": f"{text} {texts.phrase(key, rng)}",
+        "answers": (needle, value),
+        "max_new_tokens": 8,
+        "note": BUILTIN_NOTE,
+    }
+
+
+def _from_words(rng: random.Random, words: list[str], length: int, depth: float) -> dict[str, Any]:
+    from mmkv.builtin import texts
+
+    start = rng.randrange(len(words) - length + 1)
+    key, value = rng.choice(texts.KEYS), rng.choice(texts.VALUES)
+    needle = f"The secret word of {key} is {value}."
+    text = " ".join(_insert(words[start : start + length], needle, depth))
+    return {
+        "prompt": f"{text}\n\nWhat is the secret word of {key}?",
+        "answers": (needle, value),
+        "max_new_tokens": 24,
+        "note": NOTE,
+    }
 
 
 def _insert(parts: list[str], needle: str, depth: float) -> list[str]:
@@ -95,31 +112,3 @@ def _read_words(data: Path) -> list[str]:
             f"got {len(words)}"
         )
     return words
-
-
-def _from_words(data: Path, words: list[str]) -> list[Sample]:
-    from mmkv.builtin import texts
-
-    samples = []
-    for repeat in range(REPEATS):
-        for length in (size for size in FILE_LENGTHS if size <= len(words)):
-            for depth in DEPTHS:
-                rng = random.Random(f"needle:{data.name}:{depth}:{length}:{repeat}")
-                start = rng.randrange(len(words) - length + 1)
-                key, value = rng.choice(texts.KEYS), rng.choice(texts.VALUES)
-                needle = f"The secret word of {key} is {value}."
-                text = " ".join(_insert(words[start : start + length], needle, depth))
-                samples.append(
-                    Sample(
-                        id=f"depth={depth}/length={length}/{repeat}",
-                        suite=NAME,
-                        task=NAME,
-                        prompt=f"{text}\n\nWhat is the secret word of {key}?",
-                        answers=(needle, value),
-                        max_new_tokens=24,
-                        metric="contains",
-                        tags=(f"depth={depth}", f"length={length}"),
-                        note=NOTE,
-                    )
-                )
-    return samples

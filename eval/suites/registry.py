@@ -6,61 +6,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmkv.eval.samples import DataError, Sample, open_images, suite_notes
-from mmkv.eval.suites import description, longbench, mmvet, needle, summaries
+from mmkv.eval.samples import DataError, Request, Sample, open_images, suite_notes
+from mmkv.eval.suites import description, longbench, mmvet, needle
+from mmkv.eval.suites.summaries import CNN_DAILYMAIL, XSUM
 
 __all__ = ["SUITES", "DataError", "Sample", "Suite", "load_suite", "open_images", "suite_notes"]
 
 BUILTIN = "builtin"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Suite:
-    """A suite: its name, one line on what it is, its loader, and whether it has several tasks.
-
-    `load(data="builtin", *, limit=None, tasks=None, image_folder=None)` returns the samples.
-    """
+    """A suite: its name, one line on what it is, its loader, and whether it has several tasks."""
 
     name: str
     description: str
-    load: Callable[..., list[Sample]]
+    load: Callable[[Request], list[Sample]]
     has_tasks: bool = False
 
 
 SUITES: dict[str, Suite] = {
     suite.name: suite
     for suite in (
+        Suite("description", "describe a picture (LLaVA-Description)", description.load),
+        Suite("mmvet", "questions about pictures, by capability (MM-Vet)", mmvet.load),
         Suite(
-            name="description",
-            description="describe a picture (LLaVA-Description)",
-            load=description.load,
+            "longbench", "sixteen English tasks over long texts (LongBench)", longbench.load, True
         ),
-        Suite(
-            name="mmvet",
-            description="questions about pictures, by capability (MM-Vet)",
-            load=mmvet.load,
-        ),
-        Suite(
-            name="longbench",
-            description="sixteen English tasks over long texts (LongBench)",
-            load=longbench.load,
-            has_tasks=True,
-        ),
-        Suite(
-            name="needle",
-            description="find one record in a long text, over depth and length",
-            load=needle.load,
-        ),
-        Suite(
-            name="cnn_dailymail",
-            description="summarise an article (CNN/DailyMail)",
-            load=summaries.load_cnn_dailymail,
-        ),
-        Suite(
-            name="xsum",
-            description="summarise an article in one sentence (XSum)",
-            load=summaries.load_xsum,
-        ),
+        Suite("needle", "find one record in a long text, over depth and length", needle.load),
+        Suite("cnn_dailymail", "summarise an article (CNN/DailyMail)", CNN_DAILYMAIL.load),
+        Suite("xsum", "summarise an article in one sentence (XSum)", XSUM.load),
     )
 }
 
@@ -73,15 +48,18 @@ def load_suite(
     tasks: list[str] | None = None,
     image_folder: Path | None = None,
 ) -> list[Sample]:
-    """Return the samples of a suite, from the built-in data or from published files.
+    """The samples of a suite, from the built-in data or from published files.
 
-    `limit` takes the first samples; where a suite has tasks, they take turns. `tasks` selects
-    LongBench datasets (or kinds of built-in task). `image_folder` is where pictures are looked up,
-    by default `images` beside the data file, else the file's own folder.
+    Args:
+        name: the suite's.
+        data: "builtin", or a path.
+        limit: take the first samples; where a suite has tasks, they take turns.
+        tasks: LongBench datasets, or kinds of built-in task.
+        image_folder: by default `images` beside the data file, else the file's own folder.
 
     Raises:
-        ValueError: The suite, a task or the limit is not possible.
-        DataError: A file is not what the suite expects.
+        ValueError: the suite, a task or the limit is not possible.
+        DataError: a file is not what the suite expects.
     """
     if name not in SUITES:
         raise ValueError(f"suite must be one of {sorted(SUITES)}, got {name!r}")
@@ -89,8 +67,8 @@ def load_suite(
         raise ValueError(f"limit must be at least 1, got {limit}")
     if tasks and not SUITES[name].has_tasks:
         raise ValueError(f"suite {name!r} has no tasks to select from, got {tasks}")
-    if str(data) == BUILTIN:
-        data = BUILTIN
-        if image_folder is not None:
-            raise ValueError(f"image folder {image_folder}: the built-in data has its own pictures")
-    return SUITES[name].load(data, limit=limit, tasks=tasks, image_folder=image_folder)
+    path = None if str(data) == BUILTIN else Path(data)
+    if path is None and image_folder is not None:
+        raise ValueError(f"image folder {image_folder}: the built-in data has its own pictures")
+    request = Request(data=path, limit=limit, tasks=tasks, image_folder=image_folder)
+    return SUITES[name].load(request)

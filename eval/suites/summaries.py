@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
-from mmkv.eval.samples import Sample
+from mmkv.eval.samples import Request, Sample
 from mmkv.eval.suites import files
 from mmkv.eval.suites.description import BUILTIN_NOTE
 
@@ -21,7 +20,9 @@ NOTE = "prompts are worded here; papers do not agree on any"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Set:
+class Articles:
+    """A set of articles: its fields, how a summary is asked for, and where built-in seeds begin."""
+
     name: str
     source: str
     target: str
@@ -29,8 +30,29 @@ class _Set:
     max_new_tokens: int
     seed: int
 
+    def load(self, request: Request) -> list[Sample]:
+        """The built-in samples, or those of a published file."""
+        if request.data is None:
+            return _builtin(self, request.limit or BUILTIN_SIZE)
+        path = files.find_file(request.data, ".jsonl", f"{self.name}.jsonl", "test.jsonl")
+        names = files.Names()
+        return [
+            Sample(
+                id=names.unique(entry.name("id")),
+                suite=self.name,
+                task=self.name,
+                prompt=f"{entry.text(self.source)}\n\n{self.request}\nSummary:",
+                answers=(entry.text(self.target).strip(),),
+                max_new_tokens=self.max_new_tokens,
+                metric="rouge_2",
+                truncate=True,
+                note=NOTE,
+            )
+            for entry in files.read_lines(path, request.limit)
+        ]
 
-_CNN = _Set(
+
+CNN_DAILYMAIL = Articles(
     name="cnn_dailymail",
     source="article",
     target="highlights",
@@ -38,7 +60,7 @@ _CNN = _Set(
     max_new_tokens=128,
     seed=200_000,
 )
-_XSUM = _Set(
+XSUM = Articles(
     name="xsum",
     source="document",
     target="summary",
@@ -48,59 +70,13 @@ _XSUM = _Set(
 )
 
 
-def load_cnn_dailymail(
-    data: str | Path = "builtin",
-    *,
-    limit: int | None = None,
-    tasks: list[str] | None = None,
-    image_folder: Path | None = None,
-) -> list[Sample]:
-    """Return the samples of CNN/DailyMail. Raises DataError."""
-    return _load(_CNN, data, limit)
-
-
-def load_xsum(
-    data: str | Path = "builtin",
-    *,
-    limit: int | None = None,
-    tasks: list[str] | None = None,
-    image_folder: Path | None = None,
-) -> list[Sample]:
-    """Return the samples of XSum. Raises DataError."""
-    return _load(_XSUM, data, limit)
-
-
-def _load(which: _Set, data: str | Path, limit: int | None) -> list[Sample]:
-    if data == "builtin":
-        return _builtin(which, BUILTIN_SIZE if limit is None else limit)
-    path = files.find_file(data, ".jsonl", (f"{which.name}.jsonl", "test.jsonl"))
-    names = files.Names()
-    samples = []
-    for entry in files.read_lines(path, limit):
-        given = entry.optional("id")
-        samples.append(
-            Sample(
-                id=names.unique(entry.place.split()[-1] if given is None else str(given)),
-                suite=which.name,
-                task=which.name,
-                prompt=f"{entry.text(which.source)}\n\n{which.request}\nSummary:",
-                answers=(entry.text(which.target).strip(),),
-                max_new_tokens=which.max_new_tokens,
-                metric="rouge_2",
-                truncate=True,
-                note=NOTE,
-            )
-        )
-    return samples
-
-
-def _builtin(which: _Set, size: int) -> list[Sample]:
+def _builtin(which: Articles, size: int) -> list[Sample]:
     from mmkv.builtin import scenes, texts
 
     samples = []
     for number in range(size):
         rng = random.Random(f"{which.name}:{number}")
-        if which is _CNN:
+        if which is CNN_DAILYMAIL:
             lookup = texts.make_lookup(which.seed + number, rng.choice((160, 240, 320)))
             scene = scenes.make_scene(which.seed + number)
             images, question = (scenes.draw(scene),), scenes.describe_question("the picture", rng)
