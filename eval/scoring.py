@@ -16,7 +16,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Iterable
 from difflib import SequenceMatcher
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,23 +33,13 @@ _COMMENT_MARKS = ("`", "#", "//")
 
 
 def normalise(text: str) -> str:
-    """Return `text` in lower case without punctuation, articles and runs of blanks."""
+    """`text` in lower case without punctuation, articles and runs of blanks."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def first_line(text: str) -> str:
-    """Return the first line of `text` after leading line breaks."""
+    """The first line of `text` after leading line breaks."""
     return text.lstrip("\n").split("\n")[0]
-
-
-def as_answers(references: str | Iterable[str]) -> tuple[str, ...]:
-    """Return one reference or several as a tuple."""
-    return (references,) if isinstance(references, str) else tuple(references)
-
-
-def mean(scores: list[float]) -> float:
-    """Return the mean of at least one score."""
-    return sum(scores) / len(scores)
 
 
 def _best(scores: Iterable[float]) -> float:
@@ -57,7 +47,7 @@ def _best(scores: Iterable[float]) -> float:
 
 
 def token_f1(text: str, answers: tuple[str, ...], classes: tuple[str, ...] = ()) -> float:
-    """Return the F1 of the words that text and answer share, after `normalise`."""
+    """The F1 of the words that text and answer share, after `normalise`."""
     words = normalise(text).split()
     return _best(_f1(words, normalise(answer).split()) for answer in answers)
 
@@ -75,28 +65,18 @@ def _rouge(kind: str) -> RougeScorer:
     return RougeScorer([kind], use_stemmer=False)
 
 
-def rouge(text: str, answers: tuple[str, ...], kind: str) -> float:
-    """Return the ROUGE F-measure of `kind` ("rouge1", "rouge2" or "rougeL")."""
+def rouge(
+    text: str, answers: tuple[str, ...], classes: tuple[str, ...] = (), *, kind: str
+) -> float:
+    """The F-measure over single words ("rouge1"), pairs ("rouge2") or in order ("rougeL")."""
     return _best(float(_rouge(kind).score(a, text)[kind].fmeasure) for a in answers)
 
 
-def rouge_1(text: str, answers: tuple[str, ...], classes: tuple[str, ...] = ()) -> float:
-    """Return the F-measure over single words."""
-    return rouge(text, answers, "rouge1")
-
-
-def rouge_2(text: str, answers: tuple[str, ...], classes: tuple[str, ...] = ()) -> float:
-    """Return the F-measure over pairs of words."""
-    return rouge(text, answers, "rouge2")
-
-
-def rouge_l(text: str, answers: tuple[str, ...], classes: tuple[str, ...] = ()) -> float:
-    """Return the F-measure over the longest common subsequence of words."""
-    return rouge(text, answers, "rougeL")
+rouge_l = partial(rouge, kind="rougeL")
 
 
 def classification(text: str, answers: tuple[str, ...], classes: tuple[str, ...]) -> float:
-    """Return 1 / n if the right class is among the n classes that the text names, else 0.
+    """1 / n if the right class is among the n classes that the text names, else 0.
 
     A class whose name is part of the right one's name does not count as named.
     """
@@ -110,12 +90,12 @@ def _classified(text: str, answer: str, classes: tuple[str, ...]) -> float:
 
 
 def count(text: str, answers: tuple[str, ...], classes: tuple[str, ...] = ()) -> float:
-    """Return the share of the numbers in the text that are the right one."""
+    """The share of the numbers in the text that are the right one."""
     return _best(_share(text, answer.strip()) for answer in answers)
 
 
 def retrieval(text: str, answers: tuple[str, ...], classes: tuple[str, ...] = ()) -> float:
-    """Return the share of the numbers in the text that are the answer's (as in "Paragraph 7")."""
+    """The share of the numbers in the text that are the answer's (as in "Paragraph 7")."""
     numbers = [number for answer in answers for number in _NUMBER.findall(answer)[:1]]
     return _best(_share(text, number) for number in numbers)
 
@@ -126,25 +106,25 @@ def _share(text: str, right: str) -> float:
 
 
 def edit_similarity(text: str, answers: tuple[str, ...], classes: tuple[str, ...] = ()) -> float:
-    """Return how alike the answer and the text's first line that is not a comment are."""
+    """How alike the answer and the text's first line that is not a comment are."""
     lines = text.lstrip("\n").split("\n")
     code = [line for line in lines if not any(mark in line for mark in _COMMENT_MARKS)]
-    return _best(similarity(code[0] if code else "", answer) for answer in answers)
+    return text_similarity(code[0] if code else "", answers)
 
 
-def similarity(a: str, b: str) -> float:
-    """Return difflib's ratio of two texts in whole percent: 2 M / T, M matching characters."""
-    return round(100 * SequenceMatcher(None, a, b).ratio()) / 100
+def text_similarity(text: str, answers: tuple[str, ...]) -> float:
+    """difflib's ratio in whole percent: 2 M / T, with M matching characters of T."""
+    return _best(round(100 * SequenceMatcher(None, text, x).ratio()) / 100 for x in answers)
 
 
 def exact(text: str, answers: tuple[str, ...], classes: tuple[str, ...] = ()) -> float:
-    """Return 1 if the text is an answer, after `normalise`."""
+    """1 if the text is an answer, after `normalise`."""
     found = normalise(text)
     return _best(float(found == normalise(answer)) for answer in answers)
 
 
 def contains(text: str, answers: tuple[str, ...], classes: tuple[str, ...] = ()) -> float:
-    """Return 1 if the text holds an answer as whole words, after `normalise`."""
+    """1 if the text holds an answer as whole words, after `normalise`."""
     found = f" {normalise(text)} "
     wanted = [normalise(answer) for answer in answers]
     return _best(float(f" {words} " in found) for words in wanted if words)
@@ -152,8 +132,8 @@ def contains(text: str, answers: tuple[str, ...], classes: tuple[str, ...] = ())
 
 SCORERS: dict[str, Scorer] = {
     "token_f1": token_f1,
-    "rouge_1": rouge_1,
-    "rouge_2": rouge_2,
+    "rouge_1": partial(rouge, kind="rouge1"),
+    "rouge_2": partial(rouge, kind="rouge2"),
     "rouge_l": rouge_l,
     "classification": classification,
     "count": count,
@@ -165,14 +145,14 @@ SCORERS: dict[str, Scorer] = {
 
 
 def get_scorer(name: str) -> Scorer:
-    """Return a scorer by name; raises ValueError with the names there are."""
+    """A scorer by name; raises ValueError with the names there are."""
     if name not in SCORERS:
         raise ValueError(f"metric must be one of {sorted(SCORERS)}, got {name!r}")
     return SCORERS[name]
 
 
 def score(sample: Sample, text: str) -> float | None:
-    """Return the score of a sample's generated text, or None if the sample has no metric."""
+    """The score of a sample's generated text, or None if the sample has no metric."""
     if sample.metric is None:
         return None
     if sample.first_line:
