@@ -5,29 +5,30 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from mmkv.eval.speed.report import Result, RowResult, ratio
 
 _TOY_PROMPT, _TOY_NEW, _TOY_BATCH = 256, 5, 2
 
 
+# Figures are None where what they need was not measured.
+Figure = Callable[[Result], float | None]
+Comparison = Callable[[RowResult, RowResult, Result], float | None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A figure and its limit.
+    """A figure (`text` says of what) and the least, or the most, that it is held to.
 
-    Attributes:
-        text: what the figure is.
-        limit: what it is held to.
-        figure: reads it from a result; None where its rows were not measured.
-        at_least: whether the limit is the smallest allowed, not the largest.
-        reach: the most that the figure could be on this machine, where that is known.
+    `reach` is the most that the figure could be on this machine, where that is known.
     """
 
     text: str
     limit: float
-    figure: Callable[[Result], float | None]
+    figure: Figure
     at_least: bool = True
-    reach: Callable[[Result], float | None] | None = None
+    reach: Figure | None = None
 
     def judge(self, result: Result) -> Verdict:
         """Pass, short, or not measured."""
@@ -41,10 +42,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A check's outcome; `figure` and `passed` are None where its rows were not measured.
-
-    `reach` is the most that the figure could be on this machine, None where that is not known.
-    """
+    """A check's outcome; `figure` and `passed` are None where its rows were not measured."""
 
     text: str
     limit: float
@@ -56,8 +54,7 @@ class Verdict:
     def __str__(self) -> str:
         word = {True: "pass", False: "short", None: "not measured"}[self.passed]
         figure = "" if self.figure is None else f"{self.figure:.3g}"
-        bound = "at least" if self.at_least else "at most"
-        limit = f"{bound} {self.limit:g}"
+        limit = f"{'at least' if self.at_least else 'at most'} {self.limit:g}"
         if self.reach is not None and self.at_least and self.reach < self.limit:
             limit += f"; at most {self.reach:.3g} can be reached here"
         return f"{word:<12} {figure:>8}  ({limit})  {self.text}"
@@ -68,14 +65,12 @@ class Setting:
     """One model, prompt and batch, and what is compared on them.
 
     Attributes:
-        name: what it is called.
         model: as `--model` names it.
         prompt: tokens of the prompt.
         new: tokens generated.
         batch: sequences at once; 0 is the largest that fits, row by row.
         policies: "name" or "name:option=value:option=value"; the option profile is a file, or
             "falling" for a made-up one whose layers keep less and less.
-        budgets: what each policy keeps.
         rounds: turns of each row.
         eager: measure the unwrapped model's eager attention too, where it fits.
         presses: the policies whose nearest press is measured; None for all that have one.
@@ -109,74 +104,61 @@ class Setting:
         )
 
 
-def tokens_over(label: str, base: str) -> Callable[[Result], float | None]:
+def compared(label: str, base: str, figure: Comparison) -> Figure:
+    """A figure of two rows, where both were measured."""
+
+    def found(result: Result) -> float | None:
+        row, other = result.row(label), result.row(base)
+        return None if row is None or other is None else figure(row, other, result)
+
+    return found
+
+
+def tokens_over(label: str, base: str) -> Figure:
     """A row's decoded tokens a second over another's."""
 
-    def figure(result: Result) -> float | None:
-        rows = result.row(label), result.row(base)
-        if rows[0] is None or rows[1] is None:
-            return None
-        return ratio(rows[0].tokens_per_s, rows[1].tokens_per_s)
+    def figure(row: RowResult, other: RowResult, result: Result) -> float:
+        return ratio(row.tokens_per_s, other.tokens_per_s)
 
-    return figure
+    return compared(label, base, figure)
 
 
-def reach_over(base: str) -> Callable[[Result], float | None]:
+def reach_over(base: str) -> Figure:
     """The most tokens a second over a row's: those of a token that has no cache to read."""
 
-    def figure(result: Result) -> float | None:
-        row = result.row(base)
-        if row is None or result.bare_step_s is None:
-            return None
-        return statistics.median(row.step_s) / result.bare_step_s
+    def figure(row: RowResult, _: RowResult, result: Result) -> float | None:
+        bare = result.bare_step_s
+        return None if bare is None else statistics.median(row.step_s) / bare
 
-    return figure
+    return compared(base, base, figure)
 
 
-def prefill_overhead(label: str) -> Callable[[Result], float | None]:
+def prefill_overhead(row: RowResult, base: RowResult, result: Result) -> float:
     """What a row's prefill takes beyond the unwrapped model's, as a share of that."""
-
-    def figure(result: Result) -> float | None:
-        row, base = result.row(label), result.base
-        if row is None or base is None:
-            return None
-        return ratio(row.prefill_s, base.prefill_s) - 1
-
-    return figure
+    return ratio(row.prefill_s, base.prefill_s) - 1
 
 
-def peak_layers(label: str) -> Callable[[Result], float | None]:
+def peak_layers(row: RowResult, base: RowResult, result: Result) -> float | None:
     """Memory while prefilling beyond the activations and the kept cache, in full layers."""
-
-    def figure(result: Result) -> float | None:
-        row, base = result.row(label), result.base
-        if row is None or base is None or result.plain_peak_bytes is None:
-            return None
-        peak, kept, full = (
-            row.prefill_peak_bytes,
-            row.prefill_cache_bytes,
-            base.prefill_cache_bytes,
-        )
-        if peak is None or kept is None or not full:
-            return None
-        return (peak - result.plain_peak_bytes - kept) / (full / result.layers)
-
-    return figure
+    peak, kept, full = row.prefill_peak_bytes, row.prefill_cache_bytes, base.prefill_cache_bytes
+    if peak is None or kept is None or not full or result.plain_peak_bytes is None:
+        return None
+    return (peak - result.plain_peak_bytes - kept) / (full / result.layers)
 
 
-def bytes_over(label: str, budget: float) -> Callable[[Result], float | None]:
-    """A row's cache bytes over `budget` of the unwrapped model's."""
-
-    def figure(result: Result) -> float | None:
-        row, base = result.row(label), result.base
-        if row is None or base is None or row.cache_bytes is None or not base.cache_bytes:
-            return None
-        return row.cache_bytes / (budget * base.cache_bytes)
-
-    return figure
+def bytes_over_a_fifth(row: RowResult, base: RowResult, result: Result) -> float | None:
+    """A row's cache bytes over 0.2 of the unwrapped model's."""
+    if row.cache_bytes is None or not base.cache_bytes:
+        return None
+    return row.cache_bytes / (0.2 * base.cache_bytes)
 
 
-def step_growth(policy: str) -> Callable[[Result], float | None]:
+def batch_over(row: RowResult, base: RowResult, result: Result) -> float:
+    """A row's batch over another's."""
+    return row.batch / base.batch
+
+
+def step_growth(policy: str) -> Figure:
     """Bytes that a decode step allocates or copies more, for each slot a layer holds more."""
 
     def figure(result: Result) -> float | None:
@@ -186,71 +168,86 @@ def step_growth(policy: str) -> Callable[[Result], float | None]:
     return figure
 
 
-def _batch_over(label: str, base: str) -> Callable[[Result], float | None]:
-    def figure(result: Result) -> float | None:
-        rows = result.row(label), result.row(base)
-        if rows[0] is None or rows[1] is None:
-            return None
-        return rows[0].batch / rows[1].batch
-
-    return figure
+def _faster(row: str, limit: float, what: str, base: str) -> Check:
+    text = f"{row}: x tokens/s of {what}"
+    return Check(text=text, limit=limit, figure=tokens_over(row, base), reach=reach_over(base))
 
 
-def _at(budget: float, *policies: str) -> list[str]:
-    return [f"{p} {budget:g}" for p in policies]
+def _at_most(row: str, limit: float, what: str, figure: Comparison) -> Check:
+    found = compared(row, _UNWRAPPED, figure)
+    return Check(text=f"{row}: {what}", limit=limit, figure=found, at_least=False)
+
+
+def _steady(policy: str) -> Check:
+    # A mask of one byte for each slot of a single layer would be a growth of 1.
+    text = f"{policy}: bytes a step allocates or copies for a slot more"
+    return Check(text=text, limit=0.99, figure=step_growth(policy), at_least=False)
 
 
 _UNWRAPPED = "unwrapped sdpa"
 _SNAP, _ADA = "kvpress SnapKVPress 0.2", "kvpress AdaKVPress(SnapKVPress) 0.2"
 _FALLING = "prefixkv:profile=falling"
+_GROWTH = ("full", "snapkv", "adakv", "prefixkv", "xkv", "h2o")
+_PREFILL = "prefill time beyond the unwrapped model's"
+_PEAK = "prefill's memory beyond activations and kept cache, layers"
+_CI_CHECKS = (
+    _faster("snapkv 0.2", 1.2, "kvpress's SnapKV", _SNAP),
+    _faster("snapkv 0.2", 15, "the unwrapped model", _UNWRAPPED),
+    _faster("prefixkv 0.2", 1.2, "kvpress's SnapKV", _SNAP),
+    _faster("prefixkv 0.2", 15, "the unwrapped model", _UNWRAPPED),
+    _faster("adakv 0.2", 10, "kvpress's Ada", _ADA),
+    _faster("full", 2.5, "the unwrapped model", _UNWRAPPED),
+    _at_most("snapkv 0.2", 0.05, _PREFILL, prefill_overhead),
+    _at_most("adakv 0.2", 0.05, _PREFILL, prefill_overhead),
+    _at_most("pyramidkv 0.2", 0.05, _PREFILL, prefill_overhead),
+    _at_most("h2o 0.2", 0.45, _PREFILL, prefill_overhead),
+    _at_most("prefixkv 0.2", 0.45, _PREFILL, prefill_overhead),
+    _at_most("xkv 0.2", 1.1, _PREFILL, prefill_overhead),
+    _at_most("squeeze:base=local 0.2", 0.07, _PREFILL, prefill_overhead),
+    _at_most("snapkv 0.2", 1.2, _PEAK, peak_layers),
+    _at_most("pyramidkv 0.2", 1.2, _PEAK, peak_layers),
+    _at_most(f"{_FALLING} 0.2", 1.2, _PEAK, peak_layers),
+    _at_most("xkv 0.2", 1.2, _PEAK, peak_layers),
+    *map(_steady, _GROWTH),
+    _at_most("adakv 0.2", 1.15, "x 0.2 of the full cache's bytes", bytes_over_a_fifth),
+    _faster("adakv 0.2", 0.6, "snapkv", "snapkv 0.2"),
+)
+_XKV_CHECK = Check(
+    text="xkv 0.2: x the largest batch of the unwrapped model",
+    limit=1.0,
+    figure=compared("xkv 0.2", _UNWRAPPED, batch_over),
+)
+_preset = partial(Setting, budgets=(0.2,), eager=False, presses=())
 
 
-def _ci_checks() -> tuple[Check, ...]:
-    def faster(row: str, limit: float, what: str, base: str) -> Check:
-        text = f"{row}: x tokens/s of {what}"
-        return Check(text=text, limit=limit, figure=tokens_over(row, base), reach=reach_over(base))
-
-    def most(text: str, limit: float, figure: Callable[[Result], float | None]) -> Check:
-        return Check(text=text, limit=limit, figure=figure, at_least=False)
-
-    checks: list[Check] = []
-    for row in _at(0.2, "snapkv", "prefixkv"):
-        checks += [
-            faster(row, 1.2, "kvpress's SnapKV", _SNAP),
-            faster(row, 15, "the unwrapped model", _UNWRAPPED),
-        ]
-    checks += [
-        faster("adakv 0.2", 10, "kvpress's Ada", _ADA),
-        faster("full", 2.5, "the unwrapped model", _UNWRAPPED),
-    ]
-    for limit, rows in (
-        (0.05, _at(0.2, "snapkv", "adakv", "pyramidkv")),
-        (0.45, _at(0.2, "h2o", "prefixkv")),
-        (1.1, _at(0.2, "xkv")),
-        (0.07, _at(0.2, "squeeze:base=local")),
-    ):
-        checks += [
-            most(f"{row}: prefill time beyond the unwrapped model's", limit, prefill_overhead(row))
-            for row in rows
-        ]
-    checks += [
-        most(f"{row}: prefill's memory beyond activations and kept cache, layers", 1.2, figure)
-        for row in _at(0.2, "snapkv", "pyramidkv", _FALLING, "xkv")
-        for figure in (peak_layers(row),)
-    ]
-    # A mask of one byte for each slot of a single layer would be a growth of 1.
-    checks += [
-        most(f"{name}: bytes a step allocates or copies for a slot more", 0.99, step_growth(name))
-        for name in ("full", "snapkv", "adakv", "prefixkv", "xkv", "h2o")
-    ]
-    return (
-        *checks,
-        most("adakv 0.2: x 0.2 of the full cache's bytes", 1.15, bytes_over("adakv 0.2", 0.2)),
-        faster("adakv 0.2", 0.6, "snapkv", "snapkv 0.2"),
+def _prefixkv(model: str, batch: int, prompt: int, new: int, least: tuple[float, float]) -> Setting:
+    return _preset(
+        name=f"prefixkv {batch} x ({prompt} + {new})",
+        model=model,
+        prompt=prompt,
+        new=new,
+        batch=batch,
+        policies=("full", "prefixkv"),
+        budgets=(0.2, 0.4, 0.6, 0.8),
+        checks=(
+            _faster("prefixkv 0.2", least[0], "the unwrapped model", _UNWRAPPED),
+            _faster("prefixkv 0.2", least[1], "our own full cache", "full"),
+        ),
     )
 
 
-_CI = Setting(
+def _squeeze(batch: int) -> Setting:
+    return _preset(
+        name=f"squeeze batch {batch}",
+        model="mistral-7b-random",
+        prompt=512,
+        new=1024,
+        batch=batch,
+        policies=("full", "squeeze", "local"),
+    )
+
+
+_CI = _preset(
     name="ci",
     model="llama-120m-random",
     prompt=3072,
@@ -260,69 +257,19 @@ _CI = Setting(
         *("full", "snapkv", "adakv", "pyramidkv", "prefixkv", "h2o"),
         *("xkv", "local", "squeeze:base=local", _FALLING),
     ),
-    budgets=(0.2,),
-    eager=False,
     presses=("snapkv", "adakv"),
-    growth=("full", "snapkv", "adakv", "prefixkv", "xkv", "h2o"),
-    checks=_ci_checks(),
+    growth=_GROWTH,
+    checks=_CI_CHECKS,
 )
-
-
-def _prefixkv(model: str, batch: int, prompt: int, new: int, least: tuple[float, float]) -> Setting:
-    row = "prefixkv 0.2"
-    return Setting(
-        name=f"prefixkv {batch} x ({prompt} + {new})",
-        model=model,
-        prompt=prompt,
-        new=new,
-        batch=batch,
-        policies=("full", "prefixkv"),
-        budgets=(0.2, 0.4, 0.6, 0.8),
-        eager=False,
-        presses=(),
-        checks=tuple(
-            Check(text=f"{row}: x tokens/s of {what}", limit=limit, figure=tokens_over(row, base))
-            for what, limit, base in (
-                ("the unwrapped model", least[0], _UNWRAPPED),
-                ("our own full cache", least[1], "full"),
-            )
-        ),
-    )
-
-
-def _squeeze(batch: int) -> Setting:
-    return Setting(
-        name=f"squeeze batch {batch}",
-        model="mistral-7b-random",
-        prompt=512,
-        new=1024,
-        batch=batch,
-        policies=("full", "squeeze", "local"),
-        budgets=(0.2,),
-        eager=False,
-        presses=(),
-    )
-
-
-_XKV = Setting(
+_XKV = _preset(
     name="xkv",
     model="llama-8b-random",
     prompt=8192,
     new=128,
     batch=0,
     policies=("full", "xkv"),
-    budgets=(0.2,),
-    eager=False,
-    presses=(),
-    checks=(
-        Check(
-            text="xkv 0.2: x the largest batch of the unwrapped model",
-            limit=1.0,
-            figure=_batch_over("xkv 0.2", _UNWRAPPED),
-        ),
-    ),
+    checks=(_XKV_CHECK,),
 )
-
 PRESETS: dict[str, tuple[Setting, ...]] = {
     "ci": (_CI,),
     "prefixkv": (
@@ -331,7 +278,7 @@ PRESETS: dict[str, tuple[Setting, ...]] = {
         _prefixkv("llava-1.5-13b-random", 8, 1024, 512, (2.5, 1.2)),
     ),
     "xkv": (_XKV,),
-    "squeeze": tuple(_squeeze(batch) for batch in (1, 32, 64, 128, 224)),
+    "squeeze": tuple(map(_squeeze, (1, 32, 64, 128, 224))),
 }
 
 
@@ -342,17 +289,13 @@ def lines_below(result: Result) -> list[str]:
     """
     lines: list[str] = []
     for row in result.rows:
-        found = result.summary(row)
         if row.note:
             lines.append(f"{row.label}: {row.note}")
-        if "pays_from_steps" in found and row.kind == "policy":
-            lines.append(_break_even_line(row, found["pays_from_steps"], result))
+        found = result.summary(row)
+        base = result.base
+        if "pays_from_steps" in found and row.kind == "policy" and base is not None:
+            steps = found["pays_from_steps"]
+            cost = 1e3 * (statistics.median(row.prefill_s) - statistics.median(base.prefill_s))
+            paid = "never pays" if steps is None else f"pays from {steps:g} decoded tokens on"
+            lines.append(f"{row.label}: prefill {cost:+.1f} ms, {paid}")
     return lines
-
-
-def _break_even_line(row: RowResult, steps: float | None, result: Result) -> str:
-    base = result.base
-    assert base is not None
-    cost = 1e3 * (statistics.median(row.prefill_s) - statistics.median(base.prefill_s))
-    paid = "never pays" if steps is None else f"pays from {steps:g} decoded tokens on"
-    return f"{row.label}: prefill {cost:+.1f} ms, {paid}"
