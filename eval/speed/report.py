@@ -11,15 +11,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mmkv.terminal import Table
 
 _FORMAT, _VERSION = "mmkv-bench", 1
 _SHORT = 16  # a note this long fits into the table
+# Columns that compare with the unwrapped row, and what `Result.summary` calls them.
+_RATIOS = {
+    "x prefill": "prefill",
+    "x tokens/s": "tokens_per_s",
+    "x cache": "cache_bytes",
+    "x peak": "peak_bytes",
+}
+_COLUMNS = (
+    *("batch", "prefill ms", "ms/token", "ideal ms", "tokens/s", "run tokens/s"),
+    *("cache MB", "peak MB", *_RATIOS, "pays from"),
+)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and quartiles of n values."""
+    """Median and quartiles of n values, by linear interpolation."""
 
     median: float
     low: float
@@ -28,16 +41,15 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Quartiles by linear interpolation; one value is its own quartiles."""
-        ordered = sorted(values)
+        """Of at least one value."""
+        low, median, high = np.percentile(values, (25, 50, 75)).tolist()
+        return cls(median, low, high, len(values))
 
-        def at(share: float) -> float:
-            place = share * (len(ordered) - 1)
-            i = min(int(place), len(ordered) - 2) if len(ordered) > 1 else 0
-            rest = place - i
-            return ordered[i] if rest == 0 else ordered[i] * (1 - rest) + ordered[i + 1] * rest
-
-        return cls(at(0.5), at(0.25), at(0.75), len(ordered))
+    def __str__(self) -> str:
+        digits = 1 if self.median >= 100 else 2
+        if self.n == 1:
+            return f"{self.median:.{digits}f}"
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
 
 
 def ratio(values: Sequence[float], base: Sequence[float]) -> float:
@@ -55,11 +67,7 @@ def break_even(
 ) -> int | float | None:
     """From how many decode steps on a row is faster than the base in all; None for never.
 
-    Args:
-        prefill: the row's seconds for the prompt.
-        step: its seconds a decode step.
-        base_prefill: the base's.
-        base_step: the base's.
+    All are seconds: of the prompt, and of a decode step.
     """
     cost, gain = prefill - base_prefill, base_step - step
     if cost <= 0 <= gain:
@@ -74,13 +82,10 @@ class RowResult:
     """What was measured of one row; times in seconds, sizes in bytes.
 
     Attributes:
-        label: what the table calls it.
         kind: "unwrapped", "policy" or "kvpress".
         policy: its name, or the attention implementation, or the press.
         budget: what is kept; None where nothing is evicted.
         options: what differs from the policy's defaults.
-        batch: sequences at once.
-        new: tokens generated for each.
         prefill_s: seconds to the first token, one a round.
         step_s: seconds a decode step, mean of a round's steps.
         prefill_cache_bytes: held after the prompt.
@@ -125,22 +130,14 @@ class Result:
 
     Attributes:
         name: the preset's setting, or "bench".
-        model: its name.
-        prompt: tokens of the prompt.
-        new: tokens generated.
-        rounds: turns of each row.
-        device: in words.
         about: versions, threads, dtype, date, how peaks were taken.
         weight_bytes: all weights.
         step_weight_bytes: what a decode step reads of them.
-        layers: layers of the decoder.
         plain_peak_bytes: most allocated by a forward without any cache.
         bare_step_s: a token's seconds without any cache, which is the least a decode step takes.
         bandwidth: bytes a second of a copy, read and written, where it was measured.
-        rows: in the order of their turns.
         growth: by policy, how much more a decode step allocates and writes where the cache is
             longer: {"nbytes", "slots", "ops"}; see `mmkv.eval.speed.runner.step_growth`.
-        notes: what a reader should know.
     """
 
     name: str
@@ -170,32 +167,29 @@ class Result:
         return next((r for r in self.rows if r.label == label and r.step_s), None)
 
     def summary(self, row: RowResult) -> dict[str, Any]:
-        """A row's medians, quartiles and ratios to the unwrapped row."""
+        """A row's medians, quartiles and ratios to the unwrapped row; {} if it was not measured."""
         if not row.step_s:
             return {}
-        found: dict[str, Any] = {
-            "prefill_ms": _spread([1e3 * s for s in row.prefill_s]),
-            "step_ms": _spread([1e3 * s for s in row.step_s]),
-            "tokens_per_s": _spread(row.tokens_per_s),
-            "run_tokens_per_s": _spread(row.run_tokens_per_s),
+        values = {
+            "prefill_ms": [1e3 * s for s in row.prefill_s],
+            "step_ms": [1e3 * s for s in row.step_s],
+            "tokens_per_s": row.tokens_per_s,
+            "run_tokens_per_s": row.run_tokens_per_s,
         }
+        found: dict[str, Any] = {k: dataclasses.asdict(Spread.of(x)) for k, x in values.items()}
         base = self.base
         if base is None or base is row:
             return found
-        ratios: dict[str, float | None] = {
+        found["to_unwrapped"] = {
             "prefill": ratio(row.prefill_s, base.prefill_s),
             "tokens_per_s": ratio(row.tokens_per_s, base.tokens_per_s),
             "run_tokens_per_s": ratio(row.run_tokens_per_s, base.run_tokens_per_s),
             "cache_bytes": _over(row.cache_bytes, base.cache_bytes),
             "peak_bytes": _over(row.peak_bytes, base.peak_bytes),
         }
-        found["to_unwrapped"] = ratios
         if row.batch == base.batch:
-            medians = [
-                statistics.median(x)
-                for x in (row.prefill_s, row.step_s, base.prefill_s, base.step_s)
-            ]
-            found["pays_from_steps"] = break_even(*medians)
+            times = (row.prefill_s, row.step_s, base.prefill_s, base.step_s)
+            found["pays_from_steps"] = break_even(*map(statistics.median, times))
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -208,11 +202,8 @@ class Result:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Result:
         """Back from `to_dict`."""
-        plain: dict[str, Any] = dict(data)
-        plain["rows"] = [
-            RowResult(**{k: v for k, v in row.items() if k != "summary"}) for row in data["rows"]
-        ]
-        return cls(**plain)
+        rows = [{k: v for k, v in row.items() if k != "summary"} for row in data["rows"]]
+        return cls(**{**data, "rows": [RowResult(**row) for row in rows]})
 
     @property
     def measured(self) -> bool:
@@ -229,50 +220,58 @@ class Result:
     @property
     def conditions(self) -> str:
         """What a reader of the table must know."""
-        return "; ".join([_conditions(self), *self.notes])
+        about = self.about
+        texts = [
+            f"{self.device}, {about.get('dtype')}, median (quartiles) of {self.rounds} interleaved "
+            "rounds",
+            f"peak: {about.get('peak')}",
+            "ratios to the unwrapped model",
+            "pays from: decoded tokens after which the whole run is faster",
+        ]
+        if self.bare_step_s is not None:
+            texts.append(f"a token takes {1e3 * self.bare_step_s:.3g} ms without any cache")
+        if self.bandwidth is not None:
+            speed = f"{self.bandwidth / 1e9:.1f} GB/s"
+            texts.append(f"ideal: weights and cache read once at {speed}")
+        return "; ".join([*texts, *self.notes])
 
     def table(self) -> Table:
         """A table for the terminal."""
         batches = sorted({r.batch for r in self.rows})
         batch = f"{batches[0]}" if len(batches) == 1 else f"{batches[0]}-{batches[-1]}"
-        columns = ["prefill ms", "ms/token", "tokens/s", "run tokens/s", "cache MB", "peak MB"]
-        columns += ["x prefill", "x tokens/s", "x cache", "x peak", "pays from"]
-        shown = len(batches) > 1
-        if shown:
-            columns.insert(0, "batch")
-        if self.bandwidth is not None:
-            columns.insert(2 + shown, "ideal ms")
+        hidden = {"batch"} if len(batches) == 1 else set[str]()
+        if self.bandwidth is None:
+            hidden.add("ideal ms")
+        columns = [name for name in _COLUMNS if name not in hidden]
         rows: list[tuple[str, list[str]]] = []
         for row in self.rows:
             cells = self._cells(row)
-            if shown:
-                cells.insert(0, str(row.batch))
-            if self.bandwidth is not None:
-                ideal = "" if row.ideal_step_s is None else f"{1e3 * row.ideal_step_s:.2f}"
-                cells.insert(2 + shown, ideal)
-            rows.append((row.label, cells))
+            rows.append((row.label, [cells.get(name, "") for name in columns]))
         title = f"{self.name}: {self.model}, batch {batch}, {self.prompt} + {self.new} tokens"
         return Table("", columns, rows, title)
 
-    def _cells(self, row: RowResult) -> list[str]:
+    def _cells(self, row: RowResult) -> dict[str, str]:
+        """By column; what is not there is empty."""
         found = self.summary(row)
         if not found:
-            return [row.note if len(row.note) <= _SHORT else "see below"]
-        cells = [
-            _interval(found["prefill_ms"]),
-            _interval(found["step_ms"]),
-            f"{found['tokens_per_s']['median']:.1f}",
-            f"{found['run_tokens_per_s']['median']:.1f}",
-            _mb(row.cache_bytes),
-            _mb(row.peak_bytes),
-        ]
-        ratios = found.get("to_unwrapped")
-        if ratios is None:
-            return [*cells, "", "", "", "", ""]
-        names = ("prefill", "tokens_per_s", "cache_bytes", "peak_bytes")
-        cells += ["" if ratios[n] is None else f"{ratios[n]:.2f}" for n in names]
+            why = row.note if len(row.note) <= _SHORT else "see below"
+            return {"batch": str(row.batch), "prefill ms": why}
+        cells = {
+            "batch": str(row.batch),
+            "prefill ms": str(Spread(**found["prefill_ms"])),
+            "ms/token": str(Spread(**found["step_ms"])),
+            "ideal ms": "" if row.ideal_step_s is None else f"{1e3 * row.ideal_step_s:.2f}",
+            "tokens/s": f"{found['tokens_per_s']['median']:.1f}",
+            "run tokens/s": f"{found['run_tokens_per_s']['median']:.1f}",
+            "cache MB": _megabytes(row.cache_bytes),
+            "peak MB": _megabytes(row.peak_bytes),
+        }
+        ratios = found.get("to_unwrapped", {})
+        for column, name in _RATIOS.items():
+            value = ratios.get(name)
+            cells[column] = "" if value is None else f"{value:.2f}"
         pays = found.get("pays_from_steps", "")
-        return [*cells, "never" if pays is None else str(pays)]
+        return cells | {"pays from": "never" if pays is None else str(pays)}
 
 
 def save(path: Path, results: Sequence[Result], verdicts: Sequence[dict[str, Any]] = ()) -> None:
@@ -301,33 +300,9 @@ def load(path: Path) -> list[Result]:
     return [Result.from_dict(x) for x in data["settings"]]
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return dataclasses.asdict(Spread.of(values))
-
-
 def _over(part: int | None, whole: int | None) -> float | None:
     return part / whole if part is not None and whole else None
 
 
-def _interval(spread: dict[str, float]) -> str:
-    digits = 1 if spread["median"] >= 100 else 2
-    median, low, high = (f"{spread[k]:.{digits}f}" for k in ("median", "low", "high"))
-    return median if spread["n"] == 1 else f"{median} ({low}-{high})"
-
-
-def _mb(size: int | None) -> str:
+def _megabytes(size: int | None) -> str:
     return "" if size is None else f"{size / 1e6:,.1f}"
-
-
-def _conditions(result: Result) -> str:
-    about = result.about
-    text = (
-        f"{result.device}, {about.get('dtype')}, median (quartiles) of {result.rounds} interleaved "
-        f"rounds; peak: {about.get('peak')}; ratios to the unwrapped model; pays from: decoded "
-        "tokens after which the whole run is faster"
-    )
-    if result.bare_step_s is not None:
-        text += f"; a token takes {1e3 * result.bare_step_s:.3g} ms without any cache"
-    if result.bandwidth is not None:
-        text += f"; ideal: weights and cache read once at {result.bandwidth / 1e9:.1f} GB/s"
-    return text
