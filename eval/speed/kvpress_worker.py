@@ -17,10 +17,9 @@ import gc
 import json
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,15 @@ def main() -> None:
     """Answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print goes to the error output
-    # The script's folder must not hide packages of the same names.
-    sys.path = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).parent.resolve()]
-    state: dict[str, Any] = {}
+    # As `speed.measure`: on its own, this folder would hide packages of the same names.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    turns = Turns(import_module("speed.measure"), import_module("speed.models"))
+    del sys.path[0]
+    requests = {"load": turns.load, "run": turns.run}
     for line in sys.stdin:
         try:
-            answer = _answer(state, json.loads(line))
+            asked = json.loads(line)
+            answer = requests[asked.pop("do")](**asked)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             short = "OutOfMemory" in text or "not enough memory" in text
@@ -43,81 +45,58 @@ def main() -> None:
         answers.flush()
 
 
-def _answer(state: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    if asked["do"] == "load":
-        return _load(state, asked)
-    if asked["do"] == "run":
-        return _run(state, asked)
-    raise ValueError(f"unknown request {asked['do']!r}")
+class Turns:
+    """A model, and runs of it."""
 
+    def __init__(self, measure: Any, models: Any) -> None:
+        self.measure, self.models = measure, models
+        self.model: Any = None
 
-def _load(state: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    import torch
-    import transformers as hf
+    def load(
+        self,
+        device: str,
+        dtype: str,
+        threads: int,
+        shape: dict[str, Any] | None = None,
+        path: str = "",
+    ) -> dict[str, Any]:
+        """Make the model of a shape, or load it from a path."""
+        import torch
+        import transformers as hf
 
-    torch.set_num_threads(asked["threads"])
-    models = state["models"] = _sibling("models")
-    state["measure"] = _sibling("measure")
-    state.pop("model", None)
-    if "shape" in asked:
-        shape = models.Shape(**asked["shape"])
-        state["model"] = models.make(shape, asked["device"], asked["dtype"])
-    else:
-        path, config = asked["path"], hf.AutoConfig.from_pretrained(asked["path"])
-        name = "AutoModelForImageTextToText" if hasattr(config, "vision_config") else None
-        maker = getattr(hf, name or "AutoModelForCausalLM")
-        chosen = asked["dtype"]
-        if chosen != "auto":
-            chosen = getattr(torch, chosen)
-        model = maker.from_pretrained(path, dtype=chosen, use_safetensors=True)
-        state["model"] = model.to(asked["device"]).eval()
-    gc.collect()
-    gc.freeze()
-    return {"versions": {n: _version(n) for n in ("kvpress", "transformers", "torch")}}
+        torch.set_num_threads(threads)
+        self.model = None
+        if shape is not None:
+            self.model = self.models.make(self.models.Shape(**shape), device, dtype)
+        else:
+            config = hf.AutoConfig.from_pretrained(path)
+            seeing = hasattr(config, "vision_config")
+            maker = hf.AutoModelForImageTextToText if seeing else hf.AutoModelForCausalLM
+            chosen = "auto" if dtype == "auto" else getattr(torch, dtype)
+            model = maker.from_pretrained(path, dtype=chosen, use_safetensors=True)
+            self.model = model.to(device).eval()
+        gc.collect()
+        gc.freeze()
+        versions: dict[str, str | None] = dict.fromkeys(("kvpress", "transformers", "torch"))
+        for name in versions:
+            with suppress(PackageNotFoundError):
+                versions[name] = version(name)
+        return {"versions": versions}
 
-
-def _run(state: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    model, press = state["model"], _press(asked["press"])
-    ids = state["models"].make_prompt(model, asked["batch"], asked["prompt"])
-    with _attention(model, "eager" if asked["press"].get("eager") else "sdpa"), press(model):
-        run = state["measure"].run_once(model, ids, asked["new"], trace=asked["trace"])
-    return dataclasses.asdict(run)
+    def run(
+        self, press: dict[str, Any], batch: int, prompt: int, new: int, trace: bool
+    ) -> dict[str, Any]:
+        """One timed run with a press."""
+        model, pressed = self.model, _press(press)
+        ids = self.models.make_prompt(model, batch, prompt)
+        attention = "eager" if press.get("eager") else "sdpa"
+        with self.measure.attention(model, attention), pressed(model):
+            return dataclasses.asdict(self.measure.run_once(model, ids, new, trace=trace))
 
 
 def _press(spec: dict[str, Any]) -> Any:
-    cls = getattr(import_module("kvpress"), spec["name"])
-    if "inner" in spec:
-        return cls(_press(spec["inner"]), **spec["options"])
-    return cls(**spec["options"])
-
-
-@contextmanager
-def _attention(model: Any, name: str) -> Any:
-    before = model.config._attn_implementation
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
-def _sibling(name: str) -> Any:
-    """A module beside this file, under a name that hides no package."""
-    spec = spec_from_file_location(
-        f"mmkv_bench_{name}", Path(__file__).resolve().with_name(f"{name}.py")
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    inner = [_press(spec["inner"])] if "inner" in spec else []
+    return getattr(import_module("kvpress"), spec["name"])(*inner, **spec["options"])
 
 
 if __name__ == "__main__":

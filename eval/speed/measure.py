@@ -9,8 +9,8 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -49,6 +49,20 @@ class Run:
     peak_bytes: int | None = None
 
 
+@contextmanager
+def attention(model: Any, name: str) -> Generator[None]:
+    """The model with another attention implementation."""
+    before = model.get_decoder().config._attn_implementation
+    if before == name:
+        yield
+        return
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
 def run_once(model: Any, ids: Tensor, new: int, *, trace: bool = False) -> Run:
     """Generate `new` tokens greedily and time the prefill and the rest.
 
@@ -85,15 +99,7 @@ def run_once(model: Any, ids: Tensor, new: int, *, trace: bool = False) -> Run:
         profile = stack.enter_context(_profile()) if trace and not gpu else None
         _wait(ids.device)
         start = time.perf_counter()
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new,
-            min_new_tokens=new,
-            do_sample=False,
-            return_dict_in_generate=True,
-            pad_token_id=0,
-        )
+        out = _generate(model, ids, new)
         _wait(ids.device)
         end = time.perf_counter()
     made = out.sequences.shape[1] - ids.shape[1]
@@ -115,31 +121,59 @@ def run_once(model: Any, ids: Tensor, new: int, *, trace: bool = False) -> Run:
     )
 
 
+def _generate(model: Any, ids: Tensor, new: int) -> Any:
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+    )
+
+
 def bare_step(model: Any, ids: Tensor, *, times: int = 10) -> float:
     """Median seconds of the model on one token without any cache: no decode step can be faster."""
-    found: list[float] = []
+
+    def step() -> None:
+        model(ids[:, :1], use_cache=False)
+
     with torch.inference_mode():
-        for _ in range(times + 1):
-            _wait(ids.device)
-            start = time.perf_counter()
-            model(ids[:, :1], use_cache=False)
-            _wait(ids.device)
-            found.append(time.perf_counter() - start)
+        found = [_seconds(step, ids.device) for _ in range(times + 1)]
     return statistics.median(found[1:])
+
+
+@cache
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second that a large copy reads and writes, the best of several; measured once."""
+    size = 1 << (31 if device.type == "cuda" else 27)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    return 2 * size / min([_seconds(copy, device) for _ in range(9)][1:])
+
+
+def _seconds(work: Callable[[], None], device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    work()
+    _wait(device)
+    return time.perf_counter() - start
 
 
 def plain_peak(model: Any, ids: Tensor) -> int:
     """Most bytes that a forward pass without any cache allocates: the activations."""
-    options = {"attention_mask": torch.ones_like(ids), "use_cache": False, "logits_to_keep": 1}
-    if ids.device.type == "cuda":
+    gpu, before = ids.device.type == "cuda", 0
+    if gpu:
         torch.cuda.reset_peak_memory_stats(ids.device)
         before = torch.cuda.memory_allocated(ids.device)
-        with torch.inference_mode():
-            model(ids, **options)
-        return torch.cuda.max_memory_allocated(ids.device) - before
-    with _profile() as profile, torch.inference_mode():
-        model(ids, **options)
-    return _peaks(profile)[1]
+    with nullcontext() if gpu else _profile() as profile, torch.inference_mode():
+        model(ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=1)
+    return torch.cuda.max_memory_allocated(ids.device) - before if gpu else _peaks(profile)[1]
 
 
 def cache_nbytes(cache: Any) -> int:
@@ -257,35 +291,9 @@ def trace_step(model: Any, ids: Tensor, *, at: int = 3) -> Step:
 
     hooks = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave)]
     try:
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=at + 2,
-            min_new_tokens=at + 2,
-            do_sample=False,
-            return_dict_in_generate=True,
-            pad_token_id=0,
-        )
+        out = _generate(model, ids, at + 2)
     finally:
         for hook in hooks:
             hook.remove()
     held = cache_nbytes(out.past_key_values)
     return Step(sum(counter.sizes), max(counter.sizes), counter.ops, held)
-
-
-@cache
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a large copy reads and writes, the best of several; measured once."""
-    size = 1 << (31 if device.type == "cuda" else 27)
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-
-    def once() -> float:
-        _wait(device)
-        start = time.perf_counter()
-        target.copy_(source)
-        _wait(device)
-        return time.perf_counter() - start
-
-    once()
-    return 2 * size / min(once() for _ in range(8))

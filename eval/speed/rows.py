@@ -17,15 +17,10 @@ _OF_WRAP = ("profile", "graph", "kv_dtype")
 
 @dataclass(frozen=True)
 class Row:
-    """What takes turns.
+    """What takes turns; the first fields are those of a `RowResult`.
 
-    Attributes:
-        label: what the table calls it.
-        kind: "unwrapped", "policy" or "kvpress".
-        name: the attention implementation, the policy, or the press.
-        budget: what is kept; None where nothing is evicted.
-        options: of the policy, and of `mmkv.wrap`: profile, graph, kv_dtype.
-        press: as kvpress's worker takes it.
+    `options` are the policy's, and of `mmkv.wrap`: profile, graph, kv_dtype. `press` is as
+    kvpress's worker takes it.
     """
 
     label: str

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import torch
 
 from mmkv.eval.speed import measure, models
@@ -36,8 +35,8 @@ class Bench:
     Args:
         setting: what to measure.
         model: not wrapped; it is left so.
-        device: in words, for the report.
-        dtype: in words.
+        device: in words, as the dtype.
+        dtype: of the model.
         worker: kvpress's process with the same model, or None.
         until: seconds of `time.monotonic` at which it should be done; rounds, and if need be
             generated tokens, are reduced.
@@ -120,7 +119,7 @@ class Bench:
             self._count()
         if batch:
             ids = models.make_prompt(self.model, batch, self.setting.prompt)
-            with _attention(self.model, "sdpa"):
+            with measure.attention(self.model, "sdpa"):
                 peak = self._guarded(None, lambda: measure.plain_peak(self.model, ids))
                 bare = self._guarded(None, lambda: measure.bare_step(self.model, ids))
             result.plain_peak_bytes, result.bare_step_s = peak, bare
@@ -132,26 +131,29 @@ class Bench:
             found.note = why
             return 0.0
         self.tell(f"{self.result.name}: warm-up, {row.label}")
-        new = min(self.new, _WARM_GPU if self.gpu else _WARM_CPU)
         largest = found.batch == 0
         if largest:
-            peaks = [
-                self._guarded(None, lambda n=n: self._once(row, n, 2, trace=True)) for n in (1, 2)
-            ]
-            one, two = (None if run is None else run.peak_bytes for run in peaks)
-            most = _LARGEST_BATCH if self.memory is None else 4
-            found.batch = largest_batch(one, two, self._free(), most)
-        run = self._guarded(found, lambda: self._once(row, found.batch, new, trace=True))
+            found.batch = self._largest_batch(row)
+        new = min(self.new, _WARM_GPU if self.gpu else _WARM_CPU)
+        run = self._try(row, found, new, trace=True)
         while run is None and largest and found.batch > 1 and found.note == _NO_MEMORY:
             found.note, found.batch = "", int(found.batch * 0.9)
-            run = self._guarded(found, lambda: self._once(row, found.batch, new, trace=True))
+            run = self._try(row, found, new, trace=True)
         if run is None:
             return 0.0
         found.prefill_peak_bytes, found.peak_bytes = run.prefill_peak_bytes, run.peak_bytes
         return run.prefill_s + run.decode_s / run.steps * (self.new - 1)
 
+    def _largest_batch(self, row: Row) -> int:
+        def peak(batch: int) -> int | None:
+            run = self._guarded(None, lambda: self._once(row, batch, 2, trace=True))
+            return None if run is None else run.peak_bytes
+
+        most = _LARGEST_BATCH if self.memory is None else 4
+        return largest_batch(peak(1), peak(2), self._free(), most)
+
     def _turn(self, row: Row, found: RowResult) -> None:
-        run = self._guarded(found, lambda: self._once(row, found.batch, self.new))
+        run = self._try(row, found, self.new)
         if run is None:
             return
         found.prefill_s.append(run.prefill_s)
@@ -159,6 +161,9 @@ class Bench:
         found.prefill_cache_bytes, found.cache_bytes = run.prefill_cache_bytes, run.cache_bytes
         if run.peak_bytes is not None and run.prefill_peak_bytes is not None:
             found.prefill_peak_bytes, found.peak_bytes = run.prefill_peak_bytes, run.peak_bytes
+
+    def _try(self, row: Row, found: RowResult, new: int, *, trace: bool = False) -> Run | None:
+        return self._guarded(found, lambda: self._once(row, found.batch, new, trace=trace))
 
     def _once(self, row: Row, batch: int, new: int, *, trace: bool = False) -> Run:
         if row.kind == "kvpress":
@@ -175,7 +180,7 @@ class Bench:
         from mmkv.wrapping import wrapped
 
         if row.kind == "unwrapped":
-            with _attention(self.model, row.name):
+            with measure.attention(self.model, row.name):
                 yield
             return
         options = dict(row.options)
@@ -217,7 +222,7 @@ class Bench:
         if self.gpu:
             torch.cuda.empty_cache()
             return torch.cuda.mem_get_info(self.model.device)[0]
-        return free_memory()
+        return psutil.virtual_memory().available
 
     def _too_large(self, batch: int) -> str:
         """Why eager attention's weights do not fit; "" if they do."""
@@ -231,6 +236,7 @@ class Bench:
 
     def _count(self) -> None:
         """How a decode step's tensors grow with the cache, on one sequence."""
+        config = self.model.get_decoder().config
         for text in self.setting.growth:
             self.tell(f"{self.result.name}: counting the tensors of {text}'s decode step")
             name, options = parse(text)
@@ -240,9 +246,8 @@ class Bench:
                 ids = models.make_prompt(self.model, 1, prompt)
                 with self._ready(row):
                     steps.append(measure.trace_step(self.model, ids))
-            self.result.growth[text] = step_growth(
-                steps[0], steps[1], self.model.get_decoder().config, self.model.dtype.itemsize
-            )
+            growth = step_growth(steps[0], steps[1], config, self.model.dtype.itemsize)
+            self.result.growth[text] = growth
 
 
 def step_growth(
@@ -266,11 +271,11 @@ def step_growth(
 
 
 def largest_batch(one: int | None, two: int | None, free: int, most: int) -> int:
-    """About the largest batch that fits, from what one and two sequences take at their peak.
+    """About the largest batch that fits, at most `most`.
 
     Args:
         one: bytes at the peak of one sequence; None if it does not fit.
-        two: bytes at the peak of two.
+        two: of two.
         free: bytes there are.
         most: the largest to try.
     """
@@ -278,31 +283,6 @@ def largest_batch(one: int | None, two: int | None, free: int, most: int) -> int
         return 1
     fits = 1 + int(max(0.0, 0.95 * free - one) // max(1, two - one))
     return max(1, min(fits, most))
-
-
-def free_memory() -> int:
-    """Bytes of memory that are free or can be freed."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-@contextmanager
-def _attention(model: Any, name: str) -> Generator[None]:
-    """The model with another attention implementation."""
-    before = model.get_decoder().config._attn_implementation
-    if before == name:
-        yield
-        return
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 def _about(dtype: str, gpu: bool, worker: Worker | None) -> dict[str, Any]:
