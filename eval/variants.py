@@ -110,6 +110,11 @@ def parse_variants(
     return variants
 
 
+def split(text: str) -> list[str]:
+    """Names with commas between them."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def parse_options(texts: Sequence[str]) -> dict[str, Any]:
     """Options from "key=value" texts; a value is JSON, or else a word.
 

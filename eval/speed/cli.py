@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     from mmkv.eval.speed.report import Result
     from mmkv.eval.speed.rival import Worker
 
-POLICIES, BUDGETS = "full,snapkv,adakv,prefixkv", "0.2"
+DEFAULTS: dict[str, Any] = {
+    "model": "builtin",
+    "prompt": 4096,
+    "new": 128,
+    "batch": 4,
+    "policies": "full,snapkv,adakv,prefixkv",
+    "budgets": "0.2",
+}
 _TOY_MEMORY = 64_000_000
 
 commands = typer.Typer(
@@ -57,13 +64,14 @@ def bench_command(
         str | None,
         typer.Option(
             help="Names, or name:option=value:option=value, with commas between. "
-            f"[default: {POLICIES}]"
+            f"[default: {DEFAULTS['policies']}]"
         ),
     ] = None,
     budgets: Annotated[
         str | None,
         typer.Option(
-            help=f"Fractions of the prompt, or tokens per layer and head. [default: {BUDGETS}]"
+            help="Fractions of the prompt, or tokens per layer and head. "
+            f"[default: {DEFAULTS['budgets']}]"
         ),
     ] = None,
     preset: Annotated[
@@ -96,28 +104,27 @@ def bench_command(
     The unwrapped model is what `generate` does with its default cache. Warm-up is not counted, no
     run stops early, and the device is waited for.
     """
-    from mmkv.eval.speed import processor
+    from mmkv.eval.speed import models, processor
 
     started = time.monotonic()
     given = {"model": model, "prompt": prompt, "new": new, "batch": batch}
     given |= {"policies": policies, "budgets": budgets}
-    settings = _settings(given, preset, eager)
-    settings = [dataclasses.replace(s, rounds=rounds) for s in settings]
+    settings = [dataclasses.replace(s, rounds=rounds) for s in _settings(given, preset, eager)]
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder, not a file")
     check_place(out.parent)
-    for setting in settings:
-        _check_model(setting.model)
+    for name in {s.model for s in settings}:
+        if name.endswith("-random") and name not in models.SHAPES:
+            raise ValueError(f"model {name!r}: expected one of {', '.join(models.SHAPES)}")
     where = _device(device, settings, preset, toy=toy)
     if where == "cpu":
         processor.use_vectors()
-    until = math.inf if minutes is None else started + 60 * minutes
     _run(
         [s.toy() for s in settings] if toy else settings,
         device=where,
         dtype=dtype,
         python=kvpress_python,
-        until=until,
+        until=math.inf if minutes is None else started + 60 * minutes,
         roofline=roofline,
         out=out,
         toy=toy,
@@ -129,28 +136,29 @@ def _settings(given: dict[str, Any], preset: str | None, eager: bool) -> list[Se
     from mmkv.budgets import note, parse_list
     from mmkv.eval.speed.presets import PRESETS, Setting
     from mmkv.eval.speed.rows import make_rows
+    from mmkv.eval.variants import split
 
-    if preset is None:
-        asked = {k: v for k, v in given.items() if v is not None}
-        texts = [_split(asked.pop(k, d)) for k, d in (("policies", POLICIES), ("budgets", BUDGETS))]
-        for name, found in zip(("policies", "budgets"), texts, strict=True):
-            if not found:
-                raise ValueError(f"--{name} {given[name]!r} names none")
-        kept = tuple(parse_list(",".join(texts[1])))
-        for text in filter(None, map(note, kept)):
-            say(text)
-        defaults: dict[str, Any] = {"model": "builtin", "prompt": 4096, "new": 128, "batch": 4}
-        own = Setting(**(defaults | asked), policies=tuple(texts[0]), budgets=kept, eager=eager)
-        make_rows(own, kvpress=False)
-        return [own]
-    extra = [name for name, value in given.items() if value is not None]
-    if extra:
-        raise ValueError(f"--preset names the {extra[0]} too: drop --{extra[0]}")
-    names = _split(preset)
-    for name in names:
-        if name not in PRESETS:
-            raise ValueError(f"preset {name!r}: expected {', '.join(PRESETS)}")
-    return [setting for name in names for setting in PRESETS[name]]
+    asked = {k: v for k, v in given.items() if v is not None}
+    if preset is not None:
+        if asked:
+            name = next(iter(asked))
+            raise ValueError(f"--preset names the {name} too: drop --{name}")
+        names = split(preset)
+        for name in names:
+            if name not in PRESETS:
+                raise ValueError(f"preset {name!r}: expected {', '.join(PRESETS)}")
+        return [setting for name in names for setting in PRESETS[name]]
+    asked = DEFAULTS | asked
+    for name in ("policies", "budgets"):
+        asked[name] = tuple(split(asked[name]))
+        if not asked[name]:
+            raise ValueError(f"--{name} {given[name]!r} names none")
+    asked["budgets"] = tuple(parse_list(",".join(asked["budgets"])))
+    for text in filter(None, map(note, asked["budgets"])):
+        say(text)
+    own = Setting(**asked, eager=eager)
+    make_rows(own, kvpress=False)
+    return [own]
 
 
 def _device(device: str, settings: list[Setting], preset: str | None, *, toy: bool) -> str:
@@ -177,7 +185,7 @@ def _run(
     toy: bool,
 ) -> None:
     """Measure setting after setting; the JSON is written after each."""
-    from mmkv.eval.speed.presets import Verdict, lines_below
+    from mmkv.eval.speed.presets import lines_below
     from mmkv.eval.speed.report import save
     from mmkv.eval.speed.rival import Worker
     from mmkv.eval.speed.runner import Bench
@@ -185,36 +193,35 @@ def _run(
     worker = None if python is None else Worker(python)
     screen, tell = console(), Progress()
     results: list[Result] = []
-    verdicts: list[tuple[str, Verdict]] = []
-    loaded, name = None, ""
+    verdicts: list[dict[str, Any]] = []
+    model, name = None, ""
     try:
         for i, setting in enumerate(settings):
-            if loaded is None or setting.model != name:
-                loaded = None  # frees the last model before the next one is made
+            if model is None or setting.model != name:
+                model = None  # frees the last model before the next one is made
                 name = setting.model
                 tell(f"making {name}")
-                loaded = _load(name, device, dtype, worker, toy=toy)
+                model = _load(name, device, dtype, worker, toy=toy)
             now = time.monotonic()
-            share = now + (until - now) / (len(settings) - i)
             result = Bench(
                 setting,
-                loaded,
+                model,
                 device=_in_words(device),
-                dtype=str(loaded.dtype).removeprefix("torch."),
+                dtype=str(model.dtype).removeprefix("torch."),
                 worker=worker,
-                until=share,
+                until=now + (until - now) / (len(settings) - i),
                 roofline=roofline,
                 memory=_TOY_MEMORY if toy else None,
                 tell=tell,
             ).run()
             results.append(result)
-            found = [check.judge(result) for check in setting.checks]
-            verdicts += [(setting.name, v) for v in found]
-            save(out, results, [{"setting": s, **dataclasses.asdict(v)} for s, v in verdicts])
+            judged = [check.judge(result) for check in setting.checks]
+            verdicts += [{"setting": setting.name, **dataclasses.asdict(v)} for v in judged]
+            save(out, results, verdicts)
             tell("")
             screen.print(result.table())
             screen.print(result.conditions, style="dim", markup=False, highlight=False)
-            for line in [*lines_below(result), *map(str, found)]:
+            for line in [*lines_below(result), *map(str, judged)]:
                 screen.print(line, markup=False, highlight=False, soft_wrap=True)
     finally:
         if worker is not None:
@@ -225,35 +232,27 @@ def _run(
         raise typer.Exit(1)
 
 
-def _check_model(name: str) -> None:
-    from mmkv.eval.speed import models
-
-    if name.endswith("-random") and name not in models.SHAPES:
-        raise ValueError(f"model {name!r}: expected one of {', '.join(models.SHAPES)}")
-
-
 def _load(name: str, device: str, dtype: str, worker: Worker | None, *, toy: bool) -> Any:
     """The model, in kvpress's process too."""
     import torch
 
     from mmkv import chat
+    from mmkv.builtin import WEIGHTS
     from mmkv.eval.speed import models
     from mmkv.eval.speed.rival import WorkerError
 
     shape = models.SHAPES.get(name)
-    if shape is not None:
-        shape = shape.toy() if toy else shape
-        model, spec = models.make(shape, device, dtype), dataclasses.asdict(shape.decoder)
-        there: dict[str, Any] = {"shape": spec}
-    else:
-        from mmkv.builtin import WEIGHTS
-
+    if shape is None:
         model = chat.load(name, device, dtype).model
-        there = {"path": str(WEIGHTS) if name == "builtin" else name}
+        there: dict[str, Any] = {"path": str(WEIGHTS) if name == "builtin" else name}
+    else:
+        shape = shape.toy() if toy else shape
+        model = models.make(shape, device, dtype)
+        there = {"shape": dataclasses.asdict(shape.decoder)}
     if worker is not None:
-        there_dtype = str(model.dtype).removeprefix("torch.")
+        found = str(model.dtype).removeprefix("torch.")
         try:
-            worker.load(there, device, there_dtype, torch.get_num_threads())
+            worker.load(there, device, found, torch.get_num_threads())
         except WorkerError as error:
             raise ValueError(f"--kvpress-python: {error}") from None
     return model
@@ -267,7 +266,3 @@ def _in_words(device: str) -> str:
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     return processor.in_words()
-
-
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]

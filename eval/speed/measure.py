@@ -27,16 +27,16 @@ _FIRST = "mmkv bench: first token"
 
 @dataclass(frozen=True)
 class Run:
-    """One run of `generate`.
+    """One run of `generate`: seconds, and bytes.
 
     Attributes:
-        prefill_s: seconds to the logits of the first new token.
-        decode_s: seconds from there to the last token.
+        prefill_s: to the logits of the first new token.
+        decode_s: from there to the last token.
         steps: decode steps in it.
-        prefill_cache_bytes: bytes the cache held after the prompt.
-        cache_bytes: bytes it held at the end.
-        prefill_peak_bytes: most bytes allocated until the first token, above what was allocated
-            before the run (so without the weights); None where it was not measured.
+        prefill_cache_bytes: held by the cache after the prompt.
+        cache_bytes: held at the end.
+        prefill_peak_bytes: most allocated until the first token, beyond what was before the run
+            (so without the weights); None where it was not measured.
         peak_bytes: the same over the whole run.
     """
 
@@ -229,14 +229,12 @@ class Step:
     """The tensors of one decode step.
 
     Attributes:
-        nbytes: bytes of the tensors it allocates, and of those it copies into others.
-        largest: the largest of them.
+        nbytes: bytes of those it allocates, and of those it copies into others.
         ops: how many tensor operations it has.
         cache_bytes: bytes the cache holds at the end of the run.
     """
 
     nbytes: int
-    largest: int
     ops: int
     cache_bytes: int
 
@@ -296,4 +294,4 @@ def trace_step(model: Any, ids: Tensor, *, at: int = 3) -> Step:
         for hook in hooks:
             hook.remove()
     held = cache_nbytes(out.past_key_values)
-    return Step(sum(counter.sizes), max(counter.sizes), counter.ops, held)
+    return Step(sum(counter.sizes), counter.ops, held)

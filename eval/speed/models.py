@@ -13,12 +13,6 @@ import transformers as hf
 from torch import Tensor
 
 Fields = dict[str, Any]
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
 _LLAMA_7B: Fields = {
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -71,12 +65,10 @@ _CLIP_L: Fields = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What a random model looks like.
+    """What a random model looks like: fields of its decoder's config and of its tower's.
 
     Attributes:
         kind: "llama", "mistral", or "llava" (a Llama behind a CLIP tower).
-        text: fields of the decoder's config.
-        vision: fields of the tower's config, for "llava".
         dtype: of the weights where none is asked for: on the CPU, and on a GPU.
     """
 
@@ -122,26 +114,18 @@ def make(shape: Shape, device: str, dtype: str = "auto", seed: int = 0) -> Any:
     Queries and keys are wider than a fresh model's, each head by its own factor: attention then
     prefers some tokens, and policies with sizes per head get heads that differ.
 
-    Args:
-        shape: what it looks like.
-        device: where it is made.
-        dtype: of the weights; "auto" is the shape's own.
-        seed: of the weights.
-
     Raises:
         ValueError: an unknown dtype.
     """
     where = torch.device(device)
     name = shape.dtype[where.type != "cpu"] if dtype == "auto" else dtype
-    chosen = _DTYPES.get(name)
-    if chosen is None:
+    if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype {dtype!r}: expected auto, float32, bfloat16 or float16")
-    classes: dict[str, tuple[Any, Any]] = {
+    configure, build = {
         "llama": (hf.LlamaConfig, hf.LlamaForCausalLM),
         "mistral": (hf.MistralConfig, hf.MistralForCausalLM),
         "llava": (hf.LlamaConfig, hf.LlavaForConditionalGeneration),
-    }
-    configure, build = classes[shape.kind]
+    }[shape.kind]
     config: Any = configure(**shape.text, tie_word_embeddings=False)
     if shape.kind == "llava":
         config = hf.LlavaConfig(
@@ -152,10 +136,10 @@ def make(shape: Shape, device: str, dtype: str = "auto", seed: int = 0) -> Any:
     config._attn_implementation = "sdpa"
     before = torch.get_default_dtype()
     torch.manual_seed(seed)
-    torch.set_default_dtype(chosen)
+    torch.set_default_dtype(getattr(torch, name))
     try:
         with where:
-            model = build(config)
+            model: Any = build(config)
     finally:
         torch.set_default_dtype(before)
     _widen(model, shape.text)

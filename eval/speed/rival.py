@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -20,12 +19,9 @@ WORKER = Path(__file__).with_name("kvpress_worker.py")
 
 
 def nearest_press(policy: Policy, budget: float | int, prompt: int) -> dict[str, Any] | None:
-    """The press that does most nearly what a policy does, as the worker takes it; None if none.
+    """The press that does most nearly what a policy's parts do; None if there is none.
 
-    Args:
-        policy: its parts decide; a window and its kernel are passed on.
-        budget: what is kept.
-        prompt: tokens of the prompt.
+    In the worker's words: name, options, an inner press, whether it needs eager attention.
     """
     kept = budget if isinstance(budget, float) else budget / prompt
     options: dict[str, Any] = {"compression_ratio": max(0.0, round(1 - kept, 6))}
@@ -39,16 +35,12 @@ def nearest_press(policy: Policy, budget: float | int, prompt: int) -> dict[str,
     if not isinstance(score, WindowAttention):
         return None
     options |= {"window_size": score.window, "kernel_size": score.kernel_size}
-    name = "SnapKVPress"
+    press = {"name": "SnapKVPress", "options": options}
     if isinstance(layers, PyramidLayers) and policy.heads.equal:
-        name, options = "PyramidKVPress", options | {"beta": round(layers.beta)}
-    press = {"name": name, "options": options}
+        press = {"name": "PyramidKVPress", "options": options | {"beta": round(layers.beta)}}
     if isinstance(policy.heads, AdaptiveHeads):
-        return {
-            "name": "AdaKVPress",
-            "inner": press,
-            "options": {"alpha_safeguard": policy.heads.alpha},
-        }
+        safeguard = {"alpha_safeguard": policy.heads.alpha}
+        return {"name": "AdaKVPress", "inner": press, "options": safeguard}
     return press
 
 
@@ -59,11 +51,7 @@ def press_label(press: dict[str, Any]) -> str:
 
 
 class WorkerError(RuntimeError):
-    """kvpress could not do its turn.
-
-    Attributes:
-        memory: whether memory ran out.
-    """
+    """kvpress could not do its turn; `memory` says whether memory ran out."""
 
     def __init__(self, message: str, *, memory: bool = False) -> None:
         super().__init__(message)
@@ -71,10 +59,7 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """A process in kvpress's environment that waits for its turns.
-
-    Args:
-        python: that environment's interpreter.
+    """A process of kvpress's interpreter that waits for its turns.
 
     Raises:
         ValueError: no such program.
@@ -96,6 +81,8 @@ class Worker:
         except OSError as error:
             self._errors.close()
             raise ValueError(f"--kvpress-python {python}: {error.strerror}") from None
+        self._pipe: Any = self._process.stdin
+        self._answers: Any = self._process.stdout
         self.versions: dict[str, str | None] = {}
 
     def load(self, model: dict[str, Any], device: str, dtype: str, threads: int) -> None:
@@ -111,42 +98,26 @@ class Worker:
         Raises:
             WorkerError: it failed there.
         """
-        answer = self._ask(
-            {
-                "do": "run",
-                "press": press,
-                "batch": batch,
-                "prompt": prompt,
-                "new": new,
-                "trace": trace,
-            }
-        )
-        return Run(**{f.name: answer[f.name] for f in dataclasses.fields(Run)})
+        asked = {"press": press, "batch": batch, "prompt": prompt, "new": new, "trace": trace}
+        return Run(**self._ask({"do": "run", **asked}))
 
     def close(self) -> None:
         """End the process."""
-        if self._errors.closed:
-            return
-        if self._process.stdin is not None:
-            with suppress(OSError):
-                self._process.stdin.close()
         try:
+            with suppress(OSError):
+                self._pipe.close()
             self._process.wait(timeout=20)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._answers.close()
         self._errors.close()
 
     def _ask(self, asked: dict[str, Any]) -> dict[str, Any]:
-        pipe, answers = self._process.stdin, self._process.stdout
-        assert pipe is not None
-        assert answers is not None
         try:
-            pipe.write(json.dumps(asked) + "\n")
-            pipe.flush()
-            line = answers.readline()
+            self._pipe.write(json.dumps(asked) + "\n")
+            self._pipe.flush()
+            line = self._answers.readline()
         except OSError:
             line = ""
         if not line:

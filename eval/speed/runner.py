@@ -253,11 +253,10 @@ class Bench:
 def step_growth(
     short: measure.Step, long: measure.Step, config: Any, itemsize: int
 ) -> dict[str, float]:
-    """How a decode step's tensors grow with the cache.
+    """What a decode step has more with the longer cache.
 
-    Returns:
-        "nbytes": bytes it allocates and writes more; "slots": token slots (of one key-value head
-        each) that a layer holds more, mean over layers; "ops": tensor operations it has more.
+    "nbytes" it allocates and writes; token "slots" (of one key-value head each) that a layer
+    holds, mean over layers; tensor operations, "ops".
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     slots = (long.cache_bytes - short.cache_bytes) / (
