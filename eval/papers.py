@@ -28,14 +28,9 @@ class PaperTable:
     source: str
     suite: str
     model: str
-    models: tuple[str, ...]
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Any, ...], ...]
-
-    @property
-    def by_task(self) -> bool:
-        """Whether columns are tasks, not metrics."""
-        return AVERAGE in self.columns
+    models: list[str]
+    columns: list[str]
+    rows: list[list[Any]]
 
     def figures(self, policy: str, name: str, budget: float | int) -> dict[str, float]:
         """One row's figures by column; {} if the paper has no such row."""
@@ -44,26 +39,16 @@ class PaperTable:
                 return dict(zip(self.columns, numbers, strict=True))
         return {}
 
-    def names(self) -> list[tuple[str, str]]:
-        """Policy and the paper's name of each method, in the paper's order."""
-        return list(dict.fromkeys((row[0], row[1]) for row in self.rows))
+    def names(self, policy: str) -> list[str]:
+        """The paper's names of a policy, in the paper's order."""
+        return list(dict.fromkeys(row[1] for row in self.rows if row[0] == policy))
 
 
 @cache
 def paper_tables() -> tuple[PaperTable, ...]:
     """All tables that are known."""
     text = files("mmkv.eval").joinpath("papers.json").read_text(encoding="utf-8")
-    return tuple(
-        PaperTable(
-            source=t["source"],
-            suite=t["suite"],
-            model=t["model"],
-            models=tuple(t["models"]),
-            columns=tuple(t["columns"]),
-            rows=tuple(tuple(row) for row in t["rows"]),
-        )
-        for t in json.loads(text)["tables"]
-    )
+    return tuple(PaperTable(**table) for table in json.loads(text)["tables"])
 
 
 def tables_for(model: str, suite: str) -> list[PaperTable]:

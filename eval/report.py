@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,16 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 NONE = "–"
+Only = Callable[[Row], bool]  # which rows count
 METRICS = ("ppl", "rouge", "score")
+# How figures are shown: in which unit, with how many digits.
+_SHOWN = {
+    "score": (100, 1),
+    "cache_bytes": (1 / 1024, 0),
+    "tokens_per_s": (1, 0),
+    "retained": (1, 3),
+    "kept_fraction": (1, 3),
+}
 _BESIDE = ("retained", "kept_fraction", "cache_bytes", "rouge_reference", "tokens_per_s")
 
 
@@ -30,19 +40,9 @@ _BESIDE = ("retained", "kept_fraction", "cache_bytes", "rouge_reference", "token
 class Figures:
     """What a policy reached at a budget over a set of samples; None where nothing was measured.
 
-    Attributes:
-        n: samples.
-        errors: how many of them could not be measured.
-        ppl: perplexity over all answer tokens.
-        rouge: mean ROUGE-L F against the full cache's reply.
-        rouge_reference: mean ROUGE-L F against the reference answer.
-        score: mean of the samples' own metrics, in [0, 1]; with several tasks, the mean of the
-            tasks' means, as LongBench averages.
-        kept_fraction: mean share of the prompt's pairs kept after the prefill.
-        retained: mean share of their importance.
-        cache_bytes: mean bytes of the kept pairs, a sample.
-        full_bytes: mean bytes of all pairs of the prompt.
-        tokens_per_s: mean speed of generation, of a whole batch.
+    Means are over samples. Beside the fields of a row: `n` samples, of which `errors` could not be
+    measured; `ppl` is over all answer tokens; `score`, in [0, 1], is with several tasks the mean of
+    the tasks' means, as LongBench averages; bytes are of one sample, `tokens_per_s` of a batch.
     """
 
     n: int
@@ -60,19 +60,18 @@ class Figures:
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Figures:
         """Summarise rows of one policy and budget."""
-        own = ("n", "errors", "ppl", "score")
-        names = [f for f in cls.__dataclass_fields__ if f not in own]
         tasks: dict[str, list[Row]] = {}
         for row in rows:
             tasks.setdefault(row["task"], []).append(row)
         scored = [r for r in rows if r.get("nll") is not None]
-        return cls(
-            n=len(rows),
-            errors=sum("error" in r for r in rows),
-            ppl=perplexity([r["nll"] for r in scored], [r["answer_tokens"] for r in scored]),
-            score=mean_known(mean_known(r.get("score") for r in group) for group in tasks.values()),
-            **{name: mean_known(r.get(name) for r in rows) for name in names},
-        )
+        own = {
+            "n": len(rows),
+            "errors": sum("error" in r for r in rows),
+            "ppl": perplexity([r["nll"] for r in scored], [r["answer_tokens"] for r in scored]),
+            "score": mean_known(_mean(group, "score") for group in tasks.values()),
+        }
+        means = {f.name: _mean(rows, f.name) for f in fields(cls) if f.name not in own}
+        return cls(**own, **means)
 
 
 @dataclass(frozen=True)
@@ -87,12 +86,10 @@ class Table:
 
     def markdown(self) -> str:
         """As Markdown."""
-        lines = [f"### {self.title}", ""]
-        lines.append("| " + " | ".join([self.corner, *self.columns]) + " |")
-        lines.append("|---" + "|---:" * len(self.columns) + "|")
-        lines += ["| " + " | ".join([name, *cells]) + " |" for name, cells in self.rows]
-        lines += ["", *[f"{note}\n" for note in self.notes]]
-        return "\n".join(lines)
+        rows = [[self.corner, *self.columns], *([name, *cells] for name, cells in self.rows)]
+        lines = [f"| {' | '.join(row)} |" for row in rows]
+        lines.insert(1, "|---" + "|---:" * len(self.columns) + "|")
+        return "\n".join([f"### {self.title}", "", *lines, "", *(f"{x}\n" for x in self.notes)])
 
     def __rich__(self) -> Group:
         """For the terminal, in parts where it is narrow."""
@@ -106,10 +103,7 @@ class Table:
 
 
 class Report:
-    """A run, read back.
-
-    Args:
-        folder: the run's folder.
+    """A run's folder, read back.
 
     Raises:
         RunError: no run there, or no finished row yet.
@@ -133,12 +127,10 @@ class Report:
         self.tasks = list(dict.fromkeys(r["task"] for r in self.rows))
         self.tags = list(dict.fromkeys(t for r in self.rows for t in r["tags"]))
 
-    def figures(
-        self, policy: str, budget: float | int, only: Callable[[Row], bool] = lambda row: True
-    ) -> Figures | None:
+    def figures(self, policy: str, budget: float | int, only: Only | None = None) -> Figures | None:
         """One cell; None where there is no row."""
         rows = self._cells.get((policy, repr(1.0 if _keeps_all(policy) else budget)), [])
-        found = [row for row in rows if only(row)]
+        found = [row for row in rows if only is None or only(row)]
         return Figures.of(found) if found else None
 
     def _reached(self, policies: Sequence[str]) -> list[Figures]:
@@ -179,93 +171,90 @@ class Report:
 
     def main_table(self) -> Table:
         """Policies by budgets, with the papers' rows below ours."""
-        shown, budgets = self.shown, self.budgets
-        cells = {p: [self.figures(p, b) for b in budgets] for p in self.policies}
-        best = [
-            {m: _best(m, [row[i] for row in cells.values()]) for m in shown}
-            for i in range(len(budgets))
-        ]
-        rows = []
+        shown = self.shown
+        cells = {p: [self.figures(p, b) for b in self.budgets] for p in self.policies}
+        columns = zip(*cells.values(), strict=True)
+        best = [{m: _best(m, column) for m in shown} for column in columns]
+        rows: list[tuple[str, list[str]]] = []
         for policy, found in cells.items():
-            texts = [_cell(f, shown, b) for f, b in zip(found, best, strict=True)]
-            rows.append((policy, texts))
+            rows.append((policy, [_cell(f, shown, b) for f, b in zip(found, best, strict=True)]))
             rows += self._paper_rows(policy, shown)
-        about = f"{self.settings['suite']} ({self.settings['data']}), {self.settings['model']}"
-        title = ": ".join([about, *filter(None, [" / ".join(LABELS[m] for m in shown)])])
-        return Table(title, "kept", [percent(b) for b in budgets], rows, self.notes())
+        title = f"{self.settings['suite']} ({self.settings['data']}), {self.settings['model']}"
+        if shown:
+            title += ": " + " / ".join(LABELS[m] for m in shown)
+        return self._by_budget(title, rows, self.notes())
 
-    def _paper_rows(self, policy: str, shown: Sequence[str]) -> list[tuple[str, list[str]]]:
-        rows = []
+    def _by_budget(self, title: str, rows: list[tuple[str, list[str]]], notes: list[str]) -> Table:
+        return Table(title, "kept", [percent(b) for b in self.budgets], rows, notes)
+
+    def _paper_rows(self, policy: str, shown: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         for table in self.papers:
-            for found, name in table.names():
-                if found != policy:
-                    continue
-                cells = []
+            for name in table.names(policy):
+                cells: list[str] = []
                 for budget in self.budgets:
-                    figures = dict(table.figures(found, name, budget))
-                    if table.by_task and AVERAGE in figures:
+                    figures = table.figures(policy, name, budget)
+                    if AVERAGE in figures:
                         figures["score"] = figures[AVERAGE] / 100
                     texts = [_text(m, figures.get(m)) for m in shown]
                     cells.append(" / ".join(texts) if set(texts) != {NONE} else NONE)
                 if set(cells) != {NONE}:
-                    rows.append((f"paper: {name}", cells))
-        return rows
+                    yield f"paper: {name}", cells
 
     def side_tables(self) -> list[Table]:
         """What goes beside quality: one table each."""
-        found = []
+        found: list[Table] = []
         for metric in _BESIDE:
-            rows = []
+            rows: list[tuple[str, list[str]]] = []
             for policy in self.policies:
                 figures = [self.figures(policy, b) for b in self.budgets]
                 rows.append((policy, [_text(metric, f and getattr(f, metric)) for f in figures]))
-            if any(set(cells) != {NONE} for _, cells in rows):
-                full = self.figures(FULL, 1.0)
-                value = full and getattr(full, metric)
-                notes = [] if value is None else [f"Full cache: {_text(metric, value)}."]
-                if metric == "retained":
-                    notes.append(
-                        "A share of what the policy's own score finds: compare policies of one "
-                        "score, such as xkv with xkv:layers=uniform."
-                    )
-                columns = [percent(b) for b in self.budgets]
-                found.append(Table(LABELS[metric], "kept", columns, rows, notes))
+            if all(set(cells) == {NONE} for _, cells in rows):
+                continue
+            full = self.figures(FULL, 1.0)
+            value = full and getattr(full, metric)
+            notes = [] if value is None else [f"Full cache: {_text(metric, value)}."]
+            if metric == "retained":
+                notes.append(
+                    "A share of what the policy's own score finds: compare policies of one "
+                    "score, such as xkv with xkv:layers=uniform."
+                )
+            found.append(self._by_budget(LABELS[metric], rows, notes))
         return found
 
     def group_tables(self, what: str, names: Sequence[str]) -> list[Table]:
         """One table a budget: policies by tasks, or by tags such as capabilities."""
         scored = "score" in self.shown
         shown = ["score"] if scored else self.shown
-        found = []
+        averaged = what == "task" and scored
+        found: list[Table] = []
         for budget in self.budgets:
-            rows = []
+            rows: list[tuple[str, list[str]]] = []
             for policy in self.every:
                 group = [self.figures(policy, budget, _belongs(what, n)) for n in names]
                 if not any(group):
                     continue
                 cells = [_cell(f, shown) for f in group]
-                if what == "task" and scored:
+                if averaged:
                     cells.append(_text("score", mean_known(f and f.score for f in group)))
                 rows.append((policy, cells))
-                rows += self._paper_tasks(policy, budget, names) if what == "task" else []
-            average = ["average"] if what == "task" and scored else []
+                if what == "task":
+                    rows += self._paper_tasks(policy, budget, names)
             title = f"{' / '.join(LABELS[m] for m in shown)} by {what}, kept: {percent(budget)}"
-            found.append(Table(title, what, [*names, *average], rows))
+            columns = [*names, AVERAGE] if averaged else [*names]
+            found.append(Table(title, what, columns, rows))
         return found
 
     def _paper_tasks(
         self, policy: str, budget: float | int, names: Sequence[str]
-    ) -> list[tuple[str, list[str]]]:
-        rows = []
-        for table in (t for t in self.papers if t.by_task):
-            for found, called in table.names():
-                size = 1.0 if policy == FULL else budget
-                figures = table.figures(found, called, size) if found == policy else {}
+    ) -> Iterator[tuple[str, list[str]]]:
+        for table in self.papers:
+            if AVERAGE not in table.columns:
+                continue
+            for name in table.names(policy):
+                figures = table.figures(policy, name, 1.0 if policy == FULL else budget)
                 if figures:
                     cells = [figures.get(n) for n in [*names, AVERAGE]]
-                    texts = [NONE if x is None else f"{x:.1f}" for x in cells]
-                    rows.append((f"paper: {called}", texts))
-        return rows
+                    yield f"paper: {name}", [NONE if x is None else f"{x:.1f}" for x in cells]
 
     def notes(self) -> list[str]:
         """What a reader of the tables must know."""
@@ -323,20 +312,23 @@ class Report:
 
     def write_csv(self) -> Path:
         """All figures, one line for each policy, budget and group of samples."""
-        groups: list[tuple[str, Callable[[Row], bool]]] = [("all", lambda row: True)]
+        groups: list[tuple[str, Only | None]] = [("all", None)]
         groups += [(f"task {t}", _belongs("task", t)) for t in self.tasks]
         groups += [(f"tag {t}", _belongs("tag", t)) for t in self.tags]
         path = self.folder / "report.csv"
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow(["group", "policy", "budget", *Figures.__dataclass_fields__])
-            for group, only in groups:
-                for policy in self.every:
-                    for budget in [1.0] if _keeps_all(policy) else self.budgets:
-                        found = self.figures(policy, budget, only)
-                        if found is not None:
-                            writer.writerow([group, policy, budget, *asdict(found).values()])
+            writer.writerow(["group", "policy", "budget", *(f.name for f in fields(Figures))])
+            for (group, only), policy in itertools.product(groups, self.every):
+                for budget in [1.0] if _keeps_all(policy) else self.budgets:
+                    found = self.figures(policy, budget, only)
+                    if found is not None:
+                        writer.writerow([group, policy, budget, *astuple(found)])
         return path
+
+
+def _mean(rows: Sequence[Row], name: str) -> float | None:
+    return mean_known(row.get(name) for row in rows)
 
 
 def _keeps_all(policy: str) -> bool:
@@ -344,7 +336,7 @@ def _keeps_all(policy: str) -> bool:
     return policy.split(":")[0] == FULL
 
 
-def _belongs(what: str, name: str) -> Callable[[Row], bool]:
+def _belongs(what: str, name: str) -> Only:
     """Whether a row is of a task, or has a tag."""
     if what == "task":
         return lambda row: row["task"] == name
@@ -356,13 +348,8 @@ def _text(metric: str, value: float | None) -> str:
         return NONE
     if metric == "ppl":  # three digits, as in the papers
         return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
-    if metric == "score":
-        return f"{100 * value:.1f}"
-    if metric == "cache_bytes":
-        return f"{value / 1024:.0f}"
-    if metric == "tokens_per_s":
-        return f"{value:.0f}"
-    return f"{value:.3f}" if metric in ("retained", "kept_fraction") else f"{value:.2f}"
+    scale, digits = _SHOWN.get(metric, (1, 2))
+    return f"{scale * value:.{digits}f}"
 
 
 def _cell(figures: Figures | None, shown: Sequence[str], best: dict[str, str] | None = None) -> str:
