@@ -108,7 +108,8 @@ class Conversation:
     @property
     def nbytes(self) -> int:
         """Bytes of both caches between turns."""
-        return sum(_nbytes(x.cache) for x in (self._full, self._compressed))
+        caches = (self._full.cache, self._compressed.cache)
+        return sum(chat.cache_nbytes(x) for x in caches if x is not None)
 
     def ask(
         self, question: str, picture: Image.Image | None, settings: Settings
@@ -270,7 +271,7 @@ class _Run:
         text: str = self.engine.loaded.processor.decode(
             stepper.sequence[self.length :], skip_special_tokens=True
         )
-        nbytes = full = _nbytes(cache)
+        nbytes = full = chat.cache_nbytes(cache)
         kept = 1.0
         if isinstance(cache, CompressedCache):
             report = cache.report()
@@ -304,13 +305,3 @@ def _checked(question: str) -> str:
             f"the question has {len(question)} characters: {LONGEST_QUESTION} at most are read"
         )
     return question
-
-
-def _nbytes(cache: Any) -> int:
-    """Bytes held for keys and values."""
-    if cache is None:
-        return 0
-    if isinstance(cache, CompressedCache):
-        return cache.nbytes
-    held = [t for x in cache.layers for t in (x.keys, x.values) if t is not None]
-    return sum(t.untyped_storage().nbytes() for t in held)

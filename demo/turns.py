@@ -109,13 +109,7 @@ def next_turn(
         text = text.removeprefix(end)
     more: dict[str, Any] = {"images": list(pictures)} if pictures else {}
     inputs = processor(text=text, return_tensors="pt", add_special_tokens=False, **more)
-    model = loaded.model
-    return Tokens.of(
-        {
-            k: x.to(model.device, model.dtype) if x.is_floating_point() else x.to(model.device)
-            for k, x in inputs.items()
-        }
-    )
+    return Tokens.of(chat.on_device(loaded.model, inputs))
 
 
 def _between(loaded: chat.Loaded, earlier: Sequence[int], question: str, pictures: int) -> str:

@@ -7,7 +7,7 @@ line and exit code 2. Ctrl-C keeps every finished row and exits with 130.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -36,6 +36,13 @@ _Images = Annotated[Path | None, typer.Option(help="Where pictures lie, if not b
 _Limit = Annotated[int | None, typer.Option(min=1, help="Use the first samples only.")]
 
 
+# What `mmkv` mounts.
+commands = typer.Typer(
+    name="mmkv", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+
+
+@commands.command("eval")
 @told
 def eval_command(
     suite: Annotated[
@@ -81,16 +88,15 @@ def eval_command(
     A policy's window can be larger than a small budget: such rows hold the reason in `error`, and
     the report counts them; --option window=8 makes it smaller.
     """
-    from mmkv.eval.suites.registry import load_suite
-
     from .runner import check_arguments
-    from .variants import parse_options
+    from .suites.registry import load_suite
+    from .variants import parse_options, split
 
     chosen = parse_options(option or [])
     sizes = _budgets(budgets)
-    names, wanted = _split(policies), _split(metrics)
+    names, wanted = split(policies), split(metrics)
     check_arguments(names, sizes, wanted, chosen, builtin=data == "builtin")
-    only = None if tasks is None else _split(tasks)
+    only = None if tasks is None else split(tasks)
     samples = load_suite(suite, data, limit=limit, tasks=only, image_folder=image_folder)
     folder = out or Path("runs") / suite
     if folder.exists() and not folder.is_dir():
@@ -139,6 +145,7 @@ def eval_command(
             raise typer.Exit(1)
 
 
+@commands.command("report")
 @told
 def report_command(
     folder: Annotated[Path, typer.Argument(help="A run's folder, such as runs/description.")],
@@ -158,6 +165,7 @@ def report_command(
         typer.echo(f"wrote {path}")
 
 
+@commands.command("calibrate")
 @told
 def calibrate_command(
     out: Annotated[Path, typer.Option(help="The profile's file.")] = Path("profile.json"),
@@ -183,8 +191,8 @@ def calibrate_command(
     which {budget} stands for each budget.
     """
     from mmkv.budgets import parse
-    from mmkv.eval.suites.registry import load_suite
 
+    from .suites.registry import load_suite
     from .variants import parse_options, parse_variants
 
     size = parse(budget)
@@ -197,11 +205,11 @@ def calibrate_command(
     from mmkv.calibration import calibrate
 
     from .loading import load_model
-    from .prompts import Encoder, longest
+    from .prompts import Encoder
 
     loaded, processor = load_model(model, device=device, dtype=dtype, device_map=device_map)
-    encoder = Encoder(processor, longest(loaded))
-    inputs = (_on(loaded, encoder.batch([s])) for s in samples)
+    encoder = Encoder.of(loaded, processor)
+    inputs = (encoder.inputs(loaded, [sample]) for sample in samples)
     profile = calibrate(loaded, inputs, variant.name, size, **variant.options)
     profile.save(out)
     shares = " ".join(f"{f:.3f}" for f in profile.fractions)
@@ -209,6 +217,7 @@ def calibrate_command(
     typer.echo(f"wrote {out}")
 
 
+@commands.command("plot")
 @told
 def plot_command(
     kind: Annotated[
@@ -238,11 +247,11 @@ def plot_command(
     device_map: _Map = None,
 ) -> None:
     """Draw what policies keep of one prompt."""
-    from mmkv.eval.suites.registry import load_suite
     from mmkv.picture import check_format
 
     from .samples import Sample, check_image
-    from .variants import parse_options, parse_variants
+    from .suites.registry import load_suite
+    from .variants import parse_options, parse_variants, split
 
     if kind not in PLOTS:
         raise ValueError(f"plot {kind!r}: expected one of {', '.join(PLOTS)}")
@@ -251,12 +260,12 @@ def plot_command(
         raise ValueError(f"--budget {budget}: a plot has one budget")
     if image and prompt is None:
         raise ValueError(f"--image {image[0]} goes before a --prompt: give one")
-    names = _split(policies)
+    names = split(policies)
     variants = parse_variants(names, parse_options(option or []), builtin=data == "builtin")
     if prompt is not None:
-        for path in image or []:
-            check_image(path)
         pictures = tuple(image or [])
+        for path in pictures:
+            check_image(path)
         shown = Sample(id="prompt", suite="prompt", task="prompt", prompt=prompt, images=pictures)
     else:
         samples = load_suite(suite, data, limit=sample + 1, image_folder=image_folder)
@@ -272,17 +281,13 @@ def plot_command(
 
     from . import plots
     from .loading import load_model
-    from .prompts import Encoder, longest
+    from .prompts import Encoder
 
     loaded, processor = load_model(model, device=device, dtype=dtype, device_map=device_map)
-    inputs = _on(loaded, Encoder(processor, longest(loaded)).batch([shown]))
+    inputs = Encoder.of(loaded, processor).inputs(loaded, [shown])
     about = f"{Path(model).name}, {shown.suite} {shown.id}"
     figure = plots.plot_prompt(loaded, inputs, kind, variants, size, about)
     typer.echo(f"wrote {plots.save(figure, path)}")
-
-
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _budgets(text: str) -> list[float | int]:
@@ -295,12 +300,6 @@ def _budgets(text: str) -> list[float | int]:
     return found
 
 
-def _on(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    from .measure import on_device
-
-    return on_device(model, inputs)
-
-
 def _check_file(out: Path) -> None:
     """Refuse an --out that is no file, before a model is loaded."""
     if out.is_dir():
@@ -308,13 +307,3 @@ def _check_file(out: Path) -> None:
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: no such folder")
     check_place(out.parent)
-
-
-# What `mmkv` mounts.
-commands = typer.Typer(
-    name="mmkv", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
-)
-commands.command("eval")(eval_command)
-commands.command("report")(report_command)
-commands.command("calibrate")(calibrate_command)
-commands.command("plot")(plot_command)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mmkv.chat import on_device
+
 from .prompts import Encoder
 from .scoring import rouge_l, score
 from .store import Row
@@ -64,14 +66,6 @@ class Job:
         if index not in self._answers:
             self._answers[index] = self.encoder.answer(self.samples[index])
         return self._answers[index]
-
-
-def on_device(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs where the model is, pictures in its dtype."""
-    device, dtype = model.device, model.dtype
-    return {
-        k: v.to(device, dtype) if v.is_floating_point() else v.to(device) for k, v in inputs.items()
-    }
 
 
 def measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, ...]) -> list[Row]:

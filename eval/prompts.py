@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mmkv.chat import adds_special
+from mmkv.chat import adds_special, on_device
 
 from .samples import open_images
 
@@ -17,12 +17,9 @@ _TEMPLATE_ROOM = 32
 
 
 class Encoder:
-    """Encodes samples for one model.
+    """Encodes samples by a transformers processor, or a tokenizer for a text model.
 
-    Args:
-        processor: a transformers processor, or a tokenizer for a text model.
-        max_length: the model's longest sequence; prompts of samples with `truncate` are cut in
-            their middle to fit it. None cuts nothing.
+    Prompts of samples with `truncate` are cut in their middle to fit `max_length` tokens.
     """
 
     def __init__(self, processor: Any, max_length: int | None = None) -> None:
@@ -31,6 +28,15 @@ class Encoder:
         self.max_length = max_length
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
+
+    @classmethod
+    def of(cls, model: Any, processor: Any) -> Encoder:
+        """One that cuts prompts to the model's own length."""
+        return cls(processor, longest(model))
+
+    def inputs(self, model: Any, samples: Sequence[Sample]) -> dict[str, Any]:
+        """`batch`, where the model is."""
+        return on_device(model, self.batch(samples))
 
     def batch(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """The prompts as one left-padded batch of tensors."""
@@ -99,7 +105,7 @@ class Encoder:
         """The prompt's text, cut in its middle where the sample allows it and it is too long."""
         if not sample.truncate or self.max_length is None:
             return sample.prompt
-        from mmkv.eval.suites.longbench import truncate_middle
+        from .suites.longbench import truncate_middle
 
         room = self.max_length - sample.max_new_tokens - _TEMPLATE_ROOM
         ids = self._ids(sample.prompt, special=False)

@@ -6,7 +6,7 @@ is one line.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -177,10 +177,14 @@ def encode(loaded: Loaded, question: str, pictures: Sequence[Image.Image]) -> di
             return_dict=True,
             return_tensors="pt",
         )
-    model = loaded.model
+    return on_device(loaded.model, inputs)
+
+
+def on_device(model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs where the model is, pictures in its dtype."""
+    device, dtype = model.device, model.dtype
     return {
-        k: x.to(model.device, model.dtype) if x.is_floating_point() else x.to(model.device)
-        for k, x in inputs.items()
+        k: x.to(device, dtype) if x.is_floating_point() else x.to(device) for k, x in inputs.items()
     }
 
 
@@ -252,7 +256,7 @@ def ask(
     return Answer(
         text=loaded.processor.decode(new, skip_special_tokens=True).strip(),
         tokens=len(new),
-        nbytes=_nbytes(cache) if policy is None else cache.nbytes,
+        nbytes=cache_nbytes(cache),
         report=None if policy is None else cache.report(),
         kept=kept,
     )
@@ -265,7 +269,11 @@ def _kept(cache: Any) -> list[tuple[int, Tensor]]:
     return [(i, cache.shares(i)[0].cpu()) for i, x in layers if isinstance(x, CompressedLayer)]
 
 
-def _nbytes(cache: Any) -> int:
+def cache_nbytes(cache: Any) -> int:
+    """Bytes that a cache holds for keys and values, of a wrapped model or not."""
+    counted = getattr(cache, "nbytes", None)
+    if counted is not None:
+        return counted
     held = [t for x in cache.layers for t in (x.keys, x.values) if t is not None]
     return sum(t.untyped_storage().nbytes() for t in held)
 

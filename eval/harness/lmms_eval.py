@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from mmkv.chat import adds_special
+from mmkv.chat import adds_special, on_device
 from mmkv.eval.loading import load_model
-from mmkv.eval.measure import on_device
 from mmkv.eval.prompts import longest
 from mmkv.eval.variants import plugin_arguments
 
