@@ -7,7 +7,7 @@ processes, so that a run of several gives the rows of a run of one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,8 @@ from mmkv.budgets import named, number
 from .measure import FULL, Job, head, measure
 from .processes import Processes, find_processes
 from .prompts import Encoder, longest
-from .store import (
-    Row,
-    Store,
-    describe_environment,
-    digest_of,
-    environment_id,
-    key_of,
-)
+from .samples import suite_notes
+from .store import Row, Store, describe_environment, digest, key_of
 from .variants import Variant, parse_variants
 
 if TYPE_CHECKING:
@@ -58,7 +52,7 @@ def run(
     Args:
         model: not wrapped; it is wrapped for each policy and budget, and left unwrapped.
         processor: a transformers processor, or a tokenizer for a text model.
-        samples: the suite.
+        samples: the suite, as they are; `data` and `limit`, from which they came, are recorded.
         policies: see `parse_variants`. "full" is added where the metrics compare with it.
         budgets: fractions of the prompt, or numbers of tokens.
         metrics: any of "ppl", "rouge" (ROUGE-L against the full cache's reply and against the
@@ -67,8 +61,8 @@ def run(
         options: given to every policy that reads them.
         batch_size: samples at once. With several processes, at most samples / processes.
         model_name: recorded; by default the config's.
-        data: recorded; with "builtin", windows default to 8 tokens.
-        limit: recorded; samples are taken as they are.
+        data: with "builtin", windows default to 8 tokens.
+        limit: recorded.
         max_length: prompts that may be cut are cut to it; by default the model's own length.
         seed: of torch, for policies that draw.
         processes: this process's place; by default what the launcher says.
@@ -97,7 +91,9 @@ def run(
         "model": model_name or model.config.name_or_path or type(model).__name__,
         "suite": samples[0].suite,
         "data": data,
-        "data_digest": digest_of(samples),
+        "data_digest": digest(
+            [[s.id, s.task, s.prompt, list(s.answers), len(s.images)] for s in samples]
+        ),
         "policies": {v.label: v.recorded for v in variants},
         "budgets": list(budgets),
         "metrics": list(metrics),
@@ -109,20 +105,19 @@ def run(
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "seed": seed,
-        "notes": list(dict.fromkeys(s.note for s in samples if getattr(s, "note", ""))),
+        "notes": list(suite_notes(samples)),
     }
     environment = describe_environment(model.device)
     store = Store(out, None if processes.count == 1 else processes.rank)
-    labels = [v.label for v in variants]
-    columns = [1.0, *(b for b in budgets if named(b) != "1.0")]
+    order = [v.label for v in variants], [1.0, *(b for b in budgets if named(b) != "1.0")]
     store.check(settings)
     if processes.main:
         store.claim(settings, environment)
-        store.merge(labels, columns)
+        store.merge(*order)
     processes.wait()
     rows = {key_of(row): row for row in store.rows()}
     about = {
-        "run": environment_id(settings, environment),
+        "run": digest([settings, environment]),
         "model": settings["model"],
         "n": len(samples),
     }
@@ -138,20 +133,22 @@ def run(
             f"use --batch-size {max(1, len(samples) // processes.count)} or less"
         )
     _try_all(model, variants, budgets)
-    total = sum(len(batch) for batch in mine) * sum(len(v.budgets(budgets)) for v in variants)
+    work = [(v, budget, batch) for v in variants for budget in v.budgets(budgets) for batch in mine]
     torch.manual_seed(seed)
+    total = sum(len(batch) for _, _, batch in work)
     with _progress(total, shown=progress and processes.main) as advance:
-        for variant, budget, batch in _work(variants, budgets, mine):
+        for variant, budget, batch in work:
             missing = [i for i in batch if key_of(head(variant, budget, i)) not in rows]
             if missing:
                 done = [r for r in measure(job, variant, budget, batch) if r["index"] in missing]
                 store.append(done)
                 rows |= {key_of(r): r for r in done}
             if variant.name == FULL:
-                _remember(job, rows, variant, batch)
+                found = {i: rows[key_of(head(variant, 1.0, i))].get("text") for i in batch}
+                job.references |= {i: text for i, text in found.items() if text is not None}
             advance(len(batch), f"{variant.label} {named(budget)}")
     processes.wait()
-    merged = store.merge(labels, columns) if processes.main else list(rows.values())
+    merged = store.merge(*order) if processes.main else list(rows.values())
     processes.wait()
     return merged
 
@@ -196,25 +193,6 @@ def check_measurable(samples: Sequence[Sample], metrics: Sequence[str]) -> None:
         raise ValueError(f"metric 'ppl': the samples of suite {suite!r} have no answers to score")
 
 
-def _remember(job: Job, rows: Mapping[Any, Row], variant: Variant, batch: tuple[int, ...]) -> None:
-    """The full cache's replies, which the others are compared with."""
-    for i in batch:
-        text = rows[key_of(head(variant, 1.0, i))].get("text")
-        if text is not None:
-            job.references[i] = text
-
-
-def _work(
-    variants: Sequence[Variant],
-    budgets: Sequence[float | int],
-    batches: Sequence[tuple[int, ...]],
-) -> Iterator[tuple[Variant, float | int, tuple[int, ...]]]:
-    for variant in variants:
-        for budget in variant.budgets(budgets):
-            for batch in batches:
-                yield variant, budget, batch
-
-
 def _try_all(model: Any, variants: Sequence[Variant], budgets: Sequence[float | int]) -> None:
     """Put each policy on the model once, so that one that cannot work fails at the start."""
     for variant in variants:
@@ -229,26 +207,19 @@ def _try_all(model: Any, variants: Sequence[Variant], budgets: Sequence[float | 
 @contextmanager
 def _progress(total: int, *, shown: bool) -> Generator[Callable[[int, str], None]]:
     """A bar with the time left on standard error; in a pipe, a line for each policy and budget."""
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
     console = Console(stderr=True)
     columns = (
-        TextColumn("{task.description:<24}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        progress.TextColumn("{task.description:<24}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("left"),
+        progress.TimeRemainingColumn(),
     )
-    bar = Progress(*columns, console=console, disable=not (shown and console.is_terminal))
+    bar = progress.Progress(*columns, console=console, disable=not (shown and console.is_terminal))
     task = bar.add_task("", total=total)
     done, last = 0, ""
 

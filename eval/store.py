@@ -72,21 +72,16 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 class Store:
-    """Reads and writes a run's folder.
+    """Reads and writes a run's folder, which is created if it is missing.
 
-    Args:
-        folder: created if it is missing.
-        rank: this process's number in a run of several, None in a run of one.
+    `rank` is this process's number in a run of several, None in a run of one.
     """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int | None = None) -> None:
         self.folder = Path(folder)
-        self.rank = rank
-
-    @property
-    def own_file(self) -> Path:
-        """Where this process appends."""
-        return self.folder / (_ROWS if self.rank is None else f"rows.{self.rank}.jsonl")
+        self.settings_file, self.rows_file = self.folder / _SETTINGS, self.folder / _ROWS
+        # Where this process appends.
+        self.own_file = self.rows_file if rank is None else self.folder / f"rows.{rank}.jsonl"
 
     def check(self, settings: dict[str, Any]) -> None:
         """Whether a run may start or go on here; every process asks for itself.
@@ -94,48 +89,50 @@ class Store:
         Raises:
             RunError: the folder holds a run of other settings; the message names the first.
         """
-        if (self.folder / _SETTINGS).exists():
-            there = read_settings(self.folder)["settings"]
-            check_same(there, json.loads(json.dumps(settings)), self.folder)
+        if not self.settings_file.exists():
+            return
+        there, here = read_settings(self.folder)["settings"], json.loads(json.dumps(settings))
+        for name in {**there, **here}:
+            if there.get(name) != here.get(name):
+                raise RunError(
+                    f"{self.folder} holds a run with {name}={there.get(name)!r}, this one has "
+                    f"{name}={here.get(name)!r}: choose another --out for a new run, or the same "
+                    "options to go on with that one"
+                )
 
     def claim(self, settings: dict[str, Any], environment: dict[str, Any]) -> None:
-        """Start a run here, or go on with the one that is here.
-
-        Raises:
-            RunError: the folder holds a run of other settings; the message names the first.
-        """
-        self.check(settings)
+        """Start a run here, or go on with the one that is here, after `check`."""
         run: dict[str, Any] = {"settings": settings, "made_by": []}
-        if (self.folder / _SETTINGS).exists():
+        if self.settings_file.exists():
             run = read_settings(self.folder)
-        made_by = {"id": environment_id(settings, environment), **environment}
+        made_by = {"id": digest([settings, environment]), **environment}
         if made_by not in run["made_by"]:
             run["made_by"].append(made_by)
             self.folder.mkdir(parents=True, exist_ok=True)
-            _replace(self.folder / _SETTINGS, json.dumps(run, indent=2) + "\n")
+            _replace(self.settings_file, json.dumps(run, indent=2) + "\n")
 
     def rows(self) -> list[Row]:
         """All rows of all processes, each once, in the order found."""
         found: dict[Key, Row] = {}
-        for path in [self.folder / _ROWS, *sorted(self.folder.glob("rows.*.jsonl"))]:
+        for path in [self.rows_file, *self._parts()]:
             for row in read_rows(path):
                 found.setdefault(key_of(row), row)
         return list(found.values())
 
     def append(self, rows: Iterable[Row]) -> None:
         """Write rows and see them to the disk."""
-        self._mend()
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.own_file.open("a", encoding="utf-8") as file:
             for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+                file.write(_line(row))
                 file.flush()
             os.fsync(file.fileno())
 
     def merge(self, policies: Sequence[str] = (), budgets: Sequence[float | int] = ()) -> list[Row]:
         """Bring all rows into `rows.jsonl`, in order of policy, budget and sample.
 
-        To be called by one process while no other writes.
+        To be called by one process while no other writes, and before rows are appended: a last
+        line that was cut short is dropped here.
         """
         rank = {name: i for i, name in enumerate(policies)}
         place = {json.dumps(budget): i for i, budget in enumerate(budgets)}
@@ -144,53 +141,25 @@ class Store:
             policy, budget, index = key_of(row)
             return rank.get(policy, len(rank)), place.get(budget, len(place)), index
 
-        rows = sorted(self.rows(), key=order)
-        parts = sorted(self.folder.glob("rows.*.jsonl"))
-        if rows or parts:
-            lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-            _replace(self.folder / _ROWS, "".join(lines))
+        rows, parts = sorted(self.rows(), key=order), self._parts()
+        if parts or self.rows_file.exists():
+            _replace(self.rows_file, "".join(map(_line, rows)))
         for part in parts:
             part.unlink()
         return rows
 
-    def _mend(self) -> None:
-        """Cut off a last line that was not finished."""
-        path = self.own_file
-        if not path.exists():
-            return
-        with path.open("rb+") as file:
-            size = file.seek(0, os.SEEK_END)
-            if size == 0:
-                return
-            file.seek(size - 1)
-            if file.read(1) != b"\n":
-                file.seek(0)
-                file.truncate(file.read().rfind(b"\n") + 1)
+    def _parts(self) -> list[Path]:
+        return sorted(self.folder.glob("rows.*.jsonl"))
 
 
-def check_same(there: dict[str, Any], here: dict[str, Any], folder: Path) -> None:
-    """Refuse to mix rows of different settings.
-
-    Raises:
-        RunError: names the first option that differs, with both values.
-    """
-    for name in [*there, *(n for n in here if n not in there)]:
-        if there.get(name) != here.get(name):
-            raise RunError(
-                f"{folder} holds a run with {name}={there.get(name)!r}, this one has "
-                f"{name}={here.get(name)!r}: choose another --out for a new run, or the same "
-                "options to go on with that one"
-            )
+def _line(row: Row) -> str:
+    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def environment_id(settings: dict[str, Any], environment: dict[str, Any]) -> str:
-    """The `run` field of the rows: settings, versions, commit and device in eight digits."""
-    return _digest([settings, environment])
-
-
-def digest_of(samples: Iterable[Any]) -> str:
-    """A fingerprint of samples' texts, so that a changed data file does not go unnoticed."""
-    return _digest([[s.id, s.task, s.prompt, list(s.answers), len(s.images)] for s in samples])
+def digest(data: Any) -> str:
+    """A fingerprint of plain data in eight digits."""
+    text = json.dumps(data, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def describe_environment(device: Any) -> dict[str, Any]:
@@ -209,11 +178,6 @@ def describe_environment(device: Any) -> dict[str, Any]:
         "commit": _commit(Path(mmkv.__file__).parent),
         "device": name,
     }
-
-
-def _digest(data: Any) -> str:
-    text = json.dumps(data, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _commit(folder: Path) -> str | None:

@@ -25,8 +25,7 @@ class Variant:
         label: how it was asked for, such as "xkv" or "prefixkv:layers=uniform".
         name: the registered policy.
         options: what differs from its defaults.
-        profile: a profile's path; "{budget}" in it stands for the kept fraction, "{removed}" for
-            the rest.
+        profile: a path, in which "{budget}" is the kept fraction and "{removed}" the rest.
         kv_dtype: "int8" or "int4" where kept pairs are quantised.
     """
 
@@ -103,10 +102,9 @@ def parse_variants(
         if any(v.label == label for v in variants):
             raise ValueError(f"policy {label!r} is named twice")
         variants.append(Variant(label, cls.name, chosen, profile, kv_dtype))
-    for name in options:
-        if name not in used:
-            labels = ", ".join(v.label for v in variants)
-            raise ValueError(f"option {name!r} is read by none of the policies {labels}")
+    if unread := [name for name in options if name not in used]:
+        labels = ", ".join(v.label for v in variants)
+        raise ValueError(f"option {unread[0]!r} is read by none of the policies {labels}")
     return variants
 
 

@@ -132,6 +132,15 @@ def test_a_torn_run_goes_on_to_the_same_rows(model, tokenizer, tmp_path):
     assert read_rows(path)[:13] == [json.loads(line) for line in lines[:13]]
 
 
+def test_a_run_killed_in_its_first_line_begins_anew(model, tokenizer, tmp_path):
+    asked = {"policies": ["full"], "metrics": ["ppl"]}
+    whole = run(model, tokenizer, tmp_path / "whole", **asked)
+    run(model, tokenizer, tmp_path / "torn", **asked)
+    (tmp_path / "torn" / "rows.jsonl").write_text('{"policy": "fu')
+    assert without_times(run(model, tokenizer, tmp_path / "torn", **asked)) == without_times(whole)
+    assert len(read_rows(tmp_path / "torn" / "rows.jsonl")) == 5
+
+
 @pytest.mark.slow
 def test_nothing_is_computed_twice(model, tokenizer, tmp_path, monkeypatch):
     rows = run(model, tokenizer, tmp_path)
