@@ -64,13 +64,15 @@ class Figures:
         for row in rows:
             tasks.setdefault(row["task"], []).append(row)
         scored = [r for r in rows if r.get("nll") is not None]
-        own = {
+        own: dict[str, Any] = {
             "n": len(rows),
             "errors": sum("error" in r for r in rows),
             "ppl": perplexity([r["nll"] for r in scored], [r["answer_tokens"] for r in scored]),
             "score": mean_known(_mean(group, "score") for group in tasks.values()),
         }
-        means = {f.name: _mean(rows, f.name) for f in fields(cls) if f.name not in own}
+        means: dict[str, Any] = {
+            f.name: _mean(rows, f.name) for f in fields(cls) if f.name not in own
+        }
         return cls(**own, **means)
 
 

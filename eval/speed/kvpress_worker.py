@@ -71,7 +71,7 @@ class Turns:
         else:
             config = hf.AutoConfig.from_pretrained(path)
             seeing = hasattr(config, "vision_config")
-            maker = hf.AutoModelForImageTextToText if seeing else hf.AutoModelForCausalLM
+            maker: Any = hf.AutoModelForImageTextToText if seeing else hf.AutoModelForCausalLM
             chosen = "auto" if dtype == "auto" else getattr(torch, dtype)
             model = maker.from_pretrained(path, dtype=chosen, use_safetensors=True)
             self.model = model.to(device).eval()

@@ -203,7 +203,8 @@ class Result:
     def from_dict(cls, data: dict[str, Any]) -> Result:
         """Back from `to_dict`."""
         rows = [{k: v for k, v in row.items() if k != "summary"} for row in data["rows"]]
-        return cls(**{**data, "rows": [RowResult(**row) for row in rows]})
+        plain: dict[str, Any] = {**data, "rows": [RowResult(**row) for row in rows]}
+        return cls(**plain)
 
     @property
     def measured(self) -> bool:

@@ -8,6 +8,7 @@ alternatives and "<AND>" joins parts. Built-in data are questions about held-out
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from mmkv.eval.samples import DataError, Request, Sample
 from mmkv.eval.suites import files
@@ -28,7 +29,7 @@ def load(request: Request) -> list[Sample]:
         raise DataError(f"{path}: expected an object of entries by id, or a list of entries")
     folder = files.find_image_folder(path, request.image_folder)
     listed = isinstance(content, list)
-    numbered = list(enumerate(content) if listed else content.items())
+    numbered: list[tuple[Any, Any]] = list(enumerate(content) if listed else content.items())
     names, samples = files.Names(), []
     for key, value in numbered[: request.limit]:
         entry = files.as_entry(path, f"entry {key!r}", value)
