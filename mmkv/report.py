@@ -56,6 +56,7 @@ class CacheReport:
         policy: its name.
         budget: what was asked for.
         seen: tokens seen by each row, [B].
+        generated: how many of them came after the last prompt.
         layers: one report a layer.
         nbytes: bytes of all storages, empty slots included.
         full_nbytes: bytes that a cache of all tokens seen (padding included) would hold.
@@ -69,6 +70,7 @@ class CacheReport:
     policy: str
     budget: float | int | None
     seen: list[int]
+    generated: int
     layers: list[LayerReport]
     nbytes: int
     full_nbytes: int
@@ -115,6 +117,7 @@ class CacheReport:
             policy=cache.plan.policy.name,
             budget=cache.plan.budget,
             seen=seen,
+            generated=generated,
             layers=layers,
             nbytes=cache.nbytes,
             full_nbytes=full,
@@ -135,7 +138,9 @@ class CacheReport:
         from rich.table import Table
 
         held = "" if self.kv_dtype is None else f" in {self.kv_dtype}"
-        title = f"{self.policy}, budget {self.budget}: {self.kept_fraction:.1%} kept{held}"
+        made = f" and {self.generated} generated tokens" if self.generated else ""
+        kept = f"{self.kept_fraction:.1%} of the prompt{made} kept{held}"
+        title = f"{self.policy}, budget {self.budget}: {kept}"
         table = Table(title=title, caption="; ".join(self.notes) or None)
         grouped = any(x.groups is not None for x in self.layers)
         columns = ["layer", "kept per head", "min-max", "KiB", "retained importance"]
