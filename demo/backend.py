@@ -34,6 +34,10 @@ LONGEST_QUESTION = 4000  # characters
 _INTERVAL = 0.1  # seconds between two looks at the answers
 
 
+class NoPictureError(ValueError):
+    """A question before any picture; how to choose one differs between page and terminal."""
+
+
 class Engine:
     """One model that serves many conversations, whose tokens take turns on it."""
 
@@ -142,7 +146,7 @@ class Conversation:
         loaded = self.engine.loaded
         pictures = [] if picture is None else [picture]
         if loaded.reads_pictures and not self._pictures and not pictures:
-            raise ValueError("there is no picture yet: choose an example or upload one")
+            raise NoPictureError("there is no picture yet")
         mark = getattr(loaded.processor, "image_token", None)
         if mark and mark in question:
             raise ValueError(f"the question holds {mark!r}, which stands for a picture: reword it")

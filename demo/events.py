@@ -12,6 +12,7 @@ from typing import Any
 import gradio as gr
 
 from . import options, views
+from .backend import NoPictureError
 from .session import Session, read_upload
 from .values import Settings, Turn
 
@@ -154,14 +155,18 @@ def ask(
                 yield shown, gr.skip(), gr.skip(), gr.skip(), gr.skip(), *rest
         assert turn is not None
         yield _answered(session, turn, idle)
-    except ValueError as error:
-        yield views.conversation(session.turns), views.message(str(error)), "", *idle, *rest
     except Exception as error:
-        log.exception("an answer failed")
-        text = (
-            f"the model failed: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
-        )
-        yield views.conversation(session.turns), views.message(text), "", *idle, *rest
+        text = views.message(_explained(error))
+        yield views.conversation(session.turns), text, "", *idle, *rest
+
+
+def _explained(error: Exception) -> str:
+    if isinstance(error, NoPictureError):
+        return f"{error}: choose an example or upload one"
+    if isinstance(error, ValueError):
+        return str(error)
+    log.error("an answer failed", exc_info=error)
+    return f"the model failed: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
 
 
 def _answered(session: Session, turn: Turn, idle: tuple[Any, Any]) -> tuple[Any, ...]:

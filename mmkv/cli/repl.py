@@ -39,6 +39,8 @@ class Repl:
 
     def run(self, lines: Iterable[str]) -> int:
         """Serve until the lines end or /quit; the number of lines that were refused."""
+        from mmkv.demo.backend import NoPictureError
+
         refused = 0
         for line in lines:
             text = line.strip()
@@ -51,7 +53,8 @@ class Repl:
                     self._ask(text)
             except ValueError as error:
                 refused += 1
-                self._say(f"error: {error}", "red")
+                how = ": /image PATH chooses one" if isinstance(error, NoPictureError) else ""
+                self._say(f"error: {error}{how}", "red")
         return refused
 
     def _command(self, name: str = "", *words: str) -> None:

@@ -88,7 +88,7 @@ def test_budgets_that_mean_something_else(engines):
     ("line", "message"),
     slow_except(
         [
-            ("What is there?", "no picture yet"),
+            ("What is there?", "error: there is no picture yet: /image PATH chooses one\n"),
             ("/image nowhere.png", "nowhere.png"),
             ("/policy nosuch", "unknown policy 'nosuch'"),
             ("/policy snapkv windw=3", "'windw'"),
