@@ -23,6 +23,12 @@ HELP = """\
 /clear                    forget the conversation and free its caches
 /quit                     (or the end of the input)
 Anything else is a question; Ctrl-C stops an answer."""
+# With what they need missing, the help is shown; so it is for a slash alone.
+_COMMANDS = ("", "help", "image", "policy", "budget", "kv-dtype", "quit")
+
+
+class _UnknownCommandError(ValueError):
+    """A line that begins with a slash and names no command."""
 
 
 class Repl:
@@ -55,6 +61,8 @@ class Repl:
                 refused += 1
                 how = ": /image PATH chooses one" if isinstance(error, NoPictureError) else ""
                 self._say(f"error: {error}{how}", "red")
+                if isinstance(error, _UnknownCommandError):
+                    self._say(HELP, "dim")
         return refused
 
     def _command(self, name: str = "", *words: str) -> None:
@@ -73,8 +81,10 @@ class Repl:
         elif name == "clear":
             self.session.clear()
             self._say("the conversation is forgotten", "dim")
-        else:
+        elif name in _COMMANDS:
             self._say(HELP, "dim")
+        else:
+            raise _UnknownCommandError(f"unknown command {'/' + name!r}")
 
     def _set(self, **changes: Any) -> None:
         from mmkv import budgets

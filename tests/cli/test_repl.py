@@ -107,6 +107,16 @@ def test_a_refused_line_says_why_and_the_chat_goes_on(engines, line, message):
     assert len(session.turns) == 1
 
 
+def test_an_unknown_command_is_named_before_the_help(engines):
+    out, refused, session = talk(engines, "/polcy snapkv", "/help", "/budget")
+    first, *rest = out.splitlines()
+    assert first == "error: unknown command '/polcy'"
+    assert refused == 1
+    assert sum(line.startswith("/policy NAME") for line in rest) == 3
+    assert "error" not in "\n".join(rest)
+    assert session.turns == []
+
+
 def test_it_works_in_a_pipe(monkeypatch, capsys):
     from mmkv.cli import commands
 
