@@ -170,7 +170,7 @@ def report_command(
 def calibrate_command(
     out: Annotated[Path, typer.Option(help="The profile's file.")] = Path("profile.json"),
     policy: Annotated[
-        str, typer.Option(help="One that sizes layers by the prompt: prefixkv, xkv, squeeze.")
+        str, typer.Option(help="prefixkv, xkv or squeeze, which size layers; or condense.")
     ] = "prefixkv",
     budget: Annotated[str, typer.Option(help="Fraction of the prompt kept.")] = "0.2",
     model: _Model = "builtin",
@@ -185,7 +185,7 @@ def calibrate_command(
     dtype: _Dtype = "auto",
     device_map: _Map = None,
 ) -> None:
-    """Average a policy's layer sizes over a suite's prompts, into a profile.
+    """Measure a policy's layer sizes, or what each head costs, on a suite's prompts.
 
     Use it by `mmkv.wrap(model, profile=...)`, or in a run as the policy prefixkv:profile=PATH, in
     which {budget} stands for each budget.
@@ -212,7 +212,8 @@ def calibrate_command(
     inputs = (encoder.inputs(loaded, [sample]) for sample in samples)
     profile = calibrate(loaded, inputs, variant.name, size, **variant.options)
     profile.save(out)
-    shares = " ".join(f"{f:.3f}" for f in profile.fractions)
+    kept = profile.fractions if profile.curves is None else profile.curves.by_layer(size)
+    shares = " ".join(f"{share:.3f}" for share in kept)
     typer.echo(f"kept by layer, mean of {profile.samples} prompts: {shares}")
     typer.echo(f"wrote {out}")
 

@@ -1,14 +1,15 @@
-"""Calibration: measure the layer sizes of a profile over a few samples."""
+"""Calibration: measure a profile, layer sizes or what each head costs, over a few samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
-from mmkv import adapters
+from mmkv import adapters, sensitivity
+from mmkv.parts.calibrated import CalibratedHeads
 from mmkv.profiles import CLOSE, Profile, model_shape
 from mmkv.registry import get_policy
 from mmkv.wrapping import wrapped
@@ -21,33 +22,40 @@ def calibrate(
     budget: float = 0.5,
     **policy_options: Any,
 ) -> Profile:
-    """Average a policy's per-layer kept fractions over samples.
+    """Measure a profile over samples.
+
+    It is the mean of a policy's kept fractions by layer; or, for policies with heads="calibrated"
+    (condense), what shrinking each head costs the model's own greedy replies.
 
     Args:
         model: not wrapped; it is wrapped for the length of the call.
         samples: what `model(**sample)` takes, such as a processor returns; each row of a batch
             counts as a sample.
-        policy: one whose layer sizes depend on the prompt: prefixkv, xkv, squeeze.
-        budget: a fraction in (0, 1).
+        policy: one whose layer sizes depend on the prompt: prefixkv, xkv, squeeze; or condense.
+        budget: a fraction in (0, 1); what each head costs does not depend on it.
         policy_options: override the policy's defaults.
 
     Returns:
         A profile for `mmkv.wrap(model, profile=...)`.
 
     Raises:
-        ValueError: no samples, or a policy whose sizes do not depend on the prompt.
+        ValueError: no samples, one that is no mapping of inputs, or a policy whose sizes do not
+            depend on the prompt.
     """
     chosen = get_policy(policy, **policy_options)
+    config = adapters.find(model).config
+    if isinstance(chosen.heads, CalibratedHeads):
+        curves, n = sensitivity.measure(model, _checked(samples), chosen)
+        return Profile(policy=chosen.name, samples=n, model=model_shape(config), curves=curves)
     if not chosen.layers.needs:
         raise ValueError(
             f"policy {chosen.name!r} sizes its layers without looking at the prompt "
             f"(layers={chosen.layers.name!r}): there is nothing to calibrate"
         )
-    config = adapters.find(model).config
     rows: list[list[float]] = []
     asked = None if chosen.retention is not None else budget
     with wrapped(model, chosen, asked), torch.no_grad():
-        for sample in tqdm(samples, desc="calibrate", leave=False, disable=None):
+        for sample in _checked(samples):
             cache = model(**sample, use_cache=True).past_key_values
             for row, length in enumerate(cache.lengths):
                 rows.append([x.keeping().sizes[row] / length for x in cache.compressed])
@@ -63,3 +71,20 @@ def calibrate(
         samples=len(rows),
         model=model_shape(config),
     )
+
+
+def _checked(samples: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
+    """The samples, with a bar of how many are done."""
+    for i, sample in enumerate(tqdm(samples, desc="calibrate", leave=False, disable=None)):
+        if not isinstance(sample, Mapping) or "input_ids" not in sample:
+            raise ValueError(
+                f"calibrate: sample {i} is {_what(sample)}, expected a list of what "
+                "model(**sample) takes, such as [{'input_ids': ids}]"
+            )
+        yield sample
+
+
+def _what(sample: Any) -> str:
+    if isinstance(sample, Mapping):
+        return f"a mapping of {sorted(map(str, sample))} without 'input_ids'"
+    return f"a {type(sample).__name__}"

@@ -17,6 +17,7 @@ from mmkv.parts import (
     Part,
     Protect,
     Score,
+    calibrated,
     decoding,
     merging,
     protection,
@@ -33,7 +34,7 @@ __all__ = ["Decode", "Heads", "Layers", "Merge", "Part", "Policy", "Protect", "S
 
 P = TypeVar("P", bound="Policy")
 # The modules of the built-in parts, which register them.
-MODULES = (decoding, merging, protection, scoring, sizing)
+MODULES = (calibrated, decoding, merging, protection, scoring, sizing)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,13 @@
-"""Profiles: per-layer kept fractions, measured once over a few samples and then reused.
+"""Profiles: layer sizes, or what each head costs, measured once over a few samples and reused.
 
 PrefixKV's offline estimation (arXiv 2412.03409: 10 samples are enough, 1 is close) and XKV's
 sampling (arXiv 2412.05896, section IV-C).
 
 A profile file is JSON: `{"format": "mmkv-profile", "version": 1, "policy", "budget", "samples",
 "fractions", "model"}`, where `fractions` holds the kept fraction of each compressed layer and
-`model` the shape it was measured on. The PrefixKV authors' files, a JSON list of one number per
-layer, the fraction removed, are read too.
+`model` the shape it was measured on. In place of "fractions" and "budget" it may have "levels" and
+"costs", those of `mmkv.curves`. The PrefixKV authors' files, a JSON list of one number per layer,
+the fraction removed, are read too. `FILE` in a model's own folder is the profile it comes with.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from mmkv.budgets import number
+from mmkv.curves import Curves
 from mmkv.loading import untrusted
 
+FILE = "mmkv-profile.json"
 _FORMAT, _VERSION = "mmkv-profile", 1
 _MOST_BYTES = 2**20
 # Budgets that differ by no more are the same but for whole tokens.
@@ -29,36 +32,47 @@ _SHAPE = ("model_type", "num_hidden_layers", "hidden_size", "num_key_value_heads
 
 @dataclass(frozen=True)
 class Profile:
-    """Kept fraction per compressed layer.
+    """Kept fraction per compressed layer, or the cost of each of its heads.
 
     Attributes:
-        fractions: one number in (0, 1] a layer.
-        budget: what was asked for, which is their mean but for rounding.
+        fractions: one number in (0, 1] a layer; none with curves.
+        budget: what was asked for, which is their mean but for rounding; None with curves, which
+            serve every budget.
         policy: the policy it was measured with; None where unknown.
         samples: how many prompts it averages; None where unknown.
         model: the shape of the decoder it was measured on; None where unknown.
+        curves: what each head costs, for layer and head sizes; None: layers have `fractions`.
     """
 
-    fractions: tuple[float, ...]
-    budget: float
+    fractions: tuple[float, ...] = ()
+    budget: float | None = None
     policy: str | None = None
     samples: int | None = None
     model: dict[str, Any] | None = None
+    curves: Curves | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is not a fraction."""
+        if self.curves is not None:
+            if self.fractions or self.budget is not None:
+                raise ValueError("profile: it has curves, and fractions or a budget: give one")
+            return
         for layer, f in enumerate(self.fractions):
             if not isinstance(f, int | float) or isinstance(f, bool) or not 0 <= f <= 1:
                 raise ValueError(f"profile: layer {layer} keeps {f!r}, expected a number in [0, 1]")
         if not self.fractions:
             raise ValueError("profile: no layers")
-        if not 0 < self.budget <= 1:
+        if self.budget is None or not 0 < self.budget <= 1:
             raise ValueError(f"profile: budget={self.budget!r}, expected a number in (0, 1]")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON."""
-        data = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
-        Path(path).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        data: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        curves = data.pop("curves")
+        if curves is not None:
+            del data["fractions"], data["budget"]
+        text = json.dumps(data | (curves or {}), indent=None if curves else 2)
+        Path(path).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
@@ -79,47 +93,45 @@ class Profile:
                 raise ValueError(f"expected a JSON list, or an object with format={_FORMAT!r}")
             if data.get("version") != _VERSION:
                 raise ValueError(f"version {data.get('version')!r}, expected {_VERSION}")
-            if not isinstance(data.get("fractions"), list):
-                raise ValueError("'fractions' is not a list")
-            fractions = tuple(_number(x) for x in data["fractions"])
-            return cls(
-                fractions,
-                budget=_number(data.get("budget"), "budget"),
-                policy=_typed(data, "policy", str),
-                samples=_typed(data, "samples", int),
-                model=_typed(data, "model", dict),
-            )
+            known: dict[str, Any] = {
+                "policy": _typed(data, "policy", str),
+                "samples": _typed(data, "samples", int),
+                "model": _typed(data, "model", dict),
+            }
+            if "costs" in data:
+                levels = _numbers(data.get("levels"), "levels", 1)
+                return cls(curves=Curves(levels, _numbers(data["costs"], "costs", 3)), **known)
+            fractions = _numbers(data.get("fractions"), "fractions", 1)
+            return cls(fractions, budget=_number(data.get("budget"), "budget"), **known)
         except ValueError as error:
             raise ValueError(f"profile {os.fspath(path)}: {_reason(error)}") from None
 
-    def fractions_for(
-        self, config: Any, n_layers: int, budget: SupportsFloat | None
-    ) -> tuple[float, ...]:
-        """The fractions, if they were measured on such a model and spend the budget.
+    def check(self, config: Any, n_layers: int, budget: SupportsFloat | None) -> None:
+        """Whether it was measured on such a model and spends the budget.
 
         Raises:
             ValueError: another model's shape or another budget; the message says both.
         """
-        if len(self.fractions) != n_layers:
-            raise ValueError(
-                f"profile: it has {len(self.fractions)} layers, this model compresses {n_layers}"
-            )
+        there = len(self.fractions if self.curves is None else self.curves.costs)
+        if there != n_layers:
+            raise ValueError(f"profile: it has {there} layers, this model compresses {n_layers}")
         mine = model_shape(config)
-        there = mine if self.model is None else self.model
+        known = mine if self.model is None else self.model
         different = [
-            f"{name} {there.get(name)!r} there, {value!r} here"
+            f"{name} {known.get(name)!r} there, {value!r} here"
             for name, value in mine.items()
-            if there.get(name) != value
+            if known.get(name) != value
         ]
         if different:
             raise ValueError(f"profile: measured on another model: {', '.join(different)}")
-        size = None if budget is None else number(budget)
-        if size is not None and (isinstance(size, int) or abs(size - self.budget) > CLOSE):
+        if self.budget is None or budget is None:
+            return
+        size = number(budget)
+        if isinstance(size, int) or abs(size - self.budget) > CLOSE:
             raise ValueError(
                 f"profile: budget={size}, but the profile keeps {self.budget:.4f}: leave the "
                 "budget out, or calibrate for this one"
             )
-        return self.fractions
 
 
 def read(
@@ -127,8 +139,8 @@ def read(
     config: Any,
     n_layers: int,
     budget: SupportsFloat | None,
-) -> tuple[tuple[float, ...], float]:
-    """The kept fraction of each compressed layer, and their budget.
+) -> Profile:
+    """A profile that fits.
 
     Args:
         profile: a profile, or the path of one.
@@ -140,12 +152,28 @@ def read(
         ValueError: no profile, or one of another model or budget; the message names the file.
     """
     if isinstance(profile, Profile):
-        return profile.fractions_for(config, n_layers, budget), profile.budget
+        profile.check(config, n_layers, budget)
+        return profile
     loaded = Profile.load(profile)
     try:
-        return loaded.fractions_for(config, n_layers, budget), loaded.budget
+        loaded.check(config, n_layers, budget)
     except ValueError as error:
         raise ValueError(f"profile {os.fspath(profile)}: {_reason(error)}") from None
+    return loaded
+
+
+def own(model: Any) -> Profile | None:
+    """The profile in the folder that a model was loaded from, if there is one of its shape.
+
+    Raises:
+        ValueError: the file is no profile.
+    """
+    folder = getattr(model.config, "_name_or_path", None)
+    path = Path(folder or "", FILE)
+    if not folder or not path.is_file():
+        return None
+    found = Profile.load(path)
+    return found if found.model == model_shape(model.get_decoder().config) else None
 
 
 def model_shape(config: Any) -> dict[str, Any]:
@@ -167,6 +195,15 @@ def _number(x: Any, name: str = "") -> float:
     if isinstance(x, bool) or not isinstance(x, int | float) or not -1e6 <= x <= 1e6:
         raise ValueError(f"{name and f'{name}: '}expected a number, got {str(x)[:40]!r}")
     return float(x)
+
+
+def _numbers(x: Any, name: str, depth: int) -> Any:
+    """Numbers in lists, `depth` of them in each other, as tuples."""
+    if not depth:
+        return _number(x, name)
+    if not isinstance(x, list):
+        raise ValueError(f"{name!r} is not a list{' of lists' * (depth - 1)}")
+    return tuple(_numbers(y, name, depth - 1) for y in x)
 
 
 def _typed(data: dict[str, Any], name: str, kind: type) -> Any:

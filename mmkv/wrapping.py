@@ -20,6 +20,7 @@ from mmkv.cache import quantize
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.layer import CompressedLayer
+from mmkv.parts import calibrated
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
 
@@ -47,8 +48,10 @@ def wrap(
             averaged over layers and heads; 1.0 keeps everything, in decoding too. An int is the
             mean number of tokens per layer and head. NumPy's numbers, `Fraction` and `Decimal` are
             read alike.
-        profile: per-layer kept fractions measured by `mmkv.calibrate`, or a file of them; it
-            replaces the policy's layer sizes, and gives the budget where none is named.
+        profile: measured by `mmkv.calibrate`, or a file of it. Kept fractions replace the policy's
+            layer sizes and give the budget where none is named; cost curves replace layer and head
+            sizes. None: a policy with heads="calibrated" looks for "mmkv-profile.json" in the
+            folder that the model was loaded from.
         kv_dtype: "int8" or "int4" to hold what is kept in 8 or 4 bits; None for the model's type.
         evict_chunks: evict after every chunk of a prompt that is read in chunks
             (`generate(..., prefill_chunk_size=1024)`), so that memory is the budget and one chunk
@@ -94,8 +97,13 @@ def wrap(
         )
     fractions = None
     if profile is not None:
-        fractions, size = profiles.read(profile, parts.config, n_layers, budget)
-        budget = size if budget is None else budget
+        known = profiles.read(profile, parts.config, n_layers, budget)
+    else:
+        known = profiles.own(model) if calibrated.wants_profile(chosen) else None
+    if known is not None and known.curves is not None:
+        chosen = calibrated.sized(chosen, known.curves, compressed)
+    elif known is not None:
+        fractions, budget = known.fractions, known.budget if budget is None else budget
     kept = budgets.checked(chosen, budget)
     base = parts.config._attn_implementation
     if base not in attention.NAMES:

@@ -8,9 +8,10 @@ arXiv 2406.18139 (merging); KVzip, arXiv 2505.23416 (observers); ToMe, arXiv 221
 
 from dataclasses import dataclass
 
+from mmkv.parts.calibrated import CalibratedHeads
 from mmkv.parts.merging import MergeIntoGroups
 from mmkv.parts.scoring import Observers
-from mmkv.policy import Merge, Policy, Score
+from mmkv.policy import Heads, Merge, Policy, Score
 from mmkv.registry import register_policy
 
 
@@ -21,4 +22,5 @@ class Condense(Policy):
 
     paper = "mmkv"
     score: Score = Observers()
+    heads: Heads = CalibratedHeads()
     merge: Merge | None = MergeIntoGroups()

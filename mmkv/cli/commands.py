@@ -34,7 +34,7 @@ _MOUNTED = {
         "eval": "Measure policies on a suite.",
         "report": "Summarise measured results.",
         "plot": "Draw measured results.",
-        "calibrate": "Measure a profile of layer budgets.",
+        "calibrate": "Measure a profile of layer or head sizes.",
     },
     "mmkv.eval.speed": {"bench": "Time policies beside the unwrapped model."},
 }
@@ -116,7 +116,7 @@ def chat(
     protect: Annotated[
         str | None, typer.Option(help="instruction keeps the prompt's text; none does not.")
     ] = None,
-    profile: Annotated[Path | None, typer.Option(help="Measured layer budgets.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="Measured layer or head sizes.")] = None,
     kv_dtype: Annotated[
         str | None, typer.Option(help="int8 or int4: hold what is kept in 8 or 4 bits.")
     ] = None,

@@ -124,7 +124,7 @@ def test_a_package_is_found_by_its_entry_points(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
-        "True ['adaptive', 'profile', 'uniform']",
+        "True ['adaptive', 'calibrated', 'profile', 'uniform']",
         "ValueNorm(last=3)",
     ]
 

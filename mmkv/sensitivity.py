@@ -1,0 +1,213 @@
+"""Measures cost curves: what the model's output feels when one head alone is shrunk.
+
+A second-order estimate needs one backward pass a draw for all heads and levels together. The
+model's own greedy reply is read again behind the whole prompt. With labels `y_t` drawn from the
+model and signs `z_t = +-1` at random, the gradient `g` of `sum_t z_t log p(y_t)` has the Fisher
+information as its covariance, so half the mean square of `g . change` is the Kullback-Leibler
+divergence that a change of a head's output causes, to second order, summed over the reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmkv import adapters
+from mmkv.cache import selection
+from mmkv.cache.compressed import CompressedCache
+from mmkv.cache.config import CacheConfig
+from mmkv.cache.dense import DenseKV
+from mmkv.cache.evict import evict
+from mmkv.cache.layer import CompressedLayer
+from mmkv.curves import Curves
+from mmkv.parts.decoding import Grow
+from mmkv.parts.sizing import UniformHeads, UniformLayers
+from mmkv.policy import Policy
+from mmkv.wrapping import wrapped
+
+LEVELS = (0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.45, 0.7, 1.0)
+# Most tokens of a reply, and random labels for each.
+_REPLY, _DRAWS = 128, 16
+# Any at which tokens are scored.
+_BUDGET = 0.5
+
+
+def measure(model: Any, samples: Iterable[Mapping[str, Any]], policy: Policy) -> tuple[Curves, int]:
+    """Cost curves under a policy, means over all tokens of the replies, and how many prompts.
+
+    Args:
+        model: not wrapped; it is wrapped for a part of the call.
+        samples: see `mmkv.calibrate`.
+        policy: what chooses and merges tokens; all heads of a layer are shrunk alike.
+
+    Raises:
+        ValueError: no samples, or none with a reply of two tokens or more.
+    """
+    config, model = adapters.find(model).config, adapters.innermost(model)
+    alike = replace(policy, layers=UniformLayers(), heads=UniformHeads(), decode=Grow())
+    generator = torch.Generator().manual_seed(0)
+    total, tokens, rows = torch.zeros(()), 0, 0
+    # A caller's inference mode would leave nothing to differentiate.
+    with torch.inference_mode(False):
+        for sample in samples:
+            reply, valid = _greedy(model, sample)
+            if not bool(valid.any()):
+                continue
+            cache = _Probe(config, CacheConfig(alike, _BUDGET))
+            with wrapped(model, alike, _BUDGET):
+                with torch.no_grad():
+                    model(**sample, past_key_values=cache, use_cache=True)
+                with torch.enable_grad():
+                    found = model(
+                        input_ids=reply,
+                        attention_mask=_extended(config, sample.get("attention_mask"), reply),
+                        past_key_values=cache,
+                        use_cache=True,
+                    )
+                    log_p = found.logits.float().log_softmax(-1)
+            total = total + cache.costs(log_p, valid, generator)
+            tokens, rows = tokens + int(valid.sum()), rows + int(valid.any(-1).sum())
+    if not tokens:
+        raise ValueError("calibrate: no samples with a reply of two tokens or more")
+    mean = (total / tokens).tolist()
+    rounded = [[[float(f"{c:.4g}") for c in head] for head in layer] for layer in mean]
+    return Curves(LEVELS, tuple(tuple(map(tuple, layer)) for layer in rounded)), rows
+
+
+class _Probe(CompressedCache):
+    """Holds a prompt whole and scored; a reply tells what shrinking each head would change."""
+
+    def __init__(self, config: Any, plan: CacheConfig) -> None:
+        super().__init__(config, plan)
+        # By layer, of the reply: outputs [B, T, Hq, D], and their changes [R - 1, B, T, Hq, D].
+        self.outputs: list[Tensor] = []
+        self.changes: list[Tensor] = []
+        self.heads = 1  # H
+
+    def _evict(self, layer: Any, sizes: list[int]) -> None:
+        """Nothing yet."""
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        delegate: Callable[[], tuple[Tensor, Any]],
+        *,
+        mask: Tensor | None = None,
+        scale: float | None,
+        softcap: float | None = None,
+    ) -> tuple[Tensor, Any]:
+        """The reply's attention over the whole prompt, and over what would be kept at each level.
+
+        In float32: small changes of outputs in bfloat16 would be rounding.
+        """
+        options: Any = {"scale": scale, "softcap": softcap}
+        if self.expects_prompt:
+            return super().attend(layer_idx, query, key, value, delegate, mask=mask, **options)
+        layer, prompt = self.layers[layer_idx], self.prompt
+        assert isinstance(layer, CompressedLayer)
+        assert isinstance(layer.state, DenseKV)
+        assert prompt is not None
+        state = layer.state
+        held = replace(state, keys=state.keys.float(), values=state.values.float())
+        first = layer.seen - query.shape[2]
+        new = torch.arange(first, layer.seen, device=key.device).expand(len(key), 1, -1)
+        options["scale"] = query.shape[-1] ** -0.5 if scale is None else scale
+
+        def read(past: DenseKV, *reply: Tensor) -> Tensor:
+            query, key, value = (x.float() for x in reply)
+            return past.extended(key, value, new).attend(query, first, **options)
+
+        reply = query, key, value
+        out = read(held, *reply)
+        if not out.requires_grad:
+            out.requires_grad_()
+        self.outputs.append(out)
+        self.heads = key.shape[1]
+        with torch.no_grad():
+            whole = prompt.to(key.device)
+            changes = [
+                read(evict(held, self.plan, whole, sizes, 0, layer_idx).dense(), *reply) - out
+                for sizes in map(self._sizes_at, LEVELS[:-1])
+            ]
+        self.changes.append(torch.stack(changes))
+        return out.to(query.dtype), None
+
+    def _sizes_at(self, level: float) -> list[int]:
+        """Each row's tokens at a level."""
+        assert self.prompt is not None
+        rows = zip(self.prompt.lengths, self.prompt.floors, strict=True)
+        policy = self.plan.policy
+        return [
+            selection.row_sizes(policy, level, n_layers=1, length=n, floor=floor)[0]
+            for n, floor in rows
+        ]
+
+    def costs(self, log_p: Tensor, valid: Tensor, generator: torch.Generator) -> Tensor:
+        """Cost curves [L, H, R], in nats, summed over all replies' tokens.
+
+        Args:
+            log_p: float32 [B, T, V], of the token behind each of the reply's.
+            valid: bool [B, T], False behind a reply's end.
+            generator: draws labels and signs, on the host.
+        """
+        p, real = log_p.detach().exp().flatten(0, 1).cpu(), valid.cpu()
+        found = list[Tensor]()
+        for _ in range(_DRAWS):
+            label = torch.multinomial(p, 1, generator=generator).view(*real.shape, 1)
+            sign = (torch.randint(0, 2, real.shape, generator=generator) * 2.0 - 1) * real
+            chosen = log_p.gather(-1, label.to(log_p.device))[..., 0]
+            loss = (chosen * sign.to(chosen.device)).sum()
+            gradients = torch.autograd.grad(loss, self.outputs, retain_graph=True)
+            felt = [
+                torch.einsum("bthd,rbthd->bhr", g, change).cpu()
+                for g, change in zip(gradients, self.changes, strict=True)
+            ]
+            found.append(torch.stack(felt, dim=1).double().unflatten(2, (self.heads, -1)).sum(3))
+        mean = torch.stack(found).square().mean(0)  # [B, L, H, R - 1]
+        return pad(mean.sum(0) / 2, (0, 1))
+
+
+def _greedy(model: Any, sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The model's reply, of which each token but the last is asked what comes next.
+
+    Returns:
+        ids: [B, T], those tokens.
+        valid: bool [B, T], False from a row's end on.
+    """
+    ends = model.generation_config.eos_token_id
+    with torch.no_grad():
+        ids = model.generate(
+            **sample,
+            max_new_tokens=_REPLY,
+            do_sample=False,
+            num_beams=1,
+            return_dict_in_generate=False,
+        )
+    reply = ids[:, sample["input_ids"].shape[1] : -1]
+    over = torch.isin(reply, torch.tensor([] if ends is None else ends, device=reply.device))
+    return reply, over.cumsum(-1) == 0
+
+
+def _extended(config: Any, mask: Tensor | None, reply: Tensor) -> Tensor | None:
+    """A prompt's mask with the reply behind it, for models that count positions by it.
+
+    Raises:
+        ValueError: padding, where the model has MRoPE and would count it before the reply alone.
+    """
+    if mask is None:
+        return None
+    if "mrope_section" in (getattr(config, "rope_parameters", None) or {}):
+        if not bool(mask.all()):
+            raise ValueError(
+                "calibrate: padded prompts of a model with MRoPE: give them one by one"
+            )
+        return None
+    return pad(mask, (0, reply.shape[1]), value=1)

@@ -1,0 +1,470 @@
+"""Head sizes from cost curves: the curves, the profile, and what a cache keeps by them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mmkv
+from helpers import zoo
+from helpers.marks import slow_except
+from helpers.masking import masked_logits
+from helpers.models import make_inputs, make_model, row_of
+from helpers.oracle import ROWS, generate, short
+from mmkv import sensitivity
+from mmkv.curves import Curves
+from mmkv.parts import Heads, Layers
+from mmkv.parts.calibrated import HeadsByCost, LayersByCost
+from mmkv.profiles import FILE, Profile, model_shape
+
+L, H = 3, 2
+LEVELS = (0.1, 0.2, 0.5, 1.0)
+
+
+def made_up(seed: int = 0, layers: int = L, heads: int = H) -> Curves:
+    """Curves that differ by some orders of magnitude, with noise that rises."""
+    rng = random.Random(seed)
+    costs = []
+    for _ in range(layers):
+        scales = [10 ** rng.uniform(-4, 0) for _ in range(heads)]
+        costs.append(
+            tuple(
+                (*(s * math.exp(-5 * r) * rng.uniform(0.7, 1.3) for r in LEVELS[:-1]), 0.0)
+                for s in scales
+            )
+        )
+    return Curves(LEVELS, tuple(costs))
+
+
+def profile_of(model, seed: int = 0) -> Profile:
+    config = model.get_decoder().config
+    curves = made_up(seed, config.num_hidden_layers, config.num_key_value_heads)
+    return Profile(policy="condense", samples=1, model=model_shape(config), curves=curves)
+
+
+def naive_shares(curves: Curves, budget: float, layers) -> list[list[float]]:
+    """As it reads: raise the head and level of the largest drop per slot, again and again."""
+    levels = curves.levels
+    if budget <= levels[0]:
+        return [[budget] * H for _ in layers]
+    falling = {
+        (i, h): [min(curves.costs[i][h][: k + 1]) for k in range(len(levels))]
+        for i in layers
+        for h in range(H)
+    }
+    at = dict.fromkeys(falling, 0)
+    left = len(at) * (budget - levels[0])
+    shares = dict.fromkeys(at, levels[0])
+    while left > 1e-12:
+        drops = [
+            ((c[at[u]] - c[k]) / (levels[k] - levels[at[u]]), k, u)
+            for u, c in falling.items()
+            for k in range(at[u] + 1, len(levels))
+        ]
+        drop, k, u = max(drops, default=(0, 0, None))
+        if drop <= 0:
+            break
+        width = min(left, levels[k] - levels[at[u]])
+        shares[u], at[u], left = shares[u] + width, k, left - width
+    while left > 1e-12:  # nobody asks: a little for each head with room
+        room = [u for u in shares if shares[u] < 1 - 1e-12]
+        step = min(left / len(room), min(1 - shares[u] for u in room))
+        for u in room:
+            shares[u] += step
+        left -= step * len(room)
+    return [[shares[i, h] for h in range(H)] for i in layers]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 999), st.floats(0, 1), st.sampled_from([(0, 1, 2), (1,), (0, 2)]))
+def test_shares_equal_the_loop(seed, budget, layers):
+    curves = made_up(seed)
+    got = curves.shares(budget, layers)
+    assert sum(map(sum, got)) == pytest.approx(budget * H * len(layers))
+    for mine, theirs in zip(got, naive_shares(curves, budget, layers), strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-9)
+        assert all(0 <= x <= 1 for x in mine)
+
+
+def test_the_steepest_head_is_raised_first():
+    """By hand: heads of three layers, one a layer."""
+    rows = ((8.0, 1.0, 0.5, 0.0), (1.0, 0.9, 0.1, 0.0), (0.0, 0.0, 0.0, 0.0))
+    curves = Curves(LEVELS, tuple((row,) for row in rows))
+    for budget, wanted in (
+        (0.05, [0.05, 0.05, 0.05]),
+        (0.1, [0.1, 0.1, 0.1]),
+        (0.4 / 3, [0.2, 0.1, 0.1]),
+        (0.8 / 3, [0.2, 0.5, 0.1]),
+        (0.9, [1.0, 1.0, 0.7]),  # the last asks for nothing, and has room
+    ):
+        assert [x for (x,) in curves.shares(budget, (0, 1, 2))] == pytest.approx(wanted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 99), st.integers(1, 400), st.floats(0.001, 1), st.integers(0, 8))
+def test_sizes_spend_the_total_exactly(seed, length, budget, floor):
+    """Layers, and heads of each, in whole tokens; a head keeps one where there is one to have."""
+    curves, floor = made_up(seed), min(floor, length - 1)
+    policy = mmkv.Policy(
+        layers=LayersByCost(curves=curves), heads=HeadsByCost(curves=curves, layers=(0, 1, 2))
+    )
+    sizes = mmkv.cache.selection.row_sizes(policy, budget, n_layers=L, length=length, floor=floor)
+    assert sum(sizes) == max(round(budget * L * length), L * floor)
+    for i, n in enumerate(sizes):
+        spare = n - floor
+        if 0 < spare < length - floor:
+            split = policy.heads.split(torch.zeros(H, length - floor), spare, layer_idx=i)
+            assert int(split.sum()) == H * spare
+            assert 1 <= int(split.min()) <= int(split.max()) <= length - floor
+
+
+@pytest.mark.parametrize(
+    ("levels", "costs", "message"),
+    [
+        ((), (((),),), r"rise in \(0, 1\], got \[\]"),
+        ((0.2, 0.1), (((1.0, 0.0),),), r"rise .* got \[0.2, 0.1\]"),
+        ((0.0, 0.1), (((1.0, 0.0),),), r"rise"),
+        ((0.5, 1.5), (((1.0, 0.0),),), r"rise"),
+        ((0.5, 1.0), (), r"as many heads"),
+        ((0.5, 1.0), (((1.0, 0.0),), ()), r"as many heads"),
+        ((0.5, 1.0), (((1.0,),),), r"head \(0, 0\): 1 costs for 2 levels"),
+        ((0.5, 1.0), (((1.0, -0.5),),), r"0 or more, got \[1.0, -0.5\]"),
+        ((0.5, 1.0), (((math.nan, 0.0),),), r"0 or more, got \[nan"),
+        ((0.5, 1.0), (((math.inf, 0.0),),), r"0 or more, got \[inf"),
+    ],
+)
+def test_curves_that_are_none(levels, costs, message):
+    with pytest.raises(ValueError, match=message):
+        Curves(levels, costs)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", ["llama-mha", "llava-llama"])
+@pytest.mark.parametrize(
+    ("policy", "budget"), [("condense", 0.2), ("condense", 17), ("snapkv", 0.3), ("h2o", 0.3)]
+)
+def test_eviction_equals_masking(models, policy, budget, name, rows):
+    """The definition of correct, with the sizes of a profile; and the budget is spent."""
+    model, inputs = models(name), make_inputs(name, ROWS[rows])
+    profile = profile_of(model)
+    heads = {"average_heads": False} if policy == "h2o" else {}
+    with mmkv.wrapped(model, policy, budget, profile=profile, **short(policy), **heads):
+        logits, tokens, cache, held = generate(model, inputs)
+    merge = mmkv.get_policy(policy).merge
+    expected = masked_logits(model, inputs, tokens, held, merge=merge)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    kept = torch.tensor([layer.kept for layer in cache.report().layers]) - (policy != "h2o") * 23
+    counts = kept.permute(1, 0, 2).float()  # [B, L, H]
+    for n, row in zip(ROWS[rows], counts, strict=True):
+        per_layer = budget if isinstance(budget, int) else round(budget * L * n) / L
+        assert float(row.mean()) == pytest.approx(per_layer)
+    assert len(counts[0].unique()) > 2, "all heads keep as many"
+
+
+def test_few_slots_and_short_prompts(models):
+    """Nothing fails where a layer or a head gets next to nothing."""
+    model = models("llama")
+    profile = profile_of(model)
+    for policy in ("condense", "snapkv", "streaming"):
+        for lengths in ((1,), (2, 9), (33, 5, 16)):
+            for budget in (0.01, 0.05, 0.2, 0.97):
+                with mmkv.wrapped(model, policy, budget, profile=profile):
+                    logits, _, _, _ = generate(model, make_inputs("llama", lengths), new=3)
+                assert bool(logits.isfinite().all())
+
+
+def test_heads_of_one_ranking_share_their_layers_size(models):
+    """Where all heads of a layer rank tokens alike, a profile sizes layers."""
+    model = models("llama")
+    with mmkv.wrapped(model, "streaming", 0.3, profile=profile_of(model)), torch.no_grad():
+        cache = model(**make_inputs("llama", (90,)), use_cache=True).past_key_values
+    kept = [layer.kept[0] for layer in cache.report().layers]
+    assert sum(map(sum, kept)) == H * round(0.3 * L * 90)
+    assert all(len(set(heads)) == 1 for heads in kept)
+    assert len({heads[0] for heads in kept}) > 1
+
+
+class TestProfile:
+    def test_round_trip(self, models, tmp_path):
+        profile = profile_of(models("llama"))
+        profile.save(tmp_path / "p.json")
+        assert Profile.load(tmp_path / "p.json") == profile
+
+    def test_another_model_is_refused_by_name(self, models, tmp_path):
+        profile = profile_of(models("llama"))
+        profile.save(tmp_path / "p.json")
+        for given_ in (profile, tmp_path / "p.json"):
+            with pytest.raises(ValueError, match=r"another model.*'llama' there, 'qwen2' here"):
+                mmkv.wrap(make_model("qwen2"), "condense", 0.2, profile=given_)
+
+    def test_it_needs_a_budget(self, models):
+        with pytest.raises(ValueError, match="'condense' needs a budget"):
+            mmkv.wrap(models("llama"), "condense", profile=profile_of(models("llama")))
+
+    def test_other_numbers_of_layers_and_heads(self, models):
+        for layers, heads, message in ((2, 2, "2 layers, .* 3"), (3, 4, "4 heads a layer, .* 2")):
+            profile = Profile(curves=made_up(0, layers, heads))
+            with (
+                pytest.raises(ValueError, match=message),
+                mmkv.wrapped(models("llama"), "condense", 0.2, profile=profile),
+                torch.no_grad(),
+            ):
+                models("llama")(**make_inputs("llama", (90,)), use_cache=True)
+
+    def test_fractions_beside_curves(self):
+        with pytest.raises(ValueError, match="give one"):
+            Profile((0.5,), budget=0.5, curves=made_up())
+
+    @pytest.mark.parametrize(
+        ("changed", "message"),
+        [
+            ({"costs": 3}, "'costs' is not a list of lists of lists"),
+            ({"costs": [[3]]}, "'costs' is not a list$"),
+            ({"costs": [[["x"]]]}, "costs: expected a number, got 'x'"),
+            ({"costs": [[[math.nan, 0.0]]]}, "costs: expected a number, got 'nan'"),
+            ({"costs": []}, "as many heads"),
+            ({"costs": [[[1.0]]]}, r"1 costs for 2 levels"),
+            ({"costs": [[[-1.0, 0.0]]]}, "0 or more"),
+            ({"levels": None}, "'levels' is not a list"),
+            ({"levels": [1.0, 0.5]}, "rise"),
+            ({"model": 3}, "'model' is '3', expected dict"),
+        ],
+    )
+    def test_bad_files_are_named(self, models, tmp_path, changed, message):
+        good = {"format": "mmkv-profile", "version": 1, "levels": [0.5, 1.0]}
+        data = good | {"costs": [[[1.0, 0.0]]]} | changed
+        (tmp_path / "p.json").write_text(json.dumps(data))
+        with pytest.raises(ValueError, match=rf"p\.json: .*{message}"):
+            mmkv.wrap(models("llama"), "condense", 0.2, profile=tmp_path / "p.json")
+
+
+class TestOwnProfile:
+    """A model's folder may hold a profile, which a policy without chosen sizes takes."""
+
+    @pytest.fixture
+    def loaded(self, tmp_path):
+        model = make_model("llama")
+        model.save_pretrained(tmp_path)
+        profile_of(model).save(tmp_path / FILE)
+        return type(model).from_pretrained(tmp_path).eval()
+
+    def kept(self, model, **options):
+        with mmkv.wrapped(model, **{"policy": "condense", "budget": 0.2, **options}):
+            _, _, cache, _ = generate(model, make_inputs("llama", (90,)), new=1)
+        return [layer.kept[0] for layer in cache.report().layers]
+
+    def test_it_is_used_unless_sizes_are_chosen(self, loaded, tmp_path):
+        found = self.kept(loaded)
+        assert found == self.kept(loaded, profile=tmp_path / FILE)
+        assert sum(map(sum, found)) == H * round(0.2 * L * 90)
+        assert len({n for heads in found for n in heads}) > 2
+        equal = self.kept(make_model("llama"))
+        assert {n for heads in equal for n in heads} == {18}
+        assert self.kept(loaded, heads="uniform") == equal
+        assert self.kept(loaded, layers="pyramid") != found
+        snapkv = {"policy": "snapkv", **short("snapkv")}
+        assert {n for heads in self.kept(loaded, **snapkv) for n in heads} == {18}
+        assert len({n for h in self.kept(loaded, **snapkv, heads="calibrated") for n in h}) > 2
+
+    def test_of_another_shape_it_is_left_alone(self, loaded, tmp_path):
+        profile_of(make_model("llama-mha")).save(tmp_path / FILE)
+        assert {n for heads in self.kept(loaded) for n in heads} == {18}
+
+    def test_a_broken_one_is_named(self, loaded, tmp_path):
+        (tmp_path / FILE).write_text("{")
+        with pytest.raises(ValueError, match=FILE):
+            mmkv.wrap(loaded, "condense", 0.2)
+        mmkv.unwrap(mmkv.wrap(loaded, "snapkv", 0.2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneLayer(Layers):
+    """One layer keeps less than all."""
+
+    layer: int
+    size: int
+
+    def sizes(self, total, *, n_layers, length, **known):
+        return [self.size if i == self.layer else length for i in range(n_layers)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneHead(Heads):
+    """One head of it does."""
+
+    layer: int
+    head: int
+    size: int
+
+    def split(self, scores, spare, *, layer_idx):
+        H, C = scores.shape
+        return torch.tensor([self.size if h == self.head else C for h in range(H)])
+
+
+class TestMeasure:
+    """The estimate, on tiny models whose replies are random words."""
+
+    @pytest.fixture(autouse=True)
+    def short_replies(self, monkeypatch):
+        monkeypatch.setattr(sensitivity, "_REPLY", 16)
+
+    def samples(self, n=2):
+        return [make_inputs("llama", (60 + 10 * i,), seed=i) for i in range(n)]
+
+    def test_it_is_near_the_divergence_measured_by_one_head_at_a_time(self, monkeypatch):
+        """Small changes: shrink one head, run the model behind it, compare distributions."""
+        model = make_model("llama")
+        with torch.no_grad():  # gentle attention: second order is enough
+            for layer in model.model.layers:
+                layer.self_attn.o_proj.weight.mul_(0.3)
+        inputs = make_inputs("llama", (120,))
+        monkeypatch.setattr(sensitivity, "_DRAWS", 800)
+        got = mmkv.calibrate(model, [inputs], "condense").curves.costs
+        reply = model.generate(**inputs, max_new_tokens=16, do_sample=False)[:, 120:-1]
+
+        def log_p():
+            with torch.no_grad():
+                cache = model(**inputs, use_cache=True).past_key_values
+                return model(input_ids=reply, past_key_values=cache).logits.log_softmax(-1)
+
+        full = log_p()
+        for i in range(L):
+            for h in range(H):
+                for k, level in ((2, 0.1), (4, 0.2), (6, 0.45)):
+                    n = round(level * 120)
+                    layers = OneLayer(layer=i, size=(120 * (H - 1) + n) // H)
+                    heads = OneHead(layer=i, head=h, size=n)
+                    budget = ((L * H - 1) * 120 + n) / (L * H * 120)
+                    with mmkv.wrapped(model, "condense", budget, layers=layers, heads=heads):
+                        moved = log_p()
+                    want = float((full.exp() * (full - moved)).sum(-1).mean())
+                    assert want > 1e-7, "nothing was lost: nothing to compare"
+                    assert got[i][h][k] == pytest.approx(want, rel=0.35)
+
+    @pytest.mark.parametrize("name", slow_except(zoo.NAMES, *zoo.FEW))
+    def test_the_reply_is_read_again_as_it_was_said(self, monkeypatch, name):
+        """Behind the whole prompt, padded or not, each token's likeliest next is the reply's."""
+        model = copy.deepcopy(zoo.model_of(name))
+        model.generation_config.eos_token_id = None
+        never = model.generation_config.suppress_tokens or []
+        by_itself = "mrope" in str(model.config)
+        inputs, again = zoo.inputs_of(model, "one" if by_itself else "padded"), []
+        costs = sensitivity._Probe.costs
+
+        def record(self, log_p, *rest):
+            allowed = log_p.index_fill(-1, torch.tensor(never, dtype=torch.long), -torch.inf)
+            again.append(allowed.argmax(-1))
+            return costs(self, log_p, *rest)
+
+        monkeypatch.setattr(sensitivity._Probe, "costs", record)
+        profile = mmkv.calibrate(model, [inputs], "condense")
+        assert profile.samples == len(inputs["input_ids"])
+        said, _ = sensitivity._greedy(model, inputs)
+        assert torch.equal(again[0][:, :-1], said[:, 1:])
+        numbers = torch.tensor(profile.curves.costs)
+        assert bool((numbers[..., 0] > 0).all())
+        assert not numbers[..., -1].any()
+        if by_itself:
+            with pytest.raises(ValueError, match=r"padded prompts .* one by one"):
+                mmkv.calibrate(model, [zoo.inputs_of(model, "padded")], "condense")
+
+    def test_rows_of_a_batch_are_samples(self, monkeypatch):
+        """Padding, and what comes behind a reply's end, count for nothing."""
+        model, inputs = make_model("llama"), make_inputs("llama", (120, 50))
+        monkeypatch.setattr(sensitivity, "_DRAWS", 300)
+        rows = [row_of(inputs, b) for b in range(2)]
+        first = model.generate(**rows[0], max_new_tokens=16, do_sample=False)[0, 120:].tolist()
+        end = next(x for i, x in enumerate(first) if i > 2 and x not in first[:i])
+        model.generation_config.eos_token_id = end  # ends the first reply, not the other
+        reply, valid = sensitivity._greedy(model, inputs)
+        assert valid.sum(-1).tolist() == [first.index(end), 15]
+        assert reply[0, : first.index(end)].tolist() == first[: first.index(end)]
+        together = mmkv.calibrate(model, [inputs], "condense")
+        alone = mmkv.calibrate(model, rows, "condense")
+        assert together.samples == alone.samples == 2
+        for x, y in zip(*(sum(p.curves.costs, ()) for p in (together, alone)), strict=True):
+            assert x[:6] == pytest.approx(y[:6], rel=0.5)
+
+    def test_half_precision(self):
+        """bfloat16 gives nearly what float32 does, small changes too."""
+        found = []
+        for dtype in (torch.float32, torch.bfloat16):
+            model = make_model("llama").to(dtype)
+            model.generation_config.max_new_tokens = 16
+            # Replies differ by rounding: the same one for both.
+            profile = mmkv.calibrate(model, self.samples(1), "condense")
+            found.append(torch.tensor(profile.curves.costs)[..., :-1].log().flatten())
+        correlation = torch.corrcoef(torch.stack(found))[0, 1]
+        assert float(correlation) > 0.9
+
+    def test_it_leaves_nothing_behind(self):
+        """Not on the model, nor in the generator of random numbers, whatever mode it runs in."""
+        model, before = make_model("llama"), torch.random.get_rng_state()
+        found = [mmkv.calibrate(model, self.samples(), "condense")]
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                found.append(mmkv.calibrate(model, self.samples(), "condense"))
+        assert found[0] == found[1] == found[2]
+        assert torch.equal(before, torch.random.get_rng_state())
+        assert not mmkv.is_wrapped(model)
+        assert all(x.grad is None and x.requires_grad for x in model.parameters())
+
+    def test_frozen_weights(self):
+        model = make_model("llama").requires_grad_(False)
+        assert mmkv.calibrate(model, self.samples(1), "condense").samples == 1
+
+    def test_any_policy_with_calibrated_heads(self):
+        options = {"heads": "calibrated", **short("snapkv")}
+        profile = mmkv.calibrate(make_model("llama"), self.samples(1), "snapkv", **options)
+        assert profile.policy == "snapkv"
+        assert profile.curves != mmkv.calibrate(make_model("llama"), self.samples(1), "condense")
+        with pytest.raises(ValueError, match="nothing to calibrate"):
+            mmkv.calibrate(make_model("llama"), self.samples(1), "snapkv")
+
+    @pytest.mark.parametrize("where", ["between", "within"])
+    def test_interrupted(self, monkeypatch, where):
+        """Ctrl-C comes out, and the model is as it was."""
+        model = make_model("llama")
+
+        def interrupt(*args):
+            raise KeyboardInterrupt
+
+        def samples():
+            yield from self.samples(1)
+            interrupt()
+
+        if where == "within":
+            monkeypatch.setattr(sensitivity, "evict", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            mmkv.calibrate(model, samples(), "condense")
+        assert not mmkv.is_wrapped(model)
+        monkeypatch.undo()
+        mmkv.unwrap(mmkv.wrap(model, "condense", 0.2))
+
+    @pytest.mark.parametrize("policy", ["condense", "prefixkv"])
+    @pytest.mark.parametrize(
+        ("samples", "message"),
+        [
+            (torch.ones(2, 9, dtype=torch.long), "sample 0 is a Tensor, expected a list of"),
+            ([make_inputs("llama", (30,)), "text"], "sample 1 is a str"),
+            (make_inputs("llama", (30,)), "sample 0 is a str"),
+            ([{"ids": 1}], r"sample 0 is a mapping of \['ids'\] without 'input_ids'"),
+            ([], "calibrate: no samples"),
+        ],
+    )
+    def test_samples_that_are_none(self, models, policy, samples, message):
+        with pytest.raises(ValueError, match=message):
+            mmkv.calibrate(models("llama"), samples, policy)
+
+    def test_replies_too_short_to_say_anything(self, monkeypatch):
+        monkeypatch.setattr(sensitivity, "_REPLY", 1)
+        with pytest.raises(ValueError, match="no samples with a reply of two tokens"):
+            mmkv.calibrate(make_model("llama"), self.samples(), "condense")
