@@ -102,7 +102,7 @@ class CacheReport:
                 if isinstance(cache.plan.policy.merge, MergeIntoGroups):
                     weights = cache.groups(i)[0]
                     groups = float((weights > 0).sum(-1).float().mean())
-                layers.append(LayerReport(i, True, counts, held, share, *errors, groups))
+                layers.append(LayerReport(i, True, counts, held, share, *errors, groups=groups))
                 block = state.blocks[0]
                 width = (block.keys.shape[-1] + block.values.shape[-1]) * block.keys.dtype.itemsize
                 full += state.batch * state.heads * x.seen * width

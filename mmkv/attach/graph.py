@@ -52,6 +52,8 @@ def refusal(model: nn.Module, cache: Any, config: Any) -> str | None:
         return "the model is split over several devices"
     if not all(isinstance(x, CompressedLayer) for x in cache.layers):
         return "some layers have a sliding window and a cache of their own"
+    if cache.observes_replies:
+        return f"decode={cache.plan.policy.decode.name!r}: rounds of generated tokens are scored"
     if config.max_new_tokens is not None and config.max_new_tokens < LEAST_STEPS:
         return f"max_new_tokens={config.max_new_tokens} is below {LEAST_STEPS}"
     return None

@@ -150,10 +150,12 @@ def before_attention(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Remember a layer's rotary embedding of a prompt's tokens, for a score that needs it."""
+    """Remember a layer's rotary embedding of the new tokens, for a score that needs it."""
     running, found = current.get(), kwargs.get("position_embeddings")
     cache = None if running is None else running.cache
-    if running is None or cache is None or found is None or not cache.expects_prompt:
+    if running is None or cache is None or found is None:
+        return
+    if not (cache.expects_prompt or cache.observes_replies):
         return
     parts, rows = attachment.parts, len(cache.lengths)
     rotary = Rotary.of(found[0], found[1], parts.turns_by(), parts.config)

@@ -75,7 +75,15 @@ class Reading:
 
 @dataclass(eq=False)
 class Decoding:
-    """The prompt is read: each pass brings generated tokens."""
+    """The prompt is read: each pass brings generated tokens.
+
+    Attributes:
+        waiting: how many of them did not compete yet, where they do (decode="rounds").
+        reading: a round takes place in this pass; None: none does.
+    """
+
+    waiting: int = 0
+    reading: Reading | None = None
 
 
 class CompressedCache(Cache):
@@ -228,8 +236,37 @@ class CompressedCache(Cache):
             ValueError: several tokens where decoding drops one a step, padding among the new ones,
                 or earlier tokens that were masked when they came and are gone.
         """
-        self._check_whole()
+        self._check_step(running, mask, q)
         running.cache = self
+        phase, decode = self.phase, self.plan.policy.decode
+        if not isinstance(phase, Decoding) or not self.observes_replies:
+            return
+        phase.waiting += q
+        if phase.waiting < decode.every + decode.latest:
+            return
+        phase.waiting = decode.latest
+        known = self._known(self.get_seq_length() + q)
+        assert known is not None
+        self.prompt = TokenMasks.of(
+            self.plan.policy,
+            known[:, :0],
+            budget=self.plan.budget,
+            n_layers=len(self.compressed),
+            before=self.prompt,
+            earlier=known,
+        )
+        phase.reading = Reading(evicts=True)
+        if not self.plan.needs_all_layers:
+            phase.reading.sizes = self._sizes(self.prompt)
+
+    @property
+    def observes_replies(self) -> bool:
+        """Whether generated tokens compete in rounds, so that their queries are remembered."""
+        return self.plan.policy.decode.every > 0 and not self.plan.keeps_everything
+
+    def _check_step(self, running: ForwardPass, mask: Tensor | None, q: int) -> None:
+        """Whether `step` can be done; what the mask hides."""
+        self._check_whole()
         if q > 1 and any(b.schedule.drops for b in self._blocks()):
             raise ValueError(
                 f"{q} tokens at once behind a compressed prompt: policy {self.plan.policy.name!r} "
@@ -338,6 +375,27 @@ class CompressedCache(Cache):
         hidden = None if running.hidden is None else running.hidden.to(key.device)
         kept = layer.keeping()
         out = kept.attend(query, key, value, layer.seen, clock=clock, hidden=hidden, **options)
+        if self.observes_replies:
+            layer_idx = self.layers.index(layer)
+            layer.remember(query, running.rotary.get(layer_idx))
+            assert isinstance(self.phase, Decoding)
+            if self.phase.reading is not None:
+                held = kept.dense()
+                queries, rotary = layer.remembered()
+                if rotary is not None:
+                    running.rotary[layer_idx] = rotary
+                inputs = running.inputs(
+                    layer_idx,
+                    query=queries,
+                    key=held.keys,
+                    value=held.values,
+                    valid=held.positions[:, 0] >= 0,
+                    mask=None,
+                    bias=held.bias,
+                    **options,
+                )
+                with torch.no_grad():
+                    self._read(layer, self.phase.reading, held, inputs)
         return _refuse_gradient(out)
 
     def _read(
@@ -363,7 +421,8 @@ class CompressedCache(Cache):
     def finish(self) -> None:
         """After the last layer of a pass: size and evict the layers that had to wait."""
         phase, prompt, layers = self.phase, self.prompt, self.compressed
-        if not isinstance(phase, Reading) or prompt is None or not phase.evicts:
+        reading = phase if isinstance(phase, Reading) else phase.reading
+        if reading is None or prompt is None or not reading.evicts:
             return
         waiting = [x.state for x in layers if isinstance(x.state, DenseKV)]
         if waiting:
@@ -372,7 +431,9 @@ class CompressedCache(Cache):
             with _outliving(), torch.no_grad():
                 for layer, size in zip(layers, sizes, strict=True):
                     self._evict(layer, size)
-        if phase.until is None:
+        if isinstance(phase, Decoding):
+            phase.reading = None
+        elif phase.until is None:
             self.phase = Decoding()
 
     def kept(self, layer: int) -> Tensor:
@@ -593,6 +654,7 @@ class CompressedCache(Cache):
         if isinstance(self.phase, Reading) and self.phase.until is not None:
             expected = 0  # a chunk of the prompt comes next, which makes new storage
         prompt = self.prompt.to(layer.state.keys.device)
+        layer.forget()
         layer.state = evict(
             layer.state, self.plan, prompt, sizes, expected, self.layers.index(layer)
         )

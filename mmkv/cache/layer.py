@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from mmkv.cache.dense import DenseKV, by_age, token_numbers
 from mmkv.cache.head_groups import GraphInputs, HeadGroup, Place
+from mmkv.layer_inputs import Rotary
 
 
 @dataclass(eq=False)
@@ -203,6 +204,8 @@ class CompressedLayer(CacheLayerMixin):
         state: None before the first prompt; `DenseKV` while a prompt is being read and its tokens
             wait whole; `KeptKV` after eviction. It is replaced whole, so nothing of one state
             outlives it.
+        asked: queries [B, Hq, q, D] of generated tokens since the last round, and their rotary
+            embedding, where they will observe (decode="rounds").
     """
 
     is_compileable = False
@@ -218,6 +221,7 @@ class CompressedLayer(CacheLayerMixin):
         """Drop everything, ready for a new prompt."""
         self.seen = 0
         self.state: DenseKV | KeptKV | None = None
+        self.asked: list[tuple[Tensor, Rotary | None]] = []
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -263,10 +267,30 @@ class CompressedLayer(CacheLayerMixin):
 
     prefetch = offload
 
+    def remember(self, query: Tensor, rotary: Rotary | None) -> None:
+        """Keep a copy of a step's queries [B, Hq, q, D] and of their rotary embedding."""
+        if rotary is not None:
+            rotary = rotary.last(query.shape[2])
+        self.asked.append((query.detach().clone(), rotary))
+
+    def remembered(self) -> tuple[Tensor, Rotary | None]:
+        """All queries [B, Hq, n, D] since `forget`, and their rotary embedding."""
+        queries, rotaries = zip(*self.asked, strict=True)
+        known = [x for x in rotaries if x is not None]
+        return torch.cat(queries, dim=2), reduce(Rotary.followed_by, known) if known else None
+
+    def forget(self) -> None:
+        """Drop what `remember` kept."""
+        self.asked = []
+
     def select_rows(self, batch: Tensor) -> None:
         """Choose rows of the batch, which may repeat."""
         if self.state is not None:
             self.state = self.state.select_rows(batch)
+        self.asked = [
+            (query[(at := batch.to(query.device))], None if rotary is None else rotary.rows(at))
+            for query, rotary in self.asked
+        ]
 
     @property
     def blocks(self) -> list[HeadGroup] | None:
@@ -275,8 +299,9 @@ class CompressedLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages held for keys and values."""
-        return 0 if self.state is None else self.state.nbytes
+        """Bytes of the storages held for keys and values, and for queries that will observe."""
+        held = 0 if self.state is None else self.state.nbytes
+        return held + sum(query.untyped_storage().nbytes() for query, _ in self.asked)
 
     def dense(self) -> DenseKV | None:
         """All that is held of earlier tokens; None before the first."""

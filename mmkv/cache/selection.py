@@ -63,7 +63,8 @@ class TokenMasks:
 
         Args:
             policy: its always-kept parts decide.
-            valid: bool [B, q], the new tokens.
+            valid: bool [B, q], the new tokens; none of them where generated ones compete, of which
+                the policy's `decode.latest` last ones stay.
             image: bool [B, q], or None without pictures.
             budget: see `total_kept`; None when `policy.retention` decides the total.
             n_layers: L, the compressed layers.
@@ -71,6 +72,7 @@ class TokenMasks:
             earlier: bool [B, seen], with `before`: which of all earlier tokens still count; the
                 last of them were generated since.
         """
+        round_of_replies = valid.shape[1] == 0
         image = torch.zeros_like(valid) if image is None else image
         asked = torch.ones_like(valid)
         if before is not None and earlier is not None:
@@ -93,6 +95,9 @@ class TokenMasks:
         if any(w < policy.observed for w in windows):
             last = torch.tensor(windows, device=valid.device)[:, None]
             must = protected | (valid & (order > length - last))
+            floors = must.sum(-1).tolist()
+        if round_of_replies:
+            must = must | (valid & (order > length - policy.decode.latest))
             floors = must.sum(-1).tolist()
         granted = [
             1.0

@@ -176,9 +176,17 @@ class Heads(Part):
 
 
 class Decode(Part):
-    """What the budget means for generated tokens."""
+    """What the budget means for generated tokens.
+
+    Attributes:
+        every: after so many generated tokens they compete with all that is held, as a new turn's
+            do, but for the `latest` last ones; 0: they never do.
+        latest: see `every`.
+    """
 
     kind = "decode"
+    every: int = 0
+    latest: int = 0
 
     def schedule(
         self,

@@ -105,3 +105,40 @@ class Fixed(Decode):
         return HeavyHitterSlots(
             counts=counts, protected=protected, capacity=capacity, recent=recent
         )
+
+
+@register_part("rounds")
+@dataclass(frozen=True, kw_only=True)
+class Rounds(Decode):
+    """Generated tokens compete in rounds, so that the budget holds for all tokens seen.
+
+    A float budget is the share of them that a layer may hold, an int their number. In a round
+    tokens are scored, evicted and merged as in a new turn; their own queries observe.
+
+    Options:
+        every: a round takes place after so many generated tokens; 1 or more.
+        latest: how many of the last tokens stay as they are; 0 or more.
+    """
+
+    every: int = 64
+    latest: int = 64
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        at_least(1, every=self.every)
+        at_least(0, latest=self.latest)
+
+    def check(self, policy: Policy) -> None:
+        """Sizes must follow from what a layer holds."""
+        if policy.layers.needs == "similarity":
+            raise ValueError(
+                f"decode='rounds' sizes layers anew, and layers={policy.layers.name!r} measures "
+                "them on prompts alone: use other layer sizes, or decode='grow'"
+            )
+
+    def schedule(self, policy: Policy, *, counts: np.ndarray, **known: Any) -> SlotSchedule:
+        """Between rounds every token takes a new slot."""
+        from mmkv.parts.slots import GrowingSlots
+
+        return GrowingSlots(counts=counts)

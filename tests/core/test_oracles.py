@@ -178,6 +178,8 @@ BEAMS = [
     Variant("prefixkv", (("distance", 2), ("merge", "feature"))),
     Variant("elastic", (("distance", 1),)),
     Variant("h2o", (("decode", "ratio"), ("distance", 2))),
+    Variant("condense", (("decode", "rounds"), ("every", 3), ("latest", 2))),
+    Variant("prefixkv", (("decode", "rounds"), ("every", 3), ("latest", 0))),
 ]
 
 

@@ -63,6 +63,9 @@ COMPOSED = [
     Variant("prefixkv", (("score", "observers"), ("distance", 4))),
     Variant("condense", (("chunk", 13), ("sinks", 2), ("heads", "adaptive"))),
     Variant("condense", (("exact", 0.0), ("newest", 0)), 21),
+    Variant("condense", (("decode", "rounds"), ("every", 4), ("latest", 3))),
+    Variant("adakv", (("decode", "rounds"), ("every", 3), ("latest", 0))),
+    Variant("prefixkv", (("decode", "rounds"), ("every", 2), ("latest", 2)), 24),
 ]
 VARIANTS = [Variant(name) for name in mmkv.list_policies()] + COMPOSED
 

@@ -1,0 +1,121 @@
+"""decode="rounds": generated tokens compete with all that is held, some at a time."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import mmkv
+from helpers.masking import pairs_of
+from helpers.models import make_inputs
+from helpers.oracle import generate
+from mmkv.attach import graph
+from mmkv.cache import selection
+
+ROUNDS = {"decode": "rounds", "every": 10, "latest": 6}
+
+
+@pytest.mark.parametrize("budget", [0.25, 30])
+@pytest.mark.parametrize("policy", ["condense", "snapkv", "prefixkv"])
+def test_the_budget_holds_for_all_tokens_seen(models, policy, budget):
+    """However long the reply: but for those that did not compete yet, no more is held."""
+    model, inputs = models("llama"), make_inputs("llama", (70, 40))
+    options = {**ROUNDS, **({"window": 4} if policy == "snapkv" else {})}
+    with mmkv.wrapped(model, policy, budget, **options):
+        _, _, cache, held = generate(model, inputs, new=200)
+    sizes = []
+    for t, layers in enumerate(held):
+        for b, prompt in enumerate((70, 40)):
+            seen = prompt + t
+            total = 3 * min(budget, seen) if isinstance(budget, int) else budget * 3 * seen
+            pairs = [pairs_of(x)[b].float().mean().item() for x in layers]
+            # At a round's end 6 tokens have not competed, and 10 come until the next.
+            assert sum(pairs) <= total + 3 * (6 + 10) + 1, (t, b)
+            if b == 0:
+                sizes.append(sum(pairs))
+    assert any(later < earlier for earlier, later in itertools.pairwise(sizes))
+    report = cache.report()
+    assert report.seen == [269, 239]
+    assert report.kept_fraction == pytest.approx(
+        sum(n for x in report.layers for row in x.kept for n in row) / (3 * 2 * (269 + 239))
+    )
+
+
+def test_the_last_tokens_stay(models):
+    model, inputs = models("llama"), make_inputs("llama", (70,))
+    with mmkv.wrapped(model, "condense", 0.25, **ROUNDS):
+        *_, held = generate(model, inputs, new=60)
+    for t, layers in enumerate(held):
+        for kept in layers:
+            for head in kept[0].tolist():
+                assert set(range(max(70, 70 + t - 6), 70 + t)) <= set(head)
+
+
+def test_the_queries_of_generated_tokens_observe(models, monkeypatch):
+    """Each round is given the model's own queries, before and after rotation, of what is new."""
+    model, inputs = models("llama"), make_inputs("llama", (70,))
+    given, asked = [], []
+    importance = selection.importance
+
+    def recorded(policy, layer, windows):
+        if layer.layer_idx == 1:
+            given.append(layer)
+        return importance(policy, layer, windows)
+
+    monkeypatch.setattr(selection, "importance", recorded)
+    attention = model.model.layers[1].self_attn
+    hook = attention.q_proj.register_forward_hook(lambda *args: asked.append(args[2]))
+    try:
+        with mmkv.wrapped(model, "condense", 0.25, **ROUNDS):
+            generate(model, inputs, new=40)
+    finally:
+        hook.remove()
+    first, second, third = given[1:]
+    steps = torch.cat(asked[1:], dim=1).view(1, -1, 4, 16).transpose(1, 2)  # [B, Hq, n, D]
+    for layer, start, stop in ((first, 0, 16), (second, 16, 26), (third, 26, 36)):
+        # Heads hold different tokens, so that each is a row of its own.
+        want = steps[:, :, start:stop].reshape(2, 2, stop - start, 16)
+        torch.testing.assert_close(layer.plain_query, want, atol=1e-5, rtol=1e-4)
+        turned = layer.query.norm(dim=-1)
+        torch.testing.assert_close(turned, want.norm(dim=-1), atol=1e-5, rtol=1e-4)
+        assert not torch.allclose(layer.query, want, atol=1e-2)
+
+
+def test_remembered_queries_count_and_go(models):
+    model, inputs = models("llama"), make_inputs("llama", (70, 40))
+    with mmkv.wrapped(model, "condense", 0.25, **ROUNDS):
+        *_, cache, _ = generate(model, inputs, new=16)
+        layer = cache.compressed[0]
+        # 15 steps: one more makes a round. Two rows, four heads, 16 numbers of four bytes.
+        assert layer.nbytes - layer.state.nbytes == 15 * 2 * 4 * 16 * 4
+        cache.batch_select_indices(torch.tensor([1]))
+        assert layer.nbytes - layer.state.nbytes == 15 * 4 * 16 * 4
+        model(input_ids=torch.tensor([[9]]), past_key_values=cache)
+        assert layer.asked == []
+    assert cache.report().seen == [40 + 16]
+
+
+def test_nothing_is_remembered_where_nothing_is_evicted(models):
+    model, inputs = models("llama"), make_inputs("llama", (40,))
+    for budget, decode in ((1.0, ROUNDS), (0.3, {})):
+        with mmkv.wrapped(model, "condense", budget, **decode):
+            *_, cache, _ = generate(model, inputs, new=4)
+        assert cache.compressed[0].asked == []
+
+
+def test_what_rounds_cannot_do(models):
+    with pytest.raises(ValueError, match="layers='squeeze' measures them on prompts alone"):
+        mmkv.get_policy("snapkv", layers="squeeze", decode="rounds")
+    with pytest.raises(ValueError, match="every=0"):
+        mmkv.get_policy("condense", decode="rounds", every=0)
+
+
+def test_steps_are_not_replayed(models, monkeypatch):
+    monkeypatch.setattr(graph, "_capturable", lambda device: True)
+    model, inputs = models("llama"), make_inputs("llama", (40,))
+    with mmkv.wrapped(model, "condense", 0.3, **ROUNDS):
+        *_, cache, _ = generate(model, inputs, new=4)
+        why = graph.refusal(model, cache, model.generation_config)
+    assert why == "decode='rounds': rounds of generated tokens are scored"
