@@ -15,7 +15,9 @@ from mmkv.terminal import check_place, console, say, told
 
 POLICIES = "full,local,streaming,h2o,elastic,snapkv,pyramidkv,adakv,squeeze,xkv,prefixkv"
 BUDGETS = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9"
-PLOTS = ("layers", "lorenz", "retention")
+PLOTS = ("layers", "lorenz", "retention", "heads")
+# Budgets at which head sizes are drawn.
+_SHOWN = (0.1, 0.2, 0.4)
 
 _Model = Annotated[str, typer.Option(help="builtin, a folder, or an id that transformers loads.")]
 _Data = Annotated[str, typer.Option(help="builtin, or a path to the published file or folder.")]
@@ -225,7 +227,8 @@ def plot_command(
         str,
         typer.Argument(
             help="layers: kept tokens by layer; lorenz: importance held by the top tokens, by "
-            "layer; retention: importance retained by layer."
+            "layer; retention: importance retained by layer; heads: what heads cost, and their "
+            "sizes, by a profile of calibrate."
         ),
     ],
     out: Annotated[
@@ -235,6 +238,9 @@ def plot_command(
         str, typer.Option(help="As for eval; lorenz draws the score of the first.")
     ] = "prefixkv,xkv,squeeze,pyramidkv,snapkv",
     budget: Annotated[str, typer.Option(help="As for eval.")] = "0.2",
+    profile: Annotated[
+        Path | None, typer.Option(help="For heads. [default: what the model comes with]")
+    ] = None,
     model: _Model = "builtin",
     suite: Annotated[str, typer.Option(help="The suite that the prompt is from.")] = "description",
     data: _Data = "builtin",
@@ -261,6 +267,15 @@ def plot_command(
         raise ValueError(f"--budget {budget}: a plot has one budget")
     if image and prompt is None:
         raise ValueError(f"--image {image[0]} goes before a --prompt: give one")
+    path = out or Path(f"{kind}.png")
+    _check_file(path)
+    try:
+        check_format(path)
+    except ValueError as error:
+        raise ValueError(f"--out {error}") from None
+    if kind == "heads":
+        _plot_heads(profile, model, path)
+        return
     names = split(policies)
     variants = parse_variants(names, parse_options(option or []), builtin=data == "builtin")
     if prompt is not None:
@@ -273,12 +288,6 @@ def plot_command(
         if sample >= len(samples):
             raise ValueError(f"--sample {sample}: the suite has {len(samples)}")
         shown = samples[sample]
-    path = out or Path(f"{kind}.png")
-    _check_file(path)
-    try:
-        check_format(path)
-    except ValueError as error:
-        raise ValueError(f"--out {error}") from None
 
     from . import plots
     from .loading import load_model
@@ -289,6 +298,22 @@ def plot_command(
     about = f"{Path(model).name}, {shown.suite} {shown.id}"
     figure = plots.plot_prompt(loaded, inputs, kind, variants, size, about)
     typer.echo(f"wrote {plots.save(figure, path)}")
+
+
+def _plot_heads(profile: Path | None, model: str, out: Path) -> None:
+    """Draw a profile of cost curves, that of a model's folder if none is given."""
+    from mmkv.builtin import WEIGHTS
+    from mmkv.profiles import FILE, Profile
+
+    from . import plots
+
+    path = profile or (WEIGHTS if model == "builtin" else Path(model)) / FILE
+    found = Profile.load(path)
+    if found.curves is None:
+        raise ValueError(f"profile {path}: it has layer sizes alone: use one of condense")
+    about = f"{path}: {found.policy}, {found.samples} prompts"
+    figure = plots.head_costs(found.curves, _SHOWN, title=about)
+    typer.echo(f"wrote {plots.save(figure, out)}")
 
 
 def _budgets(text: str) -> list[float | int]:

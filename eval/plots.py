@@ -1,4 +1,5 @@
-"""Figures: metric against budget, kept tokens by layer, Lorenz curves, retained importance.
+"""Figures: metric against budget, kept tokens by layer, Lorenz curves, retained importance, and
+what heads cost.
 
 A policy has the same colour in all of them.
 """
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from torch import Tensor
+
+    from mmkv.curves import Curves
 
     from .report import Report
     from .variants import Variant
@@ -228,8 +231,6 @@ def layer_lines(
     full: float | None = None,
 ) -> Figure:
     """One value a layer, one line a policy: kept tokens, or retained importance."""
-    from matplotlib.ticker import MaxNLocator
-
     figure, (axis,) = _panels(1)
     for label, numbers in values.items():
         known = [(i, v) for i, v in enumerate(numbers) if v is not None]
@@ -240,7 +241,7 @@ def layer_lines(
     axis.set_ylim(bottom=0)
     axis.set_title(what, fontsize=10, loc="left")
     axis.set_xlabel("layer", fontsize=9)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _whole_ticks(axis.xaxis)
     _finish(figure, [axis], title)
     return figure
 
@@ -270,6 +271,46 @@ def lorenz(scores: Sequence[Tensor], *, title: str, what: str) -> Figure:
     axis.plot([0, 100], [0, 100], color="#bbbbbb", lw=1, ls=":", label="all alike")
     axis.set_title(what, fontsize=10, loc="left")
     axis.set_xlabel("most important tokens, % of the prompt", fontsize=9)
+    _finish(figure, [axis], title)
+    return figure
+
+
+def head_costs(measured: Curves, budgets: Sequence[float], *, title: str) -> Figure:
+    """What shrinking a head costs, one line a layer, and each head's share at some budgets."""
+    import matplotlib.pyplot as plt
+
+    figure, (axis, *maps) = _panels(1 + len(budgets))
+    colours = plt.get_cmap("viridis")
+    last = max(1, len(measured.costs) - 1)
+    places = [100 * level for level in measured.levels]
+    for layer, heads in enumerate(measured.costs):
+        mean = [sum(costs) / len(heads) for costs in zip(*heads, strict=True)]
+        known = [(x, y) for x, y in zip(places, mean, strict=True) if y > 0]
+        if known:
+            colour = colours(0.92 * layer / last)
+            axis.plot(*zip(*known, strict=True), color=colour, lw=1.4, label=f"layer {layer}")
+    axis.set_yscale("log")
+    axis.set_title("cost of one head alone, nats a token", fontsize=10, loc="left")
+    axis.set_xlabel("kept by the head, % of the prompt", fontsize=9)
+    image = None
+    for place, budget in zip(maps, budgets, strict=True):
+        shares = measured.shares(budget, range(len(measured.costs)))
+        percents = [[100 * share for share in heads] for heads in shares]
+        image = place.imshow(percents, vmin=0, vmax=100, cmap="YlGnBu", aspect="auto")
+        place.grid(False)
+        if len(percents) * len(percents[0]) <= 100:
+            for y, row in enumerate(percents):
+                for x, value in enumerate(row):
+                    dark = "white" if value > 55 else "black"
+                    place.text(
+                        x, y, f"{value:.0f}", ha="center", va="center", fontsize=7, color=dark
+                    )
+        place.set_title(f"kept at a budget of {100 * budget:g} %", fontsize=10, loc="left")
+        place.set_xlabel("head", fontsize=9)
+        place.set_ylabel("layer", fontsize=9)
+        _whole_ticks(place.xaxis, place.yaxis)
+    if image is not None:
+        figure.colorbar(image, ax=maps, label="% of the prompt", shrink=0.8)
     _finish(figure, [axis], title)
     return figure
 
@@ -342,6 +383,13 @@ def _panels(n: int) -> tuple[Figure, list[Axes]]:
             axis.spines[side].set_color("#888888")
         axis.tick_params(labelsize=8, color="#888888")
     return figure, list(axes[0])
+
+
+def _whole_ticks(*axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for axis in axes:
+        axis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _log_axis(axis: Axes) -> None:

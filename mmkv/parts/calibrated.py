@@ -24,28 +24,18 @@ class CalibratedHeads(Heads):
     equal = True
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HeadsByCost(Heads):
-    """A layer's size is split so that its heads lose least.
-
-    Attributes:
-        curves: of the compressed layers.
-        layers: their numbers in the model.
-    """
+    """A layer's size is split so that its heads lose least; `layers`: numbers of those measured."""
 
     curves: Curves
     layers: tuple[int, ...]
-    name = "calibrated"
 
     def __post_init__(self) -> None:
         """Nothing to check: `mmkv.wrap` makes it."""
 
-    def options(self) -> dict[str, Any]:
-        """None: they come with a profile."""
-        return {}
-
     def split(self, scores: Tensor, spare: int, *, layer_idx: int) -> Tensor:
-        """The layer's own curves, at its size; each head keeps a token where there is one to have.
+        """By the layer's own curves; each head keeps a token where there is one to have.
 
         Raises:
             ValueError: the profile is of another number of heads.
@@ -62,28 +52,18 @@ class HeadsByCost(Heads):
         return torch.tensor(allocation.fit(wished, H * spare, floor=min(1, spare), max_size=C))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LayersByCost(Layers):
-    """The total is shared so that all heads together lose least.
-
-    Attributes:
-        curves: of the compressed layers.
-    """
+    """The total is shared so that all heads together lose least."""
 
     curves: Curves
-    name = "calibrated"
-
-    def options(self) -> dict[str, Any]:
-        """None: they come with a profile."""
-        return {}
 
     def sizes(
         self, total: int, *, n_layers: int, length: int, floor: int, **known: Any
     ) -> Sequence[float]:
         """The mean of each layer's heads, of what is not kept anyway."""
         most = length - floor
-        shares = self.curves.by_layer((total / n_layers - floor) / most)
-        return [floor + most * share for share in shares]
+        return [floor + most * x for x in self.curves.by_layer((total / n_layers - floor) / most)]
 
 
 def wants_profile(policy: Policy) -> bool:
@@ -96,5 +76,5 @@ def sized(policy: Policy, curves: Curves, layers: tuple[int, ...]) -> Policy:
 
     Heads that share one ranking of tokens keep as many each; only layers are sized then.
     """
-    heads = policy.heads if policy.score.ranks_once else HeadsByCost(curves=curves, layers=layers)
-    return replace(policy, layers=LayersByCost(curves=curves), heads=heads)
+    heads = policy.heads if policy.score.ranks_once else HeadsByCost(curves, layers)
+    return replace(policy, layers=LayersByCost(curves), heads=heads)

@@ -74,12 +74,6 @@ def naive_shares(curves: Curves, budget: float, layers) -> list[list[float]]:
             break
         width = min(left, levels[k] - levels[at[u]])
         shares[u], at[u], left = shares[u] + width, k, left - width
-    while left > 1e-12:  # nobody asks: a little for each head with room
-        room = [u for u in shares if shares[u] < 1 - 1e-12]
-        step = min(left / len(room), min(1 - shares[u] for u in room))
-        for u in room:
-            shares[u] += step
-        left -= step * len(room)
     return [[shares[i, h] for h in range(H)] for i in layers]
 
 
@@ -88,7 +82,6 @@ def naive_shares(curves: Curves, budget: float, layers) -> list[list[float]]:
 def test_shares_equal_the_loop(seed, budget, layers):
     curves = made_up(seed)
     got = curves.shares(budget, layers)
-    assert sum(map(sum, got)) == pytest.approx(budget * H * len(layers))
     for mine, theirs in zip(got, naive_shares(curves, budget, layers), strict=True):
         assert mine == pytest.approx(theirs, abs=1e-9)
         assert all(0 <= x <= 1 for x in mine)
@@ -103,7 +96,7 @@ def test_the_steepest_head_is_raised_first():
         (0.1, [0.1, 0.1, 0.1]),
         (0.4 / 3, [0.2, 0.1, 0.1]),
         (0.8 / 3, [0.2, 0.5, 0.1]),
-        (0.9, [1.0, 1.0, 0.7]),  # the last asks for nothing, and has room
+        (0.9, [1.0, 1.0, 0.1]),  # the last asks for nothing
     ):
         assert [x for (x,) in curves.shares(budget, (0, 1, 2))] == pytest.approx(wanted)
 
@@ -113,9 +106,7 @@ def test_the_steepest_head_is_raised_first():
 def test_sizes_spend_the_total_exactly(seed, length, budget, floor):
     """Layers, and heads of each, in whole tokens; a head keeps one where there is one to have."""
     curves, floor = made_up(seed), min(floor, length - 1)
-    policy = mmkv.Policy(
-        layers=LayersByCost(curves=curves), heads=HeadsByCost(curves=curves, layers=(0, 1, 2))
-    )
+    policy = mmkv.Policy(layers=LayersByCost(curves), heads=HeadsByCost(curves, (0, 1, 2)))
     sizes = mmkv.cache.selection.row_sizes(policy, budget, n_layers=L, length=length, floor=floor)
     assert sum(sizes) == max(round(budget * L * length), L * floor)
     for i, n in enumerate(sizes):
