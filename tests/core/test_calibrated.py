@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 import mmkv
 from helpers import zoo
@@ -20,6 +21,7 @@ from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import ROWS, generate, short
 from mmkv import sensitivity
+from mmkv.builtin import WEIGHTS, example_pictures, load_builtin
 from mmkv.curves import Curves
 from mmkv.parts import Heads, Layers
 from mmkv.parts.calibrated import HeadsByCost, LayersByCost
@@ -459,3 +461,49 @@ class TestMeasure:
         monkeypatch.setattr(sensitivity, "_REPLY", 1)
         with pytest.raises(ValueError, match="no samples with a reply of two tokens"):
             mmkv.calibrate(make_model("llama"), self.samples(), "condense")
+
+
+class TestBuiltin:
+    """The shipped profile of the built-in model."""
+
+    @pytest.fixture(scope="class")
+    def asked(self):
+        model, processor = load_builtin()
+        picture = Image.open(example_pictures()[0])
+        content = [
+            {"type": "image", "image": picture},
+            {"type": "text", "text": "Describe the image."},
+        ]
+        inputs = processor.apply_chat_template(
+            [{"role": "user", "content": content}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        return model, inputs, model.generate(**inputs, max_new_tokens=80, do_sample=False)
+
+    def test_it_is_used_and_keeps_the_answer(self, asked):
+        model, inputs, full = asked
+        for budget in (0.2, 0.15):
+            with mmkv.wrapped(model, budget=budget):
+                out = model.generate(
+                    **inputs, max_new_tokens=80, do_sample=False, return_dict_in_generate=True
+                )
+            assert torch.equal(out.sequences, full)
+            sizes = [x.state.sizes[0] for x in out.past_key_values.compressed]
+            assert sum(sizes) == round(budget * 8 * inputs["input_ids"].shape[1])
+            assert len(set(sizes)) > 3
+
+    def test_it_is_what_its_script_measures(self, asked):
+        """Its first prompts say nearly what all of them do, whatever machine measures."""
+        model, inputs, _ = asked
+        shipped = Profile.load(WEIGHTS / FILE)
+        assert shipped.policy == "condense"
+        found = mmkv.calibrate(model, [inputs], "condense")
+        assert found.model == shipped.model
+        logs = [
+            torch.tensor(p.curves.costs)[..., 1:6].clamp(min=1e-9).log().flatten()
+            for p in (found, shipped)
+        ]
+        assert float(torch.corrcoef(torch.stack(logs))[0, 1]) > 0.7
