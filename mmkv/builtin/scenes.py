@@ -30,15 +30,9 @@ COLORS: dict[str, tuple[int, int, int]] = {
 }
 SHAPES = ("circle", "square", "triangle", "star", "diamond", "cross", "ring")
 PLACES = (
-    "top left",
-    "top center",
-    "top right",
-    "middle left",
-    "center",
-    "middle right",
-    "bottom left",
-    "bottom center",
-    "bottom right",
+    *("top left", "top center", "top right"),
+    *("middle left", "center", "middle right"),
+    *("bottom left", "bottom center", "bottom right"),
 )
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 ORDINALS = ("first", "second", "third")
@@ -77,7 +71,7 @@ class Question:
 
 
 def make_scene(seed: int, split: Split = "heldout", count: int | None = None) -> Scene:
-    """Return the scene number `seed` of a split, with `count` (else 2 to 6) objects."""
+    """The scene number `seed` of a split, with `count` (else 2 to 6) objects."""
     if count is not None and not 1 <= count <= len(PLACES):
         raise ValueError(f"count must be 1 to {len(PLACES)}, got {count}")
     if split not in ("train", "heldout"):
@@ -132,12 +126,7 @@ def draw(scene: Scene, size: int = 384) -> Image.Image:
 
 
 def _draw_shape(
-    canvas: ImageDraw.ImageDraw,
-    shape: str,
-    x: float,
-    y: float,
-    r: float,
-    fill: tuple[int, ...],
+    canvas: ImageDraw.ImageDraw, shape: str, x: float, y: float, r: float, fill: tuple[int, ...]
 ) -> None:
     if shape == "circle":
         canvas.ellipse((x - r, y - r, x + r, y + r), fill=fill)
@@ -166,7 +155,7 @@ def _draw_shape(
 
 
 def article(noun: str) -> str:
-    """Return `noun` with "a" or "an"."""
+    """`noun` with "a" or "an"."""
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
@@ -176,22 +165,24 @@ def _sentence(item: Object) -> str:
 
 
 def _count(number: int, noun: str, tail: str) -> str:
-    verb = "is" if number == 1 else "are"
-    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
-    return f"There {verb} {NUMBERS[number]} {noun}{ending} {tail}."
+    found = f"is one {noun}" if number == 1 else f"are {NUMBERS[number]} {_plural(noun)}"
+    return f"There {found} {tail}."
+
+
+def _plural(noun: str) -> str:
+    return f"{noun}es" if noun.endswith("s") else f"{noun}s"
 
 
 def describe(scene: Scene) -> str:
-    """Return the full description: the number of objects, then a sentence for each."""
+    """The full description: the number of objects, then a sentence for each."""
     first = _count(len(scene.objects), "object", "in the picture")
     return " ".join([first, *(_sentence(item) for item in scene.objects)])
 
 
 def score_description(text: str, scene: Scene) -> tuple[int, int]:
-    """Count the objects that `text` gives with the right colour, shape and place.
+    """Objects that `text` gives with the right colour, shape and place, and how many there are.
 
-    Returns `(right, total)`; `total` is the number of objects in the scene, or the number that the
-    text claims if that is larger, so that naming more than there is does not pay.
+    Where the text claims more than there are, that number: naming more does not pay.
     """
     truth = {(o.color, o.shape, o.place) for o in scene.objects}
     claims = set(_SENTENCE.findall(text))
@@ -199,48 +190,46 @@ def score_description(text: str, scene: Scene) -> tuple[int, int]:
 
 
 def describe_question(which: str, rng: random.Random) -> str:
-    """Return one phrasing of the request to describe `which` (such as "the picture")."""
+    """One phrasing of the request to describe `which` (such as "the picture")."""
     return rng.choice(
         (f"Describe {which}.", f"Describe {which} in detail.", f"What is in {which}?")
     )
 
 
 def ask(scene: Scene, rng: random.Random, count: int, which: str = "the picture") -> list[Question]:
-    """Return `count` short questions about `scene`; `which` names the picture in them."""
-    tail = "" if which == "the picture" else f" of {which}"
-    questions = []
-    for _ in range(count):
-        kind = rng.choice(("at", "at", "at", "where", "count", "shapes", "colors", "color"))
-        item = rng.choice(scene.objects)
-        if kind == "at":
-            free = rng.random() < 0.25
-            place = rng.choice(PLACES) if free else item.place
-            found = [o for o in scene.objects if o.place == place]
-            answer = _sentence(found[0]) if found else f"Nothing is at the {place}."
-            questions.append(Question(text=f"What is at the {place}{tail}?", answer=answer))
-        elif kind == "where":
-            name = f"{item.color} {item.shape}"
-            scope = "" if which == "the picture" else f" in {which}"
-            text = f"Where is the {name}{scope}?"
-            questions.append(Question(text=text, answer=f"The {name} is at the {item.place}."))
-        elif kind == "count":
-            text = f"How many objects are in {which}?"
-            answer = _count(len(scene.objects), "object", "in the picture")
-            questions.append(Question(text=text, answer=answer))
-        elif kind == "shapes":
-            shape = rng.choice((item.shape, rng.choice(SHAPES)))
-            number = sum(o.shape == shape for o in scene.objects)
-            plural = "crosses" if shape == "cross" else f"{shape}s"
-            text = f"How many {plural} are in {which}?"
-            questions.append(Question(text=text, answer=_count(number, shape, "in the picture")))
-        elif kind == "colors":
-            color = rng.choice((item.color, rng.choice(tuple(COLORS))))
-            number = sum(o.color == color for o in scene.objects)
-            text = f"How many {color} objects are in {which}?"
-            answer = _count(number, f"{color} object", "in the picture")
-            questions.append(Question(text=text, answer=answer))
-        else:
-            text = f"What color is the {item.shape} at the {item.place}{tail}?"
-            answer = f"The {item.shape} is {item.color}."
-            questions.append(Question(text=text, answer=answer))
-    return questions
+    """`count` short questions about `scene`; `which` names the picture in them."""
+    several = which != "the picture"
+    return [_ask(scene, rng, which, several) for _ in range(count)]
+
+
+def _ask(scene: Scene, rng: random.Random, which: str, several: bool) -> Question:
+    tail, inside = "in the picture", f"in {which}"
+    kind = rng.choice(("at", "at", "at", "where", "count", "shapes", "colors", "color"))
+    item = rng.choice(scene.objects)
+    of_it = f" of {which}" if several else ""
+    if kind == "at":
+        free = rng.random() < 0.25
+        place = rng.choice(PLACES) if free else item.place
+        found = [o for o in scene.objects if o.place == place]
+        text = f"What is at the {place}{of_it}?"
+        answer = _sentence(found[0]) if found else f"Nothing is at the {place}."
+    elif kind == "where":
+        name = f"{item.color} {item.shape}"
+        text = f"Where is the {name}{f' {inside}' if several else ''}?"
+        answer = f"The {name} is at the {item.place}."
+    elif kind == "count":
+        text = f"How many objects are {inside}?"
+        answer = _count(len(scene.objects), "object", tail)
+    elif kind == "shapes":
+        shape = rng.choice((item.shape, rng.choice(SHAPES)))
+        text = f"How many {_plural(shape)} are {inside}?"
+        answer = _count(sum(o.shape == shape for o in scene.objects), shape, tail)
+    elif kind == "colors":
+        color = rng.choice((item.color, rng.choice(tuple(COLORS))))
+        number = sum(o.color == color for o in scene.objects)
+        text = f"How many {color} objects are {inside}?"
+        answer = _count(number, f"{color} object", tail)
+    else:
+        text = f"What color is the {item.shape} at the {item.place}{of_it}?"
+        answer = f"The {item.shape} is {item.color}."
+    return Question(text=text, answer=answer)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from mmkv.builtin.scenes import Question, Split
@@ -56,7 +55,7 @@ class Lookup:
 
 
 def filler(rng: random.Random) -> str:
-    """Return one sentence that carries no record."""
+    """One sentence that carries no record."""
     subject, state = rng.choice(_SUBJECTS), rng.choice(_STATES)
     kind = rng.randrange(3)
     if kind == 0:
@@ -67,7 +66,7 @@ def filler(rng: random.Random) -> str:
 
 
 def phrase(key: str, rng: random.Random) -> str:
-    """Return one phrasing of the question for the value of `key`."""
+    """One phrasing of the question for the value of `key`."""
     return rng.choice(
         (
             f"What is the value of {key}?",
@@ -80,22 +79,17 @@ def phrase(key: str, rng: random.Random) -> str:
 
 
 def answer(key: str, value: str) -> str:
-    """Return the right answer: the record itself, so that it names the key before the value."""
+    """The right answer: the record itself, so that it names the key before the value."""
     return f"{key} {value}."
 
 
 def make_lookup(
-    seed: int,
-    tokens: int,
-    split: Split = "heldout",
-    records: int | None = None,
-    measure: Callable[[str], int] | None = None,
+    seed: int, tokens: int, split: Split = "heldout", records: int | None = None
 ) -> Lookup:
-    """Return text number `seed` of a split, close to `tokens` tokens long.
+    """Text number `seed` of a split, with one record for every 16 tokens unless told otherwise.
 
-    `records` defaults to one for every 16 tokens. Sentences are added until `measure` (default: an
-    estimate of one token for each word and full stop, exact for these words under the built-in
-    tokenizer) reaches `tokens`, so the text is never longer than that.
+    Sentences are added as long as `estimate`, which is exact for these words under the built-in
+    tokenizer, stays within `tokens`.
     """
     if tokens < 32:
         raise ValueError(f"tokens must be at least 32, got {tokens}")
@@ -109,7 +103,7 @@ def make_lookup(
         checksum = zlib.crc32(repr(pairs).encode())
         if (checksum % _HELDOUT_SHARE == 0) == (split == "heldout"):
             break
-    text = _compose(pairs, tokens, rng, measure or estimate)
+    text = _compose([answer(*pair) for pair in pairs], tokens, rng)
     questions = tuple(Question(text=phrase(k, rng), answer=answer(k, v)) for k, v in pairs)
     return Lookup(text=text, records=pairs, questions=questions)
 
@@ -119,26 +113,19 @@ def estimate(text: str) -> int:
     return len(text.split()) + text.count(".")
 
 
-def _compose(
-    pairs: tuple[tuple[str, str], ...],
-    tokens: int,
-    rng: random.Random,
-    measure: Callable[[str], int],
-) -> str:
-    sentences = [answer(key, value) for key, value in pairs]
-    left = tokens - sum(measure(s) for s in sentences)
-    extra = []
+def _compose(sentences: list[str], tokens: int, rng: random.Random) -> str:
+    left = tokens - sum(map(estimate, sentences))
+    merged: list[str] = []
     while True:
-        sentence = filler(rng)
-        left -= measure(sentence)
+        extra = filler(rng)
+        left -= estimate(extra)
         if left < 0:
             break
-        extra.append(sentence)
+        merged.append(extra)
     # Records keep their order; filler falls between them at random.
-    slots = sorted(rng.sample(range(len(sentences) + len(extra)), len(sentences)))
-    merged, records = extra, iter(sentences)
-    for slot in slots:
-        merged.insert(slot, next(records))
+    slots = sorted(rng.sample(range(len(sentences) + len(merged)), len(sentences)))
+    for slot, sentence in zip(slots, sentences, strict=True):
+        merged.insert(slot, sentence)
     return " ".join(merged)
 
 

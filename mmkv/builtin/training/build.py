@@ -37,7 +37,7 @@ CHAT_TEMPLATE = (
 
 
 def _corpus() -> list[str]:
-    """Return text in which every word of the tasks is frequent enough to become one token."""
+    """Text in which every word of the tasks is frequent enough to become one token."""
     import random
 
     rng = random.Random("tokenizer")
@@ -84,7 +84,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_processor() -> LlavaProcessor:
-    """Return the processor: the tokenizer, a Pillow image processor and the chat template."""
+    """The processor: the tokenizer, a Pillow image processor and the chat template."""
     from transformers import LlavaProcessor
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -107,7 +107,7 @@ def build_processor() -> LlavaProcessor:
 
 
 def build_model(processor: LlavaProcessor, seed: int = 0) -> LlavaForConditionalGeneration:
-    """Return the untrained model, its first layers set so that look-up can start."""
+    """The untrained model, its first layers set so that look-up can start."""
     import torch
     from transformers import (
         CLIPVisionConfig,

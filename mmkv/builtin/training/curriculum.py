@@ -33,6 +33,12 @@ class Batch:
     pixel_values: torch.Tensor | None = None
     cells: torch.Tensor | None = None
 
+    def to(self, device: torch.device) -> None:
+        """Move its tensors."""
+        for name, value in vars(self).items():
+            if name != "task" and value is not None:
+                setattr(self, name, value.to(device))
+
 
 @dataclass
 class Writer:
@@ -47,10 +53,7 @@ class Writer:
 
     def __post_init__(self) -> None:
         self._encode = _encoder(self.tokenizer)
-        self._add(BOS, supervised=False)
-
-    def _add(self, text: str, supervised: bool) -> None:
-        self._extend(self._encode(text), supervised)
+        self._extend(self._encode(BOS), supervised=False)
 
     def _extend(self, ids: tuple[int, ...], supervised: bool) -> None:
         self.ids += ids
@@ -58,13 +61,12 @@ class Writer:
 
     def turn(self, question: str, answer: str, pictures: tuple[Image.Image, ...] = ()) -> bool:
         """Add one turn if it fits and say whether it did."""
-        pieces = []
+        ask = self._encode("USER:")
         for picture in pictures:
             self.pictures.append(picture)
-            pieces.append(self._encode(f" Picture {len(self.pictures)}:"))
-            pieces.append(self._encode(IMAGE) * IMAGE_TOKENS)
-        ask = self._encode("USER:") + sum(pieces, ()) + self._encode(f" {question}")
-        ask += self._encode(" ASSISTANT:")
+            ask += self._encode(f" Picture {len(self.pictures)}:")
+            ask += self._encode(IMAGE) * IMAGE_TOKENS
+        ask += self._encode(f" {question}") + self._encode(" ASSISTANT:")
         reply = self._encode(f" {answer}") + self._encode(EOS)
         if len(self.ids) + len(ask) + len(reply) > self.length:
             if pictures:
@@ -91,7 +93,7 @@ def _drawn(scene: scenes.Scene, rng: random.Random) -> Image.Image:
 
 
 def scene_alone(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Writer:
-    """Return a sequence without tokens: one training scene, for the vision tower alone."""
+    """A sequence without tokens: one training scene, for the vision tower alone."""
     writer = Writer(tokenizer, 0)
     writer.ids, writer.labels = [], []
     scene = scenes.make_scene(rng.randrange(2**40), "train")
@@ -103,7 +105,7 @@ def scene_alone(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Write
 def picture_sequence(
     tokenizer: PreTrainedTokenizerFast, rng: random.Random, pictures: int, length: int
 ) -> Writer:
-    """Return a sequence of questions over `pictures` training scenes."""
+    """A sequence of questions over `pictures` training scenes."""
     writer = Writer(tokenizer, length)
     shown = [scenes.make_scene(rng.randrange(2**40), "train") for _ in range(pictures)]
     drawn = tuple(_drawn(scene, rng) for scene in shown)
@@ -131,7 +133,7 @@ def picture_sequence(
 def text_sequence(
     tokenizer: PreTrainedTokenizerFast, rng: random.Random, length: int, picture: bool = False
 ) -> Writer:
-    """Return a look-up sequence, its text between a third and nearly all of `length`.
+    """A look-up sequence, its text between a third and nearly all of `length`.
 
     With `picture`, a training scene stands before the text and is asked about as well.
     """

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmkv.builtin import WEIGHTS, load_builtin, scenes, texts
 
-if TYPE_CHECKING:
-    from transformers import LlavaForConditionalGeneration, LlavaProcessor
-
 Message = dict[str, Any]
+# A conversation, and what of the reply is right, of how much.
+Asked = tuple[list[Message], Callable[[str], tuple[int, int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,72 +64,68 @@ def reply(
         yield from processor.batch_decode(new, skip_special_tokens=True)
 
 
-def descriptions(
-    model: LlavaForConditionalGeneration, processor: LlavaProcessor, n: int, first: int = 0
+def _measure(
+    name: str, model: Any, processor: Any, asked: Sequence[Asked], longest: int, first: int
 ) -> Figure:
+    """Count what is right in the replies, of at most `longest` tokens, to all that is asked."""
+    replies = reply(model, processor, [conversation for conversation, _ in asked], longest)
+    scores = [score(text) for (_, score), text in zip(asked, replies, strict=True)]
+    right, total = sum(found for found, _ in scores), sum(wanted for _, wanted in scores)
+    return Figure(name=name, right=right, total=total, first=first, n=len(asked))
+
+
+def descriptions(model: Any, processor: Any, n: int, first: int = 0) -> Figure:
     """Describe `n` held-out scenes and count the objects that are right."""
-    shown = [scenes.make_scene(seed) for seed in range(first, first + n)]
-    asked = [user("Describe the picture.", scenes.draw(scene)) for scene in shown]
-    right = total = 0
-    for scene, text in zip(shown, reply(model, processor, asked, 80), strict=True):
-        found, wanted = scenes.score_description(text, scene)
-        right, total = right + found, total + wanted
-    return Figure(name="objects described", right=right, total=total, first=first, n=n)
+    asked: list[Asked] = []
+    for seed in range(first, first + n):
+        scene = scenes.make_scene(seed)
+        score = partial(scenes.score_description, scene=scene)
+        asked.append((user("Describe the picture.", scenes.draw(scene)), score))
+    return _measure("objects described", model, processor, asked, 80, first)
 
 
-def several_pictures(
-    model: LlavaForConditionalGeneration, processor: LlavaProcessor, n: int, first: int = 0
-) -> Figure:
+def several_pictures(model: Any, processor: Any, n: int, first: int = 0) -> Figure:
     """Describe one of two or three held-out scenes and count the objects that are right."""
-    asked, targets = [], []
+    asked: list[Asked] = []
     for seed in range(first, first + n):
         rng = random.Random(f"several:{seed}")
         shown = [scenes.make_scene(3 * seed + i) for i in range(rng.choice((2, 3)))]
         target = rng.randrange(len(shown))
         text = f"Describe the {scenes.ORDINALS[target]} picture."
-        asked.append(user(text, *(scenes.draw(scene) for scene in shown)))
-        targets.append(shown[target])
-    right = total = 0
-    for scene, text in zip(targets, reply(model, processor, asked, 80), strict=True):
-        found, wanted = scenes.score_description(text, scene)
-        right, total = right + found, total + wanted
+        score = partial(scenes.score_description, scene=shown[target])
+        asked.append((user(text, *map(scenes.draw, shown)), score))
     name = "objects described, one of 2-3 pictures"
-    return Figure(name=name, right=right, total=total, first=first, n=n)
+    return _measure(name, model, processor, asked, 80, first)
 
 
-def short_questions(
-    model: LlavaForConditionalGeneration, processor: LlavaProcessor, n: int, first: int = 0
-) -> Figure:
+def short_questions(model: Any, processor: Any, n: int, first: int = 0) -> Figure:
     """Ask one short question on each of `n` held-out scenes; the whole answer must be right."""
-    asked, wanted = [], []
+
+    def score(text: str, answer: str) -> tuple[int, int]:
+        return int(text.strip() == answer), 1
+
+    asked: list[Asked] = []
     for seed in range(first, first + n):
         scene = scenes.make_scene(seed)
         question = scenes.ask(scene, random.Random(f"short:{seed}"), 1)[0]
-        asked.append(user(question.text, scenes.draw(scene)))
-        wanted.append(question.answer)
-    given = reply(model, processor, asked, 24)
-    right = sum(text.strip() == answer for text, answer in zip(given, wanted, strict=True))
-    return Figure(name="short questions answered", right=right, total=n, first=first, n=n)
+        conversation = user(question.text, scenes.draw(scene))
+        asked.append((conversation, partial(score, answer=question.answer)))
+    return _measure("short questions answered", model, processor, asked, 24, first)
 
 
-def lookups(
-    model: LlavaForConditionalGeneration,
-    processor: LlavaProcessor,
-    n: int,
-    tokens: int,
-    first: int = 0,
-) -> Figure:
+def lookups(model: Any, processor: Any, n: int, tokens: int, first: int = 0) -> Figure:
     """Ask for one value in each of `n` held-out texts of `tokens` tokens."""
-    asked, questions = [], []
+
+    def score(text: str, question: scenes.Question) -> tuple[int, int]:
+        return int(texts.score_answer(text, question)), 1
+
+    asked: list[Asked] = []
     for seed in range(first, first + n):
         lookup = texts.make_lookup(seed, tokens)
         question = random.Random(f"ask:{seed}").choice(lookup.questions)
-        asked.append(user(f"{lookup.text} {question.text}"))
-        questions.append(question)
-    given = reply(model, processor, asked, 6)
-    right = sum(texts.score_answer(t, q) for t, q in zip(given, questions, strict=True))
-    name = f"values looked up, {tokens} tokens"
-    return Figure(name=name, right=right, total=n, first=first, n=n)
+        conversation = user(f"{lookup.text} {question.text}")
+        asked.append((conversation, partial(score, question=question)))
+    return _measure(f"values looked up, {tokens} tokens", model, processor, asked, 6, first)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -36,7 +36,7 @@ class Probe(nn.Module):
     def forward(
         self, features: torch.Tensor, cells: torch.Tensor, embedding: torch.Tensor
     ) -> torch.Tensor:
-        """Return the loss for `features` `[N * 144, D]` and what the `cells` `[N, 9, 2]` hold."""
+        """The loss for `features` `[N * 144, D]` and what the `cells` `[N, 9, 2]` hold."""
         side = math.isqrt(IMAGE_TOKENS) // 3
         # Of each cell the inner 2 x 2 of 4 x 4 tokens: the outer ones often see background alone.
         grid = features.reshape(-1, 3, side, 3, side, features.shape[-1])

@@ -15,6 +15,7 @@ at about step 3,610. `python -m mmkv.builtin.training.evaluate` prints what they
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import os
 import random
@@ -22,6 +23,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mmkv.builtin import texts
 from mmkv.builtin.training import build, curriculum
@@ -34,6 +38,15 @@ if TYPE_CHECKING:
     from mmkv.builtin.training.probe import Probe
 
 
+# Until which share of a run texts of 128, 256, 512 and 1152 tokens come how often.
+_TEXTS = (
+    (0.04, (1, 1, 0, 0)),
+    (0.15, (1, 3, 1, 0)),
+    (0.4, (0, 2, 3, 1)),
+    (math.inf, (0, 1, 1, 2)),
+)
+
+
 @dataclass
 class Progress:
     """How far a run is; what a checkpoint holds beside the tensors."""
@@ -43,7 +56,7 @@ class Progress:
 
 
 def draw_batches(processor: LlavaProcessor, done: float, step: int, small: bool) -> list[Batch]:
-    """Return the batches of one step when the share `done` of the run has passed.
+    """The batches of one step when the share `done` of the run has passed.
 
     At first the vision tower learns alone, from the probe, beside short texts: its steps are
     several times cheaper without the text model. They go on beside the rest, while texts grow from
@@ -53,23 +66,14 @@ def draw_batches(processor: LlavaProcessor, done: float, step: int, small: bool)
     rng = random.Random(f"train:{step}")
     tokenizer = processor.tokenizer
     plan: list[tuple[str, int, int]] = []
-    lengths = [(128, 20), (256, 10), (512, 4), (1152, 2)]
-    if done < 0.04:
-        weights = (1, 1, 0, 0)
-    elif done < 0.15:
-        weights = (1, 3, 1, 0)
-    elif done < 0.4:
-        weights = (0, 2, 3, 1)
-    else:
-        weights = (0, 1, 1, 2)
-    alone = done < 0.08
     if step % 4 == 0:  # look-up is learnt early, then only kept and lengthened
-        length, count = rng.choices(lengths, weights)[0]
+        weights = next(weights for until, weights in _TEXTS if done < until)
+        length, count = rng.choices([(128, 20), (256, 10), (512, 4), (1152, 2)], weights)[0]
         plan.append(("text", 128, 2) if small else ("text", length, count))
     several = 0.0 if done < 0.15 else 0.1 if done < 0.62 else 0.35
     kind = rng.random()
     plan.append(("cells", 0, 4 if small else 32))
-    if alone:
+    if done < 0.08:
         pass
     elif kind >= several:
         plan.append(("one picture", 304, 2 if small else 16))
@@ -99,7 +103,7 @@ def draw_batches(processor: LlavaProcessor, done: float, step: int, small: bool)
 def batch_loss(
     model: Any, probe: Probe, batch: Batch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the mean loss over the answers, the probe's, the predictions and the labels."""
+    """The mean loss over the answers, the probe's, the predictions and the labels."""
     import torch
     import torch.nn.functional as F
 
@@ -124,32 +128,23 @@ def batch_loss(
 
 
 def learning_rate(done: float, step: int, peak: float) -> float:
-    """Return the rate at the share `done`: 100 steps of warm-up, then a cosine to 2 %."""
+    """The rate at the share `done`: 100 steps of warm-up, then a cosine to 2 %."""
     warm = min(1.0, (step + 1) / 100)
     return peak * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-def save(
-    path: Path, model: Any, probe: Probe, optimizer: torch.optim.Optimizer, progress: Progress
-) -> None:
+def save(path: Path, progress: Progress, **parts: Any) -> None:
     """Write a checkpoint so that a reader never sees half of one."""
     import torch
 
-    state = {
-        "model": model.state_dict(),
-        "probe": probe.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "progress": asdict(progress),
-        "rng": torch.get_rng_state(),
-    }
+    state: dict[str, Any] = {name: part.state_dict() for name, part in parts.items()}
+    state |= {"progress": asdict(progress), "rng": torch.get_rng_state()}
     torch.save(state, path.with_suffix(".part"))
     os.replace(path.with_suffix(".part"), path)
 
 
 def export(model: Any, processor: LlavaProcessor, folder: Path) -> None:
     """Write the weights in bfloat16 with configuration, tokenizer and processor."""
-    import copy
-
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -190,28 +185,26 @@ def train(
     vectors += probe.parameters()
     groups = [{"params": matrices, "weight_decay": 0.02}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.98))
+    parts: dict[str, Any] = {"model": model, "probe": probe, "optimizer": optimizer}
     progress = Progress()
     checkpoint = out / "checkpoint.pt"
     if resume and checkpoint.exists():
         state = torch.load(checkpoint, map_location=device, weights_only=True)
-        model.load_state_dict(state["model"])
-        probe.load_state_dict(state["probe"])
-        optimizer.load_state_dict(state["optimizer"])
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
         torch.set_rng_state(state["rng"].cpu())
         progress = Progress(**state["progress"])
     if compiled:
         torch.compiler.config.recompile_limit = 32  # one compiled shape for each kind of batch
-        for layer in (
-            *model.model.language_model.layers,
-            *model.model.vision_tower.encoder.layers,
-        ):
+        tower = model.model.vision_tower.encoder
+        for layer in (*model.model.language_model.layers, *tower.layers):
             layer.compile(dynamic=False)
     values = torch.zeros(len(processor.tokenizer), dtype=torch.bool, device=device)
     words = [f" {w}" for w in texts.VALUES]
     values[processor.tokenizer(words, add_special_tokens=False).input_ids] = True
 
     model.train()
-    meter: dict[str, list[float]] = {}
+    meter: dict[str, NDArray[np.float64]] = {}
     begun, saved = time.monotonic() - progress.seconds, time.monotonic()
     while True:
         progress.seconds = time.monotonic() - begun
@@ -223,17 +216,14 @@ def train(
             group["lr"] = rate
         for batch in draw_batches(processor, share, progress.step, small):
             started = time.monotonic()
-            for name in ("input_ids", "labels", "pixel_values", "cells"):
-                tensor = getattr(batch, name)
-                setattr(batch, name, None if tensor is None else tensor.to(device))
+            batch.to(device)
             with torch.autocast(device.type, dtype=torch.bfloat16):
                 loss, seen, guess, labels = batch_loss(model, probe, batch)
             (loss + 0.25 * seen).backward()
             right = (guess == labels)[values[labels]].float().mean().item()
-            entry = meter.setdefault(batch.task, [0.0] * 5)
             spent = time.monotonic() - started
-            for i, number in enumerate((1.0, loss.item(), right, seen.item(), spent)):
-                entry[i] += number
+            found = np.array([1.0, loss.item(), right, seen.item(), spent])
+            meter[batch.task] = meter.get(batch.task, 0.0) + found
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -242,14 +232,16 @@ def train(
             print(_line(progress, share, rate, meter), flush=True)
             meter = {}
         if time.monotonic() - saved > save_every:
-            save(checkpoint, model, probe, optimizer, progress)
+            save(checkpoint, progress, **parts)
             saved = time.monotonic()
-    save(checkpoint, model, probe, optimizer, progress)
+    save(checkpoint, progress, **parts)
     export(model, processor, out / "weights")
     return progress
 
 
-def _line(progress: Progress, share: float, rate: float, meter: dict[str, list[float]]) -> str:
+def _line(
+    progress: Progress, share: float, rate: float, meter: dict[str, NDArray[np.float64]]
+) -> str:
     parts = [f"step {progress.step} {progress.seconds / 60:.1f} min {share:.0%} lr {rate:.1e}"]
     for task, (n, loss, right, seen, spent) in sorted(meter.items()):
         # Share of look-up values predicted right; a batch without look-ups has none.
@@ -270,19 +262,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in out")
     parser.add_argument("--peak", type=float, default=1.5e-3, help="highest learning rate")
     parser.add_argument("--small", action="store_true", help="tiny batches, for a smoke run")
-    parser.add_argument("--no-compile", action="store_true", help="do not compile the layers")
-    parser.add_argument("--log-every", type=int, default=50, help="steps between log lines")
-    options = parser.parse_args(argv)
-    progress = train(
-        options.out,
-        minutes=options.minutes,
-        steps=options.steps,
-        resume=options.resume,
-        peak=options.peak,
-        small=options.small,
-        compiled=not options.no_compile,
-        log_every=options.log_every,
+    parser.add_argument(
+        "--no-compile", action="store_false", dest="compiled", help="do not compile the layers"
     )
+    parser.add_argument("--log-every", type=int, default=50, help="steps between log lines")
+    progress = train(**vars(parser.parse_args(argv)))
     print(f"done: {progress.step} steps in {progress.seconds / 60:.1f} minutes")
 
 
