@@ -21,7 +21,7 @@ from mmkv.wrapping import wrap
 
 from .outcome import Kept, kept_of, rouge_l
 from .stepping import Draw, Stepper, Turnstile
-from .turns import Tokens, first_turn, next_turn
+from .turns import Tokens, next_turn
 from .values import Settings, Side, Turn
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Conversation:
         Args:
             question: of the user.
             picture: new in this turn, RGB; None asks on about the earlier ones.
-            settings: another policy, option or budget than before reads the conversation again.
+            settings: where they differ from before, the conversation is read again.
 
         Raises:
             ValueError: an empty question, no picture, a setting out of range, a budget below what
@@ -184,14 +184,9 @@ class Conversation:
         self._compressed, self._wrapped = compressed, wrapped
         self._counts.append(len(pictures))
         self._pictures += pictures
-        turn = dataclasses.replace(
-            turn,
-            full=runs[1].side(done=True),
-            compressed=runs[0].side(done=True),
-            notes=notes,
-            kept=kept,
-        )
-        turn = dataclasses.replace(turn, rouge=rouge_l(turn.full.text, turn.compressed.text))
+        sides = {"full": runs[1].side(done=True), "compressed": runs[0].side(done=True)}
+        rouge = rouge_l(sides["full"].text, sides["compressed"].text)
+        turn = dataclasses.replace(turn, **sides, notes=notes, kept=kept, rouge=rouge)
         self.turns.append(turn)
         yield turn
 
@@ -227,8 +222,7 @@ class _Run:
         self.branch, self.engine = branch, engine
         loaded, before = engine.loaded, branch.tokens
         if before is None:
-            new = first_turn(loaded, question, pictures)
-            self.prompt = new
+            self.prompt = new = Tokens.of(chat.encode(loaded, question, pictures))
         else:
             new = next_turn(loaded, before, counts, question, pictures)
             self.prompt = before.extended(new)

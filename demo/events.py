@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from PIL import Image
 
 from . import options, views
 from .backend import NoPictureError
-from .session import Session, read_upload
+from .session import Session, blank_sheet, read_upload
 from .values import Settings, Turn
 
 log = logging.getLogger(__name__)
@@ -46,13 +48,21 @@ def leave(session: Session | None) -> None:
         session.close()
 
 
-def _pad_of(session: Session) -> str:
-    return "" if session.picture is None else views.data_uri(session.picture, side=640)
-
-
 def path_of(payload: Any) -> str | None:
     """Where an upload lies."""
     return getattr(payload, "path", None)
+
+
+def _use(session: Session | None, choose: Callable[[], Image.Image]) -> tuple[Any, str]:
+    """Ask about another picture from now on: what the pad shows, and a message."""
+    try:
+        if session is None:
+            raise ValueError(_LOST)
+        session.use(choose())
+    except ValueError as error:
+        return gr.skip(), views.message(str(error))
+    assert session.picture is not None
+    return views.data_uri(session.picture, side=640), ""
 
 
 def uploaded(session: Session | None, path: str | None) -> tuple[Any, str]:
@@ -62,35 +72,28 @@ def uploaded(session: Session | None, path: str | None) -> tuple[Any, str]:
     if file is None or not file.is_relative_to(folder) or not file.is_file():
         return gr.skip(), views.message("no file arrived: upload it again")
     try:
-        if session is None:
-            raise ValueError(_LOST)
-        session.use(read_upload(file))
-    except ValueError as error:
-        return gr.skip(), views.message(str(error))
+        return _use(session, partial(read_upload, file))
     finally:
         file.unlink(missing_ok=True)
         with suppress(OSError):  # two uploads of the same file share the folder
             file.parent.rmdir()
-    return _pad_of(session), ""
 
 
 def blank(session: Session | None) -> tuple[Any, str]:
     """Take an empty sheet."""
-    if session is None:
-        return gr.skip(), views.message(_LOST)
-    session.use_blank()
-    return _pad_of(session), ""
+    return _use(session, blank_sheet)
 
 
 def example(samples: list[Any], session: Session | None, event: gr.EventData) -> tuple[Any, str]:
     """Take an example picture."""
-    if session is None:
-        return gr.skip(), views.message(_LOST)
-    index = _index(event, len(samples))
-    if index is None:
-        return gr.skip(), views.message("there is no such example")
-    session.use(samples[index])
-    return _pad_of(session), ""
+
+    def choose() -> Image.Image:
+        index = _index(event, len(samples))
+        if index is None:
+            raise ValueError("there is no such example")
+        return samples[index]
+
+    return _use(session, choose)
 
 
 def question(event: gr.EventData) -> Any:
@@ -106,9 +109,9 @@ def _index(event: gr.EventData, size: int) -> int | None:
 
 def drawn(session: Session | None, event: gr.EventData) -> str:
     """Remember what was drawn."""
-    if session is None:
-        return views.message(_LOST)
     try:
+        if session is None:
+            raise ValueError(_LOST)
         session.draw((event._data or {}).get("strokes"))  # pyright: ignore
     except ValueError as error:
         return views.message(str(error))
@@ -202,9 +205,9 @@ def stop(session: Session | None) -> None:
 
 def clear(session: Session | None) -> tuple[Any, ...]:
     """Forget the conversation."""
-    if session is None:
-        return gr.skip(), views.message(_LOST), gr.skip(), gr.skip()
     try:
+        if session is None:
+            raise ValueError(_LOST)
         session.clear()
     except ValueError as error:
         return gr.skip(), views.message(str(error)), gr.skip(), gr.skip()

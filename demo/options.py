@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
+from mmkv import chat
 from mmkv.registry import list_policies, option_types, policy_class
 
 Kind = Literal["choice", "switch", "whole", "number", "text"]
@@ -14,14 +15,7 @@ _ELSEWHERE = ("protect",)
 
 @dataclass(frozen=True)
 class Option:
-    """One field of a policy's dataclass.
-
-    Attributes:
-        name: of the field.
-        kind: what its values are.
-        choices: for "choice".
-        optional: None is a value too.
-    """
+    """One option of policies; `choices` are for the kind "choice", `optional` ones can be None."""
 
     name: str
     kind: Kind
@@ -67,24 +61,14 @@ def all_options() -> list[Option]:
 
 
 def _option(name: str, hint: Any) -> Option:
-    literals, types = _parts(hint)
-    optional = type(None) in types
+    values = chat.flat(hint)
+    optional = type(None) in values
+    literals = [x for x in values if isinstance(x, str)]
     if literals:
         return Option(name, "choice", (*literals, *(["none"] if optional else [])), optional)
     kinds: dict[Any, Kind] = {bool: "switch", float: "number", int: "whole"}
-    found: list[Kind] = [kind for known, kind in kinds.items() if known in types]
+    found: list[Kind] = [kind for known, kind in kinds.items() if known in values]
     return Option(name, found[0] if found else "text", optional=optional)
-
-
-def _parts(hint: Any) -> tuple[list[str], list[Any]]:
-    """The literal values of an annotation and its types."""
-    if get_origin(hint) is Literal:
-        return [str(x) for x in get_args(hint)], []
-    args = get_args(hint)
-    if not args:
-        return [], [hint]
-    parts = [_parts(x) for x in args]
-    return [x for literals, _ in parts for x in literals], [x for _, types in parts for x in types]
 
 
 def defaults(policy: str) -> dict[str, Any]:
@@ -95,9 +79,7 @@ def defaults(policy: str) -> dict[str, Any]:
 def changed(policy: str, shown: dict[str, Any]) -> dict[str, Any]:
     """What the controls say where it differs from the policy's defaults.
 
-    Args:
-        policy: its name.
-        shown: by option; those that the policy does not read are ignored.
+    Options that the policy does not read are ignored.
 
     Raises:
         ValueError: an unknown policy, or a control without a value.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,13 +25,10 @@ Shares = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Word:
-    """A token of the prompt, or all tokens of one picture in a row.
+    """A token of the prompt, or a picture's `tokens` in a row, whose `text` is "".
 
-    Attributes:
-        text: as the tokenizer writes it; "" for a picture.
-        layers: in how many layers at least one head holds it; None for a picture.
-        tokens: how many tokens it stands for.
-        kept: the share of heads and layers that hold it.
+    `layers` counts those in which at least one head holds it (None for a picture); `kept` is the
+    share of heads and layers that hold it.
     """
 
     text: str
@@ -70,14 +69,7 @@ class Kept:
 def kept_of(
     loaded: chat.Loaded, prompt: Tokens, cache: Any, pictures: Sequence[Image.Image]
 ) -> Kept:
-    """Read a compressed cache that has just been given a prompt.
-
-    Args:
-        loaded: the model.
-        prompt: all tokens that the cache has seen.
-        cache: a `CompressedCache`.
-        pictures: that they hold, in order.
-    """
+    """Read a compressed cache that has just been given a prompt with these pictures, in order."""
     from mmkv.cache.compressed import CompressedLayer
 
     compressed = [i for i, x in enumerate(cache.layers) if isinstance(x, CompressedLayer)]
@@ -112,21 +104,16 @@ def _as_seen(loaded: chat.Loaded, prompt: Tokens, pictures: Sequence[Image.Image
 
 
 def _words(loaded: chat.Loaded, ids: Tensor, image: Tensor, held: Tensor) -> list[Word]:
-    words: list[Word] = []
     share = held.mean(dim=0).tolist()
     layers = (held > 0).sum(dim=0).tolist()
     tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
-    run: list[float] = []
-    for i, (token, is_image) in enumerate(zip(ids.tolist(), image.tolist(), strict=True)):
+    words: list[Word] = []
+    for is_image, run in itertools.groupby(range(len(ids)), image.tolist().__getitem__):
+        places = list(run)
         if is_image:
-            run.append(share[i])
+            words.append(Word("", None, len(places), fmean(share[i] for i in places)))
             continue
-        if run:
-            words.append(Word("", None, len(run), sum(run) / len(run)))
-            run = []
-        words.append(Word(tokenizer.decode([token]), layers[i], 1, share[i]))
-    if run:
-        words.append(Word("", None, len(run), sum(run) / len(run)))
+        words += [Word(tokenizer.decode([int(ids[i])]), layers[i], 1, share[i]) for i in places]
     return words
 
 

@@ -80,9 +80,9 @@ def serving(
     Args:
         models: as for `mmkv.chat.load`; the first is loaded before anything is served.
         host: where to listen; the default is reached from this computer only.
-        port: to listen on; None takes a free one.
-        device: as for `mmkv.chat.load`.
-        dtype: as for `mmkv.chat.load`.
+        port: None takes a free one.
+        device: as for `mmkv.chat.load`, as the dtype.
+        dtype: of the models.
 
     Raises:
         ValueError: the port is taken, Gradio is missing, or a model cannot be loaded.

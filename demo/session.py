@@ -6,7 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from PIL import Image, ImageDraw
 
@@ -52,21 +52,17 @@ def checked_strokes(data: Any) -> list[Stroke]:
     Raises:
         ValueError: anything else, or too many points.
     """
-    wrong = ValueError("the drawing could not be read: erase it and draw again")
     strokes: list[Stroke] = []
-    if not isinstance(data, list):
-        raise wrong
     try:
-        for stroke in cast("list[dict[str, Any]]", data):
+        for stroke in data:
             colour, width = str(stroke["colour"]), float(stroke["width"])
             points = [(float(x), float(y)) for x, y in stroke["points"]]
-            if not _COLOUR.fullmatch(colour) or not 0 < width <= 1:
-                raise wrong
-            if not all(-1 <= v <= 8 for point in points for v in point):
-                raise wrong
+            inside = all(-1 <= v <= 8 for point in points for v in point)
+            if not _COLOUR.fullmatch(colour) or not 0 < width <= 1 or not inside:
+                raise ValueError
             strokes.append((colour, width, points))
     except (KeyError, TypeError, ValueError, OverflowError):
-        raise wrong from None
+        raise ValueError("the drawing could not be read: erase it and draw again") from None
     if sum(len(points) for _, _, points in strokes) > _MOST_POINTS:
         raise ValueError("the drawing has too many lines: erase some")
     return strokes
@@ -86,15 +82,15 @@ def drawn(picture: Image.Image, strokes: Sequence[Stroke]) -> Image.Image:
     return picture
 
 
+def blank_sheet() -> Image.Image:
+    """An empty sheet to draw on."""
+    return Image.new("RGB", (_BLANK_SIDE, _BLANK_SIDE), "#b4b4b4")
+
+
 class Engines:
-    """The models on offer; each is loaded when it is first asked for.
+    """The models on offer, each loaded by its name when it is first asked for.
 
-    Args:
-        names: as for `mmkv.chat.load`; only these can be chosen.
-        load: makes one of a name.
-
-    Attributes:
-        names: as the page shows them.
+    The attribute `names` is as the page shows them.
     """
 
     def __init__(self, names: Sequence[str], load: Callable[[str], chat.Loaded]) -> None:
@@ -143,10 +139,6 @@ class Session:
     def use(self, picture: Image.Image) -> None:
         """Ask about another picture from now on."""
         self.picture, self.strokes, self.fresh = picture, [], True
-
-    def use_blank(self) -> None:
-        """An empty sheet to draw on."""
-        self.use(Image.new("RGB", (_BLANK_SIDE, _BLANK_SIDE), "#b4b4b4"))
 
     def draw(self, data: Any) -> None:
         """Replace what is drawn on the picture.

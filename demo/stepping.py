@@ -59,9 +59,7 @@ class Draw(LogitsProcessor):
 class Stepper:
     """One call of `model.generate` that pauses after each token.
 
-    Args:
-        model: a model, wrapped or not; nothing else may generate with it meanwhile.
-        options: for `model.generate`.
+    Nothing else may generate with the model, wrapped or not, meanwhile.
 
     Attributes:
         sequence: int64 [N], the prompt and the tokens so far; None before the first.

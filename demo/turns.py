@@ -66,15 +66,6 @@ def _or_zeros(tokens: Tokens, name: str) -> Tensor:
     return torch.zeros_like(tokens.ids) if found is None else found
 
 
-def first_turn(loaded: chat.Loaded, question: str, pictures: Sequence[Image.Image]) -> Tokens:
-    """The prompt of a conversation's first turn.
-
-    Raises:
-        ValueError: pictures for a model that reads none, or no chat template to place them.
-    """
-    return Tokens.of(chat.encode(loaded, question, pictures))
-
-
 def next_turn(
     loaded: chat.Loaded,
     before: Tokens,
@@ -94,13 +85,10 @@ def next_turn(
     Raises:
         ValueError: pictures for a model that reads none, or no chat template to place them.
     """
+    chat.check_pictures(loaded, pictures)
     processor = loaded.processor
     tokenizer = getattr(processor, "tokenizer", processor)
-    if pictures and not loaded.reads_pictures:
-        raise ValueError(f"model {loaded.name!r} reads text only: leave the pictures out")
     if processor.chat_template is None:
-        if pictures:
-            raise ValueError(f"model {loaded.name!r} has no chat template: no place for pictures")
         text = f"\n{question}\n"
     else:
         text = _between(loaded, earlier, question, len(pictures))

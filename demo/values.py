@@ -24,13 +24,9 @@ class Settings:
     """What the controls say.
 
     Attributes:
-        policy: a registered name.
-        budget: the fraction kept.
         options: of the policy, where they differ from its defaults.
         kv_dtype: "int8" or "int4" to hold what is kept in 8 or 4 bits.
-        max_new_tokens: when an answer stops at the latest.
         temperature: 0 takes the likeliest token.
-        seed: what draws start from.
     """
 
     policy: str = "condense"
@@ -71,8 +67,7 @@ class Side:
     """One of the two answers as it stands.
 
     Attributes:
-        text: so far.
-        tokens: how many.
+        text: so far, of `tokens` tokens.
         first: seconds of the model's time to the first token, None before it.
         rate: tokens a second after the first, None before the second.
         nbytes: of the cache.
@@ -93,14 +88,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and its two answers.
+    """A question, the picture that came with it, and its two answers.
 
     Attributes:
-        question: as asked.
-        picture: that came with it, or None.
         label: the compressed side's policy and budget.
-        full: the answer with the full cache.
-        compressed: the answer with the compressed cache.
         notes: what a reader should know.
         kept: what the compressed cache kept of the prompt; None while the answers stream.
         rouge: ROUGE-L F-measure between the answers; None while they stream.

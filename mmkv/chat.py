@@ -79,7 +79,7 @@ def parse_value(name: str, text: str, hint: Any) -> Any:
     Raises:
         ValueError: it is of another type; the message shows it.
     """
-    choices = _flat(hint)
+    choices = flat(hint)
     if text in choices:
         return text
     if text.lower() == "none" and type(None) in choices:
@@ -97,10 +97,10 @@ def parse_value(name: str, text: str, hint: Any) -> Any:
     return text
 
 
-def _flat(hint: Any) -> list[Any]:
+def flat(hint: Any) -> list[Any]:
     """The types and literal values of an annotation."""
     args = get_args(hint)
-    return [x for arg in args for x in _flat(arg)] if args else [hint]
+    return [x for arg in args for x in flat(arg)] if args else [hint]
 
 
 def _bool(text: str) -> bool:
@@ -155,11 +155,8 @@ def encode(loaded: Loaded, question: str, pictures: Sequence[Image.Image]) -> di
         ValueError: pictures for a model that reads none, or no chat template to place them.
     """
     processor: Any = loaded.processor
-    if pictures and not loaded.reads_pictures:
-        raise ValueError(f"model {loaded.name!r} reads text only: leave the pictures out")
+    check_pictures(loaded, pictures)
     if processor.chat_template is None:
-        if pictures:
-            raise ValueError(f"model {loaded.name!r} has no chat template: no place for pictures")
         inputs = processor(text=question, return_tensors="pt")
     elif not loaded.reads_pictures:
         # A tokenizer adds no marks of its own to what a template wrote, a processor does.
@@ -178,6 +175,18 @@ def encode(loaded: Loaded, question: str, pictures: Sequence[Image.Image]) -> di
             return_tensors="pt",
         )
     return on_device(loaded.model, inputs)
+
+
+def check_pictures(loaded: Loaded, pictures: Sequence[Image.Image]) -> None:
+    """Refuse pictures that a model cannot be shown.
+
+    Raises:
+        ValueError: it reads none, or has no chat template to place them.
+    """
+    if pictures and not loaded.reads_pictures:
+        raise ValueError(f"model {loaded.name!r} reads text only: leave the pictures out")
+    if pictures and loaded.processor.chat_template is None:
+        raise ValueError(f"model {loaded.name!r} has no chat template: no place for pictures")
 
 
 def on_device(model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
