@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NEEDED = ("mmkv/builtin/weights/*", "mmkv/builtin/pictures/*.png", "mmkv/py.typed")
-FOLDERS, SUFFIXES = ("policies", "eval", "demo"), (".py", ".json", ".css", ".js")
+FOLDERS, SUFFIXES = ("policies", "eval", "demo"), (".py", ".json", ".css", ".js", ".html")
 LEFT_OUT = ("mmkv/builtin/training/", "tests/", "docs/")
 
 
@@ -19,9 +19,7 @@ def wanted() -> set[str]:
     for pattern in NEEDED:
         found |= {x.relative_to(ROOT).as_posix() for x in ROOT.glob(pattern)}
     for folder in FOLDERS:
-        files = [
-            x for x in (ROOT / folder).rglob("*") if x.suffix in (".py", ".json", ".css", ".js")
-        ]
+        files = [x for x in (ROOT / folder).rglob("*") if x.suffix in SUFFIXES]
         found |= {f"mmkv/{x.relative_to(ROOT).as_posix()}" for x in files}
     return {x for x in found if not x.startswith(LEFT_OUT)}
 

@@ -182,7 +182,7 @@ def _answered(session: Session, turn: Turn, idle: tuple[Any, Any]) -> tuple[Any,
     return (
         views.conversation(session.turns),
         "",
-        f'<span class="mm-hidden">{views.escape(status)}</span>',
+        views.status(status),
         *idle,
         gr.update(visible=True),
         gr.update(
