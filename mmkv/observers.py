@@ -80,7 +80,9 @@ def observer_scores(
                 logits = (q * factor) @ k[:, :, None].mT
                 if softcap is not None:
                     logits = softcap * torch.tanh(logits / softcap)
-                logits = logits + b[:, :, None].mT
+                # Finite, as softcap and scale leave it: a run of padding must stay finite.
+                b = b.masked_fill(tokens[:, None, :, :, None] < 0, -1e30)
+                logits += b[:, :, None].mT
                 lost = _most_lost(logits, v, gram, tokens >= 0, asking >= 0)
             at = tokens.masked_fill(tokens < 0, N).flatten(1)[:, None].expand(-1, H, -1)
             scores.scatter_(-1, at, lost.flatten(2))
@@ -148,28 +150,27 @@ def _most_lost(
     """Scores [B, H, n, C] of runs.
 
     Args:
-        logits: [B, H, G, n, O, C], of O observers.
+        logits: [B, H, G, n, O, C], of O observers; very low where there is no token.
         value: [B, H, n, C, Dv].
         gram: [1 or B, H * G, Dv, Dv], or None.
         present: bool [B, n, C], where there is a token.
         observing: bool [B, n or 1, O], where there is an observer.
     """
-    tiny = torch.finfo(torch.float32)
+    tiny = torch.finfo(torch.float32).tiny
     # About their mean: differences of nearly equal values keep their digits.
     number = present.sum(-1).clamp(min=1)[:, None, :, None, None]
     value = (value - value.sum(-2, keepdim=True) / number)[:, :, None]
     value = value.masked_fill(~present[:, None, None, :, :, None], 0.0)
-    # The lowest finite number and not -inf: a run of padding must stay finite.
-    p = logits.masked_fill(~present[:, None, None, :, None], tiny.min).softmax(-1)
+    p = logits.softmax(-1)
     # One token may have nearly all of an observer's attention: what the others then give is summed
     # without it, so that 1 - p and v - o keep their digits. No other has more than a half.
     most, first = p.max(-1, keepdim=True)
-    p = p.scatter(-1, first, 0.0)
+    p.scatter_(-1, first, 0.0)
     others, rest = p @ value, p.sum(-1, keepdim=True)
     chosen = value.expand(*p.shape[:-2], -1, -1)
     chosen = chosen.gather(-2, first.expand(*first.shape[:-1], value.shape[-1]))
     out = others + most * chosen
-    apart = chosen - others / rest.clamp(min=tiny.tiny)
+    apart = chosen - others / rest.clamp(min=tiny)
     by = (
         None
         if gram is None
@@ -180,11 +181,14 @@ def _most_lost(
         return x if by is None else x @ by
 
     lost_first = most * (read(apart) * apart).sum(-1, keepdim=True).clamp(min=0).sqrt()
-    square = (read(value) * value).sum(-1)[..., None, :]
-    square = square + (read(out) * out).sum(-1, keepdim=True) - 2 * read(out) @ value.mT
-    lost = (p / (1 - p) * square.clamp(min=0).sqrt()).scatter(-1, first, lost_first)
-    seen = observing[:, None, None, :, :, None] & present[:, None, None, :, None]
-    return lost.masked_fill(~seen, 0.0).amax((2, 4))
+    # In place from here on: the elements [B, H, G, n, O, C] are what this costs.
+    answer = read(out)
+    lost = (-2 * answer) @ value.mT
+    lost.add_((read(value) * value).sum(-1)[..., None, :])
+    lost.add_((answer * out).sum(-1, keepdim=True)).clamp_(min=0).sqrt_()
+    lost.mul_(p.div_(1 - p)).scatter_(-1, first, lost_first)
+    lost.masked_fill_(~observing[:, None, None, :, :, None], 0.0)
+    return lost.amax((2, 4)).masked_fill(~present[:, None], 0.0)
 
 
 def _check(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmkv.cache import selection
-from mmkv.cache.head_groups import HeadGroup, attend, causal_view
+from mmkv.cache.head_groups import HeadGroup, attend
 from mmkv.cache.rerotate import reposition
 from mmkv.layer_inputs import LayerInputs, Rotary
 from mmkv.policy import Policy
@@ -151,23 +151,28 @@ class DenseKV:
         positions = self.positions.expand(B, H, -1).flatten(0, 1)
         if inv_freq is not None:
             keys = reposition(keys, positions, first + q - 1, inv_freq)
-        bias = self.bias
-        if bias is not None:
-            bias = bias.flatten(0, 1)[:, None].to(query.dtype)
         if among is not None:
             among = among.to(keys.device).expand(B, H, q, q).flatten(0, 1)
+        old, known = U - q, positions[:, None] >= 0
+        past = torch.zeros(known[..., :old].shape, dtype=query.dtype, device=keys.device)
+        if (bias := self.bias) is not None:
+            past += bias.flatten(0, 1)[:, None, :old]
+        past.masked_fill_(~known[..., :old], -torch.inf)
         # What each query sees is an [R, n, U] of its own: n queries at a time.
         out: list[Tensor] = []
         most = max(1, _TILE // (B * H * U))
         for start in range(0, q, most):
             n = min(most, q - start)
-            visible = causal_view(positions, first + start, n)
-            if among is not None:
-                visible[..., -q:] = among[:, start : start + n]
+            if among is None:
+                causal = torch.ones(n, q, dtype=torch.bool, device=keys.device).tril(start)
+                sees = causal & known[..., old:]
+            else:
+                sees = among[:, start : start + n].clone()
             # Every new token sees itself, padding too: a row of the softmax is never empty.
-            visible[..., U - q + start :].diagonal(dim1=1, dim2=2).fill_(True)
-            if bias is not None:
-                visible = bias.masked_fill(~visible, -torch.inf)
+            sees[..., start:].diagonal(dim1=1, dim2=2).fill_(True)
+            visible = past.new_zeros(B * H, n, U)
+            visible[..., :old] = past
+            visible[..., old:].masked_fill_(~sees, -torch.inf)
             rows = query[:, :, start : start + n].reshape(B * H, Hq // H * n, -1)
             part = attend(rows, keys, values, visible, scale=scale, softcap=softcap)
             out.append(part.view(B, Hq, n, -1).transpose(1, 2))

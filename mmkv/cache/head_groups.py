@@ -385,7 +385,7 @@ def weigh(
 def _for_heads(visible: Tensor, query: Tensor) -> Tensor:
     """The q rows of `visible`, repeated for each head that shares a row's keys."""
     q = visible.shape[1]
-    return visible if q == 1 else visible.repeat(1, query.shape[1] // q, 1)
+    return visible if q in (1, query.shape[1]) else visible.repeat(1, query.shape[1] // q, 1)
 
 
 def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = 0.04) -> list[np.ndarray]:
