@@ -16,9 +16,7 @@ from mmkv.cache.head_groups import HeadGroup, attend
 from mmkv.cache.rerotate import reposition
 from mmkv.layer_inputs import LayerInputs, Rotary
 from mmkv.policy import Policy
-
-# Elements of masks in flight.
-_TILE = 2**26
+from mmkv.scores import tile
 
 
 @dataclass
@@ -160,7 +158,7 @@ class DenseKV:
         past.masked_fill_(~known[..., :old], -torch.inf)
         # What each query sees is an [R, n, U] of its own: n queries at a time.
         out: list[Tensor] = []
-        most = max(1, _TILE // (B * H * U))
+        most = max(1, tile(keys.device) // (B * H * U))
         for start in range(0, q, most):
             n = min(most, q - start)
             if among is None:
