@@ -15,9 +15,7 @@ def load_model(
     """A model in eval mode, and its processor (a tokenizer for a text model).
 
     Args:
-        name: "builtin", a folder, or a hub's id.
-        device: "auto" is the GPU where there is one.
-        dtype: "auto" is what the model was saved in.
+        name, device, dtype: as for `mmkv.chat.load`.
         device_map: as transformers takes it; "auto" spreads a model over all GPUs.
 
     Raises:

@@ -22,13 +22,12 @@ _CHUNK = 128
 
 @dataclass(frozen=True)
 class Scored:
-    """Answers scored by a model, one entry a row.
+    """Answers scored by a model, one entry a row, and `past_key_values` after the last step.
 
     Attributes:
         nll: summed negative log-likelihood of the answer's tokens, in nats.
         tokens: how many there are.
         greedy: whether each of them was the model's first choice.
-        cache: `past_key_values` after the last step.
     """
 
     nll: list[float]
@@ -103,10 +102,8 @@ def _score(
     lengths = torch.tensor([len(a) for a in answers])
     longest = int(lengths.max()) if len(answers) else 0
     # Padding is a real token to the model: nothing behind a row's answer reaches its figures.
-    wide = torch.zeros(len(answers), max(1, longest), dtype=torch.long)
-    for row, answer in enumerate(answers):
-        wide[row, : len(answer)] = torch.tensor(list(answer), dtype=torch.long)
-    wide = wide.to(ids.device)
+    padded = [[*answer, *[0] * (max(1, longest) - len(answer))] for answer in answers]
+    wide = torch.tensor(padded, device=ids.device)
     loss, best = [], []
 
     def read(logits: Tensor, start: int) -> None:

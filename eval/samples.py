@@ -87,7 +87,7 @@ def open_images(sample: Sample) -> list[Image.Image]:
 
 
 def read_image(path: str | Path) -> Image.Image:
-    """Read one picture as RGB, its first frame if it has several. Raises DataError."""
+    """One picture as RGB, its first frame if it has several. Raises DataError."""
     return _open(Path(path), lambda picture: picture.convert("RGB"))
 
 

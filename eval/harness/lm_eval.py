@@ -33,9 +33,7 @@ class MMKV(_Base):
 
     Args:
         pretrained: a path, an id, or a model, as for lm_eval's `hf`; or "builtin".
-        policy: as for `mmkv.wrap`.
-        budget: as for `mmkv.wrap`.
-        profile: as for `mmkv.wrap`.
+        policy, budget, profile: as for `mmkv.wrap`.
         batch_size: a number; "auto" is not supported.
         kwargs: the policy's options, and what lm_eval's `hf` takes.
 
@@ -96,12 +94,13 @@ class MMKV(_Base):
 
     def _left_padded(self, contexts: Sequence[list[int]]) -> dict[str, Any]:
         import torch
+        from torch.nn.utils.rnn import pad_sequence
 
-        width = max(len(c) for c in contexts)
-        pad = self.tokenizer.pad_token_id or 0
-        ids = torch.tensor([[pad] * (width - len(c)) + c for c in contexts])
-        mask = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts])
-        return {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device)}
+        rows = [torch.tensor(c, device=self.device) for c in contexts]
+        left: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
+        ids = pad_sequence(rows, padding_value=self.tokenizer.pad_token_id or 0, **left)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], **left)
+        return {"input_ids": ids, "attention_mask": mask}
 
 
 def builtin_text_model() -> tuple[Any, Any]:

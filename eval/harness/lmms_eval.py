@@ -33,25 +33,16 @@ def manifest() -> ModelManifest:
 
 
 def make_class(base: type, messages: type) -> type:
-    """A model class for lmms-eval.
-
-    Args:
-        base: `lmms_eval.api.model.lmms`.
-        messages: `lmms_eval.protocol.ChatMessages`.
-    """
+    """A model class for lmms-eval, of its `api.model.lmms` and `protocol.ChatMessages`."""
 
     class MMKV(base):  # type: ignore[misc, valid-type]
         """A model of transformers with a compressed cache.
 
         Args:
             pretrained: a path, an id, or "builtin".
-            policy: as for `mmkv.wrap`.
-            budget: as for `mmkv.wrap`.
-            profile: as for `mmkv.wrap`.
+            policy, budget, profile: as for `mmkv.wrap`.
             batch_size: requests at once.
-            device: "auto" is the GPU where there is one.
-            dtype: "auto" is what the model was saved in.
-            device_map: "auto" spreads the model over all GPUs.
+            device, dtype, device_map: as for `mmkv.eval.loading.load_model`.
             options: the policy's.
         """
 
@@ -107,16 +98,17 @@ def make_class(base: type, messages: type) -> type:
             for i, request in enumerate(requests):
                 groups.setdefault(repr(sorted(request.args[2].items())), []).append(i)
             replies = [""] * len(requests)
-            with tqdm(total=len(requests), disable=self.rank != 0, desc="replies") as bar:
-                for places in groups.values():
-                    for start in range(0, len(places), self.batch_size):
-                        chunk = places[start : start + self.batch_size]
-                        texts = self._reply([requests[i].args for i in chunk])
-                        for i, text in zip(chunk, texts, strict=True):
-                            replies[i] = text
-                            context, _, options = requests[i].args[:3]
-                            self.cache_hook.add_partial("generate_until", (context, options), text)
-                        bar.update(len(chunk))
+            chunks = [
+                places[start : start + self.batch_size]
+                for places in groups.values()
+                for start in range(0, len(places), self.batch_size)
+            ]
+            for chunk in tqdm(chunks, disable=self.rank != 0, desc="batches of replies"):
+                texts = self._reply([requests[i].args for i in chunk])
+                for i, text in zip(chunk, texts, strict=True):
+                    replies[i] = text
+                    context, _, options = requests[i].args[:3]
+                    self.cache_hook.add_partial("generate_until", (context, options), text)
             return replies
 
         def _reply(self, requests: list[tuple[Any, ...]]) -> list[str]:
