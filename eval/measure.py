@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mmkv.chat import on_device
+from mmkv.report import mean_known
 
 from .prompts import Encoder
 from .scoring import rouge_l, score
@@ -81,7 +82,7 @@ def measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, .
             return _measure(job, variant, budget, batch)
     except (ValueError, OutOfMemoryError) as error:
         if len(batch) == 1:
-            row = head(variant, budget, batch[0]) | _about(job, variant, batch[0])
+            row = _new_row(job, variant, budget, batch[0])
             return [row | {"error": str(error).splitlines()[0]}]
     half = len(batch) // 2
     return [r for part in (batch[:half], batch[half:]) for r in measure(job, variant, budget, part)]
@@ -93,7 +94,7 @@ def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, 
     start = time.perf_counter()
     inputs = job.inputs(batch)
     cache: Any = None
-    rows = [head(variant, budget, i) | _about(job, variant, i) for i in batch]
+    rows = [_new_row(job, variant, budget, i) for i in batch]
     if "ppl" in job.metrics:
         scored = score_answers(job.model, inputs, [job.answer(i) for i in batch])
         cache = scored.cache
@@ -107,9 +108,8 @@ def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, 
     if job.generates:
         texts, cache, speed = _generate(job, inputs, batch, rows)
         for row, text in zip(rows, texts, strict=True):
-            sample = job.samples[row["index"]]
-            row |= {"text": text, **_text_figures(job, variant, row["index"], sample, text)}
-            row["tokens_per_s"] = speed
+            figures = _text_figures(job, variant, row["index"], text)
+            row |= {"text": text, **figures, "tokens_per_s": speed}
     seconds = (time.perf_counter() - start) / len(batch)
     return [
         row | facts | {"held_bytes": cache.nbytes // len(batch), "seconds": round(seconds, 4)}
@@ -117,9 +117,8 @@ def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, 
     ]
 
 
-def _text_figures(
-    job: Job, variant: Variant, index: int, sample: Sample, text: str
-) -> dict[str, float | None]:
+def _text_figures(job: Job, variant: Variant, index: int, text: str) -> dict[str, float | None]:
+    sample = job.samples[index]
     figures: dict[str, float | None] = {"score": score(sample, text)}
     if "rouge" in job.metrics:
         # The full cache against itself, then everything else against what it said.
@@ -178,8 +177,9 @@ def kept_by_row(cache: Any) -> list[dict[str, Any]]:
     found = []
     for row, length in enumerate(lengths):
         kept = sum(x.sizes[row] for x in layers)
-        shares = [float(x.retained[row]) for x in layers if x.retained is not None]
-        retained = sum(shares) / len(shares) if shares else None
+        retained = mean_known(
+            None if x.retained is None else float(x.retained[row]) for x in layers
+        )
         whole = kept == length * len(layers)
         found.append(
             {
@@ -198,9 +198,10 @@ def head(variant: Variant, budget: float | int, index: int) -> Row:
     return {"policy": variant.label, "budget": budget, "index": index}
 
 
-def _about(job: Job, variant: Variant, index: int) -> Row:
+def _new_row(job: Job, variant: Variant, budget: float | int, index: int) -> Row:
     sample = job.samples[index]
     return {
+        **head(variant, budget, index),
         "sample": sample.id,
         "suite": sample.suite,
         "task": sample.task,

@@ -17,7 +17,6 @@ class PaperTable:
 
     Attributes:
         source: paper and table.
-        suite: a suite's name.
         model: as the paper calls it.
         models: what a model's name or path contains if it is this one, in lower case.
         columns: metrics ("ppl", "rouge"), or LongBench tasks and "average", in percent.

@@ -10,12 +10,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Processes:
-    """One of `count` processes.
+    """One of `count` processes, of which number 0 merges the files.
 
-    Attributes:
-        rank: this one's number; the one with number 0 merges the files.
-        count: how many there are.
-        device: where its model belongs; None: not decided by the launcher.
+    `device` is where its model belongs, None where the launcher does not decide it.
     """
 
     rank: int = 0

@@ -13,45 +13,23 @@ import transformers as hf
 from torch import Tensor
 
 Fields = dict[str, Any]
-_LLAMA_7B: Fields = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "vocab_size": 32064,
-    "max_position_embeddings": 4096,
-}
-_LLAMA_13B: Fields = _LLAMA_7B | {
-    "hidden_size": 5120,
-    "intermediate_size": 13824,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 40,
-}
-_MISTRAL_7B: Fields = _LLAMA_7B | {
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-    "max_position_embeddings": 32768,
-    "sliding_window": None,
-}
-_LLAMA_8B: Fields = _LLAMA_7B | {
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-}
-_LLAMA_120M: Fields = {
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "vocab_size": 32000,
-    "max_position_embeddings": 8192,
-}
+_TEXT_FIELDS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size", "max_position_embeddings"),
+)
+
+
+def _text(*values: int, **more: Any) -> Fields:
+    """A decoder's config: the values of `_TEXT_FIELDS`, and other fields."""
+    return {**dict(zip(_TEXT_FIELDS, values, strict=True)), **more}
+
+
+_ROPE_8B = {"rope_type": "default", "rope_theta": 500000.0}
+_LLAMA_120M = _text(768, 2048, 12, 12, 12, 32000, 8192)
+_LLAMA_7B = _text(4096, 11008, 32, 32, 32, 32064, 4096)
+_LLAMA_8B = _text(4096, 14336, 32, 32, 8, 128256, 131072, rope_parameters=_ROPE_8B)
+_LLAMA_13B = _text(5120, 13824, 40, 40, 40, 32064, 4096)
+_MISTRAL_7B = _text(4096, 14336, 32, 32, 8, 32000, 32768, sliding_window=None)
 _CLIP_L: Fields = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -85,14 +63,8 @@ class Shape:
     def toy(self) -> Shape:
         """The same kind of model, small enough for a test."""
         heads, shared = self.text["num_attention_heads"], self.text["num_key_value_heads"]
-        small = {
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": max(1, 4 * shared // heads),
-            "vocab_size": 256,
-        }
+        positions = self.text["max_position_embeddings"]
+        small = _text(64, 96, 3, 4, max(1, 4 * shared // heads), 256, positions)
         tower = None if self.vision is None else dict.fromkeys(self.vision, 32)
         if tower is not None:
             tower |= {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
