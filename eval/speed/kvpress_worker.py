@@ -28,8 +28,10 @@ def main() -> None:
     """Answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print goes to the error output
-    # As `speed.measure`: on its own, this folder would hide packages of the same names.
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    # The script's folder must not hide packages of the same names: siblings are `speed.measure` ...
+    here = Path(__file__).resolve().parent
+    sys.path = [p for p in sys.path if Path(p or ".").resolve() != here]
+    sys.path.insert(0, str(here.parent))
     turns = Turns(import_module("speed.measure"), import_module("speed.models"))
     del sys.path[0]
     requests = {"load": turns.load, "run": turns.run}
