@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mmkv.builtin import load_builtin
     from mmkv.cache.compressed import CompressedCache
     from mmkv.calibration import calibrate
+    from mmkv.contexts import Context, load_context, read
     from mmkv.loading.checkpoints import load
     from mmkv.policy import Policy
     from mmkv.profiles import Profile
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 _HOME = {
     "CacheReport": "mmkv.report",
     "CompressedCache": "mmkv.cache.compressed",
+    "Context": "mmkv.contexts",
     "Policy": "mmkv.policy",
     "Profile": "mmkv.profiles",
     "calibrate": "mmkv.calibration",
@@ -37,6 +39,8 @@ _HOME = {
     "list_policies": "mmkv.registry",
     "load": "mmkv.loading.checkpoints",
     "load_builtin": "mmkv.builtin",
+    "load_context": "mmkv.contexts",
+    "read": "mmkv.contexts",
     "register_policy": "mmkv.registry",
     "unwrap": "mmkv.wrapping",
     "wrap": "mmkv.wrapping",
@@ -47,6 +51,7 @@ _MODULES = ("adapters", "allocation", "scores")
 __all__ = [
     "CacheReport",
     "CompressedCache",
+    "Context",
     "Policy",
     "Profile",
     "adapters",
@@ -57,6 +62,8 @@ __all__ = [
     "list_policies",
     "load",
     "load_builtin",
+    "load_context",
+    "read",
     "register_policy",
     "scores",
     "unwrap",

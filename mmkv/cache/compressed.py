@@ -43,6 +43,7 @@ class Reading:
         until: tokens seen when it is complete; None: the next pass brings all of it.
         evicts: whether tokens are evicted after this pass: the last of the prompt, or with
             `CacheConfig.evict_chunks` every one since each row has begun.
+        keeps_all: whether everything is kept, a question behind a context.
         sizes: tokens that each compressed layer keeps of each row, [L][B]; None until known.
         similarity: by layer, the mean similarity [B] of the residual stream around its attention,
             and the tokens [B] it is the mean of, over the chunks so far (SqueezeAttention).
@@ -51,6 +52,7 @@ class Reading:
 
     until: int | None = None
     evicts: bool = False
+    keeps_all: bool = False
     sizes: list[list[int]] | None = None
     similarity: dict[int, tuple[Tensor, Tensor]] = field(
         default_factory=dict[int, "tuple[Tensor, Tensor]"]
@@ -108,6 +110,8 @@ class CompressedCache(Cache):
         self.plan = plan
         self.max_length = max_length
         self.phase: Reading | Decoding = Reading()
+        # False where later turns only ask (`mmkv.contexts`): they are kept whole, as is all else.
+        self.evicts_turns = True
         # What is known of all tokens up to the end of the last prompt.
         self.prompt: TokenMasks | None = None
         self.shape = _shape(config)
@@ -137,7 +141,7 @@ class CompressedCache(Cache):
 
     def expect(self, until: int | None = None) -> None:
         """The next pass begins a prompt or a new turn, complete at `until` tokens seen."""
-        self.phase = Reading(until)
+        self.phase = Reading(until, keeps_all=not self.evicts_turns)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -214,13 +218,15 @@ class CompressedCache(Cache):
                 "a row of the batch ends in padding: pad on the left (processor.tokenizer."
                 "padding_side = 'left'), as generation needs"
             )
-        if whole:
+        if whole and not phase.keeps_all:
             plan.log_shortfalls(prompt, len(self.compressed))
         if mini_prefill is not None and seen == 0 and self._evicts(prompt):
             scores = mini_prefill(prompt)
             everywhere = torch.arange(valid.shape[1], device=valid.device)
             positions = everywhere.masked_fill(~prompt.valid, -1)[:, None]
             phase.sizes = self._sizes(prompt, scores, [positions.to(x.device) for x in scores])
+        elif phase.keeps_all:
+            phase.sizes = [prompt.lengths] * len(self.compressed)
         elif not plan.needs_all_layers:
             phase.sizes = self._sizes(prompt)
 
@@ -617,7 +623,7 @@ class CompressedCache(Cache):
         if self.plan.keeps_everything:
             return False
         adds = self.plan.policy.score.combines == "sum"
-        return adds or (phase.evicts and self._evicts(prompt))
+        return adds or (phase.evicts and not phase.keeps_all and self._evicts(prompt))
 
     def _sizes(
         self, prompt: TokenMasks, scores: Sequence[Tensor] = (), positions: Sequence[Tensor] = ()

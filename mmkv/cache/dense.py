@@ -120,11 +120,13 @@ class DenseKV:
         weights = self.weights
         if weights is not None:
             weights = torch.cat([weights, weights.new_ones(*weights.shape[:2], q)], dim=2)
+        scores = None if self.scores is None else pad(self.scores, (0, q))
         return replace(
             self,
             keys=torch.cat([self.keys, key], dim=2),
             values=torch.cat([self.values, value], dim=2),
             positions=torch.cat([self.positions, positions.expand(B, heads, q)], dim=2),
+            scores=scores,
             weights=weights,
         )
 

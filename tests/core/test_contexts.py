@@ -1,0 +1,304 @@
+"""A context is read once and asked about many times."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import mmkv
+from helpers import zoo
+from helpers.marks import slow_except
+from helpers.masking import held_by, masked_logits
+from helpers.models import IMAGE, PAD, make_inputs, make_model
+from helpers.oracle import VARIANTS, generate, options_of
+
+NEW = 5
+POLICIES = ["condense", "snapkv", "adakv", "prefixkv", "h2o", "streaming"]
+
+
+def question(length, seed=3):
+    ids = torch.randint(4, 120, (1, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def padded(*questions):
+    most = max(q["input_ids"].shape[1] for q in questions)
+    pad = torch.nn.functional.pad
+    sides = [(most - q["input_ids"].shape[1], 0) for q in questions]
+    return {
+        name: torch.cat([pad(q[name], side) for q, side in zip(questions, sides, strict=True)])
+        for name in ("input_ids", "attention_mask")
+    }
+
+
+def ask(context, given, **options):
+    """Logits [n, B, V] and tokens of a reply."""
+    out = context.ask(
+        given,
+        max_new_tokens=NEW,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
+    )
+    return torch.stack(out.logits), out.sequences, out.past_key_values
+
+
+def options_for(policy):
+    return {"window": 6} if policy in ("snapkv", "adakv") else {}
+
+
+@pytest.mark.parametrize(
+    "variant",
+    slow_except(VARIANTS, "condense", "snapkv", "h2o"),
+    ids=str,
+)
+def test_asking_equals_masking(models, variant):
+    """Behind what `read` left, nothing is evicted but what decoding drops."""
+    model, inputs, asked = models("llama"), make_inputs("llama", (90, 41)), question(9)
+    asked = {k: x.expand(2, -1) for k, x in asked.items()}
+    policy = mmkv.get_policy(variant.policy, **options_of(variant))
+    kept = []
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
+        context = mmkv.read(model, inputs)
+        kept.append([held_by(context.cache, i) for i in range(3)])
+        hook = model.register_forward_hook(
+            lambda *args: kept.append([held_by(args[-1].past_key_values, i) for i in range(3)])
+        )
+        try:
+            logits, words, _ = ask(context, asked)
+        finally:
+            hook.remove()
+    for before, after in zip(kept[0], kept[1], strict=True):
+        for b in range(2):
+            for h in range(before.shape[1]):
+                old = {p for p in before[b, h].tolist() if p >= 0}
+                assert {p for p in after[b, h].tolist() if p >= 0} == old | set(range(90, 99))
+    if policy.merge is not None and policy.merge.name != "groups":
+        return  # the reference merges in every turn, and here nothing is merged
+    feeds = [{"input_ids": asked["input_ids"]}]
+    feeds += [{"input_ids": ids} for ids in words.split(1, dim=1)[:-1]]
+    expected = masked_logits(model, inputs, feeds, kept, reposition=policy.reposition)
+    torch.testing.assert_close(logits, expected[1:], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_many_questions_at_once_are_one_by_one(models, policy):
+    """The context stays as it is; a batch of questions of any length is each by itself."""
+    model, inputs = models("llava-llama"), make_inputs("llava-llama", (70,))
+    questions = [question(n, seed=n) for n in (4, 11, 7)]
+    with mmkv.wrapped(model, policy, 0.4, **options_for(policy)):
+        context = mmkv.read(model, inputs)
+        before = [held_by(context.cache, i) for i in range(3)]
+        size = context.nbytes
+        if policy == "h2o":
+            with pytest.raises(ValueError, match="ask questions of one length together"):
+                ask(context, padded(*questions))
+            questions = [question(7, seed=n) for n in (4, 11, 7)]
+        alone = [ask(context, q) for q in questions]
+        logits, words, _ = ask(context, padded(*questions))
+        again = ask(context, questions[0])
+    for i, (one, tokens, _) in enumerate(alone):
+        torch.testing.assert_close(logits[:, i], one[:, 0], atol=1e-4, rtol=0)
+        assert torch.equal(words[i], tokens[0])
+    assert torch.equal(again[1], alone[0][1])
+    assert context.nbytes == size
+    assert all(torch.equal(x, held_by(context.cache, i)) for i, x in enumerate(before))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_at_full_budget_it_is_the_whole_prompt(models, policy):
+    model, inputs, asked = models("llava-llama"), make_inputs("llava-llama", (70, 33)), question(8)
+    asked = {k: x.expand(2, -1) for k, x in asked.items()}
+    whole = {k: torch.cat([inputs[k], asked[k]], 1) for k in asked}
+    whole["pixel_values"] = inputs["pixel_values"]
+    plain, words, *_ = generate(model, whole, new=NEW)
+    with mmkv.wrapped(model, policy, 1.0):
+        logits, tokens, _ = ask(mmkv.read(model, inputs), asked)
+    torch.testing.assert_close(logits, plain, atol=1e-4, rtol=0)
+    assert torch.equal(tokens, words)
+
+
+@pytest.mark.parametrize("name", slow_except(zoo.FEW, "LlavaForConditionalGeneration"))
+def test_every_kind_of_model(name):
+    model = zoo.model_of(name)
+    inputs = zoo.inputs_of(model, "one")
+    asked = question(8)
+    asked["input_ids"] = asked["input_ids"].clamp(min=8)
+    out = model.generate(
+        **{**inputs, **_behind(inputs, asked)},
+        max_new_tokens=NEW,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    with mmkv.wrapped(model, "condense", 1.0):
+        logits, tokens, _ = ask(mmkv.read(model, inputs), asked)
+    torch.testing.assert_close(logits, torch.stack(out.logits), atol=2e-4, rtol=0)
+    assert torch.equal(tokens, out.sequences[:, -NEW:])
+
+
+def _behind(inputs, asked):
+    """Every input that goes token by token, with the question's behind it."""
+    ids = inputs["input_ids"]
+    found = {}
+    for name, x in inputs.items():
+        if x.shape == ids.shape:
+            more = asked.get(name, torch.zeros_like(asked["input_ids"], dtype=x.dtype))
+            found[name] = torch.cat([x, more], 1)
+    return found
+
+
+@pytest.mark.parametrize("policy", ["condense", "h2o", "snapkv"])
+def test_reading_on_is_a_turn(models, policy):
+    """`append` competes with what is held, as the next turn of a conversation does."""
+    model, inputs, more = models("llama"), make_inputs("llama", (60, 41)), question(20)
+    more = {k: x.expand(2, -1) for k, x in more.items()}
+    whole = {k: torch.cat([inputs[k], more[k]], 1) for k in more}
+    with mmkv.wrapped(model, policy, 0.4, **options_for(policy)):
+        context = mmkv.read(model, inputs)
+        context.append(more)
+        *_, cache, _ = generate(model, inputs, new=1)
+        *_, want, _ = generate(model, whole, new=1, past_key_values=cache)
+        for i in range(3):
+            assert torch.equal(context.cache.kept(i), want.kept(i))
+        asked = {k: x.expand(2, -1) for k, x in question(5).items()}
+        assert ask(context, asked)[1].shape == (2, NEW)
+    assert context.cache.lengths == [80, 61]
+
+
+def test_reading_in_chunks(models):
+    model, inputs = models("llama"), make_inputs("llama", (90,))
+    with mmkv.wrapped(model, "condense", 0.3):
+        whole = mmkv.read(model, inputs)
+        chunks = mmkv.read(model, inputs, prefill_chunk_size=25)
+        for i in range(3):
+            assert torch.equal(whole.cache.kept(i), chunks.cache.kept(i))
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_saved_and_loaded_it_is_the_same(models, policy, kv_dtype, tmp_path):
+    model, inputs, asked = models("llava-llama"), make_inputs("llava-llama", (70, 41)), question(8)
+    asked = {k: x.expand(2, -1) for k, x in asked.items()}
+    path = tmp_path / "read.safetensors"
+    with mmkv.wrapped(model, policy, 0.4, kv_dtype=kv_dtype, **options_for(policy)):
+        context = mmkv.read(model, inputs)
+        context.save(path)
+        found = mmkv.load_context(path, model)
+        atol = 1e-4 if kv_dtype is None else 2e-3
+        torch.testing.assert_close(ask(found, asked)[0], ask(context, asked)[0], atol=atol, rtol=0)
+        more = {k: x.expand(2, -1) for k, x in question(9, seed=8).items()}
+        for one in (context, found):
+            one.append(more)
+    for i in range(3):
+        assert torch.equal(found.cache.kept(i), context.cache.kept(i))
+        for one, other in zip(found.cache.groups(i), context.cache.groups(i), strict=True):
+            assert torch.equal(one, other)
+    assert found.cache.lengths == context.cache.lengths
+
+
+def test_a_loaded_context_reports_what_the_saved_one_did(models, tmp_path):
+    model, inputs = models("llama"), make_inputs("llama", (90, 41))
+    path = tmp_path / "read.safetensors"
+    with mmkv.wrapped(model, "snapkv", 0.4, window=6, kv_dtype="int8"):
+        context = mmkv.read(model, inputs)
+        context.save(path)
+        one, other = context.report(), mmkv.load_context(path, model).report()
+    # Slots set aside may differ, and so bytes.
+    assert [replace(x, nbytes=0) for x in one.layers] == [
+        replace(x, nbytes=0) for x in other.layers
+    ]
+    assert replace(one, layers=[], nbytes=0) == replace(other, layers=[], nbytes=0)
+
+
+def test_a_file_of_another_model_or_wrap_is_refused(models, tmp_path):
+    model, inputs, path = models("llama"), make_inputs("llama", (40,)), tmp_path / "read"
+    with mmkv.wrapped(model, "condense", 0.4):
+        mmkv.read(model, inputs).save(path)
+        mmkv.load_context(path, model)
+    with pytest.raises(ValueError, match="is not wrapped"):
+        mmkv.load_context(path, model)
+    for policy, options in (("snapkv", {"window": 6}), ("condense", {"chunk": 64})):
+        with (
+            mmkv.wrapped(model, policy, 0.4, **options),
+            pytest.raises(ValueError, match="wrap it as it was"),
+        ):
+            mmkv.load_context(path, model)
+    with mmkv.wrapped(model, "condense", 0.5), pytest.raises(ValueError, match=r"budget.*0\.4"):
+        mmkv.load_context(path, model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.layers[2].self_attn.v_proj.weight.mul_(1.01)
+    with mmkv.wrapped(other, "condense", 0.4), pytest.raises(ValueError, match="other weights"):
+        mmkv.load_context(path, other)
+    wide = make_model("llama-mha")
+    with mmkv.wrapped(wide, "condense", 0.4), pytest.raises(ValueError, match="other weights"):
+        mmkv.load_context(path, wide)
+
+
+def test_a_broken_file_is_named(models, tmp_path):
+    model, inputs, path = models("llama"), make_inputs("llama", (40,)), tmp_path / "read"
+    with mmkv.wrapped(model, "condense", 0.4):
+        mmkv.read(model, inputs).save(path)
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata()["mmkv-context"]
+        tensors = load_file(path)
+
+        def refused(match, header=header, **changed):
+            save_file({**tensors, **changed}, tmp_path / "bad", {"mmkv-context": header})
+            with pytest.raises(ValueError, match=match) as found:
+                mmkv.load_context(tmp_path / "bad", model)
+            assert "bad" in str(found.value)
+
+        about = json.loads(header)
+        refused("header has not the entries", json.dumps({"version": 1}))
+        refused("Expecting value", "not JSON")
+        refused("version 9", json.dumps({**about, "version": 9}))
+        refused("seen=many", json.dumps({**about, "seen": "many"}))
+        refused("number of rows", json.dumps({**about, "lengths": [40, 40]}))
+        refused("layers, expected 3", json.dumps({**about, "sizes": [[5]]}))
+        far = tensors["layers.1.positions"].clone()
+        far[0, 0, -1] = 4000
+        refused("layer 1 holds positions out of place", **{"layers.1.positions": far})
+        refused("layer 0 holds keys", **{"layers.0.keys": torch.zeros(1, 2, 9, 3)})
+        refused(r"valid is torch\.bool \(1, 3\)", **{"prompt.valid": torch.ones(1, 3).bool()})
+        (tmp_path / "bad").write_bytes(b"no tensors here")
+        with pytest.raises(ValueError, match="bad: unreadable"):
+            mmkv.load_context(tmp_path / "bad", model)
+        with pytest.raises(ValueError, match="nowhere: unreadable"):
+            mmkv.load_context(tmp_path / "nowhere", model)
+
+
+def test_what_cannot_be_asked_is_said(models):
+    model, inputs = models("llama"), make_inputs("llama", (40, 30))
+    with pytest.raises(ValueError, match="is not wrapped"):
+        mmkv.read(model, inputs)
+    with mmkv.wrapped(model, "condense", 0.4):
+        with pytest.raises(ValueError, match="no input_ids among"):
+            mmkv.read(model, {"pixel_values": torch.zeros(1)})
+        context = mmkv.read(model, inputs)
+        with pytest.raises(ValueError, match="3 rows behind a context of 2"):
+            context.ask(padded(*[question(4)] * 3), max_new_tokens=2)
+        with pytest.raises(ValueError, match="1 rows behind a context of 2"):
+            context.append(question(4))
+    with mmkv.wrapped(model, "condense", 0.5), pytest.raises(ValueError, match="made under"):
+        context.ask(padded(question(4), question(5)), max_new_tokens=2)
+
+
+def test_a_question_may_bring_a_picture(models):
+    model, inputs = models("llava-llama"), make_inputs("llava-llama", (60,))
+    ids = torch.cat([torch.full((1, 16), IMAGE), question(5)["input_ids"]], 1)
+    pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(4))
+    with mmkv.wrapped(model, "condense", 0.4):
+        context = mmkv.read(model, inputs)
+        one = ask(context, {"input_ids": ids, "pixel_values": pixels})[0]
+        other = ask(context, {"input_ids": ids, "pixel_values": -pixels})[0]
+    assert not torch.allclose(one, other, atol=1e-2)
+    assert PAD not in ids
