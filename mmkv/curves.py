@@ -65,7 +65,7 @@ class Curves:
         for _, _, width, layer, head in self._raises:
             if layer in found and left > 0:
                 found[layer][head] += min(width, left)
-                left -= min(width, left)
+                left -= width
         return [found[layer] for layer in layers]
 
     def by_layer(self, budget: float) -> list[float]:

@@ -101,34 +101,29 @@ class _Probe(CompressedCache):
         key: Tensor,
         value: Tensor,
         delegate: Callable[[], tuple[Tensor, Any]],
-        *,
-        mask: Tensor | None = None,
-        scale: float | None,
-        softcap: float | None = None,
+        **options: Any,
     ) -> tuple[Tensor, Any]:
         """The reply's attention over the whole prompt, and over what would be kept at each level.
 
         In float32: small changes of outputs in bfloat16 would be rounding.
         """
-        options: Any = {"scale": scale, "softcap": softcap}
         if self.expects_prompt:
-            return super().attend(layer_idx, query, key, value, delegate, mask=mask, **options)
+            return super().attend(layer_idx, query, key, value, delegate, **options)
+        scale, softcap = options["scale"], options.get("softcap")
         layer, prompt = self.layers[layer_idx], self.prompt
         assert isinstance(layer, CompressedLayer)
         assert isinstance(layer.state, DenseKV)
         assert prompt is not None
-        state = layer.state
-        held = replace(state, keys=state.keys.float(), values=state.values.float())
+        held = layer.state
         first = layer.seen - query.shape[2]
         new = torch.arange(first, layer.seen, device=key.device).expand(len(key), 1, -1)
-        options["scale"] = query.shape[-1] ** -0.5 if scale is None else scale
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
 
-        def read(past: DenseKV, *reply: Tensor) -> Tensor:
-            query, key, value = (x.float() for x in reply)
-            return past.extended(key, value, new).attend(query, first, **options)
+        def read(past: DenseKV) -> Tensor:
+            past = past.extended(key.float(), value.float(), new)
+            return past.attend(query.float(), first, scale=scale, softcap=softcap)
 
-        reply = query, key, value
-        out = read(held, *reply)
+        out = read(held)
         if not out.requires_grad:
             out.requires_grad_()
         self.outputs.append(out)
@@ -136,7 +131,7 @@ class _Probe(CompressedCache):
         with torch.no_grad():
             whole = prompt.to(key.device)
             changes = [
-                read(evict(held, self.plan, whole, sizes, 0, layer_idx).dense(), *reply) - out
+                read(evict(held, self.plan, whole, sizes, 0, layer_idx).dense()) - out
                 for sizes in map(self._sizes_at, LEVELS[:-1])
             ]
         self.changes.append(torch.stack(changes))
@@ -160,7 +155,7 @@ class _Probe(CompressedCache):
             valid: bool [B, T], False behind a reply's end.
             generator: draws signs, on the host.
         """
-        weight = log_p.detach().mul(0.5).exp() * valid[..., None]
+        weight = log_p.detach().mul(0.5).exp() * valid[..., None].to(log_p.device)
         found = list[Tensor]()
         for _ in range(_DRAWS):
             sign = torch.randint(0, 2, log_p.shape, generator=generator, dtype=torch.int8) * 2 - 1

@@ -103,6 +103,12 @@ def test_the_steepest_head_is_raised_first():
         assert [x for (x,) in curves.shares(budget, (0, 1, 2))] == pytest.approx(wanted)
 
 
+def test_a_cost_that_rises_again_is_levelled():
+    """Noise: keeping more cannot cost more."""
+    curves = Curves(LEVELS, (((2.0, 1.0, 3.0, 2.0), (1.5, 1.4, 1.3, 0.0)),))
+    assert curves.shares(0.15, [0]) == [[pytest.approx(0.2), 0.1]]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 99), st.integers(1, 400), st.floats(0.001, 1), st.integers(0, 8))
 def test_sizes_spend_the_total_exactly(seed, length, budget, floor):
@@ -172,6 +178,17 @@ def test_few_slots_and_short_prompts(models):
                 with mmkv.wrapped(model, policy, budget, profile=profile):
                     logits, _, _, _ = generate(model, make_inputs("llama", lengths), new=3)
                 assert bool(logits.isfinite().all())
+
+
+def test_each_head_has_its_own_size(models):
+    """To a token or two of rounding, each head of each layer keeps its share of a long prompt."""
+    model, profile = models("llama"), profile_of(models("llama"), seed=8)
+    with mmkv.wrapped(model, "condense", 0.3, profile=profile), torch.no_grad():
+        cache = model(**make_inputs("llama", (400,)), use_cache=True).past_key_values
+    wanted = profile.curves.shares(0.3, range(L))
+    assert len({share for layer in wanted for share in layer}) > 2
+    for layer, shares in zip(cache.report().layers, wanted, strict=True):
+        assert layer.kept[0] == pytest.approx([400 * share for share in shares], abs=2)
 
 
 def test_heads_of_one_ranking_share_their_layers_size(models):
@@ -267,6 +284,10 @@ class TestOwnProfile:
         assert {n for heads in self.kept(loaded, **snapkv) for n in heads} == {18}
         assert len({n for h in self.kept(loaded, **snapkv, heads="calibrated") for n in h}) > 2
 
+    def test_a_model_of_no_folder_has_none(self, loaded, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        assert {n for heads in self.kept(make_model("llama")) for n in heads} == {18}
+
     def test_of_another_shape_it_is_left_alone(self, loaded, tmp_path):
         profile_of(make_model("llama-mha")).save(tmp_path / FILE)
         assert {n for heads in self.kept(loaded) for n in heads} == {18}
@@ -315,11 +336,12 @@ class TestMeasure:
     def test_it_is_near_the_divergence_measured_by_one_head_at_a_time(self, monkeypatch):
         """Small changes: shrink one head, run the model behind it, compare distributions."""
         model = make_model("llama")
-        with torch.no_grad():  # gentle attention: second order is enough
+        with torch.no_grad():  # gentle attention: second order is enough; query heads differ
             for layer in model.model.layers:
-                layer.self_attn.o_proj.weight.mul_(0.3)
+                layer.self_attn.o_proj.weight[:, :48] *= 0.1
+                layer.self_attn.o_proj.weight[:, 48:] *= 0.25
         inputs = make_inputs("llama", (120,))
-        monkeypatch.setattr(sensitivity, "_DRAWS", 800)
+        monkeypatch.setattr(sensitivity, "_DRAWS", 400)
         got = mmkv.calibrate(model, [inputs], "condense").curves.costs
         reply = model.generate(**inputs, max_new_tokens=16, do_sample=False)[:, 120:-1]
 
@@ -340,7 +362,7 @@ class TestMeasure:
                         moved = log_p()
                     want = float((full.exp() * (full - moved)).sum(-1).mean())
                     assert want > 1e-7, "nothing was lost: nothing to compare"
-                    assert got[i][h][k] == pytest.approx(want, rel=0.35)
+                    assert got[i][h][k] == pytest.approx(want, rel=0.3)
 
     @pytest.mark.parametrize("name", slow_except(zoo.NAMES, *zoo.FEW))
     def test_the_reply_is_read_again_as_it_was_said(self, monkeypatch, name):
@@ -409,6 +431,12 @@ class TestMeasure:
         assert torch.equal(before, torch.random.get_rng_state())
         assert not mmkv.is_wrapped(model)
         assert all(x.grad is None and x.requires_grad for x in model.parameters())
+
+    def test_a_word_that_can_never_come(self):
+        model = make_model("llama")
+        bias = torch.zeros(120).index_fill(0, torch.tensor([7]), -torch.inf)
+        model.lm_head.bias = torch.nn.Parameter(bias)
+        assert mmkv.calibrate(model, self.samples(1), "condense").samples == 1
 
     def test_frozen_weights(self):
         model = make_model("llama").requires_grad_(False)

@@ -299,6 +299,15 @@ def test_commands_end_to_end(tmp_path, monkeypatch):
         done = call("plot", kind, "--policies", "xkv,h2o", "--out", f"{kind}.png")
         assert done.exit_code == 0, done.output
         assert (tmp_path / f"{kind}.png").read_bytes()[:8] == PNG
+    done = call("calibrate", "--policy", "condense", "--limit", "1", "--out", "c.json")
+    assert done.exit_code == 0, done.output
+    assert mmkv.profiles.Profile.load("c.json").curves is not None
+    assert done.output.split("prompts: ")[1].split("\n")[0].count("0.") == 8
+    done = call("plot", "heads", "--profile", "c.json", "--out", "c.png")
+    assert done.exit_code == 0, done.output
+    done = call("plot", "heads", "--profile", "p.json", "--out", "c.png")
+    assert done.exit_code == 2
+    assert "p.json: it has layer sizes alone" in done.output
     done = call("plot", "layers", "--policies", "h2o", "--out", "x.jpg")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "x.jpg").read_bytes()[:2] == b"\xff\xd8"
