@@ -22,7 +22,7 @@ MERGED = ("prefixkv-merge=position", "prefixkv-reposition=True-distance=4", "ada
 
 
 @pytest.mark.parametrize("rows", slow_except(ROWS, "padded"))
-@pytest.mark.parametrize("name", slow_except(["llama", "llama-mha", "llava-llama"], "llava-llama"))
+@pytest.mark.parametrize("name", slow_except(["llama-mha", "llava-llama"], "llava-llama"))
 @pytest.mark.parametrize("variant", slow_except(VARIANTS, *mmkv.list_policies(), *MERGED), ids=str)
 def test_eviction_equals_masking(models, variant, name, rows):
     """The definition of correct: evicting is masking, in the prefill's set and in every step's."""
@@ -98,11 +98,10 @@ def test_every_attention_implementation_agrees(policy, attn):
     )
 
 
-@pytest.mark.parametrize("name", slow_except(["llama", "llava-llama"], "llava-llama"))
 @pytest.mark.parametrize("variant", slow_except(VARIANTS, "adakv", "h2o"), ids=str)
-def test_batch_equals_singles(models, variant, name):
+def test_batch_equals_singles(models, variant):
     """A row of a left-padded batch keeps, and says, exactly what it does alone."""
-    model, inputs = models(name), make_inputs(name, ROWS["padded"])
+    model, inputs = models("llava-llama"), make_inputs("llava-llama", ROWS["padded"])
     with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
         logits, tokens, _, held = generate(model, inputs)
         for b, n in enumerate(ROWS["padded"]):

@@ -16,8 +16,9 @@ from helpers.oracle import ROWS, VARIANTS, generate, options_of
 FIRST, SECOND = 8, 12  # tokens generated in each turn
 
 
-@pytest.mark.parametrize("chunk", slow_except([13, 33], 33))
-@pytest.mark.parametrize("rows", slow_except(ROWS, "padded"))
+@pytest.mark.parametrize(
+    ("rows", "chunk"), slow_except([("one", 13), ("padded", 33)], ("padded", 33), several=True)
+)
 @pytest.mark.parametrize(
     "variant", slow_except(VARIANTS, "prefixkv", "adakv", "h2o", "streaming", "squeeze"), ids=str
 )
@@ -64,8 +65,12 @@ def test_evicting_after_every_chunk_equals_masking(models, variant, rows, chunk)
             assert sum(counts) <= max(most[t], 3 * policy.sinks + 3 * policy.observed)
 
 
-@pytest.mark.parametrize("rows", slow_except(ROWS, "padded"))
-@pytest.mark.parametrize("name", slow_except(["llama", "llava-llama"], "llava-llama"))
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    slow_except(
+        [("llama", "one"), ("llava-llama", "padded")], ("llava-llama", "padded"), several=True
+    ),
+)
 @pytest.mark.parametrize(
     "variant", slow_except(VARIANTS, "prefixkv", "adakv", "h2o", "streaming", "condense"), ids=str
 )
