@@ -27,13 +27,6 @@ CSS = (_HERE / "page.css").read_text(encoding="utf-8")
 _HEADER = """<header class="mm-header"><h1>mmkv image chat</h1>
 <p>One question, two answers: with the full key-value cache and with a compressed one.</p>
 </header>"""
-_PAD = """{{#if value}}<div class="mm-pad"><div class="mm-pad-view">
-<img src="${value}" alt="The picture you ask about">
-<canvas role="img" aria-label="Draw on the picture with a mouse, a finger or a pen"></canvas>
-</div></div><div class="mm-tools"><div class="mm-pens" role="group" aria-label="Colours"></div>
-<button type="button" class="mm-undo">Undo</button>
-<button type="button" class="mm-erase">Erase</button></div>
-{{else}}<div class="mm-pad-none">No picture yet</div>{{/if}}"""
 _CHOOSE = """element.addEventListener('click', (event) => {
   const button = event.target.closest('[data-index]');
   if (button) trigger('chosen', { index: Number(button.dataset.index) });
@@ -83,7 +76,7 @@ def build(engines: Engines) -> gr.Blocks:
             with gr.Column(min_width=0, elem_id="input"):
                 pad = gr.HTML(
                     "",
-                    html_template=_PAD,
+                    html_template=(_HERE / "pad.html").read_text(encoding="utf-8"),
                     js_on_load=(_HERE / "drawing.js").read_text(encoding="utf-8"),
                     elem_id="pad",
                 )
