@@ -131,6 +131,8 @@ class Context:
             cache.batch_repeat_interleave(asked)
             before = {name: torch.cat([x] * asked) for name, x in before.items()}
         given: dict[str, Any] = dict(more)
+        if grids:
+            given |= _features(self.model, given)
         for name, old in before.items():
             if _is_grid(name):
                 given[name] = torch.cat([old, more[name]]) if name in more else old
@@ -359,9 +361,24 @@ def _wrapped(model: nn.Module) -> Any:
     return inner
 
 
-def _tensors(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
+@torch.no_grad()
+def _features(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """What the vision tower makes of new pictures with grids (Qwen), which it is not given then.
+
+    Positions need the grids of all pictures seen, the tower those of the new ones.
+    """
+    found: dict[str, Any] = {}
+    for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        if pixels in given:
+            encode = getattr(model, f"get_{kind}_features")
+            grid = given[f"{kind}_grid_thw"]
+            found[kind] = encode(given.pop(pixels), grid, return_dict=True)
+    return {"mm_encoder_outputs": found} if found else {}
+
+
+def _tensors(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Model inputs on the model's device, with a mask."""
-    found = {k: x.to(device) for k, x in inputs.items() if isinstance(x, Tensor)}
+    found = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in inputs.items()}
     if "input_ids" not in found:
         raise ValueError(f"there are no input_ids among {sorted(inputs)}")
     if found["input_ids"].ndim != 2:
@@ -371,10 +388,11 @@ def _tensors(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Tenso
     return found
 
 
-def _lasting(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _lasting(given: Mapping[str, Any]) -> dict[str, Tensor]:
     """What later turns must be told: all that goes token by token, and grids of pictures."""
     shape = given["input_ids"].shape
-    return {k: x for k, x in given.items() if x.shape == shape or _is_grid(k)}
+    tensors = {k: x for k, x in given.items() if isinstance(x, Tensor)}
+    return {k: x for k, x in tensors.items() if x.shape == shape or _is_grid(k)}
 
 
 def _is_grid(name: str) -> bool:

@@ -144,6 +144,47 @@ def test_every_kind_of_model(name):
     assert torch.equal(tokens, out.sequences[:, -NEW:])
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2VLForConditionalGeneration",
+        "SmolVLMForConditionalGeneration",
+        "LlavaForConditionalGeneration",
+        "InternVLForConditionalGeneration",
+    ],
+)
+def test_frames_are_read_on_as_if_all_had_been_given(name):
+    """At full budget: pictures, their grids and positions are those of the whole prompt."""
+    model = zoo.model_of(name)
+    frames = [zoo.prompt(model, (60,), seed=s, pictures=1) for s in (1, 2, 3)]
+    whole = {
+        k: torch.cat(
+            [f[k] for f in frames], 1 if frames[0][k].shape[0] == 1 < frames[0][k].ndim else 0
+        )
+        for k in frames[0]
+    }
+    for k in whole:
+        if k.endswith("grid_thw") or (k == "pixel_values" and "SmolVLM" not in name):
+            whole[k] = torch.cat([f[k] for f in frames])
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    want = model.generate(**whole, **options)[:, -NEW:]
+    with mmkv.wrapped(model, "condense", 1.0):
+        context = mmkv.read(model, frames[0])
+        context.append(frames[1])
+        assert torch.equal(context.ask(frames[2], **options), want)
+    with mmkv.wrapped(model, "condense", 25):
+        context = mmkv.read(model, frames[0])
+        sizes = []
+        for frame in frames * 2:
+            context.append(frame)
+            sizes.append(sum(n for x in context.report().layers for n in x.kept[0]))
+        assert max(sizes) <= 25 * len(context.cache.layers) * len(
+            context.report().layers[0].kept[0]
+        )
+        assert context.cache.lengths == [7 * 60]
+
+
 def _behind(inputs, asked):
     """Every input that goes token by token, with the question's behind it."""
     ids = inputs["input_ids"]
