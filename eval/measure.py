@@ -24,6 +24,7 @@ FULL = "full"
 LABELS = {
     "ppl": "perplexity",
     "rouge": "ROUGE-L",
+    "same": "share of replies identical to the full cache's",
     "score": "score",
     "retained": "retained importance",
     "kept_fraction": "share of pairs kept after the prefill",
@@ -95,6 +96,10 @@ def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, 
     inputs = job.inputs(batch)
     cache: Any = None
     rows = [_new_row(job, variant, budget, i) for i in batch]
+    if "ppl" in job.metrics and variant.evict_chunks is not None:
+        raise ValueError(
+            "perplexity reads prompts at once, and evict_chunks in chunks: use --metrics rouge"
+        )
     if "ppl" in job.metrics:
         scored = score_answers(job.model, inputs, [job.answer(i) for i in batch])
         cache = scored.cache
@@ -106,7 +111,7 @@ def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, 
             row |= {"nll": nll, "answer_tokens": n, "ppl": ppl if ppl != math.inf else None}
         del scored
     if job.generates:
-        texts, cache, speed = _generate(job, inputs, batch, rows)
+        texts, cache, speed = _generate(job, inputs, batch, rows, variant.evict_chunks)
         for row, text in zip(rows, texts, strict=True):
             figures = _text_figures(job, variant, row["index"], text)
             row |= {"text": text, **figures, "tokens_per_s": speed}
@@ -125,13 +130,18 @@ def _text_figures(job: Job, variant: Variant, index: int, text: str) -> dict[str
         full = text if variant.name == FULL else job.references.get(index)
         # Two empty replies agree, where ROUGE would give 0.
         same = full == text
+        figures["same"] = None if full is None else float(same)
         figures["rouge"] = 1.0 if same else None if full is None else rouge_l(text, (full,))
         figures["rouge_reference"] = rouge_l(text, sample.answers[:1]) if sample.answers else None
     return figures
 
 
 def _generate(
-    job: Job, inputs: dict[str, Any], batch: tuple[int, ...], rows: list[Row]
+    job: Job,
+    inputs: dict[str, Any],
+    batch: tuple[int, ...],
+    rows: list[Row],
+    chunk: int | None,
 ) -> tuple[list[str], Any, float]:
     """Greedy replies, the cache behind them, and new tokens a second over the batch."""
     import torch
@@ -146,6 +156,7 @@ def _generate(
             num_beams=1,
             pad_token_id=job.encoder.tokenizer.pad_token_id,
             return_dict_in_generate=True,
+            prefill_chunk_size=chunk,
         )
     new = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
     seconds = time.perf_counter() - start

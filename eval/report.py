@@ -28,12 +28,13 @@ METRICS = ("ppl", "rouge", "score")
 # How figures are shown: in which unit, with how many digits.
 _SHOWN = {
     "score": (100, 1),
+    "same": (100, 1),
     "cache_bytes": (1 / 1024, 0),
     "tokens_per_s": (1, 0),
     "retained": (1, 3),
     "kept_fraction": (1, 3),
 }
-_BESIDE = ("retained", "kept_fraction", "cache_bytes", "rouge_reference", "tokens_per_s")
+_BESIDE = ("same", "retained", "kept_fraction", "cache_bytes", "rouge_reference", "tokens_per_s")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Figures:
     ppl: float | None
     rouge: float | None
     rouge_reference: float | None
+    same: float | None
     score: float | None
     kept_fraction: float | None
     retained: float | None

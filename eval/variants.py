@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 # The built-in prompts are short: with a window of 32 tokens, a tenth of them could not be honoured.
 BUILTIN_WINDOW = 8
-PROFILE, KV_DTYPE = "profile", "kv_dtype"
+PROFILE, KV_DTYPE, CHUNKS = "profile", "kv_dtype", "evict_chunks"
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Variant:
         options: what differs from its defaults.
         profile: a path, in which "{budget}" is the kept fraction and "{removed}" the rest.
         kv_dtype: "int8" or "int4" where kept pairs are quantised.
+        evict_chunks: prompts are read in chunks of so many tokens, and evicted after each; None:
+            read at once.
     """
 
     label: str
@@ -34,6 +36,7 @@ class Variant:
     options: dict[str, Any] = field(default_factory=dict)
     profile: str | None = None
     kv_dtype: str | None = None
+    evict_chunks: int | None = None
 
     def budgets(self, budgets: Sequence[float | int]) -> list[float | int]:
         """The budgets it runs at: the full cache has only one."""
@@ -45,7 +48,8 @@ class Variant:
         """The model with this policy, for the length of a `with` block."""
         from mmkv.wrapping import wrapped
 
-        how = {PROFILE: self.profile_at(budget), KV_DTYPE: self.kv_dtype}
+        how: dict[str, Any] = {PROFILE: self.profile_at(budget), KV_DTYPE: self.kv_dtype}
+        how[CHUNKS] = self.evict_chunks is not None
         return wrapped(model, self.name, budget, **how, **self.options)
 
     def profile_at(self, budget: float | int) -> Path | None:
@@ -58,7 +62,7 @@ class Variant:
     @property
     def recorded(self) -> dict[str, Any]:
         """The options as rows hold them."""
-        how = {PROFILE: self.profile, KV_DTYPE: self.kv_dtype}
+        how = {PROFILE: self.profile, KV_DTYPE: self.kv_dtype, CHUNKS: self.evict_chunks}
         return self.options | {k: v for k, v in how.items() if v}
 
 
@@ -69,7 +73,7 @@ def parse_variants(
 
     Args:
         policies: "name" or "name:option=value:option=value"; besides the policy's options,
-            "profile" and "kv_dtype".
+            "profile", "kv_dtype", and "evict_chunks" with the tokens of a chunk.
         options: given to every policy that reads them.
         builtin: the built-in data is used; policies with an observation window get one of 8
             tokens, unless told otherwise.
@@ -85,7 +89,9 @@ def parse_variants(
         label, *parts = text.strip().split(":")
         cls = policy_class(label)
         own = parse_options(parts)
-        profile, kv_dtype = own.pop(PROFILE, None), own.pop(KV_DTYPE, None)
+        profile, kv_dtype, chunk = (own.pop(name, None) for name in (PROFILE, KV_DTYPE, CHUNKS))
+        if chunk is not None and (type(chunk) is not int or chunk < 1):
+            raise ValueError(f"evict_chunks={chunk!r}: expected the tokens of a chunk, 1 or more")
         if kv_dtype is not None:
             from mmkv.cache.quantize import check
 
@@ -101,7 +107,7 @@ def parse_variants(
         label = ":".join([cls.name, *parts])
         if any(v.label == label for v in variants):
             raise ValueError(f"policy {label!r} is named twice")
-        variants.append(Variant(label, cls.name, chosen, profile, kv_dtype))
+        variants.append(Variant(label, cls.name, chosen, profile, kv_dtype, chunk))
     if unread := [name for name in options if name not in used]:
         labels = ", ".join(v.label for v in variants)
         raise ValueError(f"option {unread[0]!r} is read by none of the policies {labels}")

@@ -16,6 +16,7 @@ import mmkv
 from helpers.evaluation import make_samples, make_tokenizer, save_model
 from helpers.marks import slow_except
 from helpers.models import make_model
+from mmkv.cache.compressed import CompressedCache
 from mmkv.eval import measure, runner
 from mmkv.eval.perplexity import perplexity
 from mmkv.eval.processes import Processes
@@ -95,6 +96,29 @@ def test_kept_pairs_in_few_bits(model, tokenizer, tmp_path):
     report = Report(tmp_path)
     assert report.figures(policies[0], 0.5) == report.figures(policies[0], 0.7) is not None
     assert not any("Not finished" in note for note in report.notes())
+
+
+def test_prompts_evicted_chunk_by_chunk(model, tokenizer, tmp_path, monkeypatch):
+    """Whole prompts of more than a chunk lose tokens before their end is read."""
+    seen = []
+    begin = CompressedCache.begin
+
+    def recorded(cache, *args, **kwargs):
+        begin(cache, *args, **kwargs)
+        seen.append((cache.phase.until is None, cache.phase.evicts))
+
+    monkeypatch.setattr(CompressedCache, "begin", recorded)
+    policies = ["snapkv", "snapkv:evict_chunks=9"]
+    rows = run(model, tokenizer, tmp_path, policies=policies, budgets=[0.5], metrics=["rouge"])
+    assert (False, True) in seen
+    assert {r["options"].get("evict_chunks") for r in rows} == {None, 9}
+    for row in rows:
+        assert row["same"] == float(row["rouge"] == 1.0)
+    reached = Report(tmp_path).figures(policies[1], 0.5)
+    mine = [r["same"] for r in rows if r["policy"] == policies[1]]
+    assert reached.same == pytest.approx(sum(mine) / len(mine))
+    rows = run(model, tokenizer, tmp_path / "ppl", policies=policies[1:], metrics=["ppl"])
+    assert all("reads prompts at once" in r["error"] for r in rows if r["policy"] == policies[1])
 
 
 def test_the_full_cache_is_added_for_rouge_only(model, tokenizer, tmp_path):
@@ -265,6 +289,11 @@ def test_variants():
     assert few_bits.recorded == {"window": 4, "kv_dtype": "int4"}
     mine = plugin_arguments("snapkv", 0.2, None, {"kv_dtype": "int4", "window": 4, "x": 1})
     assert mine == (0.2, {"kv_dtype": "int4", "window": 4}, {"x": 1})
+    (chunks,) = parse_variants(["condense:evict_chunks=64"])
+    assert (chunks.options, chunks.recorded) == ({}, {"evict_chunks": 64})
+    for wrong in ("0", "true", "half"):
+        with pytest.raises(ValueError, match=r"evict_chunks=.*: expected the tokens"):
+            parse_variants([f"condense:evict_chunks={wrong}"])
     with pytest.raises(ValueError, match="kv_dtype='int3': expected"):
         parse_variants(["snapkv:kv_dtype=int3"])
     assert [v.options for v in parse_variants(["snapkv", "h2o"], builtin=True)] == [

@@ -72,9 +72,10 @@ def test_the_rivals_process_loads_no_pickled_weights(tmp_path):
     model.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    asked = {"path": str(tmp_path), "device": "cpu", "dtype": "float32", "threads": 1}
+    asked = {"path": str(tmp_path), "device": "cpu", "dtype": "float32"}
+    rival = kvpress_worker.Turns(measure=None, models=None)
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
-        kvpress_worker._load({}, asked)
+        rival.load(**asked, threads=torch.get_num_threads())
 
 
 @pytest.mark.parametrize("load", [chat.load, lambda x: loading.load_model(x, device_map="cpu")])
