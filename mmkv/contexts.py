@@ -33,7 +33,7 @@ from mmkv.report import CacheReport
 FORMAT, VERSION = "mmkv-context", 1
 _MASKS = ("valid", "image", "asked", "must", "protected")
 _DENSE = ("keys", "values", "positions", "scores", "weights", "leaders")
-_HOSTED = ("lengths", "windows", "floors", "granted")
+_HOSTED = ("lengths", "windows", "floors", "inner", "granted")
 _SEEN = ("input_ids", "attention_mask")
 
 
@@ -76,9 +76,8 @@ class Context:
             whose `sequences` are the new tokens.
 
         Raises:
-            ValueError: the context has several rows, and the questions are not as many; the
-                questions differ in length, under a policy that drops by attention while decoding
-                (H2O); or the model was wrapped anew since.
+            ValueError: the context has several rows, and the questions are not as many; or the
+                model was wrapped anew since.
         """
         cache = copy.deepcopy(self.cache)
         cache.evicts_turns = False
@@ -113,13 +112,6 @@ class Context:
             raise ValueError(
                 f"{asked} rows behind a context of {rows}: give one row for each of the context's"
                 + ("" if cache is self.cache else ", or read one row and ask many questions")
-            )
-        blocks = [block for layer in cache.compressed for block in layer.blocks or ()]
-        if any(b.schedule.weighs for b in blocks) and not bool(more["attention_mask"].all()):
-            raise ValueError(
-                f"policy {cache.plan.policy.name!r} keeps recent tokens by position, which "
-                "padding before a question shifts: ask questions of one length together, or one "
-                "at a time"
             )
         grids = [name for name in more if _is_grid(name)]
         if grids and (rows > 1 or asked > 1):
@@ -231,6 +223,7 @@ _ABOUT: dict[str, tuple[type, type | None]] = {
     "lengths": (list, int),
     "windows": (list, int),
     "floors": (list, int),
+    "inner": (list, int),
     "granted": (list, float),
     "sizes": (list, list),
 }
@@ -256,7 +249,7 @@ def _about(text: str | None) -> dict[str, Any]:
             raise ValueError(f"its header says {name}={str(value)[:40]}")
     if found["version"] != VERSION:
         raise ValueError(f"version {found['version']}, expected {VERSION}")
-    rows = {len(found[name]) for name in ("lengths", "windows", "floors", "granted")}
+    rows = {len(found[name]) for name in _HOSTED}
     rows |= {len(x) for x in found["sizes"]}
     if len(rows) != 1 or 0 in rows:
         raise ValueError("its header does not say the same number of rows everywhere")

@@ -18,7 +18,7 @@ from mmkv.cache.layer import KeptKV
 from mmkv.cache.quantize import QuantizedKV, Stored, relative_error, squares
 from mmkv.cache.selection import TokenMasks
 from mmkv.parts.merging import MergeIntoGroups
-from mmkv.parts.slots import GrowingSlots, SlotSchedule
+from mmkv.parts.slots import GrowingSlots, HeavyHitterSlots, SlotSchedule
 
 
 def evict(
@@ -159,14 +159,17 @@ def _schedules(
         if plan.keeps_everything:
             yield rows, GrowingSlots(counts=counts[rows])
             continue
-        yield (
-            rows,
-            plan.policy.decode.schedule(
-                plan.policy,
-                counts=counts[rows],
-                lengths=lengths[rows],
-                protected=anchored[rows],
-                capacity=capacity[rows],
-                share=None if share is None else share[rows],
-            ),
+        schedule = plan.policy.decode.schedule(
+            plan.policy,
+            counts=counts[rows],
+            lengths=lengths[rows],
+            protected=anchored[rows],
+            capacity=capacity[rows],
+            share=None if share is None else share[rows],
         )
+        if isinstance(schedule, HeavyHitterSlots):
+            places = prompt.last_places(schedule.most_recent)
+            if places is not None:
+                index = torch.from_numpy(rows // heads).to(places.device)
+                schedule.behind(places[index], prompt.valid.shape[1])
+        yield rows, schedule

@@ -34,6 +34,7 @@ class TokenMasks:
         windows: how many last tokens of each row observe, and are part of `must`, on the host;
             fewer than the policy's where a short row's budget is below what must be kept.
         floors: how many tokens each row must keep, on the host.
+        inner: padding of each row behind its first token, as a later turn's is, on the host.
         granted: how much of those the budget has room for, in [0, 1], on the host.
     """
 
@@ -45,6 +46,7 @@ class TokenMasks:
     lengths: list[int]
     windows: list[int]
     floors: list[int]
+    inner: list[int]
     granted: list[float]
 
     @classmethod
@@ -87,7 +89,10 @@ class TokenMasks:
         if policy.protect is not None:
             protected = protected | policy.protect.marks(valid, asked, image)
         must = protected | (valid & (order > length - policy.observed))
-        lengths, floors = torch.stack([length[:, 0], must.sum(-1)]).tolist()
+        before_first = (order == 0).sum(-1)
+        counted = torch.stack([length[:, 0], must.sum(-1), before_first])
+        lengths, floors, outer = counted.tolist()
+        inner = [valid.shape[1] - n - m for n, m in zip(lengths, outer, strict=True)]
         windows = [
             _window(policy, budget, n_layers=n_layers, length=n, floor=floor)
             for n, floor in zip(lengths, floors, strict=True)
@@ -105,7 +110,7 @@ class TokenMasks:
             else min(1.0, total_kept(budget, n_layers, n) / (n_layers * floor))
             for n, floor in zip(lengths, floors, strict=True)
         ]
-        return cls(valid, image, asked, must, protected, lengths, windows, floors, granted)
+        return cls(valid, image, asked, must, protected, lengths, windows, floors, inner, granted)
 
     def to(self, device: torch.device) -> TokenMasks:
         """The same on another device, for models split over several."""
@@ -119,12 +124,25 @@ class TokenMasks:
             lengths=[self.lengths[b] for b in chosen],
             windows=[self.windows[b] for b in chosen],
             floors=[self.floors[b] for b in chosen],
+            inner=[self.inner[b] for b in chosen],
             granted=[self.granted[b] for b in chosen],
         )
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> TokenMasks:
         names = ("valid", "image", "asked", "must", "protected")
         return replace(self, **{name: change(getattr(self, name)) for name in names})
+
+    def last_places(self, n: int) -> Tensor | None:
+        """Positions of each row's n last tokens, int64 [B, n], ascending; None without gaps.
+
+        Fillers before a row's first token are below 0.
+        """
+        if not any(self.inner):
+            return None
+        T = self.valid.shape[1]
+        place = torch.arange(T, device=self.valid.device).expand_as(self.valid)
+        found = place.masked_fill(~self.valid, -1).sort(dim=-1).values
+        return torch.nn.functional.pad(found, (max(0, n - T), 0), value=-1)[:, -n:]
 
     def at(self, name: str, positions: Tensor) -> Tensor:
         """A mark of the tokens at `positions` [B, 1 or H, U]; False where there is none."""

@@ -242,6 +242,9 @@ class HeavyHitterSlots(SlotSchedule):
         self.held = self.counts.copy()  # tokens held, if none had been dropped
         self.recent = np.maximum(self.recent, 1)  # the newest is never the victim
         # Whether a row may have nothing but protected and recent tokens to choose from.
+        # Where padding lies between turns: places [R, n] of the prompt's last tokens, and its end.
+        self.places: Tensor | None = None
+        self.end = 0
         self.crowded = bool((self.capacity < self.protected + self.recent).any())
         self.columns: dict[str, int | Tensor] = {}
         self.scratch: tuple[Tensor, Tensor] | None = None
@@ -319,7 +322,34 @@ class HeavyHitterSlots(SlotSchedule):
             setattr(new, name, getattr(self, name)[slice(None) if self.shared else rows].copy())
         if self.freed is not None:
             new.freed = self.freed[send(rows, self.freed.device)]
+        if self.places is not None:
+            new.places = self.places[send(rows, self.places.device)]
         return new
+
+    @property
+    def most_recent(self) -> int:
+        """The most recent tokens that any row keeps."""
+        return int(self.recent.max())
+
+    def behind(self, places: Tensor, end: int) -> None:
+        """Count recent tokens over padding: the prompt's last ones [R, n] lie at `places`.
+
+        Args:
+            places: int64, ascending, n at least `most_recent`.
+            end: T, where the prompt ends.
+        """
+        self.places, self.end = places, end
+
+    def _newer_than(self, newest: int | Tensor, device: torch.device) -> int | Tensor:
+        """The position behind which tokens are recent: an int, or [R, 1]."""
+        recent = self._column("recent", device)
+        if self.places is None:
+            return newest - recent
+        generated = newest - self.end + 1
+        wide = torch.as_tensor(recent - generated, device=device).expand(len(self.places), 1)
+        n = self.places.shape[1]
+        of_prompt = self.places.gather(1, (n - wide).clamp(0, n - 1).long()) - 1
+        return torch.where(wide > 0, of_prompt, newest - recent)
 
     def _victim(self, mass: Tensor, positions: Tensor, newest: int | Tensor) -> Tensor:
         # Into memory of their own: nothing as large as the cache is allocated in a step.
@@ -328,7 +358,7 @@ class HeavyHitterSlots(SlotSchedule):
             slot = torch.arange(mass.shape[1], device=mass.device)
             self.guarded = slot < self._column("protected", mass.device)
         lightest, kept = self.scratch
-        torch.gt(positions, newest - self._column("recent", mass.device), out=kept)
+        torch.gt(positions, self._newer_than(newest, mass.device), out=kept)
         if self.protected.any():
             kept.logical_or_(self.guarded)
         torch.where(kept, mass.new_full((), torch.inf), mass, out=lightest)
