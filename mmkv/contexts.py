@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from mmkv import adapters
 from mmkv.attach.attachment import Attachment
-from mmkv.cache.compressed import CompressedCache, Decoding
+from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.dense import DenseKV
 from mmkv.cache.evict import evict
+from mmkv.cache.phases import Decoding
 from mmkv.cache.selection import TokenMasks
 from mmkv.report import CacheReport
 

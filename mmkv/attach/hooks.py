@@ -13,8 +13,9 @@ from transformers import DynamicCache
 
 from mmkv import scores
 from mmkv.attach import attention
-from mmkv.cache.compressed import CompressedCache, Reading
+from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.forward_pass import ForwardPass, current
+from mmkv.cache.phases import Reading
 from mmkv.layer_inputs import Rotary
 
 if TYPE_CHECKING:

@@ -10,8 +10,6 @@ again: what is left of earlier turns competes with the new tokens under the same
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +24,8 @@ from mmkv.cache.evict import evict
 from mmkv.cache.forward_pass import NOT_ATTENDED, ForwardPass, current
 from mmkv.cache.head_groups import GraphInputs, HeadGroup
 from mmkv.cache.layer import CompressedLayer, KeptKV, nbytes
+from mmkv.cache.modes import outliving, refuse_gradient
+from mmkv.cache.phases import Decoding, Reading
 from mmkv.cache.selection import TokenMasks
 from mmkv.layer_inputs import LayerInputs
 from mmkv.report import CacheReport
@@ -33,59 +33,6 @@ from mmkv.report import CacheReport
 
 class NotCapturableError(RuntimeError):
     """A step that cannot be captured or replayed, see `mmkv.attach.graph`."""
-
-
-@dataclass(eq=False)
-class Reading:
-    """A prompt, or the next turn of a conversation, is being read, whole or in chunks.
-
-    Attributes:
-        until: tokens seen when it is complete; None: the next pass brings all of it.
-        evicts: whether tokens are evicted after this pass: the last of the prompt, or with
-            `CacheConfig.evict_chunks` every one since each row has begun.
-        keeps_all: whether everything is kept, a question behind a context.
-        sizes: tokens that each compressed layer keeps of each row, [L][B]; None until known.
-        similarity: by layer, the mean similarity [B] of the residual stream around its attention,
-            and the tokens [B] it is the mean of, over the chunks so far (SqueezeAttention).
-        hides: whether tokens held from earlier turns are masked now.
-    """
-
-    until: int | None = None
-    evicts: bool = False
-    keeps_all: bool = False
-    sizes: list[list[int]] | None = None
-    similarity: dict[int, tuple[Tensor, Tensor]] = field(
-        default_factory=dict[int, "tuple[Tensor, Tensor]"]
-    )
-    hides: bool = False
-
-    def compare(self, layer_idx: int, similarity: Tensor, tokens: Tensor) -> None:
-        """Take in a chunk's similarity [B], the mean over `tokens` [B]."""
-        if layer_idx in self.similarity:
-            before, known = self.similarity[layer_idx]
-            total = known + tokens
-            both = before * known + similarity * tokens
-            similarity, tokens = both / total.clamp(min=1), total
-        self.similarity[layer_idx] = similarity, tokens
-
-    def select_rows(self, batch: Tensor) -> None:
-        """Choose rows of the batch."""
-        for i, pair in self.similarity.items():
-            similarity, tokens = (x[batch.to(x.device)] for x in pair)
-            self.similarity[i] = similarity, tokens
-
-
-@dataclass(eq=False)
-class Decoding:
-    """The prompt is read: each pass brings generated tokens.
-
-    Attributes:
-        waiting: how many of them did not compete yet, where they do (decode="rounds").
-        reading: a round takes place in this pass; None: none does.
-    """
-
-    waiting: int = 0
-    reading: Reading | None = None
 
 
 class CompressedCache(Cache):
@@ -323,13 +270,13 @@ class CompressedCache(Cache):
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         options: Any = {"scale": factor, "softcap": softcap}
         if isinstance(self.phase, Decoding):
-            with _outliving():
+            with outliving():
                 return self._step(layer, running, query, key, value, mask, options), None
         assert self.prompt is not None
         first = layer.seen - query.shape[2]
         new = self.prompt.valid[:, first:]
         view = running.view(mask, new)
-        with _outliving():
+        with outliving():
             positions = torch.arange(first, layer.seen, device=key.device)
             positions = positions.masked_fill(~new.to(key.device), -1)[:, None]
             held = past = layer.dense()
@@ -344,8 +291,8 @@ class CompressedCache(Cache):
         else:
             inv_freq = self.plan.inv_freq
             attended = held.attend(query, first, among=view, inv_freq=inv_freq, **options)
-            out = _refuse_gradient(attended), None
-        with _outliving(), torch.no_grad():
+            out = refuse_gradient(attended), None
+        with outliving(), torch.no_grad():
             inputs = running.inputs(
                 layer_idx,
                 query=query,
@@ -402,7 +349,7 @@ class CompressedCache(Cache):
                 )
                 with torch.no_grad():
                     self._read(layer, self.phase.reading, held, inputs)
-        return _refuse_gradient(out)
+        return refuse_gradient(out)
 
     def _read(
         self,
@@ -434,7 +381,7 @@ class CompressedCache(Cache):
         if waiting:
             scores = [x.scores for x in waiting if x.scores is not None]
             sizes = self._sizes(prompt, scores, [x.positions for x in waiting])
-            with _outliving(), torch.no_grad():
+            with outliving(), torch.no_grad():
                 for layer, size in zip(layers, sizes, strict=True):
                     self._evict(layer, size)
         if isinstance(phase, Decoding):
@@ -664,31 +611,6 @@ class CompressedCache(Cache):
         layer.state = evict(
             layer.state, self.plan, prompt, sizes, expected, self.layers.index(layer)
         )
-
-
-def _outliving() -> AbstractContextManager[None]:
-    """What is made in here is written to after the pass, which may run in inference mode."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-
-
-class _NoGradient(torch.autograd.Function):
-    """The identity, which says at `backward` that gradients do not reach what is cached."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        raise ValueError(
-            "gradients cannot flow through a compressed cache: its keys and values are copies. "
-            "Give the model the whole sequence in one pass, or mmkv.unwrap(model) to train it"
-        )
-
-
-def _refuse_gradient(x: Tensor) -> Tensor:
-    """x [B, q, Hq, D] as it is; a gradient that comes back to it is an error."""
-    return _NoGradient.apply(x) if x.requires_grad else x  # type: ignore[return-value]
 
 
 def _shape(config: Any) -> str:

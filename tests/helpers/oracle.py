@@ -10,7 +10,7 @@ import torch
 
 import mmkv
 from helpers.masking import held_by
-from mmkv.cache.compressed import Reading
+from mmkv.cache.phases import Reading
 
 NEW = 24
 ROWS = {"one": (96,), "padded": (90, 41, 66)}

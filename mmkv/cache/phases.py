@@ -1,0 +1,60 @@
+"""What a compressed cache expects next: more of a prompt, or generated tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Reading:
+    """A prompt, or the next turn of a conversation, is being read, whole or in chunks.
+
+    Attributes:
+        until: tokens seen when it is complete; None: the next pass brings all of it.
+        evicts: whether tokens are evicted after this pass: the last of the prompt, or with
+            `CacheConfig.evict_chunks` every one since each row has begun.
+        keeps_all: whether everything is kept, a question behind a context.
+        sizes: tokens that each compressed layer keeps of each row, [L][B]; None until known.
+        similarity: by layer, the mean similarity [B] of the residual stream around its attention,
+            and the tokens [B] it is the mean of, over the chunks so far (SqueezeAttention).
+        hides: whether tokens held from earlier turns are masked now.
+    """
+
+    until: int | None = None
+    evicts: bool = False
+    keeps_all: bool = False
+    sizes: list[list[int]] | None = None
+    similarity: dict[int, tuple[Tensor, Tensor]] = field(
+        default_factory=dict[int, "tuple[Tensor, Tensor]"]
+    )
+    hides: bool = False
+
+    def compare(self, layer_idx: int, similarity: Tensor, tokens: Tensor) -> None:
+        """Take in a chunk's similarity [B], the mean over `tokens` [B]."""
+        if layer_idx in self.similarity:
+            before, known = self.similarity[layer_idx]
+            total = known + tokens
+            both = before * known + similarity * tokens
+            similarity, tokens = both / total.clamp(min=1), total
+        self.similarity[layer_idx] = similarity, tokens
+
+    def select_rows(self, batch: Tensor) -> None:
+        """Choose rows of the batch."""
+        for i, pair in self.similarity.items():
+            similarity, tokens = (x[batch.to(x.device)] for x in pair)
+            self.similarity[i] = similarity, tokens
+
+
+@dataclass(eq=False)
+class Decoding:
+    """The prompt is read: each pass brings generated tokens.
+
+    Attributes:
+        waiting: how many of them did not compete yet, where they do (decode="rounds").
+        reading: a round takes place in this pass; None: none does.
+    """
+
+    waiting: int = 0
+    reading: Reading | None = None
