@@ -12,6 +12,7 @@ from helpers.marks import slow_except
 from helpers.masking import masked_logits, pairs_of
 from helpers.models import IMAGE, make_inputs, next_turn
 from helpers.oracle import ROWS, VARIANTS, generate, options_of
+from mmkv.cache.dense import DenseKV
 
 FIRST, SECOND = 8, 12  # tokens generated in each turn
 
@@ -63,6 +64,41 @@ def test_evicting_after_every_chunk_equals_masking(models, variant, rows, chunk)
                 most[t] = round(variant.budget * 3 * seen)
             counts = [pairs_of(layer)[b].float().mean().item() for layer in pairs]
             assert sum(counts) <= max(most[t], 3 * policy.sinks + 3 * policy.observed)
+
+
+@pytest.mark.parametrize("policy", ["condense", "snapkv", "h2o"])
+def test_memory_is_the_budget_and_one_chunk_at_any_length(models, policy, monkeypatch):
+    model, inputs = models("llama"), make_inputs("llama", (1500,))
+    most, sizes = [], []
+    extended = DenseKV.extended
+
+    def recorded(*args):
+        found = extended(*args)
+        most.append(found.keys.shape[2])
+        return found
+
+    monkeypatch.setattr(DenseKV, "extended", recorded)
+    options = {"window": 8} if policy == "snapkv" else {}
+    with mmkv.wrapped(model, policy, 40, evict_chunks=True, **options):
+        hook = model.register_forward_hook(lambda *args: sizes.append(held(args[-1])))
+        try:
+            *_, cache, _ = generate(model, inputs, new=2, prefill_chunk_size=100)
+        finally:
+            hook.remove()
+
+    assert max(most) <= 40 + 100
+    assert len(sizes) == 15 + 1
+    # Slots for 40 tokens, and the 16 at the least that are set aside for more.
+    pair = 3 * 2 * 2 * 16 * 4
+    weights = 3 * 2 * 4 if policy == "condense" else 0
+    assert max(sizes) <= (40 + 16 + 1) * (pair + weights)
+    assert cache.get_seq_length() == 1501
+
+
+def held(output):
+    """Bytes held, but for the group of each token read, which is kept to be looked at."""
+    layers = output.past_key_values.compressed
+    return sum(block.nbytes for layer in layers for block in layer.blocks)
 
 
 @pytest.mark.parametrize(
