@@ -197,6 +197,7 @@ _CI_CHECKS = (
     _faster("prefixkv 0.2", 15, "the unwrapped model", _UNWRAPPED),
     _faster("adakv 0.2", 10, "kvpress's Ada", _ADA),
     _faster("full", 2.5, "the unwrapped model", _UNWRAPPED),
+    _at_most("condense 0.2", 0.1, _PREFILL, prefill_overhead),
     _at_most("snapkv 0.2", 0.05, _PREFILL, prefill_overhead),
     _at_most("adakv 0.2", 0.05, _PREFILL, prefill_overhead),
     _at_most("pyramidkv 0.2", 0.05, _PREFILL, prefill_overhead),
@@ -211,6 +212,7 @@ _CI_CHECKS = (
     *map(_steady, _GROWTH),
     _at_most("adakv 0.2", 1.15, "x 0.2 of the full cache's bytes", bytes_over_a_fifth),
     _faster("adakv 0.2", 0.6, "snapkv", "snapkv 0.2"),
+    _faster("condense 0.2", 0.95, "snapkv", "snapkv 0.2"),
 )
 _XKV_CHECK = Check(
     text="xkv 0.2: x the largest batch of the unwrapped model",
@@ -254,7 +256,7 @@ _CI = _preset(
     new=33,
     batch=4,
     policies=(
-        *("full", "snapkv", "adakv", "pyramidkv", "prefixkv", "h2o"),
+        *("full", "condense", "snapkv", "adakv", "pyramidkv", "prefixkv", "h2o"),
         *("xkv", "local", "squeeze:base=local", _FALLING),
     ),
     presses=("snapkv", "adakv"),

@@ -18,6 +18,9 @@ from mmkv.layer_inputs import LayerInputs, Rotary
 from mmkv.policy import Policy
 from mmkv.scores import tile
 
+# Elements of masks in flight, on a device that takes more of attention.
+_MASK_TILE = 2**26
+
 
 @dataclass
 class DenseKV:
@@ -160,7 +163,7 @@ class DenseKV:
         past.masked_fill_(~known[..., :old], -torch.inf)
         # What each query sees is an [R, n, U] of its own: n queries at a time.
         out: list[Tensor] = []
-        most = max(1, tile(keys.device) // (B * H * U))
+        most = max(1, min(tile(keys.device), _MASK_TILE) // (B * H * U))
         for start in range(0, q, most):
             n = min(most, q - start)
             if among is None:
