@@ -15,7 +15,7 @@ import torch
 import mmkv
 from helpers.marks import slow_except
 from helpers.models import make_inputs, make_model
-from helpers.oracle import ROWS, VARIANTS, Variant, options_of, short
+from helpers.oracle import REPLAYED, ROWS, VARIANTS, Variant, options_of, short
 from helpers.pretend_cuda import install
 from helpers.pretending import DEVICE, Devices, OnDevice, move
 from helpers.reference import generate
@@ -130,11 +130,12 @@ def test_every_policy_runs_on_one_device_and_decodes_without_waiting(
         assert cache.kept(i).device == DEVICE
         assert torch.equal(cache.kept(i).cpu(), plain.kept(i))
     assert len(found) == len(alone) == NEW - 1
-    assert sum(found, Counter()) - sum(alone, Counter()) == Counter()
+    if variant in REPLAYED:  # a round is evicted as a prompt is
+        assert sum(found, Counter()) - sum(alone, Counter()) == Counter()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", REPLAYED, ids=str)
 def test_replayed_steps_pass_nothing_between_host_and_device(
     models, there, gpu, monkeypatch, variant
 ):

@@ -14,7 +14,7 @@ import torch
 
 import mmkv
 from helpers.models import make_inputs, make_model
-from helpers.oracle import ROWS, VARIANTS, options_of, short
+from helpers.oracle import REPLAYED, ROWS, options_of, short
 from helpers.reference import generate
 from mmkv import kernels, scores
 from mmkv.attach.capturing import capture
@@ -64,7 +64,7 @@ def captures(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", REPLAYED, ids=str)
 def test_replayed_steps_equal_steps(variant, rows, captures):
     model, inputs = here("llama", rows)
     same(*both(model, inputs, variant.policy, variant.budget, **options_of(variant)))
