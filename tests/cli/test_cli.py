@@ -87,6 +87,7 @@ class TestChat:
             assert image.format == "PNG"
             assert min(image.size) > 300
 
+    @pytest.mark.slow
     def test_json(self, capsys, picture, tmp_path):
         words = ("--budget", "60", "--policy", "h2o", "--option", "recent=0.25", "--json", *SHORT)
         out, err, code = run(capsys, "chat", picture, QUESTION, "--out", tmp_path, *words)
@@ -234,6 +235,7 @@ class TestChat:
         assert "'int8' or 'int4'" in complaint(capsys, "chat", QUESTION, "--kv-dtype", "8")
         assert "'int8' or 'int4'" in complaint(capsys, "chat", "--kv-dtype", "8")
 
+    @pytest.mark.slow
     def test_the_model_is_left_unwrapped(self, capsys, picture, tmp_path, builtin):
         run(capsys, "chat", picture, QUESTION, "--out", tmp_path, *SHORT)
         assert "_mmkv" not in vars(builtin.model)

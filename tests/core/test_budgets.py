@@ -409,6 +409,7 @@ def test_the_share_of_generated_tokens_is_the_budgets_where_more_had_to_be_kept(
     st.integers(0, 130),
     st.integers(1, 100),
 )
+@pytest.mark.slow
 def test_a_ratio_schedule_says_how_many_slots_it_will_need(sizes, number, distance, done, steps):
     counts = np.array([min(kept, seen) for kept, seen in sizes])
     lengths = np.array([seen for _, seen in sizes])

@@ -145,10 +145,16 @@ def test_curves_that_are_none(levels, costs, message):
         Curves(levels, costs)
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("name", ["llama-mha", "llava-llama"])
+@pytest.mark.parametrize("rows", slow_except(ROWS, "padded"))
+@pytest.mark.parametrize("name", slow_except(["llama-mha", "llava-llama"], "llava-llama"))
 @pytest.mark.parametrize(
-    ("policy", "budget"), [("condense", 0.2), ("condense", 17), ("snapkv", 0.3), ("h2o", 0.3)]
+    ("policy", "budget"),
+    slow_except(
+        [("condense", 0.2), ("condense", 17), ("snapkv", 0.3), ("h2o", 0.3)],
+        ("condense", 17),
+        ("snapkv", 0.3),
+        several=True,
+    ),
 )
 def test_eviction_equals_masking(models, policy, budget, name, rows):
     """The definition of correct, with the sizes of a profile; and the budget is spent."""
@@ -168,6 +174,7 @@ def test_eviction_equals_masking(models, policy, budget, name, rows):
     assert len(counts[0].unique()) > 2, "all heads keep as many"
 
 
+@pytest.mark.slow
 def test_few_slots_and_short_prompts(models):
     """Nothing fails where a layer or a head gets next to nothing."""
     model = models("llama")
@@ -333,6 +340,7 @@ class TestMeasure:
     def samples(self, n=2):
         return [make_inputs("llama", (60 + 10 * i,), seed=i) for i in range(n)]
 
+    @pytest.mark.slow
     def test_it_is_near_the_divergence_measured_by_one_head_at_a_time(self, monkeypatch):
         """Small changes: shrink one head, run the model behind it, compare distributions."""
         model = make_model("llama")
@@ -391,6 +399,7 @@ class TestMeasure:
             with pytest.raises(ValueError, match=r"padded prompts .* one by one"):
                 mmkv.calibrate(model, [zoo.inputs_of(model, "padded")], "condense")
 
+    @pytest.mark.slow
     def test_rows_of_a_batch_are_samples(self, monkeypatch):
         """Padding, and what comes behind a reply's end, count for nothing."""
         model, inputs = make_model("llama"), make_inputs("llama", (120, 50))
@@ -420,6 +429,7 @@ class TestMeasure:
         correlation = torch.corrcoef(torch.stack(found))[0, 1]
         assert float(correlation) > 0.9
 
+    @pytest.mark.slow
     def test_it_leaves_nothing_behind(self):
         """Not on the model, nor in the generator of random numbers, whatever mode it runs in."""
         model, before = make_model("llama"), torch.random.get_rng_state()

@@ -109,6 +109,7 @@ acme = acme:Acme
 """
 
 
+@pytest.mark.slow
 def test_a_package_is_found_by_its_entry_points(tmp_path):
     info = tmp_path / "acme-1.0.dist-info"
     info.mkdir()

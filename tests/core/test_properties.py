@@ -202,6 +202,7 @@ def test_half_precision(policy, dtype):
         assert cache.report().kept_fraction < 0.6
 
 
+@pytest.mark.slow
 def test_a_prompt_of_only_image_tokens():
     model = MODELS["llava-llama"]
     inputs = {

@@ -70,6 +70,7 @@ def test_no_slot_is_set_aside_for_a_token_that_will_not_come(models, new):
     assert found[-1][0] == found[0][0]
 
 
+@pytest.mark.slow
 def test_a_constant_size_is_not_set_aside_before_it_is_needed(models):
     """A prompt far below a budget in tokens."""
     model, inputs = models("llama"), make_inputs("llama", (10,))

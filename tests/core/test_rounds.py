@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import mmkv
+from helpers.marks import slow_except
 from helpers.masking import pairs_of
 from helpers.models import make_inputs
 from helpers.oracle import generate
@@ -17,8 +18,8 @@ from mmkv.cache import selection
 ROUNDS = {"decode": "rounds", "every": 10, "latest": 6}
 
 
-@pytest.mark.parametrize("budget", [0.25, 30])
-@pytest.mark.parametrize("policy", ["condense", "snapkv", "prefixkv"])
+@pytest.mark.parametrize("budget", slow_except([0.25, 30], 30))
+@pytest.mark.parametrize("policy", slow_except(["condense", "snapkv", "prefixkv"], "condense"))
 def test_the_budget_holds_for_all_tokens_seen(models, policy, budget):
     """However long the reply: but for those that did not compete yet, no more is held."""
     model, inputs = models("llama"), make_inputs("llama", (70, 40))

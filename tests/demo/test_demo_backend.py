@@ -405,7 +405,7 @@ def test_rouge_l(one, other, score):
     assert rouge_l(one, other) == pytest.approx(score)
 
 
-@pytest.mark.parametrize("policy", slow_except(mmkv.list_policies(), "prefixkv", "xkv"))
+@pytest.mark.parametrize("policy", slow_except(mmkv.list_policies(), "prefixkv"))
 def test_controls_come_from_the_registry(policy):
     known = options.defaults(policy)
     by_name = {x.name: x for x in options.all_options()}

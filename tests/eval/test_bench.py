@@ -107,6 +107,7 @@ class TestNumbers:
         assert runner.largest_batch(2000, 3000, 1000, 8) == 1
         assert runner.largest_batch(150, None, 1000, 64) == 1
 
+    @pytest.mark.slow
     def test_a_batch_that_did_not_fit_shrinks(self, model, monkeypatch):
         real = runner.Bench._once
 
@@ -189,6 +190,7 @@ class TestRows:
         assert found.row("snapkv:window=200 100") is None
         assert found.row("unwrapped sdpa") is not None
 
+    @pytest.mark.slow
     def test_no_time_means_fewer_rounds_and_tokens(self, model):
         found = bench(model, new=40, rounds=3, eager=False, until=0.0).run()
         assert found.rounds == 1
