@@ -110,7 +110,7 @@ class TestTables:
             if name in ("policy", "---"):
                 continue
             if name == "condense":
-                assert cells == [pictures[name][1], *["-"] * 5]
+                assert cells == [pictures[name][1], texts[name][1], *["-"] * 4]
                 continue
             seconds, token, _, cache, peak = (
                 speeds.get(f"{name} 0.2") or speeds.get(f"{name} (local) 0.2") or speeds[name]
