@@ -293,16 +293,7 @@ class CompressedCache(Cache):
             attended = held.attend(query, first, among=view, inv_freq=inv_freq, **options)
             out = refuse_gradient(attended), None
         with outliving(), torch.no_grad():
-            inputs = running.inputs(
-                layer_idx,
-                query=query,
-                key=held.keys,
-                value=held.values,
-                valid=held.positions[:, 0] >= 0,
-                mask=view,
-                bias=held.bias,
-                **options,
-            )
+            inputs = running.inputs(layer_idx, query=query, mask=view, **held.pairs, **options)
             self._read(layer, self.phase, held, inputs)
         return out
 
@@ -338,14 +329,7 @@ class CompressedCache(Cache):
                 if rotary is not None:
                     running.rotary[layer_idx] = rotary
                 inputs = running.inputs(
-                    layer_idx,
-                    query=queries,
-                    key=held.keys,
-                    value=held.values,
-                    valid=held.positions[:, 0] >= 0,
-                    mask=None,
-                    bias=held.bias,
-                    **options,
+                    layer_idx, query=queries, mask=None, **held.pairs, **options
                 )
                 with torch.no_grad():
                     self._read(layer, self.phase.reading, held, inputs)

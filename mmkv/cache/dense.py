@@ -75,6 +75,12 @@ class DenseKV:
         """float32 [B, H, U], added to the logits of each pair; None where each stands for one."""
         return None if self.weights is None else self.weights.log()
 
+    @property
+    def pairs(self) -> dict[str, Tensor | None]:
+        """What a score is given of the tokens held, see `LayerInputs`."""
+        valid = self.positions[:, 0] >= 0
+        return {"key": self.keys, "value": self.values, "valid": valid, "bias": self.bias}
+
     def masked(self, valid: Tensor) -> DenseKV:
         """Without the tokens for which `valid`, bool [B, T] by position, is False."""
         B, P, U = self.positions.shape
