@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from .report import Report
     from .variants import Variant
 
-# Family by hue: recency grey to brown, accumulated attention blue to green, windows warm.
+# Family by hue: recency grey to brown, accumulated attention blue to green, windows warm,
+# keys alone olive.
 COLOURS = {
     "full": "#222222",
     "local": "#9a9a9a",
@@ -36,6 +37,9 @@ COLOURS = {
     "adakv": "#d64f8a",
     "ada-pyramidkv": "#8e2f7a",
     "xkv": "#c62828",
+    "random": "#c9c9c9",
+    "knorm": "#a5b84c",
+    "keydiff": "#6b7f12",
 }
 _OTHERS = ("#5b8c5a", "#7a6ff0", "#00838f", "#a1887f", "#c0a000")
 _MARKERS = "osD^vP<>Xph*d"

@@ -19,6 +19,7 @@ from mmkv.parts import (
     Score,
     calibrated,
     decoding,
+    key_scoring,
     merging,
     protection,
     registered,
@@ -34,7 +35,7 @@ __all__ = ["Decode", "Heads", "Layers", "Merge", "Part", "Policy", "Protect", "S
 
 P = TypeVar("P", bound="Policy")
 # The modules of the built-in parts, which register them.
-MODULES = (calibrated, decoding, merging, protection, scoring, sizing)
+MODULES = (calibrated, decoding, key_scoring, merging, protection, scoring, sizing)
 
 
 @dataclass(frozen=True, kw_only=True)

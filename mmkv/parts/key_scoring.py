@@ -1,0 +1,76 @@
+"""Scores by keys and values as parts; what they compute is in `mmkv.key_scores`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mmkv.parts import Score, register_part
+from mmkv.parts.checks import at_least
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmkv.layer_inputs import LayerInputs
+
+
+class _WithoutQueries(Score):
+    """Nothing has to be remembered of a prompt's chunks, and later turns score all keys again."""
+
+    @property
+    def queries(self) -> int:
+        """None."""
+        return 0
+
+
+@register_part("key-norm")
+@dataclass(frozen=True, kw_only=True)
+class KeyNorm(_WithoutQueries):
+    """Keys of small norm: much attention goes to these (arXiv 2406.11430, section 3)."""
+
+    def __call__(self, layer: LayerInputs) -> Tensor:
+        """The inverse of the norm."""
+        from mmkv.key_scores import inverse_key_norm
+
+        return inverse_key_norm(layer.key, layer.valid)
+
+
+@register_part("noise")
+@dataclass(frozen=True, kw_only=True)
+class Noise(_WithoutQueries):
+    """Chance: the line that every other score must be above.
+
+    Options:
+        seed: another one gives other noise; 0 or more.
+    """
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        at_least(0, seed=self.seed)
+
+    def __call__(self, layer: LayerInputs) -> Tensor:
+        """The same for the same seed, also in a batch."""
+        import torch
+
+        from mmkv.key_scores import noise
+
+        device = layer.key.device
+        head = torch.arange(layer.key.shape[1], device=device)
+        if layer.head is not None:
+            head = layer.head.to(device)[:, None]
+        return noise(layer.valid, head, seed=self.seed, layer_idx=layer.layer_idx)
+
+
+@register_part("key-difference")
+@dataclass(frozen=True, kw_only=True)
+class KeyDifference(_WithoutQueries):
+    """Keys unlike the mean of all normalised keys (KeyDiff, arXiv 2504.15364, section 3)."""
+
+    def __call__(self, layer: LayerInputs) -> Tensor:
+        """By the cosine."""
+        from mmkv.key_scores import key_difference
+
+        return key_difference(layer.key, layer.valid)

@@ -1,0 +1,21 @@
+"""Key norm: the tokens whose keys are shortest stay, as much attention tends to go to these.
+
+Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
+arXiv 2406.11430, section 3. Its code can leave some layers whole (`skip_layers`, none by default);
+here, as in kvpress (`KnormPress`), all are alike.
+"""
+
+from dataclasses import dataclass
+
+from mmkv.parts.key_scoring import KeyNorm
+from mmkv.policy import Policy, Score
+from mmkv.registry import register_policy
+
+
+@register_policy("knorm")
+@dataclass(frozen=True, kw_only=True)
+class KNorm(Policy):
+    """Keep the keys of smallest norm; generated tokens stay."""
+
+    paper = "L2 norm, arXiv 2406.11430"
+    score: Score = KeyNorm()

@@ -1,0 +1,139 @@
+"""Scores by keys and values against loops over heads and tokens, row by row without padding."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import mmkv
+from helpers.models import make_inputs, make_model
+from mmkv.key_scores import inverse_key_norm, key_difference, noise
+from mmkv.layer_inputs import LayerInputs
+
+PADDING = (0, 5, 11)  # padding tokens left of each row
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator)
+
+
+def left_padded(N: int) -> Tensor:
+    return torch.stack([torch.arange(N) >= pad for pad in PADDING])
+
+
+def spoiled(x: Tensor, valid: Tensor) -> Tensor:
+    """With padding that holds no numbers."""
+    return x.masked_fill(~valid[:, None, :, None], math.nan)
+
+
+def test_the_norm_ranks_as_the_paper_does():
+    key, valid = random(3, 2, 20, 8), left_padded(20)
+    found = inverse_key_norm(spoiled(key, valid), valid)
+    for b, p in enumerate(PADDING):
+        norms = [[math.hypot(*k) for k in head] for head in key[b, :, p:].tolist()]
+        torch.testing.assert_close(found[b, :, p:], 1 / torch.tensor(norms))
+        order = found[b, :, p:].flatten().argsort(descending=True)
+        assert order.tolist() == torch.tensor(norms).flatten().argsort().tolist()
+        assert not found[b, :, :p].any()
+
+
+def naive_key_difference(key: Tensor) -> Tensor:
+    """`[H, N]` of one row: 1 - cos(k_j, mean_i k_i / |k_i|)."""
+    result = torch.zeros(key.shape[:2])
+    for h, keys in enumerate(key.double().tolist()):
+        unit = [[x / math.hypot(*k) for x in k] for k in keys]
+        mean = [sum(xs) / len(keys) for xs in zip(*unit, strict=True)]
+        for j, k in enumerate(unit):
+            cosine = sum(x * y for x, y in zip(k, mean, strict=True)) / math.hypot(*mean)
+            result[h, j] = 1 - cosine
+    return result
+
+
+def test_key_difference_equals_the_loop_on_each_row_alone():
+    key, valid = random(3, 2, 20, 8) + 0.5, left_padded(20)
+    found = key_difference(spoiled(key, valid), valid)
+    for b, p in enumerate(PADDING):
+        torch.testing.assert_close(found[b, :, p:], naive_key_difference(key[b, :, p:]))
+        assert not found[b, :, :p].any()
+
+
+def test_a_key_that_overflowed_leaves_the_others_their_order():
+    key = random(1, 1, 9, 4)
+    key[0, 0, 3] = math.inf
+    rest = key_difference(key)[0, 0, torch.arange(9) != 3]
+    assert rest.isfinite().all()
+    others = naive_key_difference(key[0][:, torch.arange(9) != 3])[0]
+    assert rest.argsort().tolist() == others.argsort().tolist()
+
+
+def test_noise_of_a_row_is_what_it_is_alone():
+    heads, valid = torch.arange(4), left_padded(40)
+    before = torch.random.get_rng_state()
+    found = noise(valid, heads, seed=3, layer_idx=2)
+    for b, p in enumerate(PADDING):
+        alone = noise(torch.ones(1, 40 - p, dtype=torch.bool), heads, seed=3, layer_idx=2)
+        assert torch.equal(found[b, :, p:], alone[0])
+        assert not found[b, :, :p].any()
+        # As in a later turn, where each head is a row.
+        apart = valid[b].expand(4, -1)
+        assert torch.equal(noise(apart, heads[:, None], seed=3, layer_idx=2)[:, 0], found[b])
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_noise_is_uniform_and_differs_in_all_that_it_depends_on():
+    valid, heads = torch.ones(1, 4096, dtype=torch.bool), torch.arange(2)
+    drawn = [
+        noise(valid, heads, seed=seed, layer_idx=layer)[0, h]
+        for seed in (0, 1)
+        for layer in (0, 1)
+        for h in (0, 1)
+    ]
+    drawn.append(noise(valid[:, :4095], heads, seed=0, layer_idx=0)[0, 0])  # another length
+    for x in drawn:
+        assert ((x > 0) & (x < 1)).all()
+        # Each of 16 bins has 256 +- 16 entries.
+        assert (torch.histc(x, 16, 0, 1) - 256).abs().max() < 80
+        lag = torch.corrcoef(torch.stack([x[1:], x[:-1]]))[0, 1]
+        assert abs(float(lag)) < 0.08
+    drawn = torch.stack([x[:4095] for x in drawn])
+    apart = torch.corrcoef(drawn) - torch.eye(len(drawn))
+    assert apart.abs().max() < 0.08
+
+
+def test_random_keeps_another_set_with_another_seed():
+    model, inputs = make_model("llama"), make_inputs("llama", (60,))
+    kept = []
+    for seed in (0, 0, 1):
+        with mmkv.wrapped(model, "random", 0.3, seed=seed), torch.no_grad():
+            cache = model(**inputs, use_cache=True).past_key_values
+        kept.append([cache.kept(i).tolist() for i in range(3)])
+    assert kept[0] == kept[1] != kept[2]
+    assert kept[0][0][0][0] != kept[0][0][0][1]  # heads
+    assert kept[0][0] != kept[0][1]  # layers
+    with pytest.raises(ValueError, match="seed=-1: expected 0 or more"):
+        mmkv.get_policy("random", seed=-1)
+
+
+@pytest.mark.parametrize("policy", ["knorm", "random", "keydiff"])
+def test_heads_that_are_rows_score_as_heads_side_by_side(policy):
+    """In a later turn: a row for each head."""
+    key, query = random(2, 3, 12, 8), random(2, 6, 12, 8, seed=1)
+    valid = torch.arange(12) >= torch.tensor([0, 4])[:, None]
+    layer = LayerInputs(query=query, key=key, value=key, valid=valid, layer_idx=1)
+    score = mmkv.get_policy(policy).score
+    apart = score(layer.by_head(valid[:, None].expand(-1, 3, -1)))
+    torch.testing.assert_close(apart.view(2, 3, 12), score(layer))
+
+
+def test_shapes_that_do_not_fit_are_shown():
+    for score in (inverse_key_norm, key_difference):
+        with pytest.raises(ValueError, match=r"\[B, H, N, D\], got \(2, 9, 4\)"):
+            score(torch.ones(2, 9, 4))
+        with pytest.raises(ValueError, match=r"\(2, 9\), got torch.bool \(2, 8\)"):
+            score(torch.ones(2, 1, 9, 4), torch.ones(2, 8).bool())
+    with pytest.raises(ValueError, match=r"valid must be a bool \[B, N\]"):
+        noise(torch.ones(2, 9), torch.arange(2), seed=0, layer_idx=0)
