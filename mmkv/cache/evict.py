@@ -75,6 +75,8 @@ def evict(
         mass = per_token(held.scores, 0)
         if slots is not None:
             mass = slots.reduced(held.scores, combines).flatten(0, 1)
+    elif policy.decode.weighs and not plan.keeps_everything:
+        mass = torch.zeros(positions.shape, device=positions.device)
     log_weights = None
     if weights is not None:
         log_weights = weights.log().masked_fill(indices < 0, 0.0).flatten(0, 1)
@@ -166,6 +168,7 @@ def _schedules(
             protected=anchored[rows],
             capacity=capacity[rows],
             share=None if share is None else share[rows],
+            heads=heads,
         )
         if isinstance(schedule, HeavyHitterSlots):
             places = prompt.last_places(schedule.most_recent)

@@ -182,9 +182,11 @@ class Decode(Part):
         every: after so many generated tokens they compete with all that is held, as a new turn's
             do, but for the `latest` last ones; 0: they never do.
         latest: see `every`.
+        weighs: what is dropped depends on the attention that slots receive in decode steps.
     """
 
     kind = "decode"
+    weighs: ClassVar[bool] = False
     every: int = 0
     latest: int = 0
 
@@ -197,6 +199,7 @@ class Decode(Part):
         protected: np.ndarray,
         capacity: np.ndarray,
         share: np.ndarray | None,
+        heads: int,
     ) -> SlotSchedule:
         """Which slots generated tokens take, from each row's sizes after the prefill.
 
@@ -207,6 +210,7 @@ class Decode(Part):
             protected: [R], kept tokens that may never be dropped; they lie in the first slots.
             capacity: [R], the tokens that a budget in tokens, or the prompt, gives.
             share: [R], of the tokens seen, what a budget as a fraction gives; None for others.
+            heads: H; row b * H + h is head h of row b of the batch, unless heads differ in size.
         """
         raise NotImplementedError
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmkv.parts import Decode, register_part
 from mmkv.parts.checks import at_least
+from mmkv.parts.merging import MergeIntoGroups
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,6 +105,54 @@ class Fixed(Decode):
         recent = (policy.recent * capacity).astype(int)
         return HeavyHitterSlots(
             counts=counts, protected=protected, capacity=capacity, recent=recent
+        )
+
+
+@register_part("least")
+@dataclass(frozen=True, kw_only=True)
+class Least(Decode):
+    """As "fixed", but each new token takes the place of the one that it attends to least (TOVA).
+
+    The mean over a layer's heads decides, arXiv 2401.06104, section 3; the newest token stays.
+    """
+
+    weighs = True
+
+    def check(self, policy: Policy) -> None:
+        """All heads of a layer hold the same tokens, and nothing is added up over steps."""
+        if policy.score.combines:
+            raise ValueError(
+                "decode='least' looks at the newest query alone, and "
+                f"score={policy.score.name!r} goes on from step to step: use score='window'"
+            )
+        if not (policy.score.ranks_once and policy.heads.equal):
+            raise ValueError(
+                "decode='least' drops a token from all heads of a layer: use average_heads=True "
+                f"(score={policy.score.name!r}) and heads='uniform' (heads={policy.heads.name!r})"
+            )
+        if isinstance(policy.merge, MergeIntoGroups):
+            raise ValueError(
+                "decode='least' needs heads that hold the same tokens, and merge='groups' makes "
+                "groups of each head's own: use one of them"
+            )
+
+    def schedule(
+        self,
+        policy: Policy,
+        *,
+        counts: np.ndarray,
+        protected: np.ndarray,
+        capacity: np.ndarray,
+        heads: int,
+        **known: Any,
+    ) -> SlotSchedule:
+        """What the newest query finds lightest."""
+        from mmkv.parts.slots import LeastAttended
+
+        recent = (policy.recent * capacity).astype(int)
+        protected = protected.clip(max=capacity)
+        return LeastAttended(
+            heads, counts=counts, protected=protected, capacity=capacity, recent=recent
         )
 
 

@@ -379,6 +379,24 @@ class HeavyHitterSlots(SlotSchedule):
         return self.columns[name]
 
 
+class LeastAttended(HeavyHitterSlots):
+    """Constant size: the token that the newest query attends to least, over all heads (TOVA).
+
+    The heads of a layer hold the same tokens in the same slots.
+    """
+
+    def __init__(self, heads: int, **arrays: np.ndarray) -> None:
+        super().__init__(**arrays)
+        self.heads = heads
+
+    def drop(self, mass: Tensor, positions: Tensor, newest: int | Tensor) -> None:
+        """The mean over a layer's heads decides; then nothing of this step is left."""
+        of_layer = mass.unflatten(0, (-1, self.heads)).mean(1, keepdim=True)
+        mean = of_layer.expand(-1, self.heads, -1).flatten(0, 1)
+        super().drop(mean, positions, newest)
+        mass.masked_fill_(mass < torch.inf, 0.0)
+
+
 def send(array: np.ndarray, device: torch.device) -> Tensor:
     """A copy on the device; the host does not wait for what the device has still to do."""
     return torch.from_numpy(array.copy()).to(device, non_blocking=True)

@@ -385,6 +385,7 @@ def made(policy: Policy, **given):
         "protected": np.array([4, 12]),
         "capacity": np.array([10, 7]),
         "share": np.array([0.3, 0.35]),
+        "heads": 1,
     }
     return policy.decode.schedule(policy, **{**known, **given})
 

@@ -54,6 +54,12 @@ class TestRouting:
                 r"heads=WindowAttention.*: expected one of .*Heads part",
             ),
             ({"decode": "fixed"}, r"decode='fixed' drops .*score='window' has neither"),
+            ({"decode": "least"}, r"decode='least' drops .*use average_heads=True"),
+            ({"decode": "least", "score": "observers"}, r"newest query.*score='observers'"),
+            (
+                {"decode": "least", "average_heads": True, "merge": "groups"},
+                r"decode='least' needs .*merge='groups'",
+            ),
         ],
     )
     def test_what_is_refused(self, options, message):

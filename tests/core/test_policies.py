@@ -258,6 +258,31 @@ def test_h2o_decoding_drops_the_lightest(eager, prompt):
                 assert set(held[t + 1][layer][0, h].tolist()) == alive
 
 
+@pytest.mark.parametrize("window", [1, 6])
+def test_tova_drops_what_the_newest_query_attends_to_least(eager, prompt, window):
+    """... over all heads of a layer, in the prompt's eviction and in every step."""
+    new, n = 30, 20
+    with mmkv.wrapped(eager, "tova", n, window=window):
+        _, tokens, _, held = generate(eager, prompt, new=new)
+    weights: list[list[torch.Tensor]] = []
+    masked_logits(eager, prompt, tokens, held, record=weights)
+    with torch.no_grad():
+        first = eager(**prompt, output_attentions=True, use_cache=False).attentions
+    for layer in range(L):
+        paid = first[layer][0].mean(0)[-window:].mean(0)
+        paid[-window:] = torch.inf
+        alive = set(paid.topk(n).indices.tolist())
+        assert set(held[0][layer][0, 0].tolist()) == alive
+        for t in range(new - 1):
+            seen = weights[t][layer][0, :, 0].mean(0)
+            found = set(held[t + 1][layer][0, 0].tolist())
+            (victim,) = alive - found  # a token that attends to all alike leaves the choice open
+            assert seen[victim].item() == pytest.approx(min(seen[list(alive)]).item(), abs=1e-7)
+            alive = alive - {victim} | {N + t}
+            for h in range(H):
+                assert set(held[t + 1][layer][0, h].tolist()) == alive
+
+
 def test_int_budget_fills_up_before_it_drops(eager):
     """A prompt shorter than an int budget loses nothing; decoding fills the budget, then drops."""
     short = make_inputs("llama", (12,))

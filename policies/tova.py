@@ -1,0 +1,23 @@
+"""TOVA: the tokens that the newest query attends to, in the prompt and in every step.
+
+Oren et al., "Transformers are Multi-State RNNs", arXiv 2401.06104, section 3: after each step the
+state with the lowest attention of the newest query, averaged over all heads of the layer, leaves.
+Evicting a prompt's tokens at once by its last query is what the authors' prefill comes to.
+"""
+
+from dataclasses import dataclass
+
+from mmkv.parts.decoding import Least
+from mmkv.parts.scoring import WindowAttention
+from mmkv.policy import Decode, Policy, Score
+from mmkv.registry import register_policy
+
+
+@register_policy("tova")
+@dataclass(frozen=True, kw_only=True)
+class TOVA(Policy):
+    """Keep what the newest token attends to, one ranking per layer; the size stays."""
+
+    paper = "TOVA, arXiv 2401.06104"
+    score: Score = WindowAttention(window=1, pooling=None, average_heads=True)
+    decode: Decode = Least()
