@@ -92,6 +92,7 @@ class LayerInputs:
         mask: bool [B, 1, Q, N], which query sees which key; None: plainly causal.
         bias: float32 [B, H, N], added to the logits of each key: the logarithm of how many tokens
             of earlier turns it stands for; None where each stands for itself.
+        image: bool [B, N], True where an image token stands; None: not known.
         layer_idx: which layer.
         rotary: of the last Q tokens; None where the score does not ask for it (`uses_rotary`), and
             where the layer has none.
@@ -107,6 +108,7 @@ class LayerInputs:
     softcap: float | None = None
     mask: Tensor | None = None
     bias: Tensor | None = None
+    image: Tensor | None = None
     layer_idx: int = 0
     rotary: Rotary | None = None
     weight: Callable[[], Tensor] | None = None
@@ -174,8 +176,8 @@ class LayerInputs:
                 found[name] = x.rows(at)
         return replace(self, **found)
 
-    def by_head(self, valid: Tensor) -> LayerInputs:
-        """Each key-value head as a row of its own; `valid`, bool [B, H, N], is each head's own."""
+    def by_head(self, valid: Tensor, image: Tensor) -> LayerInputs:
+        """Each key-value head as a row; `valid` and `image` [B, H, N] are each head's own."""
         B, H = self.key.shape[:2]
         device = self.key.device
         mask, rotary = self.mask, self.rotary
@@ -189,6 +191,7 @@ class LayerInputs:
             key=self.key.flatten(0, 1)[:, None],
             value=self.value.flatten(0, 1)[:, None],
             valid=valid.flatten(0, 1),
+            image=image.flatten(0, 1),
             mask=mask,
             bias=None if self.bias is None else self.bias.flatten(0, 1)[:, None],
             rotary=rotary,

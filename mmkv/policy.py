@@ -21,6 +21,7 @@ from mmkv.parts import (
     decoding,
     key_scoring,
     merging,
+    pictures,
     protection,
     registered,
     scoring,
@@ -35,7 +36,7 @@ __all__ = ["Decode", "Heads", "Layers", "Merge", "Part", "Policy", "Protect", "S
 
 P = TypeVar("P", bound="Policy")
 # The modules of the built-in parts, which register them.
-MODULES = (calibrated, decoding, key_scoring, merging, protection, scoring, sizing)
+MODULES = (calibrated, decoding, key_scoring, merging, pictures, protection, scoring, sizing)
 
 
 @dataclass(frozen=True, kw_only=True)

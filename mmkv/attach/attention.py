@@ -126,7 +126,9 @@ class _Collector:
             return
         valid = self.prompt.valid
         view = self.running.view(mask, valid)
+        image = self.prompt.image.to(key.device)
         tensors: Any = {"query": query, "key": key, "value": value, "valid": valid, "mask": view}
+        tensors["image"] = image
         layer = self.running.inputs(layer_idx, **tensors, **options)
         self.scores.append(importance(self.policy, layer, self.prompt.windows))
         if len(self.scores) == len(self.layers):

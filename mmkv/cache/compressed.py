@@ -346,7 +346,7 @@ class CompressedCache(Cache):
         policy, prompt = self.plan.policy, self.prompt
         assert prompt is not None
         if self._scores(prompt, phase):
-            held.score(policy, new, prompt.windows)
+            held.score(policy, new, prompt)
         if phase.evicts:
             held.forget()
         else:
@@ -364,7 +364,8 @@ class CompressedCache(Cache):
         waiting = [x.state for x in layers if isinstance(x.state, DenseKV)]
         if waiting:
             scores = [x.scores for x in waiting if x.scores is not None]
-            sizes = self._sizes(prompt, scores, [x.positions for x in waiting])
+            measured = [x.measured.cpu() for x in waiting if x.measured is not None]
+            sizes = self._sizes(prompt, scores, [x.positions for x in waiting], measured)
             with outliving(), torch.no_grad():
                 for layer, size in zip(layers, sizes, strict=True):
                     self._evict(layer, size)
@@ -557,9 +558,13 @@ class CompressedCache(Cache):
         return adds or (phase.evicts and not phase.keeps_all and self._evicts(prompt))
 
     def _sizes(
-        self, prompt: TokenMasks, scores: Sequence[Tensor] = (), positions: Sequence[Tensor] = ()
+        self,
+        prompt: TokenMasks,
+        scores: Sequence[Tensor] = (),
+        positions: Sequence[Tensor] = (),
+        measured: Sequence[Tensor] = (),
     ) -> list[list[int]]:
-        """Every layer's size for every row [L][B], from the scores where sizes need them."""
+        """Every layer's size for every row [L][B], from what was found of the layers."""
         layers, plan, phase = self.compressed, self.plan, self.phase
         importance: Sequence[Tensor | None] = [None] * len(prompt.lengths)
         if scores and plan.policy.layers.needs == "scores":
@@ -578,6 +583,7 @@ class CompressedCache(Cache):
                 fractions=plan.fractions,
                 importance=importance[row],
                 similarity=None if similarity is None else similarity[row],
+                measured=torch.stack([x[row] for x in measured]) if measured else None,
             )
             for row, (length, floor) in enumerate(zip(prompt.lengths, prompt.floors, strict=True))
         ]

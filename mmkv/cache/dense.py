@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from mmkv.cache import selection
 from mmkv.cache.head_groups import HeadGroup, attend
 from mmkv.cache.rerotate import reposition
+from mmkv.cache.selection import TokenMasks
 from mmkv.layer_inputs import LayerInputs, Rotary
 from mmkv.policy import Policy
 from mmkv.scores import tile
@@ -37,6 +38,7 @@ class DenseKV:
         weights: float32 [B, H, U], how many tokens each pair stands for; None: itself alone.
         leaders: [B, H, T], the group of each token seen up to the last turn, see
             `grouping.Groups.places`; None: there is none.
+        measured: float32 [B], what layer sizes follow from (`Layers.measure`); None: nothing.
     """
 
     keys: Tensor
@@ -48,6 +50,7 @@ class DenseKV:
     tail_rotary: Rotary | None = None
     weights: Tensor | None = None
     leaders: Tensor | None = None
+    measured: Tensor | None = None
 
     @classmethod
     def from_blocks(cls, blocks: list[HeadGroup], batch: int, heads: int) -> DenseKV:
@@ -187,7 +190,7 @@ class DenseKV:
             out.append(part.view(B, Hq, n, -1).transpose(1, 2))
         return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
-    def score(self, policy: Policy, new: LayerInputs, windows: Sequence[int]) -> None:
+    def score(self, policy: Policy, new: LayerInputs, prompt: TokenMasks) -> None:
         """Add what the new queries find important to what is known already.
 
         Window scores pool over tokens as they lie in the cache.
@@ -196,17 +199,23 @@ class DenseKV:
             policy: what scores.
             new: the layer's inputs: queries of the tokens that came last, all keys and values, and
                 which of the new tokens see which.
-            windows: [B], how many last queries observe each row.
+            prompt: what is known of the tokens.
         """
+        windows: Sequence[int] = prompt.windows
         layer = self._inputs(new, with_tail=policy.queries != 0)
         if policy.observed and layer.query.shape[2] < self.keys.shape[2]:
             # A turn shorter than the window is observed by all the queries it has.
             given = (self.positions[:, 0, -layer.query.shape[2] :] >= 0).sum(-1).tolist()
             windows = [min(w, n) for w, n in zip(windows, given, strict=True)]
         apart = self.positions.shape[1] > 1
+        image = prompt.to(self.positions.device).at("image", self.positions)
         if apart:  # heads hold different tokens: each is a row of its own
-            layer = layer.by_head(self.positions >= 0)
+            layer = layer.by_head(self.positions >= 0, image)
             windows = [w for w in windows for _ in range(self.keys.shape[1])]
+        else:
+            layer = replace(layer, image=image[:, 0])
+        if policy.layers.needs == "measure":
+            self.measured = policy.layers.measure(layer).unflatten(0, (len(self.keys), -1)).mean(1)
         found = selection.importance(policy, layer, windows)
         if apart:
             found = found.view(self.keys.shape[:3])

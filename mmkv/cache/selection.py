@@ -242,6 +242,7 @@ def row_sizes(
     fractions: Sequence[float] | None = None,
     importance: Tensor | None = None,
     similarity: Tensor | None = None,
+    measured: Tensor | None = None,
 ) -> list[int]:
     """How many tokens each layer keeps of one row.
 
@@ -254,6 +255,7 @@ def row_sizes(
         fractions: a profile's kept fraction per layer; it replaces the policy's layer part.
         importance: [L, C], the scores of the C tokens that compete, where sizes need them.
         similarity: [L], of the residual stream around attention, where sizes need it.
+        measured: [L], what the layer part's `measure` found, where sizes need it.
     """
     if keeps_everything(policy, budget) or length <= floor:
         return [length] * n_layers
@@ -266,7 +268,7 @@ def row_sizes(
     if total == n_layers * length:
         return [length] * n_layers
     sizes = [f * length for f in fractions or ()] or policy.layers.sizes(
-        total, importance=importance, similarity=similarity, **known
+        total, importance=importance, similarity=similarity, measured=measured, **known
     )
     return allocation.fit(sizes, total, floor=floor, max_size=length)
 

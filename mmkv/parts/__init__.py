@@ -110,7 +110,7 @@ class Layers(Part):
 
     Attributes:
         needs: what it must know of every layer before it can size any: "scores", "similarity" of
-            the residual stream around attention, or nothing.
+            the residual stream around attention, "measure", what its `measure` finds, or nothing.
         retention: the share of importance that decides the total in place of a budget, or None.
         mini_prefill: whether a first pass that stores nothing learns the scores.
     """
@@ -137,6 +137,7 @@ class Layers(Part):
         floor: int,
         importance: Tensor | None = None,
         similarity: Tensor | None = None,
+        measured: Tensor | None = None,
     ) -> Sequence[float]:
         """Tokens that each layer keeps of one row, fitted to `total` and the bounds afterwards.
 
@@ -147,7 +148,12 @@ class Layers(Part):
             floor: how many of them every layer must keep.
             importance: [L, C], the scores of the C tokens that compete, largest first.
             similarity: [L], of the residual stream around each layer's attention.
+            measured: [L], what `measure` found of each layer.
         """
+        raise NotImplementedError
+
+    def measure(self, layer: LayerInputs) -> Tensor:
+        """What sizes follow from, where it `needs` "measure": float32 [B], of one layer."""
         raise NotImplementedError
 
 

@@ -18,7 +18,7 @@ Pooling = Literal["avg", "max"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PerHead(Score):
+class PerHead(Score):
     """A score of each key-value head.
 
     Options:
@@ -44,7 +44,7 @@ class _PerHead(Score):
 
 @register_part("window")
 @dataclass(frozen=True, kw_only=True)
-class WindowAttention(_PerHead):
+class WindowAttention(PerHead):
     """Attention from the prompt's last queries (SnapKV, arXiv 2404.14469, section 4).
 
     Options:
@@ -107,7 +107,7 @@ class WindowAttention(_PerHead):
 
 @register_part("accumulated")
 @dataclass(frozen=True, kw_only=True)
-class AccumulatedAttention(_PerHead):
+class AccumulatedAttention(PerHead):
     """Attention from all queries, added up (H2O, arXiv 2306.14048, section 4).
 
     Options:
@@ -154,7 +154,7 @@ class Recency(Score):
 
 @register_part("observers")
 @dataclass(frozen=True, kw_only=True)
-class Observers(_PerHead):
+class Observers(PerHead):
     """The most that any query of a token's run, asked at the prompt's end, would lose without it.
 
     See `mmkv.observers` (condense).

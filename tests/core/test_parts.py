@@ -54,6 +54,7 @@ class TestRouting:
                 r"heads=WindowAttention.*: expected one of .*Heads part",
             ),
             ({"decode": "fixed"}, r"decode='fixed' drops .*score='window' has neither"),
+            ({"layers": "sparsity"}, r"layers='sparsity' looks .*score='window'"),
             ({"decode": "least"}, r"decode='least' drops .*use average_heads=True"),
             ({"decode": "least", "score": "observers"}, r"newest query.*score='observers'"),
             (
