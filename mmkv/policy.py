@@ -19,6 +19,7 @@ from mmkv.parts import (
     Score,
     calibrated,
     decoding,
+    global_heads,
     key_scoring,
     merging,
     pictures,
@@ -36,7 +37,17 @@ __all__ = ["Decode", "Heads", "Layers", "Merge", "Part", "Policy", "Protect", "S
 
 P = TypeVar("P", bound="Policy")
 # The modules of the built-in parts, which register them.
-MODULES = (calibrated, decoding, key_scoring, merging, pictures, protection, scoring, sizing)
+MODULES = (
+    calibrated,
+    decoding,
+    global_heads,
+    key_scoring,
+    merging,
+    pictures,
+    protection,
+    scoring,
+    sizing,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,7 +91,7 @@ class _Probe(CompressedCache):
         self.changes: list[Tensor] = []
         self.heads = 1  # H
 
-    def _evict(self, layer: Any, sizes: list[int]) -> None:
+    def _evict(self, layer: Any, sizes: list[int], split: Tensor | None = None) -> None:
         """Nothing yet."""
 
     def attend(

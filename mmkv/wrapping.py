@@ -103,6 +103,11 @@ def wrap(
     if known is not None and known.curves is not None:
         chosen = calibrated.sized(chosen, known.curves, compressed)
     elif known is not None:
+        if chosen.heads.spans_layers:
+            raise ValueError(
+                f"profile={str(profile)!r} gives layer sizes, and heads={chosen.heads.name!r} "
+                "finds them for itself: leave out one of the two"
+            )
         fractions, budget = known.fractions, known.budget if budget is None else budget
     kept = budgets.checked(chosen, budget)
     base = parts.config._attn_implementation

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from mmkv.cache import selection
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.dense import DenseKV
-from mmkv.cache.evict import evict
+from mmkv.cache.evict import evict, head_sizes
 from mmkv.cache.forward_pass import NOT_ATTENDED, ForwardPass, current
 from mmkv.cache.head_groups import GraphInputs, HeadGroup
 from mmkv.cache.layer import CompressedLayer, KeptKV, nbytes
@@ -367,8 +367,9 @@ class CompressedCache(Cache):
             measured = [x.measured.cpu() for x in waiting if x.measured is not None]
             sizes = self._sizes(prompt, scores, [x.positions for x in waiting], measured)
             with outliving(), torch.no_grad():
-                for layer, size in zip(layers, sizes, strict=True):
-                    self._evict(layer, size)
+                split = head_sizes(waiting, self.plan.policy, prompt, sizes)
+                for layer, size, heads in zip(layers, sizes, split, strict=True):
+                    self._evict(layer, size, heads)
         if isinstance(phase, Decoding):
             phase.reading = None
         elif phase.until is None:
@@ -589,7 +590,7 @@ class CompressedCache(Cache):
         ]
         return [list(layer) for layer in zip(*sizes, strict=True)]
 
-    def _evict(self, layer: CompressedLayer, sizes: list[int]) -> None:
+    def _evict(self, layer: CompressedLayer, sizes: list[int], split: Tensor | None = None) -> None:
         """The layer keeps a copy of what it keeps, and lets go of the rest."""
         assert isinstance(layer.state, DenseKV)
         assert self.prompt is not None
@@ -599,7 +600,7 @@ class CompressedCache(Cache):
         prompt = self.prompt.to(layer.state.keys.device)
         layer.forget()
         layer.state = evict(
-            layer.state, self.plan, prompt, sizes, expected, self.layers.index(layer)
+            layer.state, self.plan, prompt, sizes, expected, self.layers.index(layer), split
         )
 
 

@@ -52,8 +52,9 @@ class CacheConfig:
     @property
     def needs_all_layers(self) -> bool:
         """Whether sizes depend on the scores of every layer."""
-        needs = self.policy.layers.needs
-        return bool(needs) and self.fractions is None and not self.keeps_everything
+        needs = self.policy.heads.spans_layers
+        needs |= bool(self.policy.layers.needs) and self.fractions is None
+        return needs and not self.keeps_everything
 
     def shortfalls(self, prompt: TokenMasks, n_layers: int) -> list[str]:
         """Which rows are too short for the budget to hold what must be kept, and what was done."""

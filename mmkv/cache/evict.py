@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmkv.cache import selection
+from mmkv.cache import selection, splitting
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.dense import DenseKV
 from mmkv.cache.grouping import Groups
@@ -19,6 +19,32 @@ from mmkv.cache.quantize import QuantizedKV, Stored, relative_error, squares
 from mmkv.cache.selection import TokenMasks
 from mmkv.parts.merging import MergeIntoGroups
 from mmkv.parts.slots import GrowingSlots, HeavyHitterSlots, SlotSchedule
+from mmkv.policy import Policy
+
+
+def head_sizes(
+    layers: Sequence[DenseKV], policy: Policy, prompt: TokenMasks, sizes: Sequence[Sequence[int]]
+) -> Sequence[Tensor | None]:
+    """What each head of each layer keeps, [B, H], where the heads of all layers share the budget.
+
+    None where each layer splits its own size, and where nothing was scored: all is kept.
+
+    Args:
+        layers: the tokens of each layer, whole.
+        policy: its `heads` part decides.
+        prompt: what is known of the tokens.
+        sizes: [L][B], tokens kept per head if all heads of a layer kept as many.
+    """
+    if not policy.heads.spans_layers or any(x.scores is None for x in layers):
+        return [None] * len(layers)
+    scores, free, forced = [], [], []
+    for held, size in zip(layers, sizes, strict=True):
+        here = prompt.to(held.positions.device)
+        s, present, must, _ = selection.contested(policy, held.scores, held.positions, here, size)
+        scores.append(s)
+        free.append(present & ~must)
+        forced.append(must.sum(-1))
+    return splitting.across_layers(policy.heads.split_all, scores, free, forced, sizes)
 
 
 def evict(
@@ -28,6 +54,7 @@ def evict(
     sizes: Sequence[int],
     expected: int,
     layer_idx: int,
+    split: Tensor | None = None,
 ) -> KeptKV:
     """Choose what one layer keeps, merge or drop the rest, and copy it into storage of its own.
 
@@ -38,9 +65,11 @@ def evict(
         sizes: tokens kept per head, for each row.
         expected: tokens that will be generated, as far as known.
         layer_idx: which layer of the model.
+        split: what `head_sizes` found for this layer.
     """
     policy, (B, H, U, _) = plan.policy, held.keys.shape
-    ranking = selection.ranked(policy, held.scores, held.positions, prompt, sizes, layer_idx)
+    known = held.scores, held.positions, prompt, sizes
+    ranking = selection.ranked(policy, *known, layer_idx, split)
     merge = None if list(sizes) == prompt.lengths else policy.merge
     keys, values = held.keys.detach(), held.values.detach()
     slots, weights = None, None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mmkv import allocation
+from mmkv.cache import splitting
 from mmkv.layer_inputs import LayerInputs
 from mmkv.parts.merging import MergeIntoGroups
 from mmkv.policy import Policy, Score
@@ -317,6 +318,7 @@ def select(
     prompt: TokenMasks,
     sizes: Sequence[int],
     layer_idx: int = 0,
+    split: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose the tokens one layer keeps.
 
@@ -327,6 +329,7 @@ def select(
         prompt: what is known of the tokens.
         sizes: tokens kept per head, for each of the B rows.
         layer_idx: which layer of the model.
+        split: int64 [B, H], tokens kept by each head, where all layers shared them out at once.
 
     Returns:
         indices: int64 [B, 1 or H, M], among the U, -1 as filler at the end. Those that decoding
@@ -334,7 +337,7 @@ def select(
         counts: int64 [B, 1 or H], on the host.
         anchored: int64 [B, 1 or H], how many of them decoding must not drop, on the host.
     """
-    return ordered(*ranked(policy, scores, positions, prompt, sizes, layer_idx))
+    return ordered(*ranked(policy, scores, positions, prompt, sizes, layer_idx, split))
 
 
 def ranked(
@@ -344,6 +347,7 @@ def ranked(
     prompt: TokenMasks,
     sizes: Sequence[int],
     layer_idx: int = 0,
+    split: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rank what one layer holds; arguments as in `select`.
 
@@ -352,30 +356,49 @@ def ranked(
         size: int64 [B, 1 or H], how many each head keeps.
         protected: bool [B, 1 or H, U], those that decoding must not drop.
     """
-    B, P, U = positions.shape
-    device = positions.device
-    if scores is None:
-        scores = torch.zeros(B, P, U, device=device)
-    heads = max(P, scores.shape[1])
-    present = (positions >= 0).expand(B, heads, U)
-    must = prompt.at("must", positions).expand(B, heads, U)
-    protected = prompt.at("protected", positions).expand(B, heads, U)
-    scores = scores.expand(B, heads, U)
-    # A head cannot keep more than earlier turns left it.
-    size = torch.tensor(list(sizes), device=device)[:, None].minimum(present.sum(-1))
-    if policy.recent:
-        # The most recent tokens take their share of what is left over by the tokens kept anyway.
-        share = torch.minimum((policy.recent * size).long(), size - must.sum(-1))
-        must = must | _last(share, present & ~must)
-    if not policy.heads.equal:
-        split = partial(policy.heads.split, layer_idx=layer_idx)
-        size = _split(split, scores, present & ~must, must.sum(-1), size, sizes)
+    scores, present, must, size = contested(policy, scores, positions, prompt, sizes)
+    protected = prompt.at("protected", positions).expand(present.shape)
+    if split is not None:
+        size = split.to(size.device)
+    elif not (policy.heads.equal or policy.heads.spans_layers):
+        by = partial(policy.heads.split, layer_idx=layer_idx)
+        size = splitting.within_layer(by, scores, present & ~must, must.sum(-1), size, sizes)
     if isinstance(policy.merge, MergeIntoGroups):
         # Of few slots no more than an eighth: the others need most of them.
         latest = (size // 8).clamp(max=policy.merge.newest).minimum(size - must.sum(-1))
         must = must | _last(latest, present & ~must)
     rank = scores.masked_fill(must, float("inf")).masked_fill(~present, float("-inf"))
     return rank, size, protected
+
+
+def contested(
+    policy: Policy,
+    scores: Tensor | None,
+    positions: Tensor,
+    prompt: TokenMasks,
+    sizes: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What one layer's heads have to choose from, before sizes are split; arguments as in `select`.
+
+    Returns:
+        scores: float [B, 1 or H, U].
+        present: bool, alike, where there is a token.
+        must: bool, alike, which of them stay; recent ones are among them.
+        size: int64 [B, 1 or H], how many each head keeps if all keep as many.
+    """
+    B, P, U = positions.shape
+    if scores is None:
+        scores = torch.zeros(B, P, U, device=positions.device)
+    heads = max(P, scores.shape[1])
+    present = (positions >= 0).expand(B, heads, U)
+    must = prompt.at("must", positions).expand(B, heads, U)
+    # A head cannot keep more than earlier turns left it.
+    size = torch.tensor(list(sizes), device=positions.device)[:, None].minimum(present.sum(-1))
+    if policy.recent:
+        # The most recent tokens take their share of what is left over by the tokens kept anyway.
+        share = torch.minimum((policy.recent * size).long(), size - must.sum(-1))
+        must = must | _last(share, present & ~must)
+    return scores.expand(B, heads, U), present, must, size
 
 
 def _last(number: Tensor, free: Tensor) -> Tensor:
@@ -393,28 +416,6 @@ def ordered(rank: Tensor, size: Tensor, protected: Tensor) -> tuple[Tensor, Tens
     late = ~protected.gather(-1, chosen)
     order = (chosen + U * late).masked_fill(filler, 3 * U).argsort(dim=-1)
     return chosen.masked_fill(filler, -1).gather(-1, order), counts, anchored
-
-
-def _split(
-    by: Callable[[Tensor, int], Tensor],
-    scores: Tensor,
-    free: Tensor,
-    forced: Tensor,
-    size: Tensor,
-    sizes: Sequence[int],
-) -> Tensor:
-    """Split each row's size among its heads: [B, H] tokens, all at most what a head holds."""
-    split = size.clone()
-    held = forced + free.sum(-1)
-    for b, n in enumerate(sizes):
-        spare = n - int(forced[b].max())
-        if int(free[b].sum()) <= spare * len(split[b]):  # room for all that earlier turns left
-            split[b] = held[b]
-        elif spare > 0:
-            columns = free[b].any(0)
-            competing = scores[b].masked_fill(~free[b], float("-inf"))[:, columns]
-            split[b] = forced[b] + by(competing, spare).to(split.device)
-    return split.minimum(held)
 
 
 def retained(scores: Tensor, indices: Tensor, positions: Tensor, prompt: TokenMasks) -> Tensor:

@@ -162,10 +162,12 @@ class Heads(Part):
 
     Attributes:
         equal: all heads keep as many; nothing is split then.
+        spans_layers: what the heads of all layers keep is shared at once, by `split_all`.
     """
 
     kind = "heads"
     equal: ClassVar[bool] = False
+    spans_layers: ClassVar[bool] = False
 
     def split(self, scores: Tensor, spare: int, *, layer_idx: int) -> Tensor:
         """How many of the competing tokens each head keeps of one row.
@@ -177,6 +179,18 @@ class Heads(Part):
 
         Returns:
             int64 [H], which adds up to H * spare, each at most C.
+        """
+        raise NotImplementedError
+
+    def split_all(self, scores: Tensor, spare: int) -> Tensor:
+        """How many of the competing tokens each head of each layer keeps of one row.
+
+        Args:
+            scores: [L, H, C]; -inf where a head does not hold the token.
+            spare: over all heads; there are as many.
+
+        Returns:
+            int64 [L, H], which adds up to `spare`.
         """
         raise NotImplementedError
 

@@ -243,6 +243,11 @@ class TestProfiles:
         for n, f in zip(sizes, profile.fractions, strict=True):
             assert abs(n - f * 200) <= 1
 
+    def test_layer_sizes_are_of_no_use_where_heads_share_the_model(self, text_model):
+        profile = mmkv.calibrate(text_model, self.samples()[:1], "prefixkv", 0.4)
+        with pytest.raises(ValueError, match=r"gives layer sizes, and heads='global' finds them"):
+            mmkv.wrap(text_model, "snapkv", profile=profile, heads="global")
+
     def test_one_sample_is_its_own_profile(self, text_model):
         """Calibrated on a prompt, the offline sizes are that prompt's online ones."""
         inputs = make_inputs("llama", (90,))

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from mmkv import allocation
+from mmkv.cache.dense import DenseKV
+from mmkv.cache.evict import head_sizes
 from mmkv.cache.selection import (
     TokenMasks,
     competing,
@@ -449,6 +451,56 @@ def test_a_layer_keeps_what_must_stay_and_then_the_best(options, heads) -> None:
                 assert anchored[b, h] == int(stays.sum())
         assert torch.equal(scores, kept[0])
         assert torch.equal(positions, kept[1])
+
+
+GLOBAL = [
+    {**H2O, "heads": "global"},
+    {**H2O, "heads": "global", "recent": 0.4, "sinks": 2},
+    {"window": 3, "heads": "global", "protect": "instruction"},
+]
+
+
+@pytest.mark.parametrize("options", GLOBAL, ids=str)
+@pytest.mark.parametrize("held", [1, 3])
+def test_the_heads_of_all_layers_share_the_total(options, held) -> None:
+    """... by their best tokens, older ones first among equals; layers may differ in number."""
+    policy = Policy.of(**options)
+    for seed in range(8):
+        g = generator(seed)
+        prompt = prompt_of(policy, 30, g)
+        layers, sizes = [], []
+        for U in (18, 12, 20):
+            positions = tokens(2, held, U, 30, g)
+            positions = positions.masked_fill(~prompt.at("valid", positions), -1)
+            positions = positions.sort(dim=-1).values
+            must = prompt.at("must", positions).sum(-1).amax(-1)
+            sizes.append([int(m) + int(torch.randint(0, 9, (1,), generator=g)) for m in must])
+            scores = torch.randn(2, 3, U, generator=g)
+            scores = scores.mul(2).floor() if seed % 2 else scores
+            pairs = torch.zeros(2, 3, U, 4)
+            layers.append(DenseKV(pairs, pairs, positions, scores))
+        if seed == 5:
+            sizes = [[30, 30]] * 3  # all there is
+        got = head_sizes(layers, policy, prompt, sizes)
+        for b in range(2):
+            free, forced, offered = [], {}, 0
+            for i, x in enumerate(layers):
+                for h in range(3):
+                    where = x.positions[b, min(h, held - 1)].tolist()
+                    here = [u for u, p in enumerate(where) if p >= 0]
+                    must = [u for u in here if prompt.must[b, where[u]]]
+                    size = min(sizes[i][b], len(here))
+                    rest = [u for u in here if u not in must]
+                    share = max(0, min(int(policy.recent * size), size - len(must)))
+                    must, rest = must + rest[len(rest) - share :], rest[: len(rest) - share]
+                    forced[i, h], back = len(must), len(where)
+                    free += [(-float(x.scores[b, h, u]), u - back, i, h) for u in rest]
+                    offered += len(here)
+            total = min(3 * sum(size[b] for size in sizes), offered)
+            owners = [at[2:] for at in sorted(free)[: total - sum(forced.values())]]
+            for i, h in forced:
+                assert got[i][b, h] == forced[i, h] + owners.count((i, h)), (seed, b, i, h)
+            assert sum(int(x[b].sum()) for x in got) == total
 
 
 def test_without_scores_everything_is_kept_by_age() -> None:

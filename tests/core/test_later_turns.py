@@ -35,6 +35,8 @@ VARIANTS = [
     Variant("pyramidinfer", (("layers", "uniform"),)),
     Variant("pyramidkv", (("pooling", "avg"), ("layers", "uniform"))),
     Variant("adakv"),
+    Variant("snapkv", (("heads", "global"),)),
+    Variant("h2o", (("heads", "global"), ("recent", 0.2), ("sinks", 2))),
     Variant("xkv"),
     Variant("xkv", (("retention", 0.6),), None),
     Variant("local"),
@@ -212,6 +214,8 @@ class Row:
             if self.policy.heads.name == "adaptive":
                 n = self.head_sizes(scores[i], forced, sizes[i])
             found.append(list(zip(scores[i], forced, n, strict=True)))
+        if self.policy.heads.name == "global":
+            return self.over_the_model(found, H * sum(sizes))
         return found
 
     def with_recent(self, must, tokens, n):
@@ -238,6 +242,24 @@ class Row:
         allocate = {"prefix": mmkv.allocation.prefix, "pooled": mmkv.allocation.pooled}
         chosen = allocate[self.policy.layers.name](importance, total - L * len(must))
         return [len(must) + n for n in chosen]
+
+    def over_the_model(self, found, total):
+        """`found` with the sizes by which the best tokens of all heads stay, `total` in all."""
+        everywhere = [(i, h) for i in range(L) for h in range(H)]
+        forced = {(i, h): found[i][h][1] for i, h in everywhere}
+        competing = [
+            (s, at) for at in everywhere for j, s in found[at[0]][at[1]][0].items()
+            if j not in forced[at]
+        ]  # fmt: skip
+        spare = total - sum(map(len, forced.values()))
+        owners = [at for _, at in sorted(competing, reverse=True)[:spare]]
+        return [
+            [
+                (scores, mine, len(mine) + owners.count((i, h)))
+                for h, (scores, mine, _) in enumerate(layer)
+            ]
+            for i, layer in enumerate(found)
+        ]
 
     def head_sizes(self, scores, forced, n):
         """Ada-KV, algorithm 2: half of the size by the layer's best tokens of all heads."""
@@ -291,7 +313,9 @@ def check(talk, variant, b):
 @pytest.mark.parametrize("chunk", slow_except([None, 13], None))
 @pytest.mark.parametrize(
     "variant",
-    slow_except(VARIANTS, "h2o", "prefixkv", "snapkv", "adakv", "xkv", "streaming"),
+    slow_except(
+        VARIANTS, "h2o", "prefixkv", "snapkv", "snapkv-heads=global", "adakv", "xkv", "streaming"
+    ),
     ids=str,
 )
 def test_later_turns_keep_what_scores_highest(models, variant, chunk):

@@ -53,6 +53,11 @@ class TestRouting:
                 {"heads": WindowAttention()},
                 r"heads=WindowAttention.*: expected one of .*Heads part",
             ),
+            ({"heads": "global"}, r"layers='pooled' nothing to decide: use layers='uniform'"),
+            (
+                {"heads": "global", "layers": "uniform", "average_heads": True},
+                r"heads='global' compares heads .*average_heads=True",
+            ),
             ({"decode": "fixed"}, r"decode='fixed' drops .*score='window' has neither"),
             ({"layers": "sparsity"}, r"layers='sparsity' looks .*score='window'"),
             ({"decode": "least"}, r"decode='least' drops .*use average_heads=True"),

@@ -203,6 +203,22 @@ def test_adakv_splits_a_layer_by_its_pooled_top(eager, prompt, attention):
     assert differ, "the heads agree: the test saw no adaptive split"
 
 
+def test_global_heads_keep_the_best_of_all_layers(eager, prompt, attention):
+    """The top of all heads of all layers together, beside the window that every head keeps."""
+    window, n = 6, 24
+    options = {"window": window, "kernel_size": 3, "heads": "global"}
+    kept = kept_after_prefill(eager, prompt, "snapkv", n, **options)
+    heads = [(layer, h) for layer in range(L) for h in range(H)]
+    scores = {at: window_scores(attention[at[0]], at[1], window, 3, "max") for at in heads}
+    pooled = sorted(((s, at) for at in heads for s in scores[at]), reverse=True)
+    owners = [at for _, at in pooled[: L * H * (n - window)]]
+    sizes = {at: owners.count(at) for at in heads}
+    for layer, h in heads:
+        chosen = top(scores[layer, h], sizes[layer, h])
+        assert kept[layer][h] == chosen | set(range(N - window, N))
+    assert len({sizes[layer, 0] + sizes[layer, 1] for layer in range(L)}) > 1
+
+
 @pytest.mark.parametrize(("policy", "sinks"), [("local", 0), ("streaming", 4)])
 def test_decoding_drops_the_oldest(eager, prompt, policy, sinks):
     with mmkv.wrapped(eager, policy, 20):

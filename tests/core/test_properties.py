@@ -34,7 +34,7 @@ OPTIONS = {
     "decay": st.floats(0.3, 1),
     "p": st.floats(0.1, 1),
     "allocation": st.sampled_from(["one-pass", "mini-prefill"]),
-    "heads": st.sampled_from(["uniform", "adaptive"]),
+    "heads": st.sampled_from(["uniform", "adaptive", "global"]),
     "alpha": st.floats(0, 1),
     "decode": st.sampled_from(["grow", "ratio", "fixed"]),
     "distance": st.integers(0, 9),
