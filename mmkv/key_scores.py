@@ -72,6 +72,81 @@ def normalised_keys(key: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
+def lag_relative(
+    key: Tensor, value: Tensor, valid: Tensor | None = None, *, lag: int = 128, skip: int = 4
+) -> Tensor:
+    """How widely a token's channels spread, measured by the next block of tokens.
+
+    A row's tokens behind the first `skip` are cut into blocks of `lag`. A block's keys (and values)
+    are scaled, channel by channel, to the least and the most of the next block; the softmax over
+    the block of the standard deviation over channels is averaged over keys and values, and a token
+    scores its rank in its block over `lag`. Behind the last block that has a next one all score
+    more than 1, the newest most, and so do the first `skip`: these the paper always keeps.
+
+    Args:
+        key: `[B, H, N, D]`, after rotary embedding, as they lie in the cache.
+        value: `[B, H, N, Dv]`.
+        valid: bool `[B, N]`, False for padding.
+        lag: tokens of a block, 2 or more.
+        skip: first tokens of each row (attention sinks) that are in no block.
+
+    Returns:
+        float32 `[B, H, N]`, in [0, 2].
+
+    Raises:
+        ValueError: shapes do not fit, or a number is out of range.
+
+    Source: LagKV, arXiv 2504.04704, section 3, and its code, which keeps as many of each block
+    (kvpress: `LagKVPress`). A channel that is the same throughout the next block counts as 0; there
+    it is no number.
+    """
+    valid = _checked(key, valid)
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            f"key and value must be of the same tokens, got {tuple(key.shape)} and "
+            f"{tuple(value.shape)}"
+        )
+    if lag < 2 or skip < 0:
+        raise ValueError(f"lag={lag}, skip={skip}: lag must be 2 or more, skip not negative")
+    B, H, N = key.shape[:3]
+    # Each row's tokens from the left, so that its blocks are those it has alone.
+    order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
+    number = valid.sum(-1, keepdim=True)
+    behind = (number - skip).clamp(min=0)
+    blocks = behind // lag - 1  # those with a next one
+    place = torch.arange(N, device=key.device).expand(B, N)
+    last = skip + blocks.clamp(min=0) * lag
+    newest = 1 + (place + 1) / number.clamp(min=1)
+    found = torch.where(place < skip, 2.0, newest)[:, None].repeat(1, H, 1)
+    n = (N - skip) // lag
+    if n > 1:
+        spread = [
+            _spread(_in_order(x, order)[:, :, skip : skip + n * lag].unflatten(2, (n, lag)))
+            for x in (key, value)
+        ]
+        rank = (spread[0] + spread[1]).argsort(dim=-1, stable=True).argsort(dim=-1).flatten(2) / lag
+        inside = (place < last)[:, None, skip : skip + (n - 1) * lag]
+        part = found[..., skip : skip + (n - 1) * lag]  # a view
+        part.copy_(torch.where(inside, rank, part))
+    back = order.argsort(dim=-1)[:, None].expand(B, H, N)
+    return found.gather(-1, back).masked_fill(~valid[:, None], 0.0)
+
+
+def _spread(x: Tensor) -> Tensor:
+    """Of tokens in blocks `[B, H, n, lag, D]`: `[B, H, n - 1, lag]`, the last block has no next."""
+    least, most = x[:, :, 1:].aminmax(dim=3, keepdim=True)
+    size = most - least
+    scaled = ((x[:, :, :-1] - least) / size).masked_fill(size == 0, 0.0)
+    return scaled.std(dim=-1).softmax(dim=-1)
+
+
+def _in_order(x: Tensor, order: Tensor) -> Tensor:
+    """`x` `[B, H, N, D]` with the tokens in `order` `[B, N]`, float32."""
+    at = order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    return x.gather(2, at).float()
+
+
+@torch.no_grad()
 def noise(valid: Tensor, head: Tensor, *, seed: int, layer_idx: int) -> Tensor:
     """Noise that is the same each time, and for a row of a batch what it is alone.
 

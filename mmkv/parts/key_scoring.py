@@ -74,3 +74,29 @@ class KeyDifference(_WithoutQueries):
         from mmkv.key_scores import key_difference
 
         return key_difference(layer.key, layer.valid)
+
+
+@register_part("lag-relative")
+@dataclass(frozen=True, kw_only=True)
+class LagRelative(_WithoutQueries):
+    """Channels that spread more than those of the next block (LagKV, arXiv 2504.04704, section 3).
+
+    Options:
+        lag: tokens of a block; 2 or more.
+        skip: how many first tokens are left out of blocks and statistics, and score most.
+    """
+
+    lag: int = 128
+    skip: int = 4
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        at_least(2, lag=self.lag)
+        at_least(0, skip=self.skip)
+
+    def __call__(self, layer: LayerInputs) -> Tensor:
+        """Ranks within blocks; the last tokens score most."""
+        from mmkv.key_scores import lag_relative
+
+        return lag_relative(layer.key, layer.value, layer.valid, lag=self.lag, skip=self.skip)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import mmkv
 from helpers.models import make_inputs, make_model
-from mmkv.key_scores import inverse_key_norm, key_difference, noise
+from mmkv.key_scores import inverse_key_norm, key_difference, lag_relative, noise
 from mmkv.layer_inputs import LayerInputs
 
 PADDING = (0, 5, 11)  # padding tokens left of each row
@@ -70,6 +70,64 @@ def test_a_key_that_overflowed_leaves_the_others_their_order():
     assert rest.argsort().tolist() == others.argsort().tolist()
 
 
+def naive_lag_relative(key: Tensor, value: Tensor, lag: int, skip: int) -> Tensor:
+    """`[H, N]` of one row, block after block."""
+    H, N = key.shape[:2]
+    result = torch.zeros(H, N)
+    for h in range(H):
+        for j in range(N):
+            result[h, j] = 2 if j < skip else 1 + (j + 1) / N
+        start = skip
+        while start + 2 * lag <= N:
+            mean = [0.0] * lag
+            for x in (key[h].double(), value[h].double()):
+                mine, ref = x[start : start + lag], x[start + lag : start + 2 * lag]
+                exponents = []
+                for token in mine:
+                    scaled = []
+                    for c in range(x.shape[1]):
+                        low, high = float(ref[:, c].min()), float(ref[:, c].max())
+                        scaled.append((float(token[c]) - low) / (high - low) if high > low else 0)
+                    middle = sum(scaled) / len(scaled)
+                    squares = sum((s - middle) ** 2 for s in scaled)
+                    exponents.append(math.exp(math.sqrt(squares / (len(scaled) - 1))))
+                mean = [m + e / sum(exponents) / 2 for m, e in zip(mean, exponents, strict=True)]
+            for j in range(lag):
+                result[h, start + j] = sum(m < mean[j] for m in mean) / lag
+            start += lag
+    return result
+
+
+@pytest.mark.parametrize(
+    ("N", "lag", "skip"), [(40, 6, 4), (27, 4, 0), (23, 5, 2), (16, 6, 4), (3, 2, 9), (24, 6, 1)]
+)
+def test_lag_relative_equals_the_loop_on_each_row_alone(N: int, lag: int, skip: int):
+    """Rows of a batch have blocks, and as many of them, as they have alone."""
+    key, value = random(3, 2, N, 6), random(3, 2, N, 4, seed=1)
+    key[..., 3] = 0.5  # a channel that never differs has no scale
+    valid = torch.stack([torch.arange(N) >= min(p, N - 1) for p in PADDING])
+    found = lag_relative(spoiled(key, valid), spoiled(value, valid), valid, lag=lag, skip=skip)
+    assert found.dtype == torch.float32
+    for b, pad in enumerate(PADDING):
+        p = min(pad, N - 1)
+        alone = naive_lag_relative(key[b, :, p:], value[b, :, p:], lag, skip)
+        torch.testing.assert_close(found[b, :, p:], alone)
+        assert not found[b, :, :p].any()
+
+
+def test_lagkv_keeps_sinks_and_the_last_blocks_and_shares_the_rest_among_blocks():
+    """As in its code: each block but the last keeps as many."""
+    model, inputs = make_model("llama"), make_inputs("llama", (4 + 6 * 10 + 3,))
+    with mmkv.wrapped(model, "lagkv", 4 + 13 + 5 * 4, lag=10), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+    for layer in range(3):
+        for head in cache.kept(layer)[0]:
+            held = set(head.tolist())
+            assert set(range(4)) | set(range(54, 67)) < held
+            starts = range(4, 54, 10)
+            assert [len(held & set(range(s, s + 10))) for s in starts] == [4] * 5
+
+
 def test_noise_of_a_row_is_what_it_is_alone():
     heads, valid = torch.arange(4), left_padded(40)
     before = torch.random.get_rng_state()
@@ -118,13 +176,14 @@ def test_random_keeps_another_set_with_another_seed():
         mmkv.get_policy("random", seed=-1)
 
 
-@pytest.mark.parametrize("policy", ["knorm", "random", "keydiff"])
+@pytest.mark.parametrize("policy", ["knorm", "random", "keydiff", "lagkv"])
 def test_heads_that_are_rows_score_as_heads_side_by_side(policy):
     """In a later turn: a row for each head."""
     key, query = random(2, 3, 12, 8), random(2, 6, 12, 8, seed=1)
     valid = torch.arange(12) >= torch.tensor([0, 4])[:, None]
     layer = LayerInputs(query=query, key=key, value=key, valid=valid, layer_idx=1)
-    score = mmkv.get_policy(policy).score
+    options = {"lag": 3, "skip": 1} if policy == "lagkv" else {}
+    score = mmkv.get_policy(policy, **options).score
     apart = score(layer.by_head(valid[:, None].expand(-1, 3, -1)))
     torch.testing.assert_close(apart.view(2, 3, 12), score(layer))
 
@@ -135,5 +194,12 @@ def test_shapes_that_do_not_fit_are_shown():
             score(torch.ones(2, 9, 4))
         with pytest.raises(ValueError, match=r"\(2, 9\), got torch.bool \(2, 8\)"):
             score(torch.ones(2, 1, 9, 4), torch.ones(2, 8).bool())
+    key = torch.ones(2, 1, 9, 4)
+    with pytest.raises(ValueError, match=r"\(2, 1, 9, 4\) and \(2, 1, 8, 4\)"):
+        lag_relative(key, key[:, :, 1:])
+    with pytest.raises(ValueError, match=r"lag=1, skip=0: lag must be 2 or more"):
+        lag_relative(key, key, lag=1, skip=0)
+    with pytest.raises(ValueError, match=r"lag=1: expected 2 or more"):
+        mmkv.get_policy("lagkv", lag=1)
     with pytest.raises(ValueError, match=r"valid must be a bool \[B, N\]"):
         noise(torch.ones(2, 9), torch.arange(2), seed=0, layer_idx=0)

@@ -69,6 +69,7 @@ COMPOSED = [
     Variant("condense", (("decode", "rounds"), ("every", 4), ("latest", 3))),
     Variant("adakv", (("decode", "rounds"), ("every", 3), ("latest", 0))),
     Variant("prefixkv", (("decode", "rounds"), ("every", 2), ("latest", 2)), 24),
+    Variant("lagkv", (("lag", 9), ("heads", "adaptive"))),
 ]
 VARIANTS = [Variant(name) for name in mmkv.list_policies()] + COMPOSED
 # Rounds of generated tokens are scored on the host's word: their steps are not replayed.
