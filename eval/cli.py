@@ -62,6 +62,13 @@ def eval_command(
     metrics: Annotated[
         str, typer.Option(help="Of ppl, rouge, score; the last two generate replies.")
     ] = "ppl,rouge",
+    question: Annotated[
+        str,
+        typer.Option(
+            help="visible: prompts are compressed with their questions, as they are given; hidden: "
+            "without them, which are asked afterwards; both."
+        ),
+    ] = "visible",
     limit: _Limit = None,
     out: Annotated[
         Path | None,
@@ -92,11 +99,11 @@ def eval_command(
     """
     from .runner import check_arguments
     from .suites.registry import load_suite
-    from .variants import parse_options, split
+    from .variants import parse_options, split, with_question
 
     chosen = parse_options(option or [])
     sizes = _budgets(budgets)
-    names, wanted = split(policies), split(metrics)
+    names, wanted = with_question(split(policies), question), split(metrics)
     check_arguments(names, sizes, wanted, chosen, builtin=data == "builtin")
     only = None if tasks is None else split(tasks)
     samples = load_suite(suite, data, limit=limit, tasks=only, image_folder=image_folder)

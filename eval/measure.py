@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import mmkv
 from mmkv.chat import on_device
 from mmkv.report import mean_known
 
@@ -47,6 +48,7 @@ class Job:
     about: dict[str, Any]
     references: dict[int, str] = field(default_factory=dict)
     _encoded: dict[tuple[int, ...], dict[str, Any]] = field(default_factory=dict)
+    _apart: dict[tuple[int, ...], Any] = field(default_factory=dict)
     _answers: dict[int, list[int]] = field(default_factory=dict)
 
     @property
@@ -62,6 +64,15 @@ class Job:
             if len(self._encoded) < _REMEMBERED:
                 self._encoded[batch] = found
         return on_device(self.model, found)
+
+    def apart(self, batch: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The batch's prompts before their questions, and the questions."""
+        if batch not in self._apart:
+            found = self.encoder.apart([self.samples[i] for i in batch])
+            if len(self._apart) >= _REMEMBERED:
+                return found
+            self._apart[batch] = found
+        return self._apart[batch]
 
     def answer(self, index: int) -> list[int]:
         """Token ids of a sample's reference answer."""
@@ -90,18 +101,26 @@ def measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, .
 
 
 def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, ...]) -> list[Row]:
-    from .perplexity import perplexity, score_answers
+    from .perplexity import perplexity, score_answers, score_behind
 
     start = time.perf_counter()
-    inputs = job.inputs(batch)
+    inputs, context = job.inputs(batch), None
     cache: Any = None
     rows = [_new_row(job, variant, budget, i) for i in batch]
-    if "ppl" in job.metrics and variant.evict_chunks is not None:
+    if "ppl" in job.metrics and variant.evict_chunks is not None and not variant.hidden:
         raise ValueError(
-            "perplexity reads prompts at once, and evict_chunks in chunks: use --metrics rouge"
+            "perplexity reads prompts at once, and evict_chunks in chunks: use --metrics rouge, "
+            "or --question hidden"
         )
+    if variant.hidden:
+        read, inputs = (on_device(job.model, x) for x in job.apart(batch))
+        context = mmkv.read(job.model, read, prefill_chunk_size=variant.evict_chunks)
     if "ppl" in job.metrics:
-        scored = score_answers(job.model, inputs, [job.answer(i) for i in batch])
+        answers = [job.answer(i) for i in batch]
+        if context is None:
+            scored = score_answers(job.model, inputs, answers)
+        else:
+            scored = score_behind(context, inputs, answers)
         cache = scored.cache
         for row, nll, n in zip(rows, scored.nll, scored.tokens, strict=True):
             if not math.isfinite(nll):
@@ -111,11 +130,12 @@ def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, 
             row |= {"nll": nll, "answer_tokens": n, "ppl": ppl if ppl != math.inf else None}
         del scored
     if job.generates:
-        texts, cache, speed = _generate(job, inputs, batch, rows, variant.evict_chunks)
+        texts, cache, speed = _generate(job, inputs, batch, rows, variant.evict_chunks, context)
         for row, text in zip(rows, texts, strict=True):
             figures = _text_figures(job, variant, row["index"], text)
             row |= {"text": text, **figures, "tokens_per_s": speed}
     seconds = (time.perf_counter() - start) / len(batch)
+    cache = cache if context is None else context.cache  # what was compressed
     return [
         row | facts | {"held_bytes": cache.nbytes // len(batch), "seconds": round(seconds, 4)}
         for row, facts in zip(rows, kept_by_row(cache), strict=True)
@@ -142,23 +162,27 @@ def _generate(
     batch: tuple[int, ...],
     rows: list[Row],
     chunk: int | None,
+    context: mmkv.Context | None,
 ) -> tuple[list[str], Any, float]:
     """Greedy replies, the cache behind them, and new tokens a second over the batch."""
     import torch
 
     limits = [job.samples[i].max_new_tokens for i in batch]
+    options: dict[str, Any] = {
+        "max_new_tokens": max(limits),
+        "do_sample": False,
+        "num_beams": 1,
+        "pad_token_id": job.encoder.tokenizer.pad_token_id,
+        "return_dict_in_generate": True,
+    }
     start = time.perf_counter()
     with torch.no_grad():
-        out = job.model.generate(
-            **inputs,
-            max_new_tokens=max(limits),
-            do_sample=False,
-            num_beams=1,
-            pad_token_id=job.encoder.tokenizer.pad_token_id,
-            return_dict_in_generate=True,
-            prefill_chunk_size=chunk,
-        )
-    new = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        if context is not None:
+            out = context.ask(inputs, **options)
+            new = out.sequences.tolist()
+        else:
+            out = job.model.generate(**inputs, **options, prefill_chunk_size=chunk)
+            new = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
     seconds = time.perf_counter() - start
     ends = job.model.generation_config.eos_token_id
     ends = {ends} if isinstance(ends, int) else set(ends or ())

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mmkv import Context
+
 # Tokens fed at once where nothing is dropped while decoding; bounds the memory of the logits.
 _CHUNK = 128
 
@@ -125,6 +127,48 @@ def _score(
     nll = (torch.cat(loss, dim=1) * counts).sum(-1)
     greedy = (torch.cat(best, dim=1) | ~counts).all(-1)
     return Scored(nll.tolist(), lengths.tolist(), greedy.tolist(), cache)
+
+
+def score_behind(
+    context: Context, question: Mapping[str, Tensor], answers: Sequence[Sequence[int]]
+) -> Scored:
+    """Teacher-force one answer per row behind a context and its question.
+
+    Args:
+        context: read without the question.
+        question: left-padded, one row a row of the context.
+        answers: token ids, one list a row; an empty one scores nothing.
+    """
+    import torch
+    from transformers import LogitsProcessor
+
+    device = question["input_ids"].device
+    lengths = torch.tensor([len(a) for a in answers])
+    longest = max(1, int(lengths.max()))
+    wide = torch.tensor([[*a, *[0] * (longest - len(a))] for a in answers], device=device)
+    step = iter(range(longest))
+
+    class Forced(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            token = wide[:, next(step), None]
+            return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
+
+    out = context.ask(
+        question,
+        max_new_tokens=longest,
+        pad_token_id=0,
+        do_sample=False,
+        num_beams=1,
+        logits_processor=[Forced()],
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    logits = torch.stack(out.logits, dim=1).float()
+    nll = torch.nn.functional.cross_entropy(logits.mT, wide, reduction="none").double().cpu()
+    counts = torch.arange(longest) < lengths[:, None]
+    greedy = ((logits.argmax(-1) == wide).cpu() | ~counts).all(-1)
+    sums = (nll * counts).sum(-1)
+    return Scored(sums.tolist(), lengths.tolist(), greedy.tolist(), out.past_key_values)
 
 
 def drops_nothing(cache: Any) -> bool:

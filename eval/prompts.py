@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mmkv.chat import adds_special, on_device
@@ -55,6 +56,39 @@ class Encoder:
         else:
             found = self.processor(text=texts, **({"images": images} if images else {}), **options)
         return {k: v for k, v in found.items() if k != "token_type_ids"}
+
+    def apart(self, samples: Sequence[Sample]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The prompts cut before their questions: contexts and questions, each left-padded.
+
+        A context is what a prompt has in common with one that asks nothing, pictures included.
+
+        Raises:
+            ValueError: a sample has no question apart from its context.
+        """
+        import torch
+
+        empty = [replace(s, prompt=_before(self.fit(s), s), truncate=False) for s in samples]
+        whole, rest = self.batch(samples), self.batch(empty)
+        ids, mask = whole["input_ids"], whole["attention_mask"]
+        before: list[int] = []
+        for row, other in zip(_rows(whole), _rows(rest), strict=True):
+            alike = [a == b for a, b in zip(row, other, strict=False)]
+            before.append(alike.index(False) if False in alike else len(alike))
+        parts: list[dict[str, Any]] = [{}, {}]
+        for name, x in whole.items():
+            if x.shape != ids.shape:
+                parts[0][name] = x
+                continue
+            fill = self.tokenizer.pad_token_id if name == "input_ids" else 0
+            rows = [
+                row[kept].tensor_split([n])
+                for row, kept, n in zip(x, mask.bool(), before, strict=True)
+            ]
+            for part, pieces in zip(parts, zip(*rows, strict=True), strict=True):
+                part[name] = torch.nn.utils.rnn.pad_sequence(
+                    list(pieces), batch_first=True, padding_value=fill, padding_side="left"
+                )
+        return parts[0], parts[1]
 
     def render(self, sample: Sample, prompt: str, answer: str | None = None) -> str:
         """The prompt as text, up to where the reply starts; with `answer`, also the reply."""
@@ -121,6 +155,19 @@ class Encoder:
 
     def _ids(self, text: str, special: bool) -> list[int]:
         return self.tokenizer(text, add_special_tokens=special)["input_ids"]
+
+
+def _before(prompt: str, sample: Sample) -> str:
+    """A prompt without its question, which a cut in its middle leaves whole."""
+    if not prompt.endswith(sample.asked):
+        raise ValueError(f"sample {sample.id}: its question is longer than half of the prompt")
+    return prompt.removesuffix(sample.asked)
+
+
+def _rows(batch: dict[str, Any]) -> list[list[int]]:
+    """Token ids without padding."""
+    pairs = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
+    return [ids[kept].tolist() for ids, kept in pairs]
 
 
 def longest(model: Any) -> int | None:

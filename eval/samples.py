@@ -43,6 +43,8 @@ class Sample:
         suite: its name.
         task: the LongBench dataset or kind of task, else the suite's name.
         prompt: the user's text, without placeholders for images.
+        question: the end of `prompt` that a hidden question leaves out of what is compressed; "":
+            all of it, where there are pictures.
         images: before the prompt; Pillow images, or paths that `open_images` reads.
         answers: reference answers; the first is teacher-forced for perplexity.
         chat: whether the chat template is applied.
@@ -59,6 +61,7 @@ class Sample:
     suite: str
     task: str
     prompt: str
+    question: str = ""
     images: tuple[Any, ...] = ()
     answers: tuple[str, ...] = ()
     chat: bool = True
@@ -69,6 +72,21 @@ class Sample:
     truncate: bool = False
     first_line: bool = False
     note: str = ""
+
+    @property
+    def asked(self) -> str:
+        """The question apart from its context, the end of `prompt`.
+
+        Raises:
+            ValueError: there is no context apart from it.
+        """
+        question = self.question or (self.prompt if self.images else "")
+        if not question or not self.prompt.endswith(question):
+            raise ValueError(
+                f"sample {self.id}: its prompt is not a context and then a question, so that the "
+                "question cannot be hidden"
+            )
+        return question
 
     @property
     def comparable(self) -> bool:

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 # The built-in prompts are short: with a window of 32 tokens, a tenth of them could not be honoured.
 BUILTIN_WINDOW = 8
 PROFILE, KV_DTYPE, CHUNKS = "profile", "kv_dtype", "evict_chunks"
+QUESTION, HIDDEN = "question", "hidden"
+QUESTIONS = ("visible", HIDDEN, "both")
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Variant:
         kv_dtype: "int8" or "int4" where kept pairs are quantised.
         evict_chunks: prompts are read in chunks of so many tokens, and evicted after each; None:
             read at once.
+        hidden: prompts are compressed without their questions, which then stand behind them.
     """
 
     label: str
@@ -37,6 +40,7 @@ class Variant:
     profile: str | None = None
     kv_dtype: str | None = None
     evict_chunks: int | None = None
+    hidden: bool = False
 
     def budgets(self, budgets: Sequence[float | int]) -> list[float | int]:
         """The budgets it runs at: the full cache has only one."""
@@ -62,7 +66,8 @@ class Variant:
     @property
     def recorded(self) -> dict[str, Any]:
         """The options as rows hold them."""
-        how = {PROFILE: self.profile, KV_DTYPE: self.kv_dtype, CHUNKS: self.evict_chunks}
+        how: dict[str, Any] = {PROFILE: self.profile, KV_DTYPE: self.kv_dtype}
+        how |= {CHUNKS: self.evict_chunks, QUESTION: HIDDEN if self.hidden else None}
         return self.options | {k: v for k, v in how.items() if v}
 
 
@@ -73,7 +78,7 @@ def parse_variants(
 
     Args:
         policies: "name" or "name:option=value:option=value"; besides the policy's options,
-            "profile", "kv_dtype", and "evict_chunks" with the tokens of a chunk.
+            "profile", "kv_dtype", "evict_chunks" with the tokens of a chunk, and "question=hidden".
         options: given to every policy that reads them.
         builtin: the built-in data is used; policies with an observation window get one of 8
             tokens, unless told otherwise.
@@ -90,6 +95,9 @@ def parse_variants(
         cls = policy_class(label)
         own = parse_options(parts)
         profile, kv_dtype, chunk = (own.pop(name, None) for name in (PROFILE, KV_DTYPE, CHUNKS))
+        question = own.pop(QUESTION, "visible")
+        if question not in QUESTIONS[:2]:
+            raise ValueError(f"question={question!r}: expected visible or hidden")
         if chunk is not None and (type(chunk) is not int or chunk < 1):
             raise ValueError(f"evict_chunks={chunk!r}: expected the tokens of a chunk, 1 or more")
         if kv_dtype is not None:
@@ -107,11 +115,33 @@ def parse_variants(
         label = ":".join([cls.name, *parts])
         if any(v.label == label for v in variants):
             raise ValueError(f"policy {label!r} is named twice")
-        variants.append(Variant(label, cls.name, chosen, profile, kv_dtype, chunk))
+        variants.append(
+            Variant(label, cls.name, chosen, profile, kv_dtype, chunk, question == HIDDEN)
+        )
     if unread := [name for name in options if name not in used]:
         labels = ", ".join(v.label for v in variants)
         raise ValueError(f"option {unread[0]!r} is read by none of the policies {labels}")
     return variants
+
+
+def with_question(policies: Sequence[str], question: str) -> list[str]:
+    """The policies with the question "visible", "hidden" or "both", each of them twice then.
+
+    The full cache is the same with either, and stays as it is.
+
+    Raises:
+        ValueError: another word.
+    """
+    from mmkv.registry import policy_class
+
+    if question not in QUESTIONS:
+        raise ValueError(f"question={question!r}: expected one of {', '.join(QUESTIONS)}")
+    found: list[str] = []
+    for text in policies:
+        hides = not policy_class(text.split(":")[0].strip()).keeps_all
+        found += [text] if question != HIDDEN or not hides else []
+        found += [f"{text}:{QUESTION}={HIDDEN}"] if question != "visible" and hides else []
+    return found
 
 
 def split(text: str) -> list[str]:

@@ -189,13 +189,17 @@ def _read_task(name: str, task: Task, path: Path, limit: int | None, note: str) 
             raise entry.error("dataset", f"expected {name!r} as the file is named, got {dataset!r}")
         # Summaries and code may have nothing in `input`.
         values = {"context": entry.text("context"), "input": entry.text("input", empty=True)}
+        filled = [text + (values[field] if field else "") for text, field in pieces]
+        fields = [field for _, field in pieces]
+        behind = fields.index("context") + 1 if "context" in fields else len(fields)
         classes = entry.texts("all_classes") if task.metric == "classification" else ()
         samples.append(
             Sample(
                 id=names.unique(f"{name}/{entry.name('_id')}"),
                 suite=NAME,
                 task=name,
-                prompt="".join(text + (values[field] if field else "") for text, field in pieces),
+                prompt="".join(filled),
+                question="".join(filled[behind:]).lstrip(),
                 answers=entry.texts("answers"),
                 chat=task.chat,
                 max_new_tokens=task.max_new_tokens,

@@ -90,6 +90,7 @@ def _under_headings(names: Iterable[Any], parts: Iterable[str]) -> str:
 def _look_up(text: str, question: Question) -> dict[str, Any]:
     return {
         "prompt": f"{text}{question.text}",
+        "question": question.text,
         "answers": (question.answer,),
         "max_new_tokens": 8,
         "metric": "token_f1",
@@ -109,8 +110,10 @@ def _summary(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
     from mmkv.builtin import scenes
 
     scene = scenes.make_scene(rng.randrange(10**9))
+    question = scenes.describe_question("the picture", rng)
     return {
-        "prompt": f"{lookup.text} {scenes.describe_question('the picture', rng)}",
+        "prompt": f"{lookup.text} {question}",
+        "question": question,
         "images": (scenes.draw(scene),),
         "answers": (scenes.describe(scene),),
         "max_new_tokens": 96,
@@ -133,6 +136,7 @@ def _few_shot(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
     lines = [f"USER: {lookup.text} {turns[0]}", *(f"USER: {turn}" for turn in turns[1:])]
     return {
         "prompt": "\n".join([*lines, f"USER: {last.text} ASSISTANT:"]),
+        "question": f"USER: {last.text} ASSISTANT:",
         "answers": (last.answer, value),
         "classes": classes,
         "chat": False,
@@ -151,6 +155,7 @@ def _count(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
     number = question.answer.split()[2]  # "There are three ..."
     return {
         "prompt": f"{lookup.text} {question.text}",
+        "question": question.text,
         "images": (scenes.draw(scene),),
         "answers": (question.answer, number),
         "max_new_tokens": 16,
@@ -175,6 +180,7 @@ def _retrieval(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
     text = _under_headings(names, (" ".join(parts[a:b]) for a, b in itertools.pairwise(bounds)))
     return {
         "prompt": f"{text}\n\nLook up {key}.",
+        "question": f"Look up {key}.",
         "answers": (f"{key} {name}.", name),
         "classes": names,
         "max_new_tokens": 8,
@@ -191,6 +197,7 @@ def _code(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
     question = rng.choice(lookup.questions)
     return {
         "prompt": "\n".join(["USER: values", *lines, f"    # {question.text} ASSISTANT:"]),
+        "question": f"# {question.text} ASSISTANT:",
         # Code is compared with its blanks, and the model's words begin with one.
         "answers": (question.answer, f" {question.answer}"),
         "chat": False,

@@ -64,8 +64,10 @@ def _builtin(rng: random.Random, length: int, depth: float) -> dict[str, Any]:
     rest = sentences(lookup.text)
     rest.remove(needle)
     text = " ".join(_insert(rest, needle, depth))
+    question = texts.phrase(key, rng)
     return {
-        "prompt": f"{text} {texts.phrase(key, rng)}",
+        "prompt": f"{text} {question}",
+        "question": question,
         "answers": (needle, value),
         "max_new_tokens": 8,
         "note": BUILTIN_NOTE,
@@ -79,8 +81,10 @@ def _from_words(rng: random.Random, words: list[str], length: int, depth: float)
     key, value = rng.choice(texts.KEYS), rng.choice(texts.VALUES)
     needle = f"The secret word of {key} is {value}."
     text = " ".join(_insert(words[start : start + length], needle, depth))
+    question = f"What is the secret word of {key}?"
     return {
-        "prompt": f"{text}\n\nWhat is the secret word of {key}?",
+        "prompt": f"{text}\n\n{question}",
+        "question": question,
         "answers": (needle, value),
         "max_new_tokens": 24,
         "note": NOTE,

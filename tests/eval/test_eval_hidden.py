@@ -1,0 +1,126 @@
+"""Prompts that are compressed before their question is known (`--question hidden`)."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import mmkv
+from helpers.evaluation import make_samples, make_tokenizer
+from helpers.models import make_model
+from mmkv import builtin
+from mmkv.eval import runner
+from mmkv.eval.prompts import Encoder
+from mmkv.eval.samples import Sample
+from mmkv.eval.suites.registry import SUITES, load_suite
+from mmkv.eval.variants import with_question
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def samples():
+    """Each asks with its last two words."""
+    found = [s for s in make_samples() if len(s.prompt.split()) > 6]
+    assert len({len(s.prompt.split()) for s in found}) > 1
+    return [replace(s, question=" ".join(s.prompt.split()[-2:])) for s in found]
+
+
+def run(model, samples, out, policies, budget, **options):
+    return runner.run(
+        model,
+        make_tokenizer(),
+        samples,
+        policies=policies,
+        budgets=[budget],
+        batch_size=2,
+        progress=False,
+        out=out,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("chunk", ["", ":evict_chunks=5"])
+def test_with_all_tokens_kept_it_is_the_full_cache(model, samples, tmp_path, chunk):
+    """Perplexity and reply behind a context of its own are those of the whole prompt."""
+    rows = run(model, samples, tmp_path, ["full", f"snapkv:question=hidden{chunk}"], 1.0)
+    full = {r["index"]: r for r in rows if r["policy"] == "full"}
+    hidden = {r["index"]: r for r in rows if r["policy"] != "full"}
+    assert full.keys() == hidden.keys()
+    for i, row in hidden.items():
+        assert row["options"]["question"] == "hidden"
+        assert row["ppl"] == pytest.approx(full[i]["ppl"], rel=1e-4)
+        assert row["answer_tokens"] == full[i]["answer_tokens"]
+        assert row["text"] == full[i]["text"]
+        assert 0 < row["prompt_tokens"] < full[i]["prompt_tokens"]
+
+
+def test_the_context_is_compressed_without_the_question(model, samples, tmp_path):
+    """What the rows say of the cache, and the reply, are those of `read` and `ask` by hand."""
+    rows = run(model, samples, tmp_path, ["snapkv:question=hidden:window=2"], 0.5)
+    tokenizer = make_tokenizer()
+    for row in [r for r in rows if r["policy"] != "full"]:
+        sample = samples[row["index"]]
+        ids = tokenizer(sample.prompt, return_tensors="pt")["input_ids"]
+        asked = tokenizer(sample.question, add_special_tokens=False)["input_ids"]
+        context, question = ids[:, : -len(asked)], ids[:, -len(asked) :]
+        assert question[0].tolist() == asked
+        with mmkv.wrapped(model, "snapkv", 0.5, window=2):
+            read = mmkv.read(model, {"input_ids": context})
+            said = read.ask(
+                {"input_ids": question}, max_new_tokens=sample.max_new_tokens, do_sample=False
+            )
+        assert row["prompt_tokens"] == context.shape[1]
+        assert row["kept_fraction"] == pytest.approx(read.report().kept_fraction)
+        assert row["text"] == tokenizer.decode(said[0], skip_special_tokens=True).strip()
+
+
+def test_pictures_belong_to_the_context():
+    _, processor = builtin.load_builtin()
+    encoder = Encoder(processor)
+    samples = load_suite("description", "builtin", limit=3)
+    samples[1] = replace(samples[1], prompt="Is there a ring?")
+    whole = encoder.batch(samples)
+    context, question = encoder.apart(samples)
+    assert torch.equal(context["pixel_values"], whole["pixel_values"])
+    assert "pixel_values" not in question
+    image = processor.image_token_id
+    for b, sample in enumerate(samples):
+        parts = [x["input_ids"][b][x["attention_mask"][b].bool()] for x in (context, question)]
+        assert torch.equal(torch.cat(parts), whole["input_ids"][b][whole["attention_mask"][b] > 0])
+        assert (parts[0] == image).sum() == (whole["input_ids"][b] == image).sum() > 0
+        assert sample.prompt in processor.tokenizer.decode(parts[1])
+        assert not set(sample.prompt.split()) & set(processor.tokenizer.decode(parts[0]).split())
+
+
+@pytest.mark.parametrize("suite", sorted(SUITES))
+def test_every_suite_has_questions_apart(suite):
+    for sample in load_suite(suite, "builtin", limit=14):
+        assert sample.prompt.endswith(sample.asked)
+        assert sample.images or len(sample.asked) < len(sample.prompt) / 2
+
+
+def test_what_cannot_be_hidden_is_said(model, samples, tmp_path):
+    bare = [replace(s, question="") for s in samples]
+    rows = run(model, bare, tmp_path, ["snapkv:question=hidden"], 0.5)
+    errors = [r["error"] for r in rows if r["policy"] != "full"]
+    assert all("is not a context and then a question" in e for e in errors)
+    with pytest.raises(ValueError, match="is not a context and then a question"):
+        _ = Sample(id="a", suite="b", task="c", prompt="text", question="else").asked
+    long = replace(samples[0], truncate=True, question=samples[0].prompt[2:])
+    encoder = Encoder(make_tokenizer(), max_length=34 + long.max_new_tokens)
+    with pytest.raises(ValueError, match="longer than half of the prompt"):
+        encoder.apart([long])
+
+
+def test_policies_are_doubled_but_for_the_full_cache():
+    names = ["full", "snapkv:window=4"]
+    hidden = "snapkv:window=4:question=hidden"
+    assert with_question(names, "visible") == names
+    assert with_question(names, "hidden") == ["full", hidden]
+    assert with_question(names, "both") == [*names, hidden]
+    with pytest.raises(ValueError, match="question='no': expected one of visible, hidden, both"):
+        with_question(names, "no")
