@@ -184,7 +184,8 @@ def test_heads_that_are_rows_score_as_heads_side_by_side(policy):
     layer = LayerInputs(query=query, key=key, value=key, valid=valid, layer_idx=1)
     options = {"lag": 3, "skip": 1} if policy == "lagkv" else {}
     score = mmkv.get_policy(policy, **options).score
-    apart = score(layer.by_head(valid[:, None].expand(-1, 3, -1)))
+    held = valid[:, None].expand(-1, 3, -1)
+    apart = score(layer.by_head(held, ~held))
     torch.testing.assert_close(apart.view(2, 3, 12), score(layer))
 
 
