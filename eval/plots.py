@@ -41,6 +41,9 @@ COLOURS = {
     "knorm": "#a5b84c",
     "keydiff": "#6b7f12",
     "lagkv": "#3f5a36",
+    "expected": "#ef7f92",
+    "mixkv": "#ffca28",
+    "tova": "#00bcd4",
 }
 _OTHERS = ("#5b8c5a", "#7a6ff0", "#00838f", "#a1887f", "#c0a000")
 _MARKERS = "osD^vP<>Xph*d"

@@ -61,8 +61,18 @@ class Rotary:
     def ahead(self, n: int) -> tuple[Tensor, Tensor]:
         """cos and sin [B, 1, R] of the text position `n` behind the last token."""
         angle = n * self.inv_freq.float().repeat(2)
-        cos, sin = self.cos[:, -1:].float(), self.sin[:, -1:].float()
-        return cos * angle.cos() - sin * angle.sin(), sin * angle.cos() + cos * angle.sin()
+        return self._turned_on(angle.cos(), angle.sin())
+
+    def mean_ahead(self, n: int) -> tuple[Tensor, Tensor]:
+        """Means of cos and sin [B, 1, R] over the `n` text positions behind the last token."""
+        steps = torch.arange(1, n + 1, device=self.inv_freq.device)[:, None]
+        angle = steps * self.inv_freq.float().repeat(2)
+        return self._turned_on(angle.cos().mean(0), angle.sin().mean(0))
+
+    def _turned_on(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The last token's embedding, turned on by an angle of these (or by their means)."""
+        old_cos, old_sin = self.cos[:, -1:].float(), self.sin[:, -1:].float()
+        return old_cos * cos - old_sin * sin, old_sin * cos + old_cos * sin
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Scores by keys and values as parts; what they compute is in `mmkv.key_scores`."""
+"""Scores by keys and values as parts; they compute with `mmkv.key_scores` and `mmkv.expected`."""
 
 from __future__ import annotations
 
@@ -100,3 +100,42 @@ class LagRelative(_WithoutQueries):
         from mmkv.key_scores import lag_relative
 
         return lag_relative(layer.key, layer.value, layer.valid, lag=self.lag, skip=self.skip)
+
+
+@register_part("expected")
+@dataclass(frozen=True, kw_only=True)
+class ExpectedAttention(Score):
+    """The attention expected of queries to come, times the value's norm (arXiv 2510.00636).
+
+    Options:
+        positions: the mean rotation is that of so many positions behind the prompt; 1 or more.
+        skip: how many first tokens are left out of blocks and statistics, and score most.
+        epsilon: attention added to every token's, not negative.
+    """
+
+    positions: int = 512
+    skip: int = 4
+    epsilon: float = 0.02
+    uses_rotary = True
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        at_least(1, positions=self.positions)
+        at_least(0, skip=self.skip, epsilon=self.epsilon)
+
+    def __call__(self, layer: LayerInputs) -> Tensor:
+        """In a later turn, of queries like the new ones."""
+        from mmkv.expected import expected_attention
+
+        return expected_attention(
+            layer.plain_query,
+            layer.key,
+            layer.value,
+            None if layer.rotary is None else layer.rotary.mean_ahead(self.positions),
+            skip=self.skip,
+            epsilon=self.epsilon,
+            scale=layer.scale,
+            valid=layer.valid,
+            bias=layer.bias,
+        )
