@@ -42,6 +42,8 @@ COLOURS = {
     "keydiff": "#6b7f12",
     "lagkv": "#3f5a36",
     "expected": "#ef7f92",
+    "defensive": "#7b1fa2",
+    "layer-defensive": "#4a148c",
     "mixkv": "#ffca28",
     "tova": "#00bcd4",
 }

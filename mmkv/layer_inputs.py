@@ -103,6 +103,8 @@ class LayerInputs:
         bias: float32 [B, H, N], added to the logits of each key: the logarithm of how many tokens
             of earlier turns it stands for; None where each stands for itself.
         image: bool [B, N], True where an image token stands; None: not known.
+        size: float32 [B], tokens kept of each row, mean over layers and heads; None where the score
+            does not ask for it (`uses_size`), or no budget says so.
         layer_idx: which layer.
         rotary: of the last Q tokens; None where the score does not ask for it (`uses_rotary`), and
             where the layer has none.
@@ -119,6 +121,7 @@ class LayerInputs:
     mask: Tensor | None = None
     bias: Tensor | None = None
     image: Tensor | None = None
+    size: Tensor | None = None
     layer_idx: int = 0
     rotary: Rotary | None = None
     weight: Callable[[], Tensor] | None = None
@@ -202,6 +205,7 @@ class LayerInputs:
             value=self.value.flatten(0, 1)[:, None],
             valid=valid.flatten(0, 1),
             image=image.flatten(0, 1),
+            size=None if self.size is None else self.size.repeat_interleave(H),
             mask=mask,
             bias=None if self.bias is None else self.bias.flatten(0, 1)[:, None],
             rotary=rotary,

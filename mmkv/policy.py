@@ -19,6 +19,7 @@ from mmkv.parts import (
     Score,
     calibrated,
     decoding,
+    defensive,
     global_heads,
     key_scoring,
     merging,
@@ -40,6 +41,7 @@ P = TypeVar("P", bound="Policy")
 MODULES = (
     calibrated,
     decoding,
+    defensive,
     global_heads,
     key_scoring,
     merging,

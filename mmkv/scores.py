@@ -77,7 +77,7 @@ def window_attention(
 
     Source: SnapKV, arXiv 2404.14469, section 4; weights: PyramidInfer, arXiv 2405.12532, section 3.
     """
-    B, Hq, Q, D = _checked(query, key, valid, mask, softcap)
+    B, Hq, Q, _ = _checked(query, key, valid, mask, softcap)
     valid = _unless_all(valid)
     H, N = key.shape[1], key.shape[2]
     if window < 1:
@@ -94,39 +94,53 @@ def window_attention(
         raise ValueError(f"kernel_size must be a positive odd number, got {kernel_size}")
     per_query = _window_weights(weights, window, query.device)
 
-    G = Hq // H
+    if valid is not None:
+        per_query = per_query * valid[:, -window:].float()[:, None, None, None, :]
+    per_query = per_query / per_query.sum(-1, keepdim=True).clamp_min(torch.finfo().tiny)
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "bias": bias}
+    attention = window_rows(query, key, window, valid=valid, mask=mask, **options)
+    with autocast_off(key):
+        scores = (per_query @ attention[..., : N - window]).view(B, Hq, N - window)
+    # Scores are not negative, so the zeros of padding act as either pooling's edge does.
+    if pooling == "avg":
+        scores = F.avg_pool1d(scores, kernel_size, stride=1, padding=kernel_size // 2)
+    elif pooling == "max":
+        scores = F.max_pool1d(scores, kernel_size, stride=1, padding=kernel_size // 2)
+    scores = scores.view(B, H, -1, N - window).mean(2)
+    if valid is not None:
+        scores = scores.masked_fill(~valid[:, None, : N - window], 0.0)
+    return scores
+
+
+def window_rows(
+    query: Tensor,
+    key: Tensor,
+    window: int,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    valid: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Attention of the last `window` queries, `[B, H, G, window, N]`; 0 where nothing is seen."""
+    B, H, N, D = key.shape
     if mask is None:
         allowed = torch.ones(window, N, dtype=torch.bool, device=key.device).tril(N - window)
     else:
         allowed = mask[:, :, None, -window:]
     if valid is not None:
         # Both sides of the mask: what padding holds may be anything, NaN included.
-        in_window = valid[:, -window:]
-        allowed = allowed & valid[:, None, None, None, :] & in_window[:, None, None, :, None]
-        per_query = per_query * in_window.float()[:, None, None, None, :]
-    per_query = per_query / per_query.sum(-1, keepdim=True).clamp_min(torch.finfo().tiny)
-    blocked = ~allowed
-
+        allowed = allowed & valid[:, None, None, None] & valid[:, None, None, -window:, None]
     with autocast_off(key):
         rows = query[:, :, -window:].float() * _factor(D, scale, softcap)
-        logits = rows.reshape(B, H, G * window, D) @ key.float().mT
-        logits = logits.view(B, H, G, window, N)
+        logits = (rows.reshape(B, H, -1, D) @ key.float().mT).view(B, H, -1, window, N)
         if softcap is not None:
             logits.tanh_().mul_(softcap)
         if bias is not None:
             logits += bias[:, :, None, None]
-        attention = logits.masked_fill(blocked, -torch.inf).softmax(-1)
-        attention = attention.masked_fill(blocked, 0.0)[..., : N - window]
-        scores = (per_query @ attention).view(B, Hq, N - window)
-    # Scores are not negative, so the zeros of padding act as either pooling's edge does.
-    if pooling == "avg":
-        scores = F.avg_pool1d(scores, kernel_size, stride=1, padding=kernel_size // 2)
-    elif pooling == "max":
-        scores = F.max_pool1d(scores, kernel_size, stride=1, padding=kernel_size // 2)
-    scores = scores.view(B, H, G, N - window).mean(2)
-    if valid is not None:
-        scores = scores.masked_fill(~valid[:, None, : N - window], 0.0)
-    return scores
+        attention = logits.masked_fill(~allowed, -torch.inf).softmax(-1)
+    return attention.masked_fill(~allowed, 0.0)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ again: what is left of earlier turns competes with the new tokens under the same
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -346,6 +347,10 @@ class CompressedCache(Cache):
         policy, prompt = self.plan.policy, self.prompt
         assert prompt is not None
         if self._scores(prompt, phase):
+            if policy.score.uses_size:
+                sizes = self.plan.mean_sizes(prompt, len(self.compressed))
+                known = None if sizes is None else torch.tensor(sizes, device=new.key.device)
+                new = replace(new, size=known)
             held.score(policy, new, prompt)
         if phase.evicts:
             held.forget()

@@ -56,6 +56,13 @@ class CacheConfig:
         needs |= bool(self.policy.layers.needs) and self.fractions is None
         return needs and not self.keeps_everything
 
+    def mean_sizes(self, prompt: TokenMasks, n_layers: int) -> list[float] | None:
+        """Tokens that a head keeps of each row, mean over layers; None where no budget says so."""
+        if self.budget is None:
+            return None
+        totals = [selection.total_kept(self.budget, n_layers, n) for n in prompt.lengths]
+        return [max(n / n_layers, f) for n, f in zip(totals, prompt.floors, strict=True)]
+
     def shortfalls(self, prompt: TokenMasks, n_layers: int) -> list[str]:
         """Which rows are too short for the budget to hold what must be kept, and what was done."""
         policy, budget, found = self.policy, self.budget, list[str]()

@@ -66,12 +66,14 @@ class Score(Part):
             larger one counts; "", it is forgotten, and only the new queries decide.
         ranks: it tells layers and heads apart; a token's position does not.
         uses_rotary: it reads `LayerInputs.rotary`, or queries and keys before it.
+        uses_size: it reads `LayerInputs.size`.
     """
 
     kind = "score"
     combines: ClassVar[Literal["", "sum", "max"]] = ""
     ranks: ClassVar[bool] = True
     uses_rotary: ClassVar[bool] = False
+    uses_size: ClassVar[bool] = False
 
     def __call__(self, layer: LayerInputs) -> Tensor:
         """Score the tokens of one layer; higher = keep.

@@ -1,0 +1,61 @@
+"""The score of DefensiveKV as a part; what it computes is in `mmkv.defensive`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from mmkv.parts import Score, register_part
+from mmkv.parts.checks import at_least, share
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmkv.layer_inputs import LayerInputs
+
+
+@register_part("defensive")
+@dataclass(frozen=True, kw_only=True)
+class DefensiveAttention(Score):
+    """The most that any of the last queries found in a token (DefensiveKV, arXiv 2510.13334).
+
+    Options:
+        window: how many last queries observe; their own tokens are always kept.
+        kernel_size: attention is averaged over this many neighbouring keys, an odd number.
+        mass: tokens that make up this share of a head's attention, in [0, 1], come first.
+    """
+
+    window: int = 32
+    kernel_size: int = 5
+    mass: float = 0.9
+    uses_size = True
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        at_least(1, window=self.window, kernel_size=self.kernel_size)
+        share(zero=True, mass=self.mass)
+        if self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size={self.kernel_size}: expected an odd number")
+
+    def __call__(self, layer: LayerInputs) -> Tensor:
+        """By head; the window's own tokens, which stay, score 0."""
+        from mmkv.defensive import defensive_scores
+
+        return defensive_scores(
+            layer, window=self.window, kernel_size=self.kernel_size, share=self.mass
+        )
+
+    @property
+    def observed(self) -> int:
+        """The window."""
+        return self.window
+
+    def observing(self, last: int) -> Score:
+        """With another window."""
+        return replace(self, window=last)
+
+    @property
+    def queries(self) -> int:
+        """Those of the window."""
+        return self.window

@@ -1,0 +1,20 @@
+"""Layer-DefensiveKV: DefensiveKV's score, one ranking over the heads of all layers.
+
+Feng et al., "Taming the Fragility of KV Cache Eviction in LLM Inference", arXiv 2510.13334. In the
+authors' code the window, too, competes with other layers; here every head keeps it.
+"""
+
+from dataclasses import dataclass
+
+from mmkv.parts.global_heads import GlobalHeads
+from mmkv.policies.defensive import Defensive
+from mmkv.policy import Heads
+from mmkv.registry import register_policy
+
+
+@register_policy("layer-defensive", aliases=("layer-defensivekv",))
+@dataclass(frozen=True, kw_only=True)
+class LayerDefensive(Defensive):
+    """DefensiveKV with head sizes over the whole model."""
+
+    heads: Heads = GlobalHeads()

@@ -1,0 +1,205 @@
+"""DefensiveKV's score against loops, and the sets that its two policies keep."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import mmkv
+from helpers.models import make_inputs, make_model
+from helpers.oracle import top
+from mmkv.defensive import defensive_scores, output_norms
+from mmkv.layer_inputs import LayerInputs
+
+HQ, H, G, D, HIDDEN = 4, 2, 2, 8, 12
+WINDOW, KERNEL = 4, 5
+
+
+def random_layer(N: int, padding: tuple[int, ...], sharp: float = 2.0, **more) -> LayerInputs:
+    """What padding holds is no number."""
+    g, B = torch.Generator().manual_seed(N), len(padding)
+    valid = torch.stack([torch.arange(N) >= pad for pad in padding])
+    tensors = [torch.randn(B, h, N, D, generator=g) for h in (HQ, H, H)]
+    query, key, value = (x.masked_fill(~valid[:, None, :, None], math.nan) for x in tensors)
+    weight = torch.randn(HQ, HIDDEN, D, generator=g)
+    given = {"query": sharp * query, "key": key, "value": value, "valid": valid}
+    return LayerInputs(**given, weight=lambda: weight, **more)
+
+
+def alone(layer: LayerInputs, b: int) -> list[dict]:
+    """Each head of one row without its padding."""
+    real, weight = layer.valid[b], layer.weight().detach()
+    heads = []
+    for h in range(H):
+        mine = slice(h * G, (h + 1) * G)
+        heads.append(
+            {
+                "query": layer.query[b, mine][:, real[-layer.query.shape[2] :]].double(),
+                "key": layer.key[b, h, real].double(),
+                "value": layer.value[b, h, real].double(),
+                "weight": weight[mine].double(),
+            }
+        )
+    return heads
+
+
+def window_attention(head: dict, window: int) -> list[list[list[float]]]:
+    """[G][window][N - window]."""
+    N, found = len(head["key"]), []
+    for query in head["query"]:
+        rows = []
+        for i in range(N - window, N):
+            logits = head["key"][: i + 1] @ query[i - N] * len(query[0]) ** -0.5
+            rows.append(logits.softmax(-1)[: N - window].tolist())
+        found.append(rows)
+    return found
+
+
+def naive(heads: list[dict], window: int, kernel: int, size: int | None, *, apart: bool = False):
+    """The score of one row's heads, one token after the other; `apart`: they hold different ones.
+
+    [H][N], 0 for the window.
+    """
+    norms, means, scores, biases = [], [], [], []
+    for head in heads:
+        M = len(head["key"]) - window
+        attention = window_attention(head, window)
+        norms.append(
+            [
+                sum(float((w @ head["value"][j]).abs().sum()) for w in head["weight"]) / G
+                for j in range(M)
+            ]
+        )
+        means.append([sum(row[j] for rows in attention for row in rows) / G / window
+                      for j in range(M)])  # fmt: skip
+        biases.append(sum(means[-1][max(0, M - window) :]))
+        worst = [0.0] * M
+        for rows in attention:
+            for row in rows:
+                near = [
+                    sum(row[max(0, j - kernel // 2) : j + kernel // 2 + 1]) / kernel
+                    for j in range(M)
+                ]
+                again = sum(row) / sum(near)
+                worst = [max(a, b * again) for a, b in zip(worst, near, strict=True)]
+        scores.append([max(s, sum(worst) / M) for s in worst])
+    bias = sum(biases) / H
+    for h, mine in enumerate(scores):
+        for j in range(len(mine)):
+            total = sum(x[j] for x in norms) if not apart else sum(sum(x) / len(x) for x in norms)
+            mine[j] *= norms[h][j] / total
+    best = max(map(max, scores))
+    for mine, mean in zip(scores, means, strict=True):
+        order, reached, count = sorted(range(len(mine)), key=lambda j: -mean[j]), 0.0, 0
+        for j in order:
+            reached += mean[j] / sum(mean)
+            if reached >= 0.9 - bias:
+                break
+            count += 1
+        if size is not None:
+            count = min(count, max(0, size - window))
+        for j in order[:count]:
+            mine[j] = best
+    return [mine + [0.0] * window for mine in scores]
+
+
+@pytest.mark.parametrize("size", [None, 9, 2])
+@pytest.mark.parametrize("sharp", [0.5, 2.0, 8.0])
+def test_the_score_is_the_worst_case_by_output_norms(size, sharp) -> None:
+    N, padding = 24, (0, 5, 13)
+    layer = random_layer(N, padding, sharp)
+    if size is not None:
+        layer = replace(layer, size=torch.tensor([float(size)] * 3))
+    found = defensive_scores(layer, window=WINDOW, kernel_size=KERNEL)
+    for b, pad in enumerate(padding):
+        want = torch.tensor(naive(alone(layer, b), WINDOW, KERNEL, size)).float()
+        torch.testing.assert_close(found[b, :, pad:], want, atol=1e-5, rtol=1e-4)
+        assert not found[b, :, :pad].any()
+
+
+def test_rows_have_sizes_of_their_own() -> None:
+    layer = replace(random_layer(24, (0, 0), 0.5), size=torch.tensor([20.0, 6.9]))
+    found = defensive_scores(layer, window=WINDOW, kernel_size=KERNEL)
+    first = (found == found.amax((1, 2), keepdim=True)).sum(-1)
+    assert first[0].min() > 4
+    assert first[1].sum() in (4, 5)  # two of each head, and the best if it is another
+
+
+def test_where_heads_hold_different_tokens_they_are_rows() -> None:
+    """... each with its own padding; of a layer together are its norms, its bias and its best."""
+    N, padding = 20, (0, 3)
+    layer = random_layer(N, padding, 1.5, size=torch.tensor([30.0, 6.0]))
+    valid = layer.valid[:, None].expand(-1, H, -1).clone()
+    gone = {(0, 0): [2, 5, 6], (0, 1): [9], (1, 0): [4], (1, 1): []}
+    for (b, h), tokens in gone.items():
+        valid[b, h, tokens] = False
+    image = torch.zeros_like(valid)
+    rows = layer.by_head(valid, image)
+    found = defensive_scores(rows, window=WINDOW, kernel_size=1)
+    for b in range(2):
+        heads = alone(layer, b)
+        for h, head in enumerate(heads):
+            here = valid[b, h, padding[b] :]
+            head["key"], head["value"] = head["key"][here], head["value"][here]
+        want = naive(heads, WINDOW, 1, (30, 6)[b], apart=True)
+        for h in range(H):
+            got = found[b * H + h, 0, valid[b, h]]
+            torch.testing.assert_close(got, torch.tensor(want[h]).float(), atol=1e-5, rtol=1e-4)
+
+
+def test_norms_are_found_in_parts(monkeypatch) -> None:
+    layer = random_layer(30, (0, 7))
+    whole = output_norms(layer, 30)
+    monkeypatch.setattr("mmkv.defensive.tile", lambda device: 3 * 2 * H * HIDDEN)
+    torch.testing.assert_close(output_norms(layer, 30), whole)
+    assert not whole[1, :, :7].any()
+    found = [float((w @ layer.value[0, 1, 5]).abs().sum()) for w in layer.weight()[G:]]
+    assert float(whole[0, 1, 5]) == pytest.approx(sum(found) / G)
+
+
+@pytest.mark.parametrize("policy", ["defensive", "layer-defensive"])
+def test_the_best_of_the_layer_or_of_the_model_stay(policy) -> None:
+    """Of a model's own queries, keys, values and projections."""
+    N, L, size = 60, 3, 16
+    model, inputs = make_model("llama"), make_inputs("llama", (N,))
+    seen: dict[int, LayerInputs] = {}
+    chosen = mmkv.get_policy(policy, window=WINDOW)
+    score = type(chosen.score)
+
+    class Watched(score):
+        def __call__(self, layer):
+            seen[layer.layer_idx] = layer
+            return super().__call__(layer)
+
+    watched = replace(chosen, score=Watched(**chosen.score.options()))
+    with mmkv.wrapped(model, watched, size), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+    assert all(float(x.size) == size for x in seen.values())
+    scores = [naive(alone(seen[i], 0), WINDOW, KERNEL, size) for i in range(L)]
+    for layers in [range(L)] if policy == "layer-defensive" else [[i] for i in range(L)]:
+        heads = [(i, h) for i in layers for h in range(H)]
+        ranked = sorted(
+            ((round(-s, 7), j, at) for at in heads for j, s in
+             enumerate(scores[at[0]][at[1]][: N - WINDOW])),
+        )  # fmt: skip
+        owners = [at for *_, at in ranked[: len(heads) * (size - WINDOW)]]
+        for i, h in heads:
+            kept = set(cache.kept(i)[0, h].tolist()) - {-1}
+            best = top([round(s, 7) for s in scores[i][h][: N - WINDOW]], owners.count((i, h)))
+            assert kept == best | set(range(N - WINDOW, N))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kernel_size": 4}, "kernel_size=4: expected an odd number"),
+        ({"window": 0}, "window=0: expected 1 or more"),
+        ({"mass": 1.5}, r"mass=1.5: expected a number in \[0, 1\]"),
+    ],
+)
+def test_options_out_of_range(options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        mmkv.get_policy("defensive", **options)
