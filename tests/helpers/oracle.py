@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import mmkv
 from helpers.masking import held_by
 from mmkv.cache.phases import Reading
+from mmkv.policy import Policy
 
 NEW = 24
 ROWS = {"one": (96,), "padded": (90, 41, 66)}
@@ -78,6 +80,34 @@ REPLAYED = [v for v in VARIANTS if ("decode", "rounds") not in v.options]
 
 def options_of(variant: Variant) -> dict:
     return {**short(variant.policy), **dict(variant.options)}
+
+
+def _distinct(variants: list[Variant], way: Callable[[Policy], Any]) -> list[Variant]:
+    """The first of those that are alike in one way, for tests that look at nothing else."""
+    found: dict[Any, Variant] = {}
+    for variant in variants:
+        policy = mmkv.get_policy(variant.policy, **options_of(variant))
+        found.setdefault((way(policy), type(variant.budget)), variant)
+    return list(found.values())
+
+
+def _reading(policy: Policy) -> Any:
+    """How a prompt is scored, sized and evicted: which parts, not which options."""
+    parts = policy.score, policy.layers, policy.heads, policy.merge
+    apart = policy.decode.every > 0, policy.reposition, policy.layers.mini_prefill
+    return *map(type, parts), *apart, policy.score.ranks_once
+
+
+def _decoding(policy: Policy) -> Any:
+    """What a decode step does: slots, head sizes, bias and positions."""
+    grouped = policy.merge is not None and policy.merge.name == "groups"
+    return type(policy.decode), policy.heads.equal, grouped, policy.reposition, bool(policy.sinks)
+
+
+# For what takes long: each way of reading a prompt and of decoding once, whatever the options.
+READING, DECODING = _distinct(VARIANTS, _reading), _distinct(REPLAYED, _decoding)
+# Policies that decode in different ways.
+DECODERS = [v.policy for v in DECODING if not v.options and v.budget == 0.3]
 
 
 def generate(model, inputs, new=NEW, **kwargs):
