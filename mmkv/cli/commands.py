@@ -141,6 +141,7 @@ def chat(
     from mmkv import budgets
     from mmkv import chat as talk
     from mmkv.builtin import KNOWS
+    from mmkv.profiles import Profile
     from mmkv.registry import get_policy
 
     pairs = [*(option or []), *([] if protect is None else [f"protect={protect}"])]
@@ -171,7 +172,9 @@ def chat(
         where = {"model": model, "device": device, "dtype": dtype}
         raise typer.Exit(repl.run(console(), settings, images=image or [], **where))
     paths, question = _pictures_and_question(words, image or [])
-    if kept is None and profile is None and chosen.retention is None:
+    measured = None if profile is None else Profile.load(profile)
+    sized = measured is not None and measured.curves is None
+    if kept is None and not sized and chosen.retention is None:
         kept = _DEFAULT_BUDGET
     if chosen.keeps_all and budget is not None:
         say(f"policy {chosen.name} keeps everything: --budget {budget} is ignored")

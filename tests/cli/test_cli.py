@@ -221,6 +221,13 @@ class TestChat:
         data = json.loads(run(capsys, "chat", picture, QUESTION, *words, *SHORT)[0])
         assert data["report"]["budget"] == 0.3
 
+    def test_curves_serve_every_budget(self, capsys, picture, tmp_path):
+        """... so that without one a fifth is kept, as without a profile."""
+        path = WEIGHTS / "mmkv-profile.json"
+        words = ("--profile", path, "--json", "--out", tmp_path)
+        data = json.loads(run(capsys, "chat", picture, QUESTION, *words, *SHORT)[0])
+        assert data["report"]["budget"] == 0.2
+
     @pytest.mark.slow
     def test_kept_pairs_in_few_bits(self, capsys, picture, tmp_path):
         # No groups, whose weights and members stay as they are.
