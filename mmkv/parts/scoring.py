@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mmkv.parts import Score, register_part
 from mmkv.parts.checks import at_least
@@ -12,9 +12,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmkv.layer_inputs import LayerInputs
+    from mmkv.policy import Policy
 
 # torch is imported where it is used: to list policies and their options takes none of it.
 Pooling = Literal["avg", "max"]
+Value = Literal["norm", "output", "residual"]
+# CriticalKV: attention so small that it says less than the value does.
+_EPSILON = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,20 @@ class PerHead(Score):
         return self.average_heads
 
 
+def _attention_alone(policy: Policy, **options: Any) -> None:
+    """Refuse options that weigh attention where decoding goes on by attention alone.
+
+    Raises:
+        ValueError: one is set.
+    """
+    for name, value in options.items():
+        if value and policy.decode.name in ("fixed", "least"):
+            raise ValueError(
+                f"{name}={value!r} weighs attention, but decode={policy.decode.name!r} goes on by "
+                f"attention alone: leave {name} out, or use decode='ratio' or 'grow'"
+            )
+
+
 @register_part("window")
 @dataclass(frozen=True, kw_only=True)
 class WindowAttention(PerHead):
@@ -52,6 +70,10 @@ class WindowAttention(PerHead):
         kernel_size: scores are pooled over this many neighbouring keys, an odd number.
         pooling: "max", "avg", or None for none.
         recency_weighted: weigh the queries by how recent they are (PyramidInfer).
+        value: what a token's value adds: "norm", times its L1 norm (VATP); "output", plus 1e-4,
+            times its L1 norm behind the output projection (CriticalKV); "residual", how far a
+            query's output moves without the token (DropKV); None: nothing.
+        diversity: mix with values and with how unlike others a key is (MixKV).
         average_heads: rank tokens once per layer, by the mean over heads.
     """
 
@@ -59,6 +81,8 @@ class WindowAttention(PerHead):
     kernel_size: int = 7
     pooling: Pooling | None = "max"
     recency_weighted: bool = False
+    value: Value | None = None
+    diversity: bool = False
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -69,17 +93,40 @@ class WindowAttention(PerHead):
                 "the window must be at least 1, the kernel size odd"
             )
 
+    def check(self, policy: Policy) -> None:
+        """While decoding, attention alone is counted."""
+        _attention_alone(policy, value=self.value, diversity=self.diversity)
+
     def of_heads(self, layer: LayerInputs) -> Tensor:
         """The window's own tokens, which stay, score 0."""
         import torch
 
-        from mmkv import scores
+        from mmkv import value_scores
+        from mmkv.defensive import output_norms
 
         weights = None
         if self.recency_weighted:
             device = layer.key.device
             weights = torch.arange(1, self.window + 1, dtype=torch.float32, device=device)
-        found = scores.window_attention(
+        found = self._observed(layer, weights)
+        n = found.shape[2]
+        if self.value == "norm":
+            found = found * value_scores.value_norms(layer, n)
+        elif self.value == "output":
+            found = (found + _EPSILON) * output_norms(layer, n)
+        if self.diversity:
+            found = value_scores.mixed(found, layer)
+        return torch.nn.functional.pad(found, (0, self.window))
+
+    def _observed(self, layer: LayerInputs, weights: Tensor | None) -> Tensor:
+        """What the window's queries find: float32 [B, H, N - window]."""
+        from mmkv import scores, value_scores
+
+        if self.value == "residual":
+            return value_scores.window_residuals(
+                layer, self.window, self.kernel_size, self.pooling, weights
+            )
+        return scores.window_attention(
             layer.query,
             layer.key,
             window=self.window,
@@ -88,7 +135,6 @@ class WindowAttention(PerHead):
             weights=weights,
             **layer.attention,
         )
-        return torch.nn.functional.pad(found, (0, self.window))
 
     @property
     def observed(self) -> int:
@@ -111,16 +157,32 @@ class AccumulatedAttention(PerHead):
     """Attention from all queries, added up (H2O, arXiv 2306.14048, section 4).
 
     Options:
+        value: what a token's value adds: "norm", times its L1 norm (VATP); "output", times its L1
+            norm behind the output projection (CriticalKV); "residual", how far a query's output
+            moves without the token (DropKV); None: nothing.
         average_heads: rank tokens once per layer, by the mean over heads.
     """
 
+    value: Value | None = None
     combines = "sum"
 
-    def of_heads(self, layer: LayerInputs) -> Tensor:
-        """Every query adds 1 to its row in total."""
-        from mmkv import scores
+    def check(self, policy: Policy) -> None:
+        """While decoding, attention alone is counted."""
+        _attention_alone(policy, value=self.value)
 
-        return scores.accumulated_attention(layer.query, layer.key, **layer.attention)
+    def of_heads(self, layer: LayerInputs) -> Tensor:
+        """Without `value`, every query adds 1 to its row in total."""
+        from mmkv import scores, value_scores
+        from mmkv.defensive import output_norms
+
+        if self.value == "residual":
+            return value_scores.residuals(layer, layer.query.shape[2]).mean(2)
+        found = scores.accumulated_attention(layer.query, layer.key, **layer.attention)
+        if self.value == "norm":
+            found = found * value_scores.value_norms(layer, found.shape[2])
+        elif self.value == "output":  # nothing is added: scores of chunks add up
+            found = found * output_norms(layer, found.shape[2])
+        return found
 
     @property
     def queries(self) -> int:

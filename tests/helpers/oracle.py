@@ -72,6 +72,8 @@ COMPOSED = [
     Variant("adakv", (("decode", "rounds"), ("every", 3), ("latest", 0))),
     Variant("prefixkv", (("decode", "rounds"), ("every", 2), ("latest", 2)), 24),
     Variant("lagkv", (("lag", 9), ("heads", "adaptive"))),
+    Variant("adakv", (("value", "output"),)),
+    Variant("prefixkv", (("value", "residual"), ("average_heads", False), ("distance", 4))),
 ]
 VARIANTS = [Variant(name) for name in mmkv.list_policies()] + COMPOSED
 # Rounds of generated tokens are scored on the host's word: their steps are not replayed.

@@ -1,0 +1,149 @@
+"""What values, and how keys differ, add to a score by attention.
+
+Shape letters and padding are those of `mmkv.scores`; G query heads read one key-value head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from mmkv.key_scores import normalised_keys
+from mmkv.layer_inputs import LayerInputs
+from mmkv.scores import Pooling, autocast_off, tile
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+@torch.no_grad()
+def value_norms(layer: LayerInputs, n: int) -> Tensor:
+    """`||v||_1` of the first n tokens: float32 `[B, H, n]`, 0 for padding.
+
+    Source: VATP, arXiv 2406.12335, section 3.
+    """
+    norms = layer.value[:, :, :n].float().abs().sum(-1)
+    return norms.masked_fill(~layer.valid[:, None, :n], 0.0)
+
+
+@torch.no_grad()
+def window_residuals(
+    layer: LayerInputs,
+    window: int,
+    kernel_size: int,
+    pooling: Pooling | None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """`residuals` of the last `window` queries, pooled as `window_attention` pools attention.
+
+    Returns:
+        float32 `[B, H, N - window]`.
+    """
+    n = layer.key.shape[2] - window
+    found = residuals(layer, window, weights)[..., :n]
+    if pooling is not None:  # the 0 of padding acts as either pooling's edge
+        flat, pool = found.flatten(0, 2), avg_pool1d if pooling == "avg" else max_pool1d
+        found = pool(flat, kernel_size, stride=1, padding=kernel_size // 2).view_as(found)
+    return found.mean(2).masked_fill(~layer.valid[:, None, :n], 0.0)
+
+
+@torch.no_grad()
+def residuals(layer: LayerInputs, last: int, weights: Tensor | None = None) -> Tensor:
+    """What the last queries would lose without a token: squared changes of their outputs, summed.
+
+    With p the attention of query i on token j, and o what the query reads, the sum over i of
+    `(p_ij / (1 - p_ij)) ** 2 * |v_j - o_i| ** 2`. A query that sees one token alone adds nothing.
+
+    Args:
+        layer: its queries, keys, values, and what its attention is like.
+        last: of how many last queries; those that are padding do not count.
+        weights: `[last]`, what each query counts; None: 1.
+
+    Returns:
+        float32 `[B, H, G, N]`, 0 for padding.
+
+    Source: DropKV, https://openreview.net/forum?id=MqfNzH3TVH (kvpress pull request 285, which
+    bounds 1 - p from below; here the token that has most of a query's attention is taken out of the
+    sums instead, so that 1 - p and v - o keep their digits).
+    """
+    (B, Hq, Q, D), (H, N) = layer.query.shape, layer.key.shape[1:3]
+    G, device = Hq // H, layer.key.device
+    valid, softcap = layer.valid, layer.softcap
+    factor = (D**-0.5 if layer.scale is None else layer.scale) / (softcap or 1.0)
+    absent = ~valid[:, None, :, None]
+    key, value = (x.float().masked_fill(absent, 0.0) for x in (layer.key, layer.value))
+    # About their mean: differences of nearly equal values keep their digits.
+    value = value - value.sum(2, keepdim=True) / valid.sum(-1).clamp(min=1)[:, None, None, None]
+    key, value = key[:, :, None], value[:, :, None]  # [B, H, 1, N, D]
+    squares = (value * value).sum(-1)[..., None, :]
+    place = torch.arange(N, device=device)
+    found = torch.zeros(B, H, G, N, device=device)
+    block = max(1, tile(device) // (B * Hq * N))
+    with autocast_off(key):
+        for start in range(Q - last, Q, block):
+            stop = min(start + block, Q)
+            at = place[N - Q :][start:stop]
+            allowed = (place <= at[:, None]) if layer.mask is None else layer.mask[:, 0, start:stop]
+            allowed = allowed & valid[:, None] & valid[:, at][..., None]
+            allowed = allowed[:, None, None]  # [B, 1, 1, n, N]
+            rows = layer.query[:, :, start:stop].float() * factor
+            p = rows.unflatten(1, (H, G)) @ key.mT
+            if softcap is not None:
+                p = softcap * torch.tanh(p)
+            if layer.bias is not None:
+                p = p + layer.bias[:, :, None, None]
+            p = p.masked_fill(~allowed, -torch.inf).softmax(-1).masked_fill(~allowed, 0.0)
+            most, first = p.max(-1, keepdim=True)
+            p.scatter_(-1, first, 0.0)
+            others, rest = p @ value, p.sum(-1, keepdim=True)
+            chosen = value.expand(B, H, G, N, -1)
+            chosen = chosen.gather(3, first.expand(*first.shape[:-1], value.shape[-1]))
+            alone = most * (chosen - others / rest.clamp(min=_TINY)).norm(dim=-1, keepdim=True)
+            out = others + most * chosen
+            lost = squares - 2 * (out @ value.mT) + (out * out).sum(-1, keepdim=True)
+            lost = lost.clamp(min=0) * (p / (1 - p)) ** 2
+            lost.scatter_(-1, first, (alone**2).masked_fill(rest == 0, 0.0))
+            lost.masked_fill_(~allowed, 0.0)
+            if weights is not None:
+                lost *= weights[start - (Q - last) : stop - (Q - last), None]
+            found += lost.sum(3)
+    return found
+
+
+@torch.no_grad()
+def mixed(score: Tensor, layer: LayerInputs) -> Tensor:
+    """A score by attention, mixed with the value's norm and with how unlike others a key is.
+
+    `r * d + (1 - r) * (a + u)`: a is the score, u the value's L2 norm, d minus the key's similarity
+    to the mean of the normalised keys, both scaled from 0 (the least) so that their mean is that of
+    a; r is the mean similarity of two of the head's keys.
+
+    Args:
+        score: float32 `[B, H, n]`, of the first n tokens; those behind them observe.
+        layer: its keys and values.
+
+    Returns:
+        float32 `[B, H, n]`, 0 for padding.
+
+    Source: MixKV, arXiv 2510.20707, section 3. Its released code reads r from a file of means over
+    samples that it does not hold; here it is this prompt's, by the formula that the code has for
+    that.
+    """
+    n, valid = score.shape[2], layer.valid
+    front = valid[:, None, :n]
+    number = front.sum(-1, keepdim=True).clamp(min=1)
+
+    def scaled(x: Tensor) -> Tensor:
+        least = x.masked_fill(~front, torch.inf).amin(-1, keepdim=True)
+        most = x.masked_fill(~front, -torch.inf).amax(-1, keepdim=True)
+        x = ((x - least) / (most - least).clamp(min=_TINY)).masked_fill(~front, 0.0)
+        return x * mean / (x.sum(-1, keepdim=True) / number).clamp(min=_TINY)
+
+    mean = score.masked_fill(~front, 0.0).sum(-1, keepdim=True) / number
+    unit, middle = normalised_keys(layer.key, valid)
+    unlike = -(unit[:, :, :n] * middle).sum(-1)
+    norms = layer.value[:, :, :n].float().norm(dim=-1)
+    every = valid.sum(-1)[:, None, None]
+    similarity = (every * (middle * middle).sum(-1) - 1) / (every - 1).clamp(min=1)
+    found = similarity * scaled(unlike) + (1 - similarity) * (score + scaled(norms))
+    return found.masked_fill(~front, 0.0)

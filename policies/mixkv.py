@@ -1,0 +1,23 @@
+"""MixKV: attention and value norms, mixed with how unlike the others a key is, head by head.
+
+Liu et al., "Mixing Importance with Diversity: Joint Optimization for KV Cache Compression in Large
+Vision-Language Models", arXiv 2510.20707, section 3, on SnapKV with the window and pooling of the
+authors' code, https://github.com/xuyang-liu16/MixKV. It pools after the mean over a group's query
+heads; here, as in SnapKV, each is pooled first. `diversity=True` mixes for every policy that scores
+by a window.
+"""
+
+from dataclasses import dataclass
+
+from mmkv.parts.scoring import WindowAttention
+from mmkv.policy import Policy, Score
+from mmkv.registry import register_policy
+
+
+@register_policy("mixkv")
+@dataclass(frozen=True, kw_only=True)
+class MixKV(Policy):
+    """SnapKV that also keeps keys unlike the others, most where a head's keys are alike."""
+
+    paper = "MixKV, arXiv 2510.20707"
+    score: Score = WindowAttention(window=32, kernel_size=5, pooling="avg", diversity=True)

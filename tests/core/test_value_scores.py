@@ -1,0 +1,266 @@
+"""What values and unlike keys add to attention, against loops over heads, queries and tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mmkv
+from mmkv.layer_inputs import LayerInputs
+from mmkv.parts.scoring import AccumulatedAttention, WindowAttention
+from mmkv.scores import accumulated_attention, window_attention
+from mmkv.value_scores import residuals
+
+B, H, G, N, D, DV, HIDDEN, WINDOW = 3, 2, 3, 18, 8, 5, 7, 4
+PADDING = (0, 5, 13)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(*, Q: int = N, softcap: float | None = None, masked: bool = False) -> LayerInputs:
+    """Rows of a left-padded batch; what padding holds is no number."""
+    valid = torch.stack([torch.arange(N) >= p for p in PADDING])
+    absent = ~valid[:, None, :, None]
+    mask = None
+    if masked:  # causal with holes, and some tokens ahead
+        seen = torch.rand(B, 1, Q, N, generator=torch.Generator().manual_seed(9))
+        mask = seen < torch.ones(N, N).tril()[-Q:] * 0.7 + 0.15
+    return LayerInputs(
+        query=(2 * random(B, H * G, Q, D)).masked_fill(absent[:, :, N - Q :], math.nan),
+        key=random(B, H, N, D, seed=1).masked_fill(absent, math.nan),
+        value=(random(B, H, N, DV, seed=2) + 3).masked_fill(absent, math.nan),
+        valid=valid,
+        scale=0.5,
+        softcap=softcap,
+        mask=mask,
+        bias=random(B, H, N, seed=3).abs(),
+        weight=lambda: random(H * G, HIDDEN, DV, seed=4),
+    )
+
+
+def attention_of(layer: LayerInputs, b: int, head: int, i: int) -> dict[int, float]:
+    """What query `i` of a row pays to each token that it sees."""
+    Q = layer.query.shape[2]
+    logits = {}
+    for j in range(N):
+        sees = j <= N - Q + i if layer.mask is None else bool(layer.mask[b, 0, i, j])
+        if not (sees and layer.valid[b, j]):
+            continue
+        x = 0.5 * float(layer.query[b, head, i].double() @ layer.key[b, head // G, j].double())
+        if layer.softcap is not None:
+            x = layer.softcap * math.tanh(x / layer.softcap)
+        logits[j] = x + float(layer.bias[b, head // G, j])
+    total = sum(math.exp(x) for x in logits.values())
+    return {j: math.exp(x) / total for j, x in logits.items()}
+
+
+def read(paid: dict[int, float], value: Tensor) -> Tensor:
+    return sum((p * value[j] for j, p in paid.items()), torch.zeros(DV, dtype=torch.float64))
+
+
+def naive_residuals(layer: LayerInputs, last: int, weights: list[float] | None = None) -> Tensor:
+    """`[B, H, G, N]`, by its meaning: attention without the token is shared out anew."""
+    Q, result = layer.query.shape[2], torch.zeros(B, H, G, N)
+    for b in range(B):
+        for head in range(H * G):
+            value = layer.value[b, head // G].double()
+            for i in range(Q - last, Q):
+                if not layer.valid[b, N - Q + i]:
+                    continue
+                paid = attention_of(layer, b, head, i)
+                whole = read(paid, value)
+                for j, p in paid.items():
+                    rest = {t: x / (1 - p) for t, x in paid.items() if t != j}
+                    if not rest:
+                        continue
+                    lost = float((read(rest, value) - whole).norm()) ** 2
+                    # The formula that the paper states.
+                    stated = (p / (1 - p)) ** 2 * float((value[j] - whole).norm()) ** 2
+                    assert lost == pytest.approx(stated, rel=1e-6)
+                    weight = 1 if weights is None else weights[i - (Q - last)]
+                    result[b, head // G, head % G, j] += weight * lost
+    return result
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("Q", "last"), [(N, WINDOW), (7, 7)])
+def test_residuals_equal_the_loop(Q: int, last: int, masked: bool, softcap: float | None):
+    layer = inputs(Q=Q, softcap=softcap, masked=masked)
+    found = residuals(layer, last)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, naive_residuals(layer, last), atol=1e-6, rtol=1e-4)
+
+
+def test_residuals_weigh_queries_and_come_in_blocks(monkeypatch: pytest.MonkeyPatch):
+    layer, weights = inputs(), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    want = naive_residuals(layer, WINDOW, weights.tolist())
+    for elements in (2**20, 3 * B * H * G * N, 1):
+        monkeypatch.setattr("mmkv.value_scores.tile", lambda device, n=elements: n)
+        torch.testing.assert_close(residuals(layer, WINDOW, weights), want, atol=1e-6, rtol=1e-4)
+
+
+def test_nearly_all_attention_on_one_token_keeps_its_digits():
+    """1 - p is below float32's last digit: what the token gives is as large as its value."""
+    query, key = torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2)
+    query[..., 0], key[0, 0, 1, 0] = 10.0, 4.0
+    value = torch.tensor([[1.0], [5.0], [3.0]])[None, None]
+    layer = LayerInputs(query=query, key=key, value=value, valid=torch.ones(1, 3).bool(), scale=1.0)
+    found = residuals(layer, 1)[0, 0, 0]  # without it, the other two share all attention
+    assert float(found[1]) == pytest.approx((5.0 - 2.0) ** 2)
+    assert float(found[0]) == pytest.approx((math.exp(-40) * 4) ** 2, rel=1e-3)
+
+
+def test_scores_of_chunks_add_up():
+    """Accumulated scores of a prompt in two chunks are those of the whole prompt."""
+    cut, whole = 11, inputs()
+
+    def first(x: Tensor) -> Tensor:
+        return x[:, :, :cut]
+
+    chunk = LayerInputs(
+        query=first(whole.query),
+        key=first(whole.key),
+        value=first(whole.value),
+        valid=whole.valid[:, :cut],
+        bias=first(whole.bias),
+        scale=whole.scale,
+        weight=whole.weight,
+    )
+    fields = {"key": whole.key, "value": whole.value, "valid": whole.valid, "bias": whole.bias}
+    rest = LayerInputs(
+        query=whole.query[:, :, cut:], scale=whole.scale, weight=whole.weight, **fields
+    )
+    for value in ("norm", "output", "residual"):
+        score = AccumulatedAttention(value=value)
+        added = score(rest)
+        added[..., :cut] += score(chunk)
+        torch.testing.assert_close(added, score(whole), atol=1e-4, rtol=1e-4)
+
+
+def pool(values: list[float], width: int) -> list[float]:
+    half = width // 2
+    return [max(values[max(0, j - half) : j + half + 1]) for j in range(len(values))]
+
+
+def norm_of(layer: LayerInputs, b: int, h: int, j: int, kind: str) -> float:
+    """||v||_1, or the mean of ||W_O v||_1 over the group."""
+    v = layer.value[b, h, j]
+    if kind == "norm":
+        return float(v.abs().sum())
+    weight = layer.weight()
+    return sum(float((weight[h * G + g] @ v).abs().sum()) for g in range(G)) / G
+
+
+@pytest.mark.parametrize("value", ["norm", "output", "residual"])
+@pytest.mark.parametrize("part", ["window", "accumulated"])
+def test_the_value_option_is_what_its_formula_says(part: str, value: Any):
+    layer = inputs()
+    if part == "window":
+        options: dict[str, Any] = {"window": WINDOW, "kernel_size": 3, "pooling": "max"}
+        score = WindowAttention(value=value, **options)
+        attention = window_attention(layer.query, layer.key, **options, **layer.attention)
+        n, extra = N - WINDOW, 1e-4
+        lost = naive_residuals(layer, WINDOW)
+    else:
+        score = AccumulatedAttention(value=value)
+        attention = accumulated_attention(layer.query, layer.key, **layer.attention)
+        n, extra = N, 0.0
+        lost = naive_residuals(layer, N)
+    found, want = score(layer), torch.zeros(B, H, N)
+    for b in range(B):
+        for h in range(H):
+            for j in range(n):
+                if not layer.valid[b, j]:
+                    continue
+                if value == "norm":
+                    want[b, h, j] = attention[b, h, j] * norm_of(layer, b, h, j, value)
+                elif value == "output":
+                    want[b, h, j] = (attention[b, h, j] + extra) * norm_of(layer, b, h, j, value)
+            if value == "residual":
+                rows = [lost[b, h, g, :n].tolist() for g in range(G)]
+                if part == "window":
+                    rows = [pool(row, 3) for row in rows]
+                mean = torch.tensor(rows).mean(0)
+                want[b, h, :n] = mean.masked_fill(~layer.valid[b, :n], 0.0)
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-4)
+    mean = WindowAttention if part == "window" else AccumulatedAttention
+    averaged = mean(**{**score.options(), "average_heads": True})(layer)
+    torch.testing.assert_close(averaged, want.mean(1, keepdim=True), atol=1e-5, rtol=1e-4)
+    held = layer.valid[:, None].expand(-1, H, -1)
+    apart = score(layer.by_head(held, ~held))  # as in a later turn
+    torch.testing.assert_close(apart.view(B, H, N), want, atol=1e-5, rtol=1e-4)
+
+
+def naive_mixed(layer: LayerInputs, attention: Tensor, b: int, h: int) -> list[float]:
+    """One head of one row: scores of its tokens before the window."""
+    tokens = [j for j in range(N) if layer.valid[b, j]]
+    front = [j for j in tokens if j < N - WINDOW]
+    unit = {j: layer.key[b, h, j].double() / layer.key[b, h, j].double().norm() for j in tokens}
+    middle = sum(unit.values()) / len(tokens)
+    pairs = [float(unit[i] @ unit[j]) for i in tokens for j in tokens if i != j]
+    rho = sum(pairs) / len(pairs)
+    a = [float(attention[b, h, j]) for j in front]
+
+    def scaled(values: list[float]) -> list[float]:
+        unit = [(x - min(values)) / (max(values) - min(values)) for x in values]
+        return [x * (sum(a) / sum(unit)) for x in unit]
+
+    d = scaled([-float(torch.cosine_similarity(unit[j], middle, dim=0)) for j in front])
+    u = scaled([float(layer.value[b, h, j].norm()) for j in front])
+    return [rho * d[i] + (1 - rho) * (a[i] + u[i]) for i in range(len(front))]
+
+
+def test_mixkv_equals_the_loop_on_each_row_alone():
+    layer = inputs()
+    options: dict[str, Any] = {"window": WINDOW, "kernel_size": 3, "pooling": "avg"}
+    found = WindowAttention(diversity=True, **options)(layer)
+    attention = window_attention(layer.query, layer.key, **options, **layer.attention)
+    for b, p in enumerate(PADDING):
+        assert not found[b, :, :p].any()
+        assert not found[b, :, -WINDOW:].any()
+        for h in range(H):
+            front = [j for j in range(N - WINDOW) if j >= p]
+            if len(front) < 2:
+                assert found[b].isfinite().all()
+                continue
+            got = found[b, h, front].tolist()
+            assert got == pytest.approx(naive_mixed(layer, attention, b, h), rel=1e-4)
+    held = layer.valid[:, None].expand(-1, H, -1)
+    apart = WindowAttention(diversity=True, **options)(layer.by_head(held, ~held))
+    torch.testing.assert_close(apart.view(B, H, N), found, atol=1e-6, rtol=1e-5)
+
+
+def test_where_no_token_or_one_competes_all_scores_are_numbers():
+    layer = inputs()
+    for value in ("output", "residual"):
+        found = WindowAttention(window=N - 1, value=value, diversity=True)(layer)
+        assert found.isfinite().all()
+        assert not found[2].any()
+
+
+def test_what_cannot_be_honoured_is_refused_by_name():
+    for policy, decode in (("h2o", "fixed"), ("squeeze", "fixed"), ("tova", "least")):
+        message = rf"value='norm' weighs attention, but decode='{decode}' goes on by attention"
+        with pytest.raises(ValueError, match=message):
+            mmkv.get_policy(policy, value="norm")
+    with pytest.raises(ValueError, match=r"diversity=True weighs attention, but decode='least'"):
+        mmkv.get_policy("tova", diversity=True)
+    assert mmkv.get_policy("h2o", value="norm", decode="grow").score.value == "norm"
+    for policy in ("keydiff", "condense", "streaming"):
+        with pytest.raises(ValueError, match=r"option 'value' has no effect on policy"):
+            mmkv.get_policy(policy, value="norm")
+    with pytest.raises(ValueError, match=r"option 'diversity' has no effect on policy 'prefixkv'"):
+        mmkv.get_policy("prefixkv", diversity=True)
+    with pytest.raises(ValueError, match=r"value='l2': expected one of \['norm', 'output'"):
+        mmkv.get_policy("snapkv", value="l2")
+    x = random(1, 1, 9, 4)
+    alone = LayerInputs(query=x, key=x, value=x, valid=torch.ones(1, 9).bool())
+    with pytest.raises(ValueError, match="output_weight is not known here"):
+        WindowAttention(window=2, value="output")(alone)
