@@ -44,6 +44,7 @@ COLOURS = {
     "expected": "#ef7f92",
     "defensive": "#7b1fa2",
     "layer-defensive": "#4a148c",
+    "kvzip": "#00695c",
     "mixkv": "#ffca28",
     "tova": "#00bcd4",
 }

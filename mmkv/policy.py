@@ -26,6 +26,7 @@ from mmkv.parts import (
     pictures,
     protection,
     registered,
+    repetition,
     scoring,
     sizing,
 )
@@ -47,6 +48,7 @@ MODULES = (
     merging,
     pictures,
     protection,
+    repetition,
     scoring,
     sizing,
 )

@@ -95,6 +95,17 @@ def wrap(
             f"(sliding_window={parts.config.sliding_window}) and keeps its own cache small: "
             "there is nothing to compress"
         )
+    if chosen.score.repeats and n_layers < len(everywhere):
+        raise ValueError(
+            f"score={chosen.score.name!r} feeds the prompt again to layers that still hold it, and "
+            f"{len(everywhere) - n_layers} of {len(everywhere)} layers of this "
+            f"{type(model).__name__} have a sliding window: use another score"
+        )
+    if chosen.score.repeats and not hasattr(parts.decoder, "rotary_emb"):
+        raise ValueError(
+            f"score={chosen.score.name!r} feeds the prompt again behind its end, where this "
+            f"{type(model).__name__} soon has no positions left: use another score"
+        )
     fractions = None
     if profile is not None:
         known = profiles.read(profile, parts.config, n_layers, budget)

@@ -60,8 +60,10 @@ def _attention(
     scale, softcap = kwargs.get("scaling"), kwargs.get("softcap")
     if running.collector is not None:
         options: Any = {"scale": scale, "softcap": softcap}
-        running.collector.add(module.layer_idx, query, key, value, attention_mask, **options)
-        return delegate()
+        found = running.collector.add(
+            module.layer_idx, query, key, value, attention_mask, **options
+        )
+        return delegate() if found is None else (found, None)
     layer_idx = running.take(key)
     if layer_idx is None:
         return delegate()

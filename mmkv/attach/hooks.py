@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from mmkv import scores
-from mmkv.attach import attention
+from mmkv.attach import attention, repetition
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.forward_pass import ForwardPass, current
 from mmkv.cache.phases import Reading
@@ -140,6 +140,8 @@ def after_decoder(
     if running is None or running.cache is None or output is None:
         return
     running.check_taken()
+    if attachment.plan.policy.score.repeats:
+        repetition.run(attachment, running, kwargs)
     running.cache.finish()
     running.cache = None
 
@@ -174,7 +176,9 @@ def before_layer(
 ) -> None:
     """Remember the residual stream before a layer's attention (SqueezeAttention)."""
     running = current.get()
-    if running is not None and running.cache is not None and running.cache.expects_prompt:
+    if running is None or running.collector is not None:
+        return
+    if running.cache is not None and running.cache.expects_prompt:
         running.streams[layer_idx] = args[0] if args else kwargs["hidden_states"]
 
 

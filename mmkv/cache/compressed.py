@@ -346,7 +346,7 @@ class CompressedCache(Cache):
         """Score what a layer holds; evict at once if its size is known, else hold it whole."""
         policy, prompt = self.plan.policy, self.prompt
         assert prompt is not None
-        if self._scores(prompt, phase):
+        if self._scores(prompt, phase) and not policy.score.repeats:
             if policy.score.uses_size:
                 sizes = self.plan.mean_sizes(prompt, len(self.compressed))
                 known = None if sizes is None else torch.tensor(sizes, device=new.key.device)
@@ -555,6 +555,13 @@ class CompressedCache(Cache):
         if self.plan.keeps_everything or prompt.lengths == prompt.floors:
             return False
         return isinstance(budget, float | None) or max(prompt.lengths) > budget
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the prompt is to be fed again before this pass evicts."""
+        phase, plan = self.phase, self.plan
+        asked = plan.policy.score.repeats and not plan.keeps_everything
+        return asked and isinstance(phase, Reading) and phase.evicts and not phase.keeps_all
 
     def _scores(self, prompt: TokenMasks, phase: Reading) -> bool:
         """Whether this pass scores: where it evicts, and always where scores add up."""

@@ -52,7 +52,7 @@ class CacheConfig:
     @property
     def needs_all_layers(self) -> bool:
         """Whether sizes depend on the scores of every layer."""
-        needs = self.policy.heads.spans_layers
+        needs = self.policy.heads.spans_layers or self.policy.score.repeats
         needs |= bool(self.policy.layers.needs) and self.fractions is None
         return needs and not self.keeps_everything
 

@@ -41,7 +41,7 @@ class ForwardPass:
         cache: the cache of this pass; None before the decoder begins, and without a cache.
         hidden: bool [B, seen], tokens held that the mask hides from this pass; None: none.
         streams: the residual stream [B, q, hidden] that entered each layer, for SqueezeAttention.
-        collector: gathers scores in a mini-prefill; None otherwise.
+        collector: gathers scores in a pass that stores nothing; None otherwise.
         parts: the model's; None before the decoder begins.
         rotary: each layer's rotary embedding of the new tokens, where the score needs it.
     """

@@ -20,6 +20,8 @@ class Reading:
         similarity: by layer, the mean similarity [B] of the residual stream around its attention,
             and the tokens [B] it is the mean of, over the chunks so far (SqueezeAttention).
         hides: whether tokens held from earlier turns are masked now.
+        given: embeddings [B, q, hidden] and positions [A, B, q] of the chunks so far, where the
+            score has them fed again.
     """
 
     until: int | None = None
@@ -30,6 +32,7 @@ class Reading:
         default_factory=dict[int, "tuple[Tensor, Tensor]"]
     )
     hides: bool = False
+    given: list[tuple[Tensor, Tensor]] = field(default_factory=list["tuple[Tensor, Tensor]"])
 
     def compare(self, layer_idx: int, similarity: Tensor, tokens: Tensor) -> None:
         """Take in a chunk's similarity [B], the mean over `tokens` [B]."""
@@ -45,6 +48,7 @@ class Reading:
         for i, pair in self.similarity.items():
             similarity, tokens = (x[batch.to(x.device)] for x in pair)
             self.similarity[i] = similarity, tokens
+        self.given = [(x[batch.to(x.device)], p[:, batch.to(p.device)]) for x, p in self.given]
 
 
 @dataclass(eq=False)

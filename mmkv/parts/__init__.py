@@ -67,6 +67,7 @@ class Score(Part):
         ranks: it tells layers and heads apart; a token's position does not.
         uses_rotary: it reads `LayerInputs.rotary`, or queries and keys before it.
         uses_size: it reads `LayerInputs.size`.
+        repeats: it is given the queries of the prompt fed again, see `mmkv.attach.repetition`.
     """
 
     kind = "score"
@@ -74,6 +75,7 @@ class Score(Part):
     ranks: ClassVar[bool] = True
     uses_rotary: ClassVar[bool] = False
     uses_size: ClassVar[bool] = False
+    repeats: ClassVar[bool] = False
 
     def __call__(self, layer: LayerInputs) -> Tensor:
         """Score the tokens of one layer; higher = keep.

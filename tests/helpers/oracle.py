@@ -60,6 +60,8 @@ COMPOSED = [
     Variant("snapkv", (("sinks", 4), ("average_heads", True))),
     Variant("snapkv", (("heads", "global"), ("decode", "rounds"), ("every", 4), ("latest", 3)), 44),
     Variant("elastic", (("heads", "global"), ("average_heads", False), ("distance", 4))),
+    Variant("kvzip", (("repeated", 17), ("instruction", "7 8 9"))),
+    Variant("kvzip", (("heads", "adaptive"), ("layers", "prefix"), ("sinks", 0))),
     Variant("condense", (("heads", "global"), ("chunk", 13), ("sinks", 2))),
     Variant("snapkv", (("merge", "groups"),)),
     Variant("h2o", (("merge", "groups"), ("recent", 0.2))),

@@ -1,0 +1,215 @@
+"""KVzip: what repeating the prompt asks of its tokens, against the plain model that repeats it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import mmkv
+from helpers import zoo
+from helpers.models import make_inputs, make_model, next_turn, row_of
+from helpers.oracle import top
+from mmkv.layer_inputs import LayerInputs
+from mmkv.repetition import most_attention
+
+L, H, G = 3, 2, 2
+
+
+def test_the_most_attention_of_any_query() -> None:
+    torch.manual_seed(0)
+    B, Q, N, D = 2, 6, 17, 8
+    query, key = 2 * torch.randn(B, H * G, Q, D), 2 * torch.randn(B, H, N, D)
+    valid = torch.rand(B, N) > 0.2
+    valid[:, -2] = True
+    layer = LayerInputs(query=query, key=key, value=key, valid=valid, scale=0.5, softcap=3.0)
+    found = most_attention(layer)
+    for b in range(B):
+        for h in range(H):
+            most = torch.zeros(N)
+            for i in range(Q):
+                seen = valid[b] & (torch.arange(N) <= N - Q + i)
+                if not valid[b, N - Q + i]:
+                    continue
+                for g in range(G):
+                    logits = 3 * torch.tanh(key[b, h] @ query[b, h * G + g, i] * 0.5 / 3)
+                    most = most.maximum(logits.masked_fill(~seen, -torch.inf).softmax(-1))
+            torch.testing.assert_close(found[b, h], most)
+
+
+def test_queries_are_looked_at_some_at_a_time(monkeypatch) -> None:
+    torch.manual_seed(1)
+    query, key = torch.randn(1, H * G, 9, 8), torch.randn(1, H, 20, 8)
+    layer = LayerInputs(query=query, key=key, value=key, valid=torch.ones(1, 20) > 0)
+    whole = most_attention(layer)
+    monkeypatch.setattr("mmkv.repetition.tile", lambda device: H * G * 20 * 2)
+    torch.testing.assert_close(most_attention(layer), whole)
+
+
+def repeated_scores(model, embeds, size, asked, sinks=4):
+    """[L][H] of a score for each token: the plain model is fed its prompt again, piece by piece."""
+    N = embeds.shape[1]
+    before = model.get_decoder()(inputs_embeds=embeds, use_cache=True).past_key_values
+    ahead = model.get_input_embeddings()(torch.tensor([asked], dtype=torch.long))
+    scores = [[[0.0] * N for _ in range(H)] for _ in range(L)]
+    for start in range(0, N, size):
+        piece = embeds[:, start : start + size]
+        again = torch.cat([ahead, piece], dim=1)
+        R, stop = again.shape[1], start + piece.shape[1]
+        out = model.get_decoder()(
+            inputs_embeds=again,
+            past_key_values=copy.deepcopy(before),
+            position_ids=torch.arange(N, N + R)[None],
+            output_attentions=True,
+        )
+        shared = [j for j in range(N + R) if start <= j < stop or j >= N or j < min(sinks, start)]
+        for i, a in enumerate(out.attentions):  # [1, Hq, R, N + R]
+            a = a[0] / a[0][..., shared].sum(-1, keepdim=True)
+            for h in range(H):
+                most = a[h * G : (h + 1) * G].amax((0, 1)).tolist()
+                scores[i][h][start:stop] = most[start:stop]
+    return scores
+
+
+def best_of_all(scores, total, sinks=4):
+    """[L][H] of the tokens kept: the sinks, and the best of all heads."""
+    heads = [(i, h) for i in range(L) for h in range(H)]
+    ranked = sorted(
+        ((s, at) for at in heads for s in scores[at[0]][at[1]][sinks:]), reverse=True
+    )  # fmt: skip
+    owners = [at for _, at in ranked[: total - len(heads) * sinks]]
+    return [
+        [
+            set(range(sinks)) | {sinks + j for j in top(mine[sinks:], owners.count((i, h)))}
+            for h, mine in enumerate(layer)
+        ]
+        for i, layer in enumerate(scores)
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama", "llava-llama"])
+@pytest.mark.parametrize(("size", "asked"), [(2048, []), (19, [7, 8, 9])])
+def test_what_is_kept_is_what_repeating_asks_for(name, size, asked) -> None:
+    """Pictures are repeated by the embeddings that the decoder was given."""
+    model, inputs = make_model(name, "eager"), make_inputs(name, (60,))
+    seen = []
+    hook = (
+        model.get_decoder()
+        .layers[0]
+        .register_forward_pre_hook(
+            lambda m, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]),
+            with_kwargs=True,
+        )
+    )
+    with torch.no_grad():
+        model(**inputs, use_cache=False)
+    hook.remove()
+    with torch.no_grad():
+        scores = repeated_scores(model, seen[0], size, asked)
+    options = {"repeated": size, "instruction": " ".join(map(str, asked)) or None}
+    with mmkv.wrapped(model, "kvzip", 0.3, **options), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+    want = best_of_all(scores, H * round(0.3 * L * 60))
+    for i in range(L):
+        for h in range(H):
+            assert set(cache.kept(i)[0, h].tolist()) - {-1} == want[i][h], (i, h)
+
+
+def test_a_row_is_repeated_as_it_is_alone() -> None:
+    """In pieces of its own tokens; where it has ended, nothing observes. Attention is sharp."""
+    model, lengths = make_model("llama"), (50, 27, 33)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(20)
+    inputs = make_inputs("llama", lengths)
+    with mmkv.wrapped(model, "kvzip", 0.4, repeated=20), torch.no_grad():
+        cache = model.generate(
+            **inputs, max_new_tokens=1, do_sample=False, return_dict_in_generate=True
+        ).past_key_values
+        for b, n in enumerate(lengths):
+            alone = model.generate(
+                **row_of(inputs, b), max_new_tokens=1, do_sample=False, return_dict_in_generate=True
+            ).past_key_values
+            for i in range(L):
+                for h in range(H):
+                    want = {p + 50 - n for p in alone.kept(i)[0, h].tolist() if p >= 0}
+                    assert set(cache.kept(i)[b, h].tolist()) - {-1} == want
+
+
+def test_a_later_turn_is_repeated_and_earlier_tokens_keep_their_scores() -> None:
+    model, inputs = make_model("llama"), make_inputs("llama", (40,))
+    with mmkv.wrapped(model, "kvzip", 0.5), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+        first = [x.keeping().dense() for x in cache.compressed]
+        fed = []
+        decoder = model.get_decoder()
+        hook = decoder.layers[0].register_forward_pre_hook(
+            lambda m, args, kwargs: fed.append(
+                (args[0] if args else kwargs["hidden_states"]).shape
+            ),
+            with_kwargs=True,
+        )
+        more = next_turn(inputs, inputs["input_ids"], False, new=20)
+        model.generate(**more, past_key_values=cache, max_new_tokens=1, do_sample=False)
+        hook.remove()
+        second = [x.keeping().dense() for x in cache.compressed]
+    assert [shape[1] for shape in fed] == [20, 20]  # the turn, and the turn again
+    for old, new in zip(first, second, strict=True):
+        for h in range(H):
+            known = dict(zip(old.positions[0, h].tolist(), old.scores[0, h].tolist(), strict=True))
+            now = dict(zip(new.positions[0, h].tolist(), new.scores[0, h].tolist(), strict=True))
+            shared = [p for p in now if p in known and p >= 0]
+            assert [now[p] for p in shared] == [known[p] for p in shared]
+            assert all(now[p] > 0 for p in now if p >= 40)
+
+
+@pytest.mark.parametrize("name", [x for x in zoo.NAMES if "Qwen2" in x and "VL" in x][:1])
+def test_positions_of_a_picture_go_on_behind_the_prompt(name) -> None:
+    """Three axes: moved alike, the first behind the largest."""
+    model = zoo.model_of(name)
+    inputs = zoo.inputs_of(model, "one")
+    found = []
+    decoder = model.get_decoder()
+    hook = decoder.rotary_emb.register_forward_pre_hook(
+        lambda m, args, kwargs: found.append(args[1] if len(args) > 1 else kwargs["position_ids"]),
+        with_kwargs=True,
+    )
+    with mmkv.wrapped(model, "kvzip", 0.5, instruction="5 6"):
+        model.generate(**inputs, max_new_tokens=1, do_sample=False)
+    hook.remove()
+    first, again = found[0][-3:, 0], found[1][-3:, 0]
+    last = int(first.max())
+    assert again[:, :2].tolist() == [[last + 1, last + 2]] * 3
+    assert (first.amax(0) != first.amin(0)).any(), "no picture: the test saw nothing"
+    assert torch.equal(again[:, 2:], first - first[:, :1].min() + last + 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repeated": 0}, "repeated=0: expected 1 or more"),
+        ({"instruction": "Repeat"}, "instruction='Repeat': expected ids of tokens"),
+        (
+            {"heads": "uniform", "layers": "pooled", "allocation": "mini-prefill"},
+            "allocation='mini-prefill' sizes layers before the prompt is repeated",
+        ),
+        ({"decode": "rounds"}, "decode='rounds' scores generated tokens"),
+    ],
+)
+def test_what_does_not_go_together(options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        mmkv.get_policy("kvzip", **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("Gemma3ForCausal", r"\d of \d layers .* have a sliding window"),
+        ("OPT", "no positions left"),
+    ],
+)
+def test_models_that_cannot_be_fed_a_prompt_again(kind, message) -> None:
+    model = zoo.model_of(next(x for x in zoo.NAMES if x.startswith(kind)))
+    with pytest.raises(ValueError, match=message):
+        mmkv.wrap(model, "kvzip", 0.5)
