@@ -49,7 +49,7 @@ commands = typer.Typer(
 def eval_command(
     suite: Annotated[
         str,
-        typer.Argument(help="description, mmvet, longbench, needle, cnn_dailymail or xsum."),
+        typer.Argument(help="description, mmvet, longbench, needle, ruler, cnn_dailymail or xsum."),
     ],
     model: _Model = "builtin",
     data: _Data = "builtin",
@@ -79,7 +79,12 @@ def eval_command(
     ] = 25,
     option: _Option = None,
     tasks: Annotated[
-        str | None, typer.Option(help="LongBench tasks, with commas between. [default: all]")
+        str | None,
+        typer.Option(help="Tasks of longbench or ruler, with commas between. [default: all]"),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(min=256, help="Tokens of a prompt of ruler, with its answer. [default: 4096]"),
     ] = None,
     image_folder: _Images = None,
     max_length: Annotated[
@@ -97,8 +102,9 @@ def eval_command(
     A policy's window can be larger than a small budget: such rows hold the reason in `error`, and
     the report counts them; --option window=8 makes it smaller.
     """
+    from .loading import load_model, token_counter
     from .runner import check_arguments
-    from .suites.registry import load_suite
+    from .suites.registry import BUILTIN, SUITES, load_suite
     from .variants import parse_options, split, with_question
 
     chosen = parse_options(option or [])
@@ -106,13 +112,21 @@ def eval_command(
     names, wanted = with_question(split(policies), question), split(metrics)
     check_arguments(names, sizes, wanted, chosen, builtin=data == "builtin")
     only = None if tasks is None else split(tasks)
-    samples = load_suite(suite, data, limit=limit, tasks=only, image_folder=image_folder)
+    counts = suite in SUITES and SUITES[suite].has_length and data != BUILTIN
+    samples = load_suite(
+        suite,
+        data,
+        limit=limit,
+        tasks=only,
+        image_folder=image_folder,
+        length=length,
+        count=token_counter(model) if counts else None,
+    )
     folder = out or Path("runs") / suite
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder} is a file, not a folder")
     check_place(folder)
 
-    from .loading import load_model
     from .processes import find_processes
     from .runner import run
 

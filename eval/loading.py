@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+
+def token_counter(name: str) -> Callable[[str], int]:
+    """How many tokens a text has for a model, by its tokenizer alone.
+
+    Raises:
+        ValueError: no tokenizer can be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    from mmkv.builtin import WEIGHTS
+
+    path = str(WEIGHTS) if name == "builtin" else name
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model {name!r}: no tokenizer: {str(error).splitlines()[0]}") from None
+    tokenizer.model_max_length = 10**9  # no warning: nothing is run on these texts
+    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def load_model(

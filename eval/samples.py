@@ -26,12 +26,17 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What of a suite is asked for, as in `load_suite`; `data` is None for the built-in data."""
+    """What of a suite is asked for, as in `load_suite`; `data` is None for the built-in data.
+
+    `count` says how many tokens a text has.
+    """
 
     data: Path | None = None
     limit: int | None = None
     tasks: list[str] | None = None
     image_folder: Path | None = None
+    length: int | None = None
+    count: Callable[[str], int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

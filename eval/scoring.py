@@ -130,6 +130,11 @@ def contains(text: str, answers: tuple[str, ...], classes: tuple[str, ...] = ())
     return _best(float(f" {words} " in found) for words in wanted if words)
 
 
+def contains_all(text: str, answers: tuple[str, ...], classes: tuple[str, ...] = ()) -> float:
+    """The share of the answers that the text holds, in any case (RULER's string_match_all)."""
+    return sum(answer.lower() in text.lower() for answer in answers) / max(1, len(answers))
+
+
 SCORERS: dict[str, Scorer] = {
     "token_f1": token_f1,
     "rouge_1": partial(rouge, kind="rouge1"),
@@ -141,6 +146,7 @@ SCORERS: dict[str, Scorer] = {
     "edit_similarity": edit_similarity,
     "exact": exact,
     "contains": contains,
+    "contains_all": contains_all,
 }
 
 

@@ -33,7 +33,7 @@ def load(request: Request) -> list[Sample]:
     data, lengths = request.data, LENGTHS
     words: list[str] = []
     if data is not None:
-        words = _read_words(data)
+        words = read_words(data)
         lengths = tuple(size for size in FILE_LENGTHS if size <= len(words))
     samples = []
     for repeat, length, depth in itertools.product(range(REPEATS), lengths, DEPTHS):
@@ -98,7 +98,8 @@ def _insert(parts: list[str], needle: str, depth: float) -> list[str]:
     return [*parts[:place], needle, *parts[place:]]
 
 
-def _read_words(data: Path) -> list[str]:
+def read_words(data: Path) -> list[str]:
+    """The words of a text file, or of all those of a folder. Raises DataError."""
     paths = sorted(data.glob("*.txt")) if data.is_dir() else [data]
     words: list[str] = []
     for path in paths:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmkv.eval.samples import DataError, Request, Sample, open_images, suite_notes
-from mmkv.eval.suites import description, longbench, mmvet, needle
+from mmkv.eval.suites import description, longbench, mmvet, needle, ruler
 from mmkv.eval.suites.summaries import CNN_DAILYMAIL, XSUM
 
 __all__ = ["SUITES", "DataError", "Sample", "Suite", "load_suite", "open_images", "suite_notes"]
@@ -17,12 +17,16 @@ BUILTIN = "builtin"
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite: its name, one line on what it is, its loader, and whether it has several tasks."""
+    """A suite: its name, one line on what it is, its loader, and what may be chosen.
+
+    That is its tasks, and with `has_length` how many tokens a prompt has.
+    """
 
     name: str
     description: str
     load: Callable[[Request], list[Sample]]
     has_tasks: bool = False
+    has_length: bool = False
 
 
 SUITES: dict[str, Suite] = {
@@ -34,6 +38,7 @@ SUITES: dict[str, Suite] = {
             "longbench", "sixteen English tasks over long texts (LongBench)", longbench.load, True
         ),
         Suite("needle", "find one record in a long text, over depth and length", needle.load),
+        Suite("ruler", "needles, variables and common words (RULER)", ruler.load, True, True),
         Suite("cnn_dailymail", "summarise an article (CNN/DailyMail)", CNN_DAILYMAIL.load),
         Suite("xsum", "summarise an article in one sentence (XSum)", XSUM.load),
     )
@@ -47,6 +52,8 @@ def load_suite(
     limit: int | None = None,
     tasks: list[str] | None = None,
     image_folder: Path | None = None,
+    length: int | None = None,
+    count: Callable[[str], int] | None = None,
 ) -> list[Sample]:
     """The samples of a suite, from the built-in data or from published files.
 
@@ -54,8 +61,10 @@ def load_suite(
         name: the suite's.
         data: "builtin", or a path.
         limit: take the first samples; where a suite has tasks, they take turns.
-        tasks: LongBench datasets, or kinds of built-in task.
+        tasks: LongBench datasets, RULER's tasks, or kinds of built-in task.
         image_folder: by default `images` beside the data file, else the file's own folder.
+        length: tokens of a prompt and its answer, for suites that make prompts of any length.
+        count: how many tokens a text has; words by default.
 
     Raises:
         ValueError: the suite, a task or the limit is not possible.
@@ -68,7 +77,11 @@ def load_suite(
     if tasks and not SUITES[name].has_tasks:
         raise ValueError(f"suite {name!r} has no tasks to select from, got {tasks}")
     path = None if str(data) == BUILTIN else Path(data)
+    if length is not None and (path is None or not SUITES[name].has_length):
+        what = "the built-in data" if SUITES[name].has_length else f"suite {name!r}"
+        raise ValueError(f"length={length}: {what} has lengths of its own")
     if path is None and image_folder is not None:
         raise ValueError(f"image folder {image_folder}: the built-in data has its own pictures")
-    request = Request(data=path, limit=limit, tasks=tasks, image_folder=image_folder)
+    sized = {"length": length, "count": count}
+    request = Request(data=path, limit=limit, tasks=tasks, image_folder=image_folder, **sized)
     return SUITES[name].load(request)

@@ -1,0 +1,160 @@
+"""The suite `ruler`: what a prompt holds is what its answers say, whatever the length."""
+
+import json
+import re
+from collections import Counter
+
+import pytest
+
+from mmkv.eval import scoring
+from mmkv.eval.samples import DataError
+from mmkv.eval.suites import ruler
+from mmkv.eval.suites.registry import load_suite
+
+WORDS = [f"word{i}" for i in range(3000)]
+
+
+@pytest.fixture(scope="module")
+def haystack(tmp_path_factory):
+    """A text in which every word is known by its place, and thirty passages."""
+    folder = tmp_path_factory.mktemp("ruler")
+    (folder / "text.txt").write_text(" ".join(WORDS))
+    passages = [
+        {
+            "context": f"Town {i} has {i + 100} doors. " * 4,
+            "qas": [
+                {"question": f"Doors of town {i}?", "answers": [{"text": str(i + 100)}]},
+                {"question": f"Windows of town {i}?", "answers": []},
+            ],
+        }
+        for i in range(30)
+    ]
+    (folder / "squad.json").write_text(json.dumps({"data": [{"paragraphs": passages}]}))
+    return folder
+
+
+def letters(text: str) -> int:
+    """Tokens of four letters."""
+    return len(text) // 4
+
+
+def samples_of(haystack, task, length=1000, count=None, n=6):
+    return load_suite("ruler", haystack, tasks=[task], length=length, count=count, limit=n)
+
+
+@pytest.mark.parametrize("task", list(ruler.TASKS))
+@pytest.mark.parametrize(("length", "count"), [(1000, None), (1800, letters), (4200, letters)])
+def test_prompts_are_as_long_as_asked(haystack, task, length, count):
+    found = samples_of(haystack, task, length, count, n=3)
+    assert found == samples_of(haystack, task, length, count, n=3)
+    assert len({s.prompt for s in found}) == 3
+    for sample in found:
+        tokens = (count or (lambda text: len(text.split())))(sample.prompt)
+        # Passages come whole, thirty of them at the most.
+        least = 0.15 if task == "qa" else 0.93
+        assert least * length <= tokens + sample.max_new_tokens <= length
+        assert sample.prompt.endswith(sample.asked)
+        context = sample.prompt.removesuffix(sample.asked)
+        assert all(answer in context for answer in sample.answers)
+        assert scoring.score(sample, " ".join(sample.answers)) == 1
+
+
+@pytest.mark.parametrize(
+    ("task", "keys", "values", "asked"),
+    [
+        ("niah_single_1", 1, 1, 1),
+        ("niah_single_2", 1, 1, 1),
+        ("niah_single_3", 1, 1, 1),
+        ("niah_multikey_1", 4, 1, 1),
+        ("niah_multikey_2", None, 1, 1),
+        ("niah_multikey_3", None, 1, 1),
+        ("niah_multivalue", 1, 4, 1),
+        ("niah_multiquery", 4, 1, 4),
+    ],
+)
+def test_needles_are_those_of_the_keys_asked_for(haystack, task, keys, values, asked):
+    depths = []
+    for sample in samples_of(haystack, task):
+        context = sample.prompt.removesuffix(sample.question)
+        needles = re.findall(r"One special number for (\S+) is (\S+)\.", context)
+        counted = Counter(key for key, _ in needles)
+        assert set(counted.values()) == {values}
+        assert len(counted) == keys if keys else len(counted) > 30
+        named = re.search(r"numbers for (.*) in the text", sample.question)[1].split(", ")
+        assert len(named) == asked
+        assert Counter(sample.answers) == Counter(v for k, v in needles if k in named)
+        long = task in ("niah_single_3", "niah_multikey_3")
+        assert all(len(answer) == (36 if long else 7) for answer in sample.answers)
+        depths += [context.index(answer) / len(context) for answer in sample.answers]
+        if ruler.TASKS[task][1] == "text":  # the user's own text, in its order
+            places = [int(x) for x in re.findall(r"word(\d+)", context)]
+            assert places == list(range(places[0], places[0] + len(places)))
+    assert min(depths) < 0.4
+    assert max(depths) > 0.6
+
+
+def test_variables_are_those_that_the_chain_gives_the_value(haystack):
+    for sample in samples_of(haystack, "vt"):
+        known = {}
+        for name, other, value in re.findall(r"VAR (\w+) = (?:VAR (\w+)|(\d+))\.", sample.prompt):
+            known[name] = value or known[other]  # each is set before it is read
+        wanted = re.search(r"have the value (\d+)", sample.question)[1]
+        assert {name for name, value in known.items() if value == wanted} == set(sample.answers)
+        assert len(sample.answers) == 5
+
+
+@pytest.mark.parametrize("length", [1000, 4200])
+def test_common_words_are_the_most_common(haystack, length):
+    for sample in samples_of(haystack, "cwe", length, letters):
+        counted = Counter(re.findall(r"\d+\. (\w+)", sample.prompt))
+        times = 30 if length >= 4096 else 10
+        assert {word for word, n in counted.items() if n == times} == set(sample.answers)
+        assert len(sample.answers) == 10
+        assert sorted(counted.values())[-11] == times / 10
+
+
+def test_frequent_words_are_the_most_frequent(haystack):
+    for sample in samples_of(haystack, "fwe"):
+        counted = Counter(sample.prompt.split("\n")[1].split()).most_common(4)
+        assert [word for word, _ in counted[:3]] == list(sample.answers)
+        assert counted[2][1] > counted[3][1]
+
+
+def test_passages_hold_the_answer_among_others(haystack):
+    for sample in samples_of(haystack, "qa"):
+        town = re.search(r"Doors of town (\d+)\?", sample.question)[1]
+        assert sample.answers == (str(int(town) + 100),)
+        assert sample.prompt.count("Passage ") > 5
+        assert sample.prompt.count(f"Town {town} has") == 4
+
+
+def test_the_built_in_form_asks_for_records():
+    found = load_suite("ruler", limit=12)
+    assert [s.task for s in found[:3]] == list(ruler.BUILTIN)
+    for sample in found:
+        assert sample.answers[0] in sample.prompt
+        assert sample.prompt.endswith(sample.asked)
+
+
+def test_what_cannot_be_made_is_said(haystack, tmp_path):
+    with pytest.raises(ValueError, match=r"tasks must be among.*got \['niah'\]"):
+        samples_of(haystack, "niah")
+    with pytest.raises(ValueError, match="length=300: too short for the task cwe"):
+        samples_of(haystack, "cwe", 300)
+    with pytest.raises(ValueError, match="length=500: the built-in data"):
+        load_suite("ruler", length=500)
+    with pytest.raises(ValueError, match="length=500: suite 'needle'"):
+        load_suite("needle", haystack, length=500)
+    (tmp_path / "text.txt").write_text(" ".join(WORDS))
+    assert "qa" not in {s.task for s in load_suite("ruler", tmp_path, limit=12)}
+    with pytest.raises(DataError, match="needs a squad"):
+        samples_of(tmp_path, "qa")
+    (tmp_path / "squad.json").write_text('{"data": [{"paragraphs": 3}]}')
+    with pytest.raises(DataError, match=r"squad\.json: not in SQuAD's format"):
+        load_suite("ruler", tmp_path, limit=12)
+
+
+def test_all_answers_must_be_said():
+    assert scoring.contains_all("Ab, CD!", ("ab", "cd")) == 1
+    assert scoring.contains_all("ab", ("ab", "cd")) == 0.5
+    assert scoring.contains_all("", ("ab",)) == 0
