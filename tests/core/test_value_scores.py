@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -31,6 +32,7 @@ def inputs(*, Q: int = N, softcap: float | None = None, masked: bool = False) ->
     if masked:  # causal with holes, and some tokens ahead
         seen = torch.rand(B, 1, Q, N, generator=torch.Generator().manual_seed(9))
         mask = seen < torch.ones(N, N).tril()[-Q:] * 0.7 + 0.15
+        mask[..., -1] = True  # padding, too, sees a token
     return LayerInputs(
         query=(2 * random(B, H * G, Q, D)).masked_fill(absent[:, :, N - Q :], math.nan),
         key=random(B, H, N, D, seed=1).masked_fill(absent, math.nan),
@@ -115,6 +117,13 @@ def test_nearly_all_attention_on_one_token_keeps_its_digits():
     found = residuals(layer, 1)[0, 0, 0]  # without it, the other two share all attention
     assert float(found[1]) == pytest.approx((5.0 - 2.0) ** 2)
     assert float(found[0]) == pytest.approx((math.exp(-40) * 4) ** 2, rel=1e-3)
+
+
+def test_values_far_from_zero_keep_their_digits():
+    """Only differences of values count."""
+    layer = inputs()
+    far = dataclasses.replace(layer, value=layer.value + 1000)
+    torch.testing.assert_close(residuals(far, N), residuals(layer, N), atol=1e-3, rtol=1e-2)
 
 
 def test_scores_of_chunks_add_up():
