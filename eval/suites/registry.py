@@ -82,6 +82,12 @@ def load_suite(
         raise ValueError(f"length={length}: {what} has lengths of its own")
     if path is None and image_folder is not None:
         raise ValueError(f"image folder {image_folder}: the built-in data has its own pictures")
-    sized = {"length": length, "count": count}
-    request = Request(data=path, limit=limit, tasks=tasks, image_folder=image_folder, **sized)
-    return SUITES[name].load(request)
+    chosen = Request(
+        data=path,
+        limit=limit,
+        tasks=tasks,
+        image_folder=image_folder,
+        length=length,
+        count=count,
+    )
+    return SUITES[name].load(chosen)
