@@ -45,6 +45,7 @@ COLOURS = {
     "defensive": "#7b1fa2",
     "layer-defensive": "#4a148c",
     "kvzip": "#00695c",
+    "kvzip-plus": "#26a69a",
     "mixkv": "#ffca28",
     "tova": "#00bcd4",
 }

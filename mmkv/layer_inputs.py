@@ -105,6 +105,8 @@ class LayerInputs:
         image: bool [B, N], True where an image token stands; None: not known.
         size: float32 [B], tokens kept of each row, mean over layers and heads; None where the score
             does not ask for it (`uses_size`), or no budget says so.
+        hidden: [B, Q, hidden], what the attention block was given where the queries stand; None
+            but for a prompt that is fed again (`mmkv.attach.repetition`).
         layer_idx: which layer.
         rotary: of the last Q tokens; None where the score does not ask for it (`uses_rotary`), and
             where the layer has none.
@@ -122,6 +124,7 @@ class LayerInputs:
     bias: Tensor | None = None
     image: Tensor | None = None
     size: Tensor | None = None
+    hidden: Tensor | None = None
     layer_idx: int = 0
     rotary: Rotary | None = None
     weight: Callable[[], Tensor] | None = None

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmkv.cache import selection
 from mmkv.cache.compressed import CompressedCache
@@ -73,13 +74,32 @@ def run(attachment: Attachment, running: ForwardPass, arguments: dict[str, Any])
         again = {**arguments, "input_ids": None, "attention_mask": None, "past_key_values": None}
         again |= {"use_cache": False}
         again.pop("cache_position", None)
+        hidden: dict[int, Tensor] = {}
+        hooks = [
+            x.register_forward_pre_hook(partial(_enter, hidden, i), with_kwargs=True)
+            for i, x in enumerate(attachment.parts.attentions)
+        ]
         try:
             for piece in _pieces(decoder, cache, embeds, positions):
-                running.collector = _Repeater(cache, running, piece)
+                running.collector = _Repeater(cache, running, piece, hidden)
                 places = piece.positions if len(piece.positions) > 1 else piece.positions[0]
                 decoder.forward(**{**again, "inputs_embeds": piece.embeds, "position_ids": places})
         finally:
             running.collector = None
+            for hook in hooks:
+                hook.remove()
+
+
+def _enter(
+    hidden: dict[int, Tensor],
+    layer_idx: int,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Remember what a layer's attention is given."""
+    hidden.clear()
+    hidden[layer_idx] = args[0] if args else kwargs["hidden_states"]
 
 
 def _given(
@@ -136,8 +156,14 @@ def _moved(positions: Tensor, at: Tensor, present: Tensor, asked: int) -> Tensor
 class _Repeater:
     """Attends to what the layers hold, and scores the tokens that are repeated."""
 
-    def __init__(self, cache: CompressedCache, running: ForwardPass, piece: Piece) -> None:
-        self.cache, self.running, self.piece = cache, running, piece
+    def __init__(
+        self,
+        cache: CompressedCache,
+        running: ForwardPass,
+        piece: Piece,
+        hidden: dict[int, Tensor],
+    ) -> None:
+        self.cache, self.running, self.piece, self.hidden = cache, running, piece, hidden
 
     def add(
         self,
@@ -197,6 +223,7 @@ class _Repeater:
             valid=torch.cat([apart, present, here], dim=1),
             scale=scale,
             softcap=softcap,
+            hidden=self.hidden[layer_idx],
         )
         found = selection.importance(policy, inputs, [0] * B)[..., n : n + tokens.shape[1]]
         scores = held.scores

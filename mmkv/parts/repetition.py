@@ -26,10 +26,12 @@ class Repetition(Score):
         instruction: ids of tokens before the repetition, with blanks between: the tokenizer's for
             "Repeat the previous context exactly." and what begins a reply; None for none.
         repeated: tokens repeated at a time, 1 or more.
+        outputs: weigh attention by what it adds to the residual stream (KVzip+).
     """
 
     instruction: str | None = None
     repeated: int = 2048
+    outputs: bool = False
     combines = "max"
     repeats = True
 
@@ -70,4 +72,4 @@ class Repetition(Score):
         """Of sinks, a part of the prompt, and its repetition, whose queries these are."""
         from mmkv.repetition import most_attention
 
-        return most_attention(layer)
+        return most_attention(layer, outputs=self.outputs)

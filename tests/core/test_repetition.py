@@ -17,14 +17,18 @@ from mmkv.repetition import most_attention
 L, H, G = 3, 2, 2
 
 
-def test_the_most_attention_of_any_query() -> None:
+@pytest.mark.parametrize("outputs", [False, True])
+def test_the_most_attention_of_any_query(outputs) -> None:
     torch.manual_seed(0)
     B, Q, N, D = 2, 6, 17, 8
     query, key = 2 * torch.randn(B, H * G, Q, D), 2 * torch.randn(B, H, N, D)
     valid = torch.rand(B, N) > 0.2
     valid[:, -2] = True
-    layer = LayerInputs(query=query, key=key, value=key, valid=valid, scale=0.5, softcap=3.0)
-    found = most_attention(layer)
+    hidden = torch.randn(B, Q, 12).masked_fill(~valid[:, -Q:, None], 0.0)
+    weight, value = torch.randn(H * G, 12, D), torch.randn(B, H, N, D)
+    given = {"query": query, "key": key, "value": value, "valid": valid, "hidden": hidden}
+    layer = LayerInputs(**given, scale=0.5, softcap=3.0, weight=lambda: weight)
+    found = most_attention(layer, outputs=outputs)
     for b in range(B):
         for h in range(H):
             most = torch.zeros(N)
@@ -34,21 +38,33 @@ def test_the_most_attention_of_any_query() -> None:
                     continue
                 for g in range(G):
                     logits = 3 * torch.tanh(key[b, h] @ query[b, h * G + g, i] * 0.5 / 3)
-                    most = most.maximum(logits.masked_fill(~seen, -torch.inf).softmax(-1))
+                    a = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+                    if outputs:
+                        a *= (value[b, h] @ weight[h * G + g].T).norm(dim=-1) / hidden[b, i].norm()
+                    most = most.maximum(a)
             torch.testing.assert_close(found[b, h], most)
 
 
 def test_queries_are_looked_at_some_at_a_time(monkeypatch) -> None:
     torch.manual_seed(1)
     query, key = torch.randn(1, H * G, 9, 8), torch.randn(1, H, 20, 8)
-    layer = LayerInputs(query=query, key=key, value=key, valid=torch.ones(1, 20) > 0)
-    whole = most_attention(layer)
+    given = {"query": query, "key": key, "value": key, "valid": torch.ones(1, 20) > 0}
+    weight = torch.randn(H * G, 12, 8)
+    layer = LayerInputs(**given, hidden=torch.randn(1, 9, 12), weight=lambda: weight)
+    whole = [most_attention(layer, outputs=outputs) for outputs in (False, True)]
     monkeypatch.setattr("mmkv.repetition.tile", lambda device: H * G * 20 * 2)
-    torch.testing.assert_close(most_attention(layer), whole)
+    torch.testing.assert_close(most_attention(layer), whole[0])
+    torch.testing.assert_close(most_attention(layer, outputs=True), whole[1])
 
 
-def repeated_scores(model, embeds, size, asked, sinks=4):
+def repeated_scores(model, embeds, size, asked, plus=False, sinks=4):
     """[L][H] of a score for each token: the plain model is fed its prompt again, piece by piece."""
+    given, attentions = {}, [x.self_attn for x in model.get_decoder().layers]
+    for i, x in enumerate(attentions):
+        x.register_forward_pre_hook(
+            lambda m, args, kwargs, i=i: given.update({i: kwargs["hidden_states"][0]}),
+            with_kwargs=True,
+        )
     N = embeds.shape[1]
     before = model.get_decoder()(inputs_embeds=embeds, use_cache=True).past_key_values
     ahead = model.get_input_embeddings()(torch.tensor([asked], dtype=torch.long))
@@ -66,6 +82,11 @@ def repeated_scores(model, embeds, size, asked, sinks=4):
         shared = [j for j in range(N + R) if start <= j < stop or j >= N or j < min(sinks, start)]
         for i, a in enumerate(out.attentions):  # [1, Hq, R, N + R]
             a = a[0] / a[0][..., shared].sum(-1, keepdim=True)
+            if plus:
+                values = before.layers[i].values[0].repeat_interleave(G, dim=0)  # [Hq, N, D]
+                of_heads = attentions[i].o_proj.weight.split(values.shape[-1], dim=1)
+                for g, w in enumerate(of_heads):
+                    a[g, :, :N] *= (values[g] @ w.T).norm(dim=-1) / given[i].norm(dim=-1)[:, None]
             for h in range(H):
                 most = a[h * G : (h + 1) * G].amax((0, 1)).tolist()
                 scores[i][h][start:stop] = most[start:stop]
@@ -90,7 +111,8 @@ def best_of_all(scores, total, sinks=4):
 
 @pytest.mark.parametrize("name", ["llama", "llava-llama"])
 @pytest.mark.parametrize(("size", "asked"), [(2048, []), (19, [7, 8, 9])])
-def test_what_is_kept_is_what_repeating_asks_for(name, size, asked) -> None:
+@pytest.mark.parametrize("policy", ["kvzip", "kvzip-plus"])
+def test_what_is_kept_is_what_repeating_asks_for(policy, name, size, asked) -> None:
     """Pictures are repeated by the embeddings that the decoder was given."""
     model, inputs = make_model(name, "eager"), make_inputs(name, (60,))
     seen = []
@@ -106,9 +128,9 @@ def test_what_is_kept_is_what_repeating_asks_for(name, size, asked) -> None:
         model(**inputs, use_cache=False)
     hook.remove()
     with torch.no_grad():
-        scores = repeated_scores(model, seen[0], size, asked)
+        scores = repeated_scores(model, seen[0], size, asked, policy == "kvzip-plus")
     options = {"repeated": size, "instruction": " ".join(map(str, asked)) or None}
-    with mmkv.wrapped(model, "kvzip", 0.3, **options), torch.no_grad():
+    with mmkv.wrapped(model, policy, 0.3, **options), torch.no_grad():
         cache = model(**inputs, use_cache=True).past_key_values
     want = best_of_all(scores, H * round(0.3 * L * 60))
     for i in range(L):

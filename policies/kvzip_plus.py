@@ -1,0 +1,22 @@
+"""KVzip+: KVzip's attention, by what it adds to the residual stream.
+
+Jegou and Jeblick, "KVzap: Fast, Adaptive, and Faithful KV Cache Pruning", arXiv 2601.07891, and
+https://github.com/NVIDIA/kvpress, `kvzip_press.py`: A_ij ||W_O v_j|| / ||h_i|| of each query head,
+where h_i, as in that code, is what the attention block is given, behind its norm.
+"""
+
+from dataclasses import dataclass
+
+from mmkv.parts.repetition import Repetition
+from mmkv.policies.kvzip import KVzip
+from mmkv.policy import Score
+from mmkv.registry import register_policy
+
+
+@register_policy("kvzip-plus")
+@dataclass(frozen=True, kw_only=True)
+class KVzipPlus(KVzip):
+    """Keep what adds most while the model repeats the prompt; one ranking over all heads."""
+
+    paper = "KVzap, arXiv 2601.07891"
+    score: Score = Repetition(outputs=True)
