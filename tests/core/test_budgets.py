@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import mmkv
 from helpers.marks import slow_except
 from helpers.models import IMAGE, IMAGE_TOKENS, VOCAB, make_inputs, make_model, row_of
-from helpers.oracle import generate, top
+from helpers.oracle import USUAL, generate, top
 from mmkv.cache.selection import row_sizes
 
 L, H, G = 3, 2, 2
@@ -238,7 +238,7 @@ def test_a_budget_too_small_for_what_must_stay_is_said(text_model, caplog):
     assert cache.report().notes == []
 
 
-@pytest.mark.parametrize("policy", mmkv.list_policies())
+@pytest.mark.parametrize("policy", slow_except(mmkv.list_policies(), *USUAL))
 def test_protected_text_above_the_budget_stays_in_every_turn(models, policy):
     """The demo's second turn: the text of both is more than a fifth of the tokens seen."""
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (40,))

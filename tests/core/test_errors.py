@@ -10,8 +10,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralCon
 from transformers import MistralForCausalLM as Mistral
 
 import mmkv
+from helpers.marks import slow_except
 from helpers.models import PAD, make_inputs, make_model, row_of
-from helpers.oracle import generate, short
+from helpers.oracle import USUAL, generate, short
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_bad_batches_are_refused(text_model):
             text_model(input_ids=inputs["input_ids"][:, :3], past_key_values=cache)
 
 
-@pytest.mark.parametrize("policy", mmkv.list_policies())
+@pytest.mark.parametrize("policy", slow_except(mmkv.list_policies(), *USUAL))
 def test_a_prompt_shorter_than_the_budget_loses_nothing(text_model, policy):
     inputs = make_inputs("llama", (10,))
     plain, *_ = generate(text_model, inputs, new=4)
@@ -166,7 +167,7 @@ def test_a_prompt_shorter_than_the_budget_loses_nothing(text_model, policy):
     ) in cache.report().notes[0]
 
 
-@pytest.mark.parametrize("policy", mmkv.list_policies())
+@pytest.mark.parametrize("policy", slow_except(mmkv.list_policies(), *USUAL))
 def test_a_one_token_prompt(text_model, policy):
     inputs = make_inputs("llama", (1,))
     plain, *_ = generate(text_model, inputs, new=3)

@@ -15,7 +15,7 @@ from helpers.marks import slow_except
 from helpers.masking import masked_logits
 from helpers.memory import storages
 from helpers.models import clone, make_inputs, make_model, row_of
-from helpers.oracle import DECODERS, ROWS, VARIANTS, Variant, generate, options_of, short
+from helpers.oracle import DECODERS, ROWS, USUAL, VARIANTS, Variant, generate, options_of, short
 
 # For `make test`, beside the policies themselves: what edits the pairs that are kept.
 MERGED = ("prefixkv-merge=position", "prefixkv-reposition=True-distance=4", "adakv-reposition=True")
@@ -23,7 +23,7 @@ MERGED = ("prefixkv-merge=position", "prefixkv-reposition=True-distance=4", "ada
 
 @pytest.mark.parametrize("rows", slow_except(ROWS, "padded"))
 @pytest.mark.parametrize("name", slow_except(["llama-mha", "llava-llama"], "llava-llama"))
-@pytest.mark.parametrize("variant", slow_except(VARIANTS, *mmkv.list_policies(), *MERGED), ids=str)
+@pytest.mark.parametrize("variant", slow_except(VARIANTS, *USUAL, *MERGED), ids=str)
 def test_eviction_equals_masking(models, variant, name, rows):
     """The definition of correct: evicting is masking, in the prefill's set and in every step's."""
     model, inputs = models(name), make_inputs(name, ROWS[rows])
@@ -116,7 +116,9 @@ def test_batch_equals_singles(models, variant):
                     assert (x[b][:, y.shape[-1] :] == -1).all()
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.budget is not None], ids=str)
+@pytest.mark.parametrize(
+    "variant", slow_except([v for v in VARIANTS if v.budget is not None], *USUAL), ids=str
+)
 def test_budget_is_spent_exactly(models, variant):
     """The prefill keeps round(budget * L * N) tokens per head, whatever the layers and heads."""
     if variant.policy == "full":

@@ -18,7 +18,7 @@ import mmkv
 from helpers.marks import slow_except
 from helpers.masking import masked_logits, pairs_of
 from helpers.models import IMAGE, clone, ending, make_inputs, make_model
-from helpers.oracle import generate, short
+from helpers.oracle import USUAL, generate, short
 
 MODELS = {name: make_model(name) for name in ("llama", "llama-mha", "llama-mqa", "llava-llama")}
 OPTIONS = {
@@ -156,7 +156,7 @@ def test_scores_that_are_no_numbers(policy, share, odd):
     assert report.retained is None or 0 <= report.retained <= 1
 
 
-@pytest.mark.parametrize("policy", mmkv.list_policies())
+@pytest.mark.parametrize("policy", slow_except(mmkv.list_policies(), *USUAL))
 def test_a_model_that_has_overflowed(policy):
     """Attention that is NaN throughout: the same NaN as without us, and the budget."""
     model, inputs = make_model("llama"), make_inputs("llama", (60, 33))

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import mmkv
+from helpers.marks import slow_except
 from helpers.models import make_inputs, make_model, row_of
-from helpers.oracle import short
+from helpers.oracle import USUAL, short
 from mmkv.eval.perplexity import drops_nothing, perplexity, score_answers
 
 LENGTHS = (40, 31, 52)
@@ -57,7 +58,7 @@ def test_plain_model_equals_its_definition(model, inputs, one_pass):
     assert scored.nll == pytest.approx(plain_nll(model, inputs, ANSWERS), rel=1e-5)
 
 
-@pytest.mark.parametrize("policy", mmkv.list_policies())
+@pytest.mark.parametrize("policy", slow_except(mmkv.list_policies(), *USUAL))
 def test_full_budget_gives_the_plain_models_perplexity(model, inputs, policy):
     expected = perplexity(plain_nll(model, inputs, ANSWERS), [5, 1, 8])
     with mmkv.wrapped(model, policy, 1.0, **short(policy)):

@@ -112,6 +112,8 @@ def _decoding(policy: Policy) -> Any:
 READING, DECODING = _distinct(VARIANTS, _reading), _distinct(REPLAYED, _decoding)
 # Policies that decode in different ways.
 DECODERS = [v.policy for v in DECODING if not v.options and v.budget == 0.3]
+# For `make test`: these, and one of each way to size layers and heads.
+USUAL = sorted({*DECODERS, "adakv", "prefixkv", "snapkv", "squeeze", "vlcache", "xkv"})
 
 
 def generate(model, inputs, new=NEW, **kwargs):
