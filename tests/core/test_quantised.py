@@ -177,7 +177,9 @@ def test_bytes_fall_accordingly(kv_dtype, bits_each):
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 120}
     model = LlamaForCausalLM(LlamaConfig(**shape, **heads)).bfloat16().eval()
     inputs = make_inputs("llama", (300,))
-    before = {id(x) for x in gc.get_objects() if type(x) is torch.Tensor}
+    gc.collect()
+    known = [x for x in gc.get_objects() if type(x) is torch.Tensor]  # held: ids are not reused
+    before = {id(x) for x in known}
     with mmkv.wrapped(model, "streaming", 100, kv_dtype=kv_dtype):
         *_, cache, _ = generate(model, inputs, new=4)
     numbers = 2 * 2 * 2 * (100 + 1) * 128  # layers, heads, keys and values, slots, head_dim

@@ -16,6 +16,7 @@ SIZES = {
     "mmvet": 48,
     "longbench": 70,
     "needle": 40,
+    "ruler": 60,
     "cnn_dailymail": 20,
     "xsum": 20,
 }
