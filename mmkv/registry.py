@@ -121,15 +121,23 @@ def list_parts(kind: str) -> dict[str, type[Part]]:
 def option_types(cls: type[Policy]) -> dict[str, Any]:
     """What a policy may be given, with annotations: its options, parts, and all parts' options."""
     found: dict[str, Any] = {}
+    own = cls.hints()
     for field in fields(cls):
-        found[field.name] = cls.hints()[field.name]
+        found[field.name] = own[field.name]
         if field.name in KINDS:
             parts = list_parts(field.name)
             names = [*parts, *(["none"] if field.name in OPTIONAL else [])]
             found[field.name] = Literal[tuple(names)]  # type: ignore[valid-type]
             for part in parts.values():
-                found |= {f.name: get_type_hints(part)[f.name] for f in fields(part)}
+                found |= _types(part)
     return found
+
+
+@cache
+def _types(part: type[Part]) -> dict[str, Any]:
+    """The annotations of a part's options."""
+    hints = get_type_hints(part)
+    return {f.name: hints[f.name] for f in fields(part)}
 
 
 def _key(name: str) -> str:
