@@ -137,7 +137,7 @@ def test_a_package_is_found_by_its_entry_points(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
-        "True ['adaptive', 'calibrated', 'profile', 'uniform']",
+        "True ['adaptive', 'calibrated', 'global', 'profile', 'uniform']",
         "ValueNorm(last=3)",
     ]
 
