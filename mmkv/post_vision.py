@@ -76,11 +76,12 @@ def density(layer: LayerInputs, threshold: float = 0.01, block: int = 64) -> Ten
     assert mask is not None
     large = seen = torch.zeros(B, device=layer.key.device)
     scale = D**-0.5 if layer.scale is None else layer.scale
+    key = layer.key.float()[:, :, None].mT
     with autocast_off(layer.key):
         for start in range(0, Q, block):
             rows = layer.query[:, :, start : start + block].float() * scale
             sees = mask[:, :, start : start + block].expand(B, H, -1, N)[:, :, None]
-            logits = rows.unflatten(1, (H, -1)) @ layer.key.float()[:, :, None].mT
+            logits = rows.unflatten(1, (H, -1)) @ key
             if layer.softcap is not None:
                 logits = layer.softcap * torch.tanh(logits / layer.softcap)
             if layer.bias is not None:
