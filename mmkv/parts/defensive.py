@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mmkv.parts import Score, register_part
+from mmkv.parts import register_part
 from mmkv.parts.checks import at_least, share
+from mmkv.parts.scoring import Windowed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @register_part("defensive")
 @dataclass(frozen=True, kw_only=True)
-class DefensiveAttention(Score):
+class DefensiveAttention(Windowed):
     """The most that any of the last queries found in a token (DefensiveKV, arXiv 2510.13334).
 
     Options:
@@ -45,17 +46,3 @@ class DefensiveAttention(Score):
         return defensive_scores(
             layer, window=self.window, kernel_size=self.kernel_size, share=self.mass
         )
-
-    @property
-    def observed(self) -> int:
-        """The window."""
-        return self.window
-
-    def observing(self, last: int) -> Score:
-        """With another window."""
-        return replace(self, window=last)
-
-    @property
-    def queries(self) -> int:
-        """Those of the window."""
-        return self.window

@@ -46,6 +46,26 @@ class PerHead(Score):
         return self.average_heads
 
 
+class Windowed(Score):
+    """A score by the last `window` queries, whose own tokens are always kept."""
+
+    window: int
+
+    @property
+    def observed(self) -> int:
+        """The window."""
+        return self.window
+
+    def observing(self, last: int) -> Score:
+        """With another window."""
+        return replace(self, window=last)
+
+    @property
+    def queries(self) -> int:
+        """Those of the window."""
+        return self.window
+
+
 def _attention_alone(policy: Policy, **options: Any) -> None:
     """Refuse options that weigh attention where decoding goes on by attention alone.
 
@@ -62,7 +82,7 @@ def _attention_alone(policy: Policy, **options: Any) -> None:
 
 @register_part("window")
 @dataclass(frozen=True, kw_only=True)
-class WindowAttention(PerHead):
+class WindowAttention(Windowed, PerHead):
     """Attention from the prompt's last queries (SnapKV, arXiv 2404.14469, section 4).
 
     Options:
@@ -135,20 +155,6 @@ class WindowAttention(PerHead):
             weights=weights,
             **layer.attention,
         )
-
-    @property
-    def observed(self) -> int:
-        """The window."""
-        return self.window
-
-    def observing(self, last: int) -> Score:
-        """With another window."""
-        return replace(self, window=last)
-
-    @property
-    def queries(self) -> int:
-        """Those of the window."""
-        return self.window
 
 
 @register_part("accumulated")
