@@ -88,6 +88,7 @@ DECODERS: dict[str, Decoder] = {
     ),
     "gpt_neox": Decoder(attention="attention", cache="layer_past", output="dense"),
     "llama": _PLAIN,
+    "ministral3": Decoder(rotary="its queries are scaled by their position"),
     "mistral": _PLAIN,
     "mixtral": _PLAIN,
     "opt": Decoder(output="out_proj", rotary="it has learned positions"),
@@ -96,6 +97,7 @@ DECODERS: dict[str, Decoder] = {
     "qwen2_5_vl_text": _MULTIMODAL,
     "qwen2_vl_text": _MULTIMODAL,
     "qwen3": _PLAIN,
+    "qwen3_vl_moe_text": _MULTIMODAL,
     "qwen3_vl_text": _MULTIMODAL,
 }
 
@@ -131,6 +133,7 @@ MODELS: dict[str, Model] = {
     "LlavaNextForConditionalGeneration": Model(("llama", "mistral", "qwen2"), _IMAGE),
     "LlavaOnevisionForConditionalGeneration": Model(("qwen2",), _IMAGE_AND_VIDEO),
     "MistralForCausalLM": Model(("mistral",)),
+    "Mistral3ForConditionalGeneration": Model(("ministral3", "mistral"), _IMAGE),
     "MixtralForCausalLM": Model(("mixtral",)),
     "OPTForCausalLM": Model(("opt",)),
     "PaliGemmaForConditionalGeneration": Model(("gemma", "gemma2"), _IMAGE),
@@ -140,6 +143,7 @@ MODELS: dict[str, Model] = {
     "Qwen2VLForConditionalGeneration": Model(("qwen2_vl_text",), _IMAGE_AND_VIDEO),
     "Qwen3ForCausalLM": Model(("qwen3",)),
     "Qwen3VLForConditionalGeneration": Model(("qwen3_vl_text",), _IMAGE_AND_VIDEO),
+    "Qwen3VLMoeForConditionalGeneration": Model(("qwen3_vl_moe_text",), _IMAGE_AND_VIDEO),
     "SmolVLMForConditionalGeneration": Model(("llama",), _IMAGE),
 }
 

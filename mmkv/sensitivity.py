@@ -195,14 +195,18 @@ def _extended(config: Any, mask: Tensor | None, reply: Tensor) -> Tensor | None:
     """A prompt's mask with the reply behind it, for models that count positions by it.
 
     Raises:
-        ValueError: padding, where the model has MRoPE and would count it before the reply alone.
+        ValueError: padding, where the model would count it, and what it counts matters: with MRoPE,
+            and where queries are scaled by their position.
     """
     if mask is None:
         return None
-    if "mrope_section" in (getattr(config, "rope_parameters", None) or {}):
+    rope = getattr(config, "rope_parameters", None) or {}
+    for name, what in (("mrope_section", "MRoPE"), ("llama_4_scaling_beta", "scaled queries")):
+        if name not in rope:
+            continue
         if not bool(mask.all()):
             raise ValueError(
-                "calibrate: padded prompts of a model with MRoPE: give them one by one"
+                f"calibrate: padded prompts of a model with {what}: give them one by one"
             )
         return None
     return pad(mask, (0, reply.shape[1]), value=1)

@@ -378,7 +378,7 @@ class TestMeasure:
         model = copy.deepcopy(zoo.model_of(name))
         model.generation_config.eos_token_id = None
         never = model.generation_config.suppress_tokens or []
-        by_itself = "mrope" in str(model.config)
+        by_itself = any(x in str(model.config) for x in ("mrope", "llama_4_scaling_beta"))
         inputs, again = zoo.inputs_of(model, "one" if by_itself else "padded"), []
         costs = sensitivity._Probe.costs
 

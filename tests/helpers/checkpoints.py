@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from helpers import zoo
+from helpers import configs, zoo
 
 TOWER = "clip-tiny"
 
@@ -38,7 +38,7 @@ def write_original(
     weights = {original(k): v.clone() for k, v in native.state_dict().items()}
     text = native.config.text_config.to_dict()
     config = {k: text[k] for k in ("rms_norm_eps", "hidden_act") if k in text}
-    config |= {k: v for k, v in zoo.TEXT.items() if k != "pad_token_id"}
+    config |= {k: v for k, v in configs.TEXT.items() if k != "pad_token_id"}
     config |= {
         "_name_or_path": "../../somewhere",
         "architectures": ["LlavaLlamaForCausalLM"],

@@ -9,11 +9,11 @@ import torch
 import transformers as tf
 
 import mmkv
-from helpers import zoo
+from helpers import configs, zoo
 from helpers.marks import slow_except
 from helpers.oracle import measured_similarity, short
 from helpers.reference import fed, generate, recorded, seeing
-from helpers.zoo import FEW, NAMES, SUPPORTED, inputs_of, model_of
+from helpers.zoo import FEW, NAMES, OFTEN, SUPPORTED, inputs_of, model_of
 from mmkv import chat
 
 POLICIES = ["prefixkv", "adakv", "h2o", "streaming", "squeeze", "condense"]
@@ -23,7 +23,7 @@ VISION = [name for name in NAMES if "Conditional" in name]
 def needs_encoder_outputs(model) -> None:
     """Qwen's new pictures come behind old grids, which only encoded ones can."""
     known = inspect.signature(model.forward).parameters
-    if model.config.model_type.startswith("qwen") and "mm_encoder_outputs" not in known:
+    if zoo.has_grids(model) and "mm_encoder_outputs" not in known:
         pytest.skip("this transformers takes no new picture in a later turn of a Qwen model")
 
 
@@ -42,7 +42,7 @@ def decoder_of(name: str) -> torch.nn.Module:
 
 @pytest.mark.parametrize("rows", slow_except(["one", "padded"], "padded"))
 @pytest.mark.parametrize("policy", slow_except(POLICIES, "prefixkv", "condense"))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_except(NAMES, *OFTEN))
 def test_eviction_equals_masking(name, policy, rows):
     if "Falcon" in name and policy == "condense":
         pytest.skip("the reference cannot give Falcon's own attention pairs for its groups")
@@ -175,7 +175,7 @@ def test_a_plain_forward_finds_its_positions(name):
             torch.testing.assert_close(logits, talk(), atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("name", slow_except(VISION, *(n for n in OFTEN if n in VISION)))
 def test_image_and_video_tokens_compete(name):
     """protect="instruction" knows the tokens of pictures and videos; all text stays."""
     model = model_of(name)
@@ -290,7 +290,7 @@ def test_repositioning_or_a_reason(name):
 
 @pytest.mark.parametrize("cls", ["Mistral", "Mixtral", "Phi3"])
 def test_a_model_that_slides_everywhere_is_refused(cls):
-    config = getattr(tf, f"{cls}Config")(**zoo.TEXT, sliding_window=16)
+    config = getattr(tf, f"{cls}Config")(**configs.TEXT, sliding_window=16)
     model = getattr(tf, f"{cls}ForCausalLM")(config).eval()
     with pytest.raises(ValueError, match="nothing to compress"):
         mmkv.wrap(model, "prefixkv", 0.5)
@@ -300,10 +300,10 @@ def test_what_cannot_be_wrapped_says_why():
     bloom = tf.BloomForCausalLM(tf.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=9))
     with pytest.raises(ValueError, match=r"BloomForCausalLM: its ALiBi.*supported: .*Llama"):
         mmkv.wrap(bloom, "prefixkv", 0.5)
-    falcon = tf.FalconForCausalLM(tf.FalconConfig(**zoo.TEXT, alibi=True))
+    falcon = tf.FalconForCausalLM(tf.FalconConfig(**configs.TEXT, alibi=True))
     with pytest.raises(ValueError, match="FalconForCausalLM with alibi=True"):
         mmkv.wrap(falcon, "prefixkv", 0.5)
-    config = tf.LlavaConfig(text_config=tf.Qwen3Config(**zoo.TEXT), vision_config=zoo.CLIP)
+    config = tf.LlavaConfig(text_config=tf.Qwen3Config(**configs.TEXT), vision_config=configs.CLIP)
     llava = tf.LlavaForConditionalGeneration(config)
     with pytest.raises(
         ValueError, match=r"decoder is a Qwen3Model.*decoders: llama, mistral, qwen2"

@@ -1,0 +1,230 @@
+"""The configs of tiny random models, by class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import transformers as tf
+
+IMAGE, VIDEO, PAD, VOCAB = 3, 5, 0, 120
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    # Wide enough for attention to prefer some tokens, as trained models do.
+    "initializer_range": 0.15,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SLIDING = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 24,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+}
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "image_size": 16,
+}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_QWEN3_TOWER = {
+    "hidden_size": 32,
+    "out_hidden_size": 64,
+    "intermediate_size": 48,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1],
+}
+_EXPERTS = {
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+_ANYRES = [[16, 32], [32, 16], [32, 32]]
+
+
+def _text(cls: str, **changes: Any) -> Callable[[], Any]:
+    return lambda: getattr(tf, cls)(**{**TEXT, **changes})
+
+
+def _qwen_vl(prefix: str, vision: dict[str, Any], **text: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        config = getattr(tf, f"{prefix}Config")
+        return config(
+            text_config={**TEXT, "rope_parameters": _MROPE, **text},
+            vision_config={
+                "depth": 2,
+                "num_heads": 2,
+                "patch_size": 4,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+                "in_channels": 3,
+                **vision,
+            },
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+            vision_start_token_id=6,
+            vision_end_token_id=7,
+        )
+
+    return make
+
+
+def _vision(cls: str, tower: Any, text: Any, **options: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        token = {"image_token_id" if cls[:4] in ("Inte", "Idef", "Smol") else "image_token_index"}
+        return getattr(tf, cls)(
+            vision_config=tower, text_config=text(), **dict.fromkeys(token, IMAGE), **options
+        )
+
+    return make
+
+
+def _over(first: Callable[[], Any], text: Callable[[], Any]) -> Callable[[], Any]:
+    """A configuration with another decoder."""
+
+    def make() -> Any:
+        config = first()
+        config.text_config = text()
+        return config
+
+    return make
+
+
+def _siglip(**changes: Any) -> Any:
+    return tf.SiglipVisionConfig(**{**_TOWER, **changes})
+
+
+CLIP = {"model_type": "clip_vision_model", **_TOWER}
+_SIGLIP = {"model_type": "siglip_vision_model", **_TOWER, "vision_use_head": False}
+_PIXTRAL = {"model_type": "pixtral", **_TOWER, "image_size": 32, "head_dim": 16}
+# Queries are scaled by what the position is, from position 20 on.
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 20,
+    "llama_4_scaling_beta": 0.1,
+}
+_FLAT = {"vision_feature_layer": -1}
+
+# A model is "class" or "class:variant".
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "LlamaForCausalLM": _text("LlamaConfig"),
+    "MistralForCausalLM": _text("MistralConfig", sliding_window=None),
+    "MixtralForCausalLM": _text("MixtralConfig", num_local_experts=4),
+    "Qwen2ForCausalLM": _text("Qwen2Config"),
+    "Qwen3ForCausalLM": _text("Qwen3Config", head_dim=16),
+    "Phi3ForCausalLM": _text("Phi3Config", sliding_window=None),
+    "GemmaForCausalLM": _text("GemmaConfig", head_dim=16),
+    "Gemma2ForCausalLM": _text("Gemma2Config", attn_logit_softcapping=5.0, **SLIDING),
+    "Gemma3ForCausalLM": _text("Gemma3TextConfig", **SLIDING),
+    "OPTForCausalLM": _text("OPTConfig", ffn_dim=96, word_embed_proj_dim=64, init_std=0.15),
+    "OPTForCausalLM:post-norm": _text(
+        "OPTConfig", ffn_dim=96, word_embed_proj_dim=32, init_std=0.15, do_layer_norm_before=False
+    ),
+    "GPTNeoXForCausalLM": _text("GPTNeoXConfig"),
+    "GPTNeoXForCausalLM:sequential": _text("GPTNeoXConfig", use_parallel_residual=False),
+    "FalconForCausalLM": _text("FalconConfig", alibi=False, multi_query=True),
+    "FalconForCausalLM:40b": _text(
+        "FalconConfig", alibi=False, new_decoder_architecture=True, num_kv_heads=2
+    ),
+    "LlavaForConditionalGeneration": _vision("LlavaConfig", CLIP, _text("LlamaConfig"), **_FLAT),
+    "LlavaForConditionalGeneration:mistral": _vision(
+        "LlavaConfig", CLIP, _text("MistralConfig", sliding_window=None), **_FLAT
+    ),
+    "LlavaNextForConditionalGeneration": _vision(
+        "LlavaNextConfig", CLIP, _text("LlamaConfig"), image_grid_pinpoints=_ANYRES, **_FLAT
+    ),
+    "LlavaNextForConditionalGeneration:mistral": _vision(
+        "LlavaNextConfig",
+        CLIP,
+        _text("MistralConfig", sliding_window=None),
+        image_grid_pinpoints=_ANYRES,
+        **_FLAT,
+    ),
+    "LlavaOnevisionForConditionalGeneration": _vision(
+        "LlavaOnevisionConfig",
+        _SIGLIP,
+        _text("Qwen2Config"),
+        image_grid_pinpoints=_ANYRES,
+        video_token_index=VIDEO,
+        **_FLAT,
+    ),
+    "Qwen2VLForConditionalGeneration": _qwen_vl(
+        "Qwen2VL", {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
+    ),
+    "Qwen2_5_VLForConditionalGeneration": _qwen_vl(
+        "Qwen2_5_VL",
+        {
+            "hidden_size": 32,
+            "out_hidden_size": 64,
+            "intermediate_size": 48,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+    ),
+    "Qwen3VLForConditionalGeneration": _qwen_vl(
+        "Qwen3VL",
+        _QWEN3_TOWER,
+        head_dim=16,
+    ),
+    "Qwen3VLMoeForConditionalGeneration": _qwen_vl("Qwen3VLMoe", _QWEN3_TOWER, **_EXPERTS),
+    "InternVLForConditionalGeneration": _vision(
+        "InternVLConfig",
+        {**_TOWER, "image_size": [32, 32], "patch_size": [4, 4]},
+        _text("Qwen2Config"),
+        downsample_ratio=0.5,
+    ),
+    "Idefics3ForConditionalGeneration": _vision(
+        "Idefics3Config", {**_TOWER, "image_size": 32}, _text("LlamaConfig"), scale_factor=2
+    ),
+    "SmolVLMForConditionalGeneration": _vision(
+        "SmolVLMConfig", {**_TOWER, "image_size": 32}, _text("LlamaConfig"), scale_factor=2
+    ),
+    "Mistral3ForConditionalGeneration": _vision(
+        "Mistral3Config", _PIXTRAL, _text("MistralConfig", sliding_window=None), **_FLAT
+    ),
+    "Mistral3ForConditionalGeneration:ministral3": _vision(
+        "Mistral3Config",
+        _PIXTRAL,
+        _text("Ministral3Config", head_dim=16, rope_parameters=_YARN),
+        **_FLAT,
+    ),
+    "Gemma3ForConditionalGeneration": _vision(
+        "Gemma3Config", _SIGLIP, _text("Gemma3TextConfig", **SLIDING), mm_tokens_per_image=16
+    ),
+    "PaliGemmaForConditionalGeneration": _vision(
+        "PaliGemmaConfig", _SIGLIP, _text("GemmaConfig", head_dim=16), projection_dim=64
+    ),
+    "PaliGemmaForConditionalGeneration:2": _vision(
+        "PaliGemmaConfig",
+        _SIGLIP,
+        _text("Gemma2Config", attn_logit_softcapping=5.0, **SLIDING),
+        projection_dim=64,
+    ),
+}
+
+
+# Every decoder a class may hold.
+for _name, _decoders in {
+    "InternVL": ("Qwen3", "Llama"),
+    "Llava": ("Qwen2",),
+    "LlavaNext": ("Qwen2",),
+}.items():
+    for _decoder in _decoders:
+        _first = CONFIGS[f"{_name}ForConditionalGeneration"]
+        CONFIGS[f"{_name}ForConditionalGeneration:{_decoder.lower()}"] = _over(
+            _first, _text(f"{_decoder}Config", **({"head_dim": 16} if _decoder == "Qwen3" else {}))
+        )
