@@ -71,6 +71,7 @@ class Policy:
         sinks: how many first tokens are always kept (StreamingLLM).
         recent: the share of a layer's size given to the most recent tokens (H2O: half).
         reposition: give keys consecutive positions inside the cache (StreamingLLM as published).
+        text_prior: tokens of images leave before any other of the prompt does (LOOK-M).
 
     Raises:
         ValueError: an option out of its range, or a combination that means nothing.
@@ -85,6 +86,7 @@ class Policy:
     sinks: int = 0
     recent: float = 0.0
     reposition: bool = False
+    text_prior: bool = False
 
     name: ClassVar[str] = "policy"
     aliases: ClassVar[tuple[str, ...]] = ()
@@ -103,6 +105,11 @@ class Policy:
                 check(field.name, getattr(self, field.name), hints[field.name])
         at_least(0, sinks=self.sinks)
         share(zero=True, recent=self.recent)
+        if self.text_prior and self.decode.name in ("fixed", "least"):
+            raise ValueError(
+                f"text_prior=True lets image tokens leave first, but decode={self.decode.name!r} "
+                "drops tokens whatever they are: leave it out, or use decode='ratio' or 'grow'"
+            )
         for part in self.parts.values():
             part.check(self)
 
@@ -125,9 +132,11 @@ class Policy:
                     f"option {option!r} has no effect on policy {cls.name!r}, where it follows "
                     "from others: remove it"
                 )
-        own = {f.name for f in dataclasses.fields(cls)} - set(KINDS)
+        common = {f.name for f in dataclasses.fields(Policy)} - set(KINDS)
+        own = {f.name for f in dataclasses.fields(cls)} - set(KINDS) - common
         policy = cls.start(**{k: v for k, v in options.items() if k in own})
-        chosen: dict[str, Any] = {}
+        # With the parts they go together with, which may be others than the policy's own.
+        chosen = {k: v for k, v in options.items() if k in common}
         for kind in KINDS:
             before: Part | None = getattr(policy, kind)
             part = before
@@ -156,7 +165,7 @@ class Policy:
 
     @classmethod
     def start(cls: type[P], **own: Any) -> P:
-        """The policy with its own options set, before `of` sets parts and theirs."""
+        """The policy with options that are its alone, before `of` sets parts and the others."""
         return cls(**own)
 
     def flat(self) -> dict[str, Any]:

@@ -249,10 +249,16 @@ def _image_tokens(attachment: Attachment, running: ForwardPass, valid: Tensor) -
     if not tokens:
         return None
     if ids is None or ids.shape != valid.shape:
-        if attachment.plan.policy.protect is not None:
+        policy = attachment.plan.policy
+        if policy.protect is not None or policy.text_prior:
+            asked, less = (
+                ("text_prior=True", "text_prior=False")
+                if policy.protect is None
+                else ("protect='instruction'", "protect='none'")
+            )
             raise ValueError(
-                "protect='instruction' tells text from image tokens by input_ids, and the model "
-                "was given inputs_embeds alone: pass input_ids, or use protect='none'"
+                f"{asked} tells text from image tokens by input_ids, and the model "
+                f"was given inputs_embeds alone: pass input_ids, or use {less}"
             )
         return None
     return torch.isin(ids, torch.tensor(tokens, device=ids.device)).to(valid.device)

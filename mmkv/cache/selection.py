@@ -368,7 +368,22 @@ def ranked(
         latest = (size // 8).clamp(max=policy.merge.newest).minimum(size - must.sum(-1))
         must = must | _last(latest, present & ~must)
     rank = scores.masked_fill(must, float("inf")).masked_fill(~present, float("-inf"))
+    if policy.text_prior:
+        rank = _text_first(rank, prompt.at("image", positions).expand(present.shape))
     return rank, size, protected
+
+
+def _text_first(rank: Tensor, image: Tensor) -> Tensor:
+    """The same ranking with tokens `image`, bool [B, H, U], below all others but those of -inf.
+
+    LOOK-M (arXiv 2406.18139) adds the largest score to those of text. Here places stand for scores,
+    so that sums do not round small ones away.
+    """
+    order = rank.argsort(dim=-1, descending=True, stable=True)
+    order = order.gather(-1, image.gather(-1, order).int().argsort(dim=-1, stable=True))
+    places = torch.arange(rank.shape[-1], 0, -1, device=rank.device, dtype=rank.dtype)
+    found = torch.empty_like(rank).scatter_(-1, order, places.expand_as(rank))
+    return torch.where(rank.isinf(), rank, found)
 
 
 def contested(

@@ -212,3 +212,9 @@ def test_the_score_by_value_is_what_its_formula_says(acme):
                     v = layer.value[0, h, n]
                     moved += float((W[:, g * D : (g + 1) * D] @ v).norm()) / G
                 assert float(found[0, h, n]) == pytest.approx(paid * moved, rel=1e-3)
+
+
+def test_options_of_a_policy_go_with_the_parts_that_are_asked_for():
+    """reposition=True does not go with condense's own groups, but with another merging."""
+    policy = mmkv.get_policy("condense", merge="position", reposition=True)
+    assert (policy.merge.name, policy.reposition) == ("position", True)

@@ -1,0 +1,111 @@
+"""The text prior of LOOK-M: image tokens leave first, against a loop and in later turns."""
+
+import pytest
+import torch
+
+import mmkv
+from helpers.masking import masked_logits
+from helpers.models import IMAGE, make_inputs, make_model
+from helpers.oracle import generate, top
+
+L, H, G = 3, 2, 2
+
+
+def kept_sets(cache, layer, row=0):
+    return [set(head[head >= 0].tolist()) for head in cache.kept(layer)[row]]
+
+
+@pytest.mark.parametrize("budget", [20, 44, 75])
+def test_lookm_adds_the_largest_score_to_those_of_text(budget):
+    """As the paper writes it: A[text] += max(A), then the best and the most recent, half each."""
+    model, inputs = make_model("llava-llama", "eager"), make_inputs("llava-llama", (80,))
+    with torch.no_grad():
+        found = model(**inputs, output_attentions=True, use_cache=False).attentions
+    ids = inputs["input_ids"][0].tolist()
+    with mmkv.wrapped(model, "lookm", budget), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+    N, recent, images = len(ids), budget // 2, set[int]()
+    for layer in range(L):
+        for h in range(H):
+            attention = found[layer][0, h * G : (h + 1) * G].double()
+            scores = [sum(a[i, j].item() for a in attention for i in range(N)) for j in range(N)]
+            largest = max(scores)
+            for j in range(N):
+                scores[j] += largest if ids[j] != IMAGE else 0.0
+            late = set(range(N - recent, N))
+            heavy = [-1.0 if j in late else s for j, s in enumerate(scores)]
+            wanted = top(heavy, budget - recent) | late
+            assert kept_sets(cache, layer)[h] == wanted
+            images |= {j for j in wanted - late if ids[j] == IMAGE}
+    assert bool(images) == (budget == 75), "the budget does not tell text from images"
+
+
+@pytest.mark.parametrize(
+    "policy", ["snapkv", "adakv", "random", "streaming-ratio", "rounds", "groups"]
+)
+def test_any_score_lets_image_tokens_leave_first(policy):
+    """Whatever scores and splits: no image token stays where one of text had to leave."""
+    model, inputs = make_model("llava-llama"), make_inputs("llava-llama", (80, 52))
+    name, options = {
+        "streaming-ratio": ("streaming", {"decode": "ratio", "sinks": 0}),
+        "rounds": ("adakv", {"decode": "rounds", "every": 4, "latest": 2}),
+        "groups": ("snapkv", {"merge": "groups"}),
+    }.get(policy, (policy, {}))
+    window = {"window": 4} if mmkv.get_policy(name).observed else {}
+    with mmkv.wrapped(model, name, 0.6, text_prior=True, **window, **options):
+        logits, tokens, _, held = generate(model, inputs, new=8)
+    merge = mmkv.get_policy(name, **options).merge
+    expected = masked_logits(model, inputs, tokens, held, merge=merge)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    valid = inputs["attention_mask"].bool()
+    image = inputs["input_ids"] == IMAGE
+    lost = 0
+    for kept in held[0]:
+        for b in range(2):
+            text, last = set((valid & ~image)[b].nonzero()[:, 0].tolist()), 80 - 4
+            for head in kept[b]:
+                stays = set(head[head >= 0].tolist())
+                pictures = {j for j in stays if image[b, j] and j < last}
+                assert not pictures or text <= stays or kept.groups is not None
+                lost += len(set(image[b].nonzero()[:, 0].tolist()) - stays)
+    assert lost, "no image token had to leave"
+
+
+def test_the_prior_holds_for_pictures_of_earlier_turns():
+    """A new turn of text alone lets the image tokens of the first turn leave before its own."""
+    model, inputs = make_model("llava-llama"), make_inputs("llava-llama", (80,))
+    more = torch.randint(10, 100, (1, 30), generator=torch.Generator().manual_seed(1))
+    with mmkv.wrapped(model, "lookm", 50):
+        _, tokens, cache, _ = generate(model, inputs, new=3)
+        ids = torch.cat([inputs["input_ids"], tokens, more], dim=1)
+        first = {j for head in kept_sets(cache, 0) for j in head if ids[0, j] == IMAGE}
+        generate(model, {"input_ids": ids}, new=2, past_key_values=cache)
+    assert first, "no image token was left after the first turn"
+    for layer in range(L):
+        for head in kept_sets(cache, layer):
+            assert not {j for j in head if j < 80 and ids[0, j] == IMAGE}
+
+
+def test_a_prompt_without_pictures_is_accumulated_attention():
+    model, inputs = make_model("llama"), make_inputs("llama", (70,))
+    found = []
+    for options in ({}, {"text_prior": False}):
+        with mmkv.wrapped(model, "lookm", 0.3, **options):
+            found.append(generate(model, inputs, new=4))
+    assert torch.equal(found[0][0], found[1][0])
+
+
+@pytest.mark.parametrize(("policy", "decode"), [("h2o", "fixed"), ("tova", "least")])
+def test_decoding_that_drops_by_attention_is_refused(policy, decode):
+    with pytest.raises(ValueError, match=f"text_prior=True .* decode='{decode}'"):
+        mmkv.get_policy(policy, text_prior=True)
+
+
+def test_embeddings_alone_do_not_say_what_is_an_image():
+    model = make_model("llava-llama")
+    embeds = torch.randn(1, 40, 64)
+    with (
+        mmkv.wrapped(model, "lookm", 0.5),
+        pytest.raises(ValueError, match="text_prior=True tells text from image tokens"),
+    ):
+        model(inputs_embeds=embeds, use_cache=True)
