@@ -25,6 +25,7 @@ class Decoder:
         added: the module of a block that the attention's output passes before it is added to the
             residual stream; None where it is added as it is.
         rotary: why keys cannot be turned afterwards, for the error; None where they can.
+        interleaved: whether its rotary embedding turns dimensions 2 i and 2 i + 1 together.
         slides: whether it has layers with a sliding window beside those that are compressed.
         forward: stands in for the attention module's forward, called with the module first, where
             that does not go through transformers' AttentionInterface.
@@ -37,6 +38,7 @@ class Decoder:
     output: str = "o_proj"
     added: str | None = None
     rotary: str | None = None
+    interleaved: bool = False
     slides: bool = False
     forward: Callable[..., Any] | None = None
     refused: tuple[str, str] | None = None
@@ -67,7 +69,8 @@ def _falcon_attention(
 
 
 _PLAIN = Decoder()
-_MULTIMODAL = Decoder(rotary="its rotary positions have three parts")
+_THREE_AXES = "its rotary positions have three parts"
+_MULTIMODAL = Decoder(rotary=_THREE_AXES)
 
 # By `config.model_type` of the decoder.
 DECODERS: dict[str, Decoder] = {
@@ -86,6 +89,8 @@ DECODERS: dict[str, Decoder] = {
         rotary="its layers have two rotary embeddings",
         slides=True,
     ),
+    "glm4v_moe_text": _MULTIMODAL,
+    "glm4v_text": Decoder(added="post_self_attn_layernorm", rotary=_THREE_AXES, interleaved=True),
     "gpt_neox": Decoder(attention="attention", cache="layer_past", output="dense"),
     "llama": _PLAIN,
     "ministral3": Decoder(rotary="its queries are scaled by their position"),
@@ -125,6 +130,8 @@ MODELS: dict[str, Model] = {
     "Gemma3ForCausalLM": Model(("gemma3_text",)),
     "Gemma3ForConditionalGeneration": Model(("gemma3_text",), _IMAGE),
     "GemmaForCausalLM": Model(("gemma",)),
+    "Glm4vForConditionalGeneration": Model(("glm4v_text",), _IMAGE_AND_VIDEO),
+    "Glm4vMoeForConditionalGeneration": Model(("glm4v_moe_text",), _IMAGE_AND_VIDEO),
     "GPTNeoXForCausalLM": Model(("gpt_neox",)),
     "Idefics3ForConditionalGeneration": Model(("llama",), _IMAGE),
     "InternVLForConditionalGeneration": Model(("qwen2", "qwen3", "llama"), _IMAGE),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmkv.layer_inputs import turn
+from mmkv.layer_inputs import Turn, turn
 from mmkv.scores import autocast_off, check_valid
 
 
@@ -17,7 +17,7 @@ def expected_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    ahead: tuple[Tensor, Tensor] | None,
+    ahead: Turn | None,
     *,
     skip: int = 4,
     epsilon: float = 0.02,

@@ -7,10 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Turn(NamedTuple):
+    """What `turn` applies to queries or keys, see there."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,14 +28,24 @@ class Rotary:
     Attributes:
         cos, sin: [B, Q, R]; the first R dimensions of a head are turned, i together with i + R / 2.
         inv_freq: [R / 2], radians per position of each pair.
+        interleaved: dimensions 2 i and 2 i + 1 are turned together instead.
     """
 
     cos: Tensor
     sin: Tensor
     inv_freq: Tensor
+    interleaved: bool = False
 
     @classmethod
-    def of(cls, cos: Tensor, sin: Tensor, inv_freq: Tensor, config: Any = None) -> Rotary:
+    def of(
+        cls,
+        cos: Tensor,
+        sin: Tensor,
+        inv_freq: Tensor,
+        config: Any = None,
+        *,
+        interleaved: bool = False,
+    ) -> Rotary:
         """From a layer's `position_embeddings`; [3, B, Q, R] are the axes of an MRoPE model."""
         if cos.ndim == 4:
             parts = config.rope_parameters["mrope_section"] * 2
@@ -35,13 +53,13 @@ class Rotary:
                 torch.cat([x[i % 3] for i, x in enumerate(y.split(parts, dim=-1))], dim=-1)
                 for y in (cos, sin)
             )
-        return cls(cos, sin, inv_freq)
+        return cls(cos, sin, inv_freq, interleaved)
 
     def undo(self, x: Tensor) -> Tensor:
         """Queries or keys [B, h, Q, D] of these tokens as they were before: float32."""
         # Some models scale cos and sin; a turn back by the same factor undoes it once.
         size = (self.cos.float() ** 2 + self.sin.float() ** 2)[:, None]
-        turned = turn(x, self.cos, -self.sin)
+        turned = turn(x, self.cos, -self.sin, self.interleaved)
         R = self.cos.shape[-1]
         return torch.cat([turned[..., :R] / size, turned[..., R:]], dim=-1)
 
@@ -58,29 +76,41 @@ class Rotary:
         cos, sin = (torch.cat(x, dim=1) for x in ((self.cos, other.cos), (self.sin, other.sin)))
         return replace(self, cos=cos, sin=sin)
 
-    def ahead(self, n: int) -> tuple[Tensor, Tensor]:
+    def ahead(self, n: int) -> Turn:
         """cos and sin [B, 1, R] of the text position `n` behind the last token."""
-        angle = n * self.inv_freq.float().repeat(2)
+        angle = n * self._frequencies()
         return self._turned_on(angle.cos(), angle.sin())
 
-    def mean_ahead(self, n: int) -> tuple[Tensor, Tensor]:
+    def mean_ahead(self, n: int) -> Turn:
         """Means of cos and sin [B, 1, R] over the `n` text positions behind the last token."""
         steps = torch.arange(1, n + 1, device=self.inv_freq.device)[:, None]
-        angle = steps * self.inv_freq.float().repeat(2)
+        angle = steps * self._frequencies()
         return self._turned_on(angle.cos().mean(0), angle.sin().mean(0))
 
-    def _turned_on(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def _frequencies(self) -> Tensor:
+        """Radians per position of each dimension, float32 [R]."""
+        found = self.inv_freq.float()
+        return found.repeat_interleave(2) if self.interleaved else found.repeat(2)
+
+    def _turned_on(self, cos: Tensor, sin: Tensor) -> Turn:
         """The last token's embedding, turned on by an angle of these (or by their means)."""
         old_cos, old_sin = self.cos[:, -1:].float(), self.sin[:, -1:].float()
-        return old_cos * cos - old_sin * sin, old_sin * cos + old_cos * sin
+        cos, sin = old_cos * cos - old_sin * sin, old_sin * cos + old_cos * sin
+        return Turn(cos, sin, self.interleaved)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply a rotary embedding cos, sin [B, Q or 1, R] to x [B, h, Q, D]; float32."""
+def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Apply a rotary embedding cos, sin [B, Q or 1, R] to x [B, h, Q, D]; float32.
+
+    Dimension i is turned together with i + R / 2 or, `interleaved`, 2 i together with 2 i + 1.
+    """
     R = cos.shape[-1]
     turned, rest = x[..., :R].float(), x[..., R:].float()
-    first, second = turned.chunk(2, dim=-1)
-    half = torch.cat([-second, first], dim=-1)
+    if interleaved:
+        half = torch.stack([-turned[..., 1::2], turned[..., ::2]], dim=-1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        half = torch.cat([-second, first], dim=-1)
     turned = turned * cos[:, None].float() + half * sin[:, None].float()
     return torch.cat([turned, rest], dim=-1)
 

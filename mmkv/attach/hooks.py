@@ -161,7 +161,13 @@ def before_attention(
     if not (cache.expects_prompt or cache.observes_replies):
         return
     parts, rows = attachment.parts, len(cache.lengths)
-    rotary = Rotary.of(found[0], found[1], parts.turns_by(), parts.config)
+    rotary = Rotary.of(
+        found[0],
+        found[1],
+        parts.turns_by(),
+        parts.config,
+        interleaved=parts.facts.interleaved,
+    )
     running.rotary[layer_idx] = replace(
         rotary, cos=rotary.cos.expand(rows, -1, -1), sin=rotary.sin.expand(rows, -1, -1)
     )

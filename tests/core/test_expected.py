@@ -123,7 +123,7 @@ def test_what_is_expected_is_the_mean_over_queries_that_are_normal():
     n, scale = 40_000, 0.1
     key = random(1, 1, 6, D, seed=1)
     query = random(1, 1, n, D, seed=2) * 2 + 1
-    cos, sin = rotary_of(torch.tensor([[11]])).ahead(1)
+    cos, sin, _ = rotary_of(torch.tensor([[11]])).ahead(1)
     logits = scale * turn(query, cos, sin)[0, 0] @ key[0, 0].T
     paid = logits.exp().mean(0)
     # Only the last keys can be attended to.

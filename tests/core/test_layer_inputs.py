@@ -21,6 +21,8 @@ CLASSES = [
     "LlavaForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
+    "Glm4vForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration",
 ]
 
 
@@ -101,7 +103,8 @@ def test_queries_and_keys_before_rotary_embedding(name, monkeypatch):
         for found, turned in ((layer.plain_query, q), (layer.plain_key, k)):
             R = turned.shape[-1]  # Some models hand over only the part that is turned.
             torch.testing.assert_close(found[..., :R], turned.float(), atol=1e-4, rtol=1e-4)
-        again = turn(layer.plain_query, layer.rotary.cos, layer.rotary.sin)
+        rotary = layer.rotary
+        again = turn(layer.plain_query, rotary.cos, rotary.sin, rotary.interleaved)
         torch.testing.assert_close(again, layer.query.float(), atol=1e-4, rtol=1e-4)
 
 
@@ -119,7 +122,7 @@ def test_positions_ahead_are_those_of_the_next_tokens(name):
         if k in inputs:
             longer[k] = torch.cat([inputs[k], inputs[k].new_zeros(1, 3)], 1)
     (long, *_), _ = recorded(model, longer)
-    cos, sin = short.rotary.ahead(3)
+    cos, sin, _ = short.rotary.ahead(3)
     torch.testing.assert_close(cos, long.rotary.cos[:, -1:].float(), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(sin, long.rotary.sin[:, -1:].float(), atol=1e-4, rtol=1e-4)
 

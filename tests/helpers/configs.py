@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -45,12 +46,20 @@ _QWEN3_TOWER = {
     "num_position_embeddings": 64,
     "deepstack_visual_indexes": [0, 1],
 }
+_GLM_TOWER = {
+    "hidden_size": 32,
+    "out_hidden_size": 64,
+    "intermediate_size": 48,
+    "image_size": 32,
+}
 _EXPERTS = {
     "head_dim": 16,
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+# Half of each head is turned.
+_HALF = {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
 _ANYRES = [[16, 32], [32, 16], [32, 32]]
 
 
@@ -59,10 +68,13 @@ def _text(cls: str, **changes: Any) -> Callable[[], Any]:
 
 
 def _qwen_vl(prefix: str, vision: dict[str, Any], **text: Any) -> Callable[[], Any]:
+    """A model that is given grids and positions of three axes: Qwen's, and GLM-4.1V."""
+
     def make() -> Any:
         config = getattr(tf, f"{prefix}Config")
         return config(
-            text_config={**TEXT, "rope_parameters": _MROPE, **text},
+            # A copy: a config may write to what it is given.
+            text_config=copy.deepcopy({**TEXT, "rope_parameters": _MROPE, **text}),
             vision_config={
                 "depth": 2,
                 "num_heads": 2,
@@ -181,6 +193,16 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         head_dim=16,
     ),
     "Qwen3VLMoeForConditionalGeneration": _qwen_vl("Qwen3VLMoe", _QWEN3_TOWER, **_EXPERTS),
+    "Glm4vForConditionalGeneration": _qwen_vl("Glm4v", _GLM_TOWER, rope_parameters=_HALF),
+    "Glm4vMoeForConditionalGeneration": _qwen_vl(
+        "Glm4vMoe",
+        _GLM_TOWER,
+        rope_parameters=_HALF,
+        head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    ),
     "InternVLForConditionalGeneration": _vision(
         "InternVLConfig",
         {**_TOWER, "image_size": [32, 32], "patch_size": [4, 4]},

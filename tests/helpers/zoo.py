@@ -38,9 +38,9 @@ _FRAMES_APART = ("qwen3_vl", "qwen3_vl_moe")
 
 
 def has_grids(model: nn.Module) -> bool:
-    """Whether a model is told the grid of each picture, from which positions follow (Qwen)."""
+    """Whether a model is told the grid of each picture, from which positions follow."""
     config = model.config
-    return hasattr(config, "vision_config") and config.model_type.startswith("qwen")
+    return hasattr(config, "vision_config") and config.model_type.startswith(("qwen", "glm"))
 
 
 @dataclass
@@ -60,9 +60,11 @@ def _picture(model: nn.Module, n: int, g: torch.Generator) -> _Picture | None:
         return None
     if has_grids(model):
         t, h, w = [(1, 8, 8), (1, 4, 12), (2, 8, 4)][n % 3]
+        film = t > 1 and not kind.startswith("glm")  # whose videos have a picture's tokens
+        t = 2 if film else 1
         pixels = torch.randn(t * h * w, 3 * 2 * 4 * 4, generator=g)
         grid = torch.tensor([[t, h, w]])
-        if n % 3 == 2:
+        if film:
             inputs = {"pixel_values_videos": pixels, "video_grid_thw": grid}
             return _Picture(VIDEO, t * h * w // 4, inputs, t if kind in _FRAMES_APART else 1)
         return _Picture(IMAGE, t * h * w // 4, {"pixel_values": pixels, "image_grid_thw": grid})
@@ -155,11 +157,14 @@ def next_turn(
     kind = model.config.model_type
     if has_grids(model):
         # Positions need the grids of every turn, the tower only this turn's pixels.
-        if "pixel_values_videos" in more:
-            pixels, grid = more.pop("pixel_values_videos"), more["video_grid_thw"]
-            found = model.get_video_features(pixels, grid, return_dict=True)
-            more["mm_encoder_outputs"] = {"video": found}
-        more.update({k: v for k, v in inputs.items() if k.endswith("grid_thw")})
+        for what, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+            if pixels in more:
+                encode, grid = getattr(model, f"get_{what}_features"), more[f"{what}_grid_thw"]
+                found = encode(more.pop(pixels), grid, return_dict=True)
+                more["mm_encoder_outputs"] = {what: found}
+        for k, old in inputs.items():
+            if k.endswith("grid_thw"):
+                more[k] = torch.cat([old, more[k]]) if k in more else old
     if kind in ("idefics3", "smolvlm") and "pixel_values" in more:
         more["pixel_values"] = more["pixel_values"][None]
     return {
@@ -181,7 +186,7 @@ FEW = (
     "Qwen2_5_VLForConditionalGeneration",
 )
 # Left to `make test-slow` where the others are run by `make test`: each is much like one of them.
-RARE = [name for name in NAMES if name.startswith(("Mistral3For", "Qwen3VLMoe"))]
+RARE = [name for name in NAMES if name.startswith(("Glm4v", "Mistral3For", "Qwen3VLMoe"))]
 OFTEN = [name for name in NAMES if name not in RARE]
 
 
