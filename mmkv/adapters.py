@@ -26,7 +26,8 @@ class Decoder:
             residual stream; None where it is added as it is.
         rotary: why keys cannot be turned afterwards, for the error; None where they can.
         interleaved: whether its rotary embedding turns dimensions 2 i and 2 i + 1 together.
-        slides: whether it has layers with a sliding window beside those that are compressed.
+        others: what its layers beside those that are compressed are: "sliding"; None where there
+            are none.
         forward: stands in for the attention module's forward, called with the module first, where
             that does not go through transformers' AttentionInterface.
         refused: a flag of the config that must not be set, and why.
@@ -39,7 +40,7 @@ class Decoder:
     added: str | None = None
     rotary: str | None = None
     interleaved: bool = False
-    slides: bool = False
+    others: str | None = None
     forward: Callable[..., Any] | None = None
     refused: tuple[str, str] | None = None
 
@@ -71,6 +72,7 @@ def _falcon_attention(
 _PLAIN = Decoder()
 _THREE_AXES = "its rotary positions have three parts"
 _MULTIMODAL = Decoder(rotary=_THREE_AXES)
+_HYBRID = Decoder(rotary=_THREE_AXES, others="linear-attention")
 
 # By `config.model_type` of the decoder.
 DECODERS: dict[str, Decoder] = {
@@ -83,11 +85,11 @@ DECODERS: dict[str, Decoder] = {
         refused=("alibi", "its ALiBi position biases change with the distance"),
     ),
     "gemma": _PLAIN,
-    "gemma2": Decoder(added="post_attention_layernorm", slides=True),
+    "gemma2": Decoder(added="post_attention_layernorm", others="sliding"),
     "gemma3_text": Decoder(
         added="post_attention_layernorm",
         rotary="its layers have two rotary embeddings",
-        slides=True,
+        others="sliding",
     ),
     "glm4v_moe_text": _MULTIMODAL,
     "glm4v_text": Decoder(added="post_self_attn_layernorm", rotary=_THREE_AXES, interleaved=True),
@@ -102,6 +104,8 @@ DECODERS: dict[str, Decoder] = {
     "qwen2_5_vl_text": _MULTIMODAL,
     "qwen2_vl_text": _MULTIMODAL,
     "qwen3": _PLAIN,
+    "qwen3_5_moe_text": _HYBRID,
+    "qwen3_5_text": _HYBRID,
     "qwen3_vl_moe_text": _MULTIMODAL,
     "qwen3_vl_text": _MULTIMODAL,
 }
@@ -148,6 +152,10 @@ MODELS: dict[str, Model] = {
     "Qwen2_5_VLForConditionalGeneration": Model(("qwen2_5_vl_text",), _IMAGE_AND_VIDEO),
     "Qwen2ForCausalLM": Model(("qwen2",)),
     "Qwen2VLForConditionalGeneration": Model(("qwen2_vl_text",), _IMAGE_AND_VIDEO),
+    "Qwen3_5ForCausalLM": Model(("qwen3_5_text",)),
+    "Qwen3_5ForConditionalGeneration": Model(("qwen3_5_text",), _IMAGE_AND_VIDEO),
+    "Qwen3_5MoeForCausalLM": Model(("qwen3_5_moe_text",)),
+    "Qwen3_5MoeForConditionalGeneration": Model(("qwen3_5_moe_text",), _IMAGE_AND_VIDEO),
     "Qwen3ForCausalLM": Model(("qwen3",)),
     "Qwen3VLForConditionalGeneration": Model(("qwen3_vl_text",), _IMAGE_AND_VIDEO),
     "Qwen3VLMoeForConditionalGeneration": Model(("qwen3_vl_moe_text",), _IMAGE_AND_VIDEO),
@@ -182,7 +190,8 @@ class Adapter:
         decoder: the text decoder; its forward sees embeddings, mask and cache.
         config: the decoder's config, which carries the attention implementation.
         layers: its blocks, in order. The residual stream enters a block as its first argument.
-        attentions: the attention module of each block.
+        attentions: the attention module of each block; None for a block that has another (linear
+            attention).
         image_token_ids: stand in `input_ids` for image and video tokens; empty for a text model.
         facts: what is known of this kind of decoder.
     """
@@ -190,7 +199,7 @@ class Adapter:
     decoder: nn.Module
     config: Any
     layers: tuple[nn.Module, ...]
-    attentions: tuple[nn.Module, ...]
+    attentions: tuple[Any, ...]
     image_token_ids: tuple[int, ...]
     facts: Decoder
 
@@ -200,7 +209,10 @@ class Adapter:
         return output if name is None else getattr(self.layers[index], name)(output)
 
     def output_weight(self, index: int) -> Tensor:
-        """The output projection of a block's attention by query head, [Hq, hidden, Dv]."""
+        """The output projection of a block's attention by query head, [Hq, hidden, Dv].
+
+        Without the gate that the attention's output passes before it in some models (Qwen3.5).
+        """
         linear: Any = getattr(self.attentions[index], self.facts.output)
         weight: Tensor = linear.weight
         if type(linear) is not nn.Linear or not weight.is_floating_point():
@@ -345,7 +357,7 @@ def find(model: nn.Module) -> Adapter:
         decoder=decoder,
         config=decoder.config,
         layers=layers,
-        attentions=tuple(getattr(layer, facts.attention) for layer in layers),
+        attentions=tuple(getattr(layer, facts.attention, None) for layer in layers),
         image_token_ids=tuple(token for token in ids if token is not None),
         facts=facts,
     )
@@ -355,11 +367,11 @@ def table() -> list[dict[str, str]]:
     """Every known class: "class", "status" ("supported" or "refused") and "compressed"."""
     rows = []
     for name, model in MODELS.items():
-        slide = [DECODERS[kind].slides for kind in model.decoders]
+        others = {DECODERS[kind].others for kind in model.decoders}
         what = "every layer"
-        if all(slide):
-            what = "layers with full attention; sliding layers are left alone"
-        elif any(slide):
+        if None not in others:
+            what = f"layers with full attention; {others.pop()} layers are left alone"
+        elif len(others) > 1:
             what = "every layer, or those with full attention where others slide"
         rows.append({"class": name, "status": "supported", "compressed": what})
     for name, why in REFUSED.items():

@@ -140,14 +140,14 @@ class Context:
         """Write the context to a safetensors file; `mmkv.load_context` reads it.
 
         Raises:
-            ValueError: some layers have a sliding window, and a cache of their own.
+            ValueError: some layers (sliding, linear attention) have a cache of their own.
         """
         cache, prompt = self.cache, self.cache.prompt
         assert prompt is not None
         if len(cache.compressed) != len(cache.layers):
             raise ValueError(
-                "a context of a model with sliding-window layers cannot be saved: their caches are "
-                "the model's own"
+                "a context of a model with sliding-window or linear-attention layers cannot be "
+                "saved: their caches are the model's own"
             )
         tensors = {f"inputs.{name}": x for name, x in self.inputs.items()}
         tensors |= {f"prompt.{name}": getattr(prompt, name) for name in _MASKS}

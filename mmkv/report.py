@@ -21,7 +21,8 @@ class LayerReport:
 
     Attributes:
         layer: its index in the decoder.
-        compressed: False for a layer with a sliding window of its own, which is left alone.
+        compressed: False for a layer that is left alone: one with a sliding window or with linear
+            attention.
         kept: pairs held now by each head of each row, groups included, [B][H]; [] if not
             compressed.
         groups: how many of them are groups, mean over heads and rows; None without groups.
@@ -154,7 +155,7 @@ class CacheReport:
             counts = [n for row in x.kept for n in row]
             table.add_row(
                 str(x.layer),
-                f"{x.mean_kept:.1f}" if x.compressed else "sliding",
+                f"{x.mean_kept:.1f}" if x.compressed else "left alone",
                 *(["" if x.groups is None else f"{x.groups:.1f}"] if grouped else []),
                 f"{min(counts)}-{max(counts)}" if counts else "",
                 f"{x.nbytes / 1024:.1f}",

@@ -94,6 +94,14 @@ class _Probe(CompressedCache):
     def _evict(self, layer: Any, sizes: list[int], split: Tensor | None = None) -> None:
         """Nothing yet."""
 
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """A reply's states are not kept: written in place they would spoil its gradient."""
+        if self.expects_prompt:
+            return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+        return recurrent_states
+
     def attend(
         self,
         layer_idx: int,

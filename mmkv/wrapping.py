@@ -90,16 +90,17 @@ def wrap(
     compressed = tuple(i for i, x in enumerate(everywhere) if isinstance(x, CompressedLayer))
     n_layers = len(compressed)
     if n_layers == 0:
+        window = getattr(parts.config, "sliding_window", None)
         raise ValueError(
             f"every layer of this {type(model).__name__} has a sliding window "
-            f"(sliding_window={parts.config.sliding_window}) and keeps its own cache small: "
+            f"(sliding_window={window}) or linear attention, and keeps its own cache small: "
             "there is nothing to compress"
         )
     if chosen.score.repeats and n_layers < len(everywhere):
         raise ValueError(
             f"score={chosen.score.name!r} feeds the prompt again to layers that still hold it, and "
             f"{len(everywhere) - n_layers} of {len(everywhere)} layers of this "
-            f"{type(model).__name__} have a sliding window: use another score"
+            f"{type(model).__name__} have a sliding window or linear attention: use another score"
         )
     if chosen.score.repeats and not hasattr(parts.decoder, "rotary_emb"):
         raise ValueError(

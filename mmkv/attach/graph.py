@@ -51,7 +51,7 @@ def refusal(model: nn.Module, cache: Any, config: Any) -> str | None:
     if len(set(getattr(model, "hf_device_map", {"": device}).values())) > 1:
         return "the model is split over several devices"
     if not all(isinstance(x, CompressedLayer) for x in cache.layers):
-        return "some layers have a sliding window and a cache of their own"
+        return "some layers have a sliding window or linear attention, and a cache of their own"
     if cache.observes_replies:
         return f"decode={cache.plan.policy.decode.name!r}: rounds of generated tokens are scored"
     if config.max_new_tokens is not None and config.max_new_tokens < LEAST_STEPS:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from mmkv.cache import selection
 from mmkv.cache.config import CacheConfig
@@ -40,7 +40,7 @@ class CompressedCache(Cache):
     """A key-value cache that keeps what a policy finds worth keeping.
 
     `model.generate` on a wrapped model makes one; `return_dict_in_generate=True` returns it as
-    `past_key_values`. Layers with a sliding window of their own are plain and left alone.
+    `past_key_values`. Layers with a sliding window or linear attention are left alone.
 
     Args:
         config: the decoder's config.
@@ -387,7 +387,7 @@ class CompressedCache(Cache):
         `get_seq_length` does.
 
         Raises:
-            ValueError: no such layer, one with a sliding window, which is not compressed, or
+            ValueError: no such layer, one that is not compressed (sliding, linear attention), or
                 nothing was run.
         """
         return self._compressed_layer(layer).kept()
@@ -401,7 +401,7 @@ class CompressedCache(Cache):
                 included; -1 for tokens that are kept as they are, gone, or padding.
 
         Raises:
-            ValueError: no such layer, one with a sliding window, which is not compressed, or
+            ValueError: no such layer, one that is not compressed (sliding, linear attention), or
                 nothing was run.
         """
         found = self._compressed_layer(layer).keeping()
@@ -415,7 +415,7 @@ class CompressedCache(Cache):
         gone or padding: over tokens they add up to the pairs held.
 
         Raises:
-            ValueError: no such layer, one with a sliding window, which is not compressed, or
+            ValueError: no such layer, one that is not compressed (sliding, linear attention), or
                 nothing was run.
         """
         found = self._compressed_layer(layer)
@@ -431,7 +431,9 @@ class CompressedCache(Cache):
             raise ValueError(f"layer {layer}: the cache has layers 0 to {len(self.layers) - 1}")
         found = self.layers[layer]
         if not isinstance(found, CompressedLayer):
-            raise ValueError(f"layer {layer} has a sliding window of its own: it is not compressed")
+            raise ValueError(
+                f"layer {layer} has a sliding window or linear attention: it is not compressed"
+            )
         return found
 
     @property
@@ -468,6 +470,8 @@ class CompressedCache(Cache):
                 layer.select_rows(batch)
             elif isinstance(layer, DynamicLayer):
                 layer.batch_select_indices(batch)
+            elif isinstance(layer, LinearAttentionLayer):
+                layer.reorder_cache(batch)
         if self.prompt is not None:
             self.prompt = self.prompt.rows(batch)
         if isinstance(self.phase, Reading):
@@ -521,7 +525,7 @@ class CompressedCache(Cache):
 
         Raises:
             ValueError: it shows a token that was masked when it came: it was not kept; or it hides
-                a token that a group stands for.
+                a token that a group stands for, or that is in the state of a linear layer.
         """
         hides, shows = torch.stack([(known & ~earlier).any(), (earlier & ~known).any()]).tolist()
         if shows:
@@ -529,6 +533,11 @@ class CompressedCache(Cache):
             raise ValueError(
                 f"attention_mask shows row {row} its token {position}, which was padding or masked "
                 "when it was read and is gone: keep masking it, or start a new cache"
+            )
+        if hides and any(isinstance(x, LinearAttentionLayer) for x in self.layers):
+            raise ValueError(
+                "attention_mask hides tokens of an earlier pass, which are in the state of linear "
+                "attention: keep showing them, or start a new cache"
             )
         if hides and any(isinstance(x.state, DenseKV) for x in self.compressed):
             raise ValueError(

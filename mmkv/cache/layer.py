@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from mmkv.cache.dense import DenseKV, by_age, token_numbers
 from mmkv.cache.head_groups import GraphInputs, HeadGroup, Place
@@ -323,8 +323,10 @@ class CompressedLayer(CacheLayerMixin):
 
 
 def nbytes(layer: object) -> int:
-    """Bytes of the storages a layer of any cache holds for keys and values."""
+    """Bytes of the storages a layer of any cache holds for keys and values, or for its state."""
     if isinstance(layer, CompressedLayer):
         return layer.nbytes
-    held = [getattr(layer, name, None) for name in ("keys", "values")]
+    held: list[Tensor | None] = [getattr(layer, name, None) for name in ("keys", "values")]
+    if isinstance(layer, LinearAttentionLayer):
+        held += [*layer.conv_states.values(), *layer.recurrent_states.values()]
     return sum(x.untyped_storage().nbytes() for x in held if x is not None)

@@ -298,7 +298,7 @@ def test_the_kernel_attends_over_each_rows_own_length(models, on_cpu, monkeypatc
 
 
 # Why the steps of these classes are not replayed; all others must be.
-SLIDING = "some layers have a sliding window"
+SLIDING = "some layers have a sliding window or linear attention"
 COUNTS = "asks the cache for the number of tokens"
 NOT_CAPTURED = {
     "Gemma2ForCausalLM": SLIDING,

@@ -52,6 +52,17 @@ _GLM_TOWER = {
     "intermediate_size": 48,
     "image_size": 32,
 }
+_QWEN3_5_TOWER = {k: v for k, v in _QWEN3_TOWER.items() if k != "deepstack_visual_indexes"}
+_HYBRID = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "head_dim": 32,
+    "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]},
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 _EXPERTS = {
     "head_dim": 16,
     "num_experts": 4,
@@ -64,7 +75,7 @@ _ANYRES = [[16, 32], [32, 16], [32, 32]]
 
 
 def _text(cls: str, **changes: Any) -> Callable[[], Any]:
-    return lambda: getattr(tf, cls)(**{**TEXT, **changes})
+    return lambda: getattr(tf, cls)(**copy.deepcopy({**TEXT, **changes}))
 
 
 def _qwen_vl(prefix: str, vision: dict[str, Any], **text: Any) -> Callable[[], Any]:
@@ -193,6 +204,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         head_dim=16,
     ),
     "Qwen3VLMoeForConditionalGeneration": _qwen_vl("Qwen3VLMoe", _QWEN3_TOWER, **_EXPERTS),
+    "Qwen3_5ForCausalLM": _text("Qwen3_5TextConfig", **_HYBRID),
+    "Qwen3_5ForConditionalGeneration": _qwen_vl("Qwen3_5", _QWEN3_5_TOWER, **_HYBRID),
+    "Qwen3_5MoeForCausalLM": _text(
+        "Qwen3_5MoeTextConfig", **_EXPERTS | _HYBRID, shared_expert_intermediate_size=32
+    ),
+    "Qwen3_5MoeForConditionalGeneration": _qwen_vl(
+        "Qwen3_5Moe", _QWEN3_5_TOWER, **_EXPERTS | _HYBRID, shared_expert_intermediate_size=32
+    ),
     "Glm4vForConditionalGeneration": _qwen_vl("Glm4v", _GLM_TOWER, rope_parameters=_HALF),
     "Glm4vMoeForConditionalGeneration": _qwen_vl(
         "Glm4vMoe",

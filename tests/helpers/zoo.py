@@ -34,7 +34,7 @@ def make(name: str, attn: str | None = None) -> nn.Module:
 
 
 # Text stands between the frames of a video.
-_FRAMES_APART = ("qwen3_vl", "qwen3_vl_moe")
+_FRAMES_APART = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 
 
 def has_grids(model: nn.Module) -> bool:
@@ -186,7 +186,9 @@ FEW = (
     "Qwen2_5_VLForConditionalGeneration",
 )
 # Left to `make test-slow` where the others are run by `make test`: each is much like one of them.
-RARE = [name for name in NAMES if name.startswith(("Glm4v", "Mistral3For", "Qwen3VLMoe"))]
+RARE = [
+    name for name in NAMES if name.startswith(("Glm4v", "Mistral3For", "Qwen3VLMoe", "Qwen3_5"))
+]
 OFTEN = [name for name in NAMES if name not in RARE]
 
 

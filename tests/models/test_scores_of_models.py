@@ -40,8 +40,11 @@ model_of = functools.cache(zoo.make)
 
 
 @functools.cache
-def attended(name: str, rows: str) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """A prompt, and each layer's attention weights [B, Hq, N, N] for it in the plain model."""
+def attended(name: str, rows: str) -> tuple[dict[str, Tensor], list[Any]]:
+    """A prompt, and each layer's attention weights [B, Hq, N, N] for it in the plain model.
+
+    None for layers with linear attention, which have none.
+    """
     model = model_of(name, "eager")
     wide = model.config.model_type in ("llava_next", "llava_onevision")  # 52 tokens a picture
     lengths = {"one": (132 if wide else 90,), "padded": (132, 81) if wide else (88, 47)}
@@ -50,8 +53,10 @@ def attended(name: str, rows: str) -> tuple[dict[str, Tensor], list[Tensor]]:
         end = int((inputs["input_ids"] == zoo.IMAGE).nonzero()[-1, 1]) + 3
         inputs = {k: x if k == "pixel_values" else x[:, :end] for k, x in inputs.items()}
     with torch.no_grad():
-        found = model(**inputs, output_attentions=True, use_cache=False).attentions
-    return inputs, list(found)
+        found = iter(model(**inputs, output_attentions=True, use_cache=False).attentions)
+    config = model.get_decoder().config
+    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    return inputs, [None if kind == "linear_attention" else next(found) for kind in kinds]
 
 
 def window_score(attention: Tensor, pooling: str) -> Tensor:

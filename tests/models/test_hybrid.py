@@ -1,0 +1,108 @@
+"""Models with linear attention beside full attention: the states of the former are left alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as tf
+from rich.console import Console
+
+import mmkv
+from helpers import configs
+from helpers.oracle import short
+from helpers.zoo import PAD, VOCAB, inputs_of, model_of
+
+NAME = "Qwen3_5ForCausalLM"
+LINEAR, FULL = (0, 2), (1, 3)
+
+
+def prefilled(model, inputs):
+    with torch.no_grad():
+        return model(**inputs, use_cache=True).past_key_values
+
+
+def states(cache, layer):
+    held = cache.layers[layer]
+    return [*held.conv_states.values(), *held.recurrent_states.values()]
+
+
+def words(rows, n, seed=3):
+    return torch.randint(8, VOCAB, (rows, n), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("rows", ["one", "padded"])
+def test_states_are_the_plain_models(rows):
+    """A prompt is read whole, and nothing of a state is evicted."""
+    model, inputs = model_of(NAME), inputs_of(model_of(NAME), rows)
+    plain = prefilled(model, inputs)
+    with mmkv.wrapped(model, "prefixkv", 0.3, **short("prefixkv")):
+        cache = prefilled(model, inputs)
+    for layer in LINEAR:
+        for mine, want in zip(states(cache, layer), states(plain, layer), strict=True):
+            torch.testing.assert_close(mine, want)
+    assert [x.layer for x in cache.report().layers if x.compressed] == list(FULL)
+
+
+def test_a_report_counts_their_bytes():
+    model = model_of(NAME)
+    with mmkv.wrapped(model, "prefixkv", 0.3, **short("prefixkv")):
+        cache = prefilled(model, inputs_of(model, "one"))
+    layer = cache.report().layers[0]
+    # 2 x 16 channels of queries and of keys, 4 x 16 of values, each of 4 tokens; and the state.
+    assert layer.nbytes == 4 * (128 * 4 + 4 * 16 * 16)
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(cache.report())
+    assert "left alone" in console.export_text()
+    with pytest.raises(ValueError, match="layer 0 has a sliding window or linear attention"):
+        cache.kept(0)
+
+
+@pytest.mark.parametrize(
+    ("choose", "rows"),
+    [
+        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 1])), [1, 1]),
+    ],
+)
+def test_rows_take_their_states_along(choose, rows):
+    model = model_of(NAME)
+    ids = words(2, 40)
+    with mmkv.wrapped(model, "prefixkv", 1.0, **short("prefixkv")), torch.no_grad():
+        cache = prefilled(model, {"input_ids": ids})
+        choose(cache)
+        found = model(input_ids=words(len(rows), 1), past_key_values=cache).logits
+    whole = torch.cat([ids[rows], words(len(rows), 1)], dim=1)
+    with torch.no_grad():
+        want = model(input_ids=whole).logits[:, -1:]
+    torch.testing.assert_close(found, want, atol=2e-4, rtol=0)
+
+
+def test_a_context_answers_several_questions():
+    model, text = model_of(NAME), words(1, 60)
+    asked = {"input_ids": words(3, 8), "attention_mask": torch.ones(3, 8, dtype=torch.long)}
+    options = {"max_new_tokens": 5, "do_sample": False}
+    whole = torch.cat([text.expand(3, -1), asked["input_ids"]], dim=1)
+    mask = torch.ones_like(whole)
+    want = model.generate(input_ids=whole, attention_mask=mask, pad_token_id=PAD, **options)
+    with mmkv.wrapped(model, "condense", 1.0):
+        context = mmkv.read(model, {"input_ids": text})
+        for _ in range(2):  # the context stays as it is
+            assert torch.equal(context.ask(asked, **options), want[:, -5:])
+
+
+def test_what_a_state_holds_cannot_be_hidden():
+    model = model_of(NAME)
+    with mmkv.wrapped(model, "prefixkv", 1.0, **short("prefixkv")), torch.no_grad():
+        cache = prefilled(model, {"input_ids": words(1, 40)})
+        mask = torch.ones(1, 41, dtype=torch.long)
+        mask[0, 7] = 0
+        with pytest.raises(ValueError, match="in the state of linear attention: keep showing them"):
+            model(input_ids=words(1, 1), attention_mask=mask, past_key_values=cache)
+
+
+def test_linear_attention_alone_is_refused():
+    kinds = ["linear_attention"] * 4
+    config = tf.Qwen3_5TextConfig(**configs.TEXT | {"num_hidden_layers": 4, "layer_types": kinds})
+    with pytest.raises(ValueError, match=r"or linear attention.*nothing to compress"):
+        mmkv.wrap(tf.Qwen3_5ForCausalLM(config).eval(), "prefixkv", 0.5)
