@@ -49,7 +49,10 @@ commands = typer.Typer(
 def eval_command(
     suite: Annotated[
         str,
-        typer.Argument(help="description, mmvet, longbench, needle, ruler, cnn_dailymail or xsum."),
+        typer.Argument(
+            help="description, mmvet, longbench, needle, ruler, continuation, cnn_dailymail or "
+            "xsum."
+        ),
     ],
     model: _Model = "builtin",
     data: _Data = "builtin",
@@ -84,7 +87,10 @@ def eval_command(
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option(min=256, help="Tokens of a prompt of ruler, with its answer. [default: 4096]"),
+        typer.Option(
+            min=256,
+            help="Tokens of a prompt of ruler (4096), or continuation (1024), with its answer.",
+        ),
     ] = None,
     image_folder: _Images = None,
     max_length: Annotated[

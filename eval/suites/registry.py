@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmkv.eval.samples import DataError, Request, Sample, open_images, suite_notes
-from mmkv.eval.suites import description, longbench, mmvet, needle, ruler
+from mmkv.eval.suites import continuation, description, longbench, mmvet, needle, ruler
 from mmkv.eval.suites.summaries import CNN_DAILYMAIL, XSUM
 
 __all__ = ["SUITES", "DataError", "Sample", "Suite", "load_suite", "open_images", "suite_notes"]
@@ -19,7 +19,8 @@ BUILTIN = "builtin"
 class Suite:
     """A suite: its name, one line on what it is, its loader, and what may be chosen.
 
-    That is its tasks, and with `has_length` how many tokens a prompt has.
+    That is its tasks, and with `has_length` how many tokens a prompt has. `builtin`: it has data
+    for the built-in model.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Suite:
     load: Callable[[Request], list[Sample]]
     has_tasks: bool = False
     has_length: bool = False
+    builtin: bool = True
 
 
 SUITES: dict[str, Suite] = {
@@ -39,6 +41,13 @@ SUITES: dict[str, Suite] = {
         ),
         Suite("needle", "find one record in a long text, over depth and length", needle.load),
         Suite("ruler", "needles, variables and common words (RULER)", ruler.load, True, True),
+        Suite(
+            "continuation",
+            "continue a text (perplexity)",
+            continuation.load,
+            has_length=True,
+            builtin=False,
+        ),
         Suite("cnn_dailymail", "summarise an article (CNN/DailyMail)", CNN_DAILYMAIL.load),
         Suite("xsum", "summarise an article in one sentence (XSum)", XSUM.load),
     )
@@ -77,6 +86,8 @@ def load_suite(
     if tasks and not SUITES[name].has_tasks:
         raise ValueError(f"suite {name!r} has no tasks to select from, got {tasks}")
     path = None if str(data) == BUILTIN else Path(data)
+    if path is None and not SUITES[name].builtin:
+        raise ValueError(f"suite {name!r} has no built-in data: --data names a folder, or stdlib")
     if length is not None and (path is None or not SUITES[name].has_length):
         what = "the built-in data" if SUITES[name].has_length else f"suite {name!r}"
         raise ValueError(f"length={length}: {what} has lengths of its own")

@@ -1,0 +1,97 @@
+"""Continuation: the perplexity of what follows the beginning of a text.
+
+Data is a text file, a folder of them, or "stdlib": modules of the Python standard library, which
+every machine has, those that `mmkv.builtin.training.source` does not train on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from mmkv.eval.samples import DataError, Request, Sample
+from mmkv.eval.suites import files
+
+NAME = "continuation"
+LENGTH = 1024  # tokens of a prompt and of what follows it
+_FOLLOWS = 0.25  # the share of the text that follows
+_MOST_LETTERS = 12  # of a token, in what is looked at
+SUFFIXES = (".txt", ".md", ".py")
+_QUESTION = 0.125  # the share of the prompt that a hidden question leaves out
+STDLIB = "stdlib"
+NOTE = "texts are this machine's own"
+
+
+def load(request: Request) -> list[Sample]:
+    """One sample of each text that is long enough, cut between two words of one line.
+
+    Raises:
+        DataError: no text is, or a file is no text in UTF-8.
+    """
+    assert request.data is not None
+    length, samples = request.length or LENGTH, []
+    count = request.count or (lambda text: len(text.split()))
+    for name, path in _paths(request.data).items():
+        if request.limit is not None and len(samples) == request.limit:
+            break
+        text = _read(path)[: _MOST_LETTERS * length]
+        words = [found.start() for found in re.finditer(r"(?<=\S) (?=\S)", text)]
+        shares = ((1 - _FOLLOWS) * (1 - _QUESTION), 1 - _FOLLOWS, 1)
+        ends = [_first_with(words, text, count, share * length) for share in shares]
+        if None in ends:
+            continue
+        asked, start, end = ends
+        samples.append(
+            Sample(
+                id=name,
+                suite=NAME,
+                task=NAME,
+                prompt=text[:start],
+                question=text[asked:start],
+                answers=(text[start:end].strip(),),
+                chat=False,
+                max_new_tokens=64,
+                note=NOTE,
+            )
+        )
+    if not samples:
+        raise DataError(f"{request.data}: no text of {length} tokens or more in {SUFFIXES} files")
+    return samples
+
+
+def _paths(data: Path) -> dict[str, Path]:
+    """The texts by name."""
+    if str(data) == STDLIB and not data.exists():
+        from mmkv.builtin import source
+
+        return source.files(held_out=True)
+    if not data.is_dir():
+        return {data.name: data}
+    found = sorted(path for path in data.rglob("*") if path.suffix in SUFFIXES)
+    return {path.relative_to(data).as_posix(): path for path in found}
+
+
+def _read(path: Path) -> str:
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    if path.stat().st_size > files.MAX_JSON_BYTES:
+        raise DataError(f"{path}: has more than {files.MAX_JSON_BYTES} bytes")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not a text file in UTF-8: {error}") from error
+
+
+def _first_with(
+    ends: list[int], text: str, count: Callable[[str], int], tokens: float
+) -> int | None:
+    """The first of these ends with as many tokens before it; None if the text has fewer."""
+    low, high = 0, len(ends)
+    while low < high:
+        middle = (low + high) // 2
+        if count(text[: ends[middle]]) >= tokens:
+            high = middle
+        else:
+            low = middle + 1
+    return ends[low] if low < len(ends) else None

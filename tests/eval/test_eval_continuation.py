@@ -1,0 +1,93 @@
+"""The suite `continuation`, its texts, and the model that is trained on others."""
+
+import pytest
+
+from mmkv.builtin import source
+from mmkv.builtin.training import source as training
+from mmkv.eval.prompts import Encoder
+from mmkv.eval.samples import DataError
+from mmkv.eval.suites.registry import load_suite
+
+
+def letters(text: str) -> int:
+    """Tokens of four letters."""
+    return len(text) // 4
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two long texts and a short one, of lines of ten words; a file that is no text."""
+    for name, lines in (("b.txt", 900), ("deep/a.md", 400), ("short.py", 3)):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(
+            "\n".join(" ".join(f"w{10 * i + j}" for j in range(10)) for i in range(lines))
+        )
+    (tmp_path / "c.bin").write_bytes(b"\xff" * 9000)
+    return tmp_path
+
+
+@pytest.mark.parametrize("count", [None, letters])
+def test_a_text_is_cut_by_tokens_between_words(folder, count):
+    samples = load_suite("continuation", folder, length=1000, count=count)
+    assert [s.id for s in samples] == ["b.txt", "deep/a.md"]
+    number = count or (lambda text: len(text.split()))
+    for sample in samples:
+        text = (folder / sample.id).read_text()
+        (answer,) = sample.answers
+        assert text.startswith(f"{sample.prompt} {answer}")
+        assert number(sample.prompt) == pytest.approx(750, abs=2)
+        assert number(f"{sample.prompt} {answer}") == pytest.approx(1000, abs=2)
+        assert number(sample.asked) == pytest.approx(94, abs=3)
+        assert "\n" not in text[len(sample.prompt) - 2 : len(sample.prompt) + 3]
+
+
+def test_a_limit_and_one_file(folder):
+    assert len(load_suite("continuation", folder, length=1000, limit=1)) == 1
+    assert [s.id for s in load_suite("continuation", folder / "b.txt", length=256)] == ["b.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("short.py", "no text of 1024 tokens or more"),
+        ("none.txt", "none.txt: no such file"),
+        ("c.bin", "not a text file in UTF-8"),
+    ],
+)
+def test_what_is_no_text_is_said(folder, name, message):
+    with pytest.raises(DataError, match=message):
+        load_suite("continuation", folder / name)
+
+
+def test_there_is_no_built_in_data():
+    with pytest.raises(ValueError, match="--data names a folder, or stdlib"):
+        load_suite("continuation")
+
+
+def test_no_module_is_both_trained_on_and_held_out():
+    held, seen = source.files(held_out=True), source.files(held_out=False)
+    assert not set(held) & set(seen)
+    assert 0.04 < len(held) / (len(held) + len(seen)) < 0.16
+    assert "test" not in {part for name in (*held, *seen) for part in name.split("/")}
+    assert all("site-packages" not in path.parts for path in seen.values())
+    names = {s.id for s in load_suite("continuation", "stdlib", length=400)}
+    assert names
+    assert names <= set(held)
+
+
+def test_the_trained_model_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
+    texts = dict(list(source.files(held_out=False).items())[:6])
+    monkeypatch.setattr(source, "files", lambda *, held_out: texts)
+    small = {"batch": 2, "length": 32}
+    whole = training.train(tmp_path / "whole", steps=3, **small)
+    training.train(tmp_path / "parts", steps=2, **small)
+    resumed = training.train(tmp_path / "parts", steps=3, resume=True, **small)
+    assert whole.step == resumed.step == 3
+
+    from mmkv.eval.loading import load_model
+
+    model, tokenizer = load_model(str(tmp_path / "parts" / "weights"))
+    sample = load_suite("continuation", next(iter(texts.values())), length=300)[0]
+    ids = Encoder.of(model, tokenizer).batch([sample])["input_ids"]
+    assert tokenizer.decode(ids[0]) == sample.prompt
