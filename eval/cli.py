@@ -13,35 +13,28 @@ import typer
 
 from mmkv.terminal import check_place, console, say, told
 
+from . import matrix_cli  # its commands are among these
+from .arguments import (
+    DataOption,
+    DeviceOption,
+    DtypeOption,
+    ImagesOption,
+    LengthOption,
+    LimitOption,
+    MapOption,
+    ModelOption,
+    PolicyOption,
+    budget_list,
+    commands,
+)
+
+__all__ = ["commands", "matrix_cli"]
+
 POLICIES = "full,local,streaming,h2o,elastic,snapkv,pyramidkv,adakv,squeeze,xkv,prefixkv"
 BUDGETS = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9"
 PLOTS = ("layers", "lorenz", "retention", "heads")
 # Budgets at which head sizes are drawn.
 _SHOWN = (0.1, 0.2, 0.4)
-
-_Model = Annotated[str, typer.Option(help="builtin, a folder, or an id that transformers loads.")]
-_Data = Annotated[str, typer.Option(help="builtin, or a path to the published file or folder.")]
-_Option = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=VALUE",
-        help="A policy option, for every policy that reads it. With the built-in data, window=8 "
-        "unless given.",
-    ),
-]
-_Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
-_Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-_Map = Annotated[
-    str | None, typer.Option(help="auto spreads a model over all GPUs of this machine.")
-]
-_Images = Annotated[Path | None, typer.Option(help="Where pictures lie, if not beside the data.")]
-_Limit = Annotated[int | None, typer.Option(min=1, help="Use the first samples only.")]
-
-
-# What `mmkv` mounts.
-commands = typer.Typer(
-    name="mmkv", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
-)
 
 
 @commands.command("eval")
@@ -54,8 +47,8 @@ def eval_command(
             "xsum."
         ),
     ],
-    model: _Model = "builtin",
-    data: _Data = "builtin",
+    model: ModelOption = "builtin",
+    data: DataOption = "builtin",
     policies: Annotated[
         str, typer.Option(help="Names, or name:option=value:option=value, with commas between.")
     ] = POLICIES,
@@ -72,7 +65,7 @@ def eval_command(
             "without them, which are asked afterwards; both."
         ),
     ] = "visible",
-    limit: _Limit = None,
+    limit: LimitOption = None,
     out: Annotated[
         Path | None,
         typer.Option(help="The run's folder; the same command goes on. [default: runs/SUITE]"),
@@ -80,29 +73,26 @@ def eval_command(
     batch_size: Annotated[
         int, typer.Option(min=1, help="Samples at once; a stop loses at most one batch.")
     ] = 25,
-    option: _Option = None,
+    option: PolicyOption = None,
     tasks: Annotated[
         str | None,
         typer.Option(help="Tasks of longbench or ruler, with commas between. [default: all]"),
     ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            min=256,
-            help="Tokens of a prompt of ruler (4096), or continuation (1024), with its answer.",
-        ),
-    ] = None,
-    image_folder: _Images = None,
+    length: LengthOption = None,
+    image_folder: ImagesOption = None,
     max_length: Annotated[
         int | None,
         typer.Option(min=64, help="Cut long texts to it. [default: the model's length]"),
     ] = None,
-    device: _Device = "auto",
-    dtype: _Dtype = "auto",
-    device_map: _Map = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    device_map: MapOption = None,
     seed: Annotated[int, typer.Option(help="Recorded with the run.")] = 0,
 ) -> None:
     """Measure policies at budgets on a suite; every finished row is kept.
+
+    `mmkv eval matrix` measures several suites and writes one page, `mmkv eval merge` adds runs of
+    others to it; both have a --help of their own.
 
     The same command goes on with a run that was stopped. Changed options need another --out.
     A policy's window can be larger than a small budget: such rows hold the reason in `error`, and
@@ -114,7 +104,7 @@ def eval_command(
     from .variants import parse_options, split, with_question
 
     chosen = parse_options(option or [])
-    sizes = _budgets(budgets)
+    sizes = budget_list(budgets)
     names, wanted = with_question(split(policies), question), split(metrics)
     check_arguments(names, sizes, wanted, chosen, builtin=data == "builtin")
     only = None if tasks is None else split(tasks)
@@ -202,17 +192,17 @@ def calibrate_command(
         str, typer.Option(help="prefixkv, xkv or squeeze, which size layers; or condense.")
     ] = "prefixkv",
     budget: Annotated[str, typer.Option(help="Fraction of the prompt kept.")] = "0.2",
-    model: _Model = "builtin",
+    model: ModelOption = "builtin",
     suite: Annotated[
         str, typer.Option(help="The suite that the prompts are from.")
     ] = "description",
-    data: _Data = "builtin",
-    limit: _Limit = 10,
-    option: _Option = None,
-    image_folder: _Images = None,
-    device: _Device = "auto",
-    dtype: _Dtype = "auto",
-    device_map: _Map = None,
+    data: DataOption = "builtin",
+    limit: LimitOption = 10,
+    option: PolicyOption = None,
+    image_folder: ImagesOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    device_map: MapOption = None,
 ) -> None:
     """Measure a policy's layer sizes, or what each head costs, on a suite's prompts.
 
@@ -268,17 +258,17 @@ def plot_command(
     profile: Annotated[
         Path | None, typer.Option(help="For heads. [default: what the model comes with]")
     ] = None,
-    model: _Model = "builtin",
+    model: ModelOption = "builtin",
     suite: Annotated[str, typer.Option(help="The suite that the prompt is from.")] = "description",
-    data: _Data = "builtin",
+    data: DataOption = "builtin",
     sample: Annotated[int, typer.Option(min=0, help="Number of the suite's sample.")] = 0,
     prompt: Annotated[str | None, typer.Option(help="A prompt instead of a sample.")] = None,
     image: Annotated[list[Path] | None, typer.Option(help="Pictures before the prompt.")] = None,
-    option: _Option = None,
-    image_folder: _Images = None,
-    device: _Device = "auto",
-    dtype: _Dtype = "auto",
-    device_map: _Map = None,
+    option: PolicyOption = None,
+    image_folder: ImagesOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    device_map: MapOption = None,
 ) -> None:
     """Draw what policies keep of one prompt."""
     from mmkv.picture import check_format
@@ -289,7 +279,7 @@ def plot_command(
 
     if kind not in PLOTS:
         raise ValueError(f"plot {kind!r}: expected one of {', '.join(PLOTS)}")
-    size, *more = _budgets(budget)
+    size, *more = budget_list(budget)
     if more:
         raise ValueError(f"--budget {budget}: a plot has one budget")
     if image and prompt is None:
@@ -341,16 +331,6 @@ def _plot_heads(profile: Path | None, model: str, out: Path) -> None:
     about = f"{path}: {found.policy}, {found.samples} prompts"
     figure = plots.head_costs(found.curves, _SHOWN, title=about)
     typer.echo(f"wrote {plots.save(figure, out)}")
-
-
-def _budgets(text: str) -> list[float | int]:
-    """Those of an option; a user who may have meant another is told."""
-    from mmkv.budgets import note, parse_list
-
-    found = parse_list(text)
-    for doubt in filter(None, map(note, found)):
-        say(doubt)
-    return found
 
 
 def _check_file(out: Path) -> None:

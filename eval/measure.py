@@ -31,6 +31,8 @@ LABELS = {
     "kept_fraction": "share of pairs kept after the prefill",
     "cache_bytes": "KiB of kept pairs a sample",
     "rouge_reference": "ROUGE-L against the reference answer",
+    "held_bytes": "KiB held after the prompt, a sample",
+    "first_token_s": "seconds to a batch's first token",
     "tokens_per_s": "tokens per second of a batch, prefill included",
 }
 # Encoded batches kept in memory between policies; more are encoded again.
@@ -106,6 +108,7 @@ def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, 
     start = time.perf_counter()
     inputs, context = job.inputs(batch), None
     cache: Any = None
+    held = 0
     rows = [_new_row(job, variant, budget, i) for i in batch]
     if "ppl" in job.metrics and variant.evict_chunks is not None and not variant.hidden:
         raise ValueError(
@@ -115,10 +118,12 @@ def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, 
     if variant.hidden:
         read, inputs = (on_device(job.model, x) for x in job.apart(batch))
         context = mmkv.read(job.model, read, prefill_chunk_size=variant.evict_chunks)
+        held = context.cache.nbytes
     if "ppl" in job.metrics:
         answers = [job.answer(i) for i in batch]
         if context is None:
             scored = score_answers(job.model, inputs, answers)
+            held = scored.held_bytes
         else:
             scored = score_behind(context, inputs, answers)
         cache = scored.cache
@@ -130,14 +135,17 @@ def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, 
             row |= {"nll": nll, "answer_tokens": n, "ppl": ppl if ppl != math.inf else None}
         del scored
     if job.generates:
-        texts, cache, speed = _generate(job, inputs, batch, rows, variant.evict_chunks, context)
+        texts, cache, times, first_bytes = _generate(
+            job, inputs, batch, rows, variant.evict_chunks, context
+        )
         for row, text in zip(rows, texts, strict=True):
             figures = _text_figures(job, variant, row["index"], text)
-            row |= {"text": text, **figures, "tokens_per_s": speed}
+            row |= {"text": text, **figures, **times}
+        held = held or first_bytes
     seconds = (time.perf_counter() - start) / len(batch)
     cache = cache if context is None else context.cache  # what was compressed
     return [
-        row | facts | {"held_bytes": cache.nbytes // len(batch), "seconds": round(seconds, 4)}
+        row | facts | {"held_bytes": held // len(batch), "seconds": round(seconds, 4)}
         for row, facts in zip(rows, kept_by_row(cache), strict=True)
     ]
 
@@ -163,9 +171,32 @@ def _generate(
     rows: list[Row],
     chunk: int | None,
     context: mmkv.Context | None,
-) -> tuple[list[str], Any, float]:
-    """Greedy replies, the cache behind them, and new tokens a second over the batch."""
+) -> tuple[list[str], Any, dict[str, float], int]:
+    """Greedy replies, the cache behind them, how fast they were, and its bytes after the prompt.
+
+    What a hidden question's context took to be read is in neither time.
+    """
     import torch
+    from transformers.generation.streamers import BaseStreamer
+
+    class Clock(BaseStreamer):
+        """When tokens come: first the prompt, then the first new ones."""
+
+        def __init__(self) -> None:
+            self.times: list[float] = []
+            self.cache: Any = None
+            self.nbytes = 0
+
+        def watch(self, module: Any, args: Any, output: Any) -> None:
+            self.cache = output.past_key_values
+
+        def put(self, value: Any) -> None:
+            self.times.append(time.perf_counter())
+            if len(self.times) == 2:
+                self.nbytes = self.cache.nbytes
+
+        def end(self) -> None:
+            pass
 
     limits = [job.samples[i].max_new_tokens for i in batch]
     options: dict[str, Any] = {
@@ -174,9 +205,10 @@ def _generate(
         "num_beams": 1,
         "pad_token_id": job.encoder.tokenizer.pad_token_id,
         "return_dict_in_generate": True,
+        "streamer": (clock := Clock()),
     }
     start = time.perf_counter()
-    with torch.no_grad():
+    with torch.no_grad(), job.model.register_forward_hook(clock.watch):
         if context is not None:
             out = context.ask(inputs, **options)
             new = out.sequences.tolist()
@@ -193,7 +225,9 @@ def _generate(
         ids = ids[: min(stop, limit)]
         row["new_tokens"] = len(ids)
         texts.append(job.encoder.decode(ids).strip())
-    return texts, out.past_key_values, round(total / seconds, 2)
+    first = clock.times[1] - start
+    times = {"first_token_s": round(first, 4), "tokens_per_s": round(total / seconds, 2)}
+    return texts, out.past_key_values, times, clock.nbytes
 
 
 def kept_by_row(cache: Any) -> list[dict[str, Any]]:

@@ -30,12 +30,14 @@ class Scored:
         nll: summed negative log-likelihood of the answer's tokens, in nats.
         tokens: how many there are.
         greedy: whether each of them was the model's first choice.
+        held_bytes: of a compressed cache once the prompt was read; 0 where that is not known.
     """
 
     nll: list[float]
     tokens: list[int]
     greedy: list[bool]
     cache: Any
+    held_bytes: int = 0
 
 
 def perplexity(nll: Iterable[float], tokens: Iterable[int]) -> float | None:
@@ -101,6 +103,7 @@ def _score(
     last = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
     out = forward(inputs, **last)
     cache = out.past_key_values
+    held = getattr(cache, "nbytes", 0)
     lengths = torch.tensor([len(a) for a in answers])
     longest = int(lengths.max()) if len(answers) else 0
     # Padding is a real token to the model: nothing behind a row's answer reaches its figures.
@@ -126,7 +129,7 @@ def _score(
     counts = torch.arange(wide.shape[1]) < lengths[:, None]
     nll = (torch.cat(loss, dim=1) * counts).sum(-1)
     greedy = (torch.cat(best, dim=1) | ~counts).all(-1)
-    return Scored(nll.tolist(), lengths.tolist(), greedy.tolist(), cache)
+    return Scored(nll.tolist(), lengths.tolist(), greedy.tolist(), cache, held)
 
 
 def score_behind(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +37,7 @@ COLOURS = {
     "adakv": "#d64f8a",
     "ada-pyramidkv": "#8e2f7a",
     "xkv": "#c62828",
-    "random": "#c9c9c9",
+    "random": "#5d6d7e",
     "knorm": "#a5b84c",
     "keydiff": "#6b7f12",
     "lagkv": "#3f5a36",
@@ -117,7 +117,7 @@ def curves(report: Report) -> Figure:
         if value is not None:
             axis.axhline(top * value, label="full cache", color=COLOURS[FULL], lw=1.2, ls=":")
         if metric == "ppl":
-            _log_axis(axis)
+            log_axis(axis)
         axis.set_title(LABELS[metric] + _HINTS.get(metric, ""), fontsize=10, loc="left")
         axis.set_xlabel(
             "kept, % of the prompt" if fractions else "kept, tokens per head", fontsize=9
@@ -404,18 +404,19 @@ def _whole_ticks(*axes: Any) -> None:
         axis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _log_axis(axis: Axes) -> None:
+def log_axis(axis: Axes, which: Literal["x", "y"] = "y") -> None:
     """Logarithmic, with plain numbers at 1, 2, 5, 10, ..."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    axis.set_yscale("log")
-    low, high = axis.get_ylim()
+    axis.set(**{f"{which}scale": "log"})
+    low, high = axis.get_xlim() if which == "x" else axis.get_ylim()
     subs = (1.0, 2.0, 5.0) if high / low < 500 else (1.0,)
     if high / low < 4:
         subs = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
-    axis.yaxis.set_major_locator(LogLocator(base=10, subs=subs))
-    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.yaxis.set_minor_formatter(NullFormatter())
+    chosen = axis.xaxis if which == "x" else axis.yaxis
+    chosen.set_major_locator(LogLocator(base=10, subs=subs))
+    chosen.set_major_formatter(StrMethodFormatter("{x:g}"))
+    chosen.set_minor_formatter(NullFormatter())
 
 
 def _finish(figure: Figure, axes: Sequence[Axes], title: str) -> None:

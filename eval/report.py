@@ -30,11 +30,16 @@ _SHOWN = {
     "score": (100, 1),
     "same": (100, 1),
     "cache_bytes": (1 / 1024, 0),
+    "held_bytes": (1 / 1024, 0),
+    "first_token_s": (1, 3),
     "tokens_per_s": (1, 0),
     "retained": (1, 3),
     "kept_fraction": (1, 3),
 }
-_BESIDE = ("same", "retained", "kept_fraction", "cache_bytes", "rouge_reference", "tokens_per_s")
+_BESIDE = (
+    *("same", "retained", "kept_fraction", "cache_bytes", "held_bytes", "rouge_reference"),
+    *("first_token_s", "tokens_per_s"),
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,8 @@ class Figures:
 
     Means are over samples. Beside the fields of a row: `n` samples, of which `errors` could not be
     measured; `ppl` is over all answer tokens; `score`, in [0, 1], is with several tasks the mean of
-    the tasks' means, as LongBench averages; bytes are of one sample, `tokens_per_s` of a batch.
+    the tasks' means, as LongBench averages; bytes are of one sample, `first_token_s` and
+    `tokens_per_s` of a batch.
     """
 
     n: int
@@ -57,6 +63,8 @@ class Figures:
     retained: float | None
     cache_bytes: float | None
     full_bytes: float | None
+    held_bytes: float | None
+    first_token_s: float | None
     tokens_per_s: float | None
 
     @classmethod
@@ -137,6 +145,10 @@ class Report:
         found = [row for row in rows if only is None or only(row)]
         return Figures.of(found) if found else None
 
+    def budgets_of(self, policy: str) -> list[float | int]:
+        """The budgets that a policy ran at: what keeps all has only one."""
+        return [1.0] if _keeps_all(policy) else self.budgets
+
     def _reached(self, policies: Sequence[str]) -> list[Figures]:
         return [f for p in policies for b in self.budgets if (f := self.figures(p, b))]
 
@@ -199,7 +211,7 @@ class Report:
                     figures = table.figures(policy, name, budget)
                     if AVERAGE in figures:
                         figures["score"] = figures[AVERAGE] / 100
-                    texts = [_text(m, figures.get(m)) for m in shown]
+                    texts = [shown_figure(m, figures.get(m)) for m in shown]
                     cells.append(" / ".join(texts) if set(texts) != {NONE} else NONE)
                 if set(cells) != {NONE}:
                     yield f"paper: {name}", cells
@@ -211,12 +223,14 @@ class Report:
             rows: list[tuple[str, list[str]]] = []
             for policy in self.policies:
                 figures = [self.figures(policy, b) for b in self.budgets]
-                rows.append((policy, [_text(metric, f and getattr(f, metric)) for f in figures]))
+                rows.append(
+                    (policy, [shown_figure(metric, f and getattr(f, metric)) for f in figures])
+                )
             if all(set(cells) == {NONE} for _, cells in rows):
                 continue
             full = self.figures(FULL, 1.0)
             value = full and getattr(full, metric)
-            notes = [] if value is None else [f"Full cache: {_text(metric, value)}."]
+            notes = [] if value is None else [f"Full cache: {shown_figure(metric, value)}."]
             if metric == "retained":
                 notes.append(
                     "A share of what the policy's own score finds: compare policies of one "
@@ -239,7 +253,7 @@ class Report:
                     continue
                 cells = [_cell(f, shown) for f in group]
                 if averaged:
-                    cells.append(_text("score", mean_known(f and f.score for f in group)))
+                    cells.append(shown_figure("score", mean_known(f and f.score for f in group)))
                 rows.append((policy, cells))
                 if what == "task":
                     rows += self._paper_tasks(policy, budget, names)
@@ -268,7 +282,7 @@ class Report:
         if full is not None:
             values = ", ".join(f"{LABELS[m]} {_cell(full, [m])}" for m in self.shown)
             notes.append(f"Full cache: {values}.")
-        each = [1 if _keeps_all(p) else len(self.budgets) for p in s["policies"]]
+        each = [len(self.budgets_of(p)) for p in s["policies"]]
         expected = s["n"] * sum(each)
         if len(self.rows) < expected:
             notes.append(f"Not finished: {len(self.rows)} of {expected} rows.")
@@ -324,7 +338,7 @@ class Report:
             writer = csv.writer(file)
             writer.writerow(["group", "policy", "budget", *(f.name for f in fields(Figures))])
             for (group, only), policy in itertools.product(groups, self.every):
-                for budget in [1.0] if _keeps_all(policy) else self.budgets:
+                for budget in self.budgets_of(policy):
                     found = self.figures(policy, budget, only)
                     if found is not None:
                         writer.writerow([group, policy, budget, *astuple(found)])
@@ -347,7 +361,8 @@ def _belongs(what: str, name: str) -> Only:
     return lambda row: name in row["tags"]
 
 
-def _text(metric: str, value: float | None) -> str:
+def shown_figure(metric: str, value: float | None) -> str:
+    """A figure with its digits, in the unit that tables show it in."""
     if value is None:
         return NONE
     if metric == "ppl":  # three digits, as in the papers
@@ -362,7 +377,7 @@ def _cell(figures: Figures | None, shown: Sequence[str], best: dict[str, str] | 
         return NONE
     texts = []
     for metric in shown:
-        text = _text(metric, getattr(figures, metric))
+        text = shown_figure(metric, getattr(figures, metric))
         texts.append(f"**{text}**" if best and text == best[metric] and text != NONE else text)
     return " / ".join(texts) + ("†" if figures.errors else "")
 
@@ -371,4 +386,4 @@ def _best(metric: str, column: Sequence[Figures | None]) -> str:
     values = [v for f in column if f and (v := getattr(f, metric)) is not None]
     if not values:
         return NONE
-    return _text(metric, min(values) if metric == "ppl" else max(values))
+    return shown_figure(metric, min(values) if metric == "ppl" else max(values))

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mmkv.budgets import named, number
+from mmkv.terminal import say
 
 from .measure import FULL, Job, head, measure
 from .processes import Processes, find_processes
@@ -191,6 +192,21 @@ def check_measurable(samples: Sequence[Sample], metrics: Sequence[str]) -> None:
         raise ValueError(f"metric 'score': suite {suite!r} has none; use ppl and rouge")
     if "ppl" in metrics and all(not s.answers for s in samples):
         raise ValueError(f"metric 'ppl': the samples of suite {suite!r} have no answers to score")
+
+
+def fitting(model: Any, budgets: Sequence[float | int]) -> list[str]:
+    """The registered policies that this model can have at all of these budgets."""
+    from mmkv.registry import list_policies
+
+    found: list[str] = []
+    for name in list_policies():
+        try:
+            _try_all(model, parse_variants([name]), budgets)
+        except ValueError as error:
+            say(str(error))
+        else:
+            found.append(name)
+    return found
 
 
 def _try_all(model: Any, variants: Sequence[Variant], budgets: Sequence[float | int]) -> None:

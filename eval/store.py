@@ -19,7 +19,7 @@ Row = dict[str, Any]
 Key = tuple[str, str, int]
 
 # What differs between two runs of the same thing: measured time, and storage shared by a batch.
-MACHINE_FIELDS = ("seconds", "tokens_per_s", "held_bytes")
+MACHINE_FIELDS = ("seconds", "first_token_s", "tokens_per_s", "held_bytes")
 _SETTINGS, _ROWS = "run.json", "rows.jsonl"
 
 
@@ -118,6 +118,11 @@ class Store:
             for row in read_rows(path):
                 found.setdefault(key_of(row), row)
         return list(found.values())
+
+    def missing(self, rows: Iterable[Row]) -> list[Row]:
+        """Those of these rows that are not here yet."""
+        here = {key_of(row) for row in self.rows()}
+        return [row for row in rows if key_of(row) not in here]
 
     def append(self, rows: Iterable[Row]) -> None:
         """Write rows and see them to the disk."""

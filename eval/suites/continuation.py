@@ -31,7 +31,7 @@ def load(request: Request) -> list[Sample]:
     """
     assert request.data is not None
     length, samples = request.length or LENGTH, []
-    count = request.count or (lambda text: len(text.split()))
+    count = request.count or _words
     for name, path in _paths(request.data).items():
         if request.limit is not None and len(samples) == request.limit:
             break
@@ -58,6 +58,10 @@ def load(request: Request) -> list[Sample]:
     if not samples:
         raise DataError(f"{request.data}: no text of {length} tokens or more in {SUFFIXES} files")
     return samples
+
+
+def _words(text: str) -> int:
+    return len(text.split())
 
 
 def _paths(data: Path) -> dict[str, Path]:

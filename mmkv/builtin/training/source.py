@@ -95,7 +95,8 @@ def train(
     out.mkdir(parents=True, exist_ok=True)
     modules = source.files(held_out=False).values()
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in modules]
-    tokenizer, model = build_tokenizer(texts), build_model()
+    tokenizer = build_tokenizer(texts)
+    model: Any = build_model()
     tokens = read_tokens(tokenizer, texts)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)

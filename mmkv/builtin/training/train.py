@@ -143,7 +143,7 @@ def save(path: Path, progress: Progress, **parts: Any) -> None:
     os.replace(path.with_suffix(".part"), path)
 
 
-def export(model: Any, processor: LlavaProcessor, folder: Path) -> None:
+def export(model: Any, processor: Any, folder: Path) -> None:
     """Write the weights in bfloat16 with configuration, tokenizer and processor."""
     import torch
 

@@ -1,0 +1,72 @@
+"""What the commands of evaluation have in common: the group they are in, and their options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from mmkv.terminal import say
+
+ModelOption = Annotated[
+    str, typer.Option(help="builtin, a folder, or an id that transformers loads.")
+]
+DataOption = Annotated[
+    str, typer.Option(help="builtin, or a path to the published file or folder.")
+]
+PolicyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="A policy option, for every policy that reads it. With the built-in data, window=8 "
+        "unless given.",
+    ),
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+MapOption = Annotated[
+    str | None, typer.Option(help="auto spreads a model over all GPUs of this machine.")
+]
+ImagesOption = Annotated[
+    Path | None, typer.Option(help="Where pictures lie, if not beside the data.")
+]
+LengthOption = Annotated[
+    int | None,
+    typer.Option(
+        min=256,
+        help="Tokens of a prompt of ruler (4096), or continuation (1024), with its answer.",
+    ),
+]
+LimitOption = Annotated[int | None, typer.Option(min=1, help="Use the first samples only.")]
+
+
+class _Commands(TyperGroup):
+    """Knows commands of two words, such as `eval matrix`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        two = " ".join(args[:2])
+        if two in self.commands:
+            return two, self.commands[two], args[2:]
+        return super().resolve_command(ctx, args)
+
+
+# What `mmkv` mounts.
+commands = typer.Typer(
+    name="mmkv",
+    cls=_Commands,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def budget_list(text: str) -> list[float | int]:
+    """Those of an option; a user who may have meant another is told."""
+    from mmkv.budgets import note, parse_list
+
+    found = parse_list(text)
+    for doubt in filter(None, map(note, found)):
+        say(doubt)
+    return found
