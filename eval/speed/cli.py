@@ -78,15 +78,20 @@ def bench_command(
         str | None,
         typer.Option(help="Instead of the above: ci, prefixkv, xkv, squeeze; commas between."),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each row.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Prefills of each row.")] = 5,
     minutes: Annotated[
-        float | None, typer.Option(min=0.0, help="Reduce rounds to be done by then.")
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Fewer steps and prefills, and if need be a smaller batch, to be done by then. "
+            "[default: 10 with --preset ci]",
+        ),
     ] = None,
     eager: Annotated[
         bool, typer.Option(help="Measure the unwrapped model's eager attention too.")
     ] = True,
     roofline: Annotated[
-        bool, typer.Option("--roofline", help="Add the bytes-bound ideal of each row.")
+        bool, typer.Option("--roofline", help="Add the bound of a step's bytes on a GPU too.")
     ] = False,
     kvpress_python: Annotated[
         Path | None,
@@ -99,14 +104,16 @@ def bench_command(
         bool, typer.Option("--toy", hidden=True, help="Shrink every model and prompt.")
     ] = False,
 ) -> None:
-    """Time the unwrapped model, its full cache wrapped, and policies, in turns.
+    """Time the unwrapped model, twice, its full cache wrapped, and policies, side by side.
 
-    The unwrapped model is what `generate` does with its default cache. Warm-up is not counted, no
-    run stops early, and the device is waited for.
+    Each row's prompt is read once; then decode steps of all rows alternate in random order, and
+    ratios are taken pair by pair. Warm-up is not counted, and the device is waited for.
     """
     from mmkv.eval.speed import models, processor
 
     started = time.monotonic()
+    if minutes is None and preset == "ci":
+        minutes = 10
     given = {"model": model, "prompt": prompt, "new": new, "batch": batch}
     given |= {"policies": policies, "budgets": budgets}
     settings = [dataclasses.replace(s, rounds=rounds) for s in _settings(given, preset, eager)]
@@ -185,7 +192,7 @@ def _run(
     toy: bool,
 ) -> None:
     """Measure setting after setting; the JSON is written after each."""
-    from mmkv.eval.speed.presets import lines_below
+    from mmkv.eval.speed.presets import SAME
     from mmkv.eval.speed.report import save
     from mmkv.eval.speed.rival import Worker
     from mmkv.eval.speed.runner import Bench
@@ -215,13 +222,14 @@ def _run(
                 tell=tell,
             ).run()
             results.append(result)
-            judged = [check.judge(result) for check in setting.checks]
+            judged = [check.judge(result) for check in (SAME, *setting.checks)]
             verdicts += [{"setting": setting.name, **dataclasses.asdict(v)} for v in judged]
             save(out, results, verdicts)
             tell("")
             screen.print(result.table())
             screen.print(result.conditions, style="dim", markup=False, highlight=False)
-            for line in [*lines_below(result), *map(str, judged)]:
+            notes = [f"{row.label}: {row.note}" for row in result.rows if row.note]
+            for line in [*notes, *map(str, judged)]:
                 screen.print(line, markup=False, highlight=False, soft_wrap=True)
     finally:
         if worker is not None:

@@ -1,11 +1,14 @@
-"""kvpress's turns, in an environment of its own: `PYTHON kvpress_worker.py`.
+"""kvpress's replies, in an environment of its own: `PYTHON kvpress_worker.py`.
 
 kvpress needs an older transformers, so it cannot be imported beside mmkv, and mmkv is not installed
 where it is. One JSON object a line comes in, one goes out; the other end is
 `mmkv.eval.speed.rival`:
 
 - {"do": "load", "shape": {...} or "path": "...", "device", "dtype", "threads"} -> {"versions"}
-- {"do": "run", "press": {...}, "batch", "prompt", "new", "trace"} -> the fields of a `Run`
+- {"do": "open", "press": {...}, "batch", "prompt", "warm", "trace"} -> {"reply": its number,
+  "start": the fields of a `Start`}
+- {"do": "steps", "reply", "number"} -> {"seconds", "nbytes"}
+- {"do": "close", "reply"} -> {}
 
 A failure is {"error": "...", "memory": whether memory ran out}. The end of the input ends it.
 """
@@ -17,7 +20,7 @@ import gc
 import json
 import os
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,9 +35,9 @@ def main() -> None:
     here = Path(__file__).resolve().parent
     sys.path = [p for p in sys.path if Path(p or ".").resolve() != here]
     sys.path.insert(0, str(here.parent))
-    turns = Turns(import_module("speed.measure"), import_module("speed.models"))
+    replies = Replies(import_module("speed.measure"), import_module("speed.models"))
     del sys.path[0]
-    requests = {"load": turns.load, "run": turns.run}
+    requests = {name: getattr(replies, name) for name in ("load", "open", "steps", "close")}
     for line in sys.stdin:
         try:
             asked = json.loads(line)
@@ -47,12 +50,14 @@ def main() -> None:
         answers.flush()
 
 
-class Turns:
-    """A model, and runs of it."""
+class Replies:
+    """A model, and replies of it that wait for their next steps."""
 
     def __init__(self, measure: Any, models: Any) -> None:
         self.measure, self.models = measure, models
         self.model: Any = None
+        self.open_replies: dict[int, tuple[Any, ExitStack]] = {}
+        self.number = 0
 
     def load(
         self,
@@ -85,15 +90,32 @@ class Turns:
                 versions[name] = version(name)
         return {"versions": versions}
 
-    def run(
-        self, press: dict[str, Any], batch: int, prompt: int, new: int, trace: bool
+    def open(
+        self, press: dict[str, Any], batch: int, prompt: int, warm: int, trace: bool
     ) -> dict[str, Any]:
-        """One timed run with a press."""
-        model, pressed = self.model, _press(press)
+        """Read a prompt with a press, in a model of its own: presses leave state on modules."""
+        model, pressed = self.models.twin(self.model), _press(press)
         ids = self.models.make_prompt(model, batch, prompt)
-        attention = "eager" if press.get("eager") else "sdpa"
-        with self.measure.attention(model, attention), pressed(model):
-            return dataclasses.asdict(self.measure.run_once(model, ids, new, trace=trace))
+        if press.get("eager"):
+            model.set_attn_implementation("eager")
+        with ExitStack() as stack:
+            stack.enter_context(pressed(model))
+            reply = self.measure.Reply(model, ids, warm, trace=trace)
+            self.number += 1
+            self.open_replies[self.number] = reply, stack.pop_all()
+        return {"reply": self.number, "start": dataclasses.asdict(reply.start)}
+
+    def steps(self, reply: int, number: int) -> dict[str, Any]:
+        """So many more steps."""
+        found = self.open_replies[reply][0]
+        return {"seconds": found.steps(number), "nbytes": found.nbytes}
+
+    def close(self, reply: int) -> dict[str, Any]:
+        """Let go of a reply."""
+        found, stack = self.open_replies.pop(reply)
+        stack.close()
+        found.close()
+        return {}
 
 
 def _press(spec: dict[str, Any]) -> Any:

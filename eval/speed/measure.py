@@ -1,16 +1,16 @@
-"""One timed run, and what it allocates.
+"""A prompt and decode steps behind it: how long they take, and what they allocate.
 
 Imports nothing of mmkv: kvpress's environment, in which mmkv is not installed, loads this file too.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
-import statistics
 import time
-from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,141 +23,131 @@ from torch.utils._pytree import tree_leaves
 # The profiler's own messages are no part of a measurement.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 _FIRST = "mmkv bench: first token"
+# New tokens that a reply is announced to have: a graph pays for any such.
+_LONG = 1024
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run of `generate`: seconds, and bytes.
+class Start:
+    """A prompt, and the first steps behind it, which warm up: seconds, and bytes.
 
     Attributes:
-        prefill_s: to the logits of the first new token.
-        decode_s: from there to the last token.
-        steps: decode steps in it.
+        prefill_s: to the first new token.
+        warm_s: of the warm-up's steps, a GPU's capture among them.
         prefill_cache_bytes: held by the cache after the prompt.
-        cache_bytes: held at the end.
-        prefill_peak_bytes: most allocated until the first token, beyond what was before the run
-            (so without the weights); None where it was not measured.
-        peak_bytes: the same over the whole run.
+        prefill_peak_bytes: most allocated until the first token, beyond what was before (so without
+            the weights); None where it was not measured.
+        peak_bytes: the same up to the end of the warm-up.
     """
 
     prefill_s: float
-    decode_s: float
-    steps: int
+    warm_s: float
     prefill_cache_bytes: int
-    cache_bytes: int
     prefill_peak_bytes: int | None = None
     peak_bytes: int | None = None
 
 
-@contextmanager
-def attention(model: Any, name: str) -> Generator[None]:
-    """The model with another attention implementation."""
-    before = model.get_decoder().config._attn_implementation
-    if before == name:
-        yield
-        return
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
+class Reply:
+    """A batch in the middle of its greedy reply: the prompt is read, and steps can be asked for.
 
-
-def run_once(model: Any, ids: Tensor, new: int, *, trace: bool = False) -> Run:
-    """Generate `new` tokens greedily and time the prefill and the rest.
-
-    The device is synchronised before, after the first forward and at the end, nowhere else.
+    The device is synchronised around what is timed, nowhere else.
 
     Args:
         model: wrapped or not.
         ids: int64 [B, N], without padding.
-        new: tokens to generate, at least 2; none stops early.
-        trace: on the CPU, take the peaks from the allocator's events; such a run is slower. On a
-            GPU the allocator counts them always.
+        warm: steps to take at once, which count as warm-up.
+        trace: on the CPU, take the peaks from the allocator's events, which costs time. On a GPU
+            the allocator counts them always.
+        cache: empty, to be filled; None: the model's own.
     """
-    gpu, before = ids.device.type == "cuda", 0
-    seen: dict[str, Any] = {}
-    gc.collect()
-    if gpu:
-        torch.cuda.reset_peak_memory_stats(ids.device)
-        before = torch.cuda.memory_allocated(ids.device)
 
-    def first(module: Any, args: Any, output: Any) -> None:
-        handle.remove()
-        _wait(ids.device)
-        seen["at"] = time.perf_counter()
-        seen["bytes"] = cache_nbytes(output.past_key_values)
+    def __init__(
+        self, model: Any, ids: Tensor, warm: int = 0, *, trace: bool = False, cache: Any = None
+    ) -> None:
+        self.device, self.seen = ids.device, ids.shape[1]
+        self._call: Any = model
+        self._token, self.cache = ids, cache
+        gpu, before, early, late = ids.device.type == "cuda", 0, None, None
+        gc.collect()
         if gpu:
-            seen["peak"] = torch.cuda.max_memory_allocated(ids.device) - before
-        if profile is not None:
+            torch.cuda.reset_peak_memory_stats(ids.device)
+            before = torch.cuda.memory_allocated(ids.device)
+        with _profile() if trace and not gpu else nullcontext() as profile:
+            prefill = _seconds(self._read, ids.device)
+            held = self.nbytes
+            if gpu:
+                early = torch.cuda.max_memory_allocated(ids.device) - before
             with torch.profiler.record_function(_FIRST):
                 pass
+            self._call = _stepper(model, self.cache)
+            taken = self.steps(warm)
+        if gpu:
+            late = torch.cuda.max_memory_allocated(ids.device) - before
+        if profile is not None:
+            early, late = _peaks(profile)
+        self.start = Start(prefill, taken, held, early, late)
 
-    handle = model.register_forward_hook(first)
-    with ExitStack() as stack:
-        stack.callback(handle.remove)
-        profile = stack.enter_context(_profile()) if trace and not gpu else None
-        _wait(ids.device)
-        start = time.perf_counter()
-        out = _generate(model, ids, new)
-        _wait(ids.device)
-        end = time.perf_counter()
-    made = out.sequences.shape[1] - ids.shape[1]
-    if made != new:
-        raise RuntimeError(f"the model generated {made} tokens instead of {new}")
-    early, late = seen.get("peak"), None
-    if gpu:
-        late = torch.cuda.max_memory_allocated(ids.device) - before
-    elif profile is not None:
-        early, late = _peaks(profile)
-    return Run(
-        prefill_s=seen["at"] - start,
-        decode_s=end - seen["at"],
-        steps=new - 1,
-        prefill_cache_bytes=seen["bytes"],
-        cache_bytes=cache_nbytes(out.past_key_values),
-        prefill_peak_bytes=early,
-        peak_bytes=late,
-    )
+    @property
+    def nbytes(self) -> int:
+        """Bytes the cache holds."""
+        return cache_nbytes(self.cache)
+
+    def steps(self, number: int) -> float:
+        """Seconds of so many more decode steps."""
+        return _seconds(lambda: [self._step() for _ in range(number)], self.device)
+
+    def close(self) -> None:
+        """Let go of the cache."""
+        self.cache = self._call = None
+
+    @torch.no_grad()
+    def _read(self) -> None:
+        ids = self._token
+        out = self._call(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.cache, self._token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        # Without padding a step's mask says nothing; looking at it would make a GPU wait.
+        out = self._call(
+            input_ids=self._token,
+            position_ids=torch.full_like(self._token, self.seen),
+            attention_mask=None,
+            past_key_values=self.cache,
+            use_cache=True,
+            return_dict=True,
+        )
+        self.seen += 1
+        self._token = out.logits[:, -1:].argmax(-1)
 
 
-def _generate(model: Any, ids: Tensor, new: int) -> Any:
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new,
-        min_new_tokens=new,
-        do_sample=False,
-        return_dict_in_generate=True,
-        pad_token_id=0,
-    )
-
-
-def bare_step(model: Any, ids: Tensor, *, times: int = 10) -> float:
-    """Median seconds of the model on one token without any cache: no decode step can be faster."""
-
-    def step() -> None:
-        model(ids[:, :1], use_cache=False)
-
-    with torch.inference_mode():
-        found = [_seconds(step, ids.device) for _ in range(times + 1)]
-    return statistics.median(found[1:])
+def _stepper(model: Any, cache: Any) -> Any:
+    """What `generate` would call for each step: the model, or what replays it."""
+    config = copy.deepcopy(model.generation_config)
+    config.max_new_tokens = _LONG
+    if model._valid_auto_compile_criteria({"past_key_values": cache}, config):
+        return model.get_compiled_call(config.compile_config)
+    return model
 
 
 @cache
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a large copy reads and writes, the best of several; measured once."""
+def bandwidth(device: torch.device) -> float:
+    """Bytes a second that a large copy moves, or a sum reads: the best of several of each."""
     size = 1 << (31 if device.type == "cuda" else 27)
-    source = torch.ones(size, dtype=torch.uint8, device=device)
+    source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
-
-    def copy() -> None:
-        target.copy_(source)
-
-    return 2 * size / min([_seconds(copy, device) for _ in range(9)][1:])
+    copies = [_seconds(lambda: target.copy_(source), device) for _ in range(9)]
+    sums = [_seconds(source.sum, device) for _ in range(9)]
+    return size * max(2 / min(copies), 1 / min(sums))
 
 
-def _seconds(work: Callable[[], None], device: torch.device) -> float:
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
     _wait(device)
     start = time.perf_counter()
     work()
@@ -274,24 +264,8 @@ class _Tensors(TorchDispatchMode):
 
 
 def trace_step(model: Any, ids: Tensor, *, at: int = 3) -> Step:
-    """Count the tensors of the model's forward in decode step number `at`."""
-    counter, forwards = _Tensors(), 0
-
-    def enter(module: Any, args: Any) -> None:
-        nonlocal forwards
-        forwards += 1
-        if forwards == at + 1:
-            counter.__enter__()
-
-    def leave(module: Any, args: Any, output: Any) -> None:
-        if forwards == at + 1:
-            counter.__exit__(None, None, None)
-
-    hooks = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave)]
-    try:
-        out = _generate(model, ids, at + 2)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    held = cache_nbytes(out.past_key_values)
-    return Step(sum(counter.sizes), counter.ops, held)
+    """Count the tensors of decode step number `at`."""
+    reply, counter = Reply(model, ids, at - 1), _Tensors()
+    with counter:
+        reply.steps(1)
+    return Step(sum(counter.sizes), counter.ops, reply.nbytes)

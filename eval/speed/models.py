@@ -5,6 +5,7 @@ Imports nothing of mmkv: kvpress's environment, in which mmkv is not installed, 
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,6 +131,11 @@ def _widen(model: Any, text: Fields) -> None:
             if name.endswith("q_proj.weight"):
                 factors = torch.linspace(0.5, 1.5, heads, device=weight.device)
                 weight.view(heads, -1).mul_(factors[:, None].to(weight.dtype))
+
+
+def twin(model: Any) -> Any:
+    """The same model in modules of its own, with the same weights: it can be wrapped by itself."""
+    return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
 
 
 def make_prompt(model: Any, batch: int, tokens: int, seed: int = 0) -> Tensor:

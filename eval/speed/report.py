@@ -1,4 +1,4 @@
-"""From raw times to medians, ratios, break-even lengths, a table and JSON."""
+"""From raw times to medians, paired ratios, break-even lengths, a table and JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from mmkv.terminal import Table
 
-_FORMAT, _VERSION = "mmkv-bench", 1
+_FORMAT, _VERSION = "mmkv-bench", 2
 _SHORT = 16  # a note this long fits into the table
 # Columns that compare with the unwrapped row, and what `Result.summary` calls them.
 _RATIOS = {
@@ -25,41 +25,56 @@ _RATIOS = {
     "x peak": "peak_bytes",
 }
 _COLUMNS = (
-    *("batch", "prefill ms", "ms/token", "ideal ms", "tokens/s", "run tokens/s"),
+    *("batch", "prefill ms", "ms/token", "capture ms", "bound ms", "reached", "tokens/s"),
     *("cache MB", "peak MB", *_RATIOS, "pays from"),
 )
+_RESAMPLES = 2000
+# Student's t at 97.5 %, by the number of values less one.
+_STUDENT = {2: 4.303, 3: 3.182, 4: 2.776}
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Median and quartiles of n values, by linear interpolation."""
+class Estimate:
+    """A median of n values, and an interval that holds the true one with 95 %.
+
+    `low` and `high` are None where there are fewer than three values.
+    """
 
     median: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     n: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
-        low, median, high = np.percentile(values, (25, 50, 75)).tolist()
-        return cls(median, low, high, len(values))
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """By bootstrap; of fewer than six values, too few to resample, Student's of logarithms."""
+        x, n = np.asarray(values), len(values)
+        median = float(np.median(x))
+        if n < 3:
+            return cls(median, None, None, n)
+        if n - 1 in _STUDENT:
+            logs = np.log(x)
+            middle, half = logs.mean(), _STUDENT[n - 1] * logs.std(ddof=1) / math.sqrt(n)
+            low, high = np.exp([middle - half, middle + half]).tolist()
+        else:
+            draws = np.random.default_rng(0).integers(n, size=(_RESAMPLES, n))
+            low, high = np.percentile(np.median(x[draws], axis=1), (2.5, 97.5)).tolist()
+        return cls(median, min(low, median), max(high, median), n)
+
+    @classmethod
+    def exact(cls, value: float) -> Estimate:
+        """Of what is counted, not timed."""
+        return cls(value, value, value, 1)
 
     def __str__(self) -> str:
-        digits = 1 if self.median >= 100 else 2
-        if self.n == 1:
-            return f"{self.median:.{digits}f}"
-        return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
+        if self.low is None or self.high is None or self.low == self.high:
+            return f"{self.median:.3g}"
+        return f"{self.median:.3g} ({self.low:.3g}-{self.high:.3g})"
 
 
-def ratio(values: Sequence[float], base: Sequence[float]) -> float:
-    """How many times the base: the median over rounds, which cancels a machine's slow drift.
-
-    Rows with another number of rounds are compared by their medians.
-    """
-    if len(values) == len(base):
-        return statistics.median(a / b for a, b in zip(values, base, strict=True))
-    return statistics.median(values) / statistics.median(base)
+def ratio(values: Sequence[float], base: Sequence[float]) -> Estimate:
+    """How many times the base, pair by pair, which cancels a machine's drift."""
+    return Estimate.of([a / b for a, b in zip(values, base, strict=True)])
 
 
 def break_even(
@@ -82,17 +97,19 @@ class RowResult:
     """What was measured of one row; times in seconds, sizes in bytes.
 
     Attributes:
-        kind: "unwrapped", "policy" or "kvpress".
+        kind: "unwrapped", "again", "policy" or "kvpress".
         policy: its name, or the attention implementation, or the press.
         budget: what is kept; None where nothing is evicted.
         options: what differs from the policy's defaults.
-        prefill_s: seconds to the first token, one a round.
-        step_s: seconds a decode step, mean of a round's steps.
+        prefill_s: seconds to the first token, one a round of prefills.
+        step_s: seconds a decode step, mean of a block; the same blocks for all rows.
+        start_s: seconds to the first token in the warm-up.
+        warm_s: of the warm-up's decode steps, a GPU's capture among them.
+        warm_steps: how many these were.
         prefill_cache_bytes: held after the prompt.
         cache_bytes: held at the end.
         prefill_peak_bytes: most allocated above the weights until the first token.
-        peak_bytes: the same over the run.
-        ideal_step_s: what reading the weights and the cache once takes at copy speed.
+        peak_bytes: the same until the end of the warm-up.
         note: why there are no numbers, or what a reader should know.
     """
 
@@ -102,26 +119,21 @@ class RowResult:
     budget: float | int | None
     options: dict[str, Any]
     batch: int
-    new: int
     prefill_s: list[float] = field(default_factory=list["float"])
     step_s: list[float] = field(default_factory=list["float"])
+    start_s: float | None = None
+    warm_s: float = 0.0
+    warm_steps: int = 0
     prefill_cache_bytes: int | None = None
     cache_bytes: int | None = None
     prefill_peak_bytes: int | None = None
     peak_bytes: int | None = None
-    ideal_step_s: float | None = None
     note: str = ""
 
     @property
     def tokens_per_s(self) -> list[float]:
-        """Generated tokens a second while decoding, one a round."""
+        """Generated tokens a second while decoding, one a block."""
         return [self.batch / s for s in self.step_s]
-
-    @property
-    def run_tokens_per_s(self) -> list[float]:
-        """Generated tokens a second of the whole run, the prompt's time included."""
-        pairs = zip(self.prefill_s, self.step_s, strict=True)
-        return [self.batch * self.new / (p + s * (self.new - 1)) for p, s in pairs]
 
 
 @dataclass
@@ -130,12 +142,13 @@ class Result:
 
     Attributes:
         name: the preset's setting, or "bench".
+        new: tokens that may be generated.
+        steps: decode steps timed of each row.
         about: versions, threads, dtype, date, how peaks were taken.
         weight_bytes: all weights.
         step_weight_bytes: what a decode step reads of them.
         plain_peak_bytes: most allocated by a forward without any cache.
-        bare_step_s: a token's seconds without any cache, which is the least a decode step takes.
-        bandwidth: bytes a second of a copy, read and written, where it was measured.
+        bandwidth: bytes a second from and to memory, where it was measured.
         growth: by policy, how much more a decode step allocates and writes where the cache is
             longer: {"nbytes", "slots", "ops"}; see `mmkv.eval.speed.runner.step_growth`.
     """
@@ -144,14 +157,13 @@ class Result:
     model: str
     prompt: int
     new: int
-    rounds: int
     device: str
     about: dict[str, Any]
     weight_bytes: int
     step_weight_bytes: int
     layers: int
+    steps: int = 0
     plain_peak_bytes: int | None = None
-    bare_step_s: float | None = None
     bandwidth: float | None = None
     rows: list[RowResult] = field(default_factory=list["RowResult"])
     growth: dict[str, dict[str, float]] = field(default_factory=dict[str, "dict[str, float]"])
@@ -167,23 +179,25 @@ class Result:
         return next((r for r in self.rows if r.label == label and r.step_s), None)
 
     def summary(self, row: RowResult) -> dict[str, Any]:
-        """A row's medians, quartiles and ratios to the unwrapped row; {} if it was not measured."""
+        """A row's medians, and its ratios to the unwrapped row; {} if it was not measured."""
         if not row.step_s:
             return {}
-        values = {
-            "prefill_ms": [1e3 * s for s in row.prefill_s],
-            "step_ms": [1e3 * s for s in row.step_s],
-            "tokens_per_s": row.tokens_per_s,
-            "run_tokens_per_s": row.run_tokens_per_s,
+        step = statistics.median(row.step_s)
+        found: dict[str, Any] = {
+            "prefill_ms": 1e3 * statistics.median(row.prefill_s),
+            "step_ms": 1e3 * step,
+            "tokens_per_s": row.batch / step,
+            "capture_ms": 1e3 * (row.warm_s - row.warm_steps * step),
         }
-        found: dict[str, Any] = {k: dataclasses.asdict(Spread.of(x)) for k, x in values.items()}
+        if self.bandwidth is not None and row.cache_bytes is not None:
+            bound = (self.step_weight_bytes + row.cache_bytes) / self.bandwidth
+            found |= {"bound_ms": 1e3 * bound, "reached": bound / step}
         base = self.base
         if base is None or base is row:
             return found
         found["to_unwrapped"] = {
-            "prefill": ratio(row.prefill_s, base.prefill_s),
-            "tokens_per_s": ratio(row.tokens_per_s, base.tokens_per_s),
-            "run_tokens_per_s": ratio(row.run_tokens_per_s, base.run_tokens_per_s),
+            "prefill": dataclasses.asdict(ratio(row.prefill_s, base.prefill_s)),
+            "tokens_per_s": dataclasses.asdict(ratio(row.tokens_per_s, base.tokens_per_s)),
             "cache_bytes": _over(row.cache_bytes, base.cache_bytes),
             "peak_bytes": _over(row.peak_bytes, base.peak_bytes),
         }
@@ -198,13 +212,6 @@ class Result:
         for row, plain in zip(self.rows, data["rows"], strict=True):
             plain["summary"] = self.summary(row)
         return data
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Result:
-        """Back from `to_dict`."""
-        rows = [{k: v for k, v in row.items() if k != "summary"} for row in data["rows"]]
-        plain: dict[str, Any] = {**data, "rows": [RowResult(**row) for row in rows]}
-        return cls(**plain)
 
     @property
     def measured(self) -> bool:
@@ -221,33 +228,33 @@ class Result:
     @property
     def conditions(self) -> str:
         """What a reader of the table must know."""
-        about = self.about
+        warm = max((r.warm_steps for r in self.rows), default=0)
+        first = self.prompt + warm + 1
         texts = [
-            f"{self.device}, {about.get('dtype')}, median (quartiles) of {self.rounds} interleaved "
-            "rounds",
-            f"peak: {about.get('peak')}",
-            "ratios to the unwrapped model",
+            f"{self.device}, {self.about.get('dtype')}",
+            f"{self.steps} steps of each row in random order, at lengths of {first:,} to "
+            f"{first + max(0, self.steps - 1):,} tokens",
+            f"peak: {self.about.get('peak')}",
+            "medians; ratios to the unwrapped model, pair by pair, with 95 % intervals",
             "pays from: decoded tokens after which the whole run is faster",
         ]
-        if self.bare_step_s is not None:
-            texts.append(f"a token takes {1e3 * self.bare_step_s:.3g} ms without any cache")
+        if any(r.kind == "kvpress" and r.step_s for r in self.rows):
+            texts.append("kvpress's steps alternate with the others, in a process of its own")
         if self.bandwidth is not None:
             speed = f"{self.bandwidth / 1e9:.1f} GB/s"
-            texts.append(f"ideal: weights and cache read once at {speed}")
+            texts.append(f"bound: weights and cache moved once at {speed}")
         return "; ".join([*texts, *self.notes])
 
     def table(self) -> Table:
         """A table for the terminal."""
         batches = sorted({r.batch for r in self.rows})
         batch = f"{batches[0]}" if len(batches) == 1 else f"{batches[0]}-{batches[-1]}"
-        hidden = {"batch"} if len(batches) == 1 else set[str]()
-        if self.bandwidth is None:
-            hidden.add("ideal ms")
-        columns = [name for name in _COLUMNS if name not in hidden]
-        rows: list[tuple[str, list[str]]] = []
-        for row in self.rows:
-            cells = self._cells(row)
-            rows.append((row.label, [cells.get(name, "") for name in columns]))
+        cells = [(row.label, self._cells(row)) for row in self.rows]
+        shown = {name for _, found in cells for name in found}
+        if len(batches) == 1:
+            shown.discard("batch")
+        columns = [name for name in _COLUMNS if name in shown]
+        rows = [(label, [found.get(name, "") for name in columns]) for label, found in cells]
         title = f"{self.name}: {self.model}, batch {batch}, {self.prompt} + {self.new} tokens"
         return Table("", columns, rows, title)
 
@@ -259,20 +266,28 @@ class Result:
             return {"batch": str(row.batch), "prefill ms": why}
         cells = {
             "batch": str(row.batch),
-            "prefill ms": str(Spread(**found["prefill_ms"])),
-            "ms/token": str(Spread(**found["step_ms"])),
-            "ideal ms": "" if row.ideal_step_s is None else f"{1e3 * row.ideal_step_s:.2f}",
-            "tokens/s": f"{found['tokens_per_s']['median']:.1f}",
-            "run tokens/s": f"{found['run_tokens_per_s']['median']:.1f}",
+            "prefill ms": f"{found['prefill_ms']:,.0f}",
+            "ms/token": f"{found['step_ms']:.2f}",
+            "tokens/s": f"{found['tokens_per_s']:.1f}",
             "cache MB": _megabytes(row.cache_bytes),
             "peak MB": _megabytes(row.peak_bytes),
         }
+        if "CUDA" in self.about.get("peak", ""):
+            cells["capture ms"] = f"{found['capture_ms']:.1f}"
+        if "bound_ms" in found:
+            cells["bound ms"] = f"{found['bound_ms']:.2f}"
+            cells["reached"] = f"{found['reached']:.0%}"
         ratios = found.get("to_unwrapped", {})
         for column, name in _RATIOS.items():
             value = ratios.get(name)
-            cells[column] = "" if value is None else f"{value:.2f}"
-        pays = found.get("pays_from_steps", "")
-        return cells | {"pays from": "never" if pays is None else str(pays)}
+            if isinstance(value, dict):
+                cells[column] = str(Estimate(**value))
+            elif value is not None:
+                cells[column] = f"{value:.2f}"
+        if "pays_from_steps" in found:
+            pays = found["pays_from_steps"]
+            cells["pays from"] = "never" if pays is None else str(pays)
+        return cells
 
 
 def save(path: Path, results: Sequence[Result], verdicts: Sequence[dict[str, Any]] = ()) -> None:
@@ -285,20 +300,6 @@ def save(path: Path, results: Sequence[Result], verdicts: Sequence[dict[str, Any
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-
-
-def load(path: Path) -> list[Result]:
-    """Read what `save` wrote.
-
-    Raises:
-        ValueError: not such a file.
-    """
-    data = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        raise ValueError(f"{path}: expected an object with format={_FORMAT!r}")
-    if data.get("version") != _VERSION:
-        raise ValueError(f"{path}: version {data.get('version')!r}, expected {_VERSION}")
-    return [Result.from_dict(x) for x in data["settings"]]
 
 
 def _over(part: int | None, whole: int | None) -> float | None:

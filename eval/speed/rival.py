@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mmkv.eval.speed.measure import Run
+from mmkv.eval.speed.measure import Start
 from mmkv.parts.scoring import AccumulatedAttention, Recency, WindowAttention
 from mmkv.parts.sizing import AdaptiveHeads, PyramidLayers
 from mmkv.policy import Policy
@@ -53,7 +54,7 @@ def press_label(press: dict[str, Any]) -> str:
 
 
 class WorkerError(RuntimeError):
-    """kvpress could not do its turn; `memory` says whether memory ran out."""
+    """kvpress could not do what was asked; `memory` says whether memory ran out."""
 
     def __init__(self, message: str, *, memory: bool = False) -> None:
         super().__init__(message)
@@ -61,7 +62,7 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """A process of kvpress's interpreter that waits for its turns.
+    """A process of kvpress's interpreter that waits to be asked.
 
     Raises:
         ValueError: no such program.
@@ -92,16 +93,17 @@ class Worker:
         asked = {"do": "load", **model, "device": device, "dtype": dtype, "threads": threads}
         self.versions = self._ask(asked)["versions"]
 
-    def run(
-        self, press: dict[str, Any], batch: int, prompt: int, new: int, *, trace: bool = False
-    ) -> Run:
-        """One timed run with a press.
+    def open(
+        self, press: dict[str, Any], batch: int, prompt: int, warm: int, *, trace: bool = False
+    ) -> RemoteReply:
+        """A prompt read with a press, and the first steps behind it.
 
         Raises:
             WorkerError: it failed there.
         """
-        asked = {"press": press, "batch": batch, "prompt": prompt, "new": new, "trace": trace}
-        return Run(**self._ask({"do": "run", **asked}))
+        asked = {"press": press, "batch": batch, "prompt": prompt, "warm": warm, "trace": trace}
+        answer = self._ask({"do": "open", **asked})
+        return RemoteReply(self._ask, answer.pop("reply"), Start(**answer["start"]))
 
     def close(self) -> None:
         """End the process."""
@@ -137,3 +139,22 @@ class Worker:
         self._errors.seek(0)
         lines = [x.strip() for x in self._errors.read().splitlines() if x.strip()]
         return lines[-1] if lines else f"exit code {self._process.returncode}"
+
+
+class RemoteReply:
+    """A `measure.Reply` in kvpress's process."""
+
+    def __init__(self, ask: Callable[..., dict[str, Any]], number: int, start: Start) -> None:
+        self._ask, self._number, self.start = ask, number, start
+        self.nbytes = start.prefill_cache_bytes
+
+    def steps(self, number: int) -> float:
+        """Seconds of so many more decode steps; a `WorkerError` where they fail."""
+        answer = self._ask({"do": "steps", "reply": self._number, "number": number})
+        self.nbytes = answer["nbytes"]
+        return answer["seconds"]
+
+    def close(self) -> None:
+        """Let go of the cache there; whatever is wrong with the process was said before."""
+        with suppress(WorkerError):
+            self._ask({"do": "close", "reply": self._number})

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from mmkv.eval.speed.presets import Setting
+from mmkv.eval.speed.presets import AGAIN, UNWRAPPED, Setting
 from mmkv.eval.speed.rival import nearest_press, press_label
 
 T = TypeVar("T")
@@ -40,7 +41,7 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
     from mmkv.budgets import named
     from mmkv.registry import get_policy
 
-    rows = [Row("unwrapped sdpa", "unwrapped", "sdpa")]
+    rows = [Row(UNWRAPPED, "unwrapped", "sdpa"), Row(AGAIN, "again", "sdpa")]
     if setting.eager:
         rows.append(Row("unwrapped eager", "unwrapped", "eager"))
     presses: list[Row] = []
@@ -65,11 +66,9 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
     return rows + presses
 
 
-def interleave(rows: Sequence[T], rounds: int) -> Generator[tuple[int, T]]:
-    """(round, row) in the order of the turns: every row once, then every row again."""
-    for turn in range(rounds):
-        for row in rows:
-            yield turn, row
+def shuffled(rows: Sequence[T], order: random.Random) -> list[T]:
+    """Every row once, in random order."""
+    return order.sample(rows, len(rows))
 
 
 def falling_profile(layers: int, budget: float | int | None) -> Any:

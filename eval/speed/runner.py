@@ -1,29 +1,37 @@
-"""Rows in turns: A B A B, so that a machine that drifts drifts for all."""
+"""Rows side by side: their decode steps alternate, so that a machine that drifts drifts for all."""
 
 from __future__ import annotations
 
 import gc
 import math
+import random
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import psutil
 import torch
 
+import mmkv
+from mmkv.attach.attachment import Attachment
+from mmkv.cache.compressed import CompressedCache
 from mmkv.eval.speed import measure, models
-from mmkv.eval.speed.measure import Run
+from mmkv.eval.speed.measure import Reply
 from mmkv.eval.speed.presets import Setting
 from mmkv.eval.speed.report import Result, RowResult
-from mmkv.eval.speed.rival import Worker, WorkerError
-from mmkv.eval.speed.rows import Row, falling_profile, interleave, make_rows, parse
+from mmkv.eval.speed.rival import RemoteReply, Worker, WorkerError
+from mmkv.eval.speed.rows import Row, falling_profile, make_rows, parse, shuffled
 
 T = TypeVar("T")
-# Tokens of a warm-up: enough for kernels to be compiled and for runs in graphs to begin.
-_WARM_GPU, _WARM_CPU = 48, 4
-_FEWEST_NEW = 32
+Pair = tuple[Row, RowResult]
+AnyReply = Reply | RemoteReply
+# Steps of a warm-up: enough for kernels to be compiled and for runs in graphs to begin.
+_WARM_GPU, _WARM_CPU = 48, 3
+# Steps between two looks at the clock: a GPU must be kept busy over several.
+_BLOCK_GPU, _BLOCK_CPU = 8, 1
+# Prefills of each row, its warm-up's among them, for which the batch is reduced.
+_LEAST_PREFILLS = 4
 _GROWTH_BUDGET = 0.6
 _LARGEST_BATCH = 512
 _NO_MEMORY = "out of memory"
@@ -38,9 +46,9 @@ class Bench:
         device: in words, as the dtype.
         dtype: of the model.
         worker: kvpress's process with the same model, or None.
-        until: seconds of `time.monotonic` at which it should be done; rounds, and if need be
-            generated tokens, are reduced.
-        roofline: add the bytes-bound ideal.
+        until: seconds of `time.monotonic` at which it should be done; steps, prefills, and if need
+            be the batch, are reduced.
+        roofline: add the bound of a step's bytes on a GPU too.
         memory: bytes that count as free when the largest batch is sought; None asks the device.
         tell: called with what is being done.
     """
@@ -61,134 +69,206 @@ class Bench:
         self.setting, self.model, self.worker = setting, model, worker
         self.until, self.memory, self.tell = until, memory, tell
         self.gpu = model.device.type == "cuda"
-        self.new = setting.new
         self.rows = make_rows(setting, kvpress=worker is not None)
+        self.warm = _WARM_GPU if self.gpu else _WARM_CPU
+        self.order = random.Random(0)
+        # The replies that wait for their next step; None where they do not fit side by side, as
+        # those of the largest batch.
+        self.held: dict[str, AnyReply] | None = {} if setting.batch else None
         self.result = Result(
             name=setting.name,
             model=setting.model,
             prompt=setting.prompt,
             new=setting.new,
-            rounds=0,
             device=device,
             about=_about(dtype, self.gpu, worker),
             weight_bytes=models.weight_bytes(model),
             step_weight_bytes=models.step_bytes(model),
             layers=model.get_decoder().config.num_hidden_layers,
         )
-        if roofline:
-            self.result.bandwidth = measure.copy_bandwidth(model.device)
+        if roofline or not self.gpu:
+            self.result.bandwidth = measure.bandwidth(model.device)
 
     def run(self) -> Result:
-        """Warm up, take turns, count allocations."""
+        """Warm up, count allocations, alternate decode steps, then prefills."""
         # Python's own collections then pass over what was there before.
         gc.collect()
         gc.freeze()
         try:
-            return self._run()
+            self._run()
         finally:
+            self._let_go()
             gc.unfreeze()
+        return self.result
 
-    def _run(self) -> Result:
-        batch, result = self.setting.batch, self.result
+    def _run(self) -> None:
+        setting, result = self.setting, self.result
         result.rows = [
-            RowResult(r.label, r.kind, r.name, r.budget, dict(r.options), batch, self.new)
+            RowResult(r.label, r.kind, r.name, r.budget, dict(r.options), setting.batch)
             for r in self.rows
         ]
         pairs = list(zip(self.rows, result.rows, strict=True))
-        costs = [self._warm_up(row, found) for row, found in pairs]
-        # A first run may have compiled kernels: no row takes much longer than the unwrapped one.
-        seconds = sum(min(c, 1.5 * costs[0]) if costs[0] else c for c in costs)
+        self._warm_up_all(pairs)
         pairs = [(row, found) for row, found in pairs if not found.note]
-        self._fit_tokens(pairs, seconds)
-        last = 0.0
-        for turn in range(self.setting.rounds):
-            start = time.monotonic()
-            if turn and start + last > self.until:
-                result.notes.append(f"{turn} rounds instead of {self.setting.rounds}: out of time")
-                break
-            for _, (row, found) in interleave(pairs, 1):
-                self.tell(f"{result.name}: round {turn + 1}, {row.label}")
-                self._turn(row, found)
-            result.rounds, last = turn + 1, time.monotonic() - start
-        for row in result.rows:
-            row.new = self.new
-            if result.bandwidth is not None and row.cache_bytes is not None:
-                row.ideal_step_s = (result.step_weight_bytes + row.cache_bytes) / result.bandwidth
-        result.new = self.new
-        if self.setting.growth and not self.gpu:
-            self._count()
-        if batch:
-            ids = models.make_prompt(self.model, batch, self.setting.prompt)
-            with measure.attention(self.model, "sdpa"):
-                peak = self._guarded(None, lambda: measure.plain_peak(self.model, ids))
-                bare = self._guarded(None, lambda: measure.bare_step(self.model, ids))
-            result.plain_peak_bytes, result.bare_step_s = peak, bare
-        return result
+        self._count_bytes()
+        if self.held is not None:
+            self._alternate_steps(pairs, time.monotonic() + self._left() / 3)
+            self._let_go()
+        self._alternate_prefills(pairs)
 
-    def _warm_up(self, row: Row, found: RowResult) -> float:
-        """Find the batch, measure the peaks; the seconds that a full turn will about take."""
+    def _left(self) -> float:
+        return max(0.0, self.until - time.monotonic())
+
+    def _warm_up_all(self, pairs: list[Pair]) -> None:
+        """Read every row's prompt, find its batch and its peaks, and hold its reply."""
+        started = time.monotonic()
+        for i, (row, found) in enumerate(pairs):
+            self._warm_up(row, found)
+            if i or found.note or self.setting.batch < 2:
+                continue
+            # Rows that score the prompt take longer than this first one.
+            needed = 1.3 * _LEAST_PREFILLS * len(pairs) * (time.monotonic() - started)
+            batch = max(1, int(found.batch * min(1.0, self._left() / needed)))
+            if batch < found.batch:
+                self.result.notes.append(f"batch {batch} instead of {found.batch}: no time")
+                for _, other in pairs:
+                    other.batch = batch
+                self._let_go()
+                self._warm_up(row, found)
+
+    def _warm_up(self, row: Row, found: RowResult) -> None:
         if row.name == "eager" and (why := self._too_large(found.batch)):
             found.note = why
-            return 0.0
+            return
         self.tell(f"{self.result.name}: warm-up, {row.label}")
         largest = found.batch == 0
         if largest:
             found.batch = self._largest_batch(row)
-        new = min(self.new, _WARM_GPU if self.gpu else _WARM_CPU)
-        run = self._try(row, found, new, trace=True)
-        while run is None and largest and found.batch > 1 and found.note == _NO_MEMORY:
+        reply = self._try(row, found, trace=True)
+        if reply is None and self.held and found.note == _NO_MEMORY:
+            self._apart()
+            found.note = ""
+            reply = self._try(row, found, trace=True)
+        while reply is None and largest and found.batch > 1 and found.note == _NO_MEMORY:
             found.note, found.batch = "", int(found.batch * 0.9)
-            run = self._try(row, found, new, trace=True)
-        if run is None:
-            return 0.0
-        found.prefill_peak_bytes, found.peak_bytes = run.prefill_peak_bytes, run.peak_bytes
-        return run.prefill_s + run.decode_s / run.steps * (self.new - 1)
+            reply = self._try(row, found, trace=True)
+        if reply is None:
+            return
+        start = reply.start
+        found.start_s, found.warm_s, found.warm_steps = start.prefill_s, start.warm_s, self.warm
+        found.prefill_cache_bytes, found.cache_bytes = start.prefill_cache_bytes, reply.nbytes
+        found.prefill_peak_bytes, found.peak_bytes = start.prefill_peak_bytes, start.peak_bytes
+        if self.held is None:
+            reply.close()
+            return
+        self.held[row.label] = reply
+        peaks = [r.peak_bytes for r in self.result.rows if r.peak_bytes is not None]
+        if self._free() < 1.5 * max(peaks, default=0):
+            self._apart()
+
+    def _apart(self) -> None:
+        """Go on without holding replies: a row's steps then follow each of its prefills."""
+        self._let_go()
+        self.held = None
+        self.result.notes.append("caches do not fit side by side: steps follow each prefill")
+
+    def _let_go(self) -> None:
+        for reply in (self.held or {}).values():
+            reply.close()
+        self.held = {} if self.held is not None else None
+
+    def _count_bytes(self) -> None:
+        setting, result = self.setting, self.result
+        if setting.growth and not self.gpu:
+            self._count()
+        if setting.batch:
+            ids = models.make_prompt(self.model, result.rows[0].batch, setting.prompt)
+            peak = self._guarded(None, lambda: measure.plain_peak(self.model, ids))
+            result.plain_peak_bytes = peak
+
+    def _alternate_steps(self, pairs: list[Pair], until: float) -> None:
+        """Blocks of decode steps of all rows, in random order: each is one pair with each other."""
+        assert self.held is not None
+        result, most = self.result, self.setting.new - 1
+        block = min(_BLOCK_GPU if self.gpu else _BLOCK_CPU, most)
+        while result.steps + block <= most:
+            if result.steps and time.monotonic() > until:
+                break
+            self.tell(f"{result.name}: decode steps")
+            for row, found in shuffled(pairs, self.order):
+                if not found.note:
+                    self._steps(self.held[row.label], found, block)
+            result.steps += block
+
+    def _alternate_prefills(self, pairs: list[Pair]) -> None:
+        """Prompts of all rows in random order; without replies to hold, steps too."""
+        rounds, last = 0, sum(found.start_s or 0.0 for _, found in pairs)
+        while rounds < self.setting.rounds:
+            if last > self._left() and (rounds or self.held is not None):
+                break
+            start = time.monotonic()
+            for row, found in shuffled(pairs, self.order):
+                self.tell(f"{self.result.name}: prefill {rounds + 1}, {row.label}")
+                reply = None if found.note else self._try(row, found)
+                if reply is None:
+                    continue
+                found.prefill_s.append(reply.start.prefill_s)
+                if self.held is None:
+                    self.result.steps = self.setting.new - 1
+                    self._steps(reply, found, self.result.steps)
+                reply.close()
+            rounds, last = rounds + 1, time.monotonic() - start
+        if rounds < self.setting.rounds:
+            self.result.notes.append(f"{rounds} prefills instead of {self.setting.rounds}: no time")
+        for _, found in () if rounds else pairs:
+            found.prefill_s = [] if found.start_s is None or found.note else [found.start_s]
+
+    def _steps(self, reply: AnyReply, found: RowResult, number: int) -> None:
+        seconds = self._guarded(found, lambda: reply.steps(number))
+        if seconds is not None:
+            found.step_s.append(seconds / number)
+            found.cache_bytes = reply.nbytes
 
     def _largest_batch(self, row: Row) -> int:
         def peak(batch: int) -> int | None:
-            run = self._guarded(None, lambda: self._once(row, batch, 2, trace=True))
-            return None if run is None else run.peak_bytes
+            reply = self._guarded(None, lambda: self._open(row, batch, 1, trace=True))
+            return None if reply is None else reply.start.peak_bytes
 
         most = _LARGEST_BATCH if self.memory is None else 4
         return largest_batch(peak(1), peak(2), self._free(), most)
 
-    def _turn(self, row: Row, found: RowResult) -> None:
-        run = self._try(row, found, self.new)
-        if run is None:
-            return
-        found.prefill_s.append(run.prefill_s)
-        found.step_s.append(run.decode_s / run.steps)
-        found.prefill_cache_bytes, found.cache_bytes = run.prefill_cache_bytes, run.cache_bytes
-        if run.peak_bytes is not None and run.prefill_peak_bytes is not None:
-            found.prefill_peak_bytes, found.peak_bytes = run.prefill_peak_bytes, run.peak_bytes
+    def _try(self, row: Row, found: RowResult, *, trace: bool = False) -> AnyReply | None:
+        # A reply that only counts as a prefill needs no steps.
+        warm = self.warm if trace or self.held is None else 0
+        return self._guarded(found, lambda: self._open(row, found.batch, warm, trace=trace))
 
-    def _try(self, row: Row, found: RowResult, new: int, *, trace: bool = False) -> Run | None:
-        return self._guarded(found, lambda: self._once(row, found.batch, new, trace=trace))
-
-    def _once(self, row: Row, batch: int, new: int, *, trace: bool = False) -> Run:
+    def _open(self, row: Row, batch: int, warm: int, *, trace: bool = False) -> AnyReply:
+        """A reply of a row."""
         if row.kind == "kvpress":
             assert self.worker is not None
             assert row.press is not None
-            return self.worker.run(row.press, batch, self.setting.prompt, new, trace=trace)
-        ids = models.make_prompt(self.model, batch, self.setting.prompt)
-        with self._ready(row):
-            return measure.run_once(self.model, ids, new, trace=trace)
+            return self.worker.open(row.press, batch, self.setting.prompt, warm, trace=trace)
+        ids, model = models.make_prompt(self.model, batch, self.setting.prompt), self._ready(row)
+        cache = None
+        if row.kind == "policy":
+            attached: Attachment = vars(model)["_mmkv"]
+            # `generate` knows how long a reply may become, too.
+            most = self.setting.prompt + self.warm + self.setting.new
+            cache = CompressedCache(attached.parts.config, attached.plan, max_length=most)
+        return Reply(model, ids, warm, trace=trace, cache=cache)
 
-    @contextmanager
-    def _ready(self, row: Row) -> Generator[None]:
-        """The model as a row has it."""
-        from mmkv.wrapping import wrapped
-
-        if row.kind == "unwrapped":
-            with measure.attention(self.model, row.name):
-                yield
-            return
+    def _ready(self, row: Row) -> Any:
+        """A row's own model: wrapped, or with its attention implementation."""
+        model = models.twin(self.model)
+        if row.kind != "policy":
+            if model.get_decoder().config._attn_implementation != row.name:
+                model.set_attn_implementation(row.name)
+            return model
         options = dict(row.options)
         profile = options.pop("profile", None)
         if profile == "falling":
             profile = falling_profile(self.result.layers, row.budget)
-        with wrapped(self.model, row.name, row.budget, profile=profile, **options):
-            yield
+        return mmkv.wrap(model, row.name, row.budget, profile=profile, **options)
 
     def _guarded(self, found: RowResult | None, work: Callable[[], T]) -> T | None:
         """What `work` gives; None and a note on the row where it does not fit or cannot be done."""
@@ -207,14 +287,6 @@ class Bench:
         if self.gpu:
             torch.cuda.empty_cache()
         return None
-
-    def _fit_tokens(self, pairs: list[tuple[Row, RowResult]], seconds: float) -> None:
-        """Generate fewer tokens where not even one round fits into the time."""
-        left = self.until - time.monotonic()
-        if not pairs or seconds <= left or self.new <= _FEWEST_NEW:
-            return
-        self.new = max(_FEWEST_NEW, int(self.new * max(0.0, left) / seconds))
-        self.result.notes.append(f"{self.new} new tokens instead of {self.setting.new}: no time")
 
     def _free(self) -> int:
         if self.memory is not None:
@@ -244,8 +316,7 @@ class Bench:
             steps: list[measure.Step] = []
             for prompt in self.setting.growth_prompts:
                 ids = models.make_prompt(self.model, 1, prompt)
-                with self._ready(row):
-                    steps.append(measure.trace_step(self.model, ids))
+                steps.append(measure.trace_step(self._ready(row), ids))
             growth = step_growth(steps[0], steps[1], config, self.model.dtype.itemsize)
             self.result.growth[text] = growth
 
