@@ -183,7 +183,8 @@ def drops_nothing(cache: Any) -> bool:
         return True  # transformers' own cache of a model that is not wrapped
     if keeps_everything(plan.policy, plan.budget):
         return True
-    return plan.policy.decode.name == "grow" and not plan.policy.reposition
+    policy = plan.policy
+    return policy.decode.name == "grow" and not (policy.reposition or policy.postpone)
 
 
 def _counts_positions_itself(model: Any) -> bool:

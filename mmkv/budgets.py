@@ -58,9 +58,11 @@ def checked(policy: Policy, budget: Any) -> float | int | None:
         )
     always = policy.observed + policy.sinks
     if isinstance(size, int) and size < always:
+        kept = f"window={policy.observed - policy.postpone}, sinks={policy.sinks}"
+        kept += f", postpone={policy.postpone}" if policy.postpone else ""
         raise ValueError(
             f"budget={size} is below the {always} tokens that {policy.name!r} always keeps "
-            f"(window={policy.observed}, sinks={policy.sinks}): raise it, or lower those"
+            f"({kept}): raise it, or lower those"
         )
     return size
 

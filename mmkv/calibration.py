@@ -43,6 +43,11 @@ def calibrate(
             depend on the prompt.
     """
     chosen = get_policy(policy, **policy_options)
+    if chosen.postpone:
+        raise ValueError(
+            f"calibrate measures prompts alone, and postpone={chosen.postpone} waits for generated "
+            "tokens: leave it out"
+        )
     config = adapters.find(model).config
     if isinstance(chosen.heads, CalibratedHeads):
         curves, n = sensitivity.measure(model, _checked(samples), chosen)

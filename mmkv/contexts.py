@@ -186,6 +186,11 @@ def read(
         ValueError: the model is not wrapped, or there are no input_ids.
     """
     inner = _wrapped(model)
+    if postpone := inner._mmkv.plan.policy.postpone:
+        raise ValueError(
+            f"postpone={postpone} waits for generated tokens, and a context is read without any: "
+            "wrap the model with postpone=0"
+        )
     given = _tensors(inputs, inner.device)
     cache = _read(inner, given, prefill_chunk_size)
     return Context(inner, cache, _lasting(given))

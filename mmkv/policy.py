@@ -72,6 +72,8 @@ class Policy:
         recent: the share of a layer's size given to the most recent tokens (H2O: half).
         reposition: give keys consecutive positions inside the cache (StreamingLLM as published).
         text_prior: tokens of images leave before any other of the prompt does (LOOK-M).
+        postpone: a prompt is evicted after so many generated tokens, as if these had ended it:
+            their queries join those of the prompt, and they stay (nearest: LAQ, arXiv 2505.20334).
 
     Raises:
         ValueError: an option out of its range, or a combination that means nothing.
@@ -87,6 +89,7 @@ class Policy:
     recent: float = 0.0
     reposition: bool = False
     text_prior: bool = False
+    postpone: int = 0
 
     name: ClassVar[str] = "policy"
     aliases: ClassVar[tuple[str, ...]] = ()
@@ -103,15 +106,40 @@ class Policy:
         for field in dataclasses.fields(self):
             if field.name not in KINDS:
                 check(field.name, getattr(self, field.name), hints[field.name])
-        at_least(0, sinks=self.sinks)
+        at_least(0, sinks=self.sinks, postpone=self.postpone)
         share(zero=True, recent=self.recent)
         if self.text_prior and self.decode.name in ("fixed", "least"):
             raise ValueError(
                 f"text_prior=True lets image tokens leave first, but decode={self.decode.name!r} "
                 "drops tokens whatever they are: leave it out, or use decode='ratio' or 'grow'"
             )
+        if self.postpone:
+            self._check_postponed()
         for part in self.parts.values():
             part.check(self)
+
+    def _check_postponed(self) -> None:
+        """Whether generated tokens can observe a prompt that waits whole for them.
+
+        Raises:
+            ValueError: they cannot.
+        """
+        score, asked = self.score, f"postpone={self.postpone}"
+        if score.repeats or (score.queries == 0 and score.combines != "sum"):
+            raise ValueError(
+                f"{asked} lets the queries of generated tokens observe, and score={score.name!r} "
+                "asks none of them: use postpone=0, or score='window' or 'accumulated'"
+            )
+        if self.layers.mini_prefill:
+            raise ValueError(
+                f"{asked} sizes layers after the prefill, and allocation='mini-prefill' before it: "
+                "use allocation='one-pass'"
+            )
+        if self.decode.every:
+            raise ValueError(
+                f"{asked} and decode={self.decode.name!r} both let generated tokens observe: use "
+                "one of them"
+            )
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -202,7 +230,7 @@ class Policy:
     @property
     def observed(self) -> int:
         """How many last tokens observe and are themselves always kept."""
-        return 0 if self.keeps_all else self.score.observed
+        return 0 if self.keeps_all else self.score.observed + self.postpone
 
     @property
     def queries(self) -> int | None:

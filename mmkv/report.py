@@ -194,6 +194,9 @@ def _notes(cache: CompressedCache) -> list[str]:
     assert prompt is not None
     if cache.plan.keeps_everything:
         return ["the full cache: nothing is evicted"]
+    if cache.postpones:
+        waits = f"{cache.due} of postpone={policy.postpone} generated tokens"
+        return [f"held whole: {waits} are to come before it is evicted"]
     notes = []
     for row, length in enumerate(cache.lengths):
         sizes = [x.keeping().sizes[row] for x in cache.compressed]

@@ -133,6 +133,11 @@ def wrap(
             f"protect='instruction' keeps the prompt's text and lets image tokens compete; "
             f"{type(model).__name__} has no image tokens: use protect='none'"
         )
+    if chosen.postpone and evict_chunks:
+        raise ValueError(
+            f"evict_chunks=True evicts while a prompt is read, and postpone={chosen.postpone} "
+            "after it: use one of them"
+        )
     inv_freq = parts.rotary_frequencies() if chosen.reposition else None
     quantize.check(kv_dtype, adapters.head_dim(parts.config))
     plan = CacheConfig(chosen, kept, fractions, inv_freq, kv_dtype, evict_chunks, graph)

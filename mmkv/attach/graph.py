@@ -52,7 +52,7 @@ def refusal(model: nn.Module, cache: Any, config: Any) -> str | None:
         return "the model is split over several devices"
     if not all(isinstance(x, CompressedLayer) for x in cache.layers):
         return "some layers have a sliding window or linear attention, and a cache of their own"
-    if cache.observes_replies:
+    if cache.plan.policy.decode.every and not cache.plan.keeps_everything:
         return f"decode={cache.plan.policy.decode.name!r}: rounds of generated tokens are scored"
     if config.max_new_tokens is not None and config.max_new_tokens < LEAST_STEPS:
         return f"max_new_tokens={config.max_new_tokens} is below {LEAST_STEPS}"
@@ -180,7 +180,7 @@ def _decodes(cache: CompressedCache, inputs: dict[str, Any]) -> bool:
     """Whether this is one token behind a prompt that has been evicted, and no part of a prompt."""
     tokens = inputs.get("input_ids")
     tokens = inputs["inputs_embeds"] if tokens is None else tokens
-    return not cache.expects_prompt and tokens.shape[1] == 1
+    return not (cache.expects_prompt or cache.postpones) and tokens.shape[1] == 1
 
 
 def _blocks(cache: CompressedCache) -> list[HeadGroup]:

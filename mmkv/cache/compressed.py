@@ -155,6 +155,9 @@ class CompressedCache(Cache):
             phase.until = None
         whole = phase.until is None
         phase.evicts = whole or (plan.evict_chunks and all(prompt.lengths))
+        phase.postpones = bool(plan.policy.postpone) and not (
+            phase.keeps_all or plan.keeps_everything
+        )
         if not phase.evicts:
             return
         if not all(prompt.lengths):
@@ -166,6 +169,8 @@ class CompressedCache(Cache):
                 "a row of the batch ends in padding: pad on the left (processor.tokenizer."
                 "padding_side = 'left'), as generation needs"
             )
+        if phase.postpones:
+            return
         if whole and not phase.keeps_all:
             plan.log_shortfalls(prompt, len(self.compressed))
         if mini_prefill is not None and seen == 0 and self._evicts(prompt):
@@ -196,7 +201,7 @@ class CompressedCache(Cache):
         if not isinstance(phase, Decoding) or not self.observes_replies:
             return
         phase.waiting += q
-        if phase.waiting < decode.every + decode.latest:
+        if self.due:
             return
         phase.waiting = decode.latest
         known = self._known(self.get_seq_length() + q)
@@ -209,14 +214,30 @@ class CompressedCache(Cache):
             before=self.prompt,
             earlier=known,
         )
-        phase.reading = Reading(evicts=True)
+        phase.reading = Reading(evicts=True, similarity=phase.similarity)
+        if phase.postponed:
+            self.plan.log_shortfalls(self.prompt, len(self.compressed))
         if not self.plan.needs_all_layers:
             phase.reading.sizes = self._sizes(self.prompt)
 
     @property
     def observes_replies(self) -> bool:
-        """Whether generated tokens compete in rounds, so that their queries are remembered."""
-        return self.plan.policy.decode.every > 0 and not self.plan.keeps_everything
+        """Whether queries of generated tokens are remembered: they will observe."""
+        rounds = self.plan.policy.decode.every > 0
+        return (rounds or self.postpones) and not self.plan.keeps_everything
+
+    @property
+    def postpones(self) -> bool:
+        """Whether the prompt is held whole until some more tokens are generated."""
+        return isinstance(self.phase, Decoding) and self.phase.postponed
+
+    @property
+    def due(self) -> int:
+        """How many tokens must be generated until what is held is evicted, where it will be."""
+        assert isinstance(self.phase, Decoding)
+        policy = self.plan.policy
+        after = policy.decode.every + policy.decode.latest
+        return max(0, (policy.postpone if self.phase.postponed else after) - self.phase.waiting)
 
     def _check_step(self, running: ForwardPass, mask: Tensor | None, q: int) -> None:
         """Whether `step` can be done; what the mask hides."""
@@ -225,6 +246,11 @@ class CompressedCache(Cache):
             raise ValueError(
                 f"{q} tokens at once behind a compressed prompt: policy {self.plan.policy.name!r} "
                 "drops a token a step while decoding; feed them one by one, or use decode='grow'"
+            )
+        if self.postpones and q > self.due:
+            raise ValueError(
+                f"{q} tokens at once behind a prompt that is evicted after {self.due} more "
+                f"(postpone={self.plan.policy.postpone}): feed them one by one"
             )
         if mask is None:
             return
@@ -326,6 +352,7 @@ class CompressedCache(Cache):
             assert isinstance(self.phase, Decoding)
             if self.phase.reading is not None:
                 held = kept.dense()
+                held.tail = layer.tail.of_last(held.keys.shape[2] - layer.asking)
                 queries, rotary = layer.remembered()
                 if rotary is not None:
                     running.rotary[layer_idx] = rotary
@@ -346,19 +373,30 @@ class CompressedCache(Cache):
         """Score what a layer holds; evict at once if its size is known, else hold it whole."""
         policy, prompt = self.plan.policy, self.prompt
         assert prompt is not None
+        layer.forget()
         if self._scores(prompt, phase) and not policy.score.repeats:
             if policy.score.uses_size:
                 sizes = self.plan.mean_sizes(prompt, len(self.compressed))
                 known = None if sizes is None else torch.tensor(sizes, device=new.key.device)
                 new = replace(new, size=known)
             held.score(policy, new, prompt)
-        if phase.evicts:
+        if phase.evicts and not phase.postpones:
             held.forget()
         else:
             held.remember(policy, new)
         layer.state = held
+        if phase.evicts and phase.postpones:
+            self._hold(layer, held)
         if phase.sizes is not None:
             self._evict(layer, phase.sizes[self.compressed.index(layer)])
+
+    def _hold(self, layer: CompressedLayer, held: DenseKV) -> None:
+        """The layer holds all its tokens where generated ones come in, until it is evicted."""
+        assert self.prompt is not None
+        prompt, ahead = self.prompt.to(held.keys.device), self.plan.policy.postpone
+        layer.tail = held.tail.by_age(held.positions)
+        layer_idx = self.layers.index(layer)
+        layer.state = evict(held, self.plan.whole, prompt, prompt.lengths, ahead, layer_idx)
 
     def finish(self) -> None:
         """After the last layer of a pass: size and evict the layers that had to wait."""
@@ -376,9 +414,9 @@ class CompressedCache(Cache):
                 for layer, size, heads in zip(layers, sizes, split, strict=True):
                     self._evict(layer, size, heads)
         if isinstance(phase, Decoding):
-            phase.reading = None
+            phase.reading, phase.postponed = None, False
         elif phase.until is None:
-            self.phase = Decoding()
+            self.phase = Decoding(postponed=phase.postpones, similarity=phase.similarity)
 
     def kept(self, layer: int) -> Tensor:
         """Original positions kept by a layer, int64 [B, H, n], ascending, -1 as filler.
@@ -474,8 +512,7 @@ class CompressedCache(Cache):
                 layer.reorder_cache(batch)
         if self.prompt is not None:
             self.prompt = self.prompt.rows(batch)
-        if isinstance(self.phase, Reading):
-            self.phase.select_rows(batch)
+        self.phase.select_rows(batch)
 
     def reset(self) -> None:
         """Drop everything, ready for a new prompt."""
@@ -577,7 +614,8 @@ class CompressedCache(Cache):
         if self.plan.keeps_everything:
             return False
         adds = self.plan.policy.score.combines == "sum"
-        return adds or (phase.evicts and not phase.keeps_all and self._evicts(prompt))
+        evicts = phase.evicts and not (phase.keeps_all or phase.postpones)
+        return adds or (evicts and self._evicts(prompt))
 
     def _sizes(
         self,
@@ -587,13 +625,14 @@ class CompressedCache(Cache):
         measured: Sequence[Tensor] = (),
     ) -> list[list[int]]:
         """Every layer's size for every row [L][B], from what was found of the layers."""
-        layers, plan, phase = self.compressed, self.plan, self.phase
+        layers, plan = self.compressed, self.plan
+        reading = self.phase if isinstance(self.phase, Reading) else self.phase.reading
         importance: Sequence[Tensor | None] = [None] * len(prompt.lengths)
         if scores and plan.policy.layers.needs == "scores":
             importance = selection.competing(scores, positions, prompt)
         similarity = None
-        if isinstance(phase, Reading) and phase.similarity:
-            found = [phase.similarity[i][0].cpu() for i in sorted(phase.similarity)]
+        if reading is not None and reading.similarity:
+            found = [reading.similarity[i][0].cpu() for i in sorted(reading.similarity)]
             similarity = torch.stack(found, dim=1)
         sizes = [
             selection.row_sizes(
@@ -619,7 +658,6 @@ class CompressedCache(Cache):
         if isinstance(self.phase, Reading) and self.phase.until is not None:
             expected = 0  # a chunk of the prompt comes next, which makes new storage
         prompt = self.prompt.to(layer.state.keys.device)
-        layer.forget()
         layer.state = evict(
             layer.state, self.plan, prompt, sizes, expected, self.layers.index(layer), split
         )

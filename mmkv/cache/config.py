@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -48,6 +48,11 @@ class CacheConfig:
     def keeps_everything(self) -> bool:
         """Whether nothing is ever evicted."""
         return selection.keeps_everything(self.policy, self.budget)
+
+    @property
+    def whole(self) -> CacheConfig:
+        """What holds a prompt whole until it is evicted."""
+        return replace(self, budget=1.0, kv_dtype=None)
 
     @property
     def needs_all_layers(self) -> bool:

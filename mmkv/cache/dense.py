@@ -23,6 +23,48 @@ from mmkv.scores import tile
 _MASK_TILE = 2**26
 
 
+@dataclass(frozen=True)
+class Tail:
+    """The last queries of what was read of a prompt so far, where its score needs them.
+
+    Attributes:
+        query: [B, Hq, w, D]; None: there is none.
+        mask: bool [B, 1 or H, w, U], which keys those queries saw; None: plainly causal.
+        rotary: their rotary embedding, where the score needs it.
+    """
+
+    query: Tensor | None = None
+    mask: Tensor | None = None
+    rotary: Rotary | None = None
+
+    def select_rows(self, batch: Tensor) -> Tail:
+        """Rows of the batch, which may repeat."""
+        if self.query is None:
+            return self
+        batch = batch.to(self.query.device)
+        mask = None if self.mask is None else self.mask[batch]
+        return Tail(
+            self.query[batch], mask, None if self.rotary is None else self.rotary.rows(batch)
+        )
+
+    def by_age(self, positions: Tensor) -> Tail:
+        """With the columns of its mask in the order of `positions` [B, 1 or H, U]."""
+        if self.mask is None:
+            return self
+        order = positions.argsort(dim=-1, stable=True)
+        mask = self.mask.expand(-1, order.shape[1], -1, -1)
+        return replace(self, mask=mask.gather(-1, order[:, :, None].expand_as(mask)))
+
+    def of_last(self, n: int) -> Tail:
+        """What it says of the last `n` keys: padding may have gone from before them."""
+        if self.query is None:
+            return self
+        w = min(n, self.query.shape[2])
+        mask = None if self.mask is None else self.mask[:, :, -w:, -n:]
+        rotary = None if self.rotary is None else self.rotary.last(w)
+        return Tail(self.query[:, :, -w:], mask, rotary)
+
+
 @dataclass
 class DenseKV:
     """Tokens of one layer, by age.
@@ -31,10 +73,7 @@ class DenseKV:
         keys, values: [B, H, U, D].
         positions: int64 [B, 1 or H, U], ascending; -1 where there is no token.
         scores: float32 [B, 1 or H, U], importance; None where none was needed.
-        tail: [B, Hq, w, D], the last queries of the prompt's chunks so far, where its score needs
-            them.
-        tail_mask: bool [B, 1, w, U], which keys those queries saw; None: plainly causal.
-        tail_rotary: their rotary embedding, where the score needs it.
+        tail: the last queries of the prompt's chunks so far.
         weights: float32 [B, H, U], how many tokens each pair stands for; None: itself alone.
         leaders: [B, H, T], the group of each token seen up to the last turn, see
             `grouping.Groups.places`; None: there is none.
@@ -45,9 +84,7 @@ class DenseKV:
     values: Tensor
     positions: Tensor
     scores: Tensor | None = None
-    tail: Tensor | None = None
-    tail_mask: Tensor | None = None
-    tail_rotary: Rotary | None = None
+    tail: Tail = Tail()
     weights: Tensor | None = None
     leaders: Tensor | None = None
     measured: Tensor | None = None
@@ -118,8 +155,8 @@ class DenseKV:
         """Rows of the batch, which may repeat, in storage of their own."""
 
         def rows(x: Any) -> Any:
-            if isinstance(x, Rotary):
-                return x.rows(batch.to(x.cos.device))
+            if isinstance(x, Tail):
+                return x.select_rows(batch)
             return None if x is None else x[batch.to(x.device)]
 
         found = {f.name: rows(getattr(self, f.name)) for f in fields(self)}
@@ -233,13 +270,15 @@ class DenseKV:
             return
         layer = self._inputs(new, with_tail=True)
         last = layer.query.shape[2] if policy.queries is None else policy.queries
-        self.tail = layer.query[:, :, -last:].clone()
-        self.tail_mask = None if layer.mask is None else layer.mask[:, :, -last:].clone()
-        self.tail_rotary = None if layer.rotary is None else layer.rotary.last(last)
+        self.tail = Tail(
+            layer.query[:, :, -last:].clone(),
+            None if layer.mask is None else layer.mask[:, :, -last:].clone(),
+            None if layer.rotary is None else layer.rotary.last(last),
+        )
 
     def forget(self) -> None:
         """Drop what `remember` kept: the prompt is complete."""
-        self.tail = self.tail_mask = self.tail_rotary = None
+        self.tail = Tail()
 
     def _inputs(self, new: LayerInputs, *, with_tail: bool) -> LayerInputs:
         """A layer's inputs with all tokens held, and with the queries of earlier chunks."""
@@ -247,8 +286,8 @@ class DenseKV:
         mask = self._mask(query.shape[2], new.mask)
         if with_tail:
             query, mask = self._with_tail(query, mask)
-            if rotary is not None and self.tail_rotary is not None:
-                rotary = self.tail_rotary.followed_by(rotary)
+            if rotary is not None and self.tail.rotary is not None:
+                rotary = self.tail.rotary.followed_by(rotary)
         return replace(new, query=query, mask=mask, rotary=rotary)
 
     def _mask(self, q: int, among: Tensor | None) -> Tensor | None:
@@ -262,12 +301,13 @@ class DenseKV:
 
     def _with_tail(self, query: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The queries of earlier chunks before the new ones, and what all of them see."""
-        if self.tail is None:
+        tail = self.tail.query
+        if tail is None:
             return query, mask
-        both = torch.cat([self.tail, query], dim=2)
-        if mask is None and self.tail_mask is None:
+        both = torch.cat([tail, query], dim=2)
+        if mask is None and self.tail.mask is None:
             return both, None
-        q, w, U = query.shape[2], self.tail.shape[2], self.keys.shape[2]
+        q, w, U = query.shape[2], tail.shape[2], self.keys.shape[2]
         known = (self.positions >= 0)[:, :, None]
         place = torch.arange(U, device=known.device)
 
@@ -275,7 +315,7 @@ class DenseKV:
             until = torch.arange(last - n, last, device=known.device)
             return known & (place <= until[:, None])
 
-        old = self.tail_mask
+        old = self.tail.mask
         if old is None:
             old = causal(U - q, w)
         old = pad(old, (0, U - old.shape[-1]))

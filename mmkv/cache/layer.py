@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from mmkv.cache.dense import DenseKV, by_age, token_numbers
+from mmkv.cache.dense import DenseKV, Tail, by_age, token_numbers
 from mmkv.cache.head_groups import GraphInputs, HeadGroup, Place
 from mmkv.layer_inputs import Rotary
 
@@ -205,7 +205,8 @@ class CompressedLayer(CacheLayerMixin):
             wait whole; `KeptKV` after eviction. It is replaced whole, so nothing of one state
             outlives it.
         asked: queries [B, Hq, q, D] of generated tokens since the last round, and their rotary
-            embedding, where they will observe (decode="rounds").
+            embedding, where they will observe (decode="rounds", postpone).
+        tail: the prompt's last queries, where they will observe together with those.
     """
 
     is_compileable = False
@@ -222,6 +223,7 @@ class CompressedLayer(CacheLayerMixin):
         self.seen = 0
         self.state: DenseKV | KeptKV | None = None
         self.asked: list[tuple[Tensor, Rotary | None]] = []
+        self.tail = Tail()
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -273,6 +275,11 @@ class CompressedLayer(CacheLayerMixin):
             rotary = rotary.last(query.shape[2])
         self.asked.append((query.detach().clone(), rotary))
 
+    @property
+    def asking(self) -> int:
+        """How many generated tokens' queries `remembered` gives."""
+        return sum(query.shape[2] for query, _ in self.asked)
+
     def remembered(self) -> tuple[Tensor, Rotary | None]:
         """All queries [B, Hq, n, D] since `forget`, and their rotary embedding."""
         queries, rotaries = zip(*self.asked, strict=True)
@@ -280,13 +287,14 @@ class CompressedLayer(CacheLayerMixin):
         return torch.cat(queries, dim=2), reduce(Rotary.followed_by, known) if known else None
 
     def forget(self) -> None:
-        """Drop what `remember` kept."""
-        self.asked = []
+        """Drop what `remember` kept, and the tail."""
+        self.asked, self.tail = [], Tail()
 
     def select_rows(self, batch: Tensor) -> None:
         """Choose rows of the batch, which may repeat."""
         if self.state is not None:
             self.state = self.state.select_rows(batch)
+        self.tail = self.tail.select_rows(batch)
         self.asked = [
             (query[(at := batch.to(query.device))], None if rotary is None else rotary.rows(at))
             for query, rotary in self.asked
@@ -301,7 +309,9 @@ class CompressedLayer(CacheLayerMixin):
     def nbytes(self) -> int:
         """Bytes of the storages held for keys and values, and for queries that will observe."""
         held = 0 if self.state is None else self.state.nbytes
-        return held + sum(query.untyped_storage().nbytes() for query, _ in self.asked)
+        asked = [query for query, _ in self.asked]
+        asked += [] if self.tail.query is None else [self.tail.query]
+        return held + sum(query.untyped_storage().nbytes() for query in asked)
 
     def dense(self) -> DenseKV | None:
         """All that is held of earlier tokens; None before the first."""

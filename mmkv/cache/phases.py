@@ -16,6 +16,7 @@ class Reading:
         evicts: whether tokens are evicted after this pass: the last of the prompt, or with
             `CacheConfig.evict_chunks` every one since each row has begun.
         keeps_all: whether everything is kept, a question behind a context.
+        postpones: whether everything is held until some tokens are generated.
         sizes: tokens that each compressed layer keeps of each row, [L][B]; None until known.
         similarity: by layer, the mean similarity [B] of the residual stream around its attention,
             and the tokens [B] it is the mean of, over the chunks so far (SqueezeAttention).
@@ -27,6 +28,7 @@ class Reading:
     until: int | None = None
     evicts: bool = False
     keeps_all: bool = False
+    postpones: bool = False
     sizes: list[list[int]] | None = None
     similarity: dict[int, tuple[Tensor, Tensor]] = field(
         default_factory=dict[int, "tuple[Tensor, Tensor]"]
@@ -45,9 +47,7 @@ class Reading:
 
     def select_rows(self, batch: Tensor) -> None:
         """Choose rows of the batch."""
-        for i, pair in self.similarity.items():
-            similarity, tokens = (x[batch.to(x.device)] for x in pair)
-            self.similarity[i] = similarity, tokens
+        self.similarity = _rows(self.similarity, batch)
         self.given = [(x[batch.to(x.device)], p[:, batch.to(p.device)]) for x, p in self.given]
 
 
@@ -56,9 +56,25 @@ class Decoding:
     """The prompt is read: each pass brings generated tokens.
 
     Attributes:
-        waiting: how many of them did not compete yet, where they do (decode="rounds").
-        reading: a round takes place in this pass; None: none does.
+        waiting: how many of them did not compete yet, where they do (decode="rounds", postpone).
+        reading: a round, or the postponed eviction, takes place in this pass; None: none does.
+        postponed: whether the prompt is still to be evicted.
+        similarity: of that prompt, see `Reading`.
     """
 
     waiting: int = 0
     reading: Reading | None = None
+    postponed: bool = False
+    similarity: dict[int, tuple[Tensor, Tensor]] = field(
+        default_factory=dict[int, "tuple[Tensor, Tensor]"]
+    )
+
+    def select_rows(self, batch: Tensor) -> None:
+        """Choose rows of the batch."""
+        self.similarity = _rows(self.similarity, batch)
+
+
+def _rows(
+    similarity: dict[int, tuple[Tensor, Tensor]], batch: Tensor
+) -> dict[int, tuple[Tensor, Tensor]]:
+    return {i: (x[batch.to(x.device)], n[batch.to(n.device)]) for i, (x, n) in similarity.items()}

@@ -124,6 +124,7 @@ def masked_logits(
     reposition: bool = False,
     record: list[list[Tensor]] | None = None,
     bits: int | None = None,
+    postpone: int = 0,
 ) -> Tensor:
     """Last-token logits [1 + F, B, V] of the prompt and of each of F feeds behind it.
 
@@ -131,6 +132,7 @@ def masked_logits(
     never fed. `kept[t][layer]` is what the compressed cache held after the prompt (t = 0) and after
     each feed; a feed of more than one token is a new turn, after which it evicts (and merges).
     `record` receives each feed's attention weights, [layer][B, Hq, q, S].
+    With `postpone`, pairs are merged after so many feeds, not after the prompt.
     With `bits`, every stored key and value is read as its code in so many bits.
     """
     if isinstance(feeds, Tensor):
@@ -149,7 +151,7 @@ def masked_logits(
             cache = out.past_key_values
             logits = [out.logits[:, -1]]
             averages = merge is not None and merge.name != "groups"
-            if averages:
+            if averages and not postpone:
                 H = kept[0][0].shape[1]
                 candidates = mask.bool()[:, None].expand(-1, H, -1)
                 _merge_all(cache, kept[0], [candidates for _ in layers], merge.name)
@@ -168,7 +170,7 @@ def masked_logits(
                     use_cache=True,
                 )
                 logits.append(out.logits[:, -1])
-                if averages and q > 1:
+                if averages and (q > 1 or t + 1 == postpone):
                     last = [m[:, :, -1] for m in _state["allowed"]]
                     _merge_all(cache, kept[t + 1], last, merge.name)
     finally:

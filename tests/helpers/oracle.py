@@ -77,6 +77,15 @@ COMPOSED = [
     Variant("adakv", (("value", "output"),)),
     Variant("prefixkv", (("value", "residual"), ("average_heads", False), ("distance", 4))),
 ]
+# Their prompts are evicted some steps late, which tests of prompts alone do not see.
+POSTPONED = [
+    Variant("snapkv", (("postpone", 5),)),
+    Variant("adakv", (("postpone", 4), ("layers", "squeeze"))),
+    Variant("h2o", (("postpone", 6), ("heads", "adaptive")), 30),
+    Variant("prefixkv", (("postpone", 3), ("distance", 4))),
+    Variant("condense", (("postpone", 4), ("chunk", 13))),
+    Variant("lookm", (("postpone", 4),), 0.5),
+]
 VARIANTS = [Variant(name) for name in mmkv.list_policies()] + COMPOSED
 # Rounds of generated tokens are scored on the host's word: their steps are not replayed.
 REPLAYED = [v for v in VARIANTS if ("decode", "rounds") not in v.options]
