@@ -30,7 +30,7 @@ class Decoder:
             are none.
         forward: stands in for the attention module's forward, called with the module first, where
             that does not go through transformers' AttentionInterface.
-        refused: a flag of the config that must not be set, and why.
+        refused: settings of the config, the values that they may have, and why no other.
     """
 
     layers: str = "layers"
@@ -42,7 +42,7 @@ class Decoder:
     interleaved: bool = False
     others: str | None = None
     forward: Callable[..., Any] | None = None
-    refused: tuple[str, str] | None = None
+    refused: tuple[tuple[str, tuple[Any, ...], str], ...] = ()
 
 
 def _falcon_attention(
@@ -82,7 +82,7 @@ DECODERS: dict[str, Decoder] = {
         cache="layer_past",
         output="dense",
         forward=_falcon_attention,
-        refused=("alibi", "its ALiBi position biases change with the distance"),
+        refused=(("alibi", (False,), "its ALiBi position biases change with the distance"),),
     ),
     "gemma": _PLAIN,
     "gemma2": Decoder(added="post_attention_layernorm", others="sliding"),
@@ -90,6 +90,24 @@ DECODERS: dict[str, Decoder] = {
         added="post_attention_layernorm",
         rotary="its layers have two rotary embeddings",
         others="sliding",
+    ),
+    "gemma4_text": Decoder(
+        added="post_attention_layernorm",
+        rotary="its layers have two rotary embeddings",
+        others="sliding",
+        refused=(
+            (
+                "num_kv_shared_layers",
+                (0,),
+                "its last layers (E2B, E4B) attend to the keys and values of earlier ones, which "
+                "are not kept for them: take a checkpoint without (26B-A4B, 31B)",
+            ),
+            (
+                "use_bidirectional_attention",
+                (None, "vision"),
+                "its tokens see later ones: it embeds texts, and does not generate",
+            ),
+        ),
     ),
     "glm4v_moe_text": _MULTIMODAL,
     "glm4v_text": Decoder(added="post_self_attn_layernorm", rotary=_THREE_AXES, interleaved=True),
@@ -133,6 +151,8 @@ MODELS: dict[str, Model] = {
     "Gemma2ForCausalLM": Model(("gemma2",)),
     "Gemma3ForCausalLM": Model(("gemma3_text",)),
     "Gemma3ForConditionalGeneration": Model(("gemma3_text",), _IMAGE),
+    "Gemma4ForCausalLM": Model(("gemma4_text",)),
+    "Gemma4ForConditionalGeneration": Model(("gemma4_text",), _IMAGE_AND_VIDEO),
     "GemmaForCausalLM": Model(("gemma",)),
     "Glm4vForConditionalGeneration": Model(("glm4v_text",), _IMAGE_AND_VIDEO),
     "Glm4vMoeForConditionalGeneration": Model(("glm4v_moe_text",), _IMAGE_AND_VIDEO),
@@ -250,10 +270,25 @@ class Adapter:
         )
 
 
+def of_full_layers(config: Any) -> Any:
+    """A decoder's config, as its layers with full attention have it (Gemma 4's others differ)."""
+    kinds: list[str] = getattr(config, "layer_types", None) or []
+    full = kinds.index("full_attention") if "full_attention" in kinds else 0
+    return config.per_layer_config[full]
+
+
 def head_dim(config: Any) -> int:
-    """Numbers in one head's key."""
+    """Numbers in one head's key, of layers with full attention."""
+    config = of_full_layers(config)
     found = getattr(config, "head_dim", None)
     return found or config.hidden_size // config.num_attention_heads
+
+
+def shape(config: Any) -> dict[str, Any]:
+    """What a cache or a profile and the decoder it is for must agree in."""
+    names = ("model_type", "num_hidden_layers", "hidden_size", "num_key_value_heads")
+    full = of_full_layers(config)
+    return {name: getattr(full, name, None) for name in names}
 
 
 def innermost(model: Any) -> Any:
@@ -348,9 +383,10 @@ def find(model: nn.Module) -> Adapter:
             f"decoders: {', '.join(known.decoders)}"
         )
     facts = DECODERS[kind]
-    if facts.refused is not None and getattr(decoder.config, facts.refused[0]):
-        flag, why = facts.refused
-        raise ValueError(f"mmkv cannot wrap a {name} with {flag}=True: {why}")
+    for setting, allowed, why in facts.refused:
+        value = getattr(decoder.config, setting)
+        if value not in allowed:
+            raise ValueError(f"mmkv cannot wrap a {name} with {setting}={value!r}: {why}")
     layers = tuple(attrgetter(facts.layers)(decoder))
     ids = tuple(getattr(model.config, token) for token in known.images)
     return Adapter(

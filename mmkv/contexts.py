@@ -279,7 +279,7 @@ def _restored(model: Any, about: dict[str, Any], tensors: dict[str, Tensor]) -> 
     if about["weights"] != _digest(model):
         raise ValueError("it was read by a model with other weights")
     config, T, B = attachment.parts.config, about["seen"], len(about["lengths"])
-    H, D = config.num_key_value_heads, adapters.head_dim(config)
+    H, D = adapters.shape(config)["num_key_value_heads"], adapters.head_dim(config)
     if len(about["sizes"]) != len(cache.compressed):
         raise ValueError(f"{len(about['sizes'])} layers, expected {len(cache.compressed)}")
     inputs = {k.removeprefix("inputs."): x for k, x in tensors.items() if k.startswith("inputs.")}

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from mmkv import adapters
 from mmkv.budgets import number
 from mmkv.curves import Curves
 from mmkv.loading import untrusted
@@ -27,7 +28,6 @@ _FORMAT, _VERSION = "mmkv-profile", 1
 _MOST_BYTES = 2**20
 # Budgets that differ by no more are the same but for whole tokens.
 CLOSE = 0.01
-_SHAPE = ("model_type", "num_hidden_layers", "hidden_size", "num_key_value_heads")
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def own(model: Any) -> Profile | None:
 
 def model_shape(config: Any) -> dict[str, Any]:
     """What a profile must agree with: the decoder's type, layers, width and key-value heads."""
-    return {name: getattr(config, name, None) for name in _SHAPE}
+    return adapters.shape(config)
 
 
 def _reason(error: ValueError) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
+from mmkv import adapters
 from mmkv.cache import selection
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.dense import DenseKV
@@ -665,5 +666,4 @@ class CompressedCache(Cache):
 
 def _shape(config: Any) -> str:
     """What a cache and the decoder it is for must agree in."""
-    names = ("model_type", "num_hidden_layers", "hidden_size", "num_key_value_heads")
-    return ", ".join(f"{name}={getattr(config, name, None)}" for name in names)
+    return ", ".join(f"{name}={value}" for name, value in adapters.shape(config).items())

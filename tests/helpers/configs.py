@@ -129,6 +129,34 @@ def _siglip(**changes: Any) -> Any:
     return tf.SiglipVisionConfig(**{**_TOWER, **changes})
 
 
+_GEMMA4 = {
+    **{k: v for k, v in SLIDING.items() if k != "query_pre_attn_scalar"},
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 0,
+}
+
+
+def _gemma4(**text: Any) -> Callable[[], Any]:
+    experts = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+    tower = {**_TOWER, "num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2}
+
+    def make() -> Any:
+        return tf.Gemma4Config(
+            text_config={**TEXT, **_GEMMA4, **experts, "enable_moe_block": True, **text},
+            vision_config={**tower, "position_embedding_size": 16},
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+            audio_token_id=4,
+            boi_token_id=6,
+            eoi_token_id=7,
+        )
+
+    return make
+
+
 CLIP = {"model_type": "clip_vision_model", **_TOWER}
 _SIGLIP = {"model_type": "siglip_vision_model", **_TOWER, "vision_use_head": False}
 _PIXTRAL = {"model_type": "pixtral", **_TOWER, "image_size": 32, "head_dim": 16}
@@ -246,6 +274,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "Gemma3ForConditionalGeneration": _vision(
         "Gemma3Config", _SIGLIP, _text("Gemma3TextConfig", **SLIDING), mm_tokens_per_image=16
     ),
+    "Gemma4ForCausalLM": _text("Gemma4TextConfig", **_GEMMA4 | {"hidden_size_per_layer_input": 8}),
+    "Gemma4ForConditionalGeneration": _gemma4(use_bidirectional_attention="vision"),
     "PaliGemmaForConditionalGeneration": _vision(
         "PaliGemmaConfig", _SIGLIP, _text("GemmaConfig", head_dim=16), projection_dim=64
     ),

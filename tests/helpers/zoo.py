@@ -78,6 +78,11 @@ def _picture(model: nn.Module, n: int, g: torch.Generator) -> _Picture | None:
             "image_sizes": torch.tensor([[16, 32]]),
         }
         return _Picture(IMAGE, 16 + 4 * 9, inputs)
+    if kind == "gemma4":
+        # Patches of 4 x 4 pixels, pooled 2 by 2.
+        pixels = torch.rand(1, 64, 3 * 4 * 4, generator=g)
+        at = torch.cartesian_prod(torch.arange(8), torch.arange(8))[None]
+        return _Picture(IMAGE, 16, {"pixel_values": pixels, "image_position_ids": at})
     if kind == "mistral3":
         # Patches of 4, merged 2 by 2.
         h, w = [(32, 32), (16, 24)][n % 2]
@@ -132,6 +137,8 @@ def _kinds(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
     kind = model.config.model_type
     if has_grids(model):
         return {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
+    if kind == "gemma4":
+        return {"mm_token_type_ids": (ids == IMAGE).long()}
     if kind == "gemma3":
         return {"token_type_ids": (ids == IMAGE).long()}
     if kind == "paligemma":
@@ -187,7 +194,9 @@ FEW = (
 )
 # Left to `make test-slow` where the others are run by `make test`: each is much like one of them.
 RARE = [
-    name for name in NAMES if name.startswith(("Glm4v", "Mistral3For", "Qwen3VLMoe", "Qwen3_5"))
+    name
+    for name in NAMES
+    if name.startswith(("Gemma4", "Glm4v", "Mistral3For", "Qwen3VLMoe", "Qwen3_5"))
 ]
 OFTEN = [name for name in NAMES if name not in RARE]
 

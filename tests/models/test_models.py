@@ -31,13 +31,13 @@ def test_every_class_is_tried():
     """What the table calls supported is in the lists of this file, and the other way round."""
     assert sorted({name.partition(":")[0] for name in NAMES}) == sorted(SUPPORTED)
     assert set(mmkv.adapters.MODELS) == set(SUPPORTED)
-    tried = {(name.partition(":")[0], decoder_of(name).config.model_type) for name in NAMES}
+    tried = {(name.partition(":")[0], decoder_of(name)) for name in NAMES}
     assert tried == {(n, d) for n, m in mmkv.adapters.MODELS.items() for d in m.decoders}
     assert {kind for _, kind in tried} == set(mmkv.adapters.DECODERS)
 
 
-def decoder_of(name: str) -> torch.nn.Module:
-    return model_of(name).get_decoder()
+def decoder_of(name: str) -> str:
+    return configs.CONFIGS[name]().get_text_config(decoder=True).model_type
 
 
 @pytest.mark.parametrize("rows", slow_except(["one", "padded"], "padded"))
@@ -225,6 +225,7 @@ def layer_types(model) -> list[str]:
 AFTER = {
     "gemma2": "pre_feedforward_layernorm",
     "gemma3_text": "pre_feedforward_layernorm",
+    "gemma4_text": "pre_feedforward_layernorm",
     "opt": "final_layer_norm",
 }
 
@@ -303,6 +304,15 @@ def test_what_cannot_be_wrapped_says_why():
     falcon = tf.FalconForCausalLM(tf.FalconConfig(**configs.TEXT, alibi=True))
     with pytest.raises(ValueError, match="FalconForCausalLM with alibi=True"):
         mmkv.wrap(falcon, "prefixkv", 0.5)
+    for settings, why in (
+        ({"num_kv_shared_layers": 2}, r"num_kv_shared_layers=2: .*take a checkpoint without"),
+        ({"use_bidirectional_attention": "all"}, r"attention='all': its tokens see later ones"),
+    ):
+        gemma = configs.CONFIGS["Gemma4ForCausalLM"]()
+        for name, value in settings.items():
+            setattr(gemma, name, value)
+        with pytest.raises(ValueError, match=f"Gemma4ForCausalLM with .*{why}"):
+            mmkv.wrap(tf.Gemma4ForCausalLM(gemma), "prefixkv", 0.5)
     config = tf.LlavaConfig(text_config=tf.Qwen3Config(**configs.TEXT), vision_config=configs.CLIP)
     llava = tf.LlavaForConditionalGeneration(config)
     with pytest.raises(
@@ -317,6 +327,13 @@ def test_the_table_covers_what_is_known():
     assert rows["LlamaForCausalLM"]["compressed"] == "every layer"
     assert "sliding layers are left alone" in rows["Gemma3ForConditionalGeneration"]["compressed"]
     assert rows["BloomForCausalLM"]["status"] == "refused"
+
+
+def test_heads_are_those_of_the_layers_that_are_compressed():
+    """Gemma 4's layers with full attention have heads of their own."""
+    config = configs.CONFIGS["Gemma4ForCausalLM"]()
+    assert mmkv.adapters.shape(config)["num_key_value_heads"] == 1
+    assert mmkv.adapters.head_dim(config) == 32
 
 
 def test_falcon_is_left_as_it_was():
