@@ -177,6 +177,24 @@ def encode(loaded: Loaded, question: str, pictures: Sequence[Image.Image]) -> di
     return on_device(loaded.model, inputs)
 
 
+def split_prompt(
+    loaded: Loaded, question: str, pictures: Sequence[Image.Image]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The inputs of `encode` cut before the question: what to read, and what to ask.
+
+    The first has all pictures; it is what the prompt has in common with one of no question.
+
+    Raises:
+        ValueError: as `encode`.
+    """
+    whole, empty = encode(loaded, question, pictures), encode(loaded, "", pictures)
+    ids, other = whole["input_ids"][0].tolist(), empty["input_ids"][0].tolist()
+    n = next((i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), len(other))
+    by_token = [name for name, x in whole.items() if x.shape == whole["input_ids"].shape]
+    read = {name: x[:, :n] if name in by_token else x for name, x in whole.items()}
+    return read, {name: whole[name][:, n:] for name in by_token}
+
+
 def check_pictures(loaded: Loaded, pictures: Sequence[Image.Image]) -> None:
     """Refuse pictures that a model cannot be shown.
 
@@ -231,8 +249,6 @@ def ask(
     Raises:
         ValueError: what `mmkv.wrap` refuses.
     """
-    import torch
-
     from mmkv.wrapping import wrapped
 
     model, kept = loaded.model, list[tuple[int, "Tensor"]]()
@@ -241,15 +257,11 @@ def ask(
         if not kept:
             kept.extend(_kept(output.past_key_values))
 
-    drawn = {"temperature": temperature} if temperature else {"temperature": None, "top_p": None}
-    options: dict[str, Any] = {
+    options = {
         **inputs,
-        "max_new_tokens": max_new_tokens,
-        "do_sample": temperature > 0,
+        **generation(max_new_tokens, temperature, seed),
         "return_dict_in_generate": True,
-        **drawn,
     }
-    torch.manual_seed(seed)
     with models.quiet():
         if policy is None:
             out = model.generate(**options)
@@ -269,6 +281,15 @@ def ask(
         report=None if policy is None else cache.report(),
         kept=kept,
     )
+
+
+def generation(max_new_tokens: int, temperature: float, seed: int) -> dict[str, Any]:
+    """What `generate` takes for these; draws start from `seed` now."""
+    import torch
+
+    torch.manual_seed(seed)
+    drawn = {"temperature": temperature} if temperature else {"temperature": None, "top_p": None}
+    return {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, **drawn}
 
 
 def _kept(cache: Any) -> list[tuple[int, Tensor]]:

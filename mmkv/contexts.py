@@ -273,8 +273,7 @@ def _restored(model: Any, about: dict[str, Any], tensors: dict[str, Tensor]) -> 
     cache = CompressedCache(attachment.parts.config, attachment.plan)
     if about["plan"] != _plan(cache):
         raise ValueError(
-            f"it was read under {about['plan']}, and the model is wrapped with {_plan(cache)} now: "
-            "wrap it as it was"
+            f"it was read with {_difference(about['plan'], _plan(cache))} now: wrap it as it was"
         )
     if about["weights"] != _digest(model):
         raise ValueError("it was read by a model with other weights")
@@ -321,6 +320,18 @@ def _plan(cache: CompressedCache) -> str:
         "kv_dtype": plan.kv_dtype,
     }
     return json.dumps(known, default=str, sort_keys=True)
+
+
+def _difference(there: str, here: str) -> str:
+    """The first entry in which two plans differ, and its values, which may be long."""
+    before, now = json.loads(there), json.loads(here)
+    if not isinstance(before, dict):
+        raise ValueError(f"its header says plan={there[:40]}")
+    for name in ("policy", "budget", *{**now, **before}):
+        old, new = (f"{name}={plan.get(name)}" for plan in (before, now))
+        if old != new:
+            break
+    return f"{old[:60]}, and the model is wrapped with {new[:60]}"
 
 
 def _digest(model: Any) -> str:

@@ -135,6 +135,14 @@ def chat(
         Path,
         typer.Option(help="Folder of the figures, or the file of a single one (.png, .jpg, ...)."),
     ] = Path("out"),
+    context: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Read the pictures without the question into this file, and ask about what it "
+            "holds; once it is there, without them.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
     """Answer a question with the full cache and with a compressed one, and show what was kept."""
@@ -152,8 +160,9 @@ def chat(
         from mmkv.cli import repl
         from mmkv.demo.values import Settings
 
-        for name, given in (("--profile", profile is not None), ("--json", as_json)):
-            if given:
+        alone = {"--profile": profile, "--context": context, "--json": as_json or None}
+        for name, given in alone.items():
+            if given is not None:
                 raise ValueError(f'{name} needs a question: mmkv chat [PICTURE]... "QUESTION"')
         if len(image or []) > 1:
             raise ValueError(
@@ -180,11 +189,21 @@ def chat(
         say(f"policy {chosen.name} keeps everything: --budget {budget} is ignored")
     elif note := budgets.note(kept):
         say(note)
+    if context is not None:
+        from mmkv.cli import context as contexts
+
+        contexts.check(context, paths)
     pictures = [talk.read_picture(path) for path in paths]
     if paths:
         _check_out(out, len(paths))
 
     loaded = talk.load(model, device, dtype)
+    more = {"profile": profile, "kv_dtype": kv_dtype}
+    if context is not None:
+        generation = talk.generation(max_new_tokens, temperature, seed)
+        asked = (context, loaded, question, pictures, chosen, kept)
+        contexts.answer(*asked, how=more, generation=generation, as_json=as_json)
+        return
     inputs = talk.encode(loaded, question, pictures)
     how: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -192,7 +211,6 @@ def chat(
         "seed": seed,
     }
     # The compressed run first: a budget that cannot be honoured then costs no full run.
-    more = {"profile": profile, "kv_dtype": kv_dtype}
     compressed = talk.ask(loaded, inputs, chosen, kept, **more, **how)
     full = talk.ask(loaded, inputs, **how)
     assert compressed.report is not None

@@ -105,6 +105,33 @@ class TestChat:
         data = json.loads(run(capsys, "chat", picture, QUESTION, "--out", tmp_path, *words)[0])
         assert data["compressed"]["answer"] == data["full"]["answer"]
 
+    def test_a_picture_is_read_once_and_asked_again_from_a_file(self, capsys, picture, tmp_path):
+        """With all tokens kept, what a file is asked is what the whole prompt answers."""
+        whole = ("--budget", "1.0", "--json", "--max-new-tokens", "12")
+        asked = (*whole, "--context", tmp_path / "scene")
+        for i, question in enumerate((QUESTION, "Is there a ring?", QUESTION)):
+            plain, _, _ = run(capsys, "chat", picture, question, "--out", tmp_path, *whole)
+            words = [picture, question] if i == 0 else [question]
+            out, err, code = run(capsys, "chat", *words, *asked)
+            assert (code, err) == (0, "")
+            found = json.loads(out)
+            assert found["answer"] == json.loads(plain)["full"]["answer"]
+            assert found["context"]["made"] == (i == 0)
+            assert 144 < found["context"]["tokens"] < 155
+
+    def test_a_context_is_of_a_picture_and_of_one_wrap(self, capsys, picture, tmp_path):
+        path = tmp_path / "scene"
+        out, _, code = run(capsys, "chat", picture, QUESTION, "--context", path, *SHORT)
+        assert (code, path.exists()) == (0, True)
+        assert f"read into {path}, held in" in out
+        assert f"from {path}, held in" in run(capsys, "chat", "What?", "--context", path, *SHORT)[0]
+        assert f"leave {picture} out" in complaint(capsys, "chat", picture, "x", "--context", path)
+        none = complaint(capsys, "chat", "x", "--context", tmp_path / "none")
+        assert "no such file; with a picture it is made" in none
+        other = complaint(capsys, "chat", "x", "--context", path, "--budget", "0.3")
+        assert "read with budget=0.2, and the model is wrapped with budget=0.3 now" in other
+        assert len(other) < 300
+
     @pytest.mark.slow
     def test_several_pictures(self, capsys, tmp_path):
         first, second = example_pictures()[:2]
