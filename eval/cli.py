@@ -189,7 +189,8 @@ def report_command(
 def calibrate_command(
     out: Annotated[Path, typer.Option(help="The profile's file.")] = Path("profile.json"),
     policy: Annotated[
-        str, typer.Option(help="prefixkv, xkv or squeeze, which size layers; or condense.")
+        str,
+        typer.Option(help="prefixkv, xkv or squeeze, which size layers; condense or sparsemm."),
     ] = "prefixkv",
     budget: Annotated[str, typer.Option(help="Fraction of the prompt kept.")] = "0.2",
     model: ModelOption = "builtin",
@@ -231,9 +232,13 @@ def calibrate_command(
     inputs = (encoder.inputs(loaded, [sample]) for sample in samples)
     profile = calibrate(loaded, inputs, variant.name, size, **variant.options)
     profile.save(out)
-    kept = profile.fractions if profile.curves is None else profile.curves.by_layer(size)
+    kept, what = profile.fractions, "kept by layer"
+    if profile.curves is not None:
+        kept = profile.curves.by_layer(size)
+    elif profile.visual is not None:
+        kept, what = [sum(layer) for layer in profile.visual], "visual scores by layer"
     shares = " ".join(f"{share:.3f}" for share in kept)
-    typer.echo(f"kept by layer, mean of {profile.samples} prompts: {shares}")
+    typer.echo(f"{what}, mean of {profile.samples} prompts: {shares}")
     typer.echo(f"wrote {out}")
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from mmkv import adapters, sensitivity
+from mmkv import adapters, sensitivity, visual_heads
 from mmkv.parts.calibrated import CalibratedHeads
+from mmkv.parts.visual import VisualHeads
 from mmkv.profiles import CLOSE, Profile, model_shape
 from mmkv.registry import get_policy
 from mmkv.wrapping import wrapped
@@ -25,14 +26,17 @@ def calibrate(
     """Measure a profile over samples.
 
     It is the mean of a policy's kept fractions by layer; or, for policies with heads="calibrated"
-    (condense), what shrinking each head costs the model's own greedy replies.
+    (condense), what shrinking each head costs the model's own greedy replies; or, for those with
+    heads="visual" (sparsemm), how visual each head is, see `mmkv.visual_heads.measure` for what
+    samples may say of their pictures.
 
     Args:
         model: not wrapped; it is wrapped for the length of the call.
         samples: what `model(**sample)` takes, such as a processor returns; each row of a batch
             counts as a sample.
-        policy: one whose layer sizes depend on the prompt: prefixkv, xkv, squeeze; or condense.
-        budget: a fraction in (0, 1); what each head costs does not depend on it.
+        policy: one whose layer sizes depend on the prompt: prefixkv, xkv, squeeze; or condense or
+            sparsemm.
+        budget: a fraction in (0, 1); what is measured of heads does not depend on it.
         policy_options: override the policy's defaults.
 
     Returns:
@@ -52,6 +56,9 @@ def calibrate(
     if isinstance(chosen.heads, CalibratedHeads):
         curves, n = sensitivity.measure(model, _checked(samples), chosen)
         return Profile(policy=chosen.name, samples=n, model=model_shape(config), curves=curves)
+    if isinstance(chosen.heads, VisualHeads):
+        scores, n = visual_heads.measure(model, _checked(samples), chosen)
+        return Profile(policy=chosen.name, samples=n, model=model_shape(config), visual=scores)
     if not chosen.layers.needs:
         raise ValueError(
             f"policy {chosen.name!r} sizes its layers without looking at the prompt "

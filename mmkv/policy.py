@@ -29,6 +29,7 @@ from mmkv.parts import (
     repetition,
     scoring,
     sizing,
+    visual,
 )
 from mmkv.parts.checks import at_least, check, share
 from mmkv.parts.decoding import Grow
@@ -51,6 +52,7 @@ MODULES = (
     repetition,
     scoring,
     sizing,
+    visual,
 )
 
 

@@ -6,13 +6,15 @@ sampling (arXiv 2412.05896, section IV-C).
 A profile file is JSON: `{"format": "mmkv-profile", "version": 1, "policy", "budget", "samples",
 "fractions", "model"}`, where `fractions` holds the kept fraction of each compressed layer and
 `model` the shape it was measured on. In place of "fractions" and "budget" it may have "levels" and
-"costs", those of `mmkv.curves`. The PrefixKV authors' files, a JSON list of one number per layer,
-the fraction removed, are read too. `FILE` in a model's own folder is the profile it comes with.
+"costs", those of `mmkv.curves`, or "visual", how visual each head is (SparseMM). The PrefixKV
+authors' files, a JSON list of one number per layer, the fraction removed, are read too. `FILE` and
+`VISUAL_FILE` in a model's own folder are those it comes with.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +25,7 @@ from mmkv.budgets import number
 from mmkv.curves import Curves
 from mmkv.loading import untrusted
 
-FILE = "mmkv-profile.json"
+FILE, VISUAL_FILE = "mmkv-profile.json", "mmkv-visual-heads.json"
 _FORMAT, _VERSION = "mmkv-profile", 1
 _MOST_BYTES = 2**20
 # Budgets that differ by no more are the same but for whole tokens.
@@ -42,6 +44,7 @@ class Profile:
         samples: how many prompts it averages; None where unknown.
         model: the shape of the decoder it was measured on; None where unknown.
         curves: what each head costs, for layer and head sizes; None: layers have `fractions`.
+        visual: [L][H], how visual each head is, for layer and head sizes, shares of 1.
     """
 
     fractions: tuple[float, ...] = ()
@@ -50,12 +53,14 @@ class Profile:
     samples: int | None = None
     model: dict[str, Any] | None = None
     curves: Curves | None = None
+    visual: tuple[tuple[float, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is not a fraction."""
-        if self.curves is not None:
+        if self.curves is not None or self.visual is not None:
             if self.fractions or self.budget is not None:
                 raise ValueError("profile: it has curves, and fractions or a budget: give one")
+            self._check_visual()
             return
         for layer, f in enumerate(self.fractions):
             if not isinstance(f, int | float) or isinstance(f, bool) or not 0 <= f <= 1:
@@ -65,13 +70,27 @@ class Profile:
         if self.budget is None or not 0 < self.budget <= 1:
             raise ValueError(f"profile: budget={self.budget!r}, expected a number in (0, 1]")
 
+    def _check_visual(self) -> None:
+        if self.visual is None:
+            return
+        if self.curves is not None:
+            raise ValueError("profile: it has curves and visual scores: give one")
+        scores = [x for layer in self.visual for x in layer]
+        if len({len(layer) for layer in self.visual}) != 1 or not scores:
+            raise ValueError("profile: visual needs as many heads in every layer, at least one")
+        if not all(0 <= x < math.inf for x in scores) or not sum(scores):
+            raise ValueError(
+                f"profile: visual scores must be 0 or more and not all 0, got {scores[:9]}"
+            )
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON."""
         data: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
-        curves = data.pop("curves")
-        if curves is not None:
+        curves, visual = data.pop("curves"), data.pop("visual")
+        if curves is not None or visual is not None:
             del data["fractions"], data["budget"]
-        text = json.dumps(data | (curves or {}), indent=None if curves else 2)
+        heads = curves or ({} if visual is None else {"visual": visual})
+        text = json.dumps(data | heads, indent=None if heads else 2)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
@@ -101,6 +120,8 @@ class Profile:
             if "costs" in data:
                 levels = _numbers(data.get("levels"), "levels", 1)
                 return cls(curves=Curves(levels, _numbers(data["costs"], "costs", 3)), **known)
+            if "visual" in data:
+                return cls(visual=_numbers(data["visual"], "visual", 2), **known)
             fractions = _numbers(data.get("fractions"), "fractions", 1)
             return cls(fractions, budget=_number(data.get("budget"), "budget"), **known)
         except ValueError as error:
@@ -112,7 +133,7 @@ class Profile:
         Raises:
             ValueError: another model's shape or another budget; the message says both.
         """
-        there = len(self.fractions if self.curves is None else self.curves.costs)
+        there = len(self.visual or (self.curves.costs if self.curves else self.fractions))
         if there != n_layers:
             raise ValueError(f"profile: it has {there} layers, this model compresses {n_layers}")
         mine = model_shape(config)
@@ -162,14 +183,14 @@ def read(
     return loaded
 
 
-def own(model: Any) -> Profile | None:
-    """The profile in the folder that a model was loaded from, if there is one of its shape.
+def own(model: Any, file: str = FILE) -> Profile | None:
+    """The profile `file` of the folder that a model was loaded from, if it is one of its shape.
 
     Raises:
         ValueError: the file is no profile.
     """
     folder = getattr(model.config, "_name_or_path", None)
-    path = Path(folder or "", FILE)
+    path = Path(folder or "", file)
     if not folder or not path.is_file():
         return None
     found = Profile.load(path)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmkv.parts.merging import MergeIntoGroups
+from mmkv.parts.visual import WITHOUT_PROFILE, VisualHeads
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -197,7 +198,7 @@ def _notes(cache: CompressedCache) -> list[str]:
     if cache.postpones:
         waits = f"{cache.due} of postpone={policy.postpone} generated tokens"
         return [f"held whole: {waits} are to come before it is evicted"]
-    notes = []
+    notes = list[str]()
     for row, length in enumerate(cache.lengths):
         sizes = [x.keeping().sizes[row] for x in cache.compressed]
         if all(n == length for n in sizes):
@@ -210,4 +211,6 @@ def _notes(cache: CompressedCache) -> list[str]:
             "tokens that are not kept as they are stand in weighted groups, which retained "
             "importance leaves out"
         )
+    if isinstance(policy.heads, VisualHeads):
+        notes.append(WITHOUT_PROFILE.format(policy=policy.name))
     return notes + cache.plan.shortfalls(prompt, len(cache.compressed))

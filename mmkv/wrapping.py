@@ -6,6 +6,7 @@ wrapped model serves several threads.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -20,9 +21,11 @@ from mmkv.cache import quantize
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.layer import CompressedLayer
-from mmkv.parts import calibrated
+from mmkv.parts import calibrated, visual
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
+
+logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -49,9 +52,10 @@ def wrap(
             mean number of tokens per layer and head. NumPy's numbers, `Fraction` and `Decimal` are
             read alike.
         profile: measured by `mmkv.calibrate`, or a file of it. Kept fractions replace the policy's
-            layer sizes and give the budget where none is named; cost curves replace layer and head
-            sizes. None: a policy with heads="calibrated" looks for "mmkv-profile.json" in the
-            folder that the model was loaded from.
+            layer sizes and give the budget where none is named; cost curves and visual scores
+            replace layer and head sizes. None: policies with heads="calibrated" or "visual" look
+            for "mmkv-profile.json" or "mmkv-visual-heads.json" in the folder that the model was
+            loaded from.
         kv_dtype: "int8" or "int4" to hold what is kept in 8 or 4 bits; None for the model's type.
         evict_chunks: evict after every chunk of a prompt that is read in chunks
             (`generate(..., prefill_chunk_size=1024)`), so that memory is the budget and one chunk
@@ -111,9 +115,11 @@ def wrap(
     if profile is not None:
         known = profiles.read(profile, parts.config, n_layers, budget)
     else:
-        known = profiles.own(model) if calibrated.wants_profile(chosen) else None
+        known = _own_profile(model, chosen)
     if known is not None and known.curves is not None:
         chosen = calibrated.sized(chosen, known.curves, compressed)
+    elif known is not None and known.visual is not None:
+        chosen = visual.sized(chosen, known.visual, compressed)
     elif known is not None:
         if chosen.heads.spans_layers:
             raise ValueError(
@@ -145,6 +151,18 @@ def wrap(
     attachment.attach()
     vars(model)["_mmkv"] = attachment
     return given
+
+
+def _own_profile(model: Any, policy: Policy) -> profiles.Profile | None:
+    """What a model comes with of what a policy takes its sizes from."""
+    if calibrated.wants_profile(policy):
+        return profiles.own(model)
+    if not isinstance(policy.heads, visual.VisualHeads):
+        return None
+    found = profiles.own(model, profiles.VISUAL_FILE)
+    if found is None:
+        logger.warning("%s", visual.WITHOUT_PROFILE.format(policy=policy.name))
+    return found
 
 
 def unwrap(model: M) -> M:

@@ -182,7 +182,7 @@ def chat(
         raise typer.Exit(repl.run(console(), settings, images=image or [], **where))
     paths, question = _pictures_and_question(words, image or [])
     measured = None if profile is None else Profile.load(profile)
-    sized = measured is not None and measured.curves is None
+    sized = measured is not None and bool(measured.fractions)
     if kept is None and not sized and chosen.retention is None:
         kept = _DEFAULT_BUDGET
     if chosen.keeps_all and budget is not None:

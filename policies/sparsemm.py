@@ -1,0 +1,25 @@
+"""SparseMM: heads that read from pictures keep much, all others little.
+
+Wang et al., "SparseMM: Head Sparsity Emerges from Visual Concept Responses in MLLMs",
+arXiv 2506.05344, section 3; window and pooling as in the paper, where its code,
+https://github.com/CR400AF-A/SparseMM, runs average pooling over 5. Visual scores are measured
+once, by `mmkv.calibrate(model, samples, policy="sparsemm")`; the built-in model has its own. What a
+head cannot use, because the prompt is shorter, goes to the others; the code leaves it unspent.
+"""
+
+from dataclasses import dataclass
+
+from mmkv.parts.scoring import WindowAttention
+from mmkv.parts.visual import VisualHeads
+from mmkv.policy import Heads, Policy, Score
+from mmkv.registry import register_policy
+
+
+@register_policy("sparsemm")
+@dataclass(frozen=True, kw_only=True)
+class SparseMM(Policy):
+    """SnapKV whose head sizes, over the whole model, follow how visual each head is."""
+
+    paper = "SparseMM, arXiv 2506.05344"
+    score: Score = WindowAttention(window=32, kernel_size=7, pooling="max")
+    heads: Heads = VisualHeads()

@@ -1,0 +1,198 @@
+"""SparseMM: which heads are visual, against a loop, and the head sizes that follow."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mmkv
+from helpers.masking import masked_logits
+from helpers.models import IMAGE, make_inputs, make_model
+from helpers.oracle import ROWS, generate
+from mmkv.builtin import load_builtin
+from mmkv.parts.visual import VisualHeads, proportional
+from mmkv.profiles import VISUAL_FILE, Profile, model_shape
+
+L, H, G = 3, 2, 2
+SCORES = ((0.05, 0.0), (0.6, 0.1), (0.05, 0.2))
+
+
+def profile_of(model, scores=SCORES):
+    return Profile(policy="sparsemm", model=model_shape(model.get_decoder().config), visual=scores)
+
+
+def with_regions(seed: int = 0):
+    """A prompt with two pictures, a reply, and what each of its words is read from."""
+    inputs = make_inputs("llava-llama", (70,))
+    places = (inputs["input_ids"][0] == IMAGE).nonzero()[:, 0].tolist()
+    g = torch.Generator().manual_seed(seed)
+    reply = torch.randint(4, 100, (40,), generator=g).tolist()
+    regions = [places[t % 5 : t % 5 + 3 + t % 4] if t % 3 else [] for t in range(len(reply))]
+    return {**inputs, "reply": reply, "regions": regions}
+
+
+def naive_scores(model, sample):
+    """Word by word: where the query that predicts it looks most."""
+    prompt, reply = sample["input_ids"], torch.tensor(sample["reply"])[None]
+    ids = torch.cat([prompt, reply], dim=1)
+    with torch.no_grad():
+        out = model(input_ids=ids, pixel_values=sample["pixel_values"], output_attentions=True)
+    N, found = prompt.shape[1], [[0.0] * H for _ in range(L)]
+    for t, region in enumerate(sample["regions"]):
+        for layer in range(L):
+            for head in range(H * G):
+                seen = out.attentions[layer][0, head, N + t - 1].tolist()
+                if seen.index(max(seen)) in region:
+                    found[layer][head // G] += 1 / len(region)
+    total = sum(map(sum, found))
+    return [[x / total for x in layer] for layer in found]
+
+
+def test_visual_scores_equal_the_loop():
+    model, sample = make_model("llava-llama", "eager"), with_regions()
+    profile = mmkv.calibrate(model, [sample], "sparsemm")
+    expected = naive_scores(model, sample)
+    assert len({x for layer in expected for x in layer}) > 3, "the sample tells heads apart"
+    for mine, theirs in zip(profile.visual, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3)
+    assert (profile.samples, profile.policy) == (1, "sparsemm")
+    assert not mmkv.is_wrapped(model)
+
+
+def test_without_regions_every_image_token_counts():
+    """And without a reply, the model's own is read."""
+    model, sample = make_model("llava-llama", "eager"), with_regions()
+    places = (sample["input_ids"][0] == IMAGE).nonzero()[:, 0].tolist()
+    inputs = {k: v for k, v in sample.items() if k not in ("reply", "regions")}
+    said = model.generate(**inputs, max_new_tokens=128, do_sample=False)[0, 70:].tolist()
+    whole = {**inputs, "reply": said, "regions": [places] * len(said)}
+    found = mmkv.calibrate(model, [inputs], "sparsemm").visual
+    assert found == mmkv.calibrate(model, [whole], "sparsemm").visual
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"regions": [[3]]}, r'"regions" of 1 tokens for a reply of 40'),
+        ({"regions": [[70]] * 40}, r"token 0 is read from \[70\], expected .* the 70 tokens"),
+        ({"regions": [[]] * 40}, "no head attends most to an image region"),
+        ({"input_ids": torch.full((2, 9), 7)}, "input_ids of 2 rows"),
+        ({"input_ids": torch.full((1, 70), 7), "regions": None}, "sample 0 has no image tokens"),
+    ],
+)
+def test_samples_that_say_nothing_of_pictures(change, why):
+    model, sample = make_model("llava-llama"), with_regions()
+    sample = {**sample, **change}
+    if "input_ids" in change:
+        del sample["pixel_values"], sample["attention_mask"]
+    with pytest.raises(ValueError, match=why):
+        mmkv.calibrate(model, [sample], "sparsemm")
+    with pytest.raises(ValueError, match="no samples"):
+        mmkv.calibrate(model, [], "sparsemm")
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.just(0.0) | st.floats(1e-3, 5), min_size=1, max_size=9),
+    st.floats(0, 1),
+    st.integers(1, 50),
+)
+def test_sizes_are_proportional_below_what_there_is(weights, share, most):
+    total = share * len(weights) * most
+    sizes = proportional(weights, total, most)
+    assert sum(sizes) == pytest.approx(total)
+    assert all(-1e-9 <= n <= most + 1e-9 for n in sizes)
+    below = [(n, w) for n, w in zip(sizes, weights, strict=True) if w > 0 and n < most - 1e-6]
+    for (n, w), (m, v) in itertools.pairwise(below):
+        assert n * v == pytest.approx(m * w, rel=1e-6, abs=1e-9)
+    if any(n < most - 1e-6 for n, w in zip(sizes, weights, strict=True) if w > 0):
+        assert all(n <= 1e-6 for n, w in zip(sizes, weights, strict=True) if w == 0)
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.1, 0.6])
+def test_every_head_has_its_floor_and_the_rest_goes_by_visual_scores(rho):
+    """rho * b, and of all that is left a head's share: within the rounding to whole tokens."""
+    model, inputs = make_model("llava-llama"), make_inputs("llava-llama", (300,))
+    window, budget = 8, 40
+    options = {"profile": profile_of(model), "window": window, "rho": rho}
+    with mmkv.wrapped(model, "sparsemm", budget, **options), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+    b, total = budget - window, 0
+    for layer in range(L):
+        counts = (cache.kept(layer)[0] >= 0).sum(-1).tolist()
+        for h in range(H):
+            wanted = window + rho * b + (1 - rho) * b * L * H * SCORES[layer][h]
+            assert abs(counts[h] - wanted) <= 1.5
+        total += sum(counts)
+    assert total == budget * L * H
+
+
+@pytest.mark.parametrize("budget", [0.3, 40])
+def test_eviction_equals_masking_with_a_profile(budget):
+    model, inputs = make_model("llava-llama"), make_inputs("llava-llama", ROWS["padded"])
+    with mmkv.wrapped(model, "sparsemm", budget, profile=profile_of(model), window=4):
+        logits, tokens, cache, held = generate(model, inputs, new=8)
+        second = torch.cat([inputs["input_ids"], tokens, torch.full((3, 9), 11)], dim=1)
+        generate(model, {"input_ids": second}, new=2, past_key_values=cache)
+    expected = masked_logits(model, inputs, tokens, held)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    sizes = [[int(n) for n in (kept[0] >= 0).sum(-1)] for kept in held[0]]
+    assert sizes[1][0] == max(map(max, sizes)) > sizes[0][1] == min(map(min, sizes))
+
+
+def test_without_a_profile_heads_are_equal_and_it_is_said(caplog):
+    model, inputs = make_model("llava-llama"), make_inputs("llava-llama", (60,))
+    found = []
+    for policy in ("snapkv", "sparsemm"):
+        with mmkv.wrapped(model, policy, 0.3, window=4):
+            found.append(generate(model, inputs, new=2))
+    assert torch.equal(found[0][0], found[1][0])
+    why = "mmkv.calibrate(model, samples, policy='sparsemm')"
+    assert why in caplog.text
+    assert any(why in note for note in found[1][2].report().notes)
+
+
+def test_the_built_in_model_has_a_profile_of_its_own(caplog):
+    model, _ = load_builtin()
+    with mmkv.wrapped(model, "sparsemm", 0.2):
+        assert not model._mmkv.plan.policy.heads.equal
+    assert "profile" not in caplog.text
+    assert len(Profile.load(mmkv.builtin.WEIGHTS / VISUAL_FILE).visual) == 8
+
+
+def test_a_profile_is_saved_and_read(tmp_path):
+    model = make_model("llava-llama")
+    profile = profile_of(model)
+    profile.save(path := tmp_path / "heads.json")
+    assert Profile.load(path) == profile
+    with mmkv.wrapped(model, "adakv", 0.3, profile=path):  # as cost curves do, for any policy
+        assert not isinstance(model._mmkv.plan.policy.heads, VisualHeads)
+    with pytest.raises(ValueError, match="average_heads=True"):
+        mmkv.wrap(model, "tova", 0.3, profile=path)
+    data = json.loads(path.read_text())
+    for wrong, why in (
+        ([[1.0, -1.0]] * 3, "0 or more"),
+        ([[0.0, 0.0]] * 3, "not all 0"),
+        ([[1.0], [1.0, 2.0], [1.0]], "as many heads"),
+        ([1.0, 2.0, 3.0], "'visual' is not a list"),
+        ([[1.0, 2.0]] * 2, "2 layers"),
+        ([[1.0, math.nan]] * 3, "number|no JSON|0 or more"),
+    ):
+        path.write_text(json.dumps({**data, "visual": wrong}))
+        with pytest.raises(ValueError, match=why):
+            mmkv.wrap(model, "sparsemm", 0.3, profile=path)
+
+
+def test_what_visual_heads_leave_nothing_to_decide():
+    with pytest.raises(ValueError, match="leaves layers='pyramid' nothing to decide"):
+        mmkv.get_policy("sparsemm", layers="pyramid")
+    with pytest.raises(ValueError, match="average_heads=True"):
+        mmkv.get_policy("sparsemm", average_heads=True)
+    with pytest.raises(ValueError, match="rho=2"):
+        mmkv.get_policy("sparsemm", rho=2)
