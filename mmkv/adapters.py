@@ -113,6 +113,11 @@ DECODERS: dict[str, Decoder] = {
     "glm4v_text": Decoder(added="post_self_attn_layernorm", rotary=_THREE_AXES, interleaved=True),
     "gpt_neox": Decoder(attention="attention", cache="layer_past", output="dense"),
     "llama": _PLAIN,
+    "llama4_text": Decoder(
+        rotary="its layers with full attention have no rotary embedding",
+        interleaved=True,
+        others="chunked",
+    ),
     "ministral3": Decoder(rotary="its queries are scaled by their position"),
     "mistral": _PLAIN,
     "mixtral": _PLAIN,
@@ -159,6 +164,8 @@ MODELS: dict[str, Model] = {
     "GPTNeoXForCausalLM": Model(("gpt_neox",)),
     "Idefics3ForConditionalGeneration": Model(("llama",), _IMAGE),
     "InternVLForConditionalGeneration": Model(("qwen2", "qwen3", "llama"), _IMAGE),
+    "Llama4ForCausalLM": Model(("llama4_text",)),
+    "Llama4ForConditionalGeneration": Model(("llama4_text",), _IMAGE),
     "LlamaForCausalLM": Model(("llama",)),
     "LlavaForConditionalGeneration": Model(("llama", "mistral", "qwen2"), _IMAGE),
     "LlavaNextForConditionalGeneration": Model(("llama", "mistral", "qwen2"), _IMAGE),
@@ -375,7 +382,9 @@ def find(model: nn.Module) -> Adapter:
                 f"mmkv cannot wrap a {name}: load it as {' or '.join(whole)}, which can generate"
             )
         raise ValueError(f"mmkv cannot wrap a {name}{why}; supported: {', '.join(MODELS)}")
-    decoder = model.get_decoder()  # type: ignore[operator]
+    decoder: Any = model.get_decoder()  # type: ignore[operator]
+    if type(decoder).__name__ in MODELS:  # Llama 4 finds a whole language model
+        decoder = decoder.model
     kind = decoder.config.model_type
     if kind not in known.decoders:
         raise ValueError(

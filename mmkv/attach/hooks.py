@@ -160,6 +160,10 @@ def before_attention(
         return
     if not (cache.expects_prompt or cache.observes_replies):
         return
+    if not getattr(module, "use_rope", True):  # Llama 4's layers with full attention
+        return
+    if isinstance(found, Tensor):  # complex [B, Q, R / 2]
+        found = tuple(x.repeat_interleave(2, dim=-1) for x in (found.real, found.imag))
     parts, rows = attachment.parts, len(cache.lengths)
     rotary = Rotary.of(
         found[0],

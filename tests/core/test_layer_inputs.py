@@ -23,6 +23,7 @@ CLASSES = [
     "Qwen3VLForConditionalGeneration",
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
+    "Llama4ForCausalLM",
 ]
 
 

@@ -129,6 +129,25 @@ def _siglip(**changes: Any) -> Any:
     return tf.SiglipVisionConfig(**{**_TOWER, **changes})
 
 
+# Every other layer has chunks, and no other turns its queries and keys.
+_LLAMA4 = {
+    "num_hidden_layers": 4,
+    "no_rope_layers": [1, 0, 1, 0],
+    "attention_chunk_size": 24,
+    "floor_scale": 20,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "intermediate_size_mlp": 96,
+    "interleave_moe_layer_step": 2,
+}
+_LLAMA4_TOWER = {
+    **_TOWER,
+    "image_size": 32,
+    "intermediate_size": 128,
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+}
 _GEMMA4 = {
     **{k: v for k, v in SLIDING.items() if k != "query_pre_attn_scalar"},
     "global_head_dim": 32,
@@ -273,6 +292,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "Gemma3ForConditionalGeneration": _vision(
         "Gemma3Config", _SIGLIP, _text("Gemma3TextConfig", **SLIDING), mm_tokens_per_image=16
+    ),
+    "Llama4ForCausalLM": _text("Llama4TextConfig", **_LLAMA4),
+    "Llama4ForConditionalGeneration": _vision(
+        "Llama4Config", _LLAMA4_TOWER, _text("Llama4TextConfig", **_LLAMA4)
     ),
     "Gemma4ForCausalLM": _text("Gemma4TextConfig", **_GEMMA4 | {"hidden_size_per_layer_input": 8}),
     "Gemma4ForConditionalGeneration": _gemma4(use_bidirectional_attention="vision"),

@@ -196,7 +196,7 @@ FEW = (
 RARE = [
     name
     for name in NAMES
-    if name.startswith(("Gemma4", "Glm4v", "Mistral3For", "Qwen3VLMoe", "Qwen3_5"))
+    if name.startswith(("Gemma4", "Glm4v", "Llama4", "Mistral3For", "Qwen3VLMoe", "Qwen3_5"))
 ]
 OFTEN = [name for name in NAMES if name not in RARE]
 

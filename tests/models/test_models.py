@@ -89,7 +89,7 @@ def test_a_prompt_in_chunks(name, policy):
     inputs = inputs_of(model, "padded")
     try:
         expected, tokens, _ = generate(model, inputs, prefill_chunk_size=33)
-    except RuntimeError as error:  # Qwen's, in transformers 5.17
+    except (RuntimeError, KeyError) as error:  # Qwen's, in transformers 5.17; Llama 4's
         pytest.skip(f"the plain model cannot take a prompt in chunks: {error}")
     with mmkv.wrapped(model, policy, 1.0, **short(policy)):
         logits, got, _ = generate(model, inputs, prefill_chunk_size=33)
@@ -235,7 +235,7 @@ def test_squeeze_compares_the_residual_stream(name):
     """SqueezeAttention's similarity is that of the stream before and after the attention."""
     model = model_of(name)
     inputs = inputs_of(model, "one")
-    decoder = model.get_decoder()
+    decoder = mmkv.adapters.find(model).decoder
     before, after, hooks = {}, {}, []
     kind = decoder.config.model_type
     norm = AFTER.get(kind, "post_attention_layernorm")
@@ -360,7 +360,8 @@ def test_beams_at_full_budget_are_the_plain_beams(name):
     options = {"max_new_tokens": 6, "num_beams": 3, "num_return_sequences": 2, "do_sample": False}
     try:
         expected = model.generate(**inputs, **options)
-    except RuntimeError as error:  # Qwen's, in transformers 5.17: it looks for marks around images
+    # Qwen's, in transformers 5.17: it looks for marks around images; Llama 4's repeats no pictures.
+    except (RuntimeError, ValueError) as error:
         pytest.skip(f"the plain model cannot search with beams over this prompt: {error}")
     with mmkv.wrapped(model, "adakv", 1.0, **short("adakv")):
         assert torch.equal(model.generate(**inputs, **options), expected)
