@@ -327,11 +327,10 @@ def _difference(there: str, here: str) -> str:
     before, now = json.loads(there), json.loads(here)
     if not isinstance(before, dict):
         raise ValueError(f"its header says plan={there[:40]}")
-    for name in ("policy", "budget", *{**now, **before}):
-        old, new = (f"{name}={plan.get(name)}" for plan in (before, now))
-        if old != new:
-            break
-    return f"{old[:60]}, and the model is wrapped with {new[:60]}"
+    names = [x for x in ("policy", "budget", *now, *before) if before.get(x) != now.get(x)]
+    name = names[0] if names else "policy"
+    old, new = (f"{name}={plan.get(name)}"[:60] for plan in (before, now))
+    return f"{old}, and the model is wrapped with {new}"
 
 
 def _digest(model: Any) -> str:

@@ -149,6 +149,7 @@ def chat(
     from mmkv import budgets
     from mmkv import chat as talk
     from mmkv.builtin import KNOWS
+    from mmkv.cli import context as contexts
     from mmkv.profiles import Profile
     from mmkv.registry import get_policy
 
@@ -190,8 +191,6 @@ def chat(
     elif note := budgets.note(kept):
         say(note)
     if context is not None:
-        from mmkv.cli import context as contexts
-
         contexts.check(context, paths)
     pictures = [talk.read_picture(path) for path in paths]
     if paths:

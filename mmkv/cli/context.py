@@ -79,12 +79,14 @@ def answer(
         typer.echo(json.dumps(found, indent=2))
         return
     screen = console()
+
+    def line(text: str, style: str | None = None) -> None:
+        screen.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
     what = "read into" if made else "from"
-    print_line = {"markup": False, "highlight": False, "soft_wrap": True}
-    screen.print(question, style="bold", **print_line)
-    about = f"{tokens} tokens {what} {path}, held in {nbytes / 1024:.1f} KiB"
-    screen.print(about, style="dim", **print_line)
-    screen.print(text, **print_line)
+    line(question, "bold")
+    line(f"{tokens} tokens {what} {path}, held in {nbytes / 1024:.1f} KiB", "dim")
+    line(text)
 
 
 def _question(loaded: Loaded, context: Context, question: str) -> dict[str, Any]:
