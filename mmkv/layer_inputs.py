@@ -63,6 +63,14 @@ class Rotary:
         R = self.cos.shape[-1]
         return torch.cat([turned[..., :R] / size, turned[..., R:]], dim=-1)
 
+    def moved(self, x: Tensor, to: Turn) -> Tensor:
+        """`turn(undo(x), *to)` in one pass: these tokens' queries or keys, turned elsewhere."""
+        old_cos, old_sin = self.cos.float(), self.sin.float()
+        size = old_cos**2 + old_sin**2
+        cos = (to.cos * old_cos + to.sin * old_sin) / size
+        sin = (to.sin * old_cos - to.cos * old_sin) / size
+        return turn(x, cos, sin, self.interleaved)
+
     def last(self, n: int) -> Rotary:
         """That of the last n tokens, in storage of its own."""
         return replace(self, cos=self.cos[:, -n:].clone(), sin=self.sin[:, -n:].clone())

@@ -61,29 +61,36 @@ def observer_scores(
     factor = D**-0.5 if scale is None else scale
     if valid is None:
         valid = torch.ones(B, N, dtype=torch.bool, device=device)
-    if bias is None:
-        bias = torch.zeros(B, H, 1, device=device).expand(B, H, N)
+    # Where the host knows without waiting that there is no padding, runs are slices.
+    sliced = device.type == "cpu" and bool(valid.all())
     scores = torch.zeros(B, H, N + 1, device=device)
     C = min(run, N)
     together = max(1, tile(device) // (B * Hq * C * C))
     for first, last in ((0, N - Q), (N - Q, N)):
         if first == last:
             continue
-        for tokens in _runs(valid[:, first:last], run).split(together, dim=1):
+        runs = _runs(valid[:, first:last], run)
+        if sliced:  # none is longer
+            runs = runs[..., : -(-(last - first) // runs.shape[1])]
+        for tokens in runs.split(together, dim=1):
             tokens = torch.where(tokens < 0, -1, tokens + first)  # [B, n, C]
             asking = tokens - first
             if last < N:  # their own queries are gone
                 asking = _last(valid[:, N - Q :], run)[:, None]
-            k, v, b = (_taken(x, tokens) for x in (key, value, bias[..., None]))
-            q = _taken(query, asking).unflatten(1, (H, -1))  # [B, H, G, n, C, D]
+            k, v = (_taken(x, tokens, sliced=sliced) for x in (key, value))
+            q = _taken(query, asking, sliced=sliced).unflatten(1, (H, -1))  # [B, H, G, n, C, D]
+            full = sliced and bool((tokens >= 0).all())
             with autocast_off(key):
-                logits = (q * factor) @ k[:, :, None].mT
+                logits = q.mul_(factor) @ k[:, :, None].mT
                 if softcap is not None:
                     logits = softcap * torch.tanh(logits / softcap)
-                # Finite, as softcap and scale leave it: a run of padding must stay finite.
-                b = b.masked_fill(tokens[:, None, :, :, None] < 0, -1e30)
-                logits += b[:, :, None].mT
-                lost = _most_lost(logits, v, gram, tokens >= 0, asking >= 0)
+                if bias is not None:
+                    b = _taken(bias[..., None], tokens, sliced=sliced)
+                    logits += b[:, :, None].mT
+                if not full:  # finite: a run of padding must stay finite
+                    logits.masked_fill_((tokens < 0)[:, None, None, :, None], -1e30)
+                present = None if full else tokens >= 0
+                lost = _most_lost(logits, v, gram, present, asking >= 0)
             at = tokens.masked_fill(tokens < 0, N).flatten(1)[:, None].expand(-1, H, -1)
             scores.scatter_(-1, at, lost.flatten(2))
     return scores[..., :N]
@@ -136,16 +143,34 @@ def _last(valid: Tensor, most: int) -> Tensor:
     return place.sort(dim=-1).values[:, -min(most, Q) :]
 
 
-def _taken(x: Tensor, tokens: Tensor) -> Tensor:
-    """float32 [B, H, n, C, D], the tokens [B, n, C] of x [B, H, N, D]; 0 where there is none."""
-    at = tokens.clamp(min=0).flatten(1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-    found = x.gather(2, at).float().unflatten(2, tokens.shape[1:])
+def _taken(x: Tensor, tokens: Tensor, *, sliced: bool) -> Tensor:
+    """float32 [B, H, n, C, D], the tokens [B, n, C] of x [B, H, N, D]; 0 where there is none.
+
+    In storage of its own. `sliced`: runs are alike in all rows, and follow their first tokens.
+    """
+    absent, C = tokens < 0, tokens.shape[-1]
+    if sliced:
+        starts = tokens[0, :, 0].tolist()
+        found = torch.stack([x[:, :, i : i + C] for i in starts], dim=2).float()
+        if not absent.any():
+            return found
+    else:
+        at = tokens.clamp(min=0).flatten(1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+        found = x.gather(2, at).float().unflatten(2, tokens.shape[1:])
     # What padding holds may be anything, NaN included.
-    return found.masked_fill(tokens[:, None, :, :, None] < 0, 0.0)
+    return found.masked_fill_(absent[:, None, :, :, None], 0.0)
+
+
+def rows(x: Tensor, at: Tensor) -> Tensor:
+    """Rows [..., K, D] of x [..., C, D] at int64 [..., K]; leading dimensions may be repeated."""
+    C, D = x.shape[-2:]
+    first = torch.arange(0, x[..., 0].numel(), C, device=x.device).view(*x.shape[:-2], 1)
+    place = first + at
+    return x.reshape(-1, D).index_select(0, place.flatten()).view(*place.shape, D)
 
 
 def _most_lost(
-    logits: Tensor, value: Tensor, gram: Tensor | None, present: Tensor, observing: Tensor
+    logits: Tensor, value: Tensor, gram: Tensor | None, present: Tensor | None, observing: Tensor
 ) -> Tensor:
     """Scores [B, H, n, C] of runs.
 
@@ -153,24 +178,26 @@ def _most_lost(
         logits: [B, H, G, n, O, C], of O observers; very low where there is no token.
         value: [B, H, n, C, Dv].
         gram: [1 or B, H * G, Dv, Dv], or None.
-        present: bool [B, n, C], where there is a token.
-        observing: bool [B, n or 1, O], where there is an observer.
+        present: bool [B, n, C], where there is a token; None: everywhere.
+        observing: bool [B, n or 1, O], where there is an observer, as everywhere if tokens are.
     """
     tiny = torch.finfo(torch.float32).tiny
     # About their mean: differences of nearly equal values keep their digits.
-    number = present.sum(-1).clamp(min=1)[:, None, :, None, None]
-    value = (value - value.sum(-2, keepdim=True) / number)[:, :, None]
-    value = value.masked_fill(~present[:, None, None, :, :, None], 0.0)
+    if present is None:
+        value = (value - value.mean(-2, keepdim=True))[:, :, None]
+    else:
+        number = present.sum(-1).clamp(min=1)[:, None, :, None, None]
+        value = (value - value.sum(-2, keepdim=True) / number)[:, :, None]
+        value.masked_fill_(~present[:, None, None, :, :, None], 0.0)
     p = logits.softmax(-1)
     # One token may have nearly all of an observer's attention: what the others then give is summed
     # without it, so that 1 - p and v - o keep their digits. No other has more than a half.
     most, first = p.max(-1, keepdim=True)
     p.scatter_(-1, first, 0.0)
     others, rest = p @ value, p.sum(-1, keepdim=True)
-    chosen = value.expand(*p.shape[:-2], -1, -1)
-    chosen = chosen.gather(-2, first.expand(*first.shape[:-1], value.shape[-1]))
-    out = others + most * chosen
-    apart = chosen - others / rest.clamp(min=tiny)
+    chosen = rows(value, first[..., 0])
+    out = torch.addcmul(others, most, chosen)
+    apart = chosen.sub_(others.div_(rest.clamp_(min=tiny)))
     by = (
         None
         if gram is None
@@ -187,6 +214,8 @@ def _most_lost(
     lost.add_((read(value) * value).sum(-1)[..., None, :])
     lost.add_((answer * out).sum(-1, keepdim=True)).clamp_(min=0).sqrt_()
     lost.mul_(p.div_(1 - p)).scatter_(-1, first, lost_first)
+    if present is None:
+        return lost.amax((2, 4))
     lost.masked_fill_(~observing[:, None, None, :, :, None], 0.0)
     return lost.amax((2, 4)).masked_fill(~present[:, None], 0.0)
 

@@ -11,6 +11,7 @@ proportional attention, arXiv 2210.09461).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,13 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmkv.observers import spans
+from mmkv.observers import rows, spans
 from mmkv.parts.averaging import mean, sums
 from mmkv.parts.merging import MergeIntoGroups
-from mmkv.scores import autocast_off
-
-# Elements of distances in flight.
-_TILE = 2**24
+from mmkv.scores import autocast_off, tile
 
 
 @dataclass(frozen=True)
@@ -190,7 +188,7 @@ def leaders(
     """
     (B, H, N), device = rank.shape, rank.device
     present = rank > -torch.inf
-    plan = _Plan.of(sizes, (rank == torch.inf).sum(-1), present.sum(-1), exact, run)
+    plan = _Plan.of(sizes, (rank == torch.inf).sum(-1), present.sum(-1), N, exact, run)
     order = rank.argsort(dim=-1, descending=True, stable=True)
     place = torch.empty_like(order).scatter_(-1, order, _count(order))
     alone = present & (place < plan.alone.to(device)[..., None])
@@ -199,17 +197,17 @@ def leaders(
     others = (alone | ~present).to(torch.uint8).argsort(dim=-1, stable=True)
     members = others.gather(-1, places.clamp(min=0).flatten(2)).view_as(places)
     members = members.masked_fill_(places < 0, -1)
-    x = _standardised(keys, values, present)
+    standardise = _standardiser(keys, values, None if plan.whole else present)
     weights = present.float() if weights is None else weights.float()
     slots = plan.slots.to(device)
 
     found = torch.full((B, H, N + 1), -1, device=device)
     found[..., :N] = torch.where(alone, _count(order), -1)
-    together = max(1, _TILE // (B * H * plan.longest * plan.width))
+    together = max(1, tile(device) // (B * H * plan.longest * plan.width))
     parts = zip(members.split(together, dim=2), slots.split(together, dim=2), strict=True)
     for token, number in parts:
         at, absent = token.clamp(min=0).flatten(2), token < 0
-        points = _rows(x, at).unflatten(2, token.shape[2:])
+        points = standardise(at).unflatten(2, token.shape[2:])
         heavy = weights.gather(-1, at).view_as(token).masked_fill(absent, 0.0)
         ranked = place.gather(-1, at).view_as(token).masked_fill(absent, N)
         with autocast_off(keys):
@@ -233,6 +231,7 @@ class _Plan:
         tokens: int64 [B, H, R + 1], where each run begins among the others, and the last ends.
         longest: C, the most tokens of a run.
         width: K, the most groups of a run.
+        whole: whether every head has all N tokens.
     """
 
     alone: Tensor
@@ -240,9 +239,12 @@ class _Plan:
     tokens: Tensor
     longest: int
     width: int
+    whole: bool
 
     @classmethod
-    def of(cls, sizes: Tensor, must: Tensor, present: Tensor, exact: float, run: int) -> _Plan:
+    def of(
+        cls, sizes: Tensor, must: Tensor, present: Tensor, N: int, exact: float, run: int
+    ) -> _Plan:
         sizes, must, present = torch.stack([sizes, must, present]).cpu()
         size = sizes.minimum(present)
         alone = must + ((size - must) * exact).long()
@@ -256,19 +258,34 @@ class _Plan:
         tokens = starts * rest[..., None] // groups.clamp(min=1)[..., None]
         slots = starts.diff(dim=-1)
         longest, width = int(tokens.diff(dim=-1).max()), int(slots.max())
-        return cls(alone, slots, tokens, max(1, longest), max(1, width))
+        whole = bool((present == N).all())
+        return cls(alone, slots, tokens, max(1, longest), max(1, width), whole)
 
 
-def _standardised(keys: Tensor, values: Tensor, present: Tensor) -> Tensor:
-    """float32 [B, H, N, D + Dv]: keys beside values, each around its mean and over its std."""
-    absent, number = ~present[..., None], present.sum(-1)[..., None, None].clamp(min=1)
-    parts: list[Tensor] = []
+def _standardiser(
+    keys: Tensor, values: Tensor, present: Tensor | None
+) -> Callable[[Tensor], Tensor]:
+    """What gives float32 [B, H, K, D + Dv] for tokens [B, H, K]: keys beside values.
+
+    Each is around its mean and over its std, of the tokens `present`, bool [B, H, N]; None: all.
+    """
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    number: Tensor | int = keys.shape[2]
+    if present is not None:
+        number = present.sum(-1)[..., None, None].clamp(min=1)
     for x in (keys, values):
-        x = x.float().masked_fill(absent, 0.0)  # what padding holds may be anything, NaN included
-        x = (x - x.sum(2, keepdim=True) / number).masked_fill_(absent, 0.0)
-        variance = x.square().sum((2, 3), keepdim=True) / number / x.shape[-1]
-        parts.append(x / variance.sqrt().clamp(min=1e-20))
-    return torch.cat(parts, dim=-1)
+        x = x.contiguous().float()
+        if present is not None:  # padding may hold anything, NaN included
+            x = x.masked_fill(~present[..., None], 0.0)
+        mean = x.sum(2, keepdim=True) / number
+        square = torch.linalg.vector_norm(x, dim=(2, 3), keepdim=True).square() / number
+        variance = (square - mean.square().sum(-1, keepdim=True)) / x.shape[-1]
+        parts.append((x, mean, variance.clamp(min=0).sqrt().clamp(min=1e-20)))
+
+    def standardise(at: Tensor) -> Tensor:
+        return torch.cat([(rows(x, at) - mean).div_(std) for x, mean, std in parts], dim=-1)
+
+    return standardise
 
 
 def _k_means(
@@ -284,7 +301,7 @@ def _k_means(
         K: the most of them.
         rounds: of assigning points to centres.
     """
-    centres = _rows(x, ranked.argsort(dim=-1)[..., :K])
+    centres = rows(x, ranked.argsort(dim=-1)[..., :K])
     unused = torch.arange(K, device=x.device) >= number[..., None]
     label = ranked
     for done in range(rounds):
@@ -294,8 +311,8 @@ def _k_means(
             total = share.sum(-1, keepdim=True)
             centres = torch.where(total > 0, share @ x / total.clamp(min=1e-30), centres)
         # The nearest centre is the one of the largest x'c - c'c / 2.
-        near = x @ centres.mT - centres.square().sum(-1)[..., None, :] / 2
-        label = near.masked_fill_(unused[..., None, :], -torch.inf).argmax(-1)
+        behind = (centres.square().sum(-1) / 2).masked_fill(unused, torch.inf)
+        label = (x @ centres.mT).sub_(behind[..., None, :]).argmax(-1)
     return label
 
 
@@ -312,11 +329,6 @@ def _without_empty(label: Tensor, ranked: Tensor, number: Tensor, K: int) -> Ten
     leaves = free.gather(-1, best)
     leaves &= leaves.cumsum(-1) <= missing[..., None]
     return label.masked_fill(torch.zeros_like(free).scatter_(-1, best, leaves), K)
-
-
-def _rows(x: Tensor, at: Tensor) -> Tensor:
-    """Rows [..., K, D] of x [..., C, D] at int64 [..., K]."""
-    return x.gather(-2, at[..., None].expand(*at.shape, x.shape[-1]))
 
 
 def _count(like: Tensor) -> Tensor:

@@ -81,8 +81,8 @@ def mean(x: Tensor, anchor: Tensor, weight: Tensor, size: Tensor) -> Tensor:
 
     `weight` is [B, H, N], and `size` [B, H, S] its `sums`.
     """
-    there = (weight > 0)[..., None]  # what padding holds may be anything, NaN included
-    part = torch.where(there, x.float() * weight[..., None], 0.0)
+    # What padding holds may be anything, NaN included.
+    part = (x.float() * weight[..., None]).masked_fill_((weight <= 0)[..., None], 0.0)
     total = sums(part, anchor, size.shape[-1])
     return (total / size.clamp(min=1)[..., None]).to(x.dtype)
 

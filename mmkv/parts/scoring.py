@@ -243,12 +243,11 @@ class Observers(PerHead):
 
     def of_heads(self, layer: LayerInputs) -> Tensor:
         """What the layer's output would change by."""
-        from mmkv.layer_inputs import turn
         from mmkv.observers import observer_scores, output_gram
 
         query = layer.query
         if layer.rotary is not None:
-            query = turn(layer.plain_query, *layer.rotary.ahead(1))
+            query = layer.rotary.moved(layer.query, layer.rotary.ahead(1))
         gram = None if layer.weight is None else output_gram(layer.output_weight)
         return observer_scores(
             query,

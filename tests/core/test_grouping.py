@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import mmkv
-from mmkv.cache import grouping, selection
+from mmkv import scores as scoring
+from mmkv.cache import selection
 from mmkv.cache.grouping import Groups, leaders
 
 
@@ -219,7 +220,7 @@ def test_does_not_depend_on_how_many_runs_go_together(monkeypatch):
     sizes = torch.tensor([[20, 9], [15, 3]])
     options = {"exact": 0.25, "run": 16, "rounds": 2}
     want = leaders(keys, values, scores, sizes, **options)
-    monkeypatch.setattr(grouping, "_TILE", 1)
+    monkeypatch.setattr(scoring, "_CPU_TILE_PER_THREAD", 1)
     assert torch.equal(leaders(keys, values, scores, sizes, **options), want)
 
 

@@ -7,7 +7,7 @@ import torch
 
 import mmkv
 from helpers import zoo
-from mmkv.layer_inputs import turn
+from mmkv.layer_inputs import Rotary, turn
 from mmkv.policy import Score
 
 CLASSES = [
@@ -162,3 +162,16 @@ def test_in_a_later_turn_heads_are_rows_and_old_keys_stay_turned():
     torch.testing.assert_close(again, layer.query, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match=r"keys before rotary embedding are known of the last"):
         _ = layer.plain_key
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotated", [8, 6])
+def test_moved_is_turned_back_and_to_the_other_place(interleaved, rotated):
+    """With a scale, as some models have, and dimensions that are not turned."""
+    draw = torch.Generator().manual_seed(3)
+    angle = torch.rand(2, 5, rotated // 2, generator=draw)
+    angle = angle.repeat_interleave(2, -1) if interleaved else angle.repeat(1, 1, 2)
+    inv_freq = torch.rand(rotated // 2, generator=draw)
+    rotary = Rotary(1.3 * angle.cos(), 1.3 * angle.sin(), inv_freq, interleaved)
+    x, to = torch.randn(2, 3, 5, 8, generator=draw), rotary.ahead(2)
+    torch.testing.assert_close(rotary.moved(x, to), turn(rotary.undo(x), *to))
