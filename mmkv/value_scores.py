@@ -111,6 +111,26 @@ def residuals(layer: LayerInputs, last: int, weights: Tensor | None = None) -> T
 
 
 @torch.no_grad()
+def with_first(score: Tensor, attention: Tensor, first: Tensor) -> Tensor:
+    """A score in which the `first` tokens by attention stand before all others, by attention.
+
+    Args:
+        score: float32 `[B, H, n]`.
+        attention: float32 `[B, H, n]`, not negative.
+        first: int `[B]`, how many tokens of each head; below 1, none.
+
+    Returns:
+        float32 `[B, H, n]`.
+
+    Source: CriticalKV, arXiv 2502.03805, algorithm 1. As in its code, half of the budget counts the
+    window.
+    """
+    rank = attention.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    best = score.amax(-1, keepdim=True) + 1
+    return torch.where(rank < first[:, None, None], best + attention, score)
+
+
+@torch.no_grad()
 def mixed(score: Tensor, layer: LayerInputs) -> Tensor:
     """A score by attention, mixed with the value's norm and with how unlike others a key is.
 

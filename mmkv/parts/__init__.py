@@ -66,7 +66,6 @@ class Score(Part):
             larger one counts; "", it is forgotten, and only the new queries decide.
         ranks: it tells layers and heads apart; a token's position does not.
         uses_rotary: it reads `LayerInputs.rotary`, or queries and keys before it.
-        uses_size: it reads `LayerInputs.size`.
         repeats: it is given the queries of the prompt fed again, see `mmkv.attach.repetition`.
     """
 
@@ -74,7 +73,6 @@ class Score(Part):
     combines: ClassVar[Literal["", "sum", "max"]] = ""
     ranks: ClassVar[bool] = True
     uses_rotary: ClassVar[bool] = False
-    uses_size: ClassVar[bool] = False
     repeats: ClassVar[bool] = False
 
     def __call__(self, layer: LayerInputs) -> Tensor:
@@ -88,6 +86,11 @@ class Score(Part):
             float32 [B, H, N], or [B, 1, N] for one ranking per layer.
         """
         raise NotImplementedError
+
+    @property
+    def uses_size(self) -> bool:
+        """Whether it reads `LayerInputs.size`."""
+        return False
 
     @property
     def observed(self) -> int:

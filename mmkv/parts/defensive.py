@@ -29,7 +29,11 @@ class DefensiveAttention(Windowed):
     window: int = 32
     kernel_size: int = 5
     mass: float = 0.9
-    uses_size = True
+
+    @property
+    def uses_size(self) -> bool:
+        """How many tokens may be forced in."""
+        return True
 
     def __post_init__(self) -> None:
         """Check the options."""

@@ -91,8 +91,9 @@ class WindowAttention(Windowed, PerHead):
         pooling: "max", "avg", or None for none.
         recency_weighted: weigh the queries by how recent they are (PyramidInfer).
         value: what a token's value adds: "norm", times its L1 norm (VATP); "output", plus 1e-4,
-            times its L1 norm behind the output projection (CriticalKV); "residual", how far a
-            query's output moves without the token (DropKV); None: nothing.
+            times its L1 norm behind the output projection; "critical", the same for the half of a
+            budget in tokens or as a fraction that attention alone has not filled (CriticalKV);
+            "residual", how far a query's output moves without the token (DropKV); None: nothing.
         diversity: mix with values and with how unlike others a key is (MixKV).
         average_heads: rank tokens once per layer, by the mean over heads.
     """
@@ -101,7 +102,7 @@ class WindowAttention(Windowed, PerHead):
     kernel_size: int = 7
     pooling: Pooling | None = "max"
     recency_weighted: bool = False
-    value: Value | None = None
+    value: Value | Literal["critical"] | None = None
     diversity: bool = False
 
     def __post_init__(self) -> None:
@@ -113,9 +114,23 @@ class WindowAttention(Windowed, PerHead):
                 "the window must be at least 1, the kernel size odd"
             )
 
+    @property
+    def uses_size(self) -> bool:
+        """With CriticalKV's two stages."""
+        return self.value == "critical"
+
     def check(self, policy: Policy) -> None:
-        """While decoding, attention alone is counted."""
+        """While decoding, attention alone is counted; what is mixed has no stages.
+
+        Raises:
+            ValueError: it would be otherwise.
+        """
         _attention_alone(policy, value=self.value, diversity=self.diversity)
+        if self.diversity and self.value == "critical":
+            raise ValueError(
+                "value='critical' has two stages, which diversity=True would mix: use "
+                "value='output', or leave diversity out"
+            )
 
     def of_heads(self, layer: LayerInputs) -> Tensor:
         """The window's own tokens, which stay, score 0."""
@@ -132,8 +147,12 @@ class WindowAttention(Windowed, PerHead):
         n = found.shape[2]
         if self.value == "norm":
             found = found * value_scores.value_norms(layer, n)
-        elif self.value == "output":
+        elif self.value in ("output", "critical"):
+            attention = found
             found = (found + _EPSILON) * output_norms(layer, n)
+            if self.value == "critical" and layer.size is not None:
+                half = (layer.size / 2).int() - self.window
+                found = value_scores.with_first(found, attention, half)
         if self.diversity:
             found = value_scores.mixed(found, layer)
         return torch.nn.functional.pad(found, (0, self.window))

@@ -207,6 +207,30 @@ def test_the_value_option_is_what_its_formula_says(part: str, value: Any):
     torch.testing.assert_close(apart.view(B, H, N), want, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("size", [6, 2 * WINDOW + 3, 2 * WINDOW + 8, 60])
+def test_critical_fills_half_of_the_budget_by_attention(size: int):
+    """The kept set is CriticalKV's: half by attention, the window counted, the rest by outputs."""
+    options: dict[str, Any] = {"window": WINDOW, "kernel_size": 3, "pooling": "max"}
+    layer = dataclasses.replace(inputs(), size=torch.full((B,), float(size)))
+    found = WindowAttention(value="critical", **options)(layer)
+    attention = window_attention(layer.query, layer.key, **options, **layer.attention)
+    for b in range(B):
+        front = [j for j in range(N - WINDOW) if layer.valid[b, j]]
+        for h in range(H):
+            by_attention = sorted(front, key=lambda j: -float(attention[b, h, j]))
+            kept = by_attention[: max(0, size // 2 - WINDOW)]
+            rest = [j for j in front if j not in kept]
+            rest.sort(
+                key=lambda j: -float((attention[b, h, j] + 1e-4) * norm_of(layer, b, h, j, ""))
+            )
+            kept += rest[: max(0, size - WINDOW - len(kept))]
+            best = sorted(front, key=lambda j: -float(found[b, h, j]))[: len(kept)]
+            assert set(best) == set(kept)
+    whole = dataclasses.replace(layer, size=None)
+    plain = WindowAttention(value="output", **options)(whole)
+    assert torch.equal(WindowAttention(value="critical", **options)(whole), plain)
+
+
 def naive_mixed(layer: LayerInputs, attention: Tensor, b: int, h: int) -> list[float]:
     """One head of one row: scores of its tokens before the window."""
     tokens = [j for j in range(N) if layer.valid[b, j]]
@@ -267,6 +291,10 @@ def test_what_cannot_be_honoured_is_refused_by_name():
             mmkv.get_policy(policy, value="norm")
     with pytest.raises(ValueError, match=r"option 'diversity' has no effect on policy 'prefixkv'"):
         mmkv.get_policy("prefixkv", diversity=True)
+    with pytest.raises(ValueError, match="which diversity=True would mix"):
+        mmkv.get_policy("snapkv", value="critical", diversity=True)
+    with pytest.raises(ValueError, match=r"value='critical': expected one of"):
+        mmkv.get_policy("prefixkv", value="critical")
     with pytest.raises(ValueError, match=r"value='l2': expected one of \['norm', 'output'"):
         mmkv.get_policy("snapkv", value="l2")
     x = random(1, 1, 9, 4)

@@ -74,7 +74,7 @@ COMPOSED = [
     Variant("adakv", (("decode", "rounds"), ("every", 3), ("latest", 0))),
     Variant("prefixkv", (("decode", "rounds"), ("every", 2), ("latest", 2)), 24),
     Variant("lagkv", (("lag", 9), ("heads", "adaptive"))),
-    Variant("adakv", (("value", "output"),)),
+    Variant("adakv", (("value", "critical"),)),
     Variant("prefixkv", (("value", "residual"), ("average_heads", False), ("distance", 4))),
 ]
 # Their prompts are evicted some steps late, which tests of prompts alone do not see.
