@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -510,7 +510,7 @@ class CompressedCache(Cache):
             elif isinstance(layer, DynamicLayer):
                 layer.batch_select_indices(batch)
             elif isinstance(layer, LinearAttentionLayer):
-                layer.reorder_cache(batch)
+                layer.reorder_cache(cast(torch.LongTensor, batch))
         if self.prompt is not None:
             self.prompt = self.prompt.rows(batch)
         self.phase.select_rows(batch)
