@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mmkv import adapters, allocation, scores
     from mmkv.builtin import load_builtin
     from mmkv.cache.compressed import CompressedCache
+    from mmkv.cache.sampling import task
     from mmkv.calibration import calibrate
     from mmkv.contexts import Context, load_context, read
     from mmkv.loading.checkpoints import load
@@ -42,6 +43,7 @@ _HOME = {
     "load_context": "mmkv.contexts",
     "read": "mmkv.contexts",
     "register_policy": "mmkv.registry",
+    "task": "mmkv.cache.sampling",
     "unwrap": "mmkv.wrapping",
     "wrap": "mmkv.wrapping",
     "wrapped": "mmkv.wrapping",
@@ -66,6 +68,7 @@ __all__ = [
     "read",
     "register_policy",
     "scores",
+    "task",
     "unwrap",
     "wrap",
     "wrapped",

@@ -52,6 +52,11 @@ def calibrate(
             f"calibrate measures prompts alone, and postpone={chosen.postpone} waits for generated "
             "tokens: leave it out"
         )
+    if chosen.layers.learns:
+        raise ValueError(
+            "calibrate averages the sizes of all samples, and allocation='sampled' those of the "
+            "first: use allocation='one-pass'"
+        )
     config = adapters.find(model).config
     if isinstance(chosen.heads, CalibratedHeads):
         curves, n = sensitivity.measure(model, _checked(samples), chosen)

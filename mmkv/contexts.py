@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -166,6 +167,8 @@ class Context:
             "seen": cache.get_seq_length(),
             **{name: getattr(prompt, name) for name in _HOSTED},
             "sizes": sizes,
+            "task": cache.plan.task,
+            "learned": cache.plan.learned or [],
         }
         held = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
         save_file(held, os.fspath(path), {FORMAT: json.dumps(about)})
@@ -220,7 +223,8 @@ def load_context(path: str | os.PathLike[str], model: nn.Module) -> Context:
         raise ValueError(f"context {os.fspath(path)}: {error}") from None
 
 
-# What a file says of a context beside its tensors; lists have an entry for each row.
+# What a file says of a context beside its tensors; lists have an entry for each row, or, as "sizes"
+# and "learned", for each layer.
 _ABOUT: dict[str, tuple[type, type | None]] = {
     "version": (int, None),
     "plan": (str, None),
@@ -232,6 +236,8 @@ _ABOUT: dict[str, tuple[type, type | None]] = {
     "inner": (list, int),
     "granted": (list, float),
     "sizes": (list, list),
+    "task": (str, None),
+    "learned": (list, float),
 }
 
 
@@ -281,6 +287,11 @@ def _restored(model: Any, about: dict[str, Any], tensors: dict[str, Tensor]) -> 
     H, D = adapters.shape(config)["num_key_value_heads"], adapters.head_dim(config)
     if len(about["sizes"]) != len(cache.compressed):
         raise ValueError(f"{len(about['sizes'])} layers, expected {len(cache.compressed)}")
+    learned = about["learned"]
+    if learned and not (len(learned) == len(cache.layers) and all(0 <= x <= 1 for x in learned)):
+        raise ValueError(f"its header says learned={str(learned)[:40]}")
+    cache.plan = replace(cache.plan, task=about["task"], learned=tuple(learned) or None)
+    cache.sizes_learned = True
     inputs = {k.removeprefix("inputs."): x for k, x in tensors.items() if k.startswith("inputs.")}
     masks = {name: tensors[f"prompt.{name}"] for name in _MASKS}
     for name, x in {**{n: inputs[n] for n in _SEEN}, **masks}.items():

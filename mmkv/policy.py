@@ -134,8 +134,8 @@ class Policy:
             )
         if self.layers.mini_prefill:
             raise ValueError(
-                f"{asked} sizes layers after the prefill, and allocation='mini-prefill' before it: "
-                "use allocation='one-pass'"
+                f"{asked} sizes layers after the prefill, and "
+                f"allocation={self.flat().get('allocation')!r} before it: use allocation='one-pass'"
             )
         if self.decode.every:
             raise ValueError(

@@ -211,6 +211,14 @@ def _notes(cache: CompressedCache) -> list[str]:
             "tokens that are not kept as they are stand in weighted groups, which retained "
             "importance leaves out"
         )
+    if (sampling := cache.plan.sampling) is not None:
+        named = f"task {cache.plan.task!r}: " if cache.plan.task else ""
+        learned, n = sampling.known(cache.plan.task), sampling.samples
+        notes.append(
+            f"{named}learning layer sizes, {learned} of {n} requests so far"
+            if cache.plan.learned is None
+            else f"{named}the mean layer sizes of {n} requests"
+        )
     if isinstance(policy.heads, VisualHeads):
         notes.append(WITHOUT_PROFILE.format(policy=policy.name))
     return notes + cache.plan.shortfalls(prompt, len(cache.compressed))

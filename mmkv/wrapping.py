@@ -21,6 +21,7 @@ from mmkv.cache import quantize
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.layer import CompressedLayer
+from mmkv.cache.sampling import SampledSizes
 from mmkv.parts import calibrated, visual
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
@@ -139,6 +140,11 @@ def wrap(
             f"protect='instruction' keeps the prompt's text and lets image tokens compete; "
             f"{type(model).__name__} has no image tokens: use protect='none'"
         )
+    if chosen.layers.learns and known is not None:
+        raise ValueError(
+            f"profile={str(profile)!r} gives layer sizes, and allocation='sampled' learns them: "
+            "leave out one of the two"
+        )
     if chosen.postpone and evict_chunks:
         raise ValueError(
             f"evict_chunks=True evicts while a prompt is read, and postpone={chosen.postpone} "
@@ -146,7 +152,10 @@ def wrap(
         )
     inv_freq = parts.rotary_frequencies() if chosen.reposition else None
     quantize.check(kv_dtype, adapters.head_dim(parts.config))
-    plan = CacheConfig(chosen, kept, fractions, inv_freq, kv_dtype, evict_chunks, graph)
+    learning = SampledSizes(chosen.layers.learns) if chosen.layers.learns else None
+    plan = CacheConfig(
+        chosen, kept, fractions, inv_freq, kv_dtype, evict_chunks, graph=graph, sampling=learning
+    )
     attachment = Attachment(model, parts, plan, compressed)
     attachment.attach()
     vars(model)["_mmkv"] = attachment

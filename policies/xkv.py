@@ -2,7 +2,8 @@
 
 Li et al., "XKV: Personalized KV Cache Memory Reduction for Long-Context LLM Inference",
 arXiv 2412.05896, section IV. Its greedy loop takes one token at a time; because each layer's
-retention is concave, that equals one sort over the pooled scores.
+retention is concave, that equals one sort over the pooled scores. Its sampling, where the first
+requests of a task size the layers for all others, is `allocation="sampled"`.
 """
 
 from dataclasses import dataclass

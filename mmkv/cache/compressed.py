@@ -61,6 +61,8 @@ class CompressedCache(Cache):
         self.phase: Reading | Decoding = Reading()
         # False where later turns only ask (`mmkv.contexts`): they are kept whole, as is all else.
         self.evicts_turns = True
+        # Whether layer sizes were learned from it, see `mmkv.cache.sampling`.
+        self.sizes_learned = False
         # What is known of all tokens up to the end of the last prompt.
         self.prompt: TokenMasks | None = None
         self.shape = _shape(config)
@@ -132,9 +134,11 @@ class CompressedCache(Cache):
             ValueError: a row without tokens or padded on the right, or tokens that were masked
                 before and are gone.
         """
-        phase, plan, seen = self.phase, self.plan, self.get_seq_length()
+        phase, seen = self.phase, self.get_seq_length()
         assert isinstance(phase, Reading)
-        self.clock = None
+        if seen == 0:
+            self.plan = self.plan.started()
+        self.clock, plan = None, self.plan
         self._check_whole()
         known = self._known(seen)
         if known is not None and earlier is not None:
@@ -174,7 +178,9 @@ class CompressedCache(Cache):
             return
         if whole and not phase.keeps_all:
             plan.log_shortfalls(prompt, len(self.compressed))
-        if mini_prefill is not None and seen == 0 and self._evicts(prompt):
+        asks = mini_prefill is not None and plan.runs_mini_prefill
+        if asks and seen == 0 and self._evicts(prompt):
+            assert mini_prefill is not None
             scores = mini_prefill(prompt)
             everywhere = torch.arange(valid.shape[1], device=valid.device)
             positions = everywhere.masked_fill(~prompt.valid, -1)[:, None]
@@ -518,7 +524,7 @@ class CompressedCache(Cache):
     def reset(self) -> None:
         """Drop everything, ready for a new prompt."""
         super().reset()
-        self.prompt, self.phase, self.clock = None, Reading(), None
+        self.prompt, self.phase, self.clock, self.sizes_learned = None, Reading(), None, False
 
     def check_plan(self, config: Any, plan: CacheConfig) -> None:
         """Whether a model wrapped as `plan` says may continue this cache.
@@ -642,14 +648,29 @@ class CompressedCache(Cache):
                 n_layers=len(layers),
                 length=length,
                 floor=floor,
-                fractions=plan.fractions,
+                fractions=plan.fractions_of(length, len(layers)),
                 importance=importance[row],
                 similarity=None if similarity is None else similarity[row],
                 measured=torch.stack([x[row] for x in measured]) if measured else None,
             )
             for row, (length, floor) in enumerate(zip(prompt.lengths, prompt.floors, strict=True))
         ]
+        self._learn(prompt, sizes)
         return [list(layer) for layer in zip(*sizes, strict=True)]
+
+    def _learn(self, prompt: TokenMasks, sizes: Sequence[Sequence[int]]) -> None:
+        """Take in the sizes [B][L] of a first prompt's rows that lose tokens, where it is whole.
+
+        Beams of one request are rows alike, which count once.
+        """
+        plan, phase = self.plan, self.phase
+        first = isinstance(phase, Reading) and phase.until is None and not self.sizes_learned
+        if plan.sampling is None or plan.learned is not None or not first:
+            return
+        self.sizes_learned = True
+        for row, length in dict.fromkeys(zip(map(tuple, sizes), prompt.lengths, strict=True)):
+            if any(n < length for n in row):
+                plan.sampling.add(plan.task, row)
 
     def _evict(self, layer: CompressedLayer, sizes: list[int], split: Tensor | None = None) -> None:
         """The layer keeps a copy of what it keeps, and lets go of the rest."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mmkv.cache import selection
+from mmkv.cache import sampling, selection
+from mmkv.cache.sampling import SampledSizes
 from mmkv.cache.selection import TokenMasks
 from mmkv.policy import Policy
 
@@ -31,6 +32,11 @@ class CacheConfig:
     kv_dtype: str | None = None
     # Evict after every chunk of a prompt that comes in chunks, not at its end.
     evict_chunks: bool = False
+    # What is learned of layer sizes (`Layers.learns`), shared by all caches of a wrap.
+    sampling: SampledSizes | None = field(default=None, repr=False, compare=False)
+    # Of one cache: its task, and the layers' shares of a budget that were learned before it began.
+    task: str = field(default="", repr=False, compare=False)
+    learned: tuple[float, ...] | None = field(default=None, repr=False, compare=False)
     # Replay decode steps as a CUDA graph, where that is possible and pays.
     graph: bool = field(default=True, compare=False)
 
@@ -49,6 +55,20 @@ class CacheConfig:
         """Whether nothing is ever evicted."""
         return selection.keeps_everything(self.policy, self.budget)
 
+    def started(self) -> CacheConfig:
+        """The plan of a cache that begins now."""
+        if self.sampling is None:
+            return self
+        task = sampling.current_task()
+        return replace(self, task=task, learned=self.sampling.shares(task))
+
+    def fractions_of(self, length: int, n_layers: int) -> tuple[float, ...] | None:
+        """The share of a row's tokens that each layer keeps, as far as that is known before."""
+        if self.learned is None or self.budget is None:
+            return self.fractions
+        per_token = selection.total_kept(self.budget, n_layers, length) / length
+        return tuple(share * per_token for share in self.learned)
+
     @property
     def whole(self) -> CacheConfig:
         """What holds a prompt whole until it is evicted."""
@@ -58,7 +78,8 @@ class CacheConfig:
     def needs_all_layers(self) -> bool:
         """Whether sizes depend on the scores of every layer."""
         needs = self.policy.heads.spans_layers or self.policy.score.repeats
-        needs |= bool(self.policy.layers.needs) and self.fractions is None
+        sized = self.fractions is not None or self.learned is not None
+        needs |= bool(self.policy.layers.needs) and not sized
         return needs and not self.keeps_everything
 
     def mean_sizes(self, prompt: TokenMasks, n_layers: int) -> list[float] | None:

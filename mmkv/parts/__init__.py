@@ -120,6 +120,7 @@ class Layers(Part):
             the residual stream around attention, "measure", what its `measure` finds, or nothing.
         retention: the share of importance that decides the total in place of a budget, or None.
         mini_prefill: whether a first pass that stores nothing learns the scores.
+        learns: on how many first requests of a task sizes are learned for all; 0: each has its own.
     """
 
     kind = "layers"
@@ -134,6 +135,11 @@ class Layers(Part):
     def mini_prefill(self) -> bool:
         """Whether a first pass that stores nothing learns the scores."""
         return False
+
+    @property
+    def learns(self) -> int:
+        """On how many first requests sizes are learned for all others; 0: each has its own."""
+        return 0
 
     def sizes(
         self,

@@ -59,8 +59,8 @@ class Repetition(Score):
         """The prompt is repeated once it is read, and generated tokens never are."""
         if policy.layers.mini_prefill:
             raise ValueError(
-                "allocation='mini-prefill' sizes layers before the prompt is repeated, which "
-                f"score={self.name!r} needs: use allocation='one-pass'"
+                f"allocation={policy.flat().get('allocation')!r} sizes layers before the prompt is "
+                f"repeated, which score={self.name!r} needs: use allocation='one-pass'"
             )
         if policy.decode.every:
             raise ValueError(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from mmkv.policy import Policy
 
-Allocation = Literal["one-pass", "mini-prefill"]
+Allocation = Literal["one-pass", "mini-prefill", "sampled"]
 
 
 @register_part("uniform")
@@ -121,11 +121,39 @@ class _ByScores(Layers):
 
     Options:
         allocation: when scores are learned: "one-pass", after a prefill that holds every layer
-            whole, or "mini-prefill", in a first pass that stores nothing.
+            whole; "mini-prefill", in a first pass that stores nothing; or "sampled", so for the
+            first requests of each `mmkv.task` alone, whose mean sizes all others get.
+        samples: how many requests to learn from, with "sampled"; 1 or more.
+        requests: in its place, how many will come: a tenth of them are learned from.
     """
 
     allocation: Allocation = "one-pass"
+    samples: int | None = None
+    requests: int | None = None
     needs = "scores"
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        given = {"samples": self.samples, "requests": self.requests}
+        given = {name: n for name, n in given.items() if n is not None}
+        at_least(1, **given)
+        if self.allocation == "sampled" and len(given) != 1:
+            raise ValueError(
+                f"allocation='sampled' with samples={self.samples}, requests={self.requests}: give "
+                "one, such as samples=20 to learn from 20 requests, or requests=200 for a tenth"
+            )
+        if given and self.allocation != "sampled":
+            ((name, n), *_) = given.items()
+            raise ValueError(
+                f"{name}={n} is read with allocation='sampled', and here it is "
+                f"{self.allocation!r}: leave it out, or use allocation='sampled'"
+            )
+
+    @property
+    def learns(self) -> int:
+        """As `samples` or `requests` say."""
+        return self.samples or -(-(self.requests or 0) // 10)
 
     def sizes(
         self,
@@ -148,7 +176,7 @@ class _ByScores(Layers):
     @property
     def mini_prefill(self) -> bool:
         """As `allocation` says."""
-        return self.allocation == "mini-prefill"
+        return self.allocation != "one-pass"
 
     def check(self, policy: Policy) -> None:
         """Scores must tell layers apart."""
@@ -166,7 +194,10 @@ class PrefixLayers(_ByScores):
 
     Options:
         allocation: when scores are learned: "one-pass", after a prefill that holds every layer
-            whole, or "mini-prefill", in a first pass that stores nothing.
+            whole; "mini-prefill", in a first pass that stores nothing; or "sampled", so for the
+            first requests of each `mmkv.task` alone, whose mean sizes all others get.
+        samples: how many requests to learn from, with "sampled"; 1 or more.
+        requests: in its place, how many will come: a tenth of them are learned from.
     """
 
     def share_out(self, importance: Tensor, spare: int) -> Sequence[int]:
@@ -182,7 +213,9 @@ class PooledLayers(_ByScores):
     """The largest mean retention over layers (XKV, arXiv 2412.05896, section IV-B).
 
     Options:
-        allocation: as for "prefix".
+        allocation: when scores are learned, as for "prefix".
+        samples: how many requests to learn from, as for "prefix".
+        requests: how many will come, as for "prefix".
         retention: instead of a budget, the mean share of importance to be retained, in (0, 1]; the
             smallest sizes that reach it.
     """
@@ -193,6 +226,11 @@ class PooledLayers(_ByScores):
         """Check the options."""
         super().__post_init__()
         share(zero=False, retention=self.retention)
+        if self.retention is not None and self.learns:
+            raise ValueError(
+                f"allocation='sampled' shares out a budget, and retention={self.retention} gives "
+                "none: use one of them"
+            )
 
     def share_out(self, importance: Tensor, spare: int) -> Sequence[int]:
         """By the scores of all layers, pooled."""
