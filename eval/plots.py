@@ -48,8 +48,12 @@ COLOURS = {
     "kvzip-plus": "#26a69a",
     "mixkv": "#ffca28",
     "tova": "#00bcd4",
+    "condense": "#00838f",
+    "vlcache": "#b5179e",
+    "lookm": "#795548",
+    "sparsemm": "#ff7043",
 }
-_OTHERS = ("#5b8c5a", "#7a6ff0", "#00838f", "#a1887f", "#c0a000")
+_OTHERS = ("#5b8c5a", "#7a6ff0", "#a1887f", "#c0a000")
 _MARKERS = "osD^vP<>Xph*d"
 _HINTS = {
     "ppl": " (lower is better)",
