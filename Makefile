@@ -78,6 +78,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
 		-c constraints.txt -e '.[dev,docs,eval,demo,harness,llava,quant]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -c constraints.txt lmms-eval
 	@touch $@
 
 clean:

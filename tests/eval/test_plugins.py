@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -180,3 +182,19 @@ def test_lmms_eval_finds_the_model():
         "lmms_eval.models", reason="lmms_eval is not installed"
     ).MODEL_REGISTRY_V2
     assert registry.get_model_class("mmkv").__name__ == "MMKV"
+
+
+@pytest.mark.parametrize("harness", ["lm_eval", "lmms_eval"])
+def test_tasks_of_the_page_are_the_harnesses(harness):
+    """docs/evaluation.md names tasks and groups that the installed package defines."""
+    package = pytest.importorskip(harness, reason=f"{harness} is not installed")
+    heading = {"lm_eval": "## lm-evaluation-harness", "lmms_eval": "## lmms-eval"}[harness]
+    page = Path(__file__).parents[2] / "docs" / "evaluation.md"
+    section = page.read_text(encoding="utf-8").split(heading)[1].split("\n## ")[0]
+    named = re.findall(r"^\| [^|]* \| `(\w+)`", section, re.MULTILINE)
+    assert len(named) >= 5
+    for name in named:
+        folder = Path(package.__file__).parent / "tasks" / name.split("_")[0]
+        defined = rf'^(task|group): "?{name}"?$'
+        texts = [path.read_text(encoding="utf-8") for path in folder.glob("*.yaml")]
+        assert any(re.search(defined, text, re.MULTILINE) for text in texts), name

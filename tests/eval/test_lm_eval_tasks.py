@@ -1,0 +1,121 @@
+"""lm_eval's own tasks with a compressed model: their prompts and metrics, on data made here.
+
+The data sets themselves lie on a hub. Here each task is given some rows of the same columns.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.evaluation import make_tokenizer
+from helpers.models import make_model
+
+pytestmark = pytest.mark.slow
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+TASKS = Path(lm_eval.__file__).parent / "tasks"
+TEXT = " ".join(f"w{i}" for i in range(3, 80))
+SUM = "w4 w5 = 7\n#### 7"
+LONG = {"context": TEXT, "question": "w7"}
+# By task: its folder, the extra packages it needs, a row of its data, and what it reports.
+CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any], str]] = {
+    "gsm8k": ("gsm8k", (), {"question": "w7 w5", "answer": SUM}, "exact_match,strict-match"),
+    "longbench2_academic_single": (
+        "longbench2",
+        (),
+        LONG | {"choices": ["w8", "w9", "w10", "w11"], "answer": "B"},
+        "acc,none",
+    ),
+    "longbench_hotpotqa": (
+        "longbench",
+        ("jieba", "fuzzywuzzy", "rouge"),
+        LONG | {"answers": ["w8"], "all_classes": None},
+        "qa_f1_score,none",
+    ),
+    "ifeval": (
+        "ifeval",
+        ("langdetect", "immutabledict"),
+        {
+            "key": 1,
+            "prompt": TEXT,
+            "instruction_id_list": ["keywords:existence"],
+            "kwargs": [{"keywords": ["w8"]}],
+        },
+        "prompt_level_strict_acc,none",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def local(tmp_path, monkeypatch):
+    """Nothing of other runs, and nltk's data as if it were downloaded: no task here reads it."""
+    import mmkv.eval.harness.lm_eval  # noqa: F401 - registers the model
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    found = tmp_path / "nltk" / "tokenizers" / "punkt_tab"
+    found.mkdir(parents=True)
+    nltk = pytest.importorskip("nltk")
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk")])
+
+
+def run(name: str, folder: Path, **metadata: Any) -> dict[str, Any]:
+    """What lm_eval makes of a task with a model that keeps 0.4 of a prompt; also the samples."""
+    from lm_eval.tasks import TaskManager
+
+    model = {"pretrained": make_model("llama"), "tokenizer": make_tokenizer(), "batch_size": 2}
+    return lm_eval.simple_evaluate(
+        model="mmkv",
+        model_args={**model, "policy": "snapkv", "budget": 0.4, "window": 6, "kernel_size": 3},
+        tasks=[name],
+        task_manager=TaskManager(
+            include_path=str(folder), include_defaults=False, metadata=metadata
+        ),
+        gen_kwargs={"max_gen_toks": 8},
+        limit=2,
+        bootstrap_iters=0,
+        verbosity="ERROR",
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_task_loads_and_runs(tmp_path, name):
+    folder, needs, row, metric = CASES[name]
+    for package in needs:
+        pytest.importorskip(package)
+    data = tmp_path / "rows.jsonl"
+    data.write_text((json.dumps(row) + "\n") * 8)
+    (own,) = [x for x in (TASKS / folder).glob("*.yaml") if f"task: {name}\n" in x.read_text()]
+    (tmp_path / "mine.yaml").write_text(
+        f"include: {own}\ntask: mine\ntag: null\ndataset_path: json\ndataset_name: null\n"
+        f"dataset_kwargs: {{data_files: {{train: {data}, test: {data}}}}}\n"
+    )
+    done = run("mine", tmp_path)
+    assert 0 <= done["results"]["mine"][metric] <= 1
+    sample = done["samples"]["mine"][0]
+    assert "w7" in json.dumps(sample["arguments"], default=str)
+    assert sample["doc"].keys() >= row.keys()
+
+
+def test_ruler_makes_its_own_data(tmp_path, monkeypatch):
+    for package in ("wonderwords", "nltk"):
+        pytest.importorskip(package)
+    from lm_eval.tasks.ruler import prepare_niah
+
+    make = prepare_niah.generate_samples
+    monkeypatch.setattr(
+        prepare_niah, "generate_samples", lambda *args, **k: make(*args, **{**k, "num_samples": 2})
+    )
+    monkeypatch.delitem(sys.modules, "lm_eval.tasks.ruler.niah_utils", raising=False)
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    metadata = {"tokenizer": str(tmp_path / "tokenizer"), "max_seq_lengths": [256]}
+    done = run("niah_single_1", TASKS / "ruler", **metadata)
+    monkeypatch.delitem(sys.modules, "lm_eval.tasks.ruler.niah_utils", raising=False)
+    assert 0 <= done["results"]["niah_single_1"]["256,none"] <= 1
+    asked = done["samples"]["niah_single_1"][0]["arguments"]
+    assert "special magic" in json.dumps(asked, default=str)

@@ -1,0 +1,115 @@
+"""lmms-eval's own tasks with a compressed model: their prompts and metrics, on pictures made here.
+
+The data sets themselves lie on a hub. Here each task is given some rows of the same columns.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mmkv
+from mmkv.builtin import load_builtin
+from mmkv.eval.suites.registry import load_suite
+
+pytestmark = pytest.mark.slow
+
+lmms_eval = pytest.importorskip("lmms_eval", reason="lmms-eval is not installed")
+TASKS = Path(lmms_eval.__file__).parent / "tasks"
+QUESTION = "what is in the picture ?"
+ASKED = {"question": QUESTION, "answer": "ring"}
+# By task: its folder, a row of its data beside the picture, and what it reports.
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "docvqa_val": ("docvqa", {"question": QUESTION, "answers": ["ring"]}, "anls,none"),
+    "ocrbench": (
+        "ocrbench",
+        {**ASKED, "answer": ["ring"], "dataset": "x", "question_type": "Doc-oriented VQA"},
+        "ocrbench_accuracy,none",
+    ),
+    "textvqa_val": (
+        "textvqa",
+        {"question": QUESTION, "answers": ["ring"] * 10, "question_id": 1},
+        "exact_match,none",
+    ),
+    "chartqa": ("chartqa", {**ASKED, "type": "human_test"}, "relaxed_overall,none"),
+    "mmmu_val": (
+        "mmmu",
+        {
+            **ASKED,
+            "id": "validation_Art_1",
+            "question": "<image 1> " + QUESTION,
+            "question_type": "multiple-choice",
+            "options": "['ring', 'star']",
+            "answer": "A",
+            "subfield": "x",
+        },
+        "mmmu_acc,none",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def local(tmp_path, monkeypatch):
+    """Nothing of other runs, and files for a submission where they leave no trace."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+
+
+def make_task(name: str, folder: Path, pictures: list[Any]) -> None:
+    """The task as it is, with a row of each picture."""
+    from datasets import Dataset
+
+    place, row, _ = CASES[name]
+    column = "image_1" if name == "mmmu_val" else "image"
+    Dataset.from_list([row | {column: p} for p in pictures]).to_parquet(folder / "rows.parquet")
+    (own,) = [
+        path
+        for path in (TASKS / place).glob("*.yaml")
+        if f"task: {name}\n" in path.read_text().replace('"', "")
+    ]
+    data = f"{{test: {folder}/rows.parquet, validation: {folder}/rows.parquet}}"
+    (folder / "mine.yaml").write_text(
+        f"include: {own}\ntask: mine\ntag: []\ndataset_path: parquet\ndataset_name: null\n"
+        f"dataset_kwargs: {{data_files: {data}}}\n"
+    )
+
+
+def reply(picture: Any, text: str) -> str:
+    """What the compressed model says to a picture and a text, without lmms-eval."""
+    model, processor = load_builtin()
+    content = [{"type": "image"}, {"type": "text", "text": text}]
+    chat = processor.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    inputs = processor(text=[chat], images=[picture], return_tensors="pt")
+    with mmkv.wrapped(model, "snapkv", 0.1):
+        ids = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    new = ids[:, inputs["input_ids"].shape[1] :]
+    return processor.batch_decode(new, skip_special_tokens=True)[0].strip()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_task_loads_and_runs(tmp_path, name):
+    from lmms_eval.evaluator import simple_evaluate
+    from lmms_eval.tasks import TaskManager
+
+    pictures = [s.images[0] for s in load_suite("description", limit=2)]
+    make_task(name, tmp_path, pictures)
+    done = simple_evaluate(
+        model="mmkv",
+        model_args="pretrained=builtin,policy=snapkv,budget=0.1,device=cpu",
+        tasks=["mine"],
+        task_manager=TaskManager("ERROR", str(tmp_path), include_defaults=False),
+        batch_size=2,
+        gen_kwargs="max_new_tokens=6",
+        bootstrap_iters=0,
+        verbosity="ERROR",
+    )
+    assert 0 <= done["results"]["mine"][CASES[name][2]] <= 1
+    for picture, sample in zip(pictures, done["samples"]["mine"], strict=True):
+        text = sample["arguments"][0].removeprefix("<image 1> ")
+        assert QUESTION[1:] in text
+        assert sample["resps"] == [[reply(picture, text)]]
