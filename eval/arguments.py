@@ -39,6 +39,14 @@ LengthOption = Annotated[
         help="Tokens of a prompt of ruler (4096), or continuation (1024), with its answer.",
     ),
 ]
+QuestionsOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Most questions on each context, of ruler and the built-in mmvet; a context whose "
+        "question is hidden is read once for all of them.",
+    ),
+]
 LimitOption = Annotated[int | None, typer.Option(min=1, help="Use the first samples only.")]
 
 

@@ -24,6 +24,7 @@ from .arguments import (
     MapOption,
     ModelOption,
     PolicyOption,
+    QuestionsOption,
     budget_list,
     commands,
 )
@@ -79,6 +80,7 @@ def eval_command(
         typer.Option(help="Tasks of longbench or ruler, with commas between. [default: all]"),
     ] = None,
     length: LengthOption = None,
+    questions: QuestionsOption = 1,
     image_folder: ImagesOption = None,
     max_length: Annotated[
         int | None,
@@ -117,6 +119,7 @@ def eval_command(
         image_folder=image_folder,
         length=length,
         count=token_counter(model) if counts else None,
+        questions=questions,
     )
     folder = out or Path("runs") / suite
     if folder.exists() and not folder.is_dir():

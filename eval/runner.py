@@ -1,7 +1,9 @@
 """Runs policies x budgets over a suite's samples; each finished row is on disk at once.
 
 The unit of work is a batch at one policy and budget. Batches are the same whatever the number of
-processes, so that a run of several gives the rows of a run of one.
+processes, so that a run of several gives the rows of a run of one. Samples that ask about the same
+contexts are in batches that follow each other, so that a context whose question is hidden is read
+once.
 """
 
 from __future__ import annotations
@@ -123,14 +125,11 @@ def run(
         "n": len(samples),
     }
     job = Job(model, Encoder(processor, max_length), samples, tuple(metrics), about)
-    batches = [
-        tuple(range(i, min(i + batch_size, len(samples))))
-        for i in range(0, len(samples), batch_size)
-    ]
-    mine = batches[processes.rank :: processes.count]
-    if processes.main and len(batches) < processes.count:
+    groups = batches_of(samples, batch_size)
+    mine = [batch for group in groups[processes.rank :: processes.count] for batch in group]
+    if processes.main and len(groups) < processes.count:
         print(
-            f"{processes.count} processes share {len(batches)} batches: some have nothing to do; "
+            f"{processes.count} processes share {len(groups)} batches: some have nothing to do; "
             f"use --batch-size {max(1, len(samples) // processes.count)} or less"
         )
     _try_all(model, variants, budgets)
@@ -152,6 +151,24 @@ def run(
     merged = store.merge(*order) if processes.main else list(rows.values())
     processes.wait()
     return merged
+
+
+def batches_of(samples: Sequence[Sample], size: int) -> list[list[tuple[int, ...]]]:
+    """Groups of batches of up to `size` samples, by index; those of a group have the same contexts.
+
+    With one question on each context, each group is one batch, in the order of the samples.
+    """
+    contexts: dict[Any, list[int]] = {}
+    for i, sample in enumerate(samples):
+        contexts.setdefault(sample.context, []).append(i)
+    by_questions: dict[int, list[list[int]]] = {}
+    for asked in contexts.values():
+        by_questions.setdefault(len(asked), []).append(asked)
+    return [
+        list(zip(*alike[start : start + size], strict=True))
+        for alike in by_questions.values()
+        for start in range(0, len(alike), size)
+    ]
 
 
 def check_arguments(

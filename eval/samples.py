@@ -28,7 +28,8 @@ class DataError(ValueError):
 class Request:
     """What of a suite is asked for, as in `load_suite`; `data` is None for the built-in data.
 
-    `count` says how many tokens a text has.
+    `count` says how many tokens a text has, `questions` how many are asked about each context, at
+    most, where the suite makes its data.
     """
 
     data: Path | None = None
@@ -37,6 +38,7 @@ class Request:
     image_folder: Path | None = None
     length: int | None = None
     count: Callable[[str], int] | None = None
+    questions: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,16 @@ class Sample:
                 "question cannot be hidden"
             )
         return question
+
+    @property
+    def context(self) -> tuple[object, ...]:
+        """What samples share that ask about the same text and pictures; of the sample alone where
+        its question cannot be hidden."""
+        question = self.question or (self.prompt if self.images else "")
+        if not question or not self.prompt.endswith(question):
+            return (self.id,)
+        pictures = (str(i) if isinstance(i, str | Path) else id(i) for i in self.images)
+        return (self.prompt.removesuffix(question), *pictures)
 
     @property
     def comparable(self) -> bool:

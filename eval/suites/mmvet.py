@@ -7,6 +7,7 @@ alternatives and "<AND>" joins parts. Built-in data are questions about held-out
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -22,7 +23,7 @@ NOTE = "MM-Vet's own score is given by GPT-4; here it is the F1 of the answer's 
 def load(request: Request) -> list[Sample]:
     """The built-in samples, or those of a published file."""
     if request.data is None:
-        return builtin(request.limit or BUILTIN_SIZE)
+        return builtin(request.limit or BUILTIN_SIZE, request.questions)
     path = files.find_file(request.data, ".json", "mm-vet.json")
     content = files.read_json(path)
     if not isinstance(content, dict | list) or not content:
@@ -57,8 +58,8 @@ def load(request: Request) -> list[Sample]:
     return samples
 
 
-def builtin(size: int) -> list[Sample]:
-    """Questions about held-out scenes.
+def builtin(size: int, questions: int = 1) -> list[Sample]:
+    """`size` questions about held-out scenes, up to `questions` different ones about each.
 
     Capabilities: "rec" to recognise colour or shape, "spat" to place, "count" to count, and
     "several" where two pictures are shown and one is asked about. Scenes hold no text, so nothing
@@ -67,28 +68,33 @@ def builtin(size: int) -> list[Sample]:
     from mmkv.builtin import scenes
 
     samples: list[Sample] = []
-    for seed in range(size):
+    for seed in itertools.count():
         rng = random.Random(f"mmvet:{seed}")
         number = 2 if seed % 4 == 3 else 1
         shown = [scenes.make_scene(1000 + seed + i * 100_000) for i in range(number)]
         about = rng.randrange(number)
         which = "the picture" if number == 1 else f"the {scenes.ORDINALS[about]} picture"
-        question = scenes.ask(shown[about], rng, 1, which)[0]
-        tags = _capabilities(question.text)
-        samples.append(
-            Sample(
-                id=f"question-{seed}",
-                suite=NAME,
-                task=NAME,
-                prompt=question.text,
-                images=tuple(scenes.draw(scene) for scene in shown),
-                answers=(question.answer,),
-                max_new_tokens=24,
-                metric="token_f1",
-                tags=(*tags, "several") if number > 1 else tags,
-                note=BUILTIN_NOTE,
+        asked = scenes.ask(shown[about], rng, 1 if questions == 1 else 4 * questions, which)
+        different = list({question.text: question for question in asked}.values())
+        pictures = tuple(scenes.draw(scene) for scene in shown)
+        for i, question in enumerate(different[:questions]):
+            if len(samples) == size:
+                return samples
+            tags = _capabilities(question.text)
+            samples.append(
+                Sample(
+                    id=f"question-{seed}" + (f"-{i}" if i else ""),
+                    suite=NAME,
+                    task=NAME,
+                    prompt=question.text,
+                    images=pictures,
+                    answers=(question.answer,),
+                    max_new_tokens=24,
+                    metric="token_f1",
+                    tags=(*tags, "several") if number > 1 else tags,
+                    note=BUILTIN_NOTE,
+                )
             )
-        )
     return samples
 
 

@@ -19,8 +19,8 @@ BUILTIN = "builtin"
 class Suite:
     """A suite: its name, one line on what it is, its loader, and what may be chosen.
 
-    That is its tasks, and with `has_length` how many tokens a prompt has. `builtin`: it has data
-    for the built-in model.
+    That is its tasks, with `has_length` how many tokens a prompt has, and with `has_questions` how
+    many questions each context has. `builtin`: it has data for the built-in model.
     """
 
     name: str
@@ -28,6 +28,7 @@ class Suite:
     load: Callable[[Request], list[Sample]]
     has_tasks: bool = False
     has_length: bool = False
+    has_questions: bool = False
     builtin: bool = True
 
 
@@ -35,12 +36,17 @@ SUITES: dict[str, Suite] = {
     suite.name: suite
     for suite in (
         Suite("description", "describe a picture (LLaVA-Description)", description.load),
-        Suite("mmvet", "questions about pictures, by capability (MM-Vet)", mmvet.load),
+        Suite(
+            "mmvet",
+            "questions about pictures, by capability (MM-Vet)",
+            mmvet.load,
+            has_questions=True,
+        ),
         Suite(
             "longbench", "sixteen English tasks over long texts (LongBench)", longbench.load, True
         ),
         Suite("needle", "find one record in a long text, over depth and length", needle.load),
-        Suite("ruler", "needles, variables and common words (RULER)", ruler.load, True, True),
+        Suite("ruler", "needles, variables and common words (RULER)", ruler.load, True, True, True),
         Suite(
             "continuation",
             "continue a text (perplexity)",
@@ -63,6 +69,7 @@ def load_suite(
     image_folder: Path | None = None,
     length: int | None = None,
     count: Callable[[str], int] | None = None,
+    questions: int = 1,
 ) -> list[Sample]:
     """The samples of a suite, from the built-in data or from published files.
 
@@ -74,6 +81,8 @@ def load_suite(
         image_folder: by default `images` beside the data file, else the file's own folder.
         length: tokens of a prompt and its answer, for suites that make prompts of any length.
         count: how many tokens a text has; words by default.
+        questions: most questions on each context, for suites that make them. Of published data,
+            all questions are asked.
 
     Raises:
         ValueError: the suite, a task or the limit is not possible.
@@ -91,6 +100,14 @@ def load_suite(
     if length is not None and (path is None or not SUITES[name].has_length):
         what = "the built-in data" if SUITES[name].has_length else f"suite {name!r}"
         raise ValueError(f"length={length}: {what} has lengths of its own")
+    if questions != 1 and (
+        questions < 1 or not SUITES[name].has_questions or (path and name == mmvet.NAME)
+    ):
+        what = f"suite {name!r}" if path is None else f"suite {name!r} of {path}"
+        raise ValueError(
+            f"questions={questions}: expected 1 or more, of ruler or the built-in mmvet; {what} "
+            "has the questions that its data has"
+        )
     if path is None and image_folder is not None:
         raise ValueError(f"image folder {image_folder}: the built-in data has its own pictures")
     chosen = Request(
@@ -100,5 +117,6 @@ def load_suite(
         image_folder=image_folder,
         length=length,
         count=count,
+        questions=questions,
     )
     return SUITES[name].load(chosen)

@@ -5,9 +5,10 @@ Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language
 chains of variables, the most common words, and questions on passages. Prompts are worded here, and
 the haystack is the user's own text, so that scores do not compare with published ones.
 
-The data is a folder of `.txt` files, the haystack, and for the tasks qa a `squad.json` (SQuAD's
-format). The built-in data is a small form: needles among the records of look-up texts, which the
-built-in model was trained to answer.
+The data is a folder of `.txt` files, the haystack, and for the tasks of questions on passages a
+`squad.json` (SQuAD's format) and a `hotpot.json` (HotpotQA's, whose answers need two passages). The
+built-in data is a small form: needles among the records of look-up texts, which the built-in model
+was trained to answer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import random
 import string
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,8 +36,17 @@ BUILTIN_LENGTHS = (256, 512, 768, 1024)
 
 _NOISE = "The road goes on. Birds sing in the tree. It may rain later. Nobody is in a hurry. "
 _HEADER = "Some special numbers are hidden in the text below. Remember them; they are asked for.\n"
-# What a task makes: the text before the haystack, what is hidden in it, question and answers.
-Parts = tuple[str, list[str], str, tuple[str, ...]]
+Question = tuple[str, tuple[str, ...]]  # with its answers
+# What a task makes: the text before the haystack, what is hidden in it, and what can be asked.
+Parts = tuple[str, list[str], list[Question]]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Questions on the same passages, among which the answers stand."""
+
+    passages: tuple[str, ...]
+    questions: tuple[Question, ...]
 
 
 def load(request: Request) -> list[Sample]:
@@ -51,42 +62,56 @@ def load(request: Request) -> list[Sample]:
         raise ValueError(f"tasks must be among {list(known)}, got {wrong}")
     each = EACH if request.limit is None else -(-request.limit // len(chosen))
     if request.data is None:
-        groups = [[_builtin(name, n) for n in range(each)] for name in chosen]
-        return interleave(groups)[: request.limit]
+        made = [[_builtin(name, n, request.questions) for n in range(each)] for name in chosen]
+        return _in_turns(made, request.limit)
     words = needle.read_words(request.data)
-    passages = _read_squad(request.data) if "qa" in chosen else []
-    if "qa" in chosen and not passages:
-        if request.tasks:
-            raise DataError(f"{request.data}: the task qa needs a squad.json there")
-        chosen.remove("qa")
+    readings: dict[str, list[Reading]] = {}
+    for name in [name for name in chosen if name in _READINGS]:
+        readings[name] = _readings(request.data, name)
+        if not readings[name]:
+            if request.tasks:
+                file = _READINGS[name][0]
+                raise DataError(f"{request.data}: the task {name} needs a {file} there")
+            chosen.remove(name)
     length, count = request.length or LENGTH, request.count or _words
-    groups = [
-        [_generated(name, n, words, passages, length, count) for n in range(each)]
+    made = [
+        [
+            _generated(name, n, words, readings.get(name, []), length, count, request.questions)
+            for n in range(each)
+        ]
         for name in chosen
     ]
-    return interleave(groups)[: request.limit]
+    return _in_turns(made, request.limit)
 
 
 def _words(text: str) -> int:
     return len(text.split())
 
 
+def _in_turns(made: list[list[list[Sample]]], limit: int | None) -> list[Sample]:
+    """The contexts' samples `[task][context][question]`; the tasks take turns, question by question
+    where a context has several."""
+    return interleave([[s for context in task for s in context] for task in made])[:limit]
+
+
 def _generated(
     name: str,
     number: int,
     words: list[str],
-    passages: list[tuple[str, str, tuple[str, ...]]],
+    readings: list[Reading],
     length: int,
     count: Callable[[str], int],
-) -> Sample:
-    """Sample `number` of a task, as long as fits into `length` tokens with its answer."""
+    questions: int,
+) -> list[Sample]:
+    """Context `number` of a task, as long as fits into `length` tokens with its longest question
+    and an answer, with up to `questions` of its questions."""
     make, haystack, new = TASKS[name]
     if name == "cwe" and length < LENGTH:
         make = partial(make, often=10, seldom=1)
 
-    def prompt(size: int) -> tuple[str, str, tuple[str, ...]]:
+    def context(size: int) -> tuple[str, list[Question]]:
         rng = random.Random(f"ruler:{name}:{number}")
-        header, hidden, question, answers = make(rng, size, passages)
+        header, hidden, asked = make(rng, size, readings)
         parts: list[str] = []
         if haystack == "noise":
             parts = sentences((_NOISE * (size // 16 + 1)).strip())[: size // 4]
@@ -97,11 +122,11 @@ def _generated(
         places = sorted(rng.randrange(len(parts) + 1) for _ in hidden)
         for place, part in reversed(list(zip(places, hidden, strict=True))):
             parts.insert(place, part)
-        return f"{header}{' '.join(parts)}\n\n", question, answers
+        return f"{header}{' '.join(parts)}\n\n", asked[:questions]
 
     def fits(size: int) -> bool:
-        text, question, _ = prompt(size)
-        return count(text + question) + new <= length
+        text, asked = context(size)
+        return max(count(text + question) for question, _ in asked) + new <= length
 
     low, high = 0, 8 * length
     if haystack == "text":
@@ -111,19 +136,22 @@ def _generated(
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    text, question, answers = prompt(low)
-    return Sample(
-        id=f"{name}-{number}",
-        suite=NAME,
-        task=name,
-        prompt=text + question,
-        question=question,
-        answers=answers,
-        max_new_tokens=new,
-        metric="contains" if name == "qa" else "contains_all",
-        tags=(f"length={length}",),
-        note=NOTE,
-    )
+    text, asked = context(low)
+    return [
+        Sample(
+            id=f"{name}-{number}" + (f"-{i}" if i else ""),
+            suite=NAME,
+            task=name,
+            prompt=text + question,
+            question=question,
+            answers=answers,
+            max_new_tokens=new,
+            metric="contains" if name in _READINGS else "contains_all",
+            tags=(f"length={length}",),
+            note=NOTE,
+        )
+        for i, (question, answers) in enumerate(asked)
+    ]
 
 
 def _number(rng: random.Random) -> str:
@@ -150,7 +178,7 @@ def _names(rng: random.Random, number: int, make: Callable[[random.Random], str]
 def _niah(
     rng: random.Random,
     size: int,
-    passages: Any,
+    readings: Any,
     *,
     keys: int = 1,
     values: int = 1,
@@ -163,15 +191,20 @@ def _niah(
     keys = max(keys, queries, size // 12 if fill else 1)
     names = _names(rng, keys, key)
     known = {name: [value(rng) for _ in range(values)] for name in names}
-    asked = rng.sample(names, queries)
+    first = rng.sample(names, queries)
     hidden = [f"One special number for {k} is {v}." for k in names for v in known[k]]
     rng.shuffle(hidden)
-    what = ", ".join(asked)
-    question = f"What are all the special numbers for {what} in the text above?"
-    return _HEADER, hidden, question, tuple(v for k in asked for v in known[k])
+    order = [*first, *(name for name in names if name not in first)]
+    asked = [order[i : i + queries] for i in range(0, len(order) - queries + 1, queries)]
+    return _HEADER, hidden, [_about(some, known) for some in asked]
 
 
-def _variables(rng: random.Random, size: int, passages: Any, *, hops: int = 4) -> Parts:
+def _about(names: list[str], known: dict[str, list[str]]) -> Question:
+    question = f"What are all the special numbers for {', '.join(names)} in the text above?"
+    return question, tuple(value for name in names for value in known[name])
+
+
+def _variables(rng: random.Random, size: int, readings: Any, *, hops: int = 4) -> Parts:
     """A chain of assignments: which variables have the value?"""
     names = _names(rng, hops + 1, lambda r: "".join(r.choices(string.ascii_uppercase, k=5)))
     value = str(rng.randrange(10_000, 100_000))
@@ -179,11 +212,11 @@ def _variables(rng: random.Random, size: int, passages: Any, *, hops: int = 4) -
     lines += [f"VAR {b} = VAR {a}." for a, b in itertools.pairwise(names)]
     question = f"Which {len(names)} variables in the text above have the value {value}?"
     header = "Follow the assignments of variables in the text below.\n"
-    return header, lines, question, tuple(names)
+    return header, lines, [(question, tuple(names))]
 
 
 def _common(
-    rng: random.Random, size: int, passages: Any, *, often: int = 30, seldom: int = 3
+    rng: random.Random, size: int, readings: Any, *, often: int = 30, seldom: int = 3
 ) -> Parts:
     """A list of words, ten of which come ten times as often as the others."""
     names = _names(rng, 10 + max(1, size // 12), _word)
@@ -192,10 +225,10 @@ def _common(
     hidden = [f"{i}. {word}" for i, word in enumerate(words, start=1)]
     question = "Which 10 words come most often in the list above?"
     header = "Here is a list of words, some of which come more often.\n"
-    return header, hidden, question, tuple(names[:10])
+    return header, hidden, [(question, tuple(names[:10]))]
 
 
-def _frequent(rng: random.Random, size: int, passages: Any) -> Parts:
+def _frequent(rng: random.Random, size: int, readings: Any) -> Parts:
     """A coded text whose words are Zipf-distributed, alpha 2: the three most frequent."""
     names = _names(rng, 100, _word)
     total = max(60, size // 2)
@@ -204,19 +237,19 @@ def _frequent(rng: random.Random, size: int, passages: Any) -> Parts:
     words = [name for name, n in zip(names, times, strict=True) for _ in range(n)]
     rng.shuffle(words)
     question = "Which three words come most often in the coded text above?"
-    return "Here is a coded text.\n", words, question, tuple(names[:3])
+    return "Here is a coded text.\n", words, [(question, tuple(names[:3]))]
 
 
-def _qa(
-    rng: random.Random, size: int, passages: Sequence[tuple[str, str, tuple[str, ...]]]
-) -> Parts:
-    """A question on one of many passages."""
-    text, question, answers = passages[rng.randrange(len(passages))]
-    others = [p for p in dict.fromkeys(p for p, _, _ in passages) if p != text]
-    shown = [text, *rng.sample(others, min(len(others), size // 100))]
+def _qa(rng: random.Random, size: int, readings: Sequence[Reading]) -> Parts:
+    """Questions on one of many passages, or on several of them."""
+    chosen = readings[rng.randrange(len(readings))]
+    every = dict.fromkeys(passage for reading in readings for passage in reading.passages)
+    others = [passage for passage in every if passage not in chosen.passages]
+    shown = [*chosen.passages, *rng.sample(others, min(len(others), size // 100))]
     rng.shuffle(shown)
     hidden = [f"Passage {i}: {p}" for i, p in enumerate(shown, start=1)]
-    return "Answer from the passages below.\n", hidden, f"{question} Answer in few words.", answers
+    asked = [(f"{text} Answer in few words.", answers) for text, answers in chosen.questions]
+    return "Answer from the passages below.\n", hidden, asked
 
 
 # Each task: what makes it, its haystack ("": none but what is hidden), and tokens of the answer.
@@ -232,46 +265,86 @@ TASKS: dict[str, tuple[Callable[..., Parts], str, int]] = {
     "vt": (_variables, "noise", 30),
     "cwe": (_common, "", 120),
     "fwe": (_frequent, "", 50),
-    "qa": (_qa, "", 32),
+    "qa_squad": (_qa, "", 32),
+    "qa_hotpot": (_qa, "", 32),
 }
 # Of the built-in form: how many records a text has; None: all that find room.
 BUILTIN = {"niah_single_1": 1, "niah_multikey_1": 4, "niah_multikey_2": None}
 
 
-def _builtin(name: str, number: int) -> Sample:
+def _builtin(name: str, number: int, questions: int) -> list[Sample]:
     from mmkv.builtin import texts
 
     length = BUILTIN_LENGTHS[number % len(BUILTIN_LENGTHS)]
     seed = 500_000 + 10_000 * list(BUILTIN).index(name) + number
     lookup = texts.make_lookup(seed, length, records=BUILTIN[name])
-    asked = random.Random(f"ruler:{name}:{number}").choice(lookup.questions)
-    return Sample(
-        id=f"{name}-{number}",
-        suite=NAME,
-        task=name,
-        prompt=f"{lookup.text} {asked.text}",
-        question=asked.text,
-        answers=(asked.answer,),
-        max_new_tokens=8,
-        metric="contains_all",
-        tags=(f"length={length}",),
-        note=BUILTIN_NOTE,
-    )
+    first = random.Random(f"ruler:{name}:{number}").randrange(len(lookup.questions))
+    asked = [*lookup.questions[first:], *lookup.questions[:first]][:questions]
+    return [
+        Sample(
+            id=f"{name}-{number}" + (f"-{i}" if i else ""),
+            suite=NAME,
+            task=name,
+            prompt=f"{lookup.text} {question.text}",
+            question=question.text,
+            answers=(question.answer,),
+            max_new_tokens=8,
+            metric="contains_all",
+            tags=(f"length={length}",),
+            note=BUILTIN_NOTE,
+        )
+        for i, question in enumerate(asked)
+    ]
 
 
-def _read_squad(folder: Path) -> list[tuple[str, str, tuple[str, ...]]]:
-    """Passage, question and answers of a `squad.json` in the folder; [] if there is none."""
-    path = folder / "squad.json"
-    if not path.exists():
+def _readings(folder: Path, task: str) -> list[Reading]:
+    """Passages and questions of a published file; [] if there is none."""
+    file, of, read = _READINGS[task]
+    if not (folder / file).exists():
         return []
     try:
-        data = files.read_json(path)
-        return [
-            (passage["context"], qa["question"], tuple(a["text"] for a in qa["answers"]))
-            for article in data["data"]
-            for passage in article["paragraphs"]
-            for qa in passage["qas"]
-            if qa["answers"]
-        ]
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{path}: not in SQuAD's format: {error!r}") from None
+        return [reading for reading in read(files.read_json(folder / file)) if reading.questions]
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{folder / file}: not in {of}'s format: {error!r}") from None
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a text, got {value!r:.40}")
+    return value
+
+
+def _squad(data: Any) -> list[Reading]:
+    """SQuAD's paragraphs, each with several questions."""
+    return [
+        Reading(
+            (_text(passage["context"]),),
+            tuple(
+                (_text(qa["question"]), tuple(_text(answer["text"]) for answer in qa["answers"]))
+                for qa in passage["qas"]
+                if qa["answers"]
+            ),
+        )
+        for article in data["data"]
+        for passage in article["paragraphs"]
+    ]
+
+
+def _hotpot(data: Any) -> list[Reading]:
+    """HotpotQA's questions, each with ten passages, two of which are needed."""
+    return [
+        Reading(
+            tuple(f"{title}\n{''.join(lines)}" for title, lines in entry["context"]),
+            ((_text(entry["question"]), (_text(entry["answer"]),)),),
+        )
+        for entry in data
+    ]
+
+
+# The file of each task that asks about passages, its data set, and how it is read.
+_READINGS = {
+    "qa_squad": ("squad.json", "SQuAD", _squad),
+    "qa_hotpot": ("hotpot.json", "HotpotQA", _hotpot),
+}

@@ -124,3 +124,33 @@ def test_policies_are_doubled_but_for_the_full_cache():
     assert with_question(names, "both") == [*names, hidden]
     with pytest.raises(ValueError, match="question='no': expected one of visible, hidden, both"):
         with_question(names, "no")
+
+
+def test_a_context_is_read_once_for_all_of_its_questions(model, samples, tmp_path, monkeypatch):
+    """Two contexts with two questions each, one with one: the rows are as from separate runs."""
+    last = samples[2]
+    several = [
+        replace(s, id=f"{s.id}-{i}", prompt=s.prompt.removesuffix(s.question) + text, question=text)
+        for i in range(2)
+        for s in samples[:2]
+        for text in [s.question if i == 0 else "w7 w8 w9"]
+    ]
+    asked = [*several[:2], last, *several[2:]]
+    read, calls = mmkv.read, []
+    monkeypatch.setattr(mmkv, "read", lambda *a, **k: calls.append(a) or read(*a, **k))
+    policies = ["snapkv:question=hidden:window=2", "h2o:question=hidden"]
+    rows = run(model, asked, tmp_path / "once", policies, 0.5)
+    assert len(calls) == len(policies) * 2
+    for row in [r for r in rows if r["policy"] != "full"]:
+        sample = asked[row["index"]]
+        alone = run(model, [sample], tmp_path / row["policy"][:3] / sample.id, [row["policy"]], 0.5)
+        (same,) = [r for r in alone if r["policy"] != "full"]
+        assert row["text"] == same["text"]
+        assert row["ppl"] == pytest.approx(same["ppl"], rel=1e-4)
+        assert row["kept_fraction"] == pytest.approx(same["kept_fraction"])
+
+
+def test_batches_of_one_question_each_are_in_order(samples):
+    n = len(samples)
+    expected = [[tuple(range(i, min(i + 2, n)))] for i in range(0, n, 2)]
+    assert runner.batches_of(samples, 2) == expected

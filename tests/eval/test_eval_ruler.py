@@ -24,12 +24,22 @@ def haystack(tmp_path_factory):
             "context": f"Town {i} has {i + 100} doors. " * 4,
             "qas": [
                 {"question": f"Doors of town {i}?", "answers": [{"text": str(i + 100)}]},
+                {"question": f"Name of town {i}?", "answers": [{"text": f"Town {i}"}]},
                 {"question": f"Windows of town {i}?", "answers": []},
             ],
         }
         for i in range(30)
     ]
     (folder / "squad.json").write_text(json.dumps({"data": [{"paragraphs": passages}]}))
+    entries = [
+        {
+            "question": f"Which town has {i + 100} doors?",
+            "answer": f"Town {i}",
+            "context": [[f"Town {j}", [f"It has {j + 100} doors. ", "So it is."]] for j in (i, 40)],
+        }
+        for i in range(30)
+    ]
+    (folder / "hotpot.json").write_text(json.dumps(entries))
     return folder
 
 
@@ -51,7 +61,7 @@ def test_prompts_are_as_long_as_asked(haystack, task, length, count):
     for sample in found:
         tokens = (count or (lambda text: len(text.split())))(sample.prompt)
         # Passages come whole, thirty of them at the most.
-        least = 0.15 if task == "qa" else 0.93
+        least = {"qa_squad": 0.15, "qa_hotpot": 0.07}.get(task, 0.93)
         assert least * length <= tokens + sample.max_new_tokens <= length
         assert sample.prompt.endswith(sample.asked)
         context = sample.prompt.removesuffix(sample.asked)
@@ -121,11 +131,48 @@ def test_frequent_words_are_the_most_frequent(haystack):
 
 
 def test_passages_hold_the_answer_among_others(haystack):
-    for sample in samples_of(haystack, "qa"):
+    for sample in samples_of(haystack, "qa_squad"):
         town = re.search(r"Doors of town (\d+)\?", sample.question)[1]
         assert sample.answers == (str(int(town) + 100),)
         assert sample.prompt.count("Passage ") > 5
         assert sample.prompt.count(f"Town {town} has") == 4
+
+
+def test_both_passages_of_a_question_are_shown(haystack):
+    for sample in samples_of(haystack, "qa_hotpot"):
+        doors = int(re.search(r"Which town has (\d+) doors", sample.question)[1])
+        assert sample.answers == (f"Town {doors - 100}",)
+        assert f"Town {doors - 100}\nIt has {doors} doors. So it is." in sample.prompt
+        assert "Town 40\nIt has 140 doors. So it is." in sample.prompt
+        assert sample.prompt.count("Passage ") > 2
+
+
+@pytest.mark.parametrize("task", ["niah_multikey_1", "niah_multikey_2", "qa_squad", "vt"])
+def test_several_questions_on_one_context(haystack, task):
+    one = load_suite("ruler", haystack, tasks=[task], length=1000, limit=2)
+    found = load_suite("ruler", haystack, tasks=[task], length=1000, limit=9, questions=3)
+    of_first = [s for s in found if s.context == found[0].context]
+    assert (
+        len(of_first) == {"niah_multikey_1": 3, "niah_multikey_2": 3, "qa_squad": 2, "vt": 1}[task]
+    )
+    assert len({s.question for s in of_first}) == len({s.id for s in of_first}) == len(of_first)
+    assert one[0] == found[0]
+    assert one[1].context == found[len(of_first)].context != found[0].context
+    for sample in of_first:
+        assert all(answer in sample.prompt for answer in sample.answers)
+
+
+def test_several_questions_on_one_built_in_context():
+    found = load_suite("ruler", tasks=["niah_multikey_1"], limit=8, questions=4)
+    assert [s.context == found[0].context for s in found] == [True] * 4 + [False] * 4
+    assert len({s.question for s in found[:4]}) == len({s.answers for s in found[:4]}) == 4
+    assert found[0] == load_suite("ruler", tasks=["niah_multikey_1"], limit=1)[0]
+    shown = load_suite("mmvet", limit=9, questions=3)
+    assert shown[0].context == shown[1].context == shown[2].context != shown[3].context
+    assert len({s.prompt for s in shown[:3]}) == 3
+    assert shown[0].prompt == load_suite("mmvet", limit=1)[0].prompt
+    with pytest.raises(ValueError, match="questions=2: expected 1 or more, of ruler or"):
+        load_suite("needle", questions=2)
 
 
 def test_the_built_in_form_asks_for_records():
@@ -146,12 +193,15 @@ def test_what_cannot_be_made_is_said(haystack, tmp_path):
     with pytest.raises(ValueError, match="length=500: suite 'needle'"):
         load_suite("needle", haystack, length=500)
     (tmp_path / "text.txt").write_text(" ".join(WORDS))
-    assert "qa" not in {s.task for s in load_suite("ruler", tmp_path, limit=12)}
+    assert "qa_squad" not in {s.task for s in load_suite("ruler", tmp_path, limit=12)}
     with pytest.raises(DataError, match="needs a squad"):
-        samples_of(tmp_path, "qa")
+        samples_of(tmp_path, "qa_squad")
     (tmp_path / "squad.json").write_text('{"data": [{"paragraphs": 3}]}')
     with pytest.raises(DataError, match=r"squad\.json: not in SQuAD's format"):
         load_suite("ruler", tmp_path, limit=12)
+    (tmp_path / "hotpot.json").write_text('[{"question": "?", "answer": 3, "context": []}]')
+    with pytest.raises(DataError, match=r"hotpot\.json: not in HotpotQA's format: .*got 3"):
+        samples_of(tmp_path, "qa_hotpot")
 
 
 def test_all_answers_must_be_said():
