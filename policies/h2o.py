@@ -1,7 +1,9 @@
 """H2O: heavy hitters, the tokens that received most attention so far, and the most recent ones.
 
 Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language
-Models", arXiv 2306.14048, section 4. Half of the budget each.
+Models", arXiv 2306.14048, section 4. Half of the budget each. The paper's algorithm 1 drops a token
+a step from the first on; here, as in the authors' code, https://github.com/FMInference/H2O, a
+prompt's tokens compete once, when all its queries have been seen.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,9 @@
 """Key norm: the tokens whose keys are shortest stay, as much attention tends to go to these.
 
 Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
-arXiv 2406.11430, section 3. Its code can leave some layers whole (`skip_layers`, none by default);
-here, as in kvpress (`KnormPress`), all are alike.
+arXiv 2406.11430, section 3. Its code, https://github.com/alessiodevoto/l2compress, can leave some
+layers whole (`skip_layers`, none by default) and by default leaves caches of fewer than 2,048
+tokens whole; here, as in kvpress (`KnormPress`), all layers and lengths are alike.
 """
 
 from dataclasses import dataclass

@@ -3,8 +3,9 @@
 Kim et al., "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
 arXiv 2505.23416, section 3; one ranking over the heads of all layers. After the prefill the prompt
 is fed again in pieces, against the full cache; a query's attention is shared among 4 sinks, the
-piece and what is repeated of it, as in the authors' code, https://github.com/snu-mllab/KVzip. That
-costs one prefill more. Pictures are repeated by their embeddings.
+piece and what is repeated of it. In the authors' code, https://github.com/snu-mllab/KVzip, all of
+the system prompt is the sinks; 4 of them are kvpress' (`KVzipPress`). That costs one prefill more.
+Pictures are repeated by their embeddings.
 
 mmkv knows no tokenizer: the words that ask for a repetition are `instruction`, token ids, and by
 default none. The code asks in other words from the second piece on, and names the 8 tokens before

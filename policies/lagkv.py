@@ -1,10 +1,11 @@
 """LagKV: tokens whose channels spread widely, measured by the block of tokens that follows.
 
 Liang et al., "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important",
-arXiv 2504.04704, section 3; sinks and block size as in kvpress (`LagKVPress`), which scores the
-whole prompt at once. The authors' code compresses block after block and never looks again at what
-it kept; here a later turn cuts all that is held into blocks anew. A prompt of fewer than two blocks
-is left whole there; here its last tokens stay.
+arXiv 2504.04704, section 3; sinks (4) and block size (128) as in kvpress (`LagKVPress`), which
+scores the whole prompt at once. The authors' code (16 and 1,024 by default,
+https://github.com/AI-Lab-China-Merchants-Bank/LagKV) compresses block after block and never looks
+again at what it kept; here a later turn cuts all that is held into blocks anew. A prompt of
+fewer than two blocks is left whole there; here its last tokens stay.
 """
 
 from dataclasses import dataclass

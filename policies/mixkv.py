@@ -3,8 +3,8 @@
 Liu et al., "Mixing Importance with Diversity: Joint Optimization for KV Cache Compression in Large
 Vision-Language Models", arXiv 2510.20707, section 3, on SnapKV with the window and pooling of the
 authors' code, https://github.com/xuyang-liu16/MixKV. It pools after the mean over a group's query
-heads; here, as in SnapKV, each is pooled first. `diversity=True` mixes for every policy that scores
-by a window.
+heads; here, as in SnapKV, each is pooled first. It reads from a file how alike a head's keys are;
+here the prompt's own keys say it. `diversity=True` mixes for every policy that scores by a window.
 """
 
 from dataclasses import dataclass

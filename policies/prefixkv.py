@@ -2,7 +2,13 @@
 
 Wang et al., "PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need
 for Efficient Generation", arXiv 2412.03409, section 3. Online by default: sizes from the prompt at
-hand. Offline: `wrap(..., profile=...)` with what `mmkv.calibrate` measured.
+hand. Offline: `wrap(..., profile=...)` with what `mmkv.calibrate` measured; the authors' code,
+https://github.com/THU-MIG/PrefixKV, has only this way.
+
+There the search for sizes stops within 5 tokens of the budget, to which they are scaled; here they
+are exact. The first and the last token stay whatever their scores; here `sinks=1` keeps the first.
+In each step the entry leaves that lay 25 before the prompt's end in the cache, so the prompt's last
+kept tokens go first; here none of the prompt's do, and tokens leave 25 behind the newest.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,9 @@
 
 Wang et al., "SqueezeAttention: 2D Management of KV-Cache in LLM Inference via Layer-wise Optimal
 Budget", arXiv 2404.04793, algorithm 1. It sizes layers; which tokens stay is the affair of `base`.
-The official code assumes a prompt of 8,000 tokens for Mistral; here it is the prompt's own length.
+As in the paper the layers of the last group get `p` times the mean size; the authors' code,
+https://github.com/hetailang/SqueezeAttention, gives them a share of the prompt (`KV_class3`), and
+takes a Mistral prompt for 8,000 tokens long; here it is as long as it is.
 """
 
 from dataclasses import dataclass

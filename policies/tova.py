@@ -2,7 +2,9 @@
 
 Oren et al., "Transformers are Multi-State RNNs", arXiv 2401.06104, section 3: after each step the
 state with the lowest attention of the newest query, averaged over all heads of the layer, leaves.
-Evicting a prompt's tokens at once by its last query is what the authors' prefill comes to.
+As in the authors' code, https://github.com/schwartz-lab-NLP/TOVA, a prompt's tokens leave at once,
+by its last query. There the newest token may leave as well; here, as in kvpress (`TOVAPress`), it
+stays.
 """
 
 from dataclasses import dataclass
