@@ -1,0 +1,207 @@
+"""Which tokens a prompt keeps, against loops from the papers over the plain model's own tensors.
+
+Of the policies that `test_policies` and the tests of their scores do not follow to the end.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import mmkv
+from helpers.models import IMAGE, make_inputs, make_model
+from helpers.oracle import top
+from mmkv.profiles import Profile, model_shape
+
+N, L, H, G = 80, 3, 2, 2
+WINDOW = 6
+
+
+class Plain:
+    """What a model computes of a prompt without mmkv: queries, keys, values, attention."""
+
+    def __init__(self, name: str) -> None:
+        self.model, self.inputs = make_model(name, "eager"), make_inputs(name, (N,))
+        layers = self.model.get_decoder().layers
+        # A scale of its own in each layer, as Gemma's differ from `D ** -0.5`.
+        for layer, scale in zip(layers, (0.5, 0.1, 0.9), strict=True):
+            layer.self_attn.scaling = scale
+        queries: list[Tensor] = []
+        hooks = [
+            x.self_attn.q_proj.register_forward_hook(lambda m, a, out: queries.append(out[0]))
+            for x in layers
+        ]
+        with torch.no_grad():
+            out = self.model(**self.inputs, output_attentions=True, use_cache=True)
+        for hook in hooks:
+            hook.remove()
+        held = out.past_key_values.layers
+        self.attention = [a[0].double() for a in out.attentions]  # [Hq, N, N]
+        self.keys = [x.keys[0].double() for x in held]  # [H, N, D], rotated
+        self.values = [x.values[0].double() for x in held]
+        # [Hq, N, D], before they are rotated.
+        self.queries = [q.double().unflatten(-1, (H * G, -1)).transpose(0, 1) for q in queries]
+
+    def kept(self, policy: str, budget: float, **options) -> list[list[set[int]]]:
+        """By layer and head."""
+        with mmkv.wrapped(self.model, policy, budget, **options), torch.no_grad():
+            cache = self.model(**self.inputs, use_cache=True).past_key_values
+        return [[set(h[h >= 0].tolist()) for h in cache.kept(i)[0]] for i in range(L)]
+
+    def window(self, layer: int, h: int, kernel: int, pooling: str) -> list[float]:
+        """SnapKV's score of the tokens before the window."""
+        total = [0.0] * (N - WINDOW)
+        for head in range(h * G, (h + 1) * G):
+            seen = self.attention[layer][head, -WINDOW:, :-WINDOW].mean(0).tolist()
+            for j in range(len(seen)):
+                near = seen[max(0, j - kernel // 2) : j + kernel // 2 + 1]
+                total[j] += (max(near) if pooling == "max" else sum(near) / kernel) / G
+        return total
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return Plain("llama")
+
+
+HEADS = [(layer, h) for layer in range(L) for h in range(H)]
+LAST = set(range(N - WINDOW, N))
+
+
+def test_knorm_keeps_the_shortest_keys(plain):
+    kept = plain.kept("knorm", 20)
+    for layer, h in HEADS:
+        assert kept[layer][h] == top([-math.hypot(*k) for k in plain.keys[layer][h].tolist()], 20)
+
+
+def test_keydiff_keeps_the_keys_least_like_their_mean(plain):
+    kept = plain.kept("keydiff", 20)
+    for layer, h in HEADS:
+        unit = [k / k.norm() for k in plain.keys[layer][h]]
+        anchor = sum(unit) / N
+        assert kept[layer][h] == top([-float(u @ anchor / anchor.norm()) for u in unit], 20)
+
+
+def test_lagkv_keeps_the_best_of_each_block_by_the_block_behind_it(plain):
+    """7 blocks of 10 tokens behind 4 sinks, and 6 tokens more; the last block and these stay."""
+    sinks, lag, each = 4, 10, 3
+    kept = plain.kept("lagkv", sinks + 16 + 6 * each, lag=lag)
+    for layer, h in HEADS:
+        wanted = {*range(sinks), *range(64, N)}
+        for start in range(sinks, 64, lag):
+            scores = torch.zeros(lag, dtype=torch.float64)
+            for x in (plain.keys[layer][h], plain.values[layer][h]):
+                mine, behind = x[start : start + lag], x[start + lag : start + 2 * lag]
+                low, high = behind.min(0).values, behind.max(0).values
+                scores += ((mine - low) / (high - low)).std(dim=1).softmax(0)
+            wanted |= {start + j for j in top(scores.tolist(), each)}
+        assert kept[layer][h] == wanted
+
+
+def test_expected_attention_keeps_what_coming_queries_would_read(plain):
+    """Queries as normal as the prompt's, turned on average to the 5 positions behind it."""
+    options = {"positions": 5, "epsilon": 0.2, "heads": "uniform"}
+    kept = plain.kept("expected", 20, **options)
+    frequencies = plain.model.model.rotary_emb.inv_freq.double()
+    half = len(frequencies)
+    turned = torch.zeros(2 * half, 2 * half, dtype=torch.float64)
+    for position in range(N, N + 5):
+        cos, sin = (position * frequencies).cos().diag(), (position * frequencies).sin().diag()
+        turned += torch.cat([torch.cat([cos, -sin], 1), torch.cat([sin, cos], 1)]) / 5
+    for layer, h in HEADS:
+        scale, keys = (0.5, 0.1, 0.9)[layer], plain.keys[layer][h][4:]
+        paid = torch.zeros(N - 4, dtype=torch.float64)
+        for query in plain.queries[layer][h * G : (h + 1) * G, 4:]:
+            mean = query.mean(0)
+            spread = turned @ (query - mean).T.cov(correction=0) @ turned.T
+            logits = [scale * k @ turned @ mean + scale**2 / 2 * k @ spread @ k for k in keys]
+            paid += torch.stack(logits).softmax(0) / G
+        scores = (paid + 0.2) * plain.values[layer][h][4:].norm(dim=-1)
+        assert kept[layer][h] == {0, 1, 2, 3} | {4 + j for j in top(scores.tolist(), 16)}
+
+
+def test_mixkv_keeps_what_is_read_long_or_unlike_the_others(plain):
+    kept = plain.kept("mixkv", 24, window=WINDOW)
+    for layer, h in HEADS:
+        attention = plain.window(layer, h, 5, "avg")
+        keys = plain.keys[layer][h]
+        unit = keys / keys.norm(dim=-1, keepdim=True)
+        alike = (unit @ unit.T).triu(1).sum().item() / (N * (N - 1) / 2)
+
+        def scaled(values: list[float], to: list[float] = attention) -> list[float]:
+            shifted = [x - min(values) for x in values]
+            return [x * sum(to) / sum(shifted) for x in shifted]
+
+        diversity = scaled([-float(u @ unit.mean(0)) for u in unit[:-WINDOW]])
+        norms = scaled([float(v.norm()) for v in plain.values[layer][h][:-WINDOW]])
+        mixed = [
+            alike * d + (1 - alike) * (a + n)
+            for d, a, n in zip(diversity, attention, norms, strict=True)
+        ]
+        assert kept[layer][h] == top(mixed, 24 - WINDOW) | LAST
+
+
+def test_pyramidkv_keeps_fewer_in_later_layers(plain):
+    """Of a mean of 24: the window of 6, and 18 on average, the last layer a 20th of that."""
+    kept = plain.kept("pyramidkv", 24, window=WINDOW)
+    spare = [18 * 2 - 18 / 20, 18, 18 / 20]
+    assert [len(layer[0]) - WINDOW for layer in kept] == [round(n) for n in spare]
+    for layer, h in HEADS:
+        scores = plain.window(layer, h, 7, "max")
+        assert kept[layer][h] == top(scores, round(spare[layer])) | LAST
+
+
+def test_xkv_spends_a_budget_token_by_token_where_it_retains_most(plain):
+    """Algorithm 1, whose layers' n-th entry is the mean over heads of each head's n-th best."""
+    kept = plain.kept("xkv", 24, window=WINDOW, kernel_size=3)
+    scores = {at: plain.window(*at, 3, "avg") for at in HEADS}
+    ranked = []
+    for layer in range(L):
+        best = [sorted(scores[layer, h], reverse=True) for h in range(H)]
+        whole = sum(sum(x) for x in best)
+        ranked.append([sum(x) / whole for x in zip(*best, strict=True)])
+    sizes = [0] * L
+    for _ in range(L * (24 - WINDOW)):
+        sizes[max(range(L), key=lambda i: ranked[i][sizes[i]])] += 1
+    assert len(set(sizes)) > 1
+    for layer, h in HEADS:
+        assert kept[layer][h] == top(scores[layer, h], sizes[layer]) | LAST
+
+
+def test_squeeze_keeps_heavy_hitters_in_layers_of_their_size(plain):
+    kept = plain.kept("squeeze", 20)
+    sizes = [len(layer[0]) for layer in kept]
+    assert len(set(sizes)) > 1
+    for layer, h in HEADS:
+        recent = sizes[layer] // 2
+        paid = plain.attention[layer][h * G : (h + 1) * G].sum((0, 1)).tolist()
+        heavy = top(paid[: N - recent], sizes[layer] - recent)
+        assert kept[layer][h] == heavy | set(range(N - recent, N))
+
+
+def test_sparsemm_gives_visual_heads_more_of_what_the_window_reads(plain):
+    """A head of the budget's mean b keeps rho * b, and its visual score's share of all the rest."""
+    visual = ((0.3, 0.1), (0.2, 0.05), (0.05, 0.3))
+    shape = model_shape(plain.model.config)
+    profile = Profile(visual=visual, policy="sparsemm", model=shape)
+    kept = plain.kept("sparsemm", 26, window=WINDOW, rho=0.1, profile=profile)
+    for layer, h in HEADS:
+        wanted = 2 + 18 * L * H * visual[layer][h]
+        size = len(kept[layer][h]) - WINDOW
+        assert abs(size - wanted) < 1
+        assert kept[layer][h] == top(plain.window(layer, h, 7, "max"), size) | LAST
+
+
+def test_vlcache_keeps_what_the_text_behind_the_picture_reads():
+    plain = Plain("llava-llama")
+    kept = plain.kept("vlcache", 24)
+    last = (plain.inputs["input_ids"][0] == IMAGE).nonzero()[-1].item()
+    for layer, h in HEADS:
+        size = len(kept[layer][h])
+        recent = int(0.1 * size)
+        paid = plain.attention[layer][h * G : (h + 1) * G, last + 1 :].sum((0, 1)).tolist()
+        best = top(paid[: N - recent], size - recent)
+        assert kept[layer][h] == best | set(range(N - recent, N))
