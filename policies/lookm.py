@@ -4,8 +4,8 @@ Wan et al., "LOOK-M: Look-Once Optimization in KV Cache for Efficient Multimodal
 Inference", arXiv 2406.18139, section 3, with averaged merging, into the kept key of highest cosine
 similarity. Half of the size is recent tokens. Its code,
 https://github.com/SUSTechBruce/LOOK-M, keeps all text even where that is more than the budget;
-here, as in the paper, text competes too once no image token is left. Of a prompt without pictures
-the accumulated attention alone decides.
+here, as in the paper, text competes too once no image token is left. Of a prompt without pictures,
+which the code leaves whole, the accumulated attention alone decides.
 """
 
 from dataclasses import dataclass
