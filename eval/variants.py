@@ -84,8 +84,8 @@ def parse_variants(
             tokens, unless told otherwise.
 
     Raises:
-        ValueError: an unknown policy or option, a bad value, an option that no policy reads, or a
-            policy named twice.
+        ValueError: an unknown policy or option, a bad value, an option that no policy reads, a
+            policy named twice, or one that learns from one request for the next.
     """
     from mmkv.registry import get_policy, policy_class
 
@@ -111,7 +111,12 @@ def parse_variants(
         if builtin and "window" in known and reads.observed:
             shared = {"window": BUILTIN_WINDOW} | shared
         chosen = shared | own
-        get_policy(cls.name, **chosen)
+        if get_policy(cls.name, **chosen).layers.learns:
+            raise ValueError(
+                f"policy {text!r}: allocation='sampled' goes by the order of requests, which a run "
+                "that stops and goes on has not: give it a profile of `mmkv calibrate`, or use "
+                "allocation='mini-prefill'"
+            )
         label = ":".join([cls.name, *parts])
         if any(v.label == label for v in variants):
             raise ValueError(f"policy {label!r} is named twice")

@@ -306,7 +306,12 @@ def test_variants():
         "c": 0.5,
         "d": None,
     }
-    for message, names in {"named twice": ["h2o", "h2o"], "no effect": ["local:window=3"]}.items():
+    refused = {
+        "named twice": ["h2o", "h2o"],
+        "no effect": ["local:window=3"],
+        "order of requests": ["xkv:allocation=sampled:samples=2"],
+    }
+    for message, names in refused.items():
         with pytest.raises(ValueError, match=message):
             parse_variants(names)
 
