@@ -251,6 +251,7 @@ class TestCommands:
     def test_others_are_right_up_to_the_model(self, words, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("mmkv.eval.loading.load_model", reached)
+        monkeypatch.setattr("mmkv.eval.loading.token_counter", lambda name: len)
         monkeypatch.setattr("mmkv.eval.report.Report", reached)
         monkeypatch.setattr("mmkv.eval.speed.cli._run", reached)
         monkeypatch.setattr("mmkv.eval.speed.cli._device", lambda *args, **kwargs: "cuda")
@@ -278,6 +279,14 @@ class TestCommands:
         with pytest.raises(Reached):
             evaluate.main(shlex.split(line)[3:])
 
+    def test_the_language_model_of_source_code(self, monkeypatch):
+        from mmkv.builtin.training import source
+
+        (line,) = [x for x in lines() if " -m mmkv.builtin.training.source " in x]
+        monkeypatch.setattr(source, "train", lambda **options: reached())
+        with pytest.raises(Reached):
+            source.main(shlex.split(line)[3:])
+
     def test_lm_evals_command_is_read_as_it_stands(self, monkeypatch):
         pytest.importorskip("lm_eval", reason="lm_eval is not installed")
         from lm_eval._cli import HarnessCLI
@@ -302,7 +311,8 @@ class TestCommands:
         patterns = (
             rf"\.venv/bin/mmkv ({'|'.join(checked)})\b",
             r"\.venv/bin/accelerate launch ",
-            r"\.venv/bin/python -m mmkv\.(builtin\.training\.evaluate|eval\.harness\.lm_eval) ",
+            r"\.venv/bin/python -m mmkv\.(builtin\.training\.(evaluate|source)) ",
+            r"\.venv/bin/python -m mmkv\.eval\.(harness\.lm_eval|speed\.long) ",
             r"make [a-z -]+$",
             r"pip install \.$",
             r"\.ci/run$",
