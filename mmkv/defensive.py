@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from mmkv.layer_inputs import LayerInputs
-from mmkv.scores import autocast_off, tile, window_rows
+from mmkv.scores import window_rows
+from mmkv.value_scores import output_norms
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -62,34 +63,6 @@ def defensive_scores(
     rank = mean.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     scores = torch.where((rank < forced[..., None]) & seen, best, scores)
     return torch.nn.functional.pad(scores, (0, window))
-
-
-def output_norms(layer: LayerInputs, n: int) -> Tensor:
-    """`||W_O v||_1` of the first n tokens, mean over the query heads of a group: float32 [B, H, n].
-
-    0 for padding.
-    """
-    return head_output_norms(layer, n, 1).mean(2)
-
-
-def head_output_norms(layer: LayerInputs, n: int, p: int) -> Tensor:
-    """The p-norm of `W_O v` of the first n tokens for each query head, float32 [B, H, G, n].
-
-    0 for padding.
-    """
-    B, H, _, _ = layer.value.shape
-    value = layer.value[:, :, :n].float().masked_fill(~layer.valid[:, None, :n, None], 0.0)
-    weight = layer.output_weight.float().unflatten(1, (H, -1))  # [1 or B, H, G, hidden, Dv]
-    G, hidden = weight.shape[2:4]
-    found = value.new_zeros(B, H, G, n)
-    size = max(1, tile(value.device) // (B * H * hidden))
-    with autocast_off(value):
-        for start in range(0, n, size):
-            part = value[:, :, start : start + size]
-            for g in range(G):
-                output = part @ weight[:, :, g].mT
-                found[:, :, g, start : start + size] = output.norm(p, dim=-1)
-    return found
 
 
 def _norm_shares(layer: LayerInputs, n: int) -> Tensor:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
+from mmkv import parts
 from mmkv.parts import (
     BASES,
     KINDS,
@@ -17,19 +20,7 @@ from mmkv.parts import (
     Part,
     Protect,
     Score,
-    calibrated,
-    decoding,
-    defensive,
-    global_heads,
-    key_scoring,
-    merging,
-    pictures,
-    protection,
     registered,
-    repetition,
-    scoring,
-    sizing,
-    visual,
 )
 from mmkv.parts.checks import at_least, check, share
 from mmkv.parts.decoding import Grow
@@ -39,21 +30,9 @@ from mmkv.parts.sizing import UniformHeads, UniformLayers
 __all__ = ["Decode", "Heads", "Layers", "Merge", "Part", "Policy", "Protect", "Score"]
 
 P = TypeVar("P", bound="Policy")
-# The modules of the built-in parts, which register them.
-MODULES = (
-    calibrated,
-    decoding,
-    defensive,
-    global_heads,
-    key_scoring,
-    merging,
-    pictures,
-    protection,
-    repetition,
-    scoring,
-    sizing,
-    visual,
-)
+# The modules of the built-in parts register them.
+for _module in pkgutil.iter_modules(parts.__path__, f"{parts.__name__}."):
+    importlib.import_module(_module.name)
 
 
 @dataclass(frozen=True, kw_only=True)

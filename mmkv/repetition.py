@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmkv.defensive import head_output_norms
 from mmkv.layer_inputs import LayerInputs
 from mmkv.scores import tile, window_rows
+from mmkv.value_scores import head_output_norms
 
 
 @torch.no_grad()

@@ -137,7 +137,6 @@ class WindowAttention(Windowed, PerHead):
         import torch
 
         from mmkv import value_scores
-        from mmkv.defensive import output_norms
 
         weights = None
         if self.recency_weighted:
@@ -149,7 +148,7 @@ class WindowAttention(Windowed, PerHead):
             found = found * value_scores.value_norms(layer, n)
         elif self.value in ("output", "critical"):
             attention = found
-            found = (found + _EPSILON) * output_norms(layer, n)
+            found = (found + _EPSILON) * value_scores.output_norms(layer, n)
             if self.value == "critical" and layer.size is not None:
                 half = (layer.size / 2).int() - self.window
                 found = value_scores.with_first(found, attention, half)
@@ -198,7 +197,6 @@ class AccumulatedAttention(PerHead):
     def of_heads(self, layer: LayerInputs) -> Tensor:
         """Without `value`, every query adds 1 to its row in total."""
         from mmkv import scores, value_scores
-        from mmkv.defensive import output_norms
 
         if self.value == "residual":
             return value_scores.residuals(layer, layer.query.shape[2]).mean(2)
@@ -206,7 +204,7 @@ class AccumulatedAttention(PerHead):
         if self.value == "norm":
             found = found * value_scores.value_norms(layer, found.shape[2])
         elif self.value == "output":  # nothing is added: scores of chunks add up
-            found = found * output_norms(layer, found.shape[2])
+            found = found * value_scores.output_norms(layer, found.shape[2])
         return found
 
     @property

@@ -11,8 +11,9 @@ import torch
 import mmkv
 from helpers.models import make_inputs, make_model
 from helpers.oracle import top
-from mmkv.defensive import defensive_scores, output_norms
+from mmkv.defensive import defensive_scores
 from mmkv.layer_inputs import LayerInputs
+from mmkv.value_scores import output_norms
 
 HQ, H, G, D, HIDDEN = 4, 2, 2, 8, 12
 WINDOW, KERNEL = 4, 5
@@ -153,7 +154,7 @@ def test_where_heads_hold_different_tokens_they_are_rows() -> None:
 def test_norms_are_found_in_parts(monkeypatch) -> None:
     layer = random_layer(30, (0, 7))
     whole = output_norms(layer, 30)
-    monkeypatch.setattr("mmkv.defensive.tile", lambda device: 3 * 2 * H * HIDDEN)
+    monkeypatch.setattr("mmkv.value_scores.tile", lambda device: 3 * 2 * H * HIDDEN)
     torch.testing.assert_close(output_norms(layer, 30), whole)
     assert not whole[1, :, :7].any()
     found = [float((w @ layer.value[0, 1, 5]).abs().sum()) for w in layer.weight()[G:]]
