@@ -2,9 +2,10 @@
 
 Liu et al., "Efficient Inference of Vision Instruction-Following Models with Elastic Cache",
 arXiv 2407.18121, section 3. Its official code, https://github.com/liuzuyan/ElasticCache, takes
-argsort for a rank and so keeps a nearly random set, whose merged tokens it counts from behind the
-first ones that always stay; here the intended top set is kept, and each evicted pair merged. While
-decoding, its code drops at a fixed place of the cache, as PrefixKV's does (`mmkv.policies.prefixkv`).
+argsort for a rank and so keeps a nearly random set, and what it merges is off by the number of
+first tokens that always stay; here the intended top set is kept and the evicted pairs are merged.
+While decoding, its code drops at a fixed place of the cache, as PrefixKV's does (see
+`mmkv.policies.prefixkv`).
 """
 
 from dataclasses import dataclass
