@@ -108,7 +108,10 @@ class Bench:
             for r in self.rows
         ]
         pairs = list(zip(self.rows, result.rows, strict=True))
-        self._warm_up_all(pairs)
+        self._fit_batch(pairs)
+        for row, found in pairs:
+            if not found.note:
+                self._warm_up(row, found)
         pairs = [(row, found) for row, found in pairs if not found.note]
         self._count_bytes()
         if self.held is not None:
@@ -119,24 +122,24 @@ class Bench:
     def _left(self) -> float:
         return max(0.0, self.until - time.monotonic())
 
-    def _warm_up_all(self, pairs: list[Pair]) -> None:
-        """Read every row's prompt, find its batch and its peaks, and hold its reply."""
-        started = time.monotonic()
-        for i, (row, found) in enumerate(pairs):
-            self._warm_up(row, found)
-            if i or found.note or self.setting.batch < 2:
-                continue
-            # Rows that score the prompt take longer than this first one.
-            needed = 1.3 * _LEAST_PREFILLS * len(pairs) * (time.monotonic() - started)
-            batch = max(1, int(found.batch * min(1.0, self._left() / needed)))
-            if batch < found.batch:
-                self.result.notes.append(f"batch {batch} instead of {found.batch}: no time")
-                for _, other in pairs:
-                    other.batch = batch
-                self._let_go()
-                self._warm_up(row, found)
+    def _fit_batch(self, pairs: list[Pair]) -> None:
+        """Reduce the batch where a CPU could not read all rows' prompts in time."""
+        most, start = self.setting.batch, time.monotonic()
+        if self.gpu or most < 2 or self.until == math.inf:
+            return
+        self.tell(f"{self.result.name}: time of one sequence")
+        if self._guarded(pairs[0][1], lambda: self._open(pairs[0][0], 1, self.warm)) is None:
+            return
+        # Rows that score the prompt take longer than this first one.
+        needed = 1.3 * _LEAST_PREFILLS * len(pairs) * (time.monotonic() - start)
+        batch = max(1, min(most, int(self._left() / needed)))
+        if batch < most:
+            self.result.notes.append(f"batch {batch} instead of {most}: no time")
+            for _, found in pairs:
+                found.batch = batch
 
     def _warm_up(self, row: Row, found: RowResult) -> None:
+        """Read a row's prompt, find its batch and its peaks, and hold its reply."""
         if row.name == "eager" and (why := self._too_large(found.batch)):
             found.note = why
             return
