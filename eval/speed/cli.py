@@ -222,7 +222,7 @@ def _run(
                 tell=tell,
             ).run()
             results.append(result)
-            judged = [check.judge(result) for check in (SAME, *setting.checks)]
+            judged = [check.judge(result) for check in (*SAME, *setting.checks)]
             verdicts += [{"setting": setting.name, **dataclasses.asdict(v)} for v in judged]
             save(out, results, verdicts)
             tell("")
