@@ -78,7 +78,10 @@ def bench_command(
         str | None,
         typer.Option(help="Instead of the above: ci, prefixkv, xkv, squeeze; commas between."),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Prefills of each row.")] = 5,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prefills of each row. [default: 5; 20 with --preset ci]"),
+    ] = None,
     minutes: Annotated[
         float | None,
         typer.Option(
@@ -116,7 +119,9 @@ def bench_command(
         minutes = 10
     given = {"model": model, "prompt": prompt, "new": new, "batch": batch}
     given |= {"policies": policies, "budgets": budgets}
-    settings = [dataclasses.replace(s, rounds=rounds) for s in _settings(given, preset, eager)]
+    settings = _settings(given, preset, eager)
+    if rounds is not None:
+        settings = [dataclasses.replace(s, rounds=rounds) for s in settings]
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder, not a file")
     check_place(out.parent)

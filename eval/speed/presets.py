@@ -264,6 +264,7 @@ _CI = _preset(
     prompt=3072,
     new=129,
     batch=4,
+    rounds=20,
     policies=(
         *("full", "condense", "snapkv", "adakv", "pyramidkv", "prefixkv", "h2o"),
         *("xkv", "local", "squeeze:base=local", _FALLING),
