@@ -113,14 +113,16 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     Dimension i is turned together with i + R / 2 or, `interleaved`, 2 i together with 2 i + 1.
     """
     R = cos.shape[-1]
-    turned, rest = x[..., :R].float(), x[..., R:].float()
+    cos, sin, part = cos[:, None].float(), sin[:, None].float(), x[..., :R].float()
+    turned = part * cos
     if interleaved:
-        half = torch.stack([-turned[..., 1::2], turned[..., ::2]], dim=-1).flatten(-2)
+        half = torch.stack([-part[..., 1::2], part[..., ::2]], dim=-1).flatten(-2)
+        turned += half * sin
     else:
-        first, second = turned.chunk(2, dim=-1)
-        half = torch.cat([-second, first], dim=-1)
-    turned = turned * cos[:, None].float() + half * sin[:, None].float()
-    return torch.cat([turned, rest], dim=-1)
+        h = R // 2
+        turned[..., :h].addcmul_(part[..., h:], sin[..., :h], value=-1)
+        turned[..., h:].addcmul_(part[..., :h], sin[..., h:])
+    return turned if x.shape[-1] == R else torch.cat([turned, x[..., R:].float()], dim=-1)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
