@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import max_pool2d
 
 from mmkv.scores import autocast_off, check_valid, tile
 
@@ -64,7 +65,7 @@ def observer_scores(
     # Where the host knows without waiting that there is no padding, runs are slices.
     sliced = device.type == "cpu" and bool(valid.all())
     scores = torch.zeros(B, H, N + 1, device=device)
-    C = min(run, N)
+    C, root = min(run, N), None if gram is None else _root(gram).to(device)
     together = max(1, tile(device) // (B * Hq * C * C))
     for first, last in ((0, N - Q), (N - Q, N)):
         if first == last:
@@ -81,16 +82,15 @@ def observer_scores(
             q = _taken(query, asking, sliced=sliced).unflatten(1, (H, -1))  # [B, H, G, n, C, D]
             full = sliced and bool((tokens >= 0).all())
             with autocast_off(key):
-                logits = q.mul_(factor) @ k[:, :, None].mT
+                logits = k[:, :, None] @ (q * factor).mT
                 if softcap is not None:
                     logits = softcap * torch.tanh(logits / softcap)
                 if bias is not None:
-                    b = _taken(bias[..., None], tokens, sliced=sliced)
-                    logits += b[:, :, None].mT
+                    logits += _taken(bias[..., None], tokens, sliced=sliced)[:, :, None]
                 if not full:  # finite: a run of padding must stay finite
-                    logits.masked_fill_((tokens < 0)[:, None, None, :, None], -1e30)
+                    logits.masked_fill_((tokens < 0)[:, None, None, ..., None], -1e30)
                 present = None if full else tokens >= 0
-                lost = _most_lost(logits, v, gram, present, asking >= 0)
+                lost = _most_lost(logits, v, root, present, asking >= 0)
             at = tokens.masked_fill(tokens < 0, N).flatten(1)[:, None].expand(-1, H, -1)
             scores.scatter_(-1, at, lost.flatten(2))
     return scores[..., :N]
@@ -146,13 +146,16 @@ def _last(valid: Tensor, most: int) -> Tensor:
 def _taken(x: Tensor, tokens: Tensor, *, sliced: bool) -> Tensor:
     """float32 [B, H, n, C, D], the tokens [B, n, C] of x [B, H, N, D]; 0 where there is none.
 
-    In storage of its own. `sliced`: runs are alike in all rows, and follow their first tokens.
+    `sliced`: runs are alike in all rows, and follow their first tokens.
     """
-    absent, C = tokens < 0, tokens.shape[-1]
+    absent, (n, C) = tokens < 0, tokens.shape[1:]
     if sliced:
         starts = tokens[0, :, 0].tolist()
+        whole = not absent.any()
+        if whole and starts[-1] - starts[0] == (n - 1) * C:  # a view
+            return x[:, :, starts[0] : starts[-1] + C].unflatten(2, (n, C)).float()
         found = torch.stack([x[:, :, i : i + C] for i in starts], dim=2).float()
-        if not absent.any():
+        if whole:
             return found
     else:
         at = tokens.clamp(min=0).flatten(1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
@@ -169,55 +172,75 @@ def rows(x: Tensor, at: Tensor) -> Tensor:
     return x.reshape(-1, D).index_select(0, place.flatten()).view(*place.shape, D)
 
 
+def largest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest element of each column of float32 [..., C, O], and its row: [..., 1, O]."""
+    if x.device.type != "cpu":
+        return x.max(-2, keepdim=True)
+    # Pooling computes on many columns at once, which `max` does not where it gives indices.
+    flat = x.flatten(0, -3)[:, :, None].permute(0, 3, 1, 2)  # images of O channels and C rows
+    most, row = max_pool2d(flat, (x.shape[-2], 1), return_indices=True)
+    shape = (*x.shape[:-2], 1, x.shape[-1])
+    return most.view(shape), row.view(shape)
+
+
+def _root(gram: Tensor) -> Tensor:
+    """float32 [..., Dv, Dv] with `x' gram x = |x' root| ** 2`, to a millionth."""
+    found = gram.double()
+    # Rounding may have left a product of deficient rank below zero.
+    largest = found.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True).clamp(min=1e-30)
+    found.diagonal(dim1=-2, dim2=-1).add_(1e-6 * largest)
+    return torch.linalg.cholesky_ex(found)[0].float()
+
+
 def _most_lost(
-    logits: Tensor, value: Tensor, gram: Tensor | None, present: Tensor | None, observing: Tensor
+    logits: Tensor, value: Tensor, root: Tensor | None, present: Tensor | None, observing: Tensor
 ) -> Tensor:
     """Scores [B, H, n, C] of runs.
 
     Args:
-        logits: [B, H, G, n, O, C], of O observers; very low where there is no token.
+        logits: [B, H, G, n, C, O], of O observers; very low where there is no token. Overwritten.
         value: [B, H, n, C, Dv].
-        gram: [1 or B, H * G, Dv, Dv], or None.
+        root: [1 or B, H * G, Dv, Dv], of the gram matrices, or None.
         present: bool [B, n, C], where there is a token; None: everywhere.
         observing: bool [B, n or 1, O], where there is an observer, as everywhere if tokens are.
     """
     tiny = torch.finfo(torch.float32).tiny
     # About their mean: differences of nearly equal values keep their digits.
     if present is None:
-        value = (value - value.mean(-2, keepdim=True))[:, :, None]
+        value = value - value.mean(-2, keepdim=True)
     else:
         number = present.sum(-1).clamp(min=1)[:, None, :, None, None]
-        value = (value - value.sum(-2, keepdim=True) / number)[:, :, None]
-        value.masked_fill_(~present[:, None, None, :, :, None], 0.0)
-    p = logits.softmax(-1)
+        value = value - value.sum(-2, keepdim=True) / number
+        value.masked_fill_(~present[:, None, :, :, None], 0.0)
+    # Where lengths are those of the layer's output.
+    value = value.flatten(2, 3)[:, :, None]  # [B, H, 1 or G, n * C, Dv]
+    if root is not None:
+        value = value @ root.unflatten(1, (value.shape[1], -1))
+    value = value.unflatten(3, logits.shape[3:5]).expand(*logits.shape[:5], -1)
+    # Beside each value a one and half its squared length: two products give sums and distances.
+    table = torch.cat([value, torch.ones_like(value[..., :1]), _half_square(value)], dim=-1)
     # One token may have nearly all of an observer's attention: what the others then give is summed
     # without it, so that 1 - p and v - o keep their digits. No other has more than a half.
-    most, first = p.max(-1, keepdim=True)
-    p.scatter_(-1, first, 0.0)
-    others, rest = p @ value, p.sum(-1, keepdim=True)
-    chosen = rows(value, first[..., 0])
-    out = torch.addcmul(others, most, chosen)
-    apart = chosen.sub_(others.div_(rest.clamp_(min=tiny)))
-    by = (
-        None
-        if gram is None
-        else gram.to(value.device).unflatten(1, (value.shape[1], -1))[:, :, :, None]
-    )
+    most, first = largest(logits)
+    weight = logits.sub_(most).exp_().scatter_(-2, first, 0.0)  # the largest's is 1
+    others, rest = (weight.mT @ table[..., :-1]).split([value.shape[-1], 1], dim=-1)
+    chosen, total = rows(value, first[..., 0, :]), rest + 1
+    apart = torch.addcdiv(chosen, others, rest.clamp(min=tiny), value=-1)
+    out = torch.addcmul(chosen, apart, rest / total, value=-1)
+    lost_first = -_half_square(apart) / total.square()
+    # Halves of negative squares, and in place: the elements [B, H, G, n, C, O] are what this costs.
+    lost = table @ torch.cat([out, -_half_square(out), -torch.ones_like(rest)], dim=-1).mT
+    odds = weight.div_(total.mT - weight)
+    lost.mul_(odds).mul_(odds).scatter_(-2, first, lost_first.mT)
+    if present is not None:
+        lost.masked_fill_(~observing[:, None, None, :, None], 0.0)
+    found = lost.amin(-1).amin(2).mul_(-2).clamp_(min=0).sqrt_()
+    return found if present is None else found.masked_fill_(~present[:, None], 0.0)
 
-    def read(x: Tensor) -> Tensor:
-        return x if by is None else x @ by
 
-    lost_first = most * (read(apart) * apart).sum(-1, keepdim=True).clamp(min=0).sqrt()
-    # In place from here on: the elements [B, H, G, n, O, C] are what this costs.
-    answer = read(out)
-    lost = (-2 * answer) @ value.mT
-    lost.add_((read(value) * value).sum(-1)[..., None, :])
-    lost.add_((answer * out).sum(-1, keepdim=True)).clamp_(min=0).sqrt_()
-    lost.mul_(p.div_(1 - p)).scatter_(-1, first, lost_first)
-    if present is None:
-        return lost.amax((2, 4))
-    lost.masked_fill_(~observing[:, None, None, :, :, None], 0.0)
-    return lost.amax((2, 4)).masked_fill(~present[:, None], 0.0)
+def _half_square(x: Tensor) -> Tensor:
+    """Half the squared length of each row: [..., 1]."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(0.5)
 
 
 def _check(

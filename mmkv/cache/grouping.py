@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmkv.observers import rows, spans
-from mmkv.parts.averaging import mean, sums
+from mmkv.observers import largest, rows, spans
+from mmkv.parts.averaging import Bags, sums
 from mmkv.parts.merging import MergeIntoGroups
 from mmkv.scores import autocast_off, tile
 
@@ -115,9 +115,8 @@ class GroupSlots:
         """The pairs [B, H, M, D] of the slots, of tokens' pairs [B, H, U, D]."""
         if self.size.shape[-1] == 0:  # nothing to stand in; a token for empty slots to copy
             return keys[:, :, :1], values[:, :, :1]
-        weights = self.groups.weights
-        k, v = (mean(x, self.slot, weights, self.size) for x in (keys, values))
-        return k, v
+        bags = Bags.of(self.slot, self.groups.weights, self.size)
+        return bags.mean(keys), bags.mean(values)
 
     def reduced(self, scores: Tensor, how: Literal["sum", "max"]) -> Tensor:
         """Scores [B, 1 or H, U], not negative, summed or the largest by slot: [B, H, M]."""
@@ -269,23 +268,20 @@ def _standardiser(
 
     Each is around its mean and over its std, of the tokens `present`, bool [B, H, N]; None: all.
     """
-    parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    number: Tensor | int = keys.shape[2]
+    D, number = keys.shape[-1], keys.shape[2]
+    points = keys.new_empty(*keys.shape[:3], D + values.shape[-1], dtype=torch.float32)
     if present is not None:
         number = present.sum(-1)[..., None, None].clamp(min=1)
-    for x in (keys, values):
+    for x, found in ((keys, points[..., :D]), (values, points[..., D:])):
         x = x.contiguous().float()
         if present is not None:  # padding may hold anything, NaN included
             x = x.masked_fill(~present[..., None], 0.0)
         mean = x.sum(2, keepdim=True) / number
         square = torch.linalg.vector_norm(x, dim=(2, 3), keepdim=True).square() / number
         variance = (square - mean.square().sum(-1, keepdim=True)) / x.shape[-1]
-        parts.append((x, mean, variance.clamp(min=0).sqrt().clamp(min=1e-20)))
-
-    def standardise(at: Tensor) -> Tensor:
-        return torch.cat([(rows(x, at) - mean).div_(std) for x, mean, std in parts], dim=-1)
-
-    return standardise
+        shrink = variance.clamp(min=0).sqrt().clamp(min=1e-20).reciprocal()
+        torch.addcmul(-mean * shrink, x, shrink, out=found)
+    return lambda at: rows(points, at)
 
 
 def _k_means(
@@ -312,7 +308,7 @@ def _k_means(
             centres = torch.where(total > 0, share @ x / total.clamp(min=1e-30), centres)
         # The nearest centre is the one of the largest x'c - c'c / 2.
         behind = (centres.square().sum(-1) / 2).masked_fill(unused, torch.inf)
-        label = (x @ centres.mT).sub_(behind[..., None, :]).argmax(-1)
+        label = largest((centres @ x.mT).sub_(behind[..., None]))[1][..., 0, :]
     return label
 
 

@@ -6,10 +6,12 @@ ElasticCache (arXiv 2407.18121, section 3) merges into the nearest kept position
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 
 def merge(
@@ -62,8 +64,8 @@ def merge(
     anchor = anchor.scatter(-1, indices.masked_fill(filler, N), own)[..., :N]
     slots = indices.shape[-1]
     weight = (positions >= 0).float()
-    size = sums(weight, anchor, slots)
-    return mean(keys, anchor, weight, size), mean(values, anchor, weight, size)
+    bags = Bags.of(anchor, weight, sums(weight, anchor, slots))
+    return bags.mean(keys), bags.mean(values)
 
 
 def sums(x: Tensor, anchor: Tensor, slots: int) -> Tensor:
@@ -76,15 +78,50 @@ def sums(x: Tensor, anchor: Tensor, slots: int) -> Tensor:
     return total.scatter_add_(2, at, x)[:, :, :slots]
 
 
-def mean(x: Tensor, anchor: Tensor, weight: Tensor, size: Tensor) -> Tensor:
-    """Weighted means of tokens [B, H, N, D] by slot: [B, H, S, D] in the type of `x`.
+@dataclass(frozen=True)
+class Bags:
+    """The tokens of each slot, one bag behind the other.
 
-    `weight` is [B, H, N], and `size` [B, H, S] its `sums`.
+    Attributes:
+        order: int64 [B, H, N], the tokens of the first slot, then of the next, and last all others.
+        starts: int64 [B, H, S + 1], where each slot's begin.
+        weight: float32 [B, H, N], of the tokens in this order.
+        size: float32 [B, H, S], of each slot, sums of the weights.
     """
-    # What padding holds may be anything, NaN included.
-    part = (x.float() * weight[..., None]).masked_fill_((weight <= 0)[..., None], 0.0)
-    total = sums(part, anchor, size.shape[-1])
-    return (total / size.clamp(min=1)[..., None]).to(x.dtype)
+
+    order: Tensor
+    starts: Tensor
+    weight: Tensor
+    size: Tensor
+
+    @classmethod
+    def of(cls, anchor: Tensor, weight: Tensor, size: Tensor) -> Bags:
+        """By slots `anchor` [B, H, N] of tokens, weights [B, H, N], and `size`, their `sums`."""
+        slots = size.shape[-1]
+        # What padding holds may be anything, NaN included.
+        found, order = anchor.masked_fill(weight <= 0, slots).sort(dim=-1, stable=True)
+        slot = torch.arange(slots + 1, device=anchor.device).expand(*anchor.shape[:2], -1)
+        starts = torch.searchsorted(found, slot.contiguous())
+        return cls(order, starts, weight.gather(-1, order), size)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Weighted means of tokens [B, H, N, D] by slot: [B, H, S, D] in the type of `x`."""
+        B, H, N, D = x.shape
+        row = torch.arange(B * H, device=x.device).view(B, H, 1)
+        if x.transpose(1, 2).is_contiguous():  # as a projection leaves it
+            flat = x.transpose(1, 2).reshape(-1, D)
+            token = (row // H * N + self.order) * H + row % H
+        else:
+            flat, token = x.reshape(-1, D), row * N + self.order
+        total = embedding_bag(
+            token.flatten(),
+            flat.float(),
+            (row * N + self.starts).flatten(),
+            mode="sum",
+            per_sample_weights=self.weight.flatten(),
+        )
+        total = total.view(B, H, -1, D)[:, :, :-1]
+        return (total / self.size.clamp(min=1)[..., None]).to(x.dtype)
 
 
 def _nearest(kept: Tensor, positions: Tensor) -> Tensor:
