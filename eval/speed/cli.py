@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mmkv.eval.speed.plan_cli import plan_command
 from mmkv.terminal import Progress, check_place, console, say, told
 
 if TYPE_CHECKING:
@@ -36,9 +37,7 @@ commands = typer.Typer(
 )
 
 
-@commands.callback()
-def _group() -> None:
-    """Keep `bench` a command by name, though it is the only one here."""
+commands.command("plan")(plan_command)
 
 
 @commands.command("bench")

@@ -36,7 +36,10 @@ _MOUNTED = {
         "plot": "Draw measured results.",
         "calibrate": "Measure a profile of layer or head sizes.",
     },
-    "mmkv.eval.speed": {"bench": "Time policies beside the unwrapped model."},
+    "mmkv.eval.speed": {
+        "bench": "Time policies beside the unwrapped model.",
+        "plan": "Bound bytes, times and batches from a model's config.",
+    },
 }
 _DEFAULT_BUDGET = 0.2
 # What torch takes as a seed.

@@ -49,6 +49,31 @@ def pretrained(name: str, **options: Any) -> tuple[Any, Any, bool]:
         raise ValueError(f"cannot load model {name!r}: {here}{why[0]}") from error
 
 
+def empty(name: str, dtype: torch.dtype) -> Any:
+    """A model on the meta device, from its config alone: modules and shapes without weights.
+
+    Raises:
+        ValueError: no such model, or one whose config transformers does not know.
+    """
+    import torch
+    import transformers as hf
+    from transformers.models.auto import modeling_auto
+
+    try:
+        with quiet(), torch.device("meta"):
+            _check_model_folder(name)
+            config = hf.AutoConfig.from_pretrained(name, trust_remote_code=False)
+            pictures = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+            maker: Any = (
+                hf.AutoModelForImageTextToText
+                if config.model_type in pictures
+                else hf.AutoModelForCausalLM
+            )
+            return maker.from_config(config, dtype=dtype)
+    except (OSError, KeyError) as error:
+        raise ValueError(f"model {name!r}: {str(error).splitlines()[0]}") from None
+
+
 def _check_model_folder(name: str) -> None:
     """Refuse a name that can only be a folder, where there is no model in it."""
     path = Path(name)

@@ -287,6 +287,20 @@ class TestCommands:
         with pytest.raises(Reached):
             source.main(shlex.split(line)[3:])
 
+    def test_the_plan_is_as_printed(self, capsys):
+        (line,) = [x for x in lines() if x.startswith(".venv/bin/mmkv plan ")]
+        with pytest.raises(SystemExit):
+            commands.main(shlex.split(line)[1:])
+        printed = [
+            [cell.strip() for cell in text.strip("│").split("│")]
+            for text in capsys.readouterr().out.splitlines()
+            if text.startswith("│")
+        ]
+        section = between(SPEED, "## What fits on a card", "## On a GPU")
+        for name, *cells in printed:
+            shown = [*cells[:2], cells[3] or cells[2], cells[5]]
+            assert rows(section)[name] == shown
+
     def test_lm_evals_command_is_read_as_it_stands(self, monkeypatch):
         pytest.importorskip("lm_eval", reason="lm_eval is not installed")
         from lm_eval._cli import HarnessCLI
@@ -307,7 +321,7 @@ class TestCommands:
         assert (size, mine, rest) == (0.2, {"window": 8}, {"pretrained": "PATH_OR_ID"})
 
     def test_every_command_is_of_a_kind_that_is_checked(self):
-        checked = ("chat", "eval", "report", "bench", "calibrate", "plot")
+        checked = ("chat", "eval", "report", "bench", "plan", "calibrate", "plot")
         patterns = (
             rf"\.venv/bin/mmkv ({'|'.join(checked)})\b",
             r"\.venv/bin/accelerate launch ",

@@ -1,0 +1,232 @@
+"""What a model, a policy and a card allow, from configs alone: `mmkv plan`.
+
+Bounds, not forecasts: a prefill takes at least its arithmetic and a step at least its bytes, at the
+card's published speed. Real steps reach 50 to 80 % of that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mmkv.parts.scoring import AccumulatedAttention, Observers
+
+if TYPE_CHECKING:
+    from mmkv.policy import Policy
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU: bytes of its memory, bytes a second to and from it, 16-bit operations a second.
+
+    From the makers' data sheets, dense, without sparsity.
+    """
+
+    memory: float
+    bandwidth: float
+    flops: float
+
+
+CARDS = {
+    "h200": Card(141e9, 4.8e12, 989e12),
+    "h100": Card(80e9, 3.35e12, 989e12),
+    "a100": Card(80e9, 2.04e12, 312e12),
+    "a100-40": Card(40e9, 1.56e12, 312e12),
+    "l40s": Card(48e9, 0.864e12, 362e12),
+    "a6000": Card(48e9, 0.768e12, 155e12),
+    "rtx4090": Card(24e9, 1.008e12, 165e12),
+}
+# What of a card's memory can be used: the rest is the context's, and fragments.
+_USABLE = 0.95
+# A round of generated tokens that `decode="rounds"` groups at once.
+_ROUND = 64
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer that holds keys and values.
+
+    Attributes:
+        pair: numbers in the keys and values of one token.
+        queried: numbers in its queries, of all heads.
+        width: numbers in the key of one head.
+        window: tokens that it holds at most; 0: all.
+    """
+
+    pair: int
+    queried: int
+    width: int
+    window: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What of a model decides.
+
+    Attributes:
+        weights: bytes of all weights.
+        read: bytes of the weights that a decode step reads; of experts, all.
+        layers: those that hold keys and values.
+        hidden: numbers that one token takes in a layer while it is computed.
+        itemsize: bytes of one number.
+    """
+
+    weights: int
+    read: int
+    layers: tuple[Layer, ...]
+    hidden: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, model: Any) -> Sizes:
+        """Of a model on the meta device, which is left in bfloat16.
+
+        What each layer holds is seen in a forward pass, which computes nothing there.
+        """
+        import torch
+
+        from mmkv.eval.speed.models import step_bytes, weight_bytes
+
+        config = model.config.get_text_config()
+        weights, read = weight_bytes(model), step_bytes(model)
+        itemsize = next(model.parameters()).element_size()
+        with torch.no_grad(), torch.device("meta"):
+            ids = torch.ones(1, 2, dtype=torch.long)
+            # Experts are multiplied in bfloat16 alone.
+            seen = model.to(torch.bfloat16).get_decoder()(input_ids=ids, use_cache=True)
+        kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+        windows = {
+            "sliding_attention": getattr(config, "sliding_window", None) or 0,
+            "chunked_attention": getattr(config, "attention_chunk_size", None) or 0,
+        }
+        layers: list[Layer] = []
+        for kind, layer in zip(kinds, seen.past_key_values.layers, strict=False):
+            keys, values = (getattr(layer, name, None) for name in ("keys", "values"))
+            if keys is not None and values is not None:
+                pair = keys.shape[1] * (keys.shape[3] + values.shape[3])
+                width = keys.shape[3]
+                queried = config.num_attention_heads * width
+                layers.append(Layer(pair, queried, width, windows.get(kind, 0)))
+        return cls(
+            weights=weights,
+            read=read,
+            layers=tuple(layers),
+            hidden=4 * config.hidden_size + 2 * (getattr(config, "intermediate_size", 0) or 0),
+            itemsize=itemsize,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What is asked of it: sequences at once, tokens of each prompt, tokens generated."""
+
+    batch: int
+    prompt: int
+    new: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Bounds for one policy.
+
+    Attributes:
+        cache_bytes: of the batch, at the end of its replies.
+        peak_bytes: weights, and what the prefill or the last step holds.
+        prefill_s, token_s: least seconds; a token's is the mean over the reply.
+        largest_batch: sequences that fit, 0 if not even one does.
+        fits: whether the batch that is asked for does.
+    """
+
+    cache_bytes: float
+    peak_bytes: float
+    prefill_s: float
+    token_s: float
+    largest_batch: int
+    fits: bool
+
+    def tokens_per_s(self, load: Load) -> float:
+        """Generated tokens of the batch a second, the prefill included."""
+        return load.batch * load.new / (self.prefill_s + self.token_s * load.new)
+
+
+def held(policy: Policy, budget: float | int, prompt: int, generated: int) -> float:
+    """Tokens that a layer holds of a sequence, a mean over layers."""
+    if policy.keeps_all:
+        return prompt + generated
+    kept = min(prompt, budget * prompt if isinstance(budget, float) else budget)
+    decode = policy.decode.name
+    if decode == "ratio":
+        share = budget * (prompt + generated) if isinstance(budget, float) else budget
+        return min(prompt + generated, max(kept, share))
+    if decode == "rounds":
+        return kept + min(generated, 2 * _ROUND)
+    return kept + (generated if decode == "grow" else 0)
+
+
+def plan(
+    sizes: Sizes,
+    load: Load,
+    card: Card,
+    policy: Policy,
+    budget: float | int = 1.0,
+    kv_dtype: str | None = None,
+) -> Plan:
+    """Bytes and least times of a policy on a card.
+
+    Args:
+        sizes: of the model.
+        load: what is asked of it.
+        card: the GPU.
+        policy: with its options.
+        budget: as `mmkv.wrap` takes it.
+        kv_dtype: None, "int8" or "int4", what kept keys and values are held in.
+    """
+    number, full = sizes.itemsize, [x for x in sizes.layers if not x.window]
+    # A scale and a zero point of 16 bits for a head's numbers, or for 64 of them.
+    width = min([64, *(x.width for x in full)])
+    bits = 8 * number if kv_dtype is None else int(kv_dtype[3:]) + 32 / width
+
+    def cache(generated: int) -> float:
+        """Bytes of one sequence after so many generated tokens."""
+        seen = load.prompt + generated
+        tokens = held(policy, budget, load.prompt, generated)
+        sliding = sum(x.pair * min(seen, x.window) for x in sizes.layers if x.window)
+        return sum(x.pair for x in full) * tokens * bits / 8 + sliding * number
+
+    every = policy.heads.spans_layers or policy.score.repeats
+    every = every or (policy.layers.needs and not policy.layers.mini_prefill)
+    whole = full if every or policy.keeps_all else full[:1]
+    prefill = load.prompt * number * (sizes.hidden + sum(x.pair for x in whole))
+    prefill += 0 if len(whole) == len(full) else cache(0) * (1 - len(whole) / len(full))
+    one = max(prefill, cache(load.new))
+    # Pairs of a query and a key: attention multiplies them twice, a score once.
+    asked = causal = load.prompt**2 / 2
+    if policy.queries is not None and not isinstance(policy.score, AccumulatedAttention):
+        asked = min(policy.queries, load.prompt) * load.prompt
+    elif isinstance(policy.score, Observers):
+        asked = min(policy.score.chunk, load.prompt) * load.prompt
+    pairs = 2 * sum(
+        x.queried * min(causal, (x.window or causal) * load.prompt) for x in sizes.layers
+    )
+    pairs += sum(x.queried for x in full) * asked
+    active = sizes.read / number
+    flops = 2 * load.batch * (active * load.prompt + pairs)
+    read = (cache(0) + cache(load.new)) / 2  # they change at a constant rate
+    step = max(
+        (sizes.read + load.batch * read) / card.bandwidth, 2 * active * load.batch / card.flops
+    )
+    room = _USABLE * card.memory - sizes.weights
+    return Plan(
+        cache_bytes=load.batch * cache(load.new),
+        peak_bytes=sizes.weights + load.batch * one,
+        prefill_s=max(flops / card.flops, sizes.read / card.bandwidth),
+        token_s=step,
+        largest_batch=max(0, int(room // one)),
+        fits=load.batch * one <= room,
+    )
+
+
+def break_even(plain: Plan, compressed: Plan) -> float | None:
+    """Generated tokens that win back what scoring cost in the prefill; None: never."""
+    saved = plain.token_s - compressed.token_s
+    return None if saved <= 0 else max(0.0, compressed.prefill_s - plain.prefill_s) / saved

@@ -1,0 +1,138 @@
+"""What `mmkv plan` bounds, against caches that were made and figures that were published."""
+
+from typing import get_type_hints
+
+import pytest
+import torch
+
+import mmkv
+from helpers import zoo
+from helpers.models import make_inputs, make_model
+from mmkv.eval.speed.models import SHAPES, make
+from mmkv.eval.speed.plan import CARDS, Load, Sizes, break_even, held, plan
+
+LOAD = Load(batch=4, prompt=3072, new=33)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return Sizes.of(make(SHAPES["llama-120m-random"], "meta", "float32"))
+
+
+def of(sizes, policy, budget=0.2, load=LOAD, card="h100", **options):
+    kv_dtype = options.pop("kv_dtype", None)
+    return plan(sizes, load, CARDS[card], mmkv.get_policy(policy, **options), budget, kv_dtype)
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv", "prefixkv", "h2o", "streaming", "condense"])
+@pytest.mark.parametrize("name", ["llama", "llava-llama"])
+def test_a_caches_bytes_are_those_of_a_real_one(policy, name):
+    """But for spare slots, and what groups are told by."""
+    model = make_model(name)
+    inputs = make_inputs(name, (60, 60))
+    with mmkv.wrapped(model, policy, 0.3):
+        out = model.generate(
+            **inputs, max_new_tokens=20, min_new_tokens=20, return_dict_in_generate=True
+        )
+    sizes, load = Sizes.of(make_model(name).to("meta")), Load(batch=2, prompt=60, new=19)
+    bound = plan(sizes, load, CARDS["h100"], mmkv.get_policy(policy), 0.3).cache_bytes
+    slot = 2 * 4 * sum(layer.pair for layer in sizes.layers)
+    assert bound - slot <= out.past_key_values.nbytes <= bound + 80 * slot
+
+
+def test_tokens_that_a_layer_holds():
+    def of(name, budget, generated, **options):
+        return held(mmkv.get_policy(name, **options), budget, 1000, generated)
+
+    assert of("full", 0.2, 50) == 1050
+    assert of("snapkv", 0.2, 50) == 250
+    assert of("snapkv", 300, 50) == 350
+    assert of("snapkv", 2000, 50) == 1050
+    assert of("prefixkv", 0.2, 50) == pytest.approx(210)
+    assert of("h2o", 0.2, 50) == 200
+    assert of("condense", 0.2, 500, decode="rounds") == 200 + 128
+
+
+def test_papers_batches():
+    """Mistral-7B on A100s of 40 GB, 512 + 1,024 tokens (SqueezeAttention, table 3)."""
+    sizes = Sizes.of(make(SHAPES["mistral-7b-random"], "meta", "bfloat16"))
+    loads = {n: Load(batch=n, prompt=512, new=1024) for n in (64, 128)}
+    fits = {n: of(sizes, "full", load=load, card="a100-40").fits for n, load in loads.items()}
+    assert fits == {64: True, 128: False}
+    assert of(sizes, "squeeze", load=loads[128], card="a100-40").fits
+    assert 64 < of(sizes, "full", load=loads[64], card="a100-40").largest_batch < 128
+
+
+def test_times_are_the_cards(small):
+    one = of(small, "full", load=Load(batch=1, prompt=8, new=1))
+    assert one.token_s == pytest.approx(small.read / 3.35e12, rel=0.01)
+    # 2 operations a weight and token, and 4 a pair of query and key.
+    pairs = 12 * 12 * 64 * 3072**2 / 2
+    wanted = 4 * (2 * small.read / 4 * 3072 + 4 * pairs) / 989e12
+    assert of(small, "full").prefill_s == pytest.approx(wanted)
+    observed = of(small, "snapkv", window=32).prefill_s - wanted
+    assert observed == pytest.approx(4 * 2 * 32 * 3072 * 12 * 12 * 64 / 989e12)
+    assert of(small, "h2o").prefill_s > of(small, "condense").prefill_s > wanted
+
+
+def test_fewer_bits_and_one_layer_at_a_time(small):
+    float32, int4 = of(small, "snapkv"), of(small, "snapkv", kv_dtype="int4")
+    assert int4.cache_bytes == pytest.approx(float32.cache_bytes * 4.5 / 32)
+    every, one = of(small, "prefixkv"), of(small, "prefixkv", allocation="mini-prefill")
+    assert every.peak_bytes > of(small, "snapkv").peak_bytes
+    assert one.peak_bytes < every.peak_bytes
+    assert of(small, "kvzip").peak_bytes == pytest.approx(every.peak_bytes)
+
+
+def test_what_scoring_costs_is_won_back(small):
+    plain = of(small, "full")
+    dear, cheap = (break_even(plain, of(small, name)) for name in ("h2o", "local"))
+    assert dear > cheap == 0
+    assert break_even(plain, plain) is None
+
+
+def test_the_command(capsys):
+    from mmkv.cli import commands
+
+    for model in ("llava-1.5-7b-random", "builtin"):
+        with pytest.raises(SystemExit) as end:
+            commands.main(["plan", model, "--batch", "2", "--policy", "snapkv"])
+        assert not end.value.code
+        shown = capsys.readouterr().out
+        assert "full cache" in shown
+        assert "snapkv 0.2" in shown
+    for wrong in (["--gpu", "abacus"], ["--dtype", "int1"], ["--budget", "x"]):
+        with pytest.raises(SystemExit) as end:
+            commands.main(["plan", "llama-8b-random", *wrong])
+        assert end.value.code == 2
+    with pytest.raises(SystemExit) as end:
+        commands.main(["plan", "no/such-folder-here"])
+    assert end.value.code
+    assert torch.get_default_device().type == "cpu"
+
+
+def test_every_card_is_named_in_the_help():
+    from mmkv.eval.speed import plan_cli
+
+    hints = get_type_hints(plan_cli.plan_command, include_extras=True)
+    (option,) = hints["gpu"].__metadata__
+    assert option.help.rstrip(".").split(", ") == list(CARDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_of_every_model(name):
+    """What a plain cache holds after a prompt, layers with windows included."""
+    model = zoo.model_of(name)
+    inputs = zoo.inputs_of(model, "one")
+    with torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+    of_layers = [getattr(layer, x, None) for layer in cache.layers for x in ("keys", "values")]
+    held = [x for x in of_layers if x is not None]
+    bound = plan(
+        Sizes.of(zoo.make(name).to("meta")),
+        Load(batch=1, prompt=inputs["input_ids"].shape[1], new=0),
+        CARDS["h100"],
+        mmkv.get_policy("full"),
+    )
+    assert bound.cache_bytes == pytest.approx(sum(4 * x.numel() for x in held), rel=0.03)
