@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import pkgutil
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
-from mmkv import parts
 from mmkv.parts import (
     BASES,
     KINDS,
@@ -30,9 +28,22 @@ from mmkv.parts.sizing import UniformHeads, UniformLayers
 __all__ = ["Decode", "Heads", "Layers", "Merge", "Part", "Policy", "Protect", "Score"]
 
 P = TypeVar("P", bound="Policy")
-# The modules of the built-in parts register them.
-for _module in pkgutil.iter_modules(parts.__path__, f"{parts.__name__}."):
-    importlib.import_module(_module.name)
+# The modules of the built-in parts, which register them; none needs torch before it computes.
+for _name in (
+    "calibrated",
+    "decoding",
+    "defensive",
+    "global_heads",
+    "key_scoring",
+    "merging",
+    "pictures",
+    "protection",
+    "repetition",
+    "scoring",
+    "sizing",
+    "visual",
+):
+    importlib.import_module(f"mmkv.parts.{_name}")
 
 
 @dataclass(frozen=True, kw_only=True)

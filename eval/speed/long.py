@@ -89,7 +89,7 @@ def main(
     toy: Annotated[bool, typer.Option("--toy", hidden=True)] = False,
 ) -> None:
     """Read a long prompt within a limit of cache memory, compressed and as it is."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
     use_vectors()
     shape = SHAPES["llama-120m-random"]
@@ -99,7 +99,14 @@ def main(
         compressed = read(model, ids, chunk, limit)
     plain = read(model, ids, chunk, limit)
     rows = {f"{policy}, {budget:,} tokens": compressed, "not wrapped": plain}
-    shown = Table("cache", "tokens read", "prefill s", "ms a token", "cache MB", "process MB")
+    shown = Table(
+        Column("cache", no_wrap=True),
+        "tokens read",
+        "prefill s",
+        "ms a token",
+        "cache MB",
+        "process MB",
+    )
     for name, row in rows.items():
         token = "over the limit" if row.token_s is None else f"{1000 * row.token_s:.0f}"
         sizes = [f"{size / 1e6:,.0f}" for size in (row.most_bytes, row.peak_bytes)]

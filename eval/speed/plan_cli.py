@@ -31,7 +31,7 @@ def plan_command(
     Times are the least that a card's published speed allows, and real ones are longer. Only the
     config is read: no weights.
     """
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from mmkv.budgets import parse
     from mmkv.chat import parse_options
@@ -45,7 +45,15 @@ def plan_command(
     load, card = Load(batch=batch, prompt=prompt, new=new), CARDS[gpu]
     plain = plan(sizes, load, card, get_policy("full"))
     smaller = plan(sizes, load, card, chosen, parse(budget), kv_dtype)
-    shown = Table("", "cache GB", "peak GB", "prefill s", "ms a token", "tokens/s", "largest batch")
+    shown = Table(
+        Column("", no_wrap=True),
+        "cache GB",
+        "peak GB",
+        "prefill s",
+        "ms a token",
+        "tokens/s",
+        "largest batch",
+    )
     held = "" if kv_dtype is None else f" {kv_dtype}"
     for name, found in (("full cache", plain), (f"{policy} {budget}{held}", smaller)):
         times = [

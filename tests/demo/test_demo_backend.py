@@ -416,7 +416,8 @@ def test_controls_come_from_the_registry(policy):
         if option.kind == "switch":
             assert options.changed(policy, {**shown, name: not value}) == {name: not value}
         elif option.kind == "whole":
-            assert options.changed(policy, {**shown, name: value + 1.0}) == {name: value + 1}
+            more = 1 if value is None else value + 1
+            assert options.changed(policy, {**shown, name: float(more)}) == {name: more}
         elif option.kind == "choice":
             for choice in option.choices:
                 optional = choice == "none" and option.optional

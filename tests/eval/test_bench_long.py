@@ -24,6 +24,7 @@ def test_a_cache_that_evicts_chunks_stays_within_what_a_full_one_passes():
 
 
 def test_the_command(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(long, "use_vectors", lambda: None)
     long.main(tokens=300, policy="snapkv", budget=64, chunk=100, cache_memory=1, toy=True)
     shown = capsys.readouterr().out

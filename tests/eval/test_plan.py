@@ -91,9 +91,10 @@ def test_what_scoring_costs_is_won_back(small):
     assert break_even(plain, plain) is None
 
 
-def test_the_command(capsys):
+def test_the_command(capsys, monkeypatch):
     from mmkv.cli import commands
 
+    monkeypatch.setenv("COLUMNS", "80")
     for model in ("llava-1.5-7b-random", "builtin"):
         with pytest.raises(SystemExit) as end:
             commands.main(["plan", model, "--batch", "2", "--policy", "snapkv"])

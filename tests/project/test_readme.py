@@ -287,7 +287,8 @@ class TestCommands:
         with pytest.raises(Reached):
             source.main(shlex.split(line)[3:])
 
-    def test_the_plan_is_as_printed(self, capsys):
+    def test_the_plan_is_as_printed(self, capsys, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "120")
         (line,) = [x for x in lines() if x.startswith(".venv/bin/mmkv plan ")]
         with pytest.raises(SystemExit):
             commands.main(shlex.split(line)[1:])
