@@ -105,6 +105,7 @@ class TestChat:
         data = json.loads(run(capsys, "chat", picture, QUESTION, "--out", tmp_path, *words)[0])
         assert data["compressed"]["answer"] == data["full"]["answer"]
 
+    @pytest.mark.slow
     def test_a_picture_is_read_once_and_asked_again_from_a_file(self, capsys, picture, tmp_path):
         """With all tokens kept, what a file is asked is what the whole prompt answers."""
         whole = ("--budget", "1.0", "--json", "--max-new-tokens", "12")

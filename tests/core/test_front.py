@@ -396,6 +396,7 @@ class TestPoliciesOfOtherPackages:
         assert again == [line, cause]
         assert re.fullmatch(r"policy 'mine' of acme-policies 1\.2 is skipped: .*\n", done.stderr)
 
+    @pytest.mark.slow
     def test_a_name_that_is_built_in(self, install, run):
         install("acme", "SnapKV = code:Mine\nmine = code:Mine", code=self.GOOD)
         done = run(
@@ -405,6 +406,7 @@ class TestPoliciesOfOtherPackages:
         assert done.stdout.endswith(" 8\n")
         assert "'SnapKV' of acme 1.2 is skipped: ValueError: the name is taken" in done.stderr
 
+    @pytest.mark.slow
     def test_two_distributions_with_one_name(self, install, run):
         """The first in the alphabet, wherever they are installed."""
         install("b-two", "mine = two:Mine", two=self.GOOD.replace("8", "9"))
@@ -421,6 +423,7 @@ class TestPoliciesOfOtherPackages:
         assert done.stdout == "8\n"
         assert "the entry points of acme cannot be read" in done.stderr
 
+    @pytest.mark.slow
     def test_a_good_one_asks_for_others_while_it_loads(self, install, run):
         """With two names, and registered by itself."""
         code = self.GOOD + "assert 'h2o' in mmkv.list_policies()\n"

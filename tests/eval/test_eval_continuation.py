@@ -65,6 +65,7 @@ def test_there_is_no_built_in_data():
         load_suite("continuation")
 
 
+@pytest.mark.slow
 def test_no_module_is_both_trained_on_and_held_out():
     held, seen = source.files(held_out=True), source.files(held_out=False)
     assert not set(held) & set(seen)
@@ -76,6 +77,7 @@ def test_no_module_is_both_trained_on_and_held_out():
     assert names <= set(held)
 
 
+@pytest.mark.slow
 def test_the_trained_model_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
     texts = dict(list(source.files(held_out=False).items())[:6])
     monkeypatch.setattr(source, "files", lambda *, held_out: texts)

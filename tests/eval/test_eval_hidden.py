@@ -126,6 +126,7 @@ def test_policies_are_doubled_but_for_the_full_cache():
         with_question(names, "no")
 
 
+@pytest.mark.slow
 def test_a_context_is_read_once_for_all_of_its_questions(model, samples, tmp_path, monkeypatch):
     """Two contexts with two questions each, one with one: the rows are as from separate runs."""
     last = samples[2]

@@ -159,6 +159,7 @@ def test_a_folder_without_runs_is_said(tmp_path):
         Matrix(tmp_path).write()
 
 
+@pytest.mark.slow
 def test_runs_of_others_are_added_once(tmp_path, folder):
     other = write_run(tmp_path / "theirs", ROWS[:6], **SETTINGS | {"model": "qwen"})
     out = tmp_path / "all"
@@ -212,6 +213,7 @@ def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(commands, list(arguments))
 
 
+@pytest.mark.slow
 def test_the_commands(tmp_path):
     save_model(tmp_path / "model")
     (tmp_path / "texts").mkdir()
