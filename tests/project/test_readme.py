@@ -287,6 +287,17 @@ class TestCommands:
         with pytest.raises(Reached):
             source.main(shlex.split(line)[3:])
 
+    def test_the_long_prompt(self, monkeypatch):
+        from mmkv.eval.speed import long
+
+        (line,) = [x for x in lines() if " -m mmkv.eval.speed.long " in x]
+        monkeypatch.setattr(long, "use_vectors", lambda: None)
+        monkeypatch.setattr(long, "make", reached)
+        app = typer.Typer(pretty_exceptions_enable=False)
+        app.command()(long.main)
+        with pytest.raises(Reached):
+            app(shlex.split(line)[3:], standalone_mode=False)
+
     def test_the_plan_is_as_printed(self, capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", "120")
         (line,) = [x for x in lines() if x.startswith(".venv/bin/mmkv plan ")]
