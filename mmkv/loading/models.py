@@ -27,18 +27,13 @@ def pretrained(name: str, **options: Any) -> tuple[Any, Any, bool]:
     """
     import transformers as hf
     from safetensors import SafetensorError
-    from transformers.models.auto import modeling_auto
 
     _check_model_folder(name)
     try:
         # Large models load, or are downloaded, for minutes: who looks at a terminal sees it.
         with quiet(bars=sys.stderr.isatty()):
-            kind: str = hf.AutoConfig.from_pretrained(name, trust_remote_code=False).model_type
-            reads_pictures = kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+            _, maker, reads_pictures = _config_and_class(name)
             reader: Any = hf.AutoProcessor if reads_pictures else hf.AutoTokenizer
-            maker: Any = (
-                hf.AutoModelForImageTextToText if reads_pictures else hf.AutoModelForCausalLM
-            )
             how: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, **options}
             model = maker.from_pretrained(name, **how).eval()
             return model, reader.from_pretrained(name, trust_remote_code=False), reads_pictures
@@ -56,22 +51,25 @@ def empty(name: str, dtype: torch.dtype) -> Any:
         ValueError: no such model, or one whose config transformers does not know.
     """
     import torch
-    import transformers as hf
-    from transformers.models.auto import modeling_auto
 
     try:
         with quiet(), torch.device("meta"):
             _check_model_folder(name)
-            config = hf.AutoConfig.from_pretrained(name, trust_remote_code=False)
-            pictures = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-            maker: Any = (
-                hf.AutoModelForImageTextToText
-                if config.model_type in pictures
-                else hf.AutoModelForCausalLM
-            )
+            config, maker, _ = _config_and_class(name)
             return maker.from_config(config, dtype=dtype)
     except (OSError, KeyError) as error:
         raise ValueError(f"model {name!r}: {str(error).splitlines()[0]}") from None
+
+
+def _config_and_class(name: str) -> tuple[Any, Any, bool]:
+    """A model's config, the auto class that makes it, and whether it reads pictures."""
+    import transformers as hf
+    from transformers.models.auto import modeling_auto
+
+    config = hf.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    pictures = config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    maker = hf.AutoModelForImageTextToText if pictures else hf.AutoModelForCausalLM
+    return config, maker, pictures
 
 
 def _check_model_folder(name: str) -> None:
