@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmkv.builtin import source
 from mmkv.builtin.training.build import BOS, EOS, PAD
-from mmkv.builtin.training.train import Progress, export, learning_rate, save
+from mmkv.builtin.training.train import Progress, export, learning_rate, restore, save
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,10 +108,7 @@ def train(
     parts: dict[str, Any] = {"model": model, "muon": muon, "adamw": adamw}
     progress, checkpoint = Progress(), out / "checkpoint.pt"
     if resume and checkpoint.exists():
-        state = torch.load(checkpoint, map_location=device, weights_only=True)
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-        progress = Progress(**state["progress"])
+        progress = restore(checkpoint, device, parts)
     model.train()
     begun, saved, losses = time.monotonic() - progress.seconds, time.monotonic(), []
     while True:

@@ -32,6 +32,8 @@ from mmkv.builtin.training import build, curriculum
 from mmkv.builtin.training.curriculum import IGNORE, Batch
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from transformers import LlavaProcessor
 
@@ -143,6 +145,17 @@ def save(path: Path, progress: Progress, **parts: Any) -> None:
     os.replace(path.with_suffix(".part"), path)
 
 
+def restore(path: Path, device: Any, parts: Mapping[str, Any]) -> Progress:
+    """Give the parts and torch's generator the state that `save` wrote."""
+    import torch
+
+    state = torch.load(path, map_location=device, weights_only=True)
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    torch.set_rng_state(state["rng"].cpu())
+    return Progress(**state["progress"])
+
+
 def export(model: Any, processor: Any, folder: Path) -> None:
     """Write the weights in bfloat16 with configuration, tokenizer and processor."""
     import torch
@@ -189,11 +202,7 @@ def train(
     progress = Progress()
     checkpoint = out / "checkpoint.pt"
     if resume and checkpoint.exists():
-        state = torch.load(checkpoint, map_location=device, weights_only=True)
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-        torch.set_rng_state(state["rng"].cpu())
-        progress = Progress(**state["progress"])
+        progress = restore(checkpoint, device, parts)
     if compiled:
         torch.compiler.config.recompile_limit = 32  # one compiled shape for each kind of batch
         tower = model.model.vision_tower.encoder
