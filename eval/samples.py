@@ -87,23 +87,27 @@ class Sample:
         Raises:
             ValueError: there is no context apart from it.
         """
-        question = self.question or (self.prompt if self.images else "")
-        if not question or not self.prompt.endswith(question):
+        if not self._end:
             raise ValueError(
                 f"sample {self.id}: its prompt is not a context and then a question, so that the "
                 "question cannot be hidden"
             )
-        return question
+        return self._end
+
+    @property
+    def _end(self) -> str:
+        """The question as the end of the prompt; "" where it is not."""
+        question = self.question or (self.prompt if self.images else "")
+        return question if self.prompt.endswith(question) else ""
 
     @property
     def context(self) -> tuple[object, ...]:
         """What samples share that ask about the same text and pictures; of the sample alone where
         its question cannot be hidden."""
-        question = self.question or (self.prompt if self.images else "")
-        if not question or not self.prompt.endswith(question):
+        if not self._end:
             return (self.id,)
         pictures = (str(i) if isinstance(i, str | Path) else id(i) for i in self.images)
-        return (self.prompt.removesuffix(question), *pictures)
+        return (self.prompt.removesuffix(self._end), *pictures)
 
     @property
     def comparable(self) -> bool:
