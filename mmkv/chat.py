@@ -154,21 +154,38 @@ def encode(loaded: Loaded, question: str, pictures: Sequence[Image.Image]) -> di
     Raises:
         ValueError: pictures for a model that reads none, or no chat template to place them.
     """
-    processor: Any = loaded.processor
     check_pictures(loaded, pictures)
+    if not loaded.reads_pictures or loaded.processor.chat_template is None:
+        return encode_messages(loaded, [{"role": "user", "content": question}])
+    parts: list[dict[str, Any]] = [{"type": "image", "image": x} for x in pictures]
+    parts.append({"type": "text", "text": question})
+    return encode_messages(loaded, [{"role": "user", "content": parts}])
+
+
+def encode_messages(loaded: Loaded, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The model's inputs for a conversation, as its chat template writes it.
+
+    Args:
+        loaded: the model and its processor.
+        messages: {"role": ..., "content": a text, or parts {"type": "text", "text": ...} and
+            {"type": "image", "image": a picture}}.
+
+    Raises:
+        ValueError: no chat template, and more than one message.
+    """
+    processor: Any = loaded.processor
     if processor.chat_template is None:
-        inputs = processor(text=question, return_tensors="pt")
+        if len(messages) > 1 or not isinstance(messages[0]["content"], str):
+            raise ValueError(f"model {loaded.name!r} has no chat template: give it one text")
+        inputs = processor(text=messages[0]["content"], return_tensors="pt")
     elif not loaded.reads_pictures:
         # A tokenizer adds no marks of its own to what a template wrote, a processor does.
-        text = processor.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
-        )
+        text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         marks = adds_special(processor, text)
         inputs = processor(text, add_special_tokens=marks, return_tensors="pt")
     else:
-        parts = [{"type": "image", "image": x} for x in pictures]
         inputs = processor.apply_chat_template(
-            [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}],
+            messages,
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
@@ -187,7 +204,13 @@ def split_prompt(
     Raises:
         ValueError: as `encode`.
     """
-    whole, empty = encode(loaded, question, pictures), encode(loaded, "", pictures)
+    return split_inputs(encode(loaded, question, pictures), encode(loaded, "", pictures))
+
+
+def split_inputs(
+    whole: Mapping[str, Any], empty: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A prompt cut where it goes apart from one of no question; the first part has all pictures."""
     ids, other = whole["input_ids"][0].tolist(), empty["input_ids"][0].tolist()
     n = next((i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), len(other))
     by_token = [name for name, x in whole.items() if x.shape == whole["input_ids"].shape]

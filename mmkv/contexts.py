@@ -81,15 +81,27 @@ class Context:
             ValueError: the context has several rows, and the questions are not as many; or the
                 model was wrapped anew since.
         """
-        cache = copy.deepcopy(self.cache)
-        cache.evicts_turns = False
-        given = self._behind(inputs, cache)
+        given = self.behind(inputs)
         start = given["input_ids"].shape[1]
-        out = self.model.generate(**given, past_key_values=cache, **options)
+        out = self.model.generate(**given, **options)
         if isinstance(out, Tensor):
             return out[:, start:]
         out.sequences = out.sequences[:, start:]
         return out
+
+    def behind(self, inputs: Mapping[str, Any], *, copied: bool = True) -> dict[str, Any]:
+        """What `generate` is given for a question: among it a cache that keeps it whole.
+
+        Args:
+            inputs: as for `ask`.
+            copied: whether the cache is a copy; if not, the context is used up.
+
+        Raises:
+            ValueError: as `ask`.
+        """
+        cache = copy.deepcopy(self.cache) if copied else self.cache
+        cache.evicts_turns = False
+        return {**self._behind(inputs, cache), "past_key_values": cache}
 
     def append(self, inputs: Mapping[str, Any], *, prefill_chunk_size: int | None = None) -> None:
         """Read on: more pages, more frames, which compete with what is held under the same budget.
@@ -189,14 +201,26 @@ def read(
         ValueError: the model is not wrapped, or there are no input_ids.
     """
     inner = _wrapped(model)
-    if postpone := inner._mmkv.plan.policy.postpone:
+    attachment: Attachment = vars(inner)["_mmkv"]
+    cache = CompressedCache(attachment.parts.config, attachment.plan)
+    return read_into(cache, inner, inputs, prefill_chunk_size)
+
+
+def read_into(
+    cache: CompressedCache, model: Any, inputs: Mapping[str, Any], chunk: int | None
+) -> Context:
+    """As `read`, into an empty cache, which may have a plan of its own.
+
+    Raises:
+        ValueError: as `read`.
+    """
+    if postpone := cache.plan.policy.postpone:
         raise ValueError(
             f"postpone={postpone} waits for generated tokens, and a context is read without any: "
             "wrap the model with postpone=0"
         )
-    given = _tensors(inputs, inner.device)
-    cache = _read(inner, given, prefill_chunk_size)
-    return Context(inner, cache, _lasting(given))
+    given = _tensors(inputs, model.device)
+    return Context(model, _read(model, given, chunk, past_key_values=cache), _lasting(given))
 
 
 def load_context(path: str | os.PathLike[str], model: nn.Module) -> Context:

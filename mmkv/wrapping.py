@@ -91,6 +91,44 @@ def wrap(
             f"the decoder of this {type(model).__name__} is wrapped already, as a part of another "
             "model: mmkv.unwrap that first"
         )
+    base = parts.config._attn_implementation
+    if base not in attention.NAMES:
+        raise ValueError(
+            f"attn_implementation={base!r} is not supported: load the model with one of "
+            f"{', '.join(attention.NAMES)}"
+        )
+    plan, compressed = planned(
+        model,
+        parts,
+        chosen,
+        budget,
+        profile=profile,
+        kv_dtype=kv_dtype,
+        evict_chunks=evict_chunks,
+        graph=graph,
+    )
+    attachment = Attachment(model, parts, plan, compressed)
+    attachment.attach()
+    vars(model)["_mmkv"] = attachment
+    return given
+
+
+def planned(
+    model: Any,
+    parts: adapters.Adapter,
+    chosen: Policy,
+    budget: SupportsFloat | None,
+    *,
+    profile: profiles.Profile | str | os.PathLike[str] | None = None,
+    kv_dtype: str | None = None,
+    evict_chunks: bool = False,
+    graph: bool = True,
+) -> tuple[CacheConfig, tuple[int, ...]]:
+    """What caches of this model work by, and which layers are compressed; arguments as of `wrap`.
+
+    Raises:
+        ValueError: as `wrap`.
+    """
     everywhere = CompressedCache(parts.config, CacheConfig(chosen, None)).layers
     compressed = tuple(i for i, x in enumerate(everywhere) if isinstance(x, CompressedLayer))
     n_layers = len(compressed)
@@ -129,12 +167,6 @@ def wrap(
             )
         fractions, budget = known.fractions, known.budget if budget is None else budget
     kept = budgets.checked(chosen, budget)
-    base = parts.config._attn_implementation
-    if base not in attention.NAMES:
-        raise ValueError(
-            f"attn_implementation={base!r} is not supported: load the model with one of "
-            f"{', '.join(attention.NAMES)}"
-        )
     if chosen.protect is not None and not parts.image_token_ids:
         raise ValueError(
             f"protect='instruction' keeps the prompt's text and lets image tokens compete; "
@@ -153,13 +185,10 @@ def wrap(
     inv_freq = parts.rotary_frequencies() if chosen.reposition else None
     quantize.check(kv_dtype, adapters.head_dim(parts.config))
     learning = SampledSizes(chosen.layers.learns) if chosen.layers.learns else None
-    plan = CacheConfig(
+    made = CacheConfig(
         chosen, kept, fractions, inv_freq, kv_dtype, evict_chunks, graph=graph, sampling=learning
     )
-    attachment = Attachment(model, parts, plan, compressed)
-    attachment.attach()
-    vars(model)["_mmkv"] = attachment
-    return given
+    return made, compressed
 
 
 def _own_profile(model: Any, policy: Policy) -> profiles.Profile | None:

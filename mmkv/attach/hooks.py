@@ -17,6 +17,7 @@ from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.forward_pass import ForwardPass, current
 from mmkv.cache.phases import Reading
 from mmkv.layer_inputs import Rotary
+from mmkv.policy import Policy
 
 if TYPE_CHECKING:
     from mmkv.attach.attachment import Attachment
@@ -117,9 +118,10 @@ def before_decoder(
         if seen_by is not None:
             earlier, valid = seen_by[:, :seen], seen_by[:, seen:]
         first = None
-        if attachment.plan.runs_mini_prefill:
-            first = partial(_mini_prefill, attachment, running, kwargs)
-        image = _image_tokens(attachment, running, valid)
+        if cache.plan.runs_mini_prefill:
+            policy = cache.plan.policy
+            first = partial(_mini_prefill, attachment, policy, running, kwargs)
+        image = _image_tokens(attachment, cache.plan.policy, running, valid)
         cache.begin(running, valid, earlier, image, first)
     else:
         # `generate` only ever adds ones to its mask: to look at it would make a GPU wait.
@@ -140,7 +142,7 @@ def after_decoder(
     if running is None or running.cache is None or output is None:
         return
     running.check_taken()
-    if attachment.plan.policy.score.repeats:
+    if running.cache.plan.policy.score.repeats:
         repetition.run(attachment, running, kwargs)
     running.cache.finish()
     running.cache = None
@@ -219,12 +221,16 @@ def _is_new(cache: Any) -> bool:
 
 
 def _mini_prefill(
-    attachment: Attachment, running: ForwardPass, arguments: dict[str, Any], prompt: Any
+    attachment: Attachment,
+    policy: Policy,
+    running: ForwardPass,
+    arguments: dict[str, Any],
+    prompt: Any,
 ) -> list[Tensor]:
     return attention.run_mini_prefill(
         running,
         attachment.parts.decoder,
-        attachment.plan.policy,
+        policy,
         attachment.compressed,
         arguments,
         prompt,
@@ -249,7 +255,9 @@ def _mask(mask: Any, tokens: Tensor, seen: int) -> Tensor | None:
     return mask.to(tokens.device).bool()
 
 
-def _image_tokens(attachment: Attachment, running: ForwardPass, valid: Tensor) -> Tensor | None:
+def _image_tokens(
+    attachment: Attachment, policy: Policy, running: ForwardPass, valid: Tensor
+) -> Tensor | None:
     """Bool [B, q], True where the prompt holds an image token; None where there is none to see.
 
     Raises:
@@ -259,7 +267,6 @@ def _image_tokens(attachment: Attachment, running: ForwardPass, valid: Tensor) -
     if not tokens:
         return None
     if ids is None or ids.shape != valid.shape:
-        policy = attachment.plan.policy
         if policy.protect is not None or policy.text_prior:
             asked, less = (
                 ("text_prior=True", "text_prior=False")

@@ -61,6 +61,8 @@ class CompressedCache(Cache):
         self.phase: Reading | Decoding = Reading()
         # False where later turns only ask (`mmkv.contexts`): they are kept whole, as is all else.
         self.evicts_turns = True
+        # Whether the plan is this cache's own (`mmkv.serving`), not that of the model's wrap.
+        self.own_plan = False
         # Whether layer sizes were learned from it, see `mmkv.cache.sampling`.
         self.sizes_learned = False
         # What is known of all tokens up to the end of the last prompt.
@@ -537,7 +539,7 @@ class CompressedCache(Cache):
                 f"this CompressedCache was made by another model ({self.shape}, here "
                 f"{_shape(config)}): start a new one"
             )
-        if self.plan != plan:
+        if self.plan != plan and not self.own_plan:
             raise ValueError(
                 f"this CompressedCache was made under {self.plan.describe()}, and the model is "
                 f"wrapped with {plan.describe()} now: continue it under the wrap that made it, or "
