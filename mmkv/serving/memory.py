@@ -1,0 +1,85 @@
+"""How many bytes of keys and values a request can take at the most."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmkv import adapters
+from mmkv.cache.compressed import CompressedCache
+from mmkv.cache.config import CacheConfig
+from mmkv.cache.head_groups import HeadGroup, spare
+
+
+class Bounds:
+    """Upper bounds for the caches of one model.
+
+    Args:
+        parts: where the model keeps what is needed.
+        dtype_bytes: of one number of a key or value.
+    """
+
+    def __init__(self, parts: Any, dtype_bytes: int) -> None:
+        shape = adapters.shape(parts.config)
+        self.layers = shape["num_hidden_layers"]
+        self.heads = shape["num_key_value_heads"]
+        self.queries: int = parts.config.num_attention_heads
+        self.number = adapters.head_dim(parts.config) * dtype_bytes
+        # Where one projection gives queries, keys and values, values are a view of all of it.
+        self.fused = not hasattr(parts.attentions[0], "v_proj")
+
+    def prompt(self, plan: CacheConfig, tokens: int, new: int) -> int:
+        """While a prompt of `tokens` is read and a reply of `new` tokens is generated.
+
+        Every token may be held whole until the prompt is complete, and grow by its replies; the
+        slots set aside for more are an eighth at most.
+        """
+        width = tokens + new
+        return self._of(plan, [width + spare(width, 2 * width)] * self.layers, tokens)
+
+    def behind(self, cache: CompressedCache, tokens: int, new: int) -> int:
+        """While `tokens` of a question and a reply of `new` are held behind a context, whole."""
+        widths = []
+        for layer in cache.compressed:
+            held = max(block.schedule.used for block in layer.keeping().blocks)
+            width = held + 1 + tokens + new
+            widths.append(width + spare(width, 2 * width))
+        return self._of(cache.plan, widths, tokens)
+
+    def reply(self, cache: CompressedCache, new: int) -> int | None:
+        """From now on, while `new` more tokens are generated; None: more may come to be held."""
+        if cache.observes_replies or cache.postpones:
+            return None
+        return sum(
+            _grown(block, new) + extra
+            for layer in cache.compressed
+            for extra, block in _with_rest(layer)
+        )
+
+    def _of(self, plan: CacheConfig, widths: list[int], tokens: int) -> int:
+        policy = plan.policy
+        pair = 2 * self.number
+        if policy.merge is not None:
+            pair += 4 + 8  # the weight of a pair, and which group a token is in
+        total = sum(widths) * self.heads * pair
+        if self.fused:
+            total += self.layers * (self.queries + self.heads) * self.number * tokens
+        waits = policy.postpone + policy.decode.every + policy.decode.latest
+        if waits:  # queries of the prompt's end and of the reply, which will observe
+            last = tokens if policy.queries is None else policy.queries
+            total += self.layers * self.queries * self.number * (last + waits)
+        return total
+
+
+def _with_rest(layer: Any) -> list[tuple[int, HeadGroup]]:
+    """A layer's blocks, the first with the bytes that are of no block and do not grow."""
+    blocks = layer.keeping().blocks
+    rest = layer.nbytes - sum(block.nbytes for block in blocks)
+    return [(rest if i == 0 else 0, block) for i, block in enumerate(blocks)]
+
+
+def _grown(block: HeadGroup, new: int) -> int:
+    """Bytes of a block once `new` more tokens were written, slots set aside included."""
+    width = block.schedule.most(new + 1)
+    most = block.schedule.most(new + 1 + spare(width, 2 * width))
+    slots = block.positions.shape[1]
+    return -(-block.nbytes // slots) * max(slots, most)

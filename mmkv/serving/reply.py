@@ -1,0 +1,186 @@
+"""What a request asks for, and the stream of its reply."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Refused(ValueError):  # noqa: N818 - an answer, not a fault
+    """A request that can never be served: too long, too large for the memory, or not valid."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a reply's tokens are chosen.
+
+    Args:
+        temperature: 0 takes the likeliest token; above, tokens are drawn.
+        top_p: draw from the likeliest tokens that have this much probability together.
+        top_k: draw from so many likeliest tokens; 0: all.
+        seed: what the draws start from, as `torch.manual_seed(seed)` before `generate`; None: any.
+        stop: texts that end the reply, and are no part of its text.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            Refused: one is out of range.
+        """
+        if not 0 <= self.temperature < float("inf"):
+            raise Refused(f"temperature={self.temperature}: expected 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise Refused(f"top_p={self.top_p}: expected a number above 0, at most 1")
+        if self.top_k < 0:
+            raise Refused(f"top_k={self.top_k}: expected 0 or more")
+        if isinstance(self.stop, str) or not all(isinstance(x, str) and x for x in self.stop):
+            raise Refused(f"stop={self.stop!r}: expected texts, such as stop=('END',)")
+
+
+class Event(NamedTuple):
+    """A token, and the text that is certain with it: "" while a character or stop is incomplete."""
+
+    token: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a request took.
+
+    Attributes:
+        prompt_tokens: of the prompt, pictures included.
+        completion_tokens: of the reply so far.
+        kept_tokens: of the prompt, mean over layers and heads.
+        shared: whether the prompt's beginning had been read for another request.
+        cache_bytes: of keys and values at the most.
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    kept_tokens: int = 0
+    shared: bool = False
+    cache_bytes: int = 0
+
+
+class Reply:
+    """A reply as it comes: iterate over it (async or not), or wait for all of it.
+
+    Several may read it; each gets every event. Leaving an async iteration early (a cancelled task,
+    or `aclose`) cancels the request.
+
+    Attributes:
+        tokens: so far.
+        text: so far.
+        finish_reason: "stop", "length", "cancelled", "timeout" or "error"; None while it runs.
+        error: what went wrong, with finish_reason "error"; iterating and waiting raise it.
+        usage: what it took so far.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.tokens: list[int] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.error: Exception | None = None
+        self.usage = Usage()
+        self.cancelled = False
+        self._wake = wake
+        self._events: list[Event] = []
+        self._changed = threading.Condition()
+        self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    def cancel(self) -> None:
+        """End the reply; what it holds is freed before the next step."""
+        self.cancelled = True
+        self._wake()
+
+    def result(self, timeout: float | None = None) -> tuple[list[int], str]:
+        """Wait for the whole reply: its tokens and its text.
+
+        Raises:
+            TimeoutError: it took longer than `timeout` seconds; the request goes on.
+            Exception: what went wrong with the request.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.finish_reason is not None, timeout):
+                raise TimeoutError(f"the reply was not complete after {timeout} s")
+        if self.error is not None:
+            raise self.error
+        return list(self.tokens), self.text
+
+    async def done(self) -> tuple[list[int], str]:
+        """As `result`, for a coroutine."""
+        async for _ in self:
+            pass
+        return list(self.tokens), self.text
+
+    def __iter__(self) -> Iterator[Event]:
+        at = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda at=at: self._more(at))
+                new, done = self._events[at:], self.finish_reason is not None
+            yield from new
+            at += len(new)
+            if done:
+                break
+        if self.error is not None:
+            raise self.error
+
+    def __aiter__(self) -> AsyncGenerator[Event]:
+        return self._stream()
+
+    async def _stream(self) -> AsyncGenerator[Event]:
+        at, told = 0, asyncio.Event()
+        listener = asyncio.get_running_loop(), told
+        with self._changed:
+            self._listeners.append(listener)
+        try:
+            while True:
+                told.clear()
+                with self._changed:
+                    new, done = self._events[at:], self.finish_reason is not None
+                for event in new:
+                    yield event
+                at += len(new)
+                if done:
+                    break
+                if not new:
+                    await told.wait()
+        finally:
+            with self._changed:
+                self._listeners.remove(listener)
+            if self.finish_reason is None:
+                self.cancel()
+        if self.error is not None:
+            raise self.error
+
+    def _more(self, at: int) -> bool:
+        return len(self._events) > at or self.finish_reason is not None
+
+    def put(self, event: Event | None, finish_reason: str | None, usage: Usage) -> None:
+        """Of the engine: add an event, or end the reply, and tell whoever waits."""
+        with self._changed:
+            if self.finish_reason is not None:
+                return
+            if event is not None:
+                self.tokens.append(event.token)
+                self.text += event.text
+                self._events.append(event)
+            self.usage, self.finish_reason = usage, finish_reason
+            self._changed.notify_all()
+            listeners = list(self._listeners)
+        for loop, told in listeners:
+            with suppress(RuntimeError):  # the loop has ended: nobody is left to tell
+                loop.call_soon_threadsafe(told.set)
