@@ -10,6 +10,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,7 +28,7 @@ class PictureError(ValueError):
 
 
 def read_picture(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | bytes,
     read: Callable[[Image.Image], T],
     *,
     formats: tuple[str, ...] = FORMATS,
@@ -36,21 +37,32 @@ def read_picture(
 ) -> T:
     """What `read` makes of a picture that is open, but not decoded yet: its first frame.
 
+    Args:
+        path: a file, or what would be in one.
+        read: gets the open picture; what it raises is a broken picture.
+        formats: names of Pillow's.
+        most_pixels: that a header may state.
+        most_bytes: of the file.
+
     Raises:
         PictureError: missing, too large, broken, or of another format.
     """
     from PIL import Image, UnidentifiedImageError
 
-    path = Path(path)
-    if not path.is_file():
-        raise PictureError("not a file" if path.exists() else "no such file")
-    if path.stat().st_size > most_bytes:
+    if isinstance(path, bytes):
+        source, size = BytesIO(path), len(path)
+    else:
+        source = Path(path)
+        if not source.is_file():
+            raise PictureError("not a file" if source.exists() else "no such file")
+        size = source.stat().st_size
+    if size > most_bytes:
         raise PictureError(f"larger than {most_bytes / 2**20:g} MiB")
     try:
         with warnings.catch_warnings():
             # Pillow only warns about a decompression bomb up to twice its limit.
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path, formats=formats) as picture:
+            with Image.open(source, formats=formats) as picture:
                 width, height = picture.size
                 if width * height > most_pixels:
                     raise PictureError(
