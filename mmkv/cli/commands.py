@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mmkv.cli.serve import serve
 from mmkv.terminal import check_place, console, say, show_warnings, told
 
 if TYPE_CHECKING:
@@ -384,4 +385,5 @@ def _mount_evaluation() -> None:
         _mount(package, commands)
 
 
+app.command()(serve)
 _mount_evaluation()

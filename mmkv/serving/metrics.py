@@ -1,0 +1,103 @@
+"""What Prometheus scrapes: the engine's own counts, and times as clients see them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+# By the field of `EngineStats`: what a metric is called after "mmkv_", and what it counts.
+_GAUGES = {
+    "waiting": ("requests_waiting", "Requests that wait for memory or a place in the batch"),
+    "prefilling": ("requests_prefilling", "Requests whose prompt is being read"),
+    "running": ("requests_running", "Requests in the batch that generates"),
+    "cache_bytes": ("cache_bytes", "Bytes that all caches hold"),
+    "cache_memory": ("cache_memory_bytes", "Bytes that they may hold"),
+    "prefixes": ("prefixes", "Prefixes that are kept for requests to come"),
+}
+_COUNTERS = {
+    "tokens_generated": ("tokens_generated", "Tokens generated"),
+    "requests_done": ("requests_done", "Requests that the engine has ended, however they ended"),
+    "prefix_hits": ("prefix_hits", "Requests whose prefix was there already"),
+}
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+_TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+_SHARES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+
+
+class _EngineCounts(Collector):
+    """The engine's counts at the time of a scrape."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterable[Metric]:
+        """One metric for each count that the engine has."""
+        stats = self._engine.stats()
+        kinds = ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily))
+        for names, kind in kinds:
+            for field, (name, text) in names.items():
+                value = getattr(stats, field)
+                if value is not None:  # a cache memory without a limit
+                    yield kind(f"mmkv_{name}", text, value=value)
+
+
+class Metrics:
+    """The metrics of one server."""
+
+    def __init__(self, engine: Any) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCounts(engine))
+        where = self.registry
+        self._answers = Counter(
+            "mmkv_answers", "Requests answered, by how they ended", ["ended"], registry=where
+        )
+        self._first = Histogram(
+            "mmkv_time_to_first_token_seconds",
+            "From a request's arrival to its first token",
+            buckets=_SECONDS,
+            registry=where,
+        )
+        self._between = Histogram(
+            "mmkv_time_between_tokens_seconds",
+            "From a token to the next of the same answer",
+            buckets=_TOKEN_SECONDS,
+            registry=where,
+        )
+        self._kept = Histogram(
+            "mmkv_kept_share",
+            "Share of a prompt's tokens that its cache kept",
+            buckets=_SHARES,
+            registry=where,
+        )
+
+    def page(self) -> bytes:
+        """All of them in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+    def ended(self, how: str) -> None:
+        """Count a request by its finish reason, or by the error's HTTP status."""
+        self._answers.labels(how).inc()
+
+    def kept(self, tokens: float, of: int) -> None:
+        """Note what was kept of a prompt."""
+        self._kept.observe(tokens / of if of else 1.0)
+
+    def clock(self) -> _Clock:
+        """Starts with a request."""
+        return _Clock(self._first, self._between)
+
+
+class _Clock:
+    def __init__(self, first: Histogram, between: Histogram) -> None:
+        self._into, self._between, self._last = first, between, time.monotonic()
+
+    def token(self) -> None:
+        """A token is there."""
+        now = time.monotonic()
+        self._into.observe(now - self._last)
+        self._into, self._last = self._between, now

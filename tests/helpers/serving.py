@@ -1,0 +1,105 @@
+"""A server in a thread, and an engine whose replies a test writes."""
+
+from __future__ import annotations
+
+import base64
+import io
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from PIL import Image
+
+from mmkv.serving import Event, Reply, Usage
+
+
+def data_url(picture: Image.Image, kind: str = "PNG") -> str:
+    file = io.BytesIO()
+    picture.save(file, kind)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def until(true: Callable[[], bool], seconds: float = 10) -> bool:
+    """Whether something becomes true in time."""
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+class WrittenEngine:
+    """Gives replies of these texts; None leaves a reply open until it is cancelled."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] | None = ["A ", "red ", "circle."]
+        self.finish, self.error = "stop", None
+        self.refusal: Exception | None = None
+        self.asked: list[dict[str, Any]] = []
+        self.replies: list[Reply] = []
+
+    def submit(self, messages: Any, **given: Any) -> Reply:
+        if self.refusal is not None:
+            raise self.refusal
+        self.asked.append({"messages": messages, **given})
+
+        def wake() -> None:
+            if reply.cancelled:
+                reply.put(None, "cancelled", reply.usage)
+
+        reply = Reply(wake)
+        self.replies.append(reply)
+        used = Usage(prompt_tokens=10, kept_tokens=4, cache_bytes=640)
+        for i, text in enumerate(["A "] if self.texts is None else self.texts, start=1):
+            used = Usage(prompt_tokens=10, completion_tokens=i, kept_tokens=4, cache_bytes=640)
+            reply.put(Event(i, text), None, used)
+        if self.texts is not None:
+            reply.error = self.error
+            reply.put(None, self.finish, used)
+        return reply
+
+    @property
+    def open(self) -> int:
+        return sum(reply.finish_reason is None for reply in self.replies)
+
+    def stats(self) -> Any:
+        return SimpleNamespace(
+            running=self.open,
+            waiting=0,
+            prefilling=0,
+            cache_bytes=640 * self.open,
+            cache_memory=None,
+            tokens_generated=sum(len(reply.tokens) for reply in self.replies),
+            requests_done=len(self.replies) - self.open,
+            prefixes=0,
+            prefix_hits=0,
+        )
+
+    def close(self) -> None:
+        for reply in self.replies:
+            reply.cancel()
+
+
+@contextmanager
+def listening(served: Any) -> Generator[str]:
+    """Serve an app from a thread; gives its address."""
+    import uvicorn
+
+    from mmkv.serving import server
+
+    socket = server.bind("127.0.0.1", 0)
+    config = uvicorn.Config(served, http="h11", lifespan="off", log_level="error")
+    running = uvicorn.Server(config)
+    thread = threading.Thread(target=running.run, args=([socket],), daemon=True)
+    thread.start()
+    try:
+        assert until(lambda: running.started)
+        yield f"http://127.0.0.1:{socket.getsockname()[1]}"
+    finally:
+        running.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive(), "the server did not end"

@@ -1,0 +1,603 @@
+"""The HTTP server by itself: what it hands to an engine, what it answers, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import http.client
+import http.server
+import json
+import random
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.parse
+from contextlib import suppress
+
+import pytest
+from PIL import Image
+
+from helpers.memory import bounded
+from helpers.serving import WrittenEngine, data_url, listening, until
+from mmkv.serving import Refused, Sampling
+
+openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
+api = pytest.importorskip("mmkv.serving.api", reason="pip install 'mmkv[serve]'")
+server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
+
+LIMITS = api.Limits(body_bytes=2**20, picture_bytes=2**18, pixels=10**6, read_seconds=2)
+HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+HEADERS = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def address_and_engine():
+    engine = WrittenEngine()
+    with listening(server.app(engine, name="tiny", timeout=60, limits=LIMITS)) as address:
+        yield address, engine
+
+
+@pytest.fixture
+def engine(address_and_engine):
+    engine = address_and_engine[1]
+    engine.__init__()
+    yield engine
+    assert until(lambda: engine.open == 0), "a request was left running"
+
+
+@pytest.fixture
+def address(address_and_engine, engine):
+    return address_and_engine[0]
+
+
+@pytest.fixture
+def client(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as found:
+        yield found
+
+
+def post(address, body, headers=HEADERS, path="/v1/chat/completions"):
+    """Status and JSON of an answer; `body` as it stands where it is bytes."""
+    where = urllib.parse.urlsplit(address)
+    connection = http.client.HTTPConnection(where.hostname, where.port, timeout=20)
+    try:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request("POST", path, raw, headers)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+    finally:
+        connection.close()
+
+
+def get(address, path, headers=None):
+    where = urllib.parse.urlsplit(address)
+    connection = http.client.HTTPConnection(where.hostname, where.port, timeout=20)
+    try:
+        connection.request("GET", path, headers=headers or {})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def refused(answer, status=400):
+    """The message of an error in OpenAI's shape."""
+    assert answer[0] == status, answer
+    (name,) = answer[1]
+    error = answer[1][name]
+    assert name == "error"
+    assert set(error) == {"message", "type", "param", "code"}
+    assert len(error["message"]) < 600
+    return error["message"]
+
+
+def asking(*parts, **more):
+    return {**HELLO, "messages": [{"role": "user", "content": list(parts)}], **more}
+
+
+def pictured(url, **more):
+    return asking({"type": "image_url", "image_url": {"url": url}}, **more)
+
+
+class TestAnswers:
+    def test_a_whole_one(self, client, engine):
+        answer = client.chat.completions.create(**HELLO)
+        (choice,) = answer.choices
+        assert (choice.message.role, choice.message.content) == ("assistant", "A red circle.")
+        assert (choice.finish_reason, answer.model, answer.object) == (
+            "stop",
+            "tiny",
+            "chat.completion",
+        )
+        used = answer.usage
+        assert (used.prompt_tokens, used.completion_tokens, used.total_tokens) == (10, 3, 13)
+        assert answer.mmkv == {"kept_tokens": 4, "cache_bytes": 640, "shared": False}
+
+    def test_a_stream(self, client, engine):
+        engine.finish = "length"
+        pieces = list(client.chat.completions.create(**HELLO, stream=True))
+        assert [x.choices[0].delta.content for x in pieces] == ["A ", "red ", "circle.", None]
+        assert pieces[0].choices[0].delta.role == "assistant"
+        assert [x.choices[0].finish_reason for x in pieces] == [None, None, None, "length"]
+        assert len({x.id for x in pieces}) == 1
+        assert all(x.usage is None for x in pieces)
+
+    def test_a_stream_with_usage(self, client, engine):
+        asked = {"stream": True, "stream_options": {"include_usage": True}}
+        *pieces, last = client.chat.completions.create(**HELLO, **asked)
+        assert (last.choices, last.usage.total_tokens, last.mmkv["kept_tokens"]) == ([], 13, 4)
+        assert pieces[-1].choices[0].finish_reason == "stop"
+
+    def test_streams_end_as_they_should(self, address, engine):
+        where = urllib.parse.urlsplit(address)
+        connection = http.client.HTTPConnection(where.hostname, where.port, timeout=20)
+        body = json.dumps({**HELLO, "stream": True})
+        connection.request("POST", "/v1/chat/completions", body, HEADERS)
+        answer = connection.getresponse()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        *_, last, end = answer.read().decode().split("\n\n")
+        assert (last, end) == ("data: [DONE]", "")
+        connection.close()
+
+    def test_what_is_handed_on(self, client, engine):
+        client.chat.completions.create(
+            model="tiny",
+            messages=[
+                {"role": "developer", "content": "Be short."},
+                {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+                {"role": "assistant", "content": "Hi", "refusal": None},
+                {"role": "user", "content": "And?"},
+            ],
+            max_completion_tokens=7,
+            temperature=0.5,
+            top_p=0.9,
+            seed=3,
+            stop=["END", "STOP"],
+            n=1,
+            user="somebody",
+            frequency_penalty=0,
+            logprobs=False,
+            extra_body={"mmkv": {"policy": "snapkv", "budget": 0.1}, "top_k": 5},
+        )
+        (asked,) = engine.asked
+        assert asked == {
+            "messages": [
+                {"role": "system", "content": "Be short."},
+                {"role": "user", "content": "Hello"},
+                {"role": "assistant", "content": "Hi"},
+                {"role": "user", "content": "And?"},
+            ],
+            "sampling": Sampling(temperature=0.5, top_p=0.9, top_k=5, seed=3, stop=("END", "STOP")),
+            "max_new_tokens": 7,
+            "timeout": 60,
+            "policy": "snapkv",
+            "budget": 0.1,
+        }
+
+    def test_what_is_handed_on_by_default(self, client, engine):
+        client.chat.completions.create(**HELLO)
+        (asked,) = engine.asked
+        assert asked["sampling"] == Sampling()
+        assert (asked["max_new_tokens"], asked["policy"], asked["budget"]) == (1024, None, None)
+        client.chat.completions.create(**HELLO, max_tokens=9, stop="END")
+        assert engine.asked[1]["max_new_tokens"] == 9
+        assert engine.asked[1]["sampling"].stop == ("END",)
+
+    def test_pictures(self, client, engine):
+        red, blue = Image.new("RGB", (8, 6), "red"), Image.new("RGBA", (5, 9), "blue")
+        urls = [data_url(red, "BMP"), data_url(blue)]
+        parts = [{"type": "image_url", "image_url": {"url": x, "detail": "low"}} for x in urls]
+        question = {"type": "text", "text": "Which?"}
+        client.chat.completions.create(**asking(parts[0], question, parts[1]))
+        ((first, text, second),) = [x["content"] for x in engine.asked[0]["messages"]]
+        assert [x["type"] for x in (first, second)] == ["image", "image"]
+        assert text == question
+        assert (first["image"].size, first["image"].getpixel((0, 0))) == ((8, 6), (255, 0, 0))
+        assert (second["image"].mode, second["image"].getpixel((0, 0))) == ("RGB", (0, 0, 255))
+
+    def test_models(self, client):
+        assert [x.id for x in client.models.list()] == ["tiny"]
+        assert client.models.retrieve("tiny").owned_by == "mmkv"
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            client.models.retrieve("huge/one")
+
+    def test_health(self, address):
+        assert get(address, "/health") == (200, '{"status":"ok"}')
+
+    def test_curl(self, address):
+        if shutil.which("curl") is None:
+            pytest.skip("curl is not installed")
+        command = ["curl", "-sSN", "--max-time", "20", f"{address}/v1/chat/completions"]
+        command += ["-H", "Content-Type: application/json", "-d"]
+        out = subprocess.run([*command, json.dumps(HELLO)], capture_output=True, check=True)
+        assert json.loads(out.stdout)["choices"][0]["message"]["content"] == "A red circle."
+        body = json.dumps({**HELLO, "stream": True})
+        out = subprocess.run([*command, body], capture_output=True, check=True)
+        assert out.stdout.endswith(b"data: [DONE]\n\n")
+
+    def test_metrics(self, engine):
+        """Of a server of its own, so that the counts are known."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        with listening(server.app(engine, name="tiny")) as address:
+            for stream in (False, True):
+                status, _ = post(address, {**HELLO, "n": 2})
+                assert status == 400
+                where = urllib.parse.urlsplit(address)
+                connection = http.client.HTTPConnection(where.hostname, where.port, timeout=20)
+                body = json.dumps({**HELLO, "stream": stream})
+                connection.request("POST", "/v1/chat/completions", body, HEADERS)
+                connection.getresponse().read()
+                connection.close()
+            families = list(text_string_to_metric_families(get(address, "/metrics")[1]))
+        found = {(x.name, *sorted(x.labels.values())): x.value for y in families for x in y.samples}
+        assert found["mmkv_requests_running",] == 0
+        assert found["mmkv_requests_waiting",] == 0
+        assert found["mmkv_cache_bytes",] == 0
+        assert found["mmkv_prefix_hits_total",] == 0
+        assert found["mmkv_tokens_generated_total",] == 6
+        assert found["mmkv_answers_total", "stop"] == 2
+        assert found["mmkv_answers_total", "400"] == 2
+        assert found["mmkv_time_to_first_token_seconds_count",] == 2
+        assert found["mmkv_time_between_tokens_seconds_count",] == 4
+        assert found["mmkv_kept_share_sum",] == pytest.approx(2 * 0.4)
+
+
+WRONG = {
+    "no JSON": b"{",
+    "nothing": b"",
+    "a list": [],
+    "deep": b"[" * 100_000,
+    "not UTF-8": b'{"model": "\xff"}',
+    "half a surrogate": b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}',
+    "no model": {"messages": HELLO["messages"]},
+    "no messages": {"model": "tiny"},
+    "empty messages": {**HELLO, "messages": []},
+    "bad role": {**HELLO, "messages": [{"role": "cook", "content": "x"}]},
+    "tool": {**HELLO, "messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
+    "no content": {**HELLO, "messages": [{"role": "user"}]},
+    "content": {**HELLO, "messages": [{"role": "user", "content": 3}]},
+    "null": {**HELLO, "messages": [{"role": "user", "content": None}]},
+    "part": asking({"type": "video_url", "video_url": {"url": "x"}}),
+    "long part": asking({"type": "x" * 10_000}),
+    "unknown": {**HELLO, "beam_width": 3},
+    "long name": {**HELLO, "x" * 100_000: 3},
+    "n": {**HELLO, "n": 2},
+    "negative": {**HELLO, "temperature": -1},
+    "text": {**HELLO, "temperature": "0.5"},
+    "nan": b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+    "hot": {**HELLO, "temperature": 3},
+    "top_p": {**HELLO, "top_p": 0},
+    "max_tokens": {**HELLO, "max_tokens": 0},
+    "many tokens": {**HELLO, "max_tokens": 10**30},
+    "seed": {**HELLO, "seed": 2**70},
+    "stops": {**HELLO, "stop": ["a", "b", "c", "d", "e"]},
+    "empty stop": {**HELLO, "stop": ""},
+    "logprobs": {**HELLO, "logprobs": True},
+    "penalty": {**HELLO, "presence_penalty": 0.5},
+    "tools": {**HELLO, "tools": [{"type": "function"}]},
+    "json": {**HELLO, "response_format": {"type": "json_object"}},
+    "options": {**HELLO, "stream_options": {"include_usage": True}},
+    "budget": {**HELLO, "mmkv": {"budget": "all"}},
+    "extension": {**HELLO, "mmkv": {"model": "/etc/passwd"}},
+    "assistant's picture": {
+        **HELLO,
+        "messages": [
+            {
+                "role": "assistant",
+                "content": [{"type": "image_url", "image_url": {"url": "data:,"}}],
+            }
+        ],
+    },
+}
+PICTURES = {
+    "file": "file:///etc/passwd",
+    "path": "/etc/passwd",
+    "http": "http://127.0.0.1/x.png",
+    "metadata": "http://169.254.169.254/latest",
+    "https": "https://example.com/x.png",
+    "port": "http://[::1:9",
+    "empty": "",
+    "no base64": "data:image/png,abc",
+    "not base64": "data:image/png;base64,@@@@",
+    "nothing": "data:image/png;base64,",
+    "text": "data:image/png;base64,aGVsbG8=",
+    "wide": data_url(Image.new("1", (1001, 1000))),
+    "long": "data:image/png;base64," + "A" * (2**18 * 4 // 3 + 100),
+}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("name", WRONG)
+    def test_what_is_wrong(self, address, engine, name):
+        assert refused(post(address, WRONG[name]))
+        assert engine.asked == []
+
+    @pytest.mark.parametrize("name", PICTURES)
+    def test_pictures(self, address, engine, name):
+        with bounded():
+            assert "picture" in refused(post(address, pictured(PICTURES[name])))
+        assert engine.asked == []
+
+    def test_pixels_of_all_pictures_count(self, address, engine):
+        part = {"type": "image_url", "image_url": {"url": data_url(Image.new("1", (800, 800)))}}
+        assert post(address, asking(part))[0] == 200
+        assert "pixels" in refused(post(address, asking(part, part)))
+
+    def test_many_pictures(self, address, engine):
+        part = {"type": "image_url", "image_url": {"url": data_url(Image.new("1", (2, 2)))}}
+        assert post(address, asking(*[part] * 16))[0] == 200
+        assert "at most 16" in refused(post(address, asking(*[part] * 17)))
+
+    def test_what_a_message_says(self, address, engine):
+        _, body = post(address, WRONG["bad role"])
+        assert body["error"]["param"] == "messages.0.role"
+        assert "'system', 'developer', 'user' or 'assistant'" in body["error"]["message"]
+        assert post(address, WRONG["unknown"])[1]["error"] == {
+            "message": "Unrecognized request argument supplied: beam_width",
+            "type": "invalid_request_error",
+            "param": "beam_width",
+            "code": None,
+        }
+
+    def test_another_model(self, address, engine):
+        answer = post(address, {**HELLO, "model": "gpt-4"})
+        assert "gpt-4" in refused(answer, 404)
+        assert answer[1]["error"]["code"] == "model_not_found"
+
+    def test_a_large_body(self, address, engine):
+        body = json.dumps({**HELLO, "user": "x" * 2**20}).encode()
+        assert "1 MiB" in refused(post(address, body), 413)
+
+    def test_a_body_without_an_end(self, address, engine):
+        where = urllib.parse.urlsplit(address)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+        with socket.create_connection((where.hostname, where.port), timeout=20) as raw:
+            raw.sendall(head + b"Content-Type: application/json\r\n\r\n{")
+            assert raw.recv(100).startswith(b"HTTP/1.1 408 ")
+
+    def test_other_content_types(self, address, engine):
+        """A browser sends those to any origin without asking it first."""
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+            assert refused(post(address, HELLO, {"Content-Type": kind}), 415)
+        assert post(address, HELLO, {"Content-Type": "Application/JSON; charset=utf-8"})[0] == 200
+
+    def test_pages_of_browsers(self, address, engine):
+        assert refused(post(address, HELLO, {**HEADERS, "Origin": "http://evil.example"}), 403)
+        assert engine.asked == []
+
+    def test_other_paths_and_methods(self, address, engine):
+        assert refused(post(address, HELLO, path="/v1/completions"), 404)
+        assert refused(post(address, HELLO, path="/v1/models"), 405)
+        for path in ("/docs", "/openapi.json", "/redoc"):
+            assert get(address, path)[0] == 404
+
+    def test_a_request_that_the_engine_refuses(self, address, engine):
+        engine.refusal = Refused("99 tokens do not fit")
+        assert refused(post(address, HELLO)) == "99 tokens do not fit"
+
+    @pytest.mark.parametrize(
+        ("finish", "error", "status"),
+        [
+            ("error", RuntimeError("secret"), 500),
+            ("error", Refused("does not fit"), 400),
+            ("timeout", None, 504),
+        ],
+    )
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_reply_that_fails_before_its_first_token(
+        self, address, engine, finish, error, status, stream
+    ):
+        engine.texts, engine.finish, engine.error = [], finish, error
+        answer = post(address, {**HELLO, "stream": stream})
+        assert "secret" not in refused(answer, status)
+
+    def test_a_stream_that_fails_later(self, client, engine):
+        engine.finish, engine.error = "error", RuntimeError("secret")
+        texts = []
+        stream = client.chat.completions.create(**HELLO, stream=True)
+        with pytest.raises(openai.APIError, match="the engine failed"):
+            texts.extend(x.choices[0].delta.content for x in stream)
+        assert texts == ["A ", "red ", "circle."]
+
+    def test_a_thousand_broken_requests(self, address, engine):
+        """Cut and flipped anywhere, each is answered, and by an error of the client's."""
+        rng = random.Random(0)
+        whole = pictured(data_url(Image.effect_noise((12, 9), 50)), temperature=0.5, stop=["a"])
+        raw, kinds = json.dumps(whole).encode(), set()
+        where = urllib.parse.urlsplit(address)
+        connection = http.client.HTTPConnection(where.hostname, where.port, timeout=20)
+        for _ in range(1000):
+            body = bytearray(raw)
+            for _ in range(rng.randrange(1, 8)):
+                body[rng.randrange(len(body))] = rng.randrange(256)
+            body = body[: rng.choice([len(body), rng.randrange(len(body))])]
+            connection.request("POST", "/v1/chat/completions", bytes(body), HEADERS)
+            answer = connection.getresponse()
+            text = answer.read()
+            kinds.add(answer.status)
+            assert answer.status in (200, 400, 404), (answer.status, bytes(body))
+            if answer.status != 200:
+                refused((answer.status, json.loads(text)), answer.status)
+        connection.close()
+        assert 400 in kinds
+        assert get(address, "/health")[0] == 200
+
+    def test_room_for_all_requests_together(self, engine):
+        limits = api.Limits(held_bytes=100_000)
+        picture = pictured(data_url(Image.new("RGB", (160, 160))))  # 76,800 bytes decoded
+        engine.texts = None
+        with listening(server.app(engine, name="tiny", limits=limits)) as address:
+            first = threading.Thread(target=post, args=(address, picture))
+            first.start()
+            assert until(lambda: engine.open == 1)
+            assert "too many" in refused(post(address, picture), 429)
+            engine.texts = ["x"]
+            assert post(address, HELLO)[0] == 200
+            engine.replies[0].put(None, "stop", engine.replies[0].usage)
+            first.join(10)
+            assert post(address, picture)[0] == 200
+
+
+@pytest.fixture(scope="module")
+def locked():
+    with listening(server.app(WrittenEngine(), name="tiny", api_key="se-crét")) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    """A host of pictures, and of what is none."""
+    png = data_url(Image.new("RGB", (4, 3), "red"))
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            if self.path == "/moved?a=1":
+                self.send_response(302)
+                self.send_header("Location", "/red.png")
+                self.end_headers()
+                return
+            self.send_response(200 if self.path != "/missing" else 404)
+            self.end_headers()
+            if self.path == "/slow":
+                for _ in range(100):
+                    self.wfile.write(b"x")
+                    time.sleep(0.1)
+            elif self.path == "/endless":
+                for _ in range(100):
+                    self.wfile.write(bytes(2**16))
+            else:
+                self.wfile.write(base64.b64decode(png.partition(",")[2]))
+
+        def log_message(self, *args):
+            pass
+
+        def handle(self):
+            with suppress(OSError):  # who asked has left
+                super().handle()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{found.server_port}"
+        found.shutdown()
+
+
+@pytest.fixture(scope="module")
+def served(pictures):
+    engine = WrittenEngine()
+    limits = api.Limits(picture_bytes=2**20, read_seconds=1)
+    app = server.app(engine, name="tiny", allow_hosts=[pictures], limits=limits)
+    with listening(app) as address:
+        yield address, engine
+
+
+class TestKeys:
+    @pytest.mark.parametrize("given", [None, "", "Bearer", "Bearer wrong", "Basic se-crét", "é"])
+    def test_without_the_key(self, locked, given):
+        headers = dict(HEADERS) if given is None else {**HEADERS, "Authorization": given}
+        answer = post(locked, HELLO, {k: v.encode() for k, v in headers.items()})
+        assert "API key" in refused(answer, 401)
+        assert answer[1]["error"]["code"] == "invalid_api_key"
+        for path in ("/v1/models", "/v1/models/tiny", "/metrics"):
+            assert get(locked, path)[0] == 401
+        assert get(locked, "/health")[0] == 200
+
+    def test_with_the_key(self, locked):
+        headers = {**HEADERS, "Authorization": "Bearer se-crét".encode()}
+        assert post(locked, HELLO, headers)[0] == 200
+
+    def test_the_clients_own_error(self, locked):
+        with (
+            openai.OpenAI(base_url=f"{locked}/v1", api_key="wrong") as client,
+            pytest.raises(openai.AuthenticationError, match="Incorrect API key"),
+        ):
+            client.chat.completions.create(**HELLO)
+
+
+class TestHosts:
+    def test_an_allowed_one(self, served, pictures):
+        address, engine = served
+        assert post(address, pictured(f"http://{pictures}/red.png"))[0] == 200
+        (part,) = engine.asked[-1]["messages"][0]["content"]
+        assert (part["image"].size, part["image"].getpixel((0, 0))) == ((4, 3), (255, 0, 0))
+
+    @pytest.mark.parametrize(
+        ("path", "why"),
+        [
+            ("/moved?a=1", "answered 302"),
+            ("/missing", "answered 404"),
+            ("/slow", "did not give it"),
+            ("/endless", "larger than 1 MiB"),
+            ("/a b\r\nX: y", "did not give it"),
+        ],
+    )
+    def test_what_it_must_not_give(self, served, pictures, path, why):
+        start = time.monotonic()
+        assert why in refused(post(served[0], pictured(f"http://{pictures}{path}")))
+        assert time.monotonic() - start < 4
+
+    def test_others(self, served, pictures):
+        port = pictures.partition(":")[2]
+        for place in (f"user@{pictures}", f"localhost:{port}", "127.0.0.1", f"[::1]:{port}"):
+            assert "--allow-host" in refused(post(served[0], pictured(f"http://{place}/red.png")))
+        assert "--allow-host" in refused(post(served[0], pictured(f"ftp://{pictures}/red.png")))
+
+
+class TestClientsThatLeave:
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_stop_costing(self, address, engine, stream):
+        engine.texts = None
+        where = urllib.parse.urlsplit(address)
+        connection = http.client.HTTPConnection(where.hostname, where.port, timeout=20)
+        body = json.dumps({**HELLO, "stream": stream})
+        connection.request("POST", "/v1/chat/completions", body, HEADERS)
+        assert until(lambda: engine.open == 1)
+        if stream:
+            assert connection.getresponse().read(5) == b"data:"
+        else:
+            time.sleep(0.1)
+            assert engine.open == 1
+        connection.close()
+        assert until(lambda: engine.open == 0)
+        assert engine.replies[0].cancelled
+
+    def test_before_their_body_is_there(self, address, engine):
+        where = urllib.parse.urlsplit(address)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+        with socket.create_connection((where.hostname, where.port), timeout=20) as raw:
+            raw.sendall(head + b"Content-Type: application/json\r\n\r\n{")
+        assert post(address, HELLO)[0] == 200
+        assert len(engine.asked) == 1
+
+    def test_many_at_once(self, address, engine):
+        engine.texts = None
+
+        async def ask():
+            async with openai.AsyncOpenAI(
+                base_url=f"{address}/v1", api_key="any", max_retries=0
+            ) as client:
+                asked = [
+                    asyncio.create_task(client.chat.completions.create(**HELLO)) for _ in range(30)
+                ]
+                while engine.open < 30:
+                    await asyncio.sleep(0.01)
+                for task in asked:
+                    task.cancel()
+
+        asyncio.run(asyncio.wait_for(ask(), 20))
+        assert until(lambda: engine.open == 0)
+        engine.texts = ["x"]
+        assert post(address, HELLO)[0] == 200
+
+
+def test_addresses_that_cannot_be_had():
+    with server.bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port} is in use"):
+            server.bind("127.0.0.1", port)
+    with pytest.raises(ValueError, match=re.escape("--host 192.0.2.1")):
+        server.bind("192.0.2.1", 0)

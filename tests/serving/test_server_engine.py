@@ -1,0 +1,348 @@
+"""The server with a real engine and the built-in model, and `mmkv serve` as a command."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+
+import pytest
+from PIL import Image
+
+import mmkv
+from helpers.serving import WrittenEngine, data_url, listening, until
+from mmkv.builtin import example_pictures
+from mmkv.cli import commands, serve
+from mmkv.serving import Engine
+
+openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
+server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
+settings = pytest.importorskip("mmkv.serving.settings", reason="pip install 'mmkv[serve]'")
+
+QUESTION = "What is at the top center?"
+ANSWER = "A green square is at the top center."  # of the second example picture
+MiB = 2**20
+
+
+def asking(question=QUESTION, picture=1):
+    with Image.open(example_pictures()[picture]) as found:
+        url = data_url(found)
+    parts = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": question},
+    ]
+    return {"model": "builtin", "messages": [{"role": "user", "content": parts}]}
+
+
+@pytest.fixture(scope="module")
+def served():
+    model, processor = mmkv.load_builtin()
+    mmkv.wrap(model, "condense", 0.2)
+    with (
+        Engine(model, processor, cache_memory=32 * MiB) as engine,
+        listening(server.app(engine, name="builtin")) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as client,
+    ):
+        yield engine, client
+
+
+@pytest.fixture
+def client(served):
+    engine, client = served
+    yield client
+    assert until(lambda: idle(engine)), engine.stats()
+
+
+def idle(engine):
+    stats = engine.stats()
+    return (stats.running, stats.waiting, stats.prefilling) == (0, 0, 0)
+
+
+class TestBuiltIn:
+    def test_a_picture(self, client):
+        answer = client.chat.completions.create(**asking(), max_tokens=20)
+        assert answer.choices[0].message.content.strip() == ANSWER
+        assert answer.choices[0].finish_reason == "stop"
+        assert 0 < answer.mmkv["kept_tokens"] < 0.3 * answer.usage.prompt_tokens
+
+    def test_a_stream_and_a_prefix_that_was_read(self, client):
+        pieces = list(client.chat.completions.create(**asking(), stream=True, max_tokens=20))
+        assert "".join(x.choices[0].delta.content or "" for x in pieces).strip() == ANSWER
+        assert client.chat.completions.create(**asking()).mmkv["shared"]
+
+    def test_fewer_tokens_and_stops(self, client):
+        answer = client.chat.completions.create(**asking(), max_tokens=3)
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 3)
+        answer = client.chat.completions.create(**asking(), stop=[" is"])
+        assert answer.choices[0].message.content.strip() == "A green square"
+
+    def test_a_policy_of_its_own(self, client):
+        kept = [
+            client.chat.completions.create(
+                **asking(), max_tokens=1, extra_body={"mmkv": {"policy": "local", "budget": x}}
+            ).mmkv["kept_tokens"]
+            for x in (0.2, 0.6)
+        ]
+        assert 2 * kept[0] < kept[1]
+
+    @pytest.mark.parametrize(
+        ("more", "match"),
+        [
+            ({"extra_body": {"mmkv": {"policy": "best"}}}, "best"),
+            ({"extra_body": {"mmkv": {"budget": 0}}}, "budget"),
+            ({"max_tokens": 2**30}, "tokens"),
+        ],
+    )
+    def test_what_the_engine_refuses(self, client, more, match):
+        with pytest.raises(openai.BadRequestError, match=match):
+            client.chat.completions.create(**asking(), **more)
+
+    def test_marks_of_pictures_that_nobody_gave(self, client):
+        """A text cannot stand for a picture."""
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(**asking("What is <image>?"))
+
+    def test_a_client_that_leaves(self, served, client):
+        engine, _ = served
+        before = engine.stats()
+        stream = client.chat.completions.create(**asking("Describe the image."), stream=True)
+        next(iter(stream))
+        stream.close()
+        assert until(lambda: idle(engine))
+        assert engine.stats().requests_done == before.requests_done + 1
+
+    def test_many_at_once(self, client):
+        """Each gets what it asked for."""
+        answers = dict.fromkeys(range(4), "")
+
+        def ask(i):
+            asked = asking("Describe the image.", i)
+            found = client.chat.completions.create(**asked, max_tokens=24)
+            answers[i] = found.choices[0].message.content
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in answers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(set(answers.values())) == 4
+        assert all(re.search(r"There (is|are)|shape", x) for x in answers.values()), answers
+
+    @pytest.mark.slow
+    def test_a_thousand_broken_requests(self, served, client):
+        """None leaves anything behind in the engine."""
+        engine, _ = served
+        where = urllib.parse.urlsplit(str(client.base_url))
+        connection = http.client.HTTPConnection(where.hostname, where.port, timeout=60)
+        rng, kinds = random.Random(1), set()
+        raw = json.dumps({**asking(), "max_tokens": 2, "temperature": 0.5, "seed": 1}).encode()
+        begin = raw.index(b'"role"') - 20
+        for _ in range(1000):
+            body = bytearray(raw)
+            for _ in range(rng.randrange(1, 4)):
+                at = rng.choice([rng.randrange(len(body)), rng.randrange(begin)])
+                body[at] = rng.randrange(256)
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", bytes(body), headers)
+            answer = connection.getresponse()
+            text = json.loads(answer.read())
+            kinds.add(answer.status)
+            assert answer.status in (200, 400, 404), text
+        connection.close()
+        assert {200, 400} <= kinds
+        assert until(lambda: idle(engine))
+        assert engine.stats().cache_bytes <= 32 * MiB
+
+
+class Ending:
+    """Runs a server in the main thread, and `during` in another, which has it ended."""
+
+    def __init__(self, engine, during, grace=5.0):
+        self.engine, self.during, self.errors = engine, during, []
+        self.socket = server.bind("127.0.0.1", 0)
+        self.port = self.socket.getsockname()[1]
+        app = server.app(engine, name="tiny")
+        with self.socket:
+            server.run(app, self.socket, grace=grace, ready=self.start)
+        self.thread.join(10)
+        if self.errors:
+            raise self.errors[0]
+
+    def start(self):
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def run(self):
+        try:
+            self.during(self)
+        except BaseException as error:
+            self.errors.append(error)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def ask(self, **more):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **more}
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        return connection
+
+
+class TestEnding:
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_answers_are_finished(self, number, capfd):
+        engine = WrittenEngine()
+        engine.texts = None
+
+        def during(ending):
+            open_one = ending.ask()
+            assert until(lambda: engine.open == 1)
+            os.kill(os.getpid(), number)
+            time.sleep(0.5)
+            (reply,) = engine.replies
+            reply.put(None, "stop", reply.usage)
+            answer = open_one.getresponse()
+            assert (answer.status, b"A " in answer.read()) == (200, True)
+
+        handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+        Ending(engine, during)
+        assert handlers == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+        assert capfd.readouterr().err == ""
+
+    def test_answers_that_take_too_long_are_cut_off(self, capfd):
+        engine = WrittenEngine()
+        engine.texts = None
+
+        def during(ending):
+            whole, stream = ending.ask(), ending.ask(stream=True)
+            assert until(lambda: engine.open == 2)
+            os.kill(os.getpid(), signal.SIGTERM)
+            answer = whole.getresponse()
+            assert (answer.status, b"shutting down" in answer.read()) == (503, True)
+            assert b"shutting down" in stream.getresponse().read()
+
+        start = time.monotonic()
+        Ending(engine, during, grace=0.5)
+        assert time.monotonic() - start < 5
+        assert (engine.open, capfd.readouterr().err) == (0, "")
+
+
+class Told(BaseException):
+    """The server would start now."""
+
+
+class TestCommand:
+    def run(self, monkeypatch, *words):
+        """What an engine and a server are made of."""
+        given = {}
+
+        def make_engine(made):
+            given["settings"] = made
+            return WrittenEngine()
+
+        def app(engine, **options):
+            given.update(options)
+            raise Told
+
+        monkeypatch.setattr(settings, "make_engine", make_engine)
+        monkeypatch.setattr(server, "app", app)
+        with pytest.raises(Told):
+            commands.main(["serve", "--port", "0", *words])
+        return given
+
+    def test_options(self, monkeypatch):
+        monkeypatch.delenv("MMKV_API_KEY", raising=False)
+        given = self.run(monkeypatch)
+        assert (given["name"], given["api_key"], given["allow_hosts"]) == ("builtin", None, [])
+        made = given["settings"]
+        assert (made.policy, made.budget, made.engine["cache_memory"]) == ("condense", 0.2, None)
+        given = self.run(
+            monkeypatch,
+            *("--model", "some/llava", "--policy", "snapkv", "--option", "window=8"),
+            *("--budget", "10%", "--cache-memory", "8GiB", "--allow-host", "a.example"),
+            *("--allow-host", "b.example:81", "--max-batch", "3"),
+        )
+        made = given["settings"]
+        assert (given["name"], given["allow_hosts"]) == ("llava", ["a.example", "b.example:81"])
+        assert (made.policy, made.options, made.budget) == ("snapkv", {"window": 8}, 0.1)
+        assert (made.engine["cache_memory"], made.engine["max_batch"]) == (8 * 2**30, 3)
+
+    def test_a_file_of_options(self, monkeypatch, tmp_path):
+        path = tmp_path / "serve.yaml"
+        path.write_text("policy: snapkv\nbudget: 0.5\noption: [window=8]\nmax_batch: 3\n")
+        given = self.run(monkeypatch, "--config", str(path), "--max-batch", "4")
+        made = given["settings"]
+        assert (made.policy, made.budget, made.options) == ("snapkv", 0.5, {"window": 8})
+        assert made.engine["max_batch"] == 4
+
+    def test_a_file_may_name_any_option(self):
+        import inspect
+
+        options = set(inspect.signature(serve.serve).parameters) - {"config"}
+        assert set(settings.ServeConfig.model_fields) == options
+
+    @pytest.mark.parametrize(
+        ("text", "why"),
+        [
+            ("modell: x", "modell: Extra inputs"),
+            ("max_batch: many", "max_batch: Input should be a valid integer"),
+            ("port: 99999", "port: Input should be less than"),
+            ("- x", "dictionary"),
+            ("a: [", "no YAML"),
+            ("!!python/object/apply:os.system ['true']", "no YAML"),
+        ],
+    )
+    def test_a_wrong_file(self, capsys, tmp_path, text, why):
+        path = tmp_path / "serve.yaml"
+        path.write_text(text)
+        with pytest.raises(SystemExit) as end:
+            commands.main(["serve", "--config", str(path)])
+        told = capsys.readouterr().err
+        assert (end.value.code, len(told.splitlines()), why in told) == (2, 1, True), told
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ("--policy", "best"),
+            ("--budget", "2.5"),
+            ("--cache-memory", "much"),
+            ("--config", "missing.yaml"),
+            ("--host", "192.0.2.1"),
+        ],
+    )
+    def test_wrong_options(self, capsys, words):
+        with pytest.raises(SystemExit) as end:
+            commands.main(["serve", "--port", "0", *words])
+        told = capsys.readouterr().err
+        assert (end.value.code, len(told.splitlines()), words[1] in told) == (2, 1, True), told
+
+    @pytest.mark.parametrize(
+        ("text", "size"), [("8GiB", 2**33), ("1.5 MB", 1_500_000), ("7", 7), ("2kb", 2000)]
+    )
+    def test_sizes(self, text, size):
+        assert settings.parse_size(text) == size
+
+    @pytest.mark.slow
+    def test_from_start_to_end(self):
+        start = "from mmkv.cli.commands import main; main()"
+        command = [sys.executable, "-c", start, "serve", "--port", "0", "--device", "cpu"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, **pipes) as process:
+            try:
+                line = process.stdout.readline()
+                found = re.fullmatch(r"builtin is served at (\S+) \(Ctrl-C ends it\)\n", line)
+                with openai.OpenAI(base_url=found[1], api_key="any") as client:
+                    answer = client.chat.completions.create(**asking())
+                assert answer.choices[0].message.content.strip() == ANSWER
+                process.send_signal(signal.SIGINT)
+                assert process.communicate(timeout=20) == ("", "")
+            finally:
+                process.kill()
+        assert process.returncode == 0
