@@ -1,0 +1,292 @@
+"""Several engines, each in a process of its own, through Ray Serve; one server is before them.
+
+Requests that begin alike go to the same replica, which has read their prefix. One whose replica
+dies is asked again of another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import random
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from .api import RequestError
+from .reply import Event, Refused, Sampling, Usage
+from .settings import EngineSettings, make_engine
+
+_log = logging.getLogger(__name__)
+_NAME = "mmkv"
+_TRIES = 4
+# Of one replica, waiting included: the engine does its own queueing.
+_MOST_REQUESTS = 4096
+_MOST_PREFIXES = 32
+_SUMMED = ("waiting", "prefilling", "running", "cache_bytes", "cache_memory", "prefixes")
+
+
+class _Replica:
+    """One engine, in a process of Ray's."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._engine, self._name = make_engine(settings), random.randbytes(8).hex()
+
+    async def prefix(self, key: str) -> str:
+        """Tells Ray's router which prefixes were here; the engine holds them."""
+        return key
+
+    async def reply(self, key: str, given: dict[str, Any]) -> AsyncGenerator[tuple[str, Any]]:
+        """What `_Reply` reads: events, and last how it ended."""
+        if key:
+            await self.prefix(key)
+        try:
+            reply = await asyncio.to_thread(self._engine.submit, **given)
+        except ValueError as error:
+            yield "refused", str(error)
+            return
+        except RuntimeError as error:
+            yield "full", str(error)
+            return
+        try:
+            async for event in reply:
+                yield "event", (event.token, event.text, reply.usage)
+        except Exception as error:
+            refused = isinstance(error, ValueError)
+            yield "refused" if refused else "error", f"{type(error).__name__}: {error}"
+            return
+        finally:
+            reply.cancel()
+        stats = self._engine.stats()
+        held = {name: getattr(stats, name) or 0 for name in _SUMMED}
+        yield "end", (reply.finish_reason, reply.usage, self._name, held)
+
+
+class _Reply:
+    """A reply from a replica, as `Reply` has it: asked again of another where its own dies."""
+
+    def __init__(self, replicas: Replicas, key: str, given: dict[str, Any]) -> None:
+        self.finish_reason: str | None = None
+        self.usage = Usage()
+        self.cancelled = False
+        self._replicas, self._key, self._given = replicas, key, given
+        self._tokens = list[int]()
+        self._answers = replicas.ask(key, given)
+
+    def cancel(self) -> None:
+        """End the reply."""
+        if self.finish_reason is None:
+            self.cancelled = True
+            self._answers.cancel()
+
+    def __aiter__(self) -> AsyncGenerator[Event]:
+        return self._events()
+
+    async def _events(self) -> AsyncGenerator[Event]:
+        from ray.exceptions import RayError, TaskCancelledError
+
+        self._replicas.live += 1
+        try:
+            for tries in range(1, _TRIES + 1):
+                try:
+                    async for event in self._of_one():
+                        yield event
+                    return
+                except (TaskCancelledError, asyncio.CancelledError):
+                    if not self.cancelled:  # ours, not the reply's
+                        raise
+                    self.finish_reason = "cancelled"
+                    return
+                except RayError as error:
+                    if self._replicas.closed:
+                        self.finish_reason = "cancelled"
+                        return
+                    _log.warning("a replica was lost (%s)", type(error).__name__)
+                    if tries == _TRIES:
+                        raise _lost() from error
+                await asyncio.sleep(0.2 * tries)
+                self._answers = await asyncio.to_thread(self._replicas.ask, self._key, self._given)
+        finally:
+            self._replicas.live -= 1
+            self.finish_reason = self.finish_reason or "error"
+            self._answers.cancel()
+
+    async def _of_one(self) -> AsyncGenerator[Event]:
+        """The events of one replica; those that another gave already must be the same."""
+        at = 0
+        async for kind, what in self._answers:
+            if kind == "event":
+                token, text, self.usage = what
+                if at == len(self._tokens):
+                    self._tokens.append(token)
+                    self._replicas.tokens += 1
+                    yield Event(token, text)
+                elif token != self._tokens[at]:
+                    raise _lost()
+                at += 1
+            elif kind == "refused":
+                raise Refused(what)
+            elif kind == "full":
+                raise RequestError(f"the server takes no request now: {what}", status=429)
+            elif kind == "error":
+                raise RuntimeError(what)
+            else:
+                self.finish_reason, self.usage, name, held = what
+                self._replicas.note(name, held, self.usage)
+
+
+def _lost() -> RequestError:
+    return RequestError("the replica was lost; try again", status=503)
+
+
+class Replicas:
+    """Engines in a Ray cluster; has what the server needs of an `Engine`.
+
+    Args:
+        settings: of each engine.
+        replicas: how many.
+        max_replicas: start up to so many when requests pile up; None: as many as `replicas`.
+        target_requests: what a replica has before another is started.
+        gpus: of each.
+        address: of a running cluster; None starts one on this computer, for loopback only.
+
+    Raises:
+        ValueError: Ray is missing, or fewer replicas at the most than at the least.
+        RuntimeError: no replica could be started.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        replicas: int = 2,
+        max_replicas: int | None = None,
+        target_requests: int = 16,
+        gpus: float = 0,
+        address: str | None = None,
+    ) -> None:
+        if max_replicas is not None and max_replicas < replicas:
+            raise ValueError(f"max_replicas={max_replicas}: fewer than replicas={replicas}")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            import ray
+            from ray import serve
+        except ModuleNotFoundError as error:
+            raise ValueError(f"replicas need {error.name}: pip install 'mmkv[ray]'") from None
+        self.live, self.tokens, self.closed = 0, 0, False
+        self._done = self._hits = 0
+        self._held: dict[str, Mapping[str, int]] = {}
+        quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+        if address is None:
+            local = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+            ray.init("local", **local, **quiet)
+        else:
+            ray.init(address, **quiet)
+        for name in ("ray", "ray.serve"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        self._started, self._local = (ray, serve), address is None
+        try:
+            serve.start(proxy_location="Disabled")  # our server is before it
+            self._handle = serve.run(
+                _deployment(serve, replicas, max_replicas, target_requests, gpus).bind(settings),
+                name=_NAME,
+                route_prefix=None,
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        sampling: Sampling | None = None,
+        **given: Any,
+    ) -> _Reply:
+        """As `Engine.submit`, for messages; refusals come with the reply."""
+        sampling = sampling or Sampling()
+        if sampling.temperature > 0 and sampling.seed is None:
+            # A second replica must draw what the first has drawn.
+            sampling = replace(sampling, seed=random.getrandbits(62))
+        return _Reply(
+            self, prefix_key(messages), {"messages": messages, "sampling": sampling, **given}
+        )
+
+    def ask(self, key: str, given: dict[str, Any]) -> Any:
+        """The answers of a replica; of one that has read the same prefix, where there is one."""
+        options: dict[str, Any] = {"multiplexed_model_id": key} if key else {}
+        return self._handle.options(stream=True, **options).reply.remote(key, given)
+
+    def note(self, name: str, held: Mapping[str, int], usage: Usage) -> None:
+        """Remember what a replica said of itself at the end of a reply."""
+        self._held[name] = held
+        self._done += 1
+        self._hits += usage.shared
+
+    def stats(self) -> Any:
+        """Sums over the replicas, as each was when it last ended a reply; `running` is of now."""
+        sums = {name: sum(x[name] for x in self._held.values()) for name in _SUMMED}
+        counts = {"requests_done": self._done, "prefix_hits": self._hits}
+        now = {"running": self.live, "tokens_generated": self.tokens}
+        return SimpleNamespace(**{**sums, **counts, **now})
+
+    def close(self) -> None:
+        """Stop the replicas, and the cluster if it was started here."""
+        self.closed = True
+        ray, serve = self._started
+        if not ray.is_initialized():
+            return
+        if not self._local:
+            serve.delete(_NAME)
+        ray.shutdown()
+
+
+def _deployment(
+    serve: Any, replicas: int, max_replicas: int | None, target_requests: int, gpus: float
+) -> Any:
+    scaling: dict[str, Any] = {"num_replicas": replicas}
+    if max_replicas is not None:
+        scaling = {
+            "autoscaling_config": {
+                "min_replicas": replicas,
+                "initial_replicas": replicas,
+                "max_replicas": max_replicas,
+                "target_ongoing_requests": target_requests,
+            }
+        }
+    kinds = {
+        "prefix": serve.multiplexed(max_num_models_per_replica=_MOST_PREFIXES)(_Replica.prefix)
+    }
+    return serve.deployment(
+        type("Replica", (_Replica,), kinds),
+        name="engine",
+        # No processor is set aside, so that any number starts on any computer.
+        ray_actor_options={"num_cpus": 0, "num_gpus": gpus},
+        max_ongoing_requests=_MOST_REQUESTS,
+        health_check_period_s=2,
+        graceful_shutdown_timeout_s=5,
+        **scaling,
+    )
+
+
+def prefix_key(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What requests have in common that begin alike: a hash of system texts and pictures, or ""."""
+    found, any_of_it = hashlib.blake2b(digest_size=16), False
+    for message in messages:
+        content = message["content"]
+        parts: list[dict[str, Any]] = (
+            [{"type": "text", "text": content}] if isinstance(content, str) else content
+        )
+        for part in parts:
+            if part["type"] == "image":
+                picture = part["image"]
+                found.update(f"{picture.size}".encode() + picture.tobytes())
+            elif message["role"] == "system":
+                found.update(part["text"].encode())
+            else:
+                continue
+            any_of_it = True
+    return found.hexdigest() if any_of_it else ""

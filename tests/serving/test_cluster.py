@@ -1,0 +1,141 @@
+"""Replicas through Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import psutil
+import pytest
+from PIL import Image
+
+from helpers.serving import data_url, listening, until
+
+openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
+server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
+cluster = pytest.importorskip("mmkv.serving.cluster", reason="pip install 'mmkv[serve]'")
+EngineSettings = cluster.EngineSettings
+
+
+class TestPrefixKey:
+    def messages(self, system="Be short.", question="What?", colour="red"):
+        picture = {"type": "image", "image": Image.new("RGB", (4, 4), colour)}
+        return [
+            {"role": "system", "content": system},
+            {"role": "user", "content": [picture, {"type": "text", "text": question}]},
+        ]
+
+    def test_is_of_what_requests_share(self):
+        key = cluster.prefix_key(self.messages())
+        assert key == cluster.prefix_key(self.messages(question="Where?"))
+        assert key != cluster.prefix_key(self.messages(system="Be long."))
+        assert key != cluster.prefix_key(self.messages(colour="blue"))
+
+    def test_is_empty_where_they_share_nothing(self):
+        assert cluster.prefix_key([{"role": "user", "content": "What?"}]) == ""
+
+
+def test_ray_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match=r"pip install 'mmkv\[ray\]'"):
+        cluster.Replicas(EngineSettings())
+
+
+def test_fewer_at_the_most_than_at_the_least():
+    with pytest.raises(ValueError, match="max_replicas=1"):
+        cluster.Replicas(EngineSettings(), replicas=2, max_replicas=1)
+
+
+def test_replicas_grow_with_what_is_asked():
+    serve = pytest.importorskip("ray.serve", reason="pip install 'mmkv[ray]'")
+    made = cluster._deployment(serve, 2, 6, 8, 0.5)
+    scaling = made._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas) == (2, 6)
+    assert scaling.target_ongoing_requests == 8
+    assert made.ray_actor_options["num_gpus"] == 0.5
+    assert cluster._deployment(serve, 3, None, 8, 0).num_replicas == 3
+
+
+@pytest.fixture(scope="module")
+def replicas():
+    """Two of them, of the built-in model, for the slow tests alone."""
+    pytest.importorskip("ray.serve", reason="pip install 'mmkv[ray]'")
+    found = cluster.Replicas(EngineSettings(budget=0.2, engine={"max_batch": 8}), replicas=2)
+    with listening(server.app(found, name="builtin")) as address:
+        yield found, f"{address}/v1"
+    found.close()
+
+
+def processes():
+    """The replicas' own."""
+    found = psutil.Process().children(recursive=True)
+    return [x for x in found if "ServeReplica" in "".join(x.cmdline())]
+
+
+def asking(colour, question="What is red?", **more):
+    picture = {"url": data_url(Image.new("RGB", (60, 60), colour))}
+    parts = [{"type": "image_url", "image_url": picture}, {"type": "text", "text": question}]
+    return {"model": "builtin", "messages": [{"role": "user", "content": parts}], **more}
+
+
+@pytest.mark.slow
+class TestReplicas:
+    def test_go_by_prefix(self, replicas):
+        with openai.OpenAI(base_url=replicas[1], api_key="any", max_retries=0) as client:
+            for colour in ("red", "green", "blue", "white"):
+                shared = [
+                    client.chat.completions.create(**asking(colour), max_tokens=2).mmkv["shared"]
+                    for _ in range(5)
+                ]
+                assert shared == [False, True, True, True, True]
+
+    def test_refuse_as_one_engine_does(self, replicas):
+        with openai.OpenAI(base_url=replicas[1], api_key="any", max_retries=0) as client:
+            for more in ({"policy": "best"}, {"budget": 0}):
+                with pytest.raises(openai.BadRequestError, match=r"best|budget"):
+                    client.chat.completions.create(**asking("red"), extra_body={"mmkv": more})
+
+    def test_a_client_that_leaves(self, replicas):
+        with openai.OpenAI(base_url=replicas[1], api_key="any", max_retries=0) as client:
+            stream = client.chat.completions.create(**asking("red"), stream=True, max_tokens=500)
+            next(iter(stream))
+            stream.close()
+        assert until(lambda: replicas[0].stats().running == 0)
+
+    def test_one_is_killed_under_load(self, replicas, caplog):
+        """Every request is answered, and as if nothing had happened."""
+        questions = [
+            f"What is at the {x} {y}?" for x in ("top", "bottom") for y in ("left", "right")
+        ]
+        asked = [
+            asking(colour, question, max_tokens=12, **drawn)
+            for colour in ("red", "green", "blue")
+            for question in questions
+            for drawn in ({}, {"temperature": 1.0, "seed": 5})
+        ]
+
+        async def ask(client, stream, **given):
+            found = await client.chat.completions.create(**given, stream=stream)
+            if not stream:
+                return found.choices[0].message.content
+            return "".join([x.choices[0].delta.content or "" async for x in found])
+
+        async def all_of_them(kill):
+            async with openai.AsyncOpenAI(
+                base_url=replicas[1], api_key="any", max_retries=0
+            ) as client:
+                tasks = [
+                    asyncio.create_task(ask(client, i % 2 == 0, **given))
+                    for i, given in enumerate(asked)
+                ]
+                if kill:
+                    while sum(task.done() for task in tasks) < 4:
+                        await asyncio.sleep(0.01)
+                    processes()[0].kill()
+                return await asyncio.wait_for(asyncio.gather(*tasks), 60)
+
+        assert len(processes()) == 2
+        before = asyncio.run(all_of_them(kill=False))
+        assert asyncio.run(all_of_them(kill=True)) == before
+        assert "a replica was lost" in caplog.text
+        assert until(lambda: replicas[0].stats().running == 0)
