@@ -7,8 +7,10 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tomllib
+import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,10 +21,12 @@ from PIL import Image
 
 import mmkv
 from helpers.models import make_inputs
+from helpers.serving import listening
 from mmkv import budgets, chat, parts, registry, tables
 from mmkv import policy as policies
 from mmkv.builtin import example_pictures, scenes
 from mmkv.cli import commands
+from mmkv.serving import Engine
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -185,9 +189,10 @@ class TestCode:
                 assert getattr(module, entry.removeprefix("bookends:")).name == name
 
     def test_all_of_it_is_run_here(self):
-        tested = {f"docs/{x}.md" for x in ("index", "policies", "behaviour", "extending")}
+        pages = ("index", "policies", "behaviour", "extending", "serving")
+        tested = {f"docs/{x}.md" for x in pages}
         assert {x for x in TEXTS if blocks(x, "python")} == {"README.md", *tested}
-        known = {"python", "bash", "toml", "mermaid"}
+        known = {"python", "bash", "toml", "yaml", "mermaid"}
         for name, text in TEXTS.items():
             assert set(re.findall(r"^```(\w*)\n(?:.*\n)+?^```$", text, re.MULTILINE)) <= known, name
 
@@ -333,8 +338,9 @@ class TestCommands:
         assert (size, mine, rest) == (0.2, {"window": 8}, {"pretrained": "PATH_OR_ID"})
 
     def test_every_command_is_of_a_kind_that_is_checked(self):
-        checked = ("chat", "eval", "report", "bench", "plan", "calibrate", "plot")
+        checked = ("chat", "eval", "report", "bench", "plan", "calibrate", "plot", "serve")
         patterns = (
+            r"curl -s http://127\.0\.0\.1:8000/v1/",
             rf"\.venv/bin/mmkv ({'|'.join(checked)})\b",
             r"\.venv/bin/accelerate launch ",
             r"\.venv/bin/python -m mmkv\.(builtin\.training\.(evaluate|source)) ",
@@ -379,6 +385,68 @@ class TestCommands:
         for name, text in TEXTS.items():
             for found in re.findall(r"mmkv\[(\w+)\]", text):
                 assert found in extras, (name, found)
+
+
+@pytest.fixture(scope="module")
+def address():
+    """Of a server on a free port, in the place of the one on port 8000."""
+    server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
+    model, processor = mmkv.load_builtin()
+    mmkv.wrap(model, budget=0.2)
+    with (
+        Engine(model, processor) as engine,
+        listening(server.app(engine, name="builtin", max_new_tokens=8)) as address,
+    ):
+        yield address
+
+
+class TestServing:
+    @pytest.mark.parametrize("words", commands_of("serve"), ids=shown)
+    def test_commands_are_right_up_to_the_model(self, words, monkeypatch):
+        server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
+        monkeypatch.setattr(server, "bind", reached)
+        with pytest.raises(Reached):
+            commands.main(words[1:])
+
+    def test_the_file_of_options(self, tmp_path):
+        settings = pytest.importorskip("mmkv.serving.settings", reason="pip install 'mmkv[serve]'")
+        (block,) = blocks("docs/serving.md", "yaml")
+        (tmp_path / "serve.yaml").write_text(block, encoding="utf-8")
+        found = settings.read_config(tmp_path / "serve.yaml")
+        assert (found["replicas"], found["budget"]) == (2, "0.2")
+
+    def test_the_request_by_curl(self, address):
+        if shutil.which("curl") is None:
+            pytest.skip("curl is not installed")
+        (line,) = [x for x in lines() if x.startswith("curl ")]
+        command = shlex.split(line.replace("http://127.0.0.1:8000", address))
+        found = subprocess.run([*command, "-m", "60"], capture_output=True, check=True)
+        assert json.loads(found.stdout)["choices"][0]["message"]["content"]
+
+    def test_the_request_by_openais_client(self, address, tmp_path, monkeypatch, capsys):
+        pytest.importorskip("openai", reason="the server is tested with the openai client")
+        shutil.copy(example_pictures()[1], tmp_path / "photo.png")
+        monkeypatch.chdir(tmp_path)
+        (block,) = blocks("docs/serving.md", "python")
+        exec(block.replace("http://127.0.0.1:8000", address), {})
+        assert re.search(r"A green square is at the top center\. ?\d+ \d+", capsys.readouterr().out)
+
+    def test_the_metrics(self, address):
+        with urllib.request.urlopen(f"{address}/metrics", timeout=20) as answer:
+            page = answer.read().decode()
+        table = between(TEXTS["docs/serving.md"], "## Watch", "## Who may ask")
+        named = set(re.findall(r"`(mmkv_\w+)`", table))
+        there = set(re.findall(r"^(mmkv_\w+?)(?:_bucket)?[ {]", page, re.MULTILINE))
+        derived = r"_(created|sum|count)$"
+        there = {x for x in there if not re.search(derived, x)}
+        assert named - {"mmkv_cache_memory_bytes"} <= there | {"mmkv_answers_total"}
+        assert there <= named
+
+    def test_every_field_is_named(self):
+        api = pytest.importorskip("mmkv.serving.api", reason="pip install 'mmkv[serve]'")
+        table = between(TEXTS["docs/serving.md"], "| field |", "`n` above 1")
+        for field in set(api.ChatRequest.model_fields) - {"model", "n"}:
+            assert f"`{field}`" in table, field
 
 
 class TestFigures:
