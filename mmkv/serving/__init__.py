@@ -1,6 +1,6 @@
 """Continuous batching over a wrapped model: many requests, one batch, a promised size of cache."""
 
 from mmkv.serving.engine import Engine, EngineStats
-from mmkv.serving.reply import Event, Refused, Reply, Sampling, Usage
+from mmkv.serving.reply import Busy, Event, Refused, Reply, Sampling, Usage
 
-__all__ = ["Engine", "EngineStats", "Event", "Refused", "Reply", "Sampling", "Usage"]
+__all__ = ["Busy", "Engine", "EngineStats", "Event", "Refused", "Reply", "Sampling", "Usage"]

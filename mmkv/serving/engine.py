@@ -26,7 +26,7 @@ from mmkv.policy import Policy
 from mmkv.registry import get_policy
 from mmkv.serving import prompts
 from mmkv.serving.memory import Bounds
-from mmkv.serving.reply import Refused, Reply, Sampling
+from mmkv.serving.reply import Busy, Refused, Reply, Sampling
 from mmkv.serving.request import Request
 from mmkv.serving.rows import RowCaches
 from mmkv.serving.text import TextStream
@@ -131,14 +131,14 @@ class Engine:
         self.cache_memory, self.max_batch = cache_memory, max_batch
         self.prefill_chunk, self.share_prefixes = prefill_chunk, share_prefixes
         self.max_waiting, self.max_prefixes = max_waiting, max_prefixes
-        self._bounds = Bounds(self._attachment.parts, self.model.dtype.itemsize)
+        self._bounds = Bounds(self._attachment.parts, self.model.dtype.itemsize, prefill_chunk)
         self._plans: dict[Any, CacheConfig] = {}
         self._wake = threading.Condition()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._reading: Request | None = None
         self._prefixes: OrderedDict[str, Context] = OrderedDict()
-        self._closed = False
+        self._closed = self._stepping = False
         self._tokens = self._read_tokens = self._done = self._hits = self._steps = 0
         self._step_seconds = 0.0
         options = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
@@ -174,7 +174,8 @@ class Engine:
 
         Raises:
             Refused: it can never be served; the message has the numbers.
-            RuntimeError: too many requests wait, or the engine is closed.
+            Busy: too many requests wait.
+            RuntimeError: the engine is closed.
         """
         if (messages is None) == (inputs is None):
             raise Refused("give either messages or inputs")
@@ -224,7 +225,7 @@ class Engine:
             if self._closed:
                 raise RuntimeError("the engine is closed")
             if len(self._waiting) >= self.max_waiting:
-                raise RuntimeError(f"{len(self._waiting)} requests wait already: try again later")
+                raise Busy(f"{len(self._waiting)} requests wait already: try again later")
             self._waiting.append(request)
             self._wake.notify_all()
         return request.reply
@@ -251,8 +252,9 @@ class Engine:
 
     def cache_bytes(self) -> int:
         """Bytes of keys and values of all requests and shared prefixes, now."""
-        caches = [x.cache for x in self._live() if x.cache is not None]
-        return sum(x.nbytes for x in [*caches, *self._prefixes.values()])
+        with self._wake:
+            caches = [x.cache for x in self._live() if x.cache is not None]
+            return sum(x.nbytes for x in [*caches, *self._prefixes.values()])
 
     def close(self) -> None:
         """End all requests ("cancelled") and the engine's thread."""
@@ -418,6 +420,7 @@ class Engine:
             logits = self._read(request, given)
             self._read_tokens += request.tokens
             request.kept = _kept(cache)
+            request.weigh()
             token = request.next_token(logits)
         except _Over:
             self._end(request, request.over or "cancelled")
@@ -524,17 +527,13 @@ class Engine:
     def _before_chunk(self, module: Any, args: Any) -> None:
         """Before each chunk of a prompt: the running replies take a step."""
         reading = self._reading
-        if reading is None or threading.current_thread() is not self._thread:
-            return
-        if self._stepping:
+        if reading is None or self._stepping or threading.current_thread() is not self._thread:
             return
         self._sweep()
         if self._closed or reading.over:
             raise _Over
         if self._running:
             self._step()
-
-    _stepping = False
 
     def _step(self) -> None:
         """One token more of every running reply."""
@@ -582,6 +581,7 @@ class Engine:
 
     def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
         """A request leaves, and what it held is freed."""
+        request.weigh()
         usage = request.usage()
         with self._wake:
             if request in self._running:
@@ -597,5 +597,6 @@ class Engine:
 def _kept(cache: CompressedCache) -> int:
     """Tokens kept of a prompt, mean over layers and heads."""
     blocks = [block for layer in cache.compressed for block in layer.keeping().blocks]
-    rows = sum(len(block.positions) for block in blocks)
-    return round(sum(int(block.schedule.counts.sum()) for block in blocks) / rows)
+    rows = [len(block.positions) for block in blocks]
+    kept = [float(block.schedule.counts.mean()) for block in blocks]
+    return round(sum(n * k for n, k in zip(rows, kept, strict=True)) / sum(rows))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from mmkv import adapters
+from mmkv.cache import selection
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.head_groups import HeadGroup, spare
+from mmkv.parts.slots import AHEAD
 
 
 class Bounds:
@@ -16,9 +18,11 @@ class Bounds:
     Args:
         parts: where the model keeps what is needed.
         dtype_bytes: of one number of a key or value.
+        chunk: tokens of a prompt that are read at a time.
     """
 
-    def __init__(self, parts: Any, dtype_bytes: int) -> None:
+    def __init__(self, parts: Any, dtype_bytes: int, chunk: int) -> None:
+        self.chunk = chunk
         shape = adapters.shape(parts.config)
         self.layers = shape["num_hidden_layers"]
         self.heads = shape["num_key_value_heads"]
@@ -30,10 +34,10 @@ class Bounds:
     def prompt(self, plan: CacheConfig, tokens: int, new: int) -> int:
         """While a prompt of `tokens` is read and a reply of `new` tokens is generated.
 
-        Every token may be held whole until the prompt is complete, and grow by its replies; the
+        Every token may be held whole until the prompt is complete, and the reply's after it; the
         slots set aside for more are an eighth at most.
         """
-        width = tokens + new
+        width = min(tokens, self._held(plan, tokens, new)) + new
         return self._of(plan, [width + spare(width, 2 * width)] * self.layers, tokens)
 
     def behind(self, cache: CompressedCache, tokens: int, new: int) -> int:
@@ -54,6 +58,16 @@ class Bounds:
             for layer in cache.compressed
             for extra, block in _with_rest(layer)
         )
+
+    def _held(self, plan: CacheConfig, tokens: int, new: int) -> int:
+        """Pairs of the prompt that a head holds at the most, mean over layers."""
+        policy, budget = plan.policy, plan.budget
+        if not plan.evict_chunks or budget is None or policy.protect is not None:
+            return tokens
+        total = selection.total_kept(budget, self.layers, tokens + new)
+        kept = max(-(-total // self.layers), policy.observed + policy.sinks)
+        # A layer is as wide as its longest head, which may hold all that its heads keep together.
+        return kept * (1 if policy.heads.equal else self.heads) + self.chunk
 
     def _of(self, plan: CacheConfig, widths: list[int], tokens: int) -> int:
         policy = plan.policy
@@ -79,7 +93,9 @@ def _with_rest(layer: Any) -> list[tuple[int, HeadGroup]]:
 
 def _grown(block: HeadGroup, new: int) -> int:
     """Bytes of a block once `new` more tokens were written, slots set aside included."""
-    width = block.schedule.most(new + 1)
-    most = block.schedule.most(new + 1 + spare(width, 2 * width))
-    slots = block.positions.shape[1]
+    schedule, slots = block.schedule, block.positions.shape[1]
+    width = schedule.most(new + 1)
+    steps = new + 1 + spare(width, 2 * width)
+    # Schedules are worked out some steps ahead, and grow by what they know then.
+    most = min(schedule.most(steps + AHEAD), schedule.used + steps)
     return -(-block.nbytes // slots) * max(slots, most)

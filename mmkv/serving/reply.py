@@ -14,6 +14,10 @@ class Refused(ValueError):  # noqa: N818 - an answer, not a fault
     """A request that can never be served: too long, too large for the memory, or not valid."""
 
 
+class Busy(RuntimeError):  # noqa: N818 - as above
+    """Too many requests wait: it may be asked again later."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How a reply's tokens are chosen.
@@ -64,7 +68,7 @@ class Usage:
         completion_tokens: of the reply so far.
         kept_tokens: of the prompt, mean over layers and heads.
         shared: whether the prompt's beginning had been read for another request.
-        cache_bytes: of keys and values at the most.
+        cache_bytes: of keys and values, when the prompt had been read or at the end, the larger.
     """
 
     prompt_tokens: int = 0

@@ -94,8 +94,12 @@ class Request:
         self.reply.put(Event(token, text), None, self.usage(1))
         return reason
 
+    def weigh(self) -> None:
+        """Look at what its cache takes now."""
+        if self.cache is not None:
+            self.most = max(self.most, self.cache.nbytes)
+
     def usage(self, more: int = 0) -> Usage:
         """What it took so far, with `more` tokens."""
-        self.most = max(self.most, 0 if self.cache is None else self.cache.nbytes)
         tokens = len(self.reply.tokens) + more
         return Usage(self.tokens, tokens, self.kept, self.shared, self.most)

@@ -33,6 +33,7 @@ class RowCaches(CompressedCache):
         self.phase, self.prompt = Decoding(), None
         self.clock, self.on_clock = None, False
         self._passes: list[ForwardPass] = []
+        self._observe: list[bool] = []
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: rows differ, and the positions are given."""
@@ -63,6 +64,7 @@ class RowCaches(CompressedCache):
             raise ValueError("a batch of rows takes one token a row, and no attention_mask")
         running.cache = self
         self._passes = [ForwardPass(entered=True, parts=running.parts) for _ in self.rows]
+        self._observe = [row.observes_replies for row in self.rows]
         for i, row in enumerate(self.rows):
             self._guarded(i, lambda row=row, i=i: row.step(self._passes[i], None, 1))
 
@@ -74,7 +76,8 @@ class RowCaches(CompressedCache):
         assert running is not None
         running.check_taken()
         for row in self.rows:
-            row.compressed[layer_idx].update(key_states, value_states)
+            layer: Any = row.layers[layer_idx]
+            layer.update(key_states, value_states)
         running.hand_over(layer_idx, key_states)
         return key_states, value_states
 
@@ -97,7 +100,7 @@ class RowCaches(CompressedCache):
             for i, (row, own) in enumerate(zip(self.rows, self._passes, strict=True)):
                 if self.errors[i] is not None:
                     continue
-                if rotary is not None and row.observes_replies:
+                if rotary is not None and self._observe[i]:
                     own.rotary[layer_idx] = rotary.rows(torch.tensor([i], device=rotary.cos.device))
                 current.set(own)
                 at = slice(i, i + 1)

@@ -2,36 +2,276 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import random
+import threading
+
 import pytest
 import torch
 
 import mmkv
+from helpers import zoo
 from helpers.models import make_inputs
-from mmkv.serving import Engine, Sampling
+from helpers.oracle import Variant, options_of
+from mmkv.serving import Busy, Engine, Refused, Sampling
 
 SEEDED = Sampling(temperature=0.9, top_p=0.9, top_k=20, seed=7)
+# Rings of slots, victims by weight, rounds, postponed eviction, groups, positions counted anew.
+FEW = [
+    Variant("h2o"),
+    Variant("prefixkv", (("distance", 4),)),
+    Variant("streaming", (("reposition", True),)),
+    Variant("condense", (("decode", "rounds"), ("every", 4), ("latest", 3))),
+    Variant("expected", (("decode", "rounds"), ("every", 3), ("latest", 0))),
+    Variant("adakv", (("postpone", 4), ("layers", "squeeze"))),
+]
+ALL = [Variant(name) for name in mmkv.list_policies()]
 
 
-def alone(model, inputs, new, sampling=None):
-    options = {"do_sample": False}
+def alone(model, inputs, new, sampling=None, **options):
+    options["do_sample"] = sampling is not None
     if sampling is not None:
         torch.manual_seed(sampling.seed)
-        options = {"do_sample": True, "temperature": sampling.temperature}
+        options |= {"temperature": sampling.temperature}
         options |= {"top_p": sampling.top_p, "top_k": sampling.top_k}
     out = model.generate(**inputs, **options, max_new_tokens=new)
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("name", ["llama", "llava-llama"])
-def test_every_reply_is_the_one_that_generate_gives_alone(models, name):
+def watched(engine):
+    """What the caches take after each layer, and where a request took more than it reserved."""
+    seen, over = [], []
+
+    def look(*args):
+        seen.append(engine.cache_bytes())
+        held = [(x.cache.nbytes, x.reserved) for x in engine._live() if x.cache is not None]
+        over.extend(x for x in held if x[0] > x[1])
+
+    hooks = [layer.register_forward_hook(look) for layer in engine._attachment.parts.layers]
+    return seen, over, hooks
+
+
+def interleaved(model, name, seed, **options):
+    """Requests that come while others run, and some of which are broken off: all equal `alone`."""
+    rng = random.Random(seed)
+    lengths, new = rng.sample(range(30, 110), 5), rng.sample(range(3, 18), 5)
+    asked = [make_inputs(name, (n,), seed=n) for n in lengths]
+    how = [None if i % 3 else SEEDED for i in range(5)]
+    chunk = {"prefill_chunk_size": 16} if options.pop("in_chunks", False) else {}
+    wanted = [alone(model, x, n, s, **chunk) for x, n, s in zip(asked, new, how, strict=True)]
+    with Engine(model, prefill_chunk=16, max_batch=3, **options) as engine:
+        replies = []
+
+        def submit():
+            i = len(replies)
+            sampling = how[i] or Sampling()
+            replies.append(engine.submit(inputs=asked[i], sampling=sampling, max_new_tokens=new[i]))
+
+        submit(), submit()
+        broken = engine.submit(inputs=asked[0], max_new_tokens=40)
+        first = iter(broken)
+        for _ in range(6):
+            next(first)
+            if len(replies) < 5 and rng.random() < 0.7:
+                submit()
+        broken.cancel()
+        while len(replies) < 5:
+            submit()
+        assert [x.result(60)[0] for x in replies] == wanted
+        assert len(broken.result(60)[0]) < 40
+        assert engine.stats().cache_bytes == 0
+
+
+@pytest.mark.parametrize("variant", FEW, ids=str)
+def test_replies_are_what_they_are_alone(models, variant):
+    name = "llava-llama" if variant.policy in ("condense", "h2o") else "llama"
     model = models(name)
-    with mmkv.wrapped(model, "snapkv", 0.4, window=6, kernel_size=3):
-        asked = [make_inputs(name, (n,), seed=n) for n in (50, 96, 33, 71)]
-        wanted = [alone(model, x, 12) for x in asked]
-        seeded = alone(model, asked[1], 12, SEEDED)
-        with Engine(model, prefill_chunk=16) as engine:
-            replies = [engine.submit(inputs=x, max_new_tokens=12) for x in asked]
-            drawn = engine.submit(inputs=asked[1], sampling=SEEDED, max_new_tokens=12)
-            assert [x.result(60)[0] for x in replies] == wanted
-            assert drawn.result(60)[0] == seeded
-            assert engine.stats().cache_bytes == 0
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
+        interleaved(model, name, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "llava-llama"])
+@pytest.mark.parametrize("variant", ALL, ids=str)
+def test_every_policy_interleaved(models, name, variant):
+    model = models(name)
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
+        for seed in range(3):
+            interleaved(model, name, seed)
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen2_5_VLForConditionalGeneration", "OPTForCausalLM", "Phi3ForCausalLM"]
+)
+def test_positions_of_each_model(name):
+    model = zoo.make(name)
+    mmkv.wrap(model, "snapkv", 0.4, window=6, kernel_size=3)
+    asked = [zoo.prompt(model, (n,), seed=n) for n in (60, 96, 41)]
+    wanted = [alone(model, x, 8) for x in asked]
+    with Engine(model, prefill_chunk=24) as engine:
+        replies = [engine.submit(inputs=x, max_new_tokens=8) for x in asked]
+        assert [x.result(60)[0] for x in replies] == wanted
+
+
+def test_chunks_that_evict(models):
+    model = models("llama")
+    with mmkv.wrapped(model, "adakv", 0.3, window=6, kernel_size=3, evict_chunks=True):
+        interleaved(model, "llama", seed=2, in_chunks=True)
+
+
+def test_a_policy_of_a_request_of_its_own(models):
+    model, x = models("llama"), make_inputs("llama", (80,))
+    wanted = []
+    for policy, budget in (("h2o", 0.3), ("snapkv", 0.4), ("full", None), ("kvzip", 0.3)):
+        options = {"window": 6, "kernel_size": 3} if policy == "snapkv" else {}
+        with mmkv.wrapped(model, policy, budget, **options):
+            wanted.append(alone(model, x, 10))
+    with mmkv.wrapped(model, "h2o", 0.3), Engine(model) as engine:
+        snap = mmkv.get_policy("snapkv", window=6, kernel_size=3)
+        own = [{}, {"policy": snap, "budget": 0.4}, {"policy": "full"}]
+        own.append({"policy": "kvzip", "budget": 0.3})
+        replies = [engine.submit(inputs=x, max_new_tokens=10, **options) for options in own]
+        assert [x.result(60)[0] for x in replies] == wanted
+        with pytest.raises(Refused, match="wrap it with that policy"):
+            engine.submit(inputs=x, policy="squeeze", budget=0.3)
+        with pytest.raises(Refused, match="nonesuch"):
+            engine.submit(inputs=x, policy="nonesuch")
+
+
+@pytest.mark.parametrize("options", [{}, {"evict_chunks": True}], ids=str)
+def test_memory_is_never_exceeded_and_comes_back(models, options):
+    model = models("llama")
+    with mmkv.wrapped(model, "prefixkv", 0.3, distance=4, **options):
+        asked = [make_inputs("llama", (n,), seed=n) for n in (150, 40, 90, 60, 120)]
+        with Engine(model, prefill_chunk=16, cache_memory=200_000) as engine:
+            seen, over, hooks = watched(engine)
+            replies = [engine.submit(inputs=x, max_new_tokens=30) for x in asked]
+            for reply in replies:
+                reply.result(60)
+            for hook in hooks:
+                hook.remove()
+            stats = engine.stats()
+        assert not over
+        assert max(seen) <= 200_000
+        assert max(seen) > 40_000  # several at a time
+        assert stats.cache_bytes == stats.reserved_bytes == 0
+
+
+def test_what_waits_for_memory_keeps_its_turn(models):
+    model = models("llama")
+    with mmkv.wrapped(model, "full"):
+        big, small = make_inputs("llama", (100,)), make_inputs("llama", (20,))
+        with Engine(model, cache_memory=150_000) as engine:
+            order = []
+            ends = []
+            for i, x in enumerate((big, big, small)):
+                reply = engine.submit(inputs=x, max_new_tokens=20)
+
+                def follow(reply=reply, i=i):
+                    next(iter(reply))
+                    order.append(i)
+
+                ends.append(threading.Thread(target=follow))
+                ends[-1].start()
+            for end in ends:
+                end.join(60)
+            # The small one would fit beside the first, but the second came before it.
+            assert order.index(1) < order.index(2)
+
+
+def test_what_can_never_be_served_is_refused(models):
+    model, x = models("llama"), make_inputs("llama", (100,))
+    with pytest.raises(ValueError, match=r"mmkv\.wrap"):
+        Engine(model)
+    with mmkv.wrapped(model, "full"), Engine(model, cache_memory=100_000) as engine:
+        with pytest.raises(Refused, match=r"100 tokens .* 100000"):
+            engine.submit(inputs=x, max_new_tokens=50)
+        with pytest.raises(Refused, match=r"100 tokens .*2000 .* 2048 positions"):
+            engine.submit(inputs=x, max_new_tokens=2000)
+        with pytest.raises(Refused, match=r"\(2, 30\)"):
+            engine.submit(inputs=make_inputs("llama", (30, 20)))
+        with pytest.raises(Refused, match="processor"):
+            engine.submit([{"role": "user", "content": "Hi"}])
+        with pytest.raises(Refused, match="top_p"):
+            Sampling(top_p=0.0)
+    sliding = zoo.make("Gemma3ForCausalLM")
+    mmkv.wrap(sliding, "snapkv", 0.4, window=6)
+    with pytest.raises(ValueError, match="gemma3_text has layers with a sliding window"):
+        Engine(sliding)
+
+
+def test_an_error_is_of_its_own_request(models):
+    model = copy.deepcopy(models("llava-llama"))
+    mmkv.wrap(model, "h2o", 0.4)
+    good, bad = make_inputs("llava-llama", (50,)), make_inputs("llava-llama", (50,), seed=1)
+    wanted = alone(model, good, 12)
+    bad["pixel_values"] = bad["pixel_values"][:, :2]  # no such number of channels
+    with Engine(model) as engine:
+        running = engine.submit(inputs=good, max_new_tokens=12)
+        broken = engine.submit(inputs=bad, max_new_tokens=12)
+        row = engine.submit(inputs=good, max_new_tokens=12)
+        next(iter(row))
+        for request in engine._running:
+            if request.reply is row:
+                request.cache.layers[1].state = None  # its own cache is damaged
+        assert running.result(60)[0] == wanted
+        with pytest.raises(Exception, match="channels"):
+            broken.result(60)
+        if row.finish_reason != "length":  # it was quicker than the damage
+            with pytest.raises(ValueError, match="nothing is kept yet"):
+                row.result(60)
+        assert engine.submit(inputs=good, max_new_tokens=12).result(60)[0] == wanted
+        assert engine.stats().cache_bytes == 0
+
+
+def test_ends(models):
+    model, x = models("llama"), make_inputs("llama", (60,))
+    with mmkv.wrapped(model, "snapkv", 0.4, window=6):
+        wanted = alone(model, x, 30)
+        model.generation_config.eos_token_id = wanted[4]
+        try:
+            engine = Engine(model, max_batch=1, max_waiting=2)
+            stopped = engine.submit(inputs=x, max_new_tokens=30)
+            assert stopped.result(60)[0] == wanted[: wanted.index(wanted[4]) + 1]
+            assert stopped.finish_reason == "stop"
+        finally:
+            model.generation_config.eos_token_id = None
+        long = engine.submit(inputs=x, max_new_tokens=1500)
+        next(iter(long))
+        late = engine.submit(inputs=x, timeout=0.05)
+        late.result(60)
+        assert late.finish_reason == "timeout"
+        waits = [engine.submit(inputs=x) for _ in range(2)]
+        with pytest.raises(Busy):
+            engine.submit(inputs=x)
+        waits[0].cancel()
+        waits[0].result(60)
+        assert waits[0].finish_reason == "cancelled"
+        engine.close()
+        assert long.finish_reason == waits[1].finish_reason == "cancelled"
+        assert engine.stats().cache_bytes == 0
+        with pytest.raises(RuntimeError, match="closed"):
+            engine.submit(inputs=x)
+
+
+def test_a_cancelled_task_cancels_its_request(models):
+    model, x = models("llama"), make_inputs("llama", (60,))
+
+    async def run(engine):
+        short = engine.submit(inputs=x, max_new_tokens=8)
+        long = engine.submit(inputs=x, max_new_tokens=1500)
+        task = asyncio.create_task(long.done())
+        events = [event.token async for event in short]
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return events, short, long
+
+    with mmkv.wrapped(model, "snapkv", 0.4, window=6), Engine(model) as engine:
+        events, short, long = asyncio.run(run(engine))
+        long.result(60)
+        assert events == short.tokens == alone(model, x, 8)
+        assert short.finish_reason == "length"
+        assert long.finish_reason == "cancelled"
+        assert engine.stats().cache_bytes == 0

@@ -1,0 +1,165 @@
+"""What requests begin with is read once."""
+
+from __future__ import annotations
+
+import pytest
+from PIL import Image
+
+import mmkv
+from helpers.models import make_inputs
+from mmkv.builtin import example_pictures, load_builtin
+from mmkv.serving import Engine, Sampling
+from mmkv.serving.text import TextStream
+
+
+@pytest.fixture(scope="module")
+def builtin():
+    return load_builtin()
+
+
+def asked(picture, question):
+    parts = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
+    return [{"role": "user", "content": parts}]
+
+
+@pytest.mark.parametrize("policy", ["condense", "h2o"])
+@pytest.mark.parametrize("memory", [None, 130_000], ids=["much", "little"])
+def test_a_prefix_is_read_once_and_asked_many_times(models, policy, memory):
+    name = "llava-llama"
+    model, prefix = models(name), make_inputs(name, (80,))
+    other = make_inputs(name, (90,), seed=3)
+    questions = [make_inputs("llama", (n,), seed=n) for n in (5, 9, 33)]
+    with mmkv.wrapped(model, policy, 0.4):
+        wanted = []
+        for one in (prefix, other):
+            context = mmkv.read(model, one)
+            wanted += [context.ask(q, max_new_tokens=12)[0].tolist() for q in questions]
+        with Engine(model, prefill_chunk=16, cache_memory=memory) as engine:
+            most = []
+            hooks = [
+                layer.register_forward_hook(lambda *args: most.append(engine.cache_bytes()))
+                for layer in engine._attachment.parts.layers
+            ]
+            replies = [
+                engine.submit(inputs=q, prefix=one, max_new_tokens=12)
+                for one in (prefix, other)
+                for q in questions
+            ]
+            assert [x.result(60)[0] for x in replies] == wanted
+            stats = engine.stats()
+            for hook in hooks:
+                hook.remove()
+        if memory is None:
+            assert [x.usage.shared for x in replies] == [False, True, True] * 2
+            assert stats.prefixes == 2
+        else:
+            assert max(most) <= memory
+            assert stats.prefixes < 2
+        assert stats.cache_bytes == stats.reserved_bytes
+
+
+def test_a_prefix_is_taken_over_where_there_is_no_room_for_two(models):
+    model, prefix = models("llama"), make_inputs("llama", (80,))
+    questions = [make_inputs("llama", (n,), seed=n) for n in (5, 33, 9)]
+    with mmkv.wrapped(model, "full"):
+        context = mmkv.read(model, prefix)
+        wanted = [context.ask(q, max_new_tokens=12)[0].tolist() for q in questions]
+        with Engine(model, cache_memory=165_000) as engine:
+            for question, tokens, shared in zip(
+                questions, wanted, (False, True, False), strict=True
+            ):
+                reply = engine.submit(inputs=question, prefix=prefix, max_new_tokens=12)
+                assert reply.result(60)[0] == tokens
+                assert reply.usage.shared == shared
+
+
+def test_the_least_recently_used_prefix_leaves(models):
+    model = models("llama")
+    prefixes = [make_inputs("llama", (60,), seed=i) for i in range(3)]
+    question = make_inputs("llama", (5,), seed=9)
+    with mmkv.wrapped(model, "local", 0.4), Engine(model, max_prefixes=2) as engine:
+
+        def hit(i):
+            reply = engine.submit(inputs=question, prefix=prefixes[i], max_new_tokens=2)
+            reply.result(60)
+            return reply.usage.shared
+
+        assert [hit(i) for i in (0, 1, 0, 2, 0, 1)] == [False, False, True, False, True, False]
+
+
+def test_messages_share_what_stands_before_the_question(builtin):
+    model, processor = builtin
+    pictures = [Image.open(path) for path in example_pictures()[:2]]
+    texts = ["Describe the picture.", "How many shapes are there?"]
+    with mmkv.wrapped(model, "condense", 0.3), Engine(model, processor) as engine:
+        replies = [
+            engine.submit(asked(picture, text), max_new_tokens=30)
+            for picture in pictures
+            for text in texts
+        ]
+        tokens = [x.result(60)[0] for x in replies]
+        assert [x.usage.shared for x in replies] == [False, True] * 2
+        for picture, text, found in zip(pictures, texts, (tokens[0], tokens[3]), strict=False):
+            whole, empty = (
+                processor.apply_chat_template(
+                    asked(picture, t),
+                    add_generation_prompt=True,
+                    tokenize=True,
+                    return_dict=True,
+                    return_tensors="pt",
+                )
+                for t in (text, "")
+            )
+            ids, other = whole["input_ids"][0].tolist(), empty["input_ids"][0].tolist()
+            n = next(i for i in range(len(other)) if ids[i] != other[i])
+            read = {k: whole[k][:, :n] for k in ("input_ids", "attention_mask")}
+            context = mmkv.read(model, {**read, "pixel_values": whole["pixel_values"]})
+            rest = {k: whole[k][:, n:] for k in ("input_ids", "attention_mask")}
+            assert context.ask(rest, max_new_tokens=30)[0].tolist() == found
+        for reply, found in zip(replies, tokens, strict=True):
+            assert reply.text == processor.decode(found, skip_special_tokens=True)
+        # Nothing but the template stands before it: no prefix.
+        alone = engine.submit([{"role": "user", "content": "Describe the picture."}])
+        alone.cancel()
+        alone.result(60)
+        assert engine.stats().prefixes == 2
+
+
+def test_a_stop_text_ends_the_reply_and_is_left_out(builtin):
+    model, processor = builtin
+    picture = Image.open(example_pictures()[0])
+    with mmkv.wrapped(model, "condense", 0.3), Engine(model, processor) as engine:
+        message = asked(picture, "Describe the picture.")
+        whole = engine.submit(message, max_new_tokens=40).result(60)[1]
+        stop = whole.split()[3] + " " + whole.split()[4]
+        reply = engine.submit(message, sampling=Sampling(stop=(stop,)), max_new_tokens=40)
+        events = list(reply)
+        assert reply.text == whole[: whole.index(stop)] == "".join(x.text for x in events)
+        assert reply.finish_reason == "stop"
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes of UTF-8."""
+
+    def decode(self, tokens, skip_special_tokens):
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "wanted"),
+    [
+        ("ein Löwe 🦁!", (), "ein Löwe 🦁!"),
+        ("one two three", ("two",), "one "),
+        ("one twin two", ("two", "three"), "one twin "),
+        ("ends in tw", ("two",), "ends in tw"),
+    ],
+)
+def test_text_is_given_out_when_it_is_certain(text, stop, wanted):
+    stream, given = TextStream(Bytes(), stop), []
+    for token in text.encode():
+        given.append(stream.add(token))
+        assert "\ufffd" not in given[-1]
+        assert wanted.startswith("".join(given))
+        if stream.stopped:
+            break
+    assert "".join(given) + stream.end() == wanted
