@@ -109,9 +109,12 @@ class _Reply:
                         raise _lost() from error
                 await asyncio.sleep(0.2 * tries)
                 self._answers = await asyncio.to_thread(self._replicas.ask, self._key, self._given)
+        except Exception:
+            self.finish_reason = "error"
+            raise
         finally:
             self._replicas.live -= 1
-            self.finish_reason = self.finish_reason or "error"
+            self.finish_reason = self.finish_reason or "cancelled"  # left early
             self._answers.cancel()
 
     async def _of_one(self) -> AsyncGenerator[Event]:

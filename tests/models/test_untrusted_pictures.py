@@ -22,6 +22,7 @@ from PIL import Image, PngImagePlugin
 from helpers.memory import bounded
 from mmkv import chat
 from mmkv.eval import samples
+from mmkv.loading import untrusted
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
@@ -170,3 +171,14 @@ def test_the_server_takes_no_upload_beyond_the_limit():
         assert posted(21 * 2**20) == 413
         assert sorted(folder.rglob("*.png")) == there
     assert not folder.exists()
+
+
+def test_bytes_are_read_as_a_file_is():
+    raw = saved("PNG")
+    assert untrusted.read_picture(raw, untrusted.upright).size == (24, 16)
+    with pytest.raises(untrusted.PictureError, match="larger"):
+        untrusted.read_picture(raw, untrusted.upright, most_bytes=len(raw) - 1)
+    for name, broken in PICTURES.items():
+        with bounded(), pytest.raises(untrusted.PictureError):
+            untrusted.read_picture(broken, untrusted.upright)
+            pytest.fail(name)

@@ -36,8 +36,11 @@ HEADERS = {"Content-Type": "application/json"}
 @pytest.fixture(scope="module")
 def address_and_engine():
     engine = WrittenEngine()
-    with listening(server.app(engine, name="tiny", timeout=60, limits=LIMITS)) as address:
+    app = server.app(engine, name="tiny", timeout=60, limits=LIMITS)
+    with listening(app) as address:
         yield address, engine
+        room = app.state.service._room
+        assert until(lambda: room.left == LIMITS.held_bytes), "bytes were not given back"
 
 
 @pytest.fixture
@@ -282,6 +285,7 @@ WRONG = {
     "json": {**HELLO, "response_format": {"type": "json_object"}},
     "options": {**HELLO, "stream_options": {"include_usage": True}},
     "budget": {**HELLO, "mmkv": {"budget": "all"}},
+    "endless budget": {**HELLO, "mmkv": {"budget": float("inf")}},
     "extension": {**HELLO, "mmkv": {"model": "/etc/passwd"}},
     "assistant's picture": {
         **HELLO,
@@ -378,6 +382,10 @@ class TestRefusals:
     def test_a_request_that_the_engine_refuses(self, address, engine):
         engine.refusal = Refused("99 tokens do not fit")
         assert refused(post(address, HELLO)) == "99 tokens do not fit"
+        engine.refusal = Refused("x" * 10_000)
+        assert refused(post(address, HELLO)).endswith("x ...")
+        engine.refusal = RuntimeError("1024 requests wait already")
+        assert "too many wait" in refused(post(address, HELLO), 429)
 
     @pytest.mark.parametrize(
         ("finish", "error", "status"),
@@ -435,6 +443,7 @@ class TestRefusals:
             first.start()
             assert until(lambda: engine.open == 1)
             assert "too many" in refused(post(address, picture), 429)
+            assert "too many" in refused(post(address, {**HELLO, "user": "x" * 50_000}), 429)
             engine.texts = ["x"]
             assert post(address, HELLO)[0] == 200
             engine.replies[0].put(None, "stop", engine.replies[0].usage)
@@ -563,6 +572,8 @@ class TestClientsThatLeave:
         connection.close()
         assert until(lambda: engine.open == 0)
         assert engine.replies[0].cancelled
+        gone = 'mmkv_answers_total{ended="gone"}'
+        assert until(lambda: gone in get(address, "/metrics")[1])
 
     def test_before_their_body_is_there(self, address, engine):
         where = urllib.parse.urlsplit(address)
