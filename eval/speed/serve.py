@@ -1,0 +1,316 @@
+"""An engine under load: how long clients wait, and what fits in the same memory.
+
+    python -m mmkv.eval.speed.serve --requests 40 --rate 1 --cache-memory 40
+
+asks the built-in model about long texts with pictures, requests coming as a Poisson process (or
+from `--clients` that each wait for their answer), with the same bytes of cache for condense, for
+the full cache, and for `generate`, which answers one after another. `--soak 60` lets clients come,
+go and break off instead, and checks that every reply is the one it is alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor
+
+import mmkv
+from mmkv import chat
+from mmkv.builtin.scenes import draw, make_scene
+from mmkv.builtin.texts import make_lookup
+from mmkv.eval.speed.models import SHAPES, make, make_prompt
+from mmkv.eval.speed.processor import in_words, use_vectors
+from mmkv.loading.models import find_device
+from mmkv.serving import Engine
+from mmkv.serving.rows import RowCaches
+from mmkv.terminal import Progress, console, told
+
+Inputs = dict[str, Any]
+
+
+@dataclass
+class Timing:
+    """One request as its client saw it: seconds at which it was asked, and each token came."""
+
+    asked: float
+    tokens: list[float] = field(default_factory=list[float])
+
+    @property
+    def first(self) -> float:
+        """Seconds until the first token."""
+        return self.tokens[0] - self.asked
+
+    @property
+    def between(self) -> list[float]:
+        """Seconds between tokens."""
+        return np.diff(self.tokens).tolist()
+
+
+Serve = Callable[[Inputs, Timing], Awaitable[None]]
+
+
+def make_requests(loaded: chat.Loaded, number: int, tokens: int, pictures: int) -> list[Inputs]:
+    """Questions about long texts with pictures before them, of half to one and a half `tokens`.
+
+    Without a processor, random tokens.
+    """
+    rng = random.Random(0)
+    found: list[Inputs] = []
+    for i in range(number):
+        shown = [draw(make_scene(8 * i + k)) for k in range(pictures)]
+        length = rng.randrange(tokens // 2, tokens * 3 // 2)
+        if loaded.processor is None:
+            found.append({"input_ids": make_prompt(loaded.model, 1, length, seed=i)})
+            continue
+        text = make_lookup(i, tokens=length, records=8)
+        found.append(chat.encode(loaded, f"{text.text}\n{text.questions[0].text}", shown))
+    return found
+
+
+async def drive(
+    serve: Serve, requests: Sequence[Inputs], *, rate: float, clients: int
+) -> list[Timing]:
+    """Ask for all requests: `rate` a second at random, or one after another by each client."""
+    timings: list[Timing] = []
+
+    async def ask(inputs: Inputs) -> None:
+        timings.append(timing := Timing(time.perf_counter()))
+        await serve(inputs, timing)
+
+    if not clients:
+        rng, tasks = random.Random(1), list[asyncio.Task[None]]()
+        for inputs in requests:
+            tasks.append(asyncio.create_task(ask(inputs)))
+            await asyncio.sleep(rng.expovariate(rate))
+        await asyncio.gather(*tasks)
+        return timings
+    left = list(reversed(requests))
+
+    async def client() -> None:
+        while left:
+            await ask(left.pop())
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return timings
+
+
+def by_engine(engine: Engine, new: int) -> Serve:
+    """Requests go to an engine."""
+
+    async def serve(inputs: Inputs, timing: Timing) -> None:
+        async for _ in engine.submit(inputs=inputs, max_new_tokens=new):
+            timing.tokens.append(time.perf_counter())
+
+    return serve
+
+
+class OneByOne:
+    """Requests wait for `generate`, which answers one after another."""
+
+    def __init__(self, model: Any, new: int) -> None:
+        self.model, self.new = model, new
+        self.waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    async def serve(self, inputs: Inputs, timing: Timing) -> None:
+        """Wait for the turn, and for the answer."""
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+        self.waiting.put((inputs, timing, lambda: loop.call_soon_threadsafe(done.set_result, None)))
+        await done
+
+    def close(self) -> None:
+        """End the thread."""
+        self.waiting.put(None)
+        self.thread.join()
+
+    def _run(self) -> None:
+        while (asked := self.waiting.get()) is not None:
+            inputs, timing, done = asked
+            self.model.generate(**inputs, max_new_tokens=self.new, streamer=_Clock(timing))
+            done()
+
+
+class _Clock:
+    """A streamer of `generate` that notes when each token came."""
+
+    def __init__(self, timing: Timing) -> None:
+        self.timing, self.prompt = timing, True
+
+    def put(self, value: Tensor) -> None:
+        if not self.prompt:
+            self.timing.tokens.append(time.perf_counter())
+        self.prompt = False
+
+    def end(self) -> None:
+        pass
+
+
+def summary(timings: Sequence[Timing], within: tuple[float, float]) -> list[str]:
+    """Percentiles of what clients waited, tokens a second, and requests in time a second."""
+    first = [x.first for x in timings]
+    between = [s for x in timings for s in x.between]
+    took = max(x.tokens[-1] for x in timings) - min(x.asked for x in timings)
+    good = sum(x.first <= within[0] and np.mean(x.between) <= within[1] for x in timings)
+    shown = [
+        " / ".join(f"{scale * float(np.percentile(x, p)):.{digits}f}" for p in (50, 90, 99))
+        for x, scale, digits in ((first, 1, 2), (between, 1000, 0))
+    ]
+    tokens = sum(len(x.tokens) for x in timings)
+    return [*shown, f"{tokens / took:.1f}", f"{good / took:.2f}"]
+
+
+@torch.no_grad()
+def overhead(model: Any, rows: int, tokens: int, rounds: int = 10) -> tuple[float, float]:
+    """Seconds of a step of `rows` caches of one row, and of one cache of as many rows."""
+
+    def prompt(batch: int) -> Any:
+        g = torch.Generator().manual_seed(0)
+        ids = torch.randint(8, 200, (batch, tokens), generator=g).to(model.device)
+        return model.generate(ids, max_new_tokens=1, return_dict_in_generate=True).past_key_values
+
+    def step(cache: Any, seen: int) -> None:
+        ids = torch.full((rows, 1), 9, device=model.device)
+        at = torch.full_like(ids, seen)
+        model(input_ids=ids, position_ids=at, past_key_values=cache, logits_to_keep=1)
+
+    one, apart = prompt(rows), [prompt(1) for _ in range(rows)]
+    taken: list[list[float]] = [[], []]
+    for i in range(rounds + 1):
+        for cache, found in zip((RowCaches(apart), one), taken, strict=True):
+            start = time.perf_counter()
+            step(cache, tokens + i)
+            if torch.device(model.device).type == "cuda":
+                torch.cuda.synchronize()
+            found.append(time.perf_counter() - start)
+    each, together = (float(np.median(x[1:])) for x in taken)
+    return each, together
+
+
+def soak(model: Any, requests: Sequence[Inputs], seconds: float, memory: int, new: int) -> str:
+    """Clients that come, go and break off; all replies are what they are alone, no byte stays.
+
+    Raises:
+        ValueError: a reply differs, or bytes are left.
+    """
+    wanted = [
+        model.generate(**x, max_new_tokens=new)[0, x["input_ids"].shape[1] :].tolist()
+        for x in requests
+    ]
+    rng, until = random.Random(2), time.monotonic() + seconds
+    counts = {"whole": 0, "broken off": 0, "late": 0}
+    most = [0]
+
+    async def client(engine: Engine) -> None:
+        while time.monotonic() < until:
+            i, breaks = rng.randrange(len(requests)), rng.random()
+            timeout = rng.uniform(0.05, 2) if 0.3 < breaks < 0.4 else None
+            stream = engine.submit(inputs=requests[i], max_new_tokens=new, timeout=timeout)
+            tokens, last = list[int](), rng.randrange(new) if breaks < 0.3 else new
+            async for event in stream:
+                tokens.append(event.token)
+                most[0] = max(most[0], engine.stats().cache_bytes)
+                if len(tokens) > last:
+                    stream.cancel()
+            if tokens != wanted[i][: len(tokens)]:
+                raise ValueError(f"request {i}: {tokens}, alone {wanted[i]}")
+            how = {"length": "whole", "stop": "whole", "timeout": "late"}
+            counts[how.get(str(stream.finish_reason), "broken off")] += 1
+
+    async def run() -> None:
+        await asyncio.gather(*(client(engine) for _ in range(12)))
+
+    with Engine(model, cache_memory=memory, max_batch=8, prefill_chunk=128) as engine:
+        asyncio.run(run())
+        left = engine.stats().cache_bytes
+    if left or most[0] > memory:
+        raise ValueError(f"{left} bytes are left, {most[0]} of {memory} were held")
+    told = ", ".join(f"{n} {name}" for name, n in counts.items())
+    return f"soak: {told}; all as alone, at most {most[0] / 1e6:.1f} MB, 0 bytes left"
+
+
+def main(
+    requests: Annotated[int, typer.Option(min=2, help="How many are asked.")] = 40,
+    tokens: Annotated[int, typer.Option(min=64, help="Of a text, about; pictures on top.")] = 1000,
+    pictures: Annotated[int, typer.Option(min=0, help="Before each text.")] = 2,
+    new: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 64,
+    rate: Annotated[float, typer.Option(min=0.01, help="Requests a second, at random.")] = 1.0,
+    clients: Annotated[int, typer.Option(min=0, help="Ask in turn, instead of a rate.")] = 0,
+    budget: Annotated[float, typer.Option(help="Of condense.")] = 0.2,
+    cache_memory: Annotated[float, typer.Option(help="MB for keys and values.")] = 40.0,
+    first_within: Annotated[float, typer.Option(help="Seconds that a first token may take.")] = 5.0,
+    next_within: Annotated[float, typer.Option(help="Seconds a token after it, mean.")] = 0.2,
+    model: Annotated[
+        str, typer.Option(help="builtin, a folder or an id, or random weights of `mmkv bench`.")
+    ] = "builtin",
+    soak_seconds: Annotated[float, typer.Option("--soak", help="Soak for so long instead.")] = 0.0,
+) -> None:
+    """Time an engine under load, at equal cache memory."""
+    from rich.table import Column, Table
+
+    use_vectors()
+    if model in SHAPES:
+        loaded = chat.Loaded(model, make(SHAPES[model], str(find_device("auto"))), None, False)
+        pictures = 0
+    else:
+        loaded = chat.load(model)
+    net, tell, memory = loaded.model, Progress(), int(cache_memory * 1e6)
+    net.generation_config.eos_token_id = None  # every reply is as long as asked for
+    net.generation_config.do_sample = False
+    asked = make_requests(loaded, 8 if soak_seconds else requests, tokens, pictures)
+    if soak_seconds:
+        with mmkv.wrapped(net, "condense", budget):
+            console().print(soak(net, asked, soak_seconds, memory, new))
+        return
+    rows: list[tuple[str, list[str]]] = []
+
+    def measured(name: str, serve: Serve) -> None:
+        tell(name)
+        timings = asyncio.run(drive(serve, asked, rate=rate, clients=clients))
+        rows.append((name, summary(timings, (first_within, next_within))))
+
+    steps = list[str]()
+    for name, policy, kept in ((f"condense {budget:g}", "condense", budget), ("full", "full", 1.0)):
+        with mmkv.wrapped(net, policy, kept):
+            with Engine(net, cache_memory=memory, prefill_chunk=256) as engine:
+                measured(name, by_engine(engine, new))
+            each, one = overhead(net, 32, tokens // 4)
+            steps.append(f"{name} {1000 * each:.0f} ms, as one cache {1000 * one:.0f} ms")
+    alone = OneByOne(net, new)
+    measured("generate, one by one", alone.serve)
+    alone.close()
+    tell("")
+    shown = Table(
+        Column("", no_wrap=True),
+        "first token s, p50 / 90 / 99",
+        "between tokens ms",
+        "tokens/s",
+        "in time/s",
+    )
+    for name, found in rows:
+        shown.add_row(name, *found)
+    how = f"{clients} clients" if clients else f"{rate:g} requests a second"
+    console().print(
+        f"{in_words()}; {requests} requests of {tokens // 2:,} to {tokens * 3 // 2:,} tokens and "
+        f"{pictures} pictures, {new} new; {how}; {cache_memory:g} MB of cache; in time: first "
+        f"token within {first_within:g} s, then {next_within:g} s a token"
+    )
+    console().print(shown)
+    console().print(f"a step at batch 32: {'; '.join(steps)}")
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(told(main))
+    app()
