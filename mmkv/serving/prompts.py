@@ -52,9 +52,9 @@ def _without_question(messages: Sequence[Message]) -> list[Message] | None:
     return [*messages[:-1], {**last, "content": [*content[:-1], {**content[-1], "text": ""}]}]
 
 
-def digest(inputs: Mapping[str, Any]) -> str:
-    """What tells prompts apart: a hash of all their tensors, pictures included."""
-    found = hashlib.blake2b(digest_size=16)
+def digest(inputs: Mapping[str, Any], how: str) -> str:
+    """What tells prompts apart: a hash of all their tensors, pictures included, and of `how`."""
+    found = hashlib.blake2b(how.encode(), digest_size=16)
     for name, x in sorted(inputs.items()):
         if isinstance(x, Tensor):
             found.update(f"{name} {x.dtype} {tuple(x.shape)} ".encode())

@@ -45,7 +45,7 @@ def watched(engine):
 
     def look(*args):
         seen.append(engine.cache_bytes())
-        held = [(x.cache.nbytes, x.reserved) for x in engine._live() if x.cache is not None]
+        held = [(x.cache.nbytes, x.reserved) for x in engine._worker.live() if x.cache is not None]
         over.extend(x for x in held if x[0] > x[1])
 
     hooks = [layer.register_forward_hook(look) for layer in engine._attachment.parts.layers]
@@ -212,7 +212,7 @@ def test_an_error_is_of_its_own_request(models):
         broken = engine.submit(inputs=bad, max_new_tokens=12)
         row = engine.submit(inputs=good, max_new_tokens=12)
         next(iter(row))
-        for request in engine._running:
+        for request in engine._worker.running:
             if request.reply is row:
                 request.cache.layers[1].state = None  # its own cache is damaged
         assert running.result(60)[0] == wanted

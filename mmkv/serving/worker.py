@@ -1,0 +1,373 @@
+"""The engine's thread: whose prompt is read next, and one step after another of all replies.
+
+Before each chunk of a prompt that is read, the running replies take a step, so that none waits
+longer than one chunk takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmkv import contexts
+from mmkv.attach.attachment import Attachment
+from mmkv.contexts import Context
+from mmkv.serving.memory import Bounds
+from mmkv.serving.reading import Reader, kept
+from mmkv.serving.reply import Busy
+from mmkv.serving.request import Request
+from mmkv.serving.rows import RowCaches
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What an engine may do at a time; see `Engine`."""
+
+    cache_memory: int | None
+    max_batch: int
+    prefill_chunk: int
+    share_prefixes: bool
+    max_waiting: int
+    max_prefixes: int
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine does now, and did so far.
+
+    Attributes:
+        running: requests whose replies grow.
+        waiting: requests that were not begun.
+        prefilling: requests whose prompts are being read: 0 or 1.
+        cache_bytes: of keys and values, of all requests and shared prefixes.
+        cache_memory: what was promised; None: nothing.
+        reserved_bytes: what they may come to.
+        tokens_generated: so far.
+        prompt_tokens: read so far.
+        requests_done: ended so far, for whatever reason.
+        prefixes: that are held to be shared.
+        prefix_hits: requests that found theirs read.
+        step_seconds: of the last decode step.
+        steps: decode steps so far.
+    """
+
+    running: int
+    waiting: int
+    prefilling: int
+    cache_bytes: int
+    cache_memory: int | None
+    reserved_bytes: int
+    tokens_generated: int
+    prompt_tokens: int
+    requests_done: int
+    prefixes: int
+    prefix_hits: int
+    step_seconds: float
+    steps: int
+
+
+class _Over(Exception):  # noqa: N818 - a signal, not an error
+    """Ends the reading of a prompt whose request is over."""
+
+
+class Worker:
+    """Requests that wait, the one whose prompt is read, and those that run, on a thread of its own.
+
+    Args:
+        attachment: of the wrapped model.
+        limits: what it may do at a time.
+        bounds: what requests may take.
+    """
+
+    def __init__(self, attachment: Attachment, limits: Limits, bounds: Bounds) -> None:
+        self.model: Any = attachment.model
+        self.limits, self.bounds = limits, bounds
+        self.cache_memory = limits.cache_memory
+        self.reader = Reader(attachment, limits.prefill_chunk)
+        self.wake = threading.Condition()
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.reading: Request | None = None
+        self.prefixes: OrderedDict[str, Context] = OrderedDict()
+        self.closed = self._stepping = False
+        self._tokens = self._read_tokens = self._done = self._hits = self._steps = 0
+        self._step_seconds = 0.0
+        options = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
+        self._options: dict[str, Any] = {"use_cache": True, "return_dict": True, **options}
+        self._hook = self.model.register_forward_pre_hook(self._before_chunk, prepend=True)
+        self._thread = threading.Thread(target=self._loop, daemon=True, name="mmkv-engine")
+        self._thread.start()
+
+    def add(self, request: Request) -> None:
+        """Have a request wait for its turn.
+
+        Raises:
+            Busy: too many wait.
+            RuntimeError: the engine is closed.
+        """
+        with self.wake:
+            if self.closed:
+                raise RuntimeError("the engine is closed")
+            if len(self.waiting) >= self.limits.max_waiting:
+                raise Busy(f"{len(self.waiting)} requests wait already: try again later")
+            self.waiting.append(request)
+            self.wake.notify_all()
+
+    def notify(self) -> None:
+        """Have the thread look at what was cancelled."""
+        with self.wake:
+            self.wake.notify_all()
+
+    def close(self) -> None:
+        """End all requests, and the thread."""
+        with self.wake:
+            self.closed = True
+            self.wake.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def live(self) -> list[Request]:
+        """Those that hold or may take memory."""
+        reading = [] if self.reading is None else [self.reading]
+        return [*self.running, *reading]
+
+    def stats(self) -> EngineStats:
+        """What the engine does now, and did so far."""
+        with self.wake:
+            live, held = self.live(), list(self.prefixes.values())
+            return EngineStats(
+                running=len(self.running),
+                waiting=len(self.waiting),
+                prefilling=int(self.reading is not None),
+                cache_bytes=self.cache_bytes(),
+                cache_memory=self.cache_memory,
+                reserved_bytes=sum(x.reserved for x in live) + sum(x.nbytes for x in held),
+                tokens_generated=self._tokens,
+                prompt_tokens=self._read_tokens,
+                requests_done=self._done,
+                prefixes=len(held),
+                prefix_hits=self._hits,
+                step_seconds=self._step_seconds,
+                steps=self._steps,
+            )
+
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values of all requests and shared prefixes, now."""
+        with self.wake:
+            caches = [x.cache for x in self.live() if x.cache is not None]
+            return sum(x.nbytes for x in [*caches, *self.prefixes.values()])
+
+    @torch.no_grad()
+    def _loop(self) -> None:
+        while True:
+            with self.wake:
+                while not (self.closed or self.waiting or self.running):
+                    self.wake.wait()
+            if self.closed:
+                break
+            try:
+                self._sweep()
+                request = self._admitted()
+                if request is not None:
+                    self._start(request)
+                elif self.running:
+                    self._step()
+            except Exception as error:  # of the engine's own: nobody may wait for ever
+                logger.exception("the engine failed, and goes on without what it held")
+                self._end_all("error", error)
+        self._hook.remove()
+        self._end_all("cancelled")
+
+    def _end_all(self, reason: str, error: Exception | None = None) -> None:
+        with self.wake:
+            left = [*self.waiting, *self.live()]
+            self.waiting.clear()
+            self.prefixes.clear()
+        for request in left:
+            self._end(request, reason, error)
+
+    def _sweep(self) -> None:
+        """End what was cancelled or took too long."""
+        with self.wake:
+            over = [x for x in [*self.waiting, *self.running] if x.over]
+            for request in over:
+                if request in self.waiting:
+                    self.waiting.remove(request)
+        for request in over:
+            self._end(request, request.over or "cancelled")
+
+    def _admitted(self) -> Request | None:
+        """The request that has waited longest, if there is room for it now."""
+        with self.wake:
+            if not self.waiting or len(self.running) >= self.limits.max_batch:
+                return None
+            request = self.waiting[0]
+        context = self.prefixes.get(request.key)
+        need = request.whole
+        if context is not None:
+            need = self._behind(request, context)
+        if not self._has_room(need, spared=request.key):
+            if self.running:
+                return None
+            # Alone, and still no room for a second copy of the prefix: it takes the first.
+            self.prefixes.pop(request.key, None)
+        with self.wake:
+            self.waiting.remove(request)
+            request.reserved, request.context = need, context
+            request.shared = context is not None
+            self.reading = request
+        if context is not None:
+            self._hits += 1
+            if request.key in self.prefixes:
+                self.prefixes.move_to_end(request.key)
+        return request
+
+    def _behind(self, request: Request, context: Context) -> int:
+        asked = request.inputs["input_ids"].shape[1]
+        return min(request.whole, self.bounds.behind(context.cache, asked, request.new))
+
+    def _has_room(self, need: int, spared: str = "") -> bool:
+        """Whether `need` bytes are free, once shared prefixes have gone that are in the way."""
+        if self.cache_memory is None:
+            return True
+        taken = sum(x.reserved for x in self.live())
+        held = {key: x.nbytes for key, x in self.prefixes.items()}
+        free = self.cache_memory - taken - sum(held.values())
+        going = list[str]()
+        for key, nbytes in held.items():
+            if free >= need:
+                break
+            if key != spared:
+                going.append(key)
+                free += nbytes
+        if free < need:
+            return False
+        with self.wake:
+            for key in going:
+                del self.prefixes[key]
+        return True
+
+    def _start(self, request: Request) -> None:
+        """Read a request's prompt; then it joins the batch."""
+        try:
+            given = self._given(request)
+            cache = request.cache = given["past_key_values"]
+            logits = self.reader.read(request, given)
+            self._read_tokens += request.tokens
+            request.inputs, request.prefix = {}, None  # pictures are large
+            request.kept = kept(cache)
+            request.weigh()
+            token = request.next_token(logits)
+        except _Over:
+            self._end(request, request.over or "cancelled")
+        except Exception as error:
+            self._end(request, "error", error)
+        else:
+            with self.wake:
+                self.reading = None
+                self.running.append(request)
+            bound = self.bounds.reply(cache, request.new)
+            if bound is not None:
+                request.reserved = min(request.reserved, bound)
+            self._give(request, token)
+
+    def _given(self, request: Request) -> dict[str, Any]:
+        """What the model is given of a request, with a cache that is its own."""
+        if request.prefix is None:
+            return {**request.inputs, "past_key_values": self.reader.cache(request.plan)}
+        if request.context is None:
+            cache = request.cache = self.reader.cache(request.plan)
+            chunk = self.reader.chunk(request.prefix)
+            context = contexts.read_into(cache, self.model, request.prefix, chunk)
+            request.context, request.cache = context, None
+            need = self._behind(request, context)
+            request.reserved = 0
+            if self.limits.share_prefixes and self._has_room(context.nbytes + need):
+                request.reserved = need
+                with self.wake:
+                    self.prefixes[request.key] = context
+                    while len(self.prefixes) > self.limits.max_prefixes:
+                        self.prefixes.popitem(last=False)
+            else:
+                request.reserved = request.whole
+        context, own = request.context, self.prefixes.get(request.key) is not request.context
+        request.context = None
+        return context.behind(request.inputs, copied=not own)
+
+    def _before_chunk(self, module: Any, args: Any) -> None:
+        """Before each chunk of a prompt: the running replies take a step."""
+        reading = self.reading
+        if reading is None or self._stepping or threading.current_thread() is not self._thread:
+            return
+        self._sweep()
+        if self.closed or reading.over:
+            raise _Over
+        if self.running:
+            self._step()
+
+    def _step(self) -> None:
+        """One token more of every running reply."""
+        rows, began = list(self.running), time.perf_counter()
+        self._stepping = True
+        try:
+            batch, logits = self._forward(rows)
+            likeliest = logits.argmax(-1).tolist()
+        except Exception as error:
+            for request in rows:
+                self._end(request, "error", error)
+            return
+        finally:
+            self._stepping = False
+        self._step_seconds = time.perf_counter() - began
+        self._steps += 1
+        for i, request in enumerate(rows):
+            try:
+                if (error := batch.errors[i]) is not None:
+                    raise error
+                token = likeliest[i] if request.plain else request.next_token(logits[i : i + 1])
+            except Exception as error:
+                self._end(request, "error", error)
+            else:
+                request.position = request.position + 1
+                self._give(request, token)
+
+    def _forward(self, rows: list[Request]) -> tuple[RowCaches, Tensor]:
+        """The rows' caches, and their next tokens' logits float32 [B, V]."""
+        batch = RowCaches([x.cache for x in rows if x.cache is not None])
+        last = [[x.reply.tokens[-1]] for x in rows]
+        out = self.model(
+            input_ids=torch.tensor(last, device=self.model.device),
+            position_ids=torch.cat([x.position for x in rows], dim=-2),
+            past_key_values=batch,
+            **self._options,
+        )
+        return batch, out.logits[:, -1].float()
+
+    def _give(self, request: Request, token: int) -> None:
+        reason = request.give(token)
+        self._tokens += 1
+        if reason is not None:
+            self._end(request, reason)
+
+    def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
+        """A request leaves, and what it held is freed."""
+        request.weigh()
+        usage = request.usage()
+        with self.wake:
+            if request in self.running:
+                self.running.remove(request)
+            if self.reading is request:
+                self.reading = None
+            self._done += 1
+        request.cache, request.context, request.reserved = None, None, 0
+        request.reply.error = error
+        request.reply.put(None, reason, usage)
