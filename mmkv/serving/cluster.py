@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import random
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -74,6 +75,8 @@ class _Reply:
         self.cancelled = False
         self._replicas, self._key, self._given = replicas, key, given
         self._tokens = list[int]()
+        timeout = given.get("timeout")
+        self._end = None if timeout is None else time.monotonic() + timeout
         self._answers = replicas.ask(key, given)
 
     def cancel(self) -> None:
@@ -119,8 +122,16 @@ class _Reply:
 
     async def _of_one(self) -> AsyncGenerator[Event]:
         """The events of one replica; those that another gave already must be the same."""
-        at = 0
-        async for kind, what in self._answers:
+        at, answers = 0, aiter(self._answers)
+        while True:
+            try:
+                async with asyncio.timeout(self._left()):
+                    kind, what = await anext(answers)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:  # also where no replica is left to keep the time
+                self.finish_reason = "timeout"
+                return
             if kind == "event":
                 token, text, self.usage = what
                 if at == len(self._tokens):
@@ -139,6 +150,10 @@ class _Reply:
             else:
                 self.finish_reason, self.usage, name, held = what
                 self._replicas.note(name, held, self.usage)
+
+    def _left(self) -> float | None:
+        """Seconds that the reply may still take."""
+        return None if self._end is None else max(self._end - time.monotonic(), 0)
 
 
 def _lost() -> RequestError:

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from helpers.serving import data_url, listening, until
+from mmkv.serving import Refused, Usage
 
 openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
 server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
@@ -44,6 +45,119 @@ def test_ray_is_missing(monkeypatch):
 def test_fewer_at_the_most_than_at_the_least():
     with pytest.raises(ValueError, match="max_replicas=1"):
         cluster.Replicas(EngineSettings(), replicas=2, max_replicas=1)
+
+
+class WrittenReplicas:
+    """Each asking gives the next of these: answers, an error to raise, or None to wait for ever."""
+
+    def __init__(self, *answers):
+        self.left = iter(answers)
+        self.live = self.tokens = self.asked = self.cancelled = 0
+        self.closed, self.noted = False, []
+
+    def ask(self, key, given):
+        self.asked += 1
+        return self.Answers(self, next(self.left))
+
+    def note(self, name, held, usage):
+        self.noted.append(name)
+
+    class Answers:
+        def __init__(self, replicas, answers):
+            self.replicas, self.answers = replicas, iter(answers)
+
+        def __aiter__(self):
+            return self
+
+        async def __anext__(self):
+            answer = next(self.answers, StopAsyncIteration())
+            if answer is None:
+                await asyncio.sleep(60)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        def cancel(self):
+            self.replicas.cancelled += 1
+
+
+def event(token):
+    return "event", (token, f"{token} ", Usage(completion_tokens=token))
+
+
+END = "end", ("stop", Usage(completion_tokens=3), "a", {})
+
+
+class TestReply:
+    def read(self, replicas, **given):
+        reply = cluster._Reply(replicas, "", given)
+        tokens = []
+
+        async def read():
+            tokens.extend([x.token async for x in reply])
+
+        try:
+            asyncio.run(asyncio.wait_for(read(), 20))
+        finally:
+            assert replicas.live == 0
+        return tokens, reply
+
+    @pytest.fixture
+    def lost(self):
+        exceptions = pytest.importorskip("ray.exceptions", reason="pip install 'mmkv[ray]'")
+        return exceptions.RayActorError()
+
+    def test_of_one_replica(self, lost):
+        replicas = WrittenReplicas([event(1), event(2), END])
+        tokens, reply = self.read(replicas)
+        assert (tokens, reply.finish_reason, replicas.noted) == ([1, 2], "stop", ["a"])
+
+    def test_of_one_that_dies_and_another(self, lost):
+        whole = [event(1), event(2), event(3), END]
+        replicas = WrittenReplicas([lost], [*whole[:2], lost], whole)
+        tokens, reply = self.read(replicas)
+        assert (tokens, reply.finish_reason, replicas.tokens) == ([1, 2, 3], "stop", 3)
+
+    def test_of_another_that_says_something_else(self, lost):
+        replicas = WrittenReplicas([event(1), event(2), lost], [event(1), event(7), END])
+        with pytest.raises(cluster.RequestError, match="lost") as caught:
+            self.read(replicas)
+        assert caught.value.status == 503
+
+    def test_of_none_that_lives(self, lost):
+        replicas = WrittenReplicas(*[[lost]] * 9)
+        with pytest.raises(cluster.RequestError, match="lost") as caught:
+            self.read(replicas)
+        assert (caught.value.status, replicas.asked) == (503, 4)
+
+    def test_of_none_that_answers(self, lost):
+        _, reply = self.read(WrittenReplicas([event(1), None]), timeout=0.2)
+        assert reply.finish_reason == "timeout"
+
+    def test_of_a_cluster_that_is_closed(self, lost):
+        replicas = WrittenReplicas([lost])
+        replicas.closed = True
+        assert self.read(replicas)[1].finish_reason == "cancelled"
+
+    @pytest.mark.parametrize(
+        ("kind", "error"), [("refused", Refused), ("full", Exception), ("error", RuntimeError)]
+    )
+    def test_of_one_that_does_not_reply(self, lost, kind, error):
+        with pytest.raises(error, match="why"):
+            self.read(WrittenReplicas([(kind, "why")]))
+
+    def test_that_is_left(self, lost):
+        replicas = WrittenReplicas([event(1), None])
+
+        async def leave():
+            reply = cluster._Reply(replicas, "", {})
+            events = aiter(reply)
+            await anext(events)
+            await events.aclose()
+            return reply.finish_reason
+
+        assert asyncio.run(leave()) == "cancelled"
+        assert (replicas.live, replicas.cancelled) == (0, 1)
 
 
 def test_replicas_grow_with_what_is_asked():
