@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .api import RequestError
-from .reply import Event, Refused, Sampling, Usage
+from .reply import Busy, Event, Refused, Sampling, Usage
 from .settings import EngineSettings, make_engine
 
 _log = logging.getLogger(__name__)
@@ -49,8 +49,11 @@ class _Replica:
         except ValueError as error:
             yield "refused", str(error)
             return
-        except RuntimeError as error:
+        except Busy as error:
             yield "full", str(error)
+            return
+        except Exception as error:
+            yield "error", f"{type(error).__name__}: {error}"
             return
         try:
             async for event in reply:
@@ -144,7 +147,7 @@ class _Reply:
             elif kind == "refused":
                 raise Refused(what)
             elif kind == "full":
-                raise RequestError(f"the server takes no request now: {what}", status=429)
+                raise RequestError(what, status=429)
             elif kind == "error":
                 raise RuntimeError(what)
             else:

@@ -22,7 +22,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from . import Sampling, api
+from . import Busy, Sampling, api
 from .api import ChatRequest, Limits, RequestError
 from .metrics import Metrics
 
@@ -291,9 +291,12 @@ class _Service:
             )
         except ValueError as error:
             raise RequestError(str(error)) from None
+        except Busy as error:
+            raise RequestError(str(error), status=429) from None
         except RuntimeError:
-            status, why = (503, "it is shutting down") if self.closing else (429, "too many wait")
-            raise RequestError(f"the server takes no request now: {why}", status=status) from None
+            if not self.closing:
+                raise
+            raise RequestError("the server is shutting down", status=503) from None
 
     async def _texts(self, reply: Any, clock: Any) -> AsyncGenerator[str]:
         """The pieces of a reply's text.

@@ -22,7 +22,7 @@ from PIL import Image
 
 from helpers.memory import bounded
 from helpers.serving import WrittenEngine, data_url, listening, until
-from mmkv.serving import Refused, Sampling
+from mmkv.serving import Busy, Refused, Sampling
 
 openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
 api = pytest.importorskip("mmkv.serving.api", reason="pip install 'mmkv[serve]'")
@@ -384,8 +384,18 @@ class TestRefusals:
         assert refused(post(address, HELLO)) == "99 tokens do not fit"
         engine.refusal = Refused("x" * 10_000)
         assert refused(post(address, HELLO)).endswith("x ...")
-        engine.refusal = RuntimeError("1024 requests wait already")
-        assert "too many wait" in refused(post(address, HELLO), 429)
+        engine.refusal = Busy("1024 requests wait already")
+        assert "1024" in refused(post(address, HELLO), 429)
+        engine.refusal = RuntimeError("secret")
+        assert "secret" not in refused(post(address, HELLO), 500)
+
+    def test_while_it_ends(self, engine):
+        app = server.app(engine, name="tiny")
+        with listening(app) as address:
+            app.state.service.closing = True
+            engine.refusal = RuntimeError("the engine is closed")
+            assert "shutting down" in refused(post(address, HELLO), 503)
+            assert get(address, "/health")[0] == 503
 
     @pytest.mark.parametrize(
         ("finish", "error", "status"),
