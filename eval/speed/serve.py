@@ -172,7 +172,7 @@ def summary(timings: Sequence[Timing], within: tuple[float, float]) -> list[str]
 
 
 @torch.no_grad()
-def overhead(model: Any, rows: int, tokens: int, rounds: int = 10) -> tuple[float, float]:
+def overhead(model: Any, rows: int, tokens: int, rounds: int = 5) -> tuple[float, float]:
     """Seconds of a step of `rows` caches of one row, and of one cache of as many rows."""
 
     def prompt(batch: int) -> Any:

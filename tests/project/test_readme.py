@@ -303,6 +303,17 @@ class TestCommands:
         with pytest.raises(Reached):
             app(shlex.split(line)[3:], standalone_mode=False)
 
+    def test_the_load_on_an_engine(self, monkeypatch):
+        from mmkv.eval.speed import serve
+
+        (line,) = [x for x in lines() if " -m mmkv.eval.speed.serve " in x]
+        monkeypatch.setattr(serve, "use_vectors", lambda: None)
+        monkeypatch.setattr(serve, "make_requests", reached)
+        app = typer.Typer(pretty_exceptions_enable=False)
+        app.command()(serve.main)
+        with pytest.raises(Reached):
+            app(shlex.split(line)[3:], standalone_mode=False)
+
     def test_the_plan_is_as_printed(self, capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", "120")
         (line,) = [x for x in lines() if x.startswith(".venv/bin/mmkv plan ")]
@@ -344,7 +355,7 @@ class TestCommands:
             rf"\.venv/bin/mmkv ({'|'.join(checked)})\b",
             r"\.venv/bin/accelerate launch ",
             r"\.venv/bin/python -m mmkv\.(builtin\.training\.(evaluate|source)) ",
-            r"\.venv/bin/python -m mmkv\.eval\.(harness\.lm_eval|speed\.long) ",
+            r"\.venv/bin/python -m mmkv\.eval\.(harness\.lm_eval|speed\.(long|serve)) ",
             r"make [a-z -]+$",
             r"pip install \.$",
             r"\.ci/run$",
@@ -427,9 +438,14 @@ class TestServing:
         pytest.importorskip("openai", reason="the server is tested with the openai client")
         shutil.copy(example_pictures()[1], tmp_path / "photo.png")
         monkeypatch.chdir(tmp_path)
-        (block,) = blocks("docs/serving.md", "python")
+        block, _ = blocks("docs/serving.md", "python")
         exec(block.replace("http://127.0.0.1:8000", address), {})
         assert re.search(r"A green square is at the top center\. ?\d+ \d+", capsys.readouterr().out)
+
+    def test_the_engine_alone(self, capsys):
+        _, block = blocks("docs/serving.md", "python")
+        exec(block, {})
+        assert re.search(r"(length|stop) Usage\(prompt_tokens=\d+", capsys.readouterr().out)
 
     def test_the_metrics(self, address):
         with urllib.request.urlopen(f"{address}/metrics", timeout=20) as answer:

@@ -180,6 +180,16 @@ def test_what_waits_for_memory_keeps_its_turn(models):
             assert order.index(1) < order.index(2)
 
 
+def test_running_replies_grow_while_a_long_prompt_is_read(models):
+    model = models("llama")
+    with mmkv.wrapped(model, "snapkv", 0.4, window=6), Engine(model, prefill_chunk=16) as engine:
+        running = engine.submit(inputs=make_inputs("llama", (30,)), max_new_tokens=1000)
+        next(iter(running))
+        before = len(running.tokens)
+        next(iter(engine.submit(inputs=make_inputs("llama", (640,)), max_new_tokens=2)))
+        assert len(running.tokens) >= before + 640 // 16 - 1
+
+
 def test_what_can_never_be_served_is_refused(models):
     model, x = models("llama"), make_inputs("llama", (100,))
     with pytest.raises(ValueError, match=r"mmkv\.wrap"):

@@ -1,0 +1,54 @@
+"""The engine under load."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import typer
+
+import mmkv
+from helpers.models import make_inputs
+from mmkv.eval.speed import serve
+from mmkv.eval.speed.serve import Timing, main, soak, summary
+
+
+def test_what_clients_waited_is_summed_up():
+    timings = [Timing(0.0, [1.0, 1.5, 2.0]), Timing(1.0, [5.0, 5.1, 5.2])]
+    first, between, tokens, good = summary(timings, (2.0, 0.6))
+    assert first.startswith("2.50 /")
+    assert between.startswith("300 /")
+    assert float(tokens) == pytest.approx(6 / 5.2, abs=0.05)
+    assert float(good) == pytest.approx(1 / 5.2, abs=0.005)
+
+
+def test_a_soak_finds_a_reply_that_is_not_the_one_alone(models):
+    model = models("llama")
+    asked = [make_inputs("llama", (n,), seed=n) for n in (40, 70)]
+    with mmkv.wrapped(model, "snapkv", 0.4, window=6):
+        said = soak(model, asked, 0.5, 10**6, 8)
+        assert re.search(r"[1-9]\d* whole, .* 0 bytes left", said)
+        engine = serve.Engine
+
+        class Wrong(engine):
+            def submit(self, **options):
+                if options["inputs"] is asked[0]:
+                    options["inputs"] = asked[1]
+                return super().submit(**options)
+
+        serve.Engine = Wrong
+        try:
+            with pytest.raises(ValueError, match="request 0"):
+                soak(model, asked, 5, 10**6, 8)
+        finally:
+            serve.Engine = engine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [["--rate", "4"], ["--clients", "2"]], ids=str)
+def test_the_table(how, capsys):
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(main)
+    small = ["--requests", "3", "--tokens", "64", "--pictures", "1", "--new", "4"]
+    app([*small, *how], standalone_mode=False)
+    assert re.search(r"generate, one by one │ \d", capsys.readouterr().out)
