@@ -110,7 +110,7 @@ def serve(
     from mmkv.registry import get_policy
 
     try:
-        from mmkv.serving import server
+        from mmkv.serving import running, server
         from mmkv.serving.settings import EngineSettings, make_engine, parse_size
     except ModuleNotFoundError as error:
         raise ValueError(f"mmkv serve needs {error.name}: pip install 'mmkv[serve]'") from None
@@ -138,7 +138,7 @@ def serve(
         },
     )
     # An address that is taken is told before a model is loaded.
-    listening = server.bind(host, port)
+    listening = running.bind(host, port)
     with listening, ExitStack() as ending:
         if replicas > 1 or max_replicas is not None or ray_address is not None:
             from mmkv.serving import cluster
@@ -165,7 +165,7 @@ def serve(
         )
         place = f"[{host}]" if ":" in host.strip("[]") else host
         where = f"http://{place}:{listening.getsockname()[1]}/v1"
-        server.run(
+        running.run(
             served,
             listening,
             grace=grace,

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import hmac
 import json
 import logging
-import signal
-import socket
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import uvicorn
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -54,7 +50,7 @@ def app(
         limits: bounds of what is read.
     """
     served = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    service = _Service(engine, name, allow_hosts, max_new_tokens, timeout, limits or Limits())
+    service = Service(engine, name, allow_hosts, max_new_tokens, timeout, limits or Limits())
     served.state.service = service
 
     def admit(request: Request) -> None:
@@ -159,7 +155,9 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-class _Service:
+class Service:
+    """What is behind the routes; takes what `app` takes. `closing` refuses new requests."""
+
     def __init__(
         self,
         engine: Any,
@@ -364,89 +362,3 @@ async def _hang_up(request: Request, reply: Any) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     reply.cancel()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address, not listening yet: a model is loaded first.
-
-    Raises:
-        ValueError: the address cannot be had; names the option to change.
-    """
-    try:
-        family, *_, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
-        except OSError:
-            found.close()
-            raise
-        return found
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ValueError(
-                f"port {port} is in use: choose another by --port, or --port 0 for a free one"
-            ) from None
-        option = f"--port {port}" if error.errno == errno.EACCES else f"--host {host}"
-        raise ValueError(f"{option}: {error.strerror}") from None
-
-
-class _Server(uvicorn.Server):
-    """Says when it listens; ends by letting answers finish for a while."""
-
-    def __init__(
-        self, config: uvicorn.Config, service: _Service, grace: float, ready: Callable[[], None]
-    ) -> None:
-        super().__init__(config)
-        self._service, self._grace, self._ready = service, grace, ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._ready()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.closing = True
-        ending = asyncio.create_task(self._end())
-        await super().shutdown(sockets)
-        ending.cancel()
-
-    async def _end(self) -> None:
-        await asyncio.sleep(self._grace)
-        await asyncio.to_thread(self._service.engine.close)  # what runs is cancelled by that
-
-
-def run(
-    served: FastAPI,
-    listening: socket.socket,
-    *,
-    grace: float = 30.0,
-    ready: Callable[[], None] = lambda: None,
-) -> None:
-    """Serve until SIGINT or SIGTERM; from the main thread only.
-
-    Args:
-        served: from `app`.
-        listening: from `bind`.
-        grace: seconds that answers may go on when it ends.
-        ready: called once it listens.
-    """
-    config = uvicorn.Config(
-        served,
-        # The one that bounds a request's headers.
-        http="h11",
-        ws="none",
-        lifespan="off",
-        access_log=False,
-        log_level="warning",
-        server_header=False,
-        timeout_graceful_shutdown=int(grace) + 10,
-    )
-    server = _Server(config, served.state.service, grace, ready)
-    ends = (signal.SIGINT, signal.SIGTERM)
-    # uvicorn raises the signals again that it ended by.
-    before = {x: signal.signal(x, lambda number, frame: None) for x in ends}
-    try:
-        server.run(sockets=[listening])
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -89,9 +89,9 @@ def listening(served: Any) -> Generator[str]:
     """Serve an app from a thread; gives its address."""
     import uvicorn
 
-    from mmkv.serving import server
+    from mmkv.serving import running as addresses
 
-    socket = server.bind("127.0.0.1", 0)
+    socket = addresses.bind("127.0.0.1", 0)
     config = uvicorn.Config(served, http="h11", lifespan="off", log_level="error")
     running = uvicorn.Server(config)
     thread = threading.Thread(target=running.run, args=([socket],), daemon=True)

@@ -414,8 +414,8 @@ def address():
 class TestServing:
     @pytest.mark.parametrize("words", commands_of("serve"), ids=shown)
     def test_commands_are_right_up_to_the_model(self, words, monkeypatch):
-        server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
-        monkeypatch.setattr(server, "bind", reached)
+        running = pytest.importorskip("mmkv.serving.running", reason="pip install 'mmkv[serve]'")
+        monkeypatch.setattr(running, "bind", reached)
         with pytest.raises(Reached):
             commands.main(words[1:])
 

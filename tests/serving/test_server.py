@@ -26,6 +26,7 @@ from mmkv.serving import Busy, Refused, Sampling
 
 openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
 api = pytest.importorskip("mmkv.serving.api", reason="pip install 'mmkv[serve]'")
+running = pytest.importorskip("mmkv.serving.running", reason="pip install 'mmkv[serve]'")
 server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
 
 LIMITS = api.Limits(body_bytes=2**20, picture_bytes=2**18, pixels=10**6, read_seconds=2)
@@ -615,10 +616,10 @@ class TestClientsThatLeave:
 
 
 def test_addresses_that_cannot_be_had():
-    with server.bind("127.0.0.1", 0) as taken:
+    with running.bind("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"port {port} is in use"):
-            server.bind("127.0.0.1", port)
+            running.bind("127.0.0.1", port)
     with pytest.raises(ValueError, match=re.escape("--host 192.0.2.1")):
-        server.bind("192.0.2.1", 0)
+        running.bind("192.0.2.1", 0)

@@ -24,6 +24,7 @@ from mmkv.cli import commands, serve
 from mmkv.serving import Engine
 
 openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
+running = pytest.importorskip("mmkv.serving.running", reason="pip install 'mmkv[serve]'")
 server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
 settings = pytest.importorskip("mmkv.serving.settings", reason="pip install 'mmkv[serve]'")
 
@@ -167,11 +168,11 @@ class Ending:
 
     def __init__(self, engine, during, grace=5.0):
         self.engine, self.during, self.errors = engine, during, []
-        self.socket = server.bind("127.0.0.1", 0)
+        self.socket = running.bind("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
         app = server.app(engine, name="tiny")
         with self.socket:
-            server.run(app, self.socket, grace=grace, ready=self.start)
+            running.run(app, self.socket, grace=grace, ready=self.start)
         self.thread.join(10)
         if self.errors:
             raise self.errors[0]
