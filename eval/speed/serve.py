@@ -277,6 +277,8 @@ def main(
 
     def measured(name: str, serve: Serve) -> None:
         tell(name)
+        # Warm-up: what is set up once, for new shapes too, is not the load's.
+        asyncio.run(drive(serve, asked[:5], rate=rate, clients=1))
         timings = asyncio.run(drive(serve, asked, rate=rate, clients=clients))
         rows.append((name, summary(timings, (first_within, next_within))))
 
