@@ -268,7 +268,7 @@ def kept_by_row(cache: Any) -> list[dict[str, Any]]:
     seen = cache.get_seq_length()
     pair = (report.full_nbytes - plain) // (len(lengths) * layers[0].heads * len(layers) * seen)
     block = layers[0].blocks[0]
-    held = block.nbytes // block.positions.numel()  # of one pair, fewer in 8 or 4 bits
+    held = block.nbytes // block.slots  # of one pair, fewer in 8 or 4 bits
     found = []
     for row, length in enumerate(lengths):
         kept = sum(x.sizes[row] for x in layers)

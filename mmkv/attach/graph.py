@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_map_only
 
 from mmkv.attach.capturing import capture, refusing_waits
 from mmkv.cache.compressed import CompressedCache, NotCapturableError
-from mmkv.cache.head_groups import GraphInputs, HeadGroup
+from mmkv.cache.head_groups import GraphInputs, HeadGroup, step_of
 from mmkv.cache.layer import CompressedLayer
+from mmkv.cache.ragged_rows import RaggedRows
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Runner:
 
     def _on_device(self, cache: CompressedCache, inputs: dict[str, Any]) -> Any:
         if self.clock is None:
-            self.clock = cache.clock = _clock(cache)
+            self.clock = cache.clock = GraphInputs.at(_blocks(cache)[0].positions.device)
         if cache.clock is not self.clock:
             raise NotCapturableError("the cache was changed between two steps")
         self._take(inputs)
@@ -183,25 +184,18 @@ def _decodes(cache: CompressedCache, inputs: dict[str, Any]) -> bool:
     return not (cache.expects_prompt or cache.postpones) and tokens.shape[1] == 1
 
 
-def _blocks(cache: CompressedCache) -> list[HeadGroup]:
+def _blocks(cache: CompressedCache) -> list[HeadGroup | RaggedRows]:
     return [b for layer in cache.compressed for b in layer.blocks or ()]
 
 
 def _fills_up(cache: CompressedCache) -> bool:
     """Whether some row has still to drop its first token: from then on victims are slots (H2O)."""
-    return any(b.schedule.filling for b in _blocks(cache))
-
-
-def _clock(cache: CompressedCache) -> GraphInputs:
-    """What drives the cache's steps from now on, where its blocks are."""
-    device = _blocks(cache)[0].positions.device
-    row = torch.zeros(1, dtype=torch.int64, device=device)
-    return GraphInputs(row, torch.zeros((), dtype=torch.int32, device=device))
+    return any(b.filling for b in _blocks(cache))
 
 
 def _has_slots(cache: CompressedCache) -> bool:
     """Whether the blocks have fixed shapes, with a slot for the next token."""
-    return all(b.frozen and b.schedule.width <= b.positions.shape[1] for b in _blocks(cache))
+    return all(b.fits(cache.get_seq_length()) for b in _blocks(cache))
 
 
 def _reserve(cache: CompressedCache, ahead: int) -> None:
@@ -211,26 +205,18 @@ def _reserve(cache: CompressedCache, ahead: int) -> None:
     """
     blocks, seen = _blocks(cache), cache.get_seq_length()
     if not cache.plan.keeps_everything:
-        used = sum(len(b.positions) * b.schedule.used for b in blocks)
-        dropped = seen - used // sum(len(b.positions) for b in blocks)
+        used, rows = (sum(x) for x in zip(*(b.taken for b in blocks), strict=True))
+        dropped = seen - used // rows
         ahead = max(LEAST_AHEAD, min(ahead, dropped))
     if cache.max_length:
         ahead = min(ahead, cache.max_length - seen)
     for block in blocks:
-        block.freeze(max(1, ahead))
+        block.freeze(seen, max(1, ahead))
 
 
 def _set(cache: CompressedCache, clock: GraphInputs) -> None:
     """Set the clock to the next step."""
-    rows: set[int] = set()
-    for block in _blocks(cache):
-        block.schedule.prepare()
-        if not block.schedule.weighs:  # one that does has no table
-            rows.add(block.schedule.at)
-    if len(rows) > 1:
-        raise NotCapturableError("the layers are not at the same step")
-    clock.row.fill_(max(rows, default=0))
-    clock.position.fill_(cache.get_seq_length())
+    clock.set(step_of(_blocks(cache)), cache.get_seq_length())
 
 
 @contextmanager
@@ -238,10 +224,7 @@ def _undone(cache: CompressedCache, *, always: bool) -> Generator[None]:
     """Leave the cache as it was, after an error or `always`: a capture only looks at a step."""
     host = [(layer, layer.seen) for layer in cache.compressed]
     schedules = [(b, copy.copy(b.schedule)) for b in _blocks(cache)]
-    # What a step adds to; everything else that it writes, the same step writes again.
-    sums = [b.mass for b in _blocks(cache)]
-    sums += [getattr(b.schedule, "freed", None) for b in _blocks(cache)]
-    saved = [(x, x.clone()) for x in sums if x is not None]
+    saved = [(x, x.clone()) for b in _blocks(cache) for x in b.mutable]
     try:
         yield
     except BaseException:

@@ -24,12 +24,14 @@ from mmkv.cache.config import CacheConfig
 from mmkv.cache.dense import DenseKV
 from mmkv.cache.evict import evict, head_sizes
 from mmkv.cache.forward_pass import NOT_ATTENDED, ForwardPass, current
-from mmkv.cache.head_groups import GraphInputs, HeadGroup
+from mmkv.cache.head_groups import GraphInputs, HeadGroup, step_of
 from mmkv.cache.layer import CompressedLayer, KeptKV, nbytes
 from mmkv.cache.modes import outliving, refuse_gradient
 from mmkv.cache.phases import Decoding, Reading
+from mmkv.cache.ragged_rows import RaggedRows
 from mmkv.cache.selection import TokenMasks
 from mmkv.layer_inputs import LayerInputs
+from mmkv.parts.slots import plan as plan_slots
 from mmkv.report import CacheReport
 
 
@@ -53,6 +55,8 @@ class CompressedCache(Cache):
         # What drives steps that are replayed (`mmkv.attach.graph`), and whether this is one.
         self.clock: GraphInputs | None = None
         self.on_clock = False
+        # The same for all other steps, by device, and the position it was set to.
+        self.clocks: dict[torch.device, tuple[GraphInputs, int]] = {}
         plain = DynamicCache(config=config).layers
         layers = [CompressedLayer() if type(x) is DynamicLayer else x for x in plain]
         super().__init__(layers=layers)
@@ -89,7 +93,7 @@ class CompressedCache(Cache):
         """Whether the next pass brings a prompt, or more of one, and not a generated token."""
         return isinstance(self.phase, Reading)
 
-    def _blocks(self) -> list[HeadGroup]:
+    def _blocks(self) -> list[HeadGroup | RaggedRows]:
         return [b for layer in self.compressed for b in layer.blocks or ()]
 
     def expect(self, until: int | None = None) -> None:
@@ -140,7 +144,7 @@ class CompressedCache(Cache):
         assert isinstance(phase, Reading)
         if seen == 0:
             self.plan = self.plan.started()
-        self.clock, plan = None, self.plan
+        self.clock, self.clocks, plan = None, {}, self.plan
         self._check_whole()
         known = self._known(seen)
         if known is not None and earlier is not None:
@@ -206,6 +210,7 @@ class CompressedCache(Cache):
         """
         self._check_step(running, mask, q)
         running.cache = self
+        plan_slots([b.schedule for b in self._blocks()])
         phase, decode = self.phase, self.plan.policy.decode
         if not isinstance(phase, Decoding) or not self.observes_replies:
             return
@@ -228,6 +233,16 @@ class CompressedCache(Cache):
             self.plan.log_shortfalls(self.prompt, len(self.compressed))
         if not self.plan.needs_all_layers:
             phase.reading.sizes = self._sizes(self.prompt)
+
+    def _clock_at(self, device: torch.device, position: int) -> GraphInputs:
+        """What tells layers on a device which step this is; set once a step."""
+        clock, there = self.clocks.get(device, (None, -1))
+        if clock is None:
+            clock = GraphInputs.at(device)
+        if there != position:
+            clock.set(step_of(self._blocks()), position)
+            self.clocks[device] = clock, position
+        return clock
 
     @property
     def observes_replies(self) -> bool:
@@ -351,9 +366,10 @@ class CompressedCache(Cache):
                 "image tokens that see later ones continue a compressed prompt: give the new "
                 "turn to model.generate(..., past_key_values=cache)"
             )
-        clock = self.clock if self.on_clock else None
+        kept, clock = layer.keeping(), self.clock if self.on_clock else None
+        if clock is None and kept.reads_clock:
+            clock = self._clock_at(key.device, layer.seen - q)
         hidden = None if running.hidden is None else running.hidden.to(key.device)
-        kept = layer.keeping()
         out = kept.attend(query, key, value, layer.seen, clock=clock, hidden=hidden, **options)
         if self.observes_replies:
             layer_idx = self.layers.index(layer)
@@ -527,6 +543,7 @@ class CompressedCache(Cache):
         """Drop everything, ready for a new prompt."""
         super().reset()
         self.prompt, self.phase, self.clock, self.sizes_learned = None, Reading(), None, False
+        self.clocks = {}
 
     def check_plan(self, config: Any, plan: CacheConfig) -> None:
         """Whether a model wrapped as `plan` says may continue this cache.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmkv.cache import selection
-from mmkv.cache.head_groups import HeadGroup, attend
+from mmkv.cache.head_groups import attend
 from mmkv.cache.rerotate import reposition
 from mmkv.cache.selection import TokenMasks
 from mmkv.layer_inputs import LayerInputs, Rotary
@@ -90,7 +90,7 @@ class DenseKV:
     measured: Tensor | None = None
 
     @classmethod
-    def from_blocks(cls, blocks: list[HeadGroup], batch: int, heads: int) -> DenseKV:
+    def from_blocks(cls, blocks: Sequence[Any], batch: int, heads: int) -> DenseKV:
         """What a layer kept, sorted by position, in fresh tensors."""
         names = ("keys", "values", "mass", "log_weights")
         positions, (keys, values, mass, log_weights) = by_age(blocks, batch, heads, *names)
@@ -326,7 +326,7 @@ class DenseKV:
 
 
 def by_age(
-    blocks: list[HeadGroup], batch: int, heads: int, *names: str
+    blocks: Sequence[Any], batch: int, heads: int, *names: str
 ) -> tuple[Tensor, list[Tensor | None]]:
     """What blocks hold of a layer, sorted by position, in fresh tensors.
 

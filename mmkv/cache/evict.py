@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmkv import kernels
 from mmkv.cache import selection, splitting
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.dense import DenseKV
@@ -16,9 +17,11 @@ from mmkv.cache.grouping import Groups
 from mmkv.cache.head_groups import HeadGroup, group_rows, spare
 from mmkv.cache.layer import KeptKV
 from mmkv.cache.quantize import QuantizedKV, Stored, relative_error, squares
+from mmkv.cache.ragged_rows import RaggedRows, rows_and_slots
 from mmkv.cache.selection import TokenMasks
+from mmkv.kernels.ragged import RaggedStore
 from mmkv.parts.merging import MergeIntoGroups
-from mmkv.parts.slots import GrowingSlots, HeavyHitterSlots, SlotSchedule
+from mmkv.parts.slots import GrowingSlots, HeavyHitterSlots, SlotSchedule, send
 from mmkv.policy import Policy
 
 
@@ -113,10 +116,19 @@ def evict(
     def per_row(x: Tensor) -> np.ndarray:
         return x.expand(B, H).reshape(-1).numpy()
 
-    kept = per_row(counts)
+    kept, leaders = per_row(counts), held.leaders
+    if slots is not None:
+        leaders = slots.places(held.leaders, prompt.valid.shape[1])
+    in_rows = plan.kv_dtype is None and plan.inv_freq is None and kernels.wanted(keys, values)
+    if in_rows:
+        schedule = _schedule(plan, prompt, kept, per_row(anchored), np.arange(B * H)).ragged()
+        of_tokens = positions, log_weights, mass
+        block = _ragged(keys, values, tokens, of_tokens, kept, schedule, expected, prompt)
+        return KeptKV([block], B, H, list(sizes), retained, None, leaders)
     blocks: list[HeadGroup] = []
     off = torch.zeros(B * H, 2, 2, device=keys.device)
-    for rows, schedule in _schedules(plan, prompt, kept, per_row(anchored)):
+    for rows in group_rows(kept):
+        schedule = _schedule(plan, prompt, kept, per_row(anchored), rows)
         width = int(kept[rows].max())
         ahead = min(expected, spare(width, prompt.valid.shape[1]))
         empty = (0, schedule.most(ahead) - width)
@@ -125,7 +137,7 @@ def evict(
         where = pad(positions[index, :width], empty, value=-1)
         stored: list[Stored] = []
         for i, x in enumerate((keys, values)):
-            exact = _gather(x, index, at)
+            exact = _gather(x, index[:, None], at)
             if plan.kv_dtype is None:
                 stored.append(exact)
                 continue
@@ -146,38 +158,84 @@ def evict(
             )
         )
     error = None if plan.kv_dtype is None else relative_error(off.view(B, H, 2, 2).sum(1))
-    leaders = held.leaders
-    if slots is not None:
-        leaders = slots.places(held.leaders, prompt.valid.shape[1])
     return KeptKV(blocks, B, H, list(sizes), retained, error, leaders)
 
 
-def _gather(x: Tensor, rows: Tensor, at: Tensor) -> Tensor:
-    """The pairs of `rows` [R] at tokens `at` [R, S] of x [B, H, U, D], in storage of their own.
+def _ragged(
+    keys: Tensor,
+    values: Tensor,
+    tokens: Tensor,
+    of_tokens: Sequence[Tensor | None],
+    counts: np.ndarray,
+    schedule: SlotSchedule,
+    expected: int,
+    prompt: TokenMasks,
+) -> RaggedRows:
+    """The kept pairs of all rows in one flat store, see `RaggedRows`.
 
-    [R, S, D]; where `at` is -1, for an empty slot, any token is copied.
+    Args:
+        keys, values: [B, H, U, D].
+        tokens: [R, M], where each kept token lies in them, -1 as filler.
+        of_tokens: positions, log-weights and mass [R, M], or None.
+        counts: [R].
+        schedule: of all rows.
+        expected: tokens that will be generated, as far as known.
+        prompt: what is known of the tokens.
+    """
+    device, seen = keys.device, prompt.valid.shape[1]
+    ahead = min(expected, spare(int(counts.max()), seen))
+    capacity = np.broadcast_to(schedule.reach(ahead), counts.shape).clip(min=1)
+    starts = send(np.cumsum(capacity) - capacity, device)
+    row, slot = rows_and_slots(starts, int(capacity.sum()))
+    lengths = send(counts.astype(np.int32), device)
+    empty, slot = slot >= lengths[row], slot.clamp(max=tokens.shape[1] - 1)
+
+    def flat(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x[row, slot]
+
+    at = tokens[row, slot]
+    pairs = (_gather(x, row, at) for x in (keys, values))
+    positions, log_weights, mass = (flat(x) for x in of_tokens)
+    assert positions is not None
+    if mass is not None:  # a new token has received nothing
+        mass.masked_fill_(empty, 0.0)
+    store = RaggedStore(*pairs, positions, log_weights, mass, starts, lengths)
+    return RaggedRows.of(store, capacity, schedule, seen + ahead)
+
+
+def _gather(x: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+    """The pairs of `rows` [...] at tokens `at` [...] of x [B, H, U, D], in storage of their own.
+
+    [..., D]; where `at` is -1, for an empty slot, any token is copied.
     """
     _, H, U, D = x.shape
     at = at.clamp(min=0)
     if x.transpose(1, 2).is_contiguous():  # as a projection leaves it
-        place = (rows // H * U)[:, None] + at
-        place, flat = place * H + (rows % H)[:, None], x.transpose(1, 2).reshape(-1, D)
+        place = rows // H * U + at
+        place, flat = place * H + rows % H, x.transpose(1, 2).reshape(-1, D)
     else:
-        place, flat = rows[:, None] * U + at, x.reshape(-1, D)
+        place, flat = rows * U + at, x.reshape(-1, D)
     return flat.index_select(0, place.flatten()).view(*at.shape, D)
 
 
-def _schedules(
-    plan: CacheConfig, prompt: TokenMasks, counts: np.ndarray, anchored: np.ndarray
-) -> Iterator[tuple[np.ndarray, SlotSchedule]]:
-    """Group rows by length; each group's rows, and their schedule.
+def _schedule(
+    plan: CacheConfig,
+    prompt: TokenMasks,
+    counts: np.ndarray,
+    anchored: np.ndarray,
+    rows: np.ndarray,
+) -> SlotSchedule:
+    """The schedule of some rows.
 
     Args:
         plan: policy and budget.
         prompt: gives the rows' lengths.
         counts: [B * H], how many tokens each row keeps.
         anchored: [B * H], how many of those, the first ones, decoding must not drop.
+        rows: which of the B * H.
     """
+    if plan.keeps_everything:
+        return GrowingSlots(counts=counts[rows])
     heads = len(counts) // len(prompt.lengths)
     lengths = np.repeat(prompt.lengths, heads)
     capacity, share = counts, None
@@ -186,22 +244,18 @@ def _schedules(
         capacity = np.where(lengths <= plan.budget, plan.budget, counts)
     else:
         share = counts / lengths * np.repeat(prompt.granted, heads)
-    for rows in group_rows(counts):
-        if plan.keeps_everything:
-            yield rows, GrowingSlots(counts=counts[rows])
-            continue
-        schedule = plan.policy.decode.schedule(
-            plan.policy,
-            counts=counts[rows],
-            lengths=lengths[rows],
-            protected=anchored[rows],
-            capacity=capacity[rows],
-            share=None if share is None else share[rows],
-            heads=heads,
-        )
-        if isinstance(schedule, HeavyHitterSlots):
-            places = prompt.last_places(schedule.most_recent)
-            if places is not None:
-                index = torch.from_numpy(rows // heads).to(places.device)
-                schedule.behind(places[index], prompt.valid.shape[1])
-        yield rows, schedule
+    schedule = plan.policy.decode.schedule(
+        plan.policy,
+        counts=counts[rows],
+        lengths=lengths[rows],
+        protected=anchored[rows],
+        capacity=capacity[rows],
+        share=None if share is None else share[rows],
+        heads=heads,
+    )
+    if isinstance(schedule, HeavyHitterSlots):
+        places = prompt.last_places(schedule.most_recent)
+        if places is not None:
+            index = torch.from_numpy(rows // heads).to(places.device)
+            schedule.behind(places[index], prompt.valid.shape[1])
+    return schedule

@@ -7,6 +7,7 @@ so per-head sizes free memory without a loop over heads.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from mmkv import kernels
 from mmkv.cache.quantize import QuantizedKV, Stored, nbytes, select
 from mmkv.cache.rerotate import reposition
 from mmkv.parts.slots import SlotSchedule
@@ -35,6 +35,17 @@ class GraphInputs(NamedTuple):
 
     row: Tensor
     position: Tensor
+
+    @classmethod
+    def at(cls, device: torch.device) -> GraphInputs:
+        """On a device, still to be set."""
+        row = torch.zeros(1, dtype=torch.int64, device=device)
+        return cls(row, torch.zeros((), dtype=torch.int32, device=device))
+
+    def set(self, row: int, position: int) -> None:
+        """To a step; the host does not wait."""
+        self.row.fill_(row)
+        self.position.fill_(position)
 
 
 def spare(width: int, seen: int) -> int:
@@ -77,9 +88,8 @@ class HeadGroup:
     # [R] numbers of the rows, and attention weights [R, G, S] of a step; made when first needed.
     numbers: Tensor | None = None
     weights: Tensor | None = None
-    # While a clock drives the steps (`freeze`): int32 [R], slots in use, where a kernel reads them.
+    # While a clock drives the steps (`freeze`).
     frozen: bool = False
-    lengths: Tensor | None = None
 
     @classmethod
     def of(
@@ -101,24 +111,18 @@ class HeadGroup:
         block.thaw()
         return block
 
-    def freeze(self, steps: int) -> None:
+    def freeze(self, seen: int, steps: int) -> None:
         """Let a clock drive up to `steps` steps: fixed shapes, and all that changes on the device.
 
-        Every slot is looked at then; the bias says which are empty, or `lengths` to a kernel.
+        Every slot is looked at then, and the bias says which are empty.
         """
         self._ensure(self.schedule.most(steps))
         self.frozen = True
-        keys, values = self.keys, self.values
-        if isinstance(keys, Tensor) and isinstance(values, Tensor) and kernels.wanted(keys, values):
-            last = torch.arange(1, keys.shape[1] + 1, dtype=torch.int32, device=keys.device)
-            self.lengths = last.masked_fill(self.positions < 0, 0).amax(-1)
-            if self.schedule.gapless and self.log_weights is None:
-                return
         self.bias = self._empty_bias()
 
     def thaw(self) -> None:
         """Back to steps that the host drives: shapes follow the schedule's `width`."""
-        self.frozen, self.lengths, self.bias = False, None, None
+        self.frozen, self.bias = False, None
         if self.schedule.gapless and self.log_weights is None:
             return
         self.bias = self._empty_bias()
@@ -132,6 +136,31 @@ class HeadGroup:
         if self.log_weights is not None:
             bias += self.log_weights[:, None]
         return bias.masked_fill_(empty, -torch.inf)
+
+    @property
+    def taken(self) -> tuple[int, int]:
+        """Slots in use, of rows that all use as many, and the rows."""
+        return len(self.positions) * self.schedule.used, len(self.positions)
+
+    @property
+    def slots(self) -> int:
+        """How many slots there are, empty ones included."""
+        return self.positions.numel()
+
+    def fits(self, seen: int) -> bool:
+        """Whether a clock can drive the next step."""
+        return self.frozen and self.schedule.width <= self.positions.shape[1]
+
+    @property
+    def filling(self) -> bool:
+        """Whether some row has still to drop its first token: from then on victims are slots."""
+        return self.schedule.filling
+
+    @property
+    def mutable(self) -> list[Tensor]:
+        """What a step adds to; all else that it writes, the same step writes again."""
+        found = (self.mass, getattr(self.schedule, "freed", None))
+        return [x for x in found if x is not None]
 
     @property
     def nbytes(self) -> int:
@@ -150,6 +179,34 @@ class HeadGroup:
         inside = slots.clamp(max=self.positions.shape[1] - 1)[:, None]
         kept = self.positions.gather(1, inside).masked_fill((slots[:, None] == inside), -1)
         return self.positions.scatter(1, inside, kept)
+
+    def step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        first: int,
+        clock: GraphInputs | None,
+        **options: Any,
+    ) -> Tensor:
+        """Write the pairs of q new tokens, attend to all with them, and drop what they displace.
+
+        Args:
+            query: [R, G * q, D].
+            key, value: [R, q, D].
+            first: the position of the first of them.
+            clock: what drives the step in place of the host, or None.
+            options: those of `attend`.
+
+        Returns:
+            [R, G * q, D].
+        """
+        q = key.shape[1]
+        place: Place = first if clock is None else clock.position
+        self.append(key, value, first, clock)
+        out = self.attend(query, q, place, **options)
+        self.advance(place if q == 1 else first + q - 1, q)
+        return out
 
     def append(
         self, key: Tensor, value: Tensor, position: int, clock: GraphInputs | None = None
@@ -181,8 +238,6 @@ class HeadGroup:
             where = (self.numbers, slots)
             self.keys[where], self.values[where] = key[:, 0], value[:, 0]
             self.positions[where] = at
-            if self.lengths is not None:
-                torch.maximum(self.lengths, (slots + 1).int(), out=self.lengths)
             if self.bias is not None:
                 self.bias[self.numbers, 0, slots] = 0.0
         if self.mass is not None and self.schedule.weighs:
@@ -236,20 +291,6 @@ class HeadGroup:
         if self.inv_freq is not None:
             keys = reposition(keys, used(self.positions), position + q - 1, self.inv_freq)
         weighed = self.mass is not None and self.schedule.weighs
-        if self.lengths is not None and isinstance(keys, Tensor):
-            out, found = kernels.decode_attention(
-                query,
-                keys,
-                values,
-                self.lengths,
-                scale=scale,
-                softcap=softcap,
-                bias=None if visible is None else visible[:, 0],
-                weigh=weighed,
-            )
-            if self.mass is not None and found is not None:
-                self.mass += found
-            return out
         if self.mass is None or not weighed:
             return attend(query, keys, values, visible, scale=scale, softcap=softcap)
         if self.weights is None or self.weights.shape[2] != width:
@@ -287,7 +328,6 @@ class HeadGroup:
             numbers=None,
             weights=None,
             frozen=False,
-            lengths=None,
         )
 
     def _ensure(self, width: int, ahead: int = 0) -> None:
@@ -312,6 +352,22 @@ class HeadGroup:
             self.log_weights = grown(self.log_weights, 0)
         if self.bias is not None:
             self.bias = grown(self.bias[:, 0], 0 if self.schedule.shared else -torch.inf)[:, None]
+
+
+def step_of(blocks: Iterable[Any]) -> int:
+    """The row of the schedules' tables that is the next step's.
+
+    Raises:
+        ValueError: the blocks are not at the same step.
+    """
+    rows: set[int] = set()
+    for block in blocks:
+        block.schedule.prepare()
+        if not block.schedule.weighs:  # one that does has no table
+            rows.add(block.schedule.at)
+    if len(rows) > 1:
+        raise ValueError(f"the layers are not at the same step, but at {sorted(rows)}")
+    return max(rows, default=0)
 
 
 def causal_view(positions: Tensor, first: int, q: int) -> Tensor:

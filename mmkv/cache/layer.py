@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import Any
@@ -13,7 +14,8 @@ from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from mmkv.cache.dense import DenseKV, Tail, by_age, token_numbers
-from mmkv.cache.head_groups import GraphInputs, HeadGroup, Place
+from mmkv.cache.head_groups import GraphInputs, HeadGroup
+from mmkv.cache.ragged_rows import RaggedRows
 from mmkv.layer_inputs import Rotary
 
 
@@ -22,7 +24,8 @@ class KeptKV:
     """What a layer keeps after eviction, in blocks of rows of similar length.
 
     Attributes:
-        blocks: each holds some of the B * H rows, a row being one key-value head of one sequence.
+        blocks: each holds some of the B * H rows, a row being one key-value head of one sequence;
+            or one, all of them.
         batch, heads: B and H.
         sizes: tokens kept per head when the prompt was read, for each of the B rows.
         retained: [B], share of the importance kept; None where the policy has no attention score.
@@ -31,13 +34,18 @@ class KeptKV:
             None where there is none.
     """
 
-    blocks: list[HeadGroup]
+    blocks: Sequence[HeadGroup] | Sequence[RaggedRows]
     batch: int
     heads: int
     sizes: list[int]
     retained: Tensor | None = None
     error: Tensor | None = field(default=None)
     leaders: Tensor | None = None
+
+    @property
+    def reads_clock(self) -> bool:
+        """Whether a step reads its number and its position on the device."""
+        return isinstance(self.blocks[0], RaggedRows)
 
     @property
     def nbytes(self) -> int:
@@ -123,7 +131,8 @@ class KeptKV:
             key: [B, H, q, D].
             value: [B, H, q, D].
             seen: tokens seen with these.
-            clock: what drives the step in place of the host, or None.
+            clock: what drives the step in place of the host, or None; says the step and the
+                position on the device where `reads_clock`.
             hidden: bool [B, seen - q], tokens held that these do not see; None: they see all.
             options: scale and softcap.
 
@@ -143,12 +152,10 @@ class KeptKV:
             split = [x[order].split(sizes) for x in (rows, key, value)]
             unseen = [None] * len(sizes) if hidden is None else hidden[order].split(sizes)
             parts = list(zip(*split, unseen, strict=True))
-        place: Place = first if clock is None else clock.position
-        out: list[Tensor] = []
-        for block, (mine, new_key, new_value, unseen) in zip(self.blocks, parts, strict=True):
-            block.append(new_key, new_value, first, clock)
-            out.append(block.attend(mine, q, place, hidden=unseen, **options))
-            block.advance(place if q == 1 else seen - 1, q)
+        out = [
+            block.step(mine, new_key, new_value, first, clock, hidden=unseen, **options)
+            for block, (mine, new_key, new_value, unseen) in zip(self.blocks, parts, strict=True)
+        ]
         done = out[0] if back is None else torch.cat(out)[back]
         return done.view(B, Hq, q, -1).transpose(1, 2)
 
@@ -301,7 +308,7 @@ class CompressedLayer(CacheLayerMixin):
         ]
 
     @property
-    def blocks(self) -> list[HeadGroup] | None:
+    def blocks(self) -> Sequence[HeadGroup] | Sequence[RaggedRows] | None:
         """The blocks of what is kept; None before eviction."""
         return self.state.blocks if isinstance(self.state, KeptKV) else None
 

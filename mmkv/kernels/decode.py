@@ -1,20 +1,21 @@
-"""Attention of one generated token on a ragged cache, its slots split over many programs.
+"""Decoding one token on a ragged store, each row's slots split over many programs.
 
 Each program goes once over a chunk of a row's slots, for all query heads that share them, and
-leaves a normalised part and its log-sum-exp; a second kernel joins a row's parts. How many chunks
-there are follows from shapes alone and lengths are read on the device: nothing waits for the host,
-and a captured CUDA graph stays right as the cache grows.
+leaves a normalised part and its log-sum-exp; a second kernel joins a row's parts. The program that
+comes to the new token's slot writes its pair. How many chunks there are follows from shapes alone,
+and slots and lengths are read on the device: nothing waits for the host, and a captured CUDA graph
+stays right as the cache grows.
 """
 
 import math
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from mmkv.kernels.decode_device import group_kernel, join_kernel, one_head_kernel, weights_kernel
-from mmkv.kernels.launching import INTERPRETED, check_dtypes, padded, rows_of
+from mmkv.kernels.decode_device import group_kernel, join_kernel, lightest_kernel, one_head_kernel
+from mmkv.kernels.launching import INTERPRETED, check_dtypes, launch, padded, rows_of
+from mmkv.kernels.ragged import Lightest, RaggedStore, StepInputs
 
 _LOG2_E = math.log2(math.e)
 
@@ -30,34 +31,32 @@ _MAX_GROUP = 128  # query heads that a program can hold
 @torch.no_grad()
 def decode_attention(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
+    key: Tensor,
+    value: Tensor,
+    store: RaggedStore,
+    step: StepInputs,
     *,
     scale: float,
     softcap: float | None = None,
-    bias: Tensor | None = None,
-    weigh: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention of one token on the first `lengths[r]` slots of each row `r`.
+    lightest: Lightest | None = None,
+) -> Tensor:
+    """Write one new token's pairs into their slots, and attend to what each row holds with them.
 
     A row is one key-value head of one sequence: `R` is their product, `G` the query heads that
     share a key-value head. Capturable in a CUDA graph once it has run on the same shapes.
 
     Args:
         query: `[R, G, D]`.
-        keys: `[R, S, D]`; any strides of rows and slots.
-        values: `[R, S, Dv]`, likewise. All three are of one dtype.
-        lengths: int32 `[R]`, on the device: slots in use. What lies beyond is never read.
+        key: `[R, D]`.
+        value: `[R, Dv]`. All are of the store's dtype.
+        store: what the rows hold; the new pairs are written into it.
+        step: which slots they take.
         scale: factor of the logits.
-        softcap: logits become `softcap * tanh(logits / softcap)`, before the bias (Gemma 2).
-        bias: float `[R, S]` or `[1, S]`, added to the logits. What a slot with -inf holds does
-            not matter; NaN and +inf are not allowed.
-        weigh: also return the weights.
+        softcap: logits become `softcap * tanh(logits / softcap)`, before the log-weights (Gemma 2).
+        lightest: what it drops; `freed` becomes the slots that the next token takes.
 
     Returns:
-        `[R, G, Dv]` in the dtype of `query`, 0 for a row that sees no slot; and with `weigh`
-        float32 `[R, S]`, each slot's softmax weight, mean over the G heads, 0 beyond the length.
+        `[R, G, Dv]` in the dtype of `query`.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit.
@@ -65,45 +64,48 @@ def decode_attention(
     Source: flash-decoding, https://pytorch.org/blog/flash-decoding; the weights are what H2O,
     arXiv 2306.14048, accumulates.
     """
-    R, G, D, S, DV = _checked(query, keys, values, lengths, bias, softcap)
+    R, G, D, DV = _checked(query, key, value, store, softcap)
+    S = step.most
 
     def scratch(*shape: int) -> Tensor:
         return query.new_empty(shape, dtype=torch.float32)
 
     out = query.new_empty((R, G, DV))
-    weights = scratch(R, S) if weigh else None
-    if R == 0 or S == 0:
-        return out.zero_(), weights
+    if R == 0:
+        return out
     chunks, chunk = split(R, S)
     # A single chunk's part is the result.
     parts = out if chunks == 1 else scratch(R, chunks, G, DV)
     lse = scratch(R, chunks, G)
     whole = lse if chunks == 1 else scratch(R, G)
-    logits = scratch(R, G, S) if weigh else lse
-    query, keys, values = rows_of(query), rows_of(keys), rows_of(values)
-    lengths = lengths.contiguous()
-    shift = None if bias is None else rows_of(bias).expand(R, S)
+    logits = scratch(R, G, S) if lightest is not None else lse
+    query, key, value = rows_of(query), rows_of(key), rows_of(value)
     inner, outer = scale * _LOG2_E, 0.0
     if softcap is not None:
         inner, outer = 2 * scale * _LOG2_E / softcap, softcap * _LOG2_E
-
-    attend: Any = (one_head_kernel if G == 1 else group_kernel)[(R, chunks)]
-    join: Any = join_kernel[(R * G,)]
-    weights_of: Any = weights_kernel[(R, triton.cdiv(S, 1024))]
-    with torch.cuda.device_of(keys):
-        attend(
+    with torch.cuda.device_of(store.keys):
+        launch(one_head_kernel if G == 1 else group_kernel, (R, chunks))(
             query,
-            keys,
-            values,
-            lengths,
-            lse if shift is None else shift,
+            key,
+            value,
+            store.keys,
+            store.values,
+            store.positions,
+            lse if store.log_weights is None else store.log_weights,
+            store.starts,
+            store.lengths,
+            step.slots,
+            step.line if step.entries is None else step.entries,
+            step.line,
+            step.position,
             parts,
             lse,
             logits,
             *query.stride()[:2],
-            *keys.stride()[:2],
-            *values.stride()[:2],
-            0 if shift is None else shift.stride(0),
+            key.stride(0),
+            value.stride(0),
+            0 if step.slots.shape[0] == 1 else step.slots.stride(0),
+            0 if step.slots.shape[1] == 1 else 1,
             S,
             G,
             chunk,
@@ -115,17 +117,48 @@ def decode_attention(
             DV_PAD=padded(DV),
             G_PAD=padded(G),
             CAPPED=softcap is not None,
-            BIASED=shift is not None,
-            WEIGHED=weigh,
+            WEIGHTED=store.log_weights is not None,
+            SHARED=step.entries is not None,
+            WEIGHED=lightest is not None,
             WIDEN=INTERPRETED,
-            **_tile(G, max(padded(D), padded(DV)), keys.element_size()),
+            **_tile(G, max(padded(D), padded(DV)), store.keys.element_size()),
         )
         if chunks > 1:
             sizes = {"DV": DV, "DV_PAD": padded(DV), "CHUNKS": padded(chunks)}
-            join(parts, lse, lengths, out, whole, G, chunks, chunk, **sizes, num_warps=8)
-        if weights is not None:
-            weights_of(logits, whole, lengths, weights, S, G, BLOCK=1024)
-    return out, weights
+            join = launch(join_kernel, (R * G,))
+            join(parts, lse, store.lengths, out, whole, G, chunks, chunk, **sizes, num_warps=8)
+        if lightest is not None:
+            _free(store, step, lightest, logits, whole)
+    return out
+
+
+def _free(
+    store: RaggedStore, step: StepInputs, lightest: Lightest, logits: Tensor, whole: Tensor
+) -> None:
+    """Find the slots that the next token takes; with single heads, accumulate the attention."""
+    (R, G, S), places, heads = logits.shape, lightest.places, lightest.heads
+    launch(lightest_kernel, (R // heads,))(
+        logits,
+        whole,
+        store.starts,
+        store.lengths,
+        step.position,
+        store.positions,
+        logits if store.mass is None else store.mass,
+        lightest.protected,
+        lightest.recent,
+        lightest.capacity,
+        lightest.freed if places is None else places,
+        lightest.freed,
+        S,
+        G,
+        0 if places is None else places.shape[1],
+        lightest.end,
+        HEADS=heads,
+        BLOCK=1024,
+        ADDS=heads == 1,
+        PLACED=places is not None,
+    )
 
 
 def split(R: int, S: int) -> tuple[int, int]:
@@ -149,40 +182,27 @@ def _tile(G: int, width: int, element_size: int) -> dict[str, int]:
 
 
 def _checked(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    bias: Tensor | None,
-    softcap: float | None,
-) -> tuple[int, int, int, int, int]:
-    """Check the shapes, dtypes and options; return `(R, G, D, S, Dv)`."""
-    shapes = f"query {tuple(query.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
-    if query.ndim != 3 or keys.ndim != 3 or values.ndim != 3:
-        raise ValueError(
-            f"query must be [R, G, D], keys [R, S, D] and values [R, S, Dv], got {shapes}"
-        )
+    query: Tensor, key: Tensor, value: Tensor, store: RaggedStore, softcap: float | None
+) -> tuple[int, int, int, int]:
+    """Check the shapes, dtypes and options; return `(R, G, D, Dv)`."""
+    new = {"query": query, "key": key, "value": value}
+    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in new.items())
+    if query.ndim != 3 or key.ndim != 2 or value.ndim != 2:
+        raise ValueError(f"query must be [R, G, D], key [R, D] and value [R, Dv], got {shapes}")
     R, G, D = query.shape
-    S, DV = values.shape[1:]
-    if keys.shape != (R, S, D) or values.shape[0] != R or not 1 <= G <= _MAX_GROUP:
+    DV = value.shape[1]
+    if key.shape != (R, D) or len(value) != R or not 1 <= G <= _MAX_GROUP:
         raise ValueError(
-            f"query, keys and values must have one R, keys and values one S, and G must be at "
-            f"least 1 and at most {_MAX_GROUP}, got {shapes}"
+            "query, key and value must have one R, query and key one D, and G must be at least 1 "
+            f"and at most {_MAX_GROUP}, got {shapes}"
         )
-    check_dtypes(query=query, keys=keys, values=values)
-    if tuple(lengths.shape) != (R,) or lengths.dtype != torch.int32:
+    keys, values = store.keys, store.values
+    if keys.shape[1:] != (D,) or values.shape[1:] != (DV,) or len(store.starts) != R:
         raise ValueError(
-            f"lengths must be int32 [R] = ({R},), got {lengths.dtype} {tuple(lengths.shape)}"
+            f"the store has {len(store.starts)} rows of {tuple(keys.shape[1:])} and "
+            f"{tuple(values.shape[1:])}, got {shapes}"
         )
-    if lengths.device != keys.device:
-        raise ValueError(f"lengths must be on {keys.device}, got {lengths.device}")
-    if bias is not None and (
-        tuple(bias.shape) not in ((R, S), (1, S)) or not bias.is_floating_point()
-    ):
-        raise ValueError(
-            f"bias must be float [R, S] or [1, S] with R = {R} and S = {S}, got {bias.dtype} "
-            f"{tuple(bias.shape)}"
-        )
+    check_dtypes(**new, keys=keys, values=values)
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be above 0, got {softcap}")
-    return R, G, D, S, DV
+    return R, G, D, DV

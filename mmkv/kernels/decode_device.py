@@ -11,15 +11,48 @@ import triton.language as tl
 
 
 @triton.jit
-def _slots(r, first, stop, bias, bias_r, BLOCK, BIASED):
-    """The slots of a step, which of them are in use, and their bias in powers of 2."""
+def _slots(first, stop, own, log_weights, start, BLOCK, WEIGHTED):
+    """The slots of a step, which of them are in use, and their log-weights in powers of 2.
+
+    The new pair, in slot `own`, stands for itself alone.
+    """
     slots = first + tl.arange(0, BLOCK)
     used = slots < stop
     shift = tl.zeros([BLOCK], tl.float32)
-    if BIASED:
-        shift = tl.load(bias + r * bias_r + slots, mask=used, other=-float("inf")).to(tl.float32)
-        used = used & (shift > -float("inf"))
-    return slots, used, tl.where(used, shift, 0.0) * 1.4426950408889634
+    if WEIGHTED:
+        held = used & (slots != own)
+        shift = tl.load(log_weights + start + slots, mask=held, other=0.0) * 1.4426950408889634
+    return slots, used, shift
+
+
+@triton.jit
+def _append(
+    r,
+    at,
+    new_k,
+    new_v,
+    keys,
+    values,
+    positions,
+    log_weights,
+    lengths,
+    length,
+    position,
+    D,
+    DV,
+    D_PAD,
+    DV_PAD,
+    WEIGHTED,
+):
+    """Write the new pair where it belongs, and how many slots the row uses with it."""
+    dims = tl.arange(0, D_PAD)
+    dims_v = tl.arange(0, DV_PAD)
+    tl.store(keys + at * D + dims, new_k, mask=dims < D)
+    tl.store(values + at * DV + dims_v, new_v, mask=dims_v < DV)
+    tl.store(positions + at, tl.load(position))
+    if WEIGHTED:
+        tl.store(log_weights + at, 0.0)
+    tl.store(lengths + r, length)
 
 
 @triton.jit
@@ -34,20 +67,27 @@ def capped(logits, inner, outer, CAPPED):
 @triton.jit(do_not_specialize=["S", "chunk"])
 def one_head_kernel(
     query,
-    keys,
-    values,
+    key,  # the new pairs
+    value,
+    keys,  # [N, D], contiguous
+    values,  # [N, DV], contiguous
+    positions,  # [N]
+    log_weights,  # [N]; not read unless WEIGHTED
+    starts,
     lengths,
-    bias,  # not read unless BIASED
+    slots_of,  # [A, R], [A, U] or [A, 1]
+    entries,  # [R], columns of `slots_of`; not read unless SHARED
+    line,  # of `slots_of`
+    position,
     parts,  # [R, chunks, G, DV], contiguous
     lse,  # [R, chunks, G], contiguous
     logits,  # [R, G, S], contiguous; not written unless WEIGHED
     query_r,
     query_g,
-    keys_r,
-    keys_s,
-    values_r,
-    values_s,
-    bias_r,
+    key_r,
+    value_r,
+    slots_a,
+    slots_u,
     S,
     G,
     chunk,
@@ -60,7 +100,8 @@ def one_head_kernel(
     G_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     CAPPED: tl.constexpr,
-    BIASED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SHARED: tl.constexpr,
     WEIGHED: tl.constexpr,
     WIDEN: tl.constexpr,
     STAGES: tl.constexpr,
@@ -68,13 +109,38 @@ def one_head_kernel(
     """One query head, without dot products: memory is the limit, and all sums are float32."""
     r = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * chunk
-    stop = tl.minimum(tl.load(lengths + r), S)
-    if (begin > 0) & (begin >= stop):  # the first chunk answers for an empty row
+    entry = tl.load(entries + r) if SHARED else r
+    own = tl.load(slots_of + tl.load(line) * slots_a + entry * slots_u)
+    # Whether or not another program of this row has written it already.
+    length = tl.maximum(tl.load(lengths + r), (own + 1).to(tl.int32))
+    if begin >= length:
         return
-    stop = tl.minimum(begin + chunk, stop)
+    stop = tl.minimum(begin + chunk, length)
+    start = tl.load(starts + r)
 
     dims = tl.arange(0, D_PAD)
     dims_v = tl.arange(0, DV_PAD)
+    new_k = tl.load(key + r * key_r + dims, mask=dims < D, other=0.0)
+    new_v = tl.load(value + r * value_r + dims_v, mask=dims_v < DV, other=0.0)
+    if (own >= begin) & (own < begin + chunk):
+        _append(
+            r,
+            start + own,
+            new_k,
+            new_v,
+            keys,
+            values,
+            positions,
+            log_weights,
+            lengths,
+            length,
+            position,
+            D,
+            DV,
+            D_PAD,
+            DV_PAD,
+            WEIGHTED,
+        )
     q = tl.load(query + r * query_r + dims, mask=dims < D, other=0.0).to(tl.float32)
 
     # Each of the BLOCK lanes goes its own way over every BLOCK-th slot, so that threads meet only
@@ -83,18 +149,15 @@ def one_head_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     received = tl.zeros([BLOCK, DV_PAD], tl.float32)
     for first in tl.range(begin, stop, BLOCK, num_stages=STAGES):
-        slots, used, shift = _slots(r, first, stop, bias, bias_r, BLOCK, BIASED)
-        far = slots.to(tl.int64)[:, None]
-        k = tl.load(
-            keys + r * keys_r + far * keys_s + dims[None, :],
-            mask=used[:, None] & (dims < D)[None, :],
-            other=0.0,
-        )
+        slots, used, shift = _slots(first, stop, own, log_weights, start, BLOCK, WEIGHTED)
+        far, mine = (start + slots)[:, None], (slots == own)[:, None]
+        held = used[:, None] & (slots != own)[:, None]
+        k = tl.load(keys + far * D + dims[None, :], mask=held & (dims < D)[None, :], other=0.0)
+        k = tl.where(mine, new_k[None, :], k)
         v = tl.load(
-            values + r * values_r + far * values_s + dims_v[None, :],
-            mask=used[:, None] & (dims_v < DV)[None, :],
-            other=0.0,
+            values + far * DV + dims_v[None, :], mask=held & (dims_v < DV)[None, :], other=0.0
         )
+        v = tl.where(mine, new_v[None, :], v)
         x = capped(tl.sum(k.to(tl.float32) * q[None, :], 1), inner, outer, CAPPED) + shift
         x = tl.where(used, x, -float("inf"))
         if WEIGHED:
@@ -119,20 +182,27 @@ def one_head_kernel(
 @triton.jit(do_not_specialize=["S", "chunk"])
 def group_kernel(
     query,
-    keys,
-    values,
+    key,  # the new pairs
+    value,
+    keys,  # [N, D], contiguous
+    values,  # [N, DV], contiguous
+    positions,  # [N]
+    log_weights,  # [N]; not read unless WEIGHTED
+    starts,
     lengths,
-    bias,  # not read unless BIASED
+    slots_of,  # [A, R], [A, U] or [A, 1]
+    entries,  # [R], columns of `slots_of`; not read unless SHARED
+    line,  # of `slots_of`
+    position,
     parts,  # [R, chunks, G, DV], contiguous
     lse,  # [R, chunks, G], contiguous
     logits,  # [R, G, S], contiguous; not written unless WEIGHED
     query_r,
     query_g,
-    keys_r,
-    keys_s,
-    values_r,
-    values_s,
-    bias_r,
+    key_r,
+    value_r,
+    slots_a,
+    slots_u,
     S,
     G,
     chunk,
@@ -145,7 +215,8 @@ def group_kernel(
     G_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     CAPPED: tl.constexpr,
-    BIASED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SHARED: tl.constexpr,
     WEIGHED: tl.constexpr,
     WIDEN: tl.constexpr,
     STAGES: tl.constexpr,
@@ -153,13 +224,38 @@ def group_kernel(
     """A group of query heads, as the rows of dot products with keys and values loaded once."""
     r = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * chunk
-    stop = tl.minimum(tl.load(lengths + r), S)
-    if (begin > 0) & (begin >= stop):  # the first chunk answers for an empty row
+    entry = tl.load(entries + r) if SHARED else r
+    own = tl.load(slots_of + tl.load(line) * slots_a + entry * slots_u)
+    # Whether or not another program of this row has written it already.
+    length = tl.maximum(tl.load(lengths + r), (own + 1).to(tl.int32))
+    if begin >= length:
         return
-    stop = tl.minimum(begin + chunk, stop)
+    stop = tl.minimum(begin + chunk, length)
+    start = tl.load(starts + r)
 
     dims = tl.arange(0, D_PAD)
     dims_v = tl.arange(0, DV_PAD)
+    new_k = tl.load(key + r * key_r + dims, mask=dims < D, other=0.0)
+    new_v = tl.load(value + r * value_r + dims_v, mask=dims_v < DV, other=0.0)
+    if (own >= begin) & (own < begin + chunk):
+        _append(
+            r,
+            start + own,
+            new_k,
+            new_v,
+            keys,
+            values,
+            positions,
+            log_weights,
+            lengths,
+            length,
+            position,
+            D,
+            DV,
+            D_PAD,
+            DV_PAD,
+            WEIGHTED,
+        )
     heads = tl.arange(0, G_PAD)
     q = tl.load(
         query + r * query_r + heads[:, None] * query_g + dims[None, :],
@@ -173,18 +269,15 @@ def group_kernel(
     total = tl.zeros([G_PAD], tl.float32)
     received = tl.zeros([G_PAD, DV_PAD], tl.float32)
     for first in tl.range(begin, stop, BLOCK, num_stages=STAGES):
-        slots, used, shift = _slots(r, first, stop, bias, bias_r, BLOCK, BIASED)
-        far = slots.to(tl.int64)[:, None]
-        k = tl.load(
-            keys + r * keys_r + far * keys_s + dims[None, :],
-            mask=used[:, None] & (dims < D)[None, :],
-            other=0.0,
-        )
+        slots, used, shift = _slots(first, stop, own, log_weights, start, BLOCK, WEIGHTED)
+        far, mine = (start + slots)[:, None], (slots == own)[:, None]
+        held = used[:, None] & (slots != own)[:, None]
+        k = tl.load(keys + far * D + dims[None, :], mask=held & (dims < D)[None, :], other=0.0)
+        k = tl.where(mine, new_k[None, :], k)
         v = tl.load(
-            values + r * values_r + far * values_s + dims_v[None, :],
-            mask=used[:, None] & (dims_v < DV)[None, :],
-            other=0.0,
+            values + far * DV + dims_v[None, :], mask=held & (dims_v < DV)[None, :], other=0.0
         )
+        v = tl.where(mine, new_v[None, :], v)
         if WIDEN:
             k = k.to(tl.float32)
         x = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -254,23 +347,77 @@ def join_kernel(
     tl.store(whole + row, tl.where(total > 0.0, top + tl.log2(some), -float("inf")))
 
 
-@triton.jit(do_not_specialize=["S"])
-def weights_kernel(
+@triton.jit(do_not_specialize=["S", "N", "end"])
+def lightest_kernel(
     logits,  # [R, G, S], contiguous
     whole,  # [R, G], contiguous
+    starts,
     lengths,
-    weights,  # [R, S], contiguous
+    position,
+    positions,  # [N]
+    mass,  # [N]; neither read nor written unless ADDS
+    protected,
+    recent,
+    capacity,
+    places,  # [R, n], contiguous; not read unless PLACED
+    freed,
     S,
     G,
+    N,  # n
+    end,
+    HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
+    PLACED: tl.constexpr,
 ):
-    """Softmax weights of the slots, mean over the query heads."""
-    r = tl.program_id(0).to(tl.int64)
-    slots = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    used = (slots < tl.load(lengths + r)) & (slots < S)
-    mean = tl.zeros([BLOCK], tl.float32)
-    for g in range(0, G):
-        x = tl.load(logits + (r * G + g) * S + slots, mask=used, other=-float("inf"))
-        x -= tl.load(whole + r * G + g)
-        mean += tl.where(x > -float("inf"), tl.exp2(x), 0.0)
-    tl.store(weights + r * S + slots, mean / G, mask=slots < S)
+    """The slot that each row's next token takes: the lightest one's, or a fresh one.
+
+    A program is for HEADS rows that hold the same tokens in the same slots and drop together.
+    """
+    first = tl.program_id(0).to(tl.int64) * HEADS
+    own = tl.load(freed + first)
+    length = tl.load(lengths + first)
+    start = tl.load(starts + first)
+    newest = tl.load(position)
+    # Positions above this are recent.
+    until = newest - tl.load(recent + first)
+    if PLACED:  # counted over padding, which lies between the last prompt's tokens
+        wide = end - 1 - until
+        place = tl.minimum(tl.maximum(N - wide, 0), N - 1)
+        until = tl.where(wide > 0, tl.load(places + first * N + place).to(tl.int32) - 1, until)
+    fixed = tl.load(protected + first)
+
+    far = 2147483647
+    least = float("inf")
+    found = far
+    eldest = far
+    instead = far
+    for begin in range(0, length, BLOCK):
+        slots = begin + tl.arange(0, BLOCK)
+        used = slots < length
+        mean = tl.zeros([BLOCK], tl.float32)
+        for row in range(0, HEADS * G):
+            x = tl.load(logits + (first * G + row) * S + slots, mask=used, other=-float("inf"))
+            mean += tl.exp2(x - tl.load(whole + first * G + row))
+        mean = mean / (HEADS * G)
+        if ADDS:
+            held = used & (slots != own)
+            mean += tl.load(mass + start + slots, mask=held, other=0.0)
+            tl.store(mass + start + slots, mean, mask=used)
+        at = tl.load(positions + start + slots, mask=used, other=-1)
+        free = used & (slots >= fixed)
+        light = tl.where(free & (at <= until), mean, float("inf"))
+        lowest = tl.min(light, 0)
+        where = tl.min(tl.where((light == lowest) & (light < float("inf")), slots, far), 0)
+        found = tl.where(lowest < least, where, found)
+        least = tl.minimum(lowest, least)
+        old = tl.where(free, at, far)
+        oldest = tl.min(old, 0)
+        where = tl.min(tl.where((old == oldest) & free, slots, far), 0)
+        instead = tl.where(oldest < eldest, where, instead)
+        eldest = tl.minimum(oldest, eldest)
+    # Where recent ones fill the whole capacity, the oldest of them goes.
+    victim = tl.where(found < far, found, instead)
+    taken = tl.where(length > tl.load(capacity + first), victim, length).to(tl.int64)
+    for row in range(0, HEADS):
+        tl.store(freed + first + row, taken)

@@ -1,5 +1,7 @@
 """What the kernels' launches share."""
 
+from typing import Any
+
 import triton
 from torch import Tensor
 
@@ -14,6 +16,11 @@ def _nothing():
 # Whether Triton's interpreter is on, by what its decorator made of a function. In the interpreter
 # a dot product of bfloat16 reads the bits as integers, so kernels widen its factors there.
 INTERPRETED = not isinstance(_nothing, triton.JITFunction)
+
+
+def launch(kernel: Any, grid: tuple[int, ...]) -> Any:
+    """What starts a kernel on a grid of programs when it is called."""
+    return kernel[grid]
 
 
 def padded(size: int) -> int:

@@ -7,6 +7,8 @@ whole matrix of attention.
 import torch
 from torch import Tensor
 
+from mmkv.kernels.ragged import Lightest, RaggedStore, StepInputs
+
 
 @torch.no_grad()
 def row_lse(
@@ -43,31 +45,67 @@ def column_sums(
 @torch.no_grad()
 def decode_attention(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
+    key: Tensor,
+    value: Tensor,
+    store: RaggedStore,
+    step: StepInputs,
     *,
     scale: float,
     softcap: float | None = None,
-    bias: Tensor | None = None,
-    weigh: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention of one token on each row's first slots: `[R, G, Dv]`, and weights `[R, S]`."""
-    S = keys.shape[1]
-    empty = torch.arange(S, device=keys.device) >= lengths[:, None]  # [R, S]
-    if bias is not None:
-        empty = empty | bias.isneginf()
-    keys = keys.float().masked_fill(empty[..., None], 0.0)
-    values = values.float().masked_fill(empty[..., None], 0.0)
+    lightest: Lightest | None = None,
+) -> Tensor:
+    """Write one token's pairs, attend, and find what is dropped: `[R, G, Dv]`."""
+    slots = step.slots[step.line % len(step.slots)][0]
+    slots = slots.expand(len(store.starts)) if step.entries is None else slots[step.entries]
+    own = store.starts + slots
+    store.keys[own], store.values[own], store.positions[own] = key, value, step.position
+    store.lengths.copy_(torch.maximum(store.lengths, slots + 1))
+    if store.log_weights is not None:
+        store.log_weights[own] = 0.0
+    slot = torch.arange(step.most, device=own.device)
+    used = slot < store.lengths[:, None]  # [R, S]
+    at = (store.starts[:, None] + slot).where(used, store.starts[:, None])
 
-    logits = scale * query.float() @ keys.mT  # [R, G, S]
+    logits = scale * query.float() @ store.keys[at].float().mT  # [R, G, S]
     if softcap is not None:
         logits = softcap * (logits / softcap).tanh()
-    if bias is not None:
-        logits = logits + bias.float()[:, None]
-    logits = logits.masked_fill(empty[:, None], -torch.inf)
-    weights = logits.softmax(-1).masked_fill(empty[:, None], 0.0)
-    return (weights @ values).to(query.dtype), weights.mean(1) if weigh else None
+    if store.log_weights is not None:
+        logits = logits + store.log_weights[at][:, None]
+    weights = logits.masked_fill(~used[:, None], -torch.inf).softmax(-1)
+    if lightest is not None:
+        if store.mass is not None and lightest.heads == 1:
+            store.mass[own] = 0.0
+            store.mass.index_add_(0, at.flatten(), weights.mean(1).flatten())
+        free_lightest(store, step, lightest, weights.mean(1))
+    return (weights @ store.values[at].float()).to(query.dtype)
+
+
+def free_lightest(
+    store: RaggedStore, step: StepInputs, lightest: Lightest, weights: Tensor
+) -> None:
+    """Find the slots that the next token takes, after attention weights `[R, S]` were added."""
+    slot = torch.arange(step.most, device=weights.device)
+    used = slot < store.lengths[:, None]
+    at = (store.starts[:, None] + slot).where(used, store.starts[:, None])
+    if lightest.heads == 1:
+        assert store.mass is not None
+        mass = store.mass[at]
+    else:
+        mass = weights.unflatten(0, (-1, lightest.heads)).mean(1)
+        mass = mass.repeat_interleave(lightest.heads, dim=0)
+    until = step.position - lightest.recent
+    if lightest.places is not None:
+        n, wide = lightest.places.shape[1], lightest.end - 1 - until
+        of_prompt = lightest.places.gather(1, (n - wide).clamp(0, n - 1).long()[:, None])[:, 0] - 1
+        until = torch.where(wide > 0, of_prompt, until)
+    positions = store.positions[at]
+    free = used & (slot >= lightest.protected[:, None])
+    old = free & (positions <= until[:, None])
+    light = mass.masked_fill(~old, torch.inf).argmin(-1)
+    oldest = positions.masked_fill(~free, torch.iinfo(torch.int32).max).argmin(-1)
+    victim = torch.where(old.any(-1), light, oldest)
+    full = store.lengths > lightest.capacity
+    lightest.freed.copy_(torch.where(full, victim, store.lengths.long()))
 
 
 def _causal_logits(

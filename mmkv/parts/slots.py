@@ -6,14 +6,16 @@ written for a drop. Except for H2O, whose victim depends on the attention, the s
 sizes after the prefill: they are worked out on the host some steps ahead, and a step that needs
 them on the device finds them there, without a synchronisation.
 
-A schedule holds one entry per row of its block ([R]: a batch row and key-value head), or a single
-entry ([1]) when all rows use the same slots, so that a step writes one slice.
+A schedule holds one entry per row of its block ([R]: a batch row and key-value head), one for all
+rows that are alike ([U]), or a single entry ([1]) when all rows use the same slots, so that a step
+writes one slice.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,23 +39,45 @@ class SlotSchedule:
 
     drops = True
     weighs = False
+    # Whether rows with equal arrays use the same slots, so that they are worked out once.
+    alike = False
 
     # Per-row arrays, [R] or [1], in the order of the block's rows.
     rows: tuple[str, ...] = ("counts",)
     counts: np.ndarray
     table: Tensor | None = None
+    # [R], the entry of each row, on the host and, once asked for, on the device; None: its own.
+    which: np.ndarray | None = None
+    which_there: Tensor | None = None
 
     def __init__(self, **arrays: np.ndarray) -> None:
-        self.gapless = all(len(np.unique(a)) == 1 for a in arrays.values())
+        self.gapless = all(bool((a == a[0]).all()) for a in arrays.values())
         self.shared = self.gapless
+        first = slice(1) if self.gapless else slice(None)
+        if self.alike and not self.gapless:
+            first = self._join(np.stack(list(arrays.values())))
         for name, a in arrays.items():
-            setattr(self, name, a[:1].copy() if self.gapless else a.copy())
+            setattr(self, name, a[first].copy())
         self.at = AHEAD
         self.last = int(self.counts.max())  # slots in use with the last step planned
+
+    def _join(self, columns: np.ndarray) -> Any:
+        """Give equal columns of [n, R] one entry; which of them to keep."""
+        entries: dict[tuple[float, ...], int] = {}
+        which = [entries.setdefault(x, len(entries)) for x in zip(*columns.tolist(), strict=True)]
+        if len(entries) == len(which):
+            return slice(None)
+        self.which = np.array(which)
+        return np.unique(self.which, return_index=True)[1]
 
     def step(self) -> tuple[np.ndarray, int]:
         """Work out one step more: the next token's slots, and how many are in use with it."""
         raise NotImplementedError
+
+    def steps(self, n: int) -> tuple[np.ndarray, list[int]]:
+        """Work out n steps more: slots [n, U], and how many are in use in each."""
+        found = [self.step() for _ in range(n)]
+        return np.stack([slots for slots, _ in found]), [width for _, width in found]
 
     @property
     def filling(self) -> bool:
@@ -65,7 +89,20 @@ class SlotSchedule:
 
     def most(self, steps: int) -> int:
         """Slots in use at the most within the next `steps` steps."""
-        return self.used + steps
+        return min(int(self.reach(steps).max()), self.used + steps)
+
+    def reach(self, steps: int) -> np.ndarray:
+        """As `most`, of each row by itself: [R], or [1] for all."""
+        return np.array([self.used + steps])
+
+    def ragged(self) -> SlotSchedule:
+        """This schedule before its first step, for rows that need not agree on their slots."""
+        return self
+
+    @property
+    def pending(self) -> int:
+        """Steps that are worked out and not yet made."""
+        return AHEAD - self.at
 
     @property
     def used(self) -> int:
@@ -82,7 +119,7 @@ class SlotSchedule:
         slots, _ = self._planned()
         if self.shared:
             return int(slots[self.at, 0])
-        return self.on_device(device)[self.at]
+        return self._of_rows(self.on_device(device)[self.at])
 
     def prepare(self) -> None:
         """Work out the steps to come, so that the next one has nothing to send to the device."""
@@ -90,13 +127,23 @@ class SlotSchedule:
 
     def slots_at(self, row: Tensor) -> Tensor:
         """The slots at `row` [1] of the table, int64 [R or 1], for a step that the host forgets."""
-        return self.on_device(row.device).index_select(0, row)[0]
+        return self._of_rows(self.on_device(row.device).index_select(0, row)[0])
 
     def on_device(self, device: torch.device) -> Tensor:
-        """The slots of this and the next steps, int64 [AHEAD, R or 1], this step's at `at`."""
+        """The slots of this and the next steps, int64 [AHEAD, U], this step's at `at`."""
         if self.table is None:
             self.table = send(self._planned()[0], device)
         return self.table
+
+    def entries(self, device: torch.device) -> Tensor | None:
+        """The column of `on_device` that is each row's, int64 [R]; None: its own, or the only."""
+        if self.which is not None and self.which_there is None:
+            self.which_there = send(self.which, device)
+        return self.which_there
+
+    def _of_rows(self, slots: Tensor) -> Tensor:
+        which = self.entries(slots.device)
+        return slots if which is None else slots[which]
 
     def advance(self, steps: int = 1) -> None:
         """Count `steps` steps; the slots they free are the next ones to be taken."""
@@ -108,42 +155,62 @@ class SlotSchedule:
         """The same schedule for a choice of rows, which may repeat (beam search)."""
         self._planned()
         new = copy.copy(self)
-        chosen = slice(None) if self.shared else rows
+        chosen = slice(None) if self.shared or self.which is not None else rows
+        if self.which is not None:
+            new.which, new.which_there = self.which[rows], None
         for name in self.rows:
             setattr(new, name, getattr(self, name)[chosen].copy())
         new.planned = self.planned[:, chosen]
         if self.table is not None:
-            at = chosen if self.shared else send(rows, self.table.device)
+            at = chosen if isinstance(chosen, slice) else send(rows, self.table.device)
             new.table = self.table[:, at].clone()
         return new
 
+    def _spread(self, x: np.ndarray) -> np.ndarray:
+        """Of each row, what [U] says of entries."""
+        return x if self.which is None else x[self.which]
+
     def _planned(self) -> tuple[np.ndarray, list[int]]:
         if self.at == AHEAD:
-            steps = [self.step() for _ in range(AHEAD)]
-            self.planned = np.stack([slots for slots, _ in steps]).astype(np.int64)
-            self.widths = [width for _, width in steps]
-            self.last = self.widths[-1]
-            self.at = 0
-            if self.table is not None:  # in place: a captured graph reads it
-                self.table.copy_(torch.from_numpy(self.planned), non_blocking=True)
+            self._begin(*self.steps(AHEAD))
         return self.planned, self.widths
+
+    def _begin(self, slots: np.ndarray, widths: list[int]) -> None:
+        """The next steps are worked out."""
+        self.planned, self.widths = slots.astype(np.int64), widths
+        self.last, self.at = widths[-1], 0
+        if self.table is not None:  # in place: a captured graph reads it
+            self.table.copy_(torch.from_numpy(self.planned), non_blocking=True)
 
 
 class GrowingSlots(SlotSchedule):
     """Generated tokens are kept: one new slot a step, behind everything."""
 
-    rows = ()
+    rows = ("end",)
     drops = False
+    alike = True
+    end: np.ndarray
 
     def __init__(self, **arrays: np.ndarray) -> None:
         super().__init__(**arrays)
-        self.shared = True
-        self.end = self.counts.max(keepdims=True)
+        self.shared, self.which = True, None
+        self.end, self.given = self.counts.max(keepdims=True), arrays
 
-    def step(self) -> tuple[np.ndarray, int]:
+    def ragged(self) -> SlotSchedule:
+        """One new slot a step, behind each row's own."""
+        SlotSchedule.__init__(self, **self.given)
+        self.end = self.counts
+        return self
+
+    def steps(self, n: int) -> tuple[np.ndarray, list[int]]:
         """Behind everything."""
-        slots, self.end = self.end, self.end + 1
-        return slots, int(self.end[0])
+        slots = self.end + np.arange(n)[:, None]
+        self.end = self.end + n
+        return slots, (slots.max(1) + 1).tolist()
+
+    def reach(self, steps: int) -> np.ndarray:
+        """One slot a step."""
+        return self._spread(self.end - self.pending + steps)
 
 
 class Ring(SlotSchedule):
@@ -154,6 +221,7 @@ class Ring(SlotSchedule):
     """
 
     rows = ("counts", "protected", "capacity", "held")
+    alike = True
     protected: np.ndarray
     capacity: np.ndarray
     held: np.ndarray
@@ -162,15 +230,17 @@ class Ring(SlotSchedule):
         super().__init__(**arrays)
         self.held = self.counts.copy()  # tokens held before the step, if none had been dropped
 
-    def step(self) -> tuple[np.ndarray, int]:
-        """The next slot of the ring; the oldest token lies there once it is full."""
-        slots = self.protected + (self.held - self.protected) % (self.capacity - self.protected + 1)
-        self.held = self.held + 1
-        return slots, int(np.minimum(self.held, self.capacity + 1).max())
+    def steps(self, n: int) -> tuple[np.ndarray, list[int]]:
+        """The next slots of the ring; the oldest token lies there once it is full."""
+        held = self.held + np.arange(n)[:, None]
+        slots = self.protected + (held - self.protected) % (self.capacity - self.protected + 1)
+        self.held = self.held + n
+        return slots, np.minimum(held + 1, self.capacity + 1).max(1).tolist()
 
-    def most(self, steps: int) -> int:
+    def reach(self, steps: int) -> np.ndarray:
         """The constant size, and one spare slot, once they are reached."""
-        return min(self.used + steps, int((self.capacity + 1).max()))
+        held = self.held - self.pending + steps
+        return self._spread(np.minimum(held, self.capacity + 1))
 
 
 class Distance(SlotSchedule):
@@ -182,6 +252,7 @@ class Distance(SlotSchedule):
     """
 
     rows = ("counts", "lengths", "base", "share", "held", "fresh", "recent")
+    alike = True
     lengths: np.ndarray
     base: np.ndarray
     share: np.ndarray
@@ -198,27 +269,53 @@ class Distance(SlotSchedule):
         # or kept for good. The entry of the step to come is the slot that the last drop freed.
         self.recent = np.full((len(self.counts), distance + 1), -1)
 
-    def step(self) -> tuple[np.ndarray, int]:
+    def steps(self, n: int) -> tuple[np.ndarray, list[int]]:
         """The slot freed by the last drop, or the next fresh one; then drop where too many."""
-        now = self.generated % (self.distance + 1)
-        slots = np.where(self.recent[:, now] >= 0, self.recent[:, now], self.fresh)
-        self.fresh = np.maximum(self.fresh, slots + 1)
-        self.recent[:, now] = slots
-        self.generated += 1
-        self.held = self.held + 1
-        size = self.base + self.share * (self.lengths + self.generated)
-        over = self.held > np.round(size)
-        oldest = self.generated % (self.distance + 1)
-        # A token that survives its turn is never a victim again.
-        self.recent[:, oldest] = np.where(over, self.recent[:, oldest], -1)
-        self.held = self.held - (self.recent[:, oldest] >= 0)
-        return slots, int(self.fresh.max())
+        slots, fresh = self._queue(n)
+        return slots, fresh.max(1).tolist()
 
-    def most(self, steps: int) -> int:
+    def _queue(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """`steps`, with the first slot of each row that was never used: [n, U] both."""
+        seen = self.lengths + self.generated + np.arange(1, n + 1)[:, None]
+        size = np.round(self.base + self.share * seen)
+        found = np.empty((2, *size.shape), dtype=np.int64)
+        recent, held, fresh = self.recent.T.copy(), self.held.copy(), self.fresh
+        for slots, after, most in zip(*found, size, strict=True):
+            mine = recent[self.generated % len(recent)]
+            np.copyto(slots, np.where(mine >= 0, mine, fresh))
+            fresh = np.maximum(fresh, slots + 1, out=after)
+            mine[:] = slots
+            self.generated += 1
+            held += 1
+            # A token that survives its turn is never a victim again.
+            oldest = recent[self.generated % len(recent)]
+            oldest[held <= most] = -1
+            held -= oldest >= 0
+        self.recent, self.held, self.fresh = np.ascontiguousarray(recent.T), held, fresh.copy()
+        return found[0], found[1]
+
+    def reach(self, steps: int) -> np.ndarray:
         """The recent tokens beyond what is kept, or the size once all of these are seen."""
         size = np.ceil(self.base + self.share * (self.lengths + self.generated + steps))
-        held = np.maximum(self.counts + self.distance, size) + 2
-        return int(min(held.max(), self.used + steps))
+        held = np.maximum(self.counts + self.distance, size).astype(int) + 2
+        return self._spread(np.minimum(held, self.fresh + max(0, steps - self.pending)))
+
+    @staticmethod
+    def together(schedules: Sequence[Distance]) -> None:
+        """Work out the next steps of several that are at the same step, as one."""
+        first = schedules[0]
+        whole = copy.copy(first)
+        for name in first.rows:
+            setattr(whole, name, np.concatenate([getattr(x, name) for x in schedules]))
+        ends = np.cumsum([len(x.counts) for x in schedules])
+        slots, fresh = whole._queue(AHEAD)
+        widths = np.maximum.reduceat(fresh, np.r_[0, ends[:-1]], axis=1)
+        for i, (x, end) in enumerate(zip(schedules, ends, strict=True)):
+            mine = slice(end - len(x.counts), end)
+            for name in ("held", "fresh", "recent"):
+                setattr(x, name, getattr(whole, name)[mine].copy())
+            x.generated = whole.generated
+            x._begin(slots[:, mine], widths[:, i].tolist())
 
 
 class HeavyHitterSlots(SlotSchedule):
@@ -285,9 +382,9 @@ class HeavyHitterSlots(SlotSchedule):
         assert self.freed is not None
         return self.freed
 
-    def most(self, steps: int) -> int:
+    def reach(self, steps: int) -> np.ndarray:
         """The constant size, and one spare slot, once they are reached."""
-        return min(self.used + steps, int((self.capacity + 1).max()))
+        return np.minimum(self.held + steps, self.capacity + 1)
 
     def advance(self, steps: int = 1) -> None:
         """Count a step; `drop` has found the victims."""
@@ -395,6 +492,16 @@ class LeastAttended(HeavyHitterSlots):
         mean = of_layer.expand(-1, self.heads, -1).flatten(0, 1)
         super().drop(mean, positions, newest)
         mass.masked_fill_(mass < torch.inf, 0.0)
+
+
+def plan(schedules: Sequence[SlotSchedule]) -> None:
+    """Work out the steps to come of all that have none left: those that can, as one."""
+    due = [x for x in schedules if isinstance(x, Distance) and x.at == AHEAD]
+    alike: dict[tuple[int, int], list[Distance]] = {}
+    for x in due:
+        alike.setdefault((x.distance, x.generated), []).append(x)
+    for found in alike.values():
+        Distance.together(found)
 
 
 def send(array: np.ndarray, device: torch.device) -> Tensor:
