@@ -27,19 +27,3 @@ def models() -> Any:
 def text_model() -> Any:
     """A tiny Llama of a test's own."""
     return make_model("llama")
-
-
-import os
-
-if os.environ.get("RAGGED"):
-
-    @pytest.fixture(autouse=True)
-    def _ragged(monkeypatch):
-        from types import SimpleNamespace
-        from mmkv.cache import evict, ragged_rows
-        from mmkv.kernels import twins
-
-        monkeypatch.setattr(evict, "kernels", SimpleNamespace(wanted=lambda *x: True))
-        monkeypatch.setattr(
-            ragged_rows, "kernels", SimpleNamespace(decode_attention=twins.decode_attention)
-        )

@@ -15,6 +15,7 @@ import torch
 import mmkv
 from helpers.models import make_inputs, make_model
 from helpers.oracle import REPLAYED, ROWS, options_of, short
+from helpers.ragged import a_step, twice
 from helpers.reference import generate
 from mmkv import kernels, scores
 from mmkv.attach.capturing import capture
@@ -120,14 +121,19 @@ def test_accumulated_attention_by_kernels_equals_plain_torch(dtype, monkeypatch)
     torch.testing.assert_close(found, plain, atol=2e-2, rtol=2e-2)
 
 
-def test_decode_attention_equals_its_twin():
+@pytest.mark.parametrize("lightest", [None, {"recent": [4] * 6}], ids=["", "dropping"])
+def test_decode_attention_equals_its_twin(lightest):
     from mmkv.kernels import twins
 
-    g = torch.Generator().manual_seed(0)
-    query = torch.randn(6, 4, 64, generator=g).to("cuda", torch.bfloat16)
-    keys, values = (torch.randn(6, 900, 64, generator=g).to("cuda", torch.bfloat16) for _ in "kv")
-    lengths = torch.tensor([900, 1, 513, 64, 65, 300], dtype=torch.int32, device="cuda")
-    found, weights = kernels.decode_attention(query, keys, values, lengths, scale=0.125, weigh=True)
-    plain, expected = twins.decode_attention(query, keys, values, lengths, scale=0.125, weigh=True)
-    torch.testing.assert_close(found.float(), plain.float(), atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(weights, expected, atol=1e-2, rtol=1e-2)
+    lengths, own = [900, 1, 513, 64, 65, 300], [900, 1, 7, 64, 0, 299]
+    given = a_step(lengths, own, D=64, dtype=torch.bfloat16, weighted=True, lightest=lightest)
+    mine, other = twice(given, torch.device("cuda"))
+    for _ in range(2):  # the second replaces what the first has left
+        found = kernels.decode_attention(**mine, scale=0.125)
+        plain = twins.decode_attention(**other, scale=0.125)
+        torch.testing.assert_close(found.float(), plain.float(), atol=2e-2, rtol=2e-2)
+    assert torch.equal(mine["store"].lengths, other["store"].lengths)
+    torch.testing.assert_close(mine["store"].keys, other["store"].keys, equal_nan=True)
+    if lightest:
+        torch.testing.assert_close(mine["store"].mass, other["store"].mass, equal_nan=True)
+        assert torch.equal(mine["lightest"].freed, other["lightest"].freed)

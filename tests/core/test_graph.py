@@ -23,7 +23,6 @@ from helpers.oracle import POSTPONED, REPLAYED, ROWS, Variant, options_of, short
 from helpers.pretend_cuda import install
 from helpers.reference import generate
 from helpers.zoo import NAMES, inputs_of, model_of
-from mmkv import kernels
 from mmkv.attach import graph
 from mmkv.parts import slots
 
@@ -257,44 +256,6 @@ def test_a_model_that_counts_on_the_host_is_not_replayed(on_cpu, caplog):
         _, got, _ = generate(model, inputs, new=24)
     assert torch.equal(got, tokens)
     assert "asks the cache" in caplog.text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["snapkv", "adakv", "prefixkv", "h2o", "streaming", "condense"])
-def test_the_kernel_attends_over_each_rows_own_length(models, on_cpu, monkeypatch, policy):
-    """Steps driven by the device, through Triton's interpreter. A recorder does not see it work,
-    so no step is captured here."""
-    if not kernels.available(torch.device("cpu")):
-        pytest.skip("Triton's interpreter is off: tests/core/test_gpu.py runs the kernels on a GPU")
-    monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
-    calls = []
-
-    def counted(*args, **kwargs):
-        calls.append(args)
-        return attend(*args, **kwargs)
-
-    attend = kernels.decode_attention
-    monkeypatch.setattr(kernels, "decode_attention", counted, raising=False)
-
-    def on_device(self, cache, given):
-        if self.clock is None:
-            self.clock = cache.clock = graph._clock(cache)
-            graph._reserve(cache, 20)
-        self._take(given)
-        graph._set(cache, self.clock)
-        return self._step(cache)
-
-    monkeypatch.setattr(graph.Runner, "_on_device", on_device)
-    model, inputs, variant = models("llama"), make_inputs("llama", (60, 37)), Variant(policy)
-    expected, tokens, plain = without_graph(model, variant, inputs, 17, **short(policy))
-    assert not calls
-    with mmkv.wrapped(model, policy, 0.3, **short(policy)):
-        logits, got, cache = generate(model, inputs, new=17)
-    assert len(calls) >= 3 * 14
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-    assert torch.equal(got, tokens)
-    for i in range(3):
-        assert torch.equal(cache.kept(i), plain.kept(i))
 
 
 # Why the steps of these classes are not replayed; all others must be.

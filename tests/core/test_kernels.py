@@ -354,7 +354,8 @@ for kernel in (columns_device.row_lse_kernel, columns_device.column_sums_kernel)
         dict(D=80, D_PAD=128, CAPPED=True, PADDED=True, WIDEN=False, **sizes),
         **warps,
     )
-floats = dict(parts="fp32", lse="fp32", logits="fp32", log_weights="fp32", mass="fp32", whole="fp32")
+floats = dict(parts="fp32", lse="fp32", logits="fp32", log_weights="fp32")
+floats |= dict(mass="fp32", whole="fp32")
 longs = dict(starts="i64", slots_of="i64", entries="i64", line="i64", places="i64", freed="i64")
 ints = dict(lengths="i32", position="i32", positions="i32", protected="i32", recent="i32")
 ints |= dict(capacity="i32")
