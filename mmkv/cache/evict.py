@@ -194,12 +194,12 @@ def _ragged(
         return None if x is None else x[row, slot]
 
     at = tokens[row, slot]
-    pairs = (_gather(x, row, at) for x in (keys, values))
+    keys, values = (_gather(x, row, at) for x in (keys, values))
     positions, log_weights, mass = (flat(x) for x in of_tokens)
     assert positions is not None
     if mass is not None:  # a new token has received nothing
         mass.masked_fill_(empty, 0.0)
-    store = RaggedStore(*pairs, positions, log_weights, mass, starts, lengths)
+    store = RaggedStore(keys, values, positions, log_weights, mass, starts, lengths)
     return RaggedRows.of(store, capacity, schedule, seen + ahead)
 
 

@@ -7,7 +7,6 @@ CPU rectangles are faster (`mmkv.cache.head_groups`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -193,8 +192,8 @@ class RaggedRows:
         found = [self.store.lengths, self.store.mass]
         return [x for x in (*found, self.lightest and self.lightest.freed) if x is not None]
 
-    def select(self, chosen: np.ndarray, rows: None) -> RaggedRows:
-        """A copy holding the rows `chosen`, which may repeat."""
+    def select(self, chosen: np.ndarray, rows: Tensor | None = None) -> RaggedRows:
+        """A copy holding the rows `chosen`, which may repeat; `rows` is None, as for all rows."""
         index = torch.from_numpy(chosen).to(self.store.keys.device)
         capacity, lightest = self.capacity[chosen], self.lightest
         if lightest is not None:
@@ -293,11 +292,19 @@ class RaggedRows:
         source = torch.arange(len(self.capacity), device=device) if rows is None else rows
         last = send(self.capacity - 1, device)[source][row]
         at = old.starts[source][row] + torch.minimum(slot, last)
-        tensors: list[Any] = [None if x is None else x.index_select(0, at) for x in old[:5]]
-        lengths = old.lengths[source]
-        if tensors[4] is not None:
-            tensors[4].masked_fill_(slot >= lengths[row], 0.0)
-        return RaggedStore(*tensors, starts, lengths)
+        lengths, mass = old.lengths[source], None
+        if old.mass is not None:  # a new token has received nothing
+            mass = old.mass[at].masked_fill_(slot >= lengths[row], 0.0)
+        log_weights = None if old.log_weights is None else old.log_weights[at]
+        return RaggedStore(
+            old.keys[at],
+            old.values[at],
+            old.positions[at],
+            log_weights,
+            mass,
+            starts,
+            lengths,
+        )
 
 
 def rows_and_slots(starts: Tensor, total: int) -> tuple[Tensor, Tensor]:

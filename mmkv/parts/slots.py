@@ -278,9 +278,10 @@ class Distance(SlotSchedule):
         """`steps`, with the first slot of each row that was never used: [n, U] both."""
         seen = self.lengths + self.generated + np.arange(1, n + 1)[:, None]
         size = np.round(self.base + self.share * seen)
-        found = np.empty((2, *size.shape), dtype=np.int64)
+        taken = np.empty(size.shape, dtype=np.int64)
+        unused = np.empty_like(taken)
         recent, held, fresh = self.recent.T.copy(), self.held.copy(), self.fresh
-        for slots, after, most in zip(*found, size, strict=True):
+        for slots, after, most in zip(taken, unused, size, strict=True):
             mine = recent[self.generated % len(recent)]
             np.copyto(slots, np.where(mine >= 0, mine, fresh))
             fresh = np.maximum(fresh, slots + 1, out=after)
@@ -292,7 +293,7 @@ class Distance(SlotSchedule):
             oldest[held <= most] = -1
             held -= oldest >= 0
         self.recent, self.held, self.fresh = np.ascontiguousarray(recent.T), held, fresh.copy()
-        return found[0], found[1]
+        return taken, unused
 
     def reach(self, steps: int) -> np.ndarray:
         """The recent tokens beyond what is kept, or the size once all of these are seen."""
