@@ -18,6 +18,9 @@ from mmkv.kernels.ragged import Lightest, RaggedStore, StepInputs
 from mmkv.kernels.twins import free_lightest
 from mmkv.parts.slots import HeavyHitterSlots, LeastAttended, SlotSchedule, send
 
+# More tokens than any model sees.
+_EVER = 2**40
+
 
 @dataclass(eq=False)
 class RaggedRows:
@@ -45,7 +48,7 @@ class RaggedRows:
     def of(
         cls, store: RaggedStore, capacity: np.ndarray, schedule: SlotSchedule, until: int
     ) -> RaggedRows:
-        """Take over a store of R rows with room for the steps `until`."""
+        """Take over a store of R rows with room for the steps to come until `until` are seen."""
         lightest = None
         if isinstance(schedule, HeavyHitterSlots):
             R, device = len(capacity), store.keys.device
@@ -62,7 +65,7 @@ class RaggedRows:
                 schedule.end,
                 schedule.heads if isinstance(schedule, LeastAttended) else 1,
             )
-        return cls(store, capacity, until, schedule, lightest)
+        return cls(store, capacity, _until(schedule, capacity, until), schedule, lightest)
 
     @property
     def nbytes(self) -> int:
@@ -163,7 +166,7 @@ class RaggedRows:
         if ahead is None:
             ahead = spare(self.schedule.used, seen)
         capacity = np.broadcast_to(self.schedule.reach(steps + ahead), self.capacity.shape)
-        self.until = seen + steps + ahead
+        self.until = _until(self.schedule, capacity, seen + steps + ahead)
         if (capacity > self.capacity).any():
             capacity = np.maximum(capacity, self.capacity)
             self.store, self.capacity = self._moved(None, capacity), capacity
@@ -305,6 +308,11 @@ class RaggedRows:
             starts,
             lengths,
         )
+
+
+def _until(schedule: SlotSchedule, capacity: np.ndarray, until: int) -> int:
+    """`until`, or for ever where the rows never need more than their `capacity`."""
+    return _EVER if (schedule.reach(_EVER) <= capacity).all() else until
 
 
 def rows_and_slots(starts: Tensor, total: int) -> tuple[Tensor, Tensor]:

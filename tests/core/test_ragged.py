@@ -147,6 +147,20 @@ def test_replayed(models, flat, monkeypatch, variant):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("policy", "captures"), [("h2o", 1), ("streaming", 1), ("adakv", 3)])
+def test_a_bounded_cache_is_captured_once(models, flat, monkeypatch, policy, captures):
+    """Only where it grows does its memory move."""
+    monkeypatch.setattr(graph, "_capturable", lambda device: True)
+    monkeypatch.setattr(graph, "AHEAD", 16)
+    monkeypatch.setattr(graph, "LEAST_AHEAD", 8)
+    graphs = install(monkeypatch, torch.device("cpu")).graphs
+    flat(twins.decode_attention)
+    with mmkv.wrapped(models("llama"), policy, 0.3, **short(policy)):
+        generate(models("llama"), make_inputs("llama", (90, 41)), new=70)
+    assert len(graphs) == captures
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["adakv", "prefixkv", "h2o", "tova", "condense"])
 def test_by_the_kernels(models, flat, policy):
     if not kernels.available(torch.device("cpu")):
