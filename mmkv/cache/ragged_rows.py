@@ -137,7 +137,8 @@ class RaggedRows:
         q = key.shape[1]
         if not self.frozen:
             self.reserve(first, q)
-        if q > 1 or hidden is not None or query.requires_grad or key.dtype != self.store.keys.dtype:
+        alike = {x.dtype for x in (query, key, value)} == {self.store.keys.dtype}
+        if q > 1 or hidden is not None or query.requires_grad or not alike:
             out = self._step_in_torch(query, key, value, first, clock, hidden, scale, softcap)
         else:
             out = kernels.decode_attention(
