@@ -2,9 +2,8 @@
 
 A budget is what is kept. Every allocator spends its `total` exactly, so that no comparison is won
 by a larger cache, and settles ties the same way each time, the lowest index first. Sizes are Python
-ints, one per layer, unless stated. Inputs may be on any device; the arithmetic that decides on
-layers is float64 on the CPU, so that it does not depend on that device. Shape letters are those of
-`mmkv.scores`.
+ints, one per layer, unless stated. Inputs may be on any device; the arithmetic is float64 and done
+there, so that only sizes come to the host. Shape letters are those of `mmkv.scores`.
 
 A policy that keeps something in every layer whatever its allocator says passes the result through
 `fit(sizes, total, floor=..., max_size=...)`.
@@ -57,6 +56,8 @@ def fit(sizes: Sequence[float], total: int, *, floor: int = 0, max_size: int) ->
         )
     if any(math.isnan(size) for size in sizes):
         raise ValueError(f"sizes must be numbers, got {list(sizes)}")
+    if sum(sizes) == total and all(n == int(n) and floor <= n <= max_size for n in sizes):
+        return [int(n) for n in sizes]
     wishes = [float(min(max(size, floor), max_size)) for size in sizes]
 
     def shifted(by: float) -> list[float]:
@@ -231,12 +232,31 @@ def prefix(importance: Tensor, total: int) -> list[int]:
 
     Source: PrefixKV, arXiv 2412.03409, section 3.3; its search may miss the sum, this one does not.
     """
-    shares = _shares(importance)
-    _check_total(total, shares)
-    reached = _retention_curve(shares)[:, :-1]  # [L, N]: P_l before the next token is added
+    _check_total(total, importance)
+    return prefix_rows(importance[None], torch.tensor([total]))[0]
+
+
+def prefix_rows(
+    importance: Tensor, total: Tensor, offered: Tensor | None = None
+) -> list[list[int]]:
+    """`prefix` of B rows at once, and one transfer to the host.
+
+    Args:
+        importance: `[B, L, N]`.
+        total: int64 `[B]`, at most `L * N`, or L times what is offered.
+        offered: int64 `[B]`, how many of the N are there, the others being filler; None: all.
+
+    Returns:
+        `[B][L]`.
+
+    Raises:
+        ValueError: an entry is negative.
+    """
+    shares, filler = _shares(importance, offered)
+    reached = _retention_curve(shares)[..., :-1]  # [B, L, N]: P_l before the next token is added
     # Token-major, so that equal entries (the zeros of a tail) go round the layers.
-    order = reached.T.reshape(-1).argsort(stable=True)
-    return _count(order[:total], len(shares))
+    order = reached.masked_fill(filler, torch.inf).mT.flatten(1).argsort(dim=-1, stable=True)
+    return _counted(order, total, importance)
 
 
 def pooled(
@@ -266,19 +286,32 @@ def pooled(
         raise ValueError(
             f"exactly one of total and retention must be given, got {total} and {retention}"
         )
-    shares = _shares(importance)
+    _check_total(0 if total is None else total, importance)
+    given = None if total is None else torch.tensor([total])
+    return pooled_rows(importance[None], given, retention=retention)[0]
+
+
+def pooled_rows(
+    importance: Tensor,
+    total: Tensor | None,
+    offered: Tensor | None = None,
+    *,
+    retention: float | None = None,
+) -> list[list[int]]:
+    """`pooled` of B rows at once; arguments and result as of `prefix_rows`."""
+    shares, filler = _shares(importance, offered)
     # Token-major, so that equal entries go round the layers.
-    entries, order = shares.T.reshape(-1).sort(descending=True, stable=True)
+    entries = shares.masked_fill(filler, -1.0).mT.flatten(1)
+    entries, order = entries.sort(dim=-1, descending=True, stable=True)
     if retention is not None:
         if not 0 < retention <= 1:
             raise ValueError(f"retention must be in (0, 1], got {retention}")
-        mean = entries.cumsum(0)
-        mean = mean / mean[-1].clone()
+        mean = entries.clamp(min=0).cumsum(-1)
+        mean = mean / mean[:, -1:]
         # Less a rounding error, or ten entries of 0.1 would not reach 0.8 with eight of them.
-        total = int((mean < retention * (1 - 1e-12)).sum()) + 1
+        total = (mean < retention * (1 - 1e-12)).sum(-1) + 1
     assert total is not None  # exactly one of the two was
-    _check_total(total, shares)
-    return _count(order[:total], len(shares))
+    return _counted(order, total, importance)
 
 
 def retention(importance: Tensor, sizes: Sequence[int]) -> list[float]:
@@ -296,26 +329,26 @@ def retention(importance: Tensor, sizes: Sequence[int]) -> list[float]:
 
     Source: XKV, arXiv 2412.05896, section III; `P_l` of PrefixKV, arXiv 2412.03409.
     """
-    shares = _shares(importance)
-    n_layers, n = shares.shape
+    _check_total(0, importance)
+    n_layers, n = importance.shape
     if len(sizes) != n_layers or not all(0 <= size <= n for size in sizes):
         raise ValueError(f"sizes must be {n_layers} numbers in [0, {n}], got {list(sizes)}")
-    curve = _retention_curve(shares)
-    return curve.gather(1, torch.tensor(list(sizes))[:, None])[:, 0].tolist()
+    curve = _retention_curve(_shares(_not_negative(importance))[0])
+    return curve.cpu().gather(1, torch.tensor(list(sizes))[:, None])[:, 0].tolist()
 
 
 @torch.no_grad()
-def adaptive_heads(scores: Tensor, per_head: int, *, alpha: float = 0.5) -> Tensor:
+def adaptive_heads(scores: Tensor, per_head: int | Tensor, *, alpha: float = 0.5) -> Tensor:
     """Split a layer's tokens among its heads by where the largest scores are.
 
     Args:
         scores: `[B, H, N]`, higher = keep. NaN counts as 0.
-        per_head: tokens per head on average, at most `N`.
+        per_head: tokens per head on average, at most `N`; or int64 `[B]`, those of each row.
         alpha: share of the budget that is spread evenly, in [0, 1]: 1 is uniform, 0 follows the
             scores alone and retains the highest sum of scores of all splits.
 
     Returns:
-        LongTensor `[B, H]` on the CPU, in [0, N]; each row sums to `H * per_head`.
+        LongTensor `[B, H]`, in [0, N]; each row sums to `H * per_head`.
 
     Raises:
         ValueError: the shape does not fit, `per_head` is outside [0, N] or `alpha` outside [0, 1].
@@ -327,21 +360,19 @@ def adaptive_heads(scores: Tensor, per_head: int, *, alpha: float = 0.5) -> Tens
             f"scores must be a floating-point [B, H, N], got {scores.dtype} {tuple(scores.shape)}"
         )
     B, H, N = scores.shape
-    if not 0 <= per_head <= N:
+    if isinstance(per_head, int) and not 0 <= per_head <= N:
         raise ValueError(f"per_head must be between 0 and the {N} tokens there are, got {per_head}")
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha must be in [0, 1], got {alpha}")
-    # Token-major and stable, so that equal scores go round the heads. Sorting where the scores are
-    # saves a transfer of all of them; only the winners' heads come over.
+    mean = torch.as_tensor(per_head, device=scores.device).expand(B)[:, None]
+    # Token-major and stable, so that equal scores go round the heads.
     flat = scores.nan_to_num(nan=0.0).mT.reshape(B, N * H)
     order = flat.argsort(dim=-1, descending=True, stable=True)
-    heads = (order[:, : H * per_head] % H).cpu()
-    adaptive = torch.zeros(B, H, dtype=torch.long)
-    adaptive.scatter_add_(1, heads, torch.ones_like(heads))
+    adaptive = _first(order, H * mean, H)
 
-    reals = (1 - alpha) * adaptive.double() + alpha * per_head
+    reals = (1 - alpha) * adaptive.double() + alpha * mean
     whole = (reals + _NOISE).floor()
-    missing = H * per_head - whole.sum(-1, keepdim=True)
+    missing = H * mean - whole.sum(-1, keepdim=True)
     fraction = ((reals - whole) / _NOISE).round()
     rank = fraction.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     return (whole + (rank < missing)).long()
@@ -352,37 +383,68 @@ def _check_layers(n_layers: int) -> None:
         raise ValueError(f"at least one layer is needed, got {n_layers}")
 
 
-def _check_total(total: int, shares: Tensor) -> None:
-    if not 0 <= total <= shares.numel():
+def _check_total(total: int, importance: Tensor) -> None:
+    if importance.ndim != 2 or not importance.numel():
+        raise ValueError(f"importance must be [L, N], got {tuple(importance.shape)}")
+    if not 0 <= total <= importance.numel():
         raise ValueError(
-            f"a total of {total} tokens is not between 0 and the {shares.numel()} there are "
-            f"({len(shares)} layers of {shares.shape[1]})"
+            f"a total of {total} tokens is not between 0 and the {importance.numel()} there are "
+            f"({len(importance)} layers of {importance.shape[1]})"
         )
 
 
-def _shares(importance: Tensor) -> Tensor:
-    """Check importance `[L, N]` and normalise each layer to sum 1, in float64 on the CPU."""
-    if importance.ndim != 2 or not importance.numel():
-        raise ValueError(f"importance must be [L, N], got {tuple(importance.shape)}")
-    weights = importance.detach().to("cpu").double().nan_to_num(nan=0.0, posinf=torch.inf)
-    if weights.min() < 0:
-        raise ValueError(f"importance must not be negative, got {float(weights.min())}")
+def _not_negative(importance: Tensor, lowest: float | None = None) -> Tensor:
+    lowest = float(importance.nan_to_num(nan=0.0).min()) if lowest is None else lowest
+    if lowest < 0:
+        raise ValueError(f"importance must not be negative, got {lowest}")
+    return importance
+
+
+def _shares(importance: Tensor, offered: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Importance `[..., L, N]` with each layer normalised to sum 1, float64; 0 for filler.
+
+    Also which of the N are filler, bool `[..., 1, N]`: all from `offered` `[...]` on.
+    """
+    N, device = importance.shape[-1], importance.device
+    here = torch.arange(N, device=device)
+    most = torch.tensor(N) if offered is None else offered
+    filler = here >= most.to(device)[..., None, None]
+    weights = importance.detach().double().nan_to_num(nan=0.0, posinf=torch.inf)
     infinite = weights.isinf()
-    largest = weights.masked_fill(infinite, 0.0).amax(1, keepdim=True)
+    largest = weights.masked_fill(infinite, 0.0).amax(-1, keepdim=True)
     # A layer of nothing but inf and zeros has no finite scale: any positive number serves.
     largest = torch.where(largest > 0, largest, 1.0)
     # By the largest first: the sum of very large or very small entries is not finite or not exact.
     weights = torch.where(infinite, 1.0, weights / largest)
-    weights = torch.where(weights.amax(1, keepdim=True) > 0, weights, 1.0)
-    return weights / weights.sum(1, keepdim=True)
+    weights = torch.where(weights.amax(-1, keepdim=True) > 0, weights, 1.0)
+    weights = weights.masked_fill(filler, 0.0)
+    return weights / weights.sum(-1, keepdim=True), filler
 
 
 def _retention_curve(shares: Tensor) -> Tensor:
-    """`P_l(o)` for `o = 0..N`: `[L, N + 1]`, not decreasing, from exactly 0 to exactly 1."""
-    curve = shares.sort(dim=1, descending=True).values.cumsum(1)
-    return torch.nn.functional.pad(curve / curve[:, -1:], (1, 0))
+    """`P_l(o)` for `o = 0..N`: `[..., L, N + 1]`, not decreasing, from exactly 0 to exactly 1."""
+    curve = shares.sort(dim=-1, descending=True).values.cumsum(-1)
+    return torch.nn.functional.pad(curve / curve[..., -1:], (1, 0))
 
 
-def _count(order: Tensor, n_layers: int) -> list[int]:
-    """Occurrences of each layer among token-major flat indices."""
-    return torch.bincount(order % n_layers, minlength=n_layers).tolist()
+def _first(order: Tensor, total: Tensor, n: int) -> Tensor:
+    """How often each of `n` occurs among the first `total` `[B, 1]` of indices modulo n: `[B, n]`.
+
+    `order` is int64 `[B, ...]`.
+    """
+    taken = torch.arange(order.shape[-1], device=order.device) < total
+    return order.new_zeros(len(order), n).scatter_add_(1, order % n, taken.long())
+
+
+def _counted(order: Tensor, total: Tensor, importance: Tensor) -> list[list[int]]:
+    """Occurrences of each layer among the first `total` `[B]` of token-major indices: `[B][L]`.
+
+    Raises:
+        ValueError: an entry of the importance `[B, L, N]` is negative.
+    """
+    B, L, _ = importance.shape
+    found = _first(order, total.to(order.device)[:, None], L)
+    lowest = importance.nan_to_num(nan=0.0).amin()
+    *flat, lowest = torch.cat([found.flatten().double(), lowest.double()[None]]).tolist()
+    _not_negative(importance, lowest)
+    return [[int(n) for n in flat[b * L : (b + 1) * L]] for b in range(B)]

@@ -35,7 +35,7 @@ from mmkv.report import CacheReport
 FORMAT, VERSION = "mmkv-context", 1
 _MASKS = ("valid", "image", "asked", "must", "protected")
 _DENSE = ("keys", "values", "positions", "scores", "weights", "leaders")
-_HOSTED = ("lengths", "windows", "floors", "inner", "granted")
+_HOSTED = ("lengths", "windows", "floors", "anchored", "inner", "granted")
 _SEEN = ("input_ids", "attention_mask")
 
 
@@ -256,6 +256,7 @@ _ABOUT: dict[str, tuple[type, type | None]] = {
     "seen": (int, None),
     "lengths": (list, int),
     "windows": (list, int),
+    "anchored": (list, int),
     "floors": (list, int),
     "inner": (list, int),
     "granted": (list, float),

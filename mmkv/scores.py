@@ -396,4 +396,4 @@ def _window_weights(weights: Tensor | None, window: int, device: torch.device) -
         raise ValueError(
             f"weights must be finite, not negative and not all 0, got {weights.tolist()}"
         )
-    return weights.detach().to(device, torch.float32)
+    return weights.detach().to(device, torch.float32, non_blocking=True)

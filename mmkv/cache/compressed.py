@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
@@ -32,6 +33,7 @@ from mmkv.cache.ragged_rows import RaggedRows
 from mmkv.cache.selection import TokenMasks
 from mmkv.layer_inputs import LayerInputs
 from mmkv.parts.slots import plan as plan_slots
+from mmkv.parts.slots import send
 from mmkv.report import CacheReport
 
 
@@ -402,7 +404,7 @@ class CompressedCache(Cache):
         if self._scores(prompt, phase) and not policy.score.repeats:
             if policy.score.uses_size:
                 sizes = self.plan.mean_sizes(prompt, len(self.compressed))
-                known = None if sizes is None else torch.tensor(sizes, device=new.key.device)
+                known = None if sizes is None else send(np.array(sizes, np.float32), new.key.device)
                 new = replace(new, size=known)
             held.score(policy, new, prompt)
         if phase.evicts and not phase.postpones:
@@ -432,7 +434,7 @@ class CompressedCache(Cache):
         waiting = [x.state for x in layers if isinstance(x.state, DenseKV)]
         if waiting:
             scores = [x.scores for x in waiting if x.scores is not None]
-            measured = [x.measured.cpu() for x in waiting if x.measured is not None]
+            measured = [x.measured for x in waiting if x.measured is not None]
             sizes = self._sizes(prompt, scores, [x.positions for x in waiting], measured)
             with outliving(), torch.no_grad():
                 split = head_sizes(waiting, self.plan.policy, prompt, sizes)
@@ -653,13 +655,13 @@ class CompressedCache(Cache):
         """Every layer's size for every row [L][B], from what was found of the layers."""
         layers, plan = self.compressed, self.plan
         reading = self.phase if isinstance(self.phase, Reading) else self.phase.reading
-        importance: Sequence[Tensor | None] = [None] * len(prompt.lengths)
+        shared: Sequence[Sequence[float] | None] = [None] * len(prompt.lengths)
         if scores and plan.policy.layers.needs == "scores":
-            importance = selection.competing(scores, positions, prompt)
+            shared = selection.shared_out(plan.policy, plan.budget, scores, positions, prompt)
         similarity = None
         if reading is not None and reading.similarity:
-            found = [reading.similarity[i][0].cpu() for i in sorted(reading.similarity)]
-            similarity = torch.stack(found, dim=1)
+            similarity = _on_host([reading.similarity[i][0] for i in sorted(reading.similarity)])
+        found = _on_host(measured) if measured else None
         sizes = [
             selection.row_sizes(
                 plan.policy,
@@ -668,9 +670,9 @@ class CompressedCache(Cache):
                 length=length,
                 floor=floor,
                 fractions=plan.fractions_of(length, len(layers)),
-                importance=importance[row],
+                shared=shared[row],
                 similarity=None if similarity is None else similarity[row],
-                measured=torch.stack([x[row] for x in measured]) if measured else None,
+                measured=None if found is None else found[row],
             )
             for row, (length, floor) in enumerate(zip(prompt.lengths, prompt.floors, strict=True))
         ]
@@ -702,6 +704,11 @@ class CompressedCache(Cache):
         layer.state = evict(
             layer.state, self.plan, prompt, sizes, expected, self.layers.index(layer), split
         )
+
+
+def _on_host(found: Sequence[Tensor]) -> Tensor:
+    """What was found of each layer, [B] on any device: [B, L] on the host."""
+    return torch.stack([x.to(found[0].device) for x in found], dim=1).cpu()
 
 
 def _shape(config: Any) -> str:

@@ -71,8 +71,8 @@ def evict(
         split: what `head_sizes` found for this layer.
     """
     policy, (B, H, U, _) = plan.policy, held.keys.shape
-    known = held.scores, held.positions, prompt, sizes
-    ranking = selection.ranked(policy, *known, layer_idx, split)
+    given = held.scores, held.positions, prompt, sizes
+    ranking = selection.ranked(policy, *given, layer_idx, split)
     merge = None if list(sizes) == prompt.lengths else policy.merge
     keys, values = held.keys.detach(), held.values.detach()
     slots, weights = None, None
@@ -82,7 +82,8 @@ def evict(
         slots = groups.slots(indices)
         (keys, values), weights = slots.means(keys, values), slots.weights
     else:
-        indices, counts, anchored = selection.ordered(*ranking)
+        known = _known_counts(policy, held, prompt, sizes) if split is None else None
+        indices, counts, anchored = selection.ordered(*ranking, known)
         if held.weights is not None:
             weights = held.weights.gather(2, indices.expand(B, H, -1).clamp(min=0))
     if slots is None and merge is not None:
@@ -132,7 +133,7 @@ def evict(
         width = int(kept[rows].max())
         ahead = min(expected, spare(width, prompt.valid.shape[1]))
         empty = (0, schedule.most(ahead) - width)
-        index = torch.from_numpy(rows).to(keys.device)
+        index = send(rows, keys.device)
         at = pad(tokens[index, :width], empty, value=-1)
         where = pad(positions[index, :width], empty, value=-1)
         stored: list[Stored] = []
@@ -159,6 +160,22 @@ def evict(
         )
     error = None if plan.kv_dtype is None else relative_error(off.view(B, H, 2, 2).sum(1))
     return KeptKV(blocks, B, H, list(sizes), retained, error, leaders)
+
+
+def _known_counts(
+    policy: Policy, held: DenseKV, prompt: TokenMasks, sizes: Sequence[int]
+) -> tuple[Tensor, Tensor] | None:
+    """What each head will keep, and what of it is protected, where that needs no look at a device.
+
+    So it is for a first prompt whose heads keep as many each: both int64 [B, 1 or H]. Else None.
+    """
+    whole = held.positions.shape[1:] == (1, prompt.valid.shape[1])
+    if not whole or not policy.heads.equal:
+        return None
+    heads = 1 if held.scores is None else held.scores.shape[1]
+    counts = torch.tensor(sizes).minimum(torch.tensor(prompt.lengths))
+    anchored = torch.tensor(prompt.anchored)
+    return counts[:, None].expand(-1, heads), anchored[:, None].expand(-1, heads)
 
 
 def _ragged(
@@ -256,6 +273,6 @@ def _schedule(
     if isinstance(schedule, HeavyHitterSlots):
         places = prompt.last_places(schedule.most_recent)
         if places is not None:
-            index = torch.from_numpy(rows // heads).to(places.device)
+            index = send(rows // heads, places.device)
             schedule.behind(places[index], prompt.valid.shape[1])
     return schedule

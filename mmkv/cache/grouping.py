@@ -190,15 +190,15 @@ def leaders(
     plan = _Plan.of(sizes, (rank == torch.inf).sum(-1), present.sum(-1), N, exact, run)
     order = rank.argsort(dim=-1, descending=True, stable=True)
     place = torch.empty_like(order).scatter_(-1, order, _count(order))
-    alone = present & (place < plan.alone.to(device)[..., None])
+    alone = present & (place < plan.alone.to(device, non_blocking=True)[..., None])
 
-    places = spans(plan.tokens.to(device), plan.longest)  # [B, H, R, C]
+    places = spans(plan.tokens.to(device, non_blocking=True), plan.longest)  # [B, H, R, C]
     others = (alone | ~present).to(torch.uint8).argsort(dim=-1, stable=True)
     members = others.gather(-1, places.clamp(min=0).flatten(2)).view_as(places)
     members = members.masked_fill_(places < 0, -1)
     standardise = _standardiser(keys, values, None if plan.whole else present)
     weights = present.float() if weights is None else weights.float()
-    slots = plan.slots.to(device)
+    slots = plan.slots.to(device, non_blocking=True)
 
     found = torch.full((B, H, N + 1), -1, device=device)
     found[..., :N] = torch.where(alone, _count(order), -1)

@@ -11,13 +11,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mmkv import allocation
 from mmkv.cache import splitting
 from mmkv.layer_inputs import LayerInputs
 from mmkv.parts.merging import MergeIntoGroups
+from mmkv.parts.slots import send
 from mmkv.policy import Policy, Score
 
 
@@ -35,6 +38,7 @@ class TokenMasks:
         windows: how many last tokens of each row observe, and are part of `must`, on the host;
             fewer than the policy's where a short row's budget is below what must be kept.
         floors: how many tokens each row must keep, on the host.
+        anchored: how many of them are protected, on the host.
         inner: padding of each row behind its first token, as a later turn's is, on the host.
         granted: how much of those the budget has room for, in [0, 1], on the host.
     """
@@ -47,6 +51,7 @@ class TokenMasks:
     lengths: list[int]
     windows: list[int]
     floors: list[int]
+    anchored: list[int]
     inner: list[int]
     granted: list[float]
 
@@ -91,8 +96,8 @@ class TokenMasks:
             protected = protected | policy.protect.marks(valid, asked, image)
         must = protected | (valid & (order > length - policy.observed))
         before_first = (order == 0).sum(-1)
-        counted = torch.stack([length[:, 0], must.sum(-1), before_first])
-        lengths, floors, outer = counted.tolist()
+        counted = torch.stack([length[:, 0], must.sum(-1), protected.sum(-1), before_first])
+        lengths, floors, anchored, outer = counted.tolist()
         inner = [valid.shape[1] - n - m for n, m in zip(lengths, outer, strict=True)]
         windows = [
             _window(policy, budget, n_layers=n_layers, length=n, floor=floor)
@@ -111,7 +116,8 @@ class TokenMasks:
             else min(1.0, total_kept(budget, n_layers, n) / (n_layers * floor))
             for n, floor in zip(lengths, floors, strict=True)
         ]
-        return cls(valid, image, asked, must, protected, lengths, windows, floors, inner, granted)
+        marks = valid, image, asked, must, protected
+        return cls(*marks, lengths, windows, floors, anchored, inner, granted)
 
     def to(self, device: torch.device) -> TokenMasks:
         """The same on another device, for models split over several."""
@@ -125,6 +131,7 @@ class TokenMasks:
             lengths=[self.lengths[b] for b in chosen],
             windows=[self.windows[b] for b in chosen],
             floors=[self.floors[b] for b in chosen],
+            anchored=[self.anchored[b] for b in chosen],
             inner=[self.inner[b] for b in chosen],
             granted=[self.granted[b] for b in chosen],
         )
@@ -143,7 +150,7 @@ class TokenMasks:
         T = self.valid.shape[1]
         place = torch.arange(T, device=self.valid.device).expand_as(self.valid)
         found = place.masked_fill(~self.valid, -1).sort(dim=-1).values
-        return torch.nn.functional.pad(found, (max(0, n - T), 0), value=-1)[:, -n:]
+        return pad(found, (max(0, n - T), 0), value=-1)[:, -n:]
 
     def at(self, name: str, positions: Tensor) -> Tensor:
         """A mark of the tokens at `positions` [B, 1 or H, U]; False where there is none."""
@@ -241,7 +248,7 @@ def row_sizes(
     length: int,
     floor: int,
     fractions: Sequence[float] | None = None,
-    importance: Tensor | None = None,
+    shared: Sequence[float] | None = None,
     similarity: Tensor | None = None,
     measured: Tensor | None = None,
 ) -> list[int]:
@@ -254,7 +261,7 @@ def row_sizes(
         length: the row's tokens, without padding.
         floor: how many of them must be kept in every layer.
         fractions: a profile's kept fraction per layer; it replaces the policy's layer part.
-        importance: [L, C], the scores of the C tokens that compete, where sizes need them.
+        shared: [L], what `shared_out` found for the row, where sizes need scores.
         similarity: [L], of the residual stream around attention, where sizes need it.
         measured: [L], what the layer part's `measure` found, where sizes need it.
     """
@@ -262,15 +269,15 @@ def row_sizes(
         return [length] * n_layers
     known: Any = {"n_layers": n_layers, "length": length, "floor": floor}
     if policy.retention is not None and fractions is None:
-        sizes = policy.layers.sizes(n_layers * length, importance=importance, **known)
-        return [int(n) for n in sizes]
+        assert shared is not None
+        return [int(n) for n in shared]
     assert budget is not None
     total = max(total_kept(budget, n_layers, length), n_layers * floor)
     if total == n_layers * length:
         return [length] * n_layers
-    sizes = [f * length for f in fractions or ()] or policy.layers.sizes(
-        total, importance=importance, similarity=similarity, measured=measured, **known
-    )
+    sizes = [f * length for f in fractions or ()] or shared
+    if sizes is None:
+        sizes = policy.layers.sizes(total, similarity=similarity, measured=measured, **known)
     return allocation.fit(sizes, total, floor=floor, max_size=length)
 
 
@@ -279,9 +286,34 @@ def keeps_everything(policy: Policy, budget: float | int | None) -> bool:
     return policy.keeps_all or (isinstance(budget, float) and budget >= 1.0)
 
 
+def shared_out(
+    policy: Policy,
+    budget: float | int | None,
+    scores: Sequence[Tensor],
+    positions: Sequence[Tensor],
+    prompt: TokenMasks,
+) -> list[list[float]]:
+    """What each layer keeps of each row by the scores of all layers, [B][L], before any bounds.
+
+    Args:
+        policy: its `layers` part decides.
+        budget: see `total_kept`; None when `policy.retention` decides the total.
+        scores: [B, 1 or H, U] of each layer.
+        positions: [B, 1 or H, U] of each layer.
+        prompt: what is known of the tokens.
+    """
+    importance, offered = competing(scores, positions, prompt)
+    L, rows = len(scores), list(zip(prompt.lengths, prompt.floors, strict=True))
+    totals = [0 if budget is None else total_kept(budget, L, n) - L * floor for n, floor in rows]
+    # In a later turn what competes may be less than there is room for.
+    spare = send(np.array(totals), offered.device).clamp(min=0).minimum(L * offered)
+    found = policy.layers.share_out(importance, spare, offered)
+    return [[f + n for n in row] for (_, f), row in zip(rows, found, strict=True)]
+
+
 def competing(
     scores: Sequence[Tensor], positions: Sequence[Tensor], prompt: TokenMasks
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The scores of each row's competing tokens, largest first, as the layer allocators want them.
 
     Heads that rank for themselves keep their own best, so a layer's n-th entry is the mean over
@@ -294,21 +326,20 @@ def competing(
         prompt: what is known of the tokens.
 
     Returns:
-        [L, C] on the host for each of the B rows; a layer that lost tokens in earlier turns, and so
-        has fewer to offer, is filled up with zeros, as is a row of which nothing competes.
+        importance: [B, L, U] of the widest layer, on the first layer's device; what a layer lost
+            in earlier turns is 0.
+        offered: int64 [B], the most that a layer has to offer of each row, 1 where it is nothing.
     """
     ranked, offered = [], []
+    wide, device = max(s.shape[-1] for s in scores), scores[0].device
     for s, p in zip(scores, positions, strict=True):
         free = (p >= 0) & ~prompt.to(p.device).at("must", p)
         own = s.masked_fill(~free[:, : s.shape[1]], float("-inf"))
         own = own.sort(dim=-1, descending=True).values
-        ranked.append(own.masked_fill(own == float("-inf"), 0.0).mean(dim=1).cpu())
-        offered.append(free.sum(-1).amax(-1).cpu())
-    most = torch.stack(offered).amax(0).clamp(min=1).tolist()
-    return [
-        torch.stack([torch.nn.functional.pad(r[b, :n], (0, n - len(r[b, :n]))) for r in ranked])
-        for b, n in enumerate(most)
-    ]
+        own = own.masked_fill(own == float("-inf"), 0.0).mean(dim=1)
+        ranked.append(pad(own, (0, wide - own.shape[-1])).to(device))
+        offered.append(free.sum(-1).amax(-1).to(device))
+    return torch.stack(ranked, dim=1), torch.stack(offered).amax(0).clamp(min=1)
 
 
 def select(
@@ -359,9 +390,9 @@ def ranked(
     scores, present, must, size = contested(policy, scores, positions, prompt, sizes)
     protected = prompt.at("protected", positions).expand(present.shape)
     if split is not None:
-        size = split.to(size.device)
+        size = split.to(size.device, non_blocking=True)
     elif not (policy.heads.equal or policy.heads.spans_layers):
-        by = partial(policy.heads.split, layer_idx=layer_idx)
+        by = partial(policy.heads.split_rows, layer_idx=layer_idx)
         size = splitting.within_layer(by, scores, present & ~must, must.sum(-1), size, sizes)
     if isinstance(policy.merge, MergeIntoGroups):
         # Of few slots no more than an eighth: the others need most of them.
@@ -408,7 +439,7 @@ def contested(
     present = (positions >= 0).expand(B, heads, U)
     must = prompt.at("must", positions).expand(B, heads, U)
     # A head cannot keep more than earlier turns left it.
-    size = torch.tensor(list(sizes), device=positions.device)[:, None].minimum(present.sum(-1))
+    size = send(np.array(sizes), positions.device)[:, None].minimum(present.sum(-1))
     if policy.recent:
         # The most recent tokens take their share of what is left over by the tokens kept anyway.
         share = torch.minimum((policy.recent * size).long(), size - must.sum(-1))
@@ -421,10 +452,17 @@ def _last(number: Tensor, free: Tensor) -> Tensor:
     return free & (free.flip(-1).cumsum(-1).flip(-1) <= number[..., None])
 
 
-def ordered(rank: Tensor, size: Tensor, protected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The best-ranked tokens in the order of slots: arguments of `ranked`, result of `select`."""
+def ordered(
+    rank: Tensor, size: Tensor, protected: Tensor, known: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The best-ranked tokens in the order of slots: what `ranked` gives, to what `select` gives.
+
+    Args:
+        rank, size, protected: see `ranked`.
+        known: the counts of `select`, where the host knows them.
+    """
     U, device = rank.shape[-1], rank.device
-    counts, anchored = torch.stack([size, protected.sum(-1)]).cpu()
+    counts, anchored = known or torch.stack([size, protected.sum(-1)]).cpu()
     M = int(counts.max())
     chosen = rank.argsort(dim=-1, descending=True, stable=True)[..., :M]
     filler = torch.arange(M, device=device) >= size[..., None]

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmkv.parts.slots import send
+
 
 def within_layer(
-    by: Callable[[Tensor, int], Tensor],
+    by: Callable[[Tensor, Tensor], Tensor],
     scores: Tensor,
     free: Tensor,
     forced: Tensor,
@@ -23,24 +26,22 @@ def within_layer(
     """Split each row's size among its heads: [B, H] tokens, all at most what a head holds.
 
     Args:
-        by: `Heads.split`, of one row.
+        by: `Heads.split_rows`.
         scores: [B, H, U].
         free: bool [B, H, U], which tokens compete.
         forced: [B, H], how many stay whatever their scores.
         size: [B, H], how many each head would keep if all kept as many.
         sizes: [B], tokens kept per head.
     """
-    split = size.clone()
     held = forced + free.sum(-1)
-    for b, n in enumerate(sizes):
-        spare = n - int(forced[b].max())
-        if int(free[b].sum()) <= spare * len(split[b]):  # room for all that earlier turns left
-            split[b] = held[b]
-        elif spare > 0:
-            columns = free[b].any(0)
-            competing = scores[b].masked_fill(~free[b], float("-inf"))[:, columns]
-            split[b] = forced[b] + by(competing, spare).to(split.device)
-    return split.minimum(held)
+    spare = send(np.array(sizes), forced.device) - forced.amax(-1)
+    # Where there is room for all that earlier turns left, nothing is split.
+    room = free.sum((1, 2)) <= spare * scores.shape[1]
+    splits = ~room & (spare > 0)
+    competing = scores.masked_fill(~free, float("-inf"))
+    split = forced + by(competing, torch.where(splits, spare, 0)).to(forced.device)
+    split = torch.where(splits[:, None], split, size)
+    return torch.where(room[:, None], held, split.minimum(held))
 
 
 def across_layers(
@@ -58,19 +59,18 @@ def across_layers(
         sizes: [L][B], tokens kept per head if all heads of a layer kept as many.
     """
     device = scores[0].device
-    offered = torch.stack([x.flatten(1).sum(-1).cpu() for x in free]).sum(0).tolist()
-    forced = [x.cpu() for x in forced]
-    wide = max(x.shape[-1] for x in scores)
-    split = torch.stack(forced)  # [L, B, H]
-    heads = split.shape[-1]
+    offered = torch.stack([x.flatten(1).sum(-1).to(device) for x in free]).sum(0).tolist()
+    needed = torch.stack([x.to(device) for x in forced]).cpu()  # [L, B, H]
+    wide, heads = max(x.shape[-1] for x in scores), needed.shape[-1]
+    found = list[Tensor]()
     for b, most in enumerate(offered):
         total = heads * sum(layer[b] for layer in sizes)
         # Earlier turns may have left less than there is room for.
-        spare = min(total - int(split[:, b].sum()), most)
+        spare = min(total - int(needed[:, b].sum()), most)
         competing = [
             # By age, the newest last: a row ranks ties as it does alone.
             pad(s[b].masked_fill(~f[b], float("-inf")), (wide - s.shape[-1], 0), value=-torch.inf)
             for s, f in zip(scores, free, strict=True)
         ]
-        split[:, b] += by(torch.stack([x.to(device) for x in competing]), spare).cpu()
-    return list(split)
+        found.append(by(torch.stack([x.to(device) for x in competing]), spare))
+    return list(needed + torch.stack(found, dim=1).cpu())

@@ -148,20 +148,35 @@ class Layers(Part):
         n_layers: int,
         length: int,
         floor: int,
-        importance: Tensor | None = None,
         similarity: Tensor | None = None,
         measured: Tensor | None = None,
     ) -> Sequence[float]:
         """Tokens that each layer keeps of one row, fitted to `total` and the bounds afterwards.
+
+        A part that `needs` "scores" has `share_out` in its place.
 
         Args:
             total: tokens kept over all layers, at least `n_layers * floor`.
             n_layers: L, the compressed layers.
             length: the row's tokens.
             floor: how many of them every layer must keep.
-            importance: [L, C], the scores of the C tokens that compete, largest first.
             similarity: [L], of the residual stream around each layer's attention.
             measured: [L], what `measure` found of each layer.
+        """
+        raise NotImplementedError
+
+    def share_out(
+        self, importance: Tensor, spare: Tensor, offered: Tensor
+    ) -> Sequence[Sequence[float]]:
+        """Tokens that each layer keeps of each row beyond those that it must.
+
+        Args:
+            importance: [B, L, C], the scores of tokens that compete, largest first.
+            spare: int64 [B], tokens to share out over all layers.
+            offered: int64 [B], how many of the C there are of each row; the others are 0.
+
+        Returns:
+            [B][L].
         """
         raise NotImplementedError
 
@@ -194,6 +209,24 @@ class Heads(Part):
             int64 [H], which adds up to H * spare, each at most C.
         """
         raise NotImplementedError
+
+    def split_rows(self, scores: Tensor, spare: Tensor, *, layer_idx: int) -> Tensor:
+        """`split` of B rows, one by one; a part that can do them at once says how.
+
+        Args:
+            scores: [B, H, U]; -inf for what does not compete.
+            spare: int64 [B], the mean over heads of each row, where there is something to split.
+            layer_idx: which layer of the model.
+
+        Returns:
+            int64 [B, H], 0 where `spare` is.
+        """
+        split = scores.new_zeros(scores.shape[:2]).long()
+        for b, n in enumerate(spare.tolist()):
+            if n > 0:
+                row = scores[b][:, (scores[b] > -float("inf")).any(0)]
+                split[b] = self.split(row, n, layer_idx=layer_idx).to(split.device)
+        return split
 
     def split_all(self, scores: Tensor, spare: int) -> Tensor:
         """How many of the competing tokens each head of each layer keeps of one row.

@@ -140,8 +140,7 @@ class WindowAttention(Windowed, PerHead):
 
         weights = None
         if self.recency_weighted:
-            device = layer.key.device
-            weights = torch.arange(1, self.window + 1, dtype=torch.float32, device=device)
+            weights = torch.arange(1, self.window + 1, dtype=torch.float32)
         found = self._observed(layer, weights)
         n = found.shape[2]
         if self.value == "norm":

@@ -155,24 +155,6 @@ class _ByScores(Layers):
         """As `samples` or `requests` say."""
         return self.samples or -(-(self.requests or 0) // 10)
 
-    def sizes(
-        self,
-        total: int,
-        *,
-        n_layers: int,
-        floor: int,
-        importance: Tensor | None = None,
-        **known: Any,
-    ) -> Sequence[float]:
-        """What competes is shared out; in a later turn it may be less than there is room for."""
-        assert importance is not None
-        spare = min(total - n_layers * floor, importance.numel())
-        return [floor + n for n in self.share_out(importance, spare)]
-
-    def share_out(self, importance: Tensor, spare: int) -> Sequence[int]:
-        """Tokens of each layer, `spare` in all, from scores [L, C], largest first."""
-        raise NotImplementedError
-
     @property
     def mini_prefill(self) -> bool:
         """As `allocation` says."""
@@ -200,11 +182,13 @@ class PrefixLayers(_ByScores):
         requests: in its place, how many will come: a tenth of them are learned from.
     """
 
-    def share_out(self, importance: Tensor, spare: int) -> Sequence[int]:
+    def share_out(
+        self, importance: Tensor, spare: Tensor, offered: Tensor
+    ) -> Sequence[Sequence[float]]:
         """Equal retention."""
         from mmkv import allocation
 
-        return allocation.prefix(importance, spare)
+        return allocation.prefix_rows(importance, spare, offered)
 
 
 @register_part("pooled")
@@ -232,13 +216,13 @@ class PooledLayers(_ByScores):
                 "none: use one of them"
             )
 
-    def share_out(self, importance: Tensor, spare: int) -> Sequence[int]:
+    def share_out(
+        self, importance: Tensor, spare: Tensor, offered: Tensor
+    ) -> Sequence[Sequence[float]]:
         """By the scores of all layers, pooled."""
         from mmkv import allocation
 
-        if self.retention is not None:
-            return allocation.pooled(importance, retention=self.retention)
-        return allocation.pooled(importance, spare)
+        return allocation.pooled_rows(importance, spare, offered, retention=self.retention)
 
 
 @register_part("uniform")
@@ -273,8 +257,8 @@ class AdaptiveHeads(Heads):
                 "score='recency' give all heads the same"
             )
 
-    def split(self, scores: Tensor, spare: int, *, layer_idx: int) -> Tensor:
+    def split_rows(self, scores: Tensor, spare: Tensor, *, layer_idx: int) -> Tensor:
         """Algorithm 1 of the paper, with the floor of algorithm 2."""
         from mmkv import allocation
 
-        return allocation.adaptive_heads(scores[None], spare, alpha=self.alpha)[0]
+        return allocation.adaptive_heads(scores, spare, alpha=self.alpha)

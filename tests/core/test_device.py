@@ -22,6 +22,7 @@ from helpers.reference import generate
 from mmkv import kernels
 from mmkv.attach import graph
 from mmkv.parts import slots
+from mmkv.parts.merging import MergeIntoGroups
 
 NEW = 20
 
@@ -140,6 +141,38 @@ def test_every_policy_runs_on_one_device_and_decodes_without_waiting(
     assert len(found) == len(alone) == NEW - 1
     if variant in REPLAYED:  # a round is evicted as a prompt is
         assert sum(found, Counter()) - sum(alone, Counter()) == Counter()
+
+
+@pytest.mark.parametrize(
+    "variant",
+    slow_except([*READING], *map(Variant, ("h2o", "adakv", "prefixkv", "condense"))),
+    ids=str,
+)
+def test_a_prompt_makes_the_host_wait_where_heads_differ_and_no_more(there, gpu, variant):
+    """Three times for the masks; once for sizes by all layers; once a layer for counts, or twice."""
+    inputs, model = on_gpu(make_inputs("llama", ROWS["padded"])), there("llama")
+    L = model.config.num_hidden_layers
+
+    def waited():
+        gpu.counted = Counter()
+        with torch.no_grad():
+            cache = model(**inputs).past_key_values
+        found, gpu.counted = gpu.counted, None
+        return found, cache
+
+    alone, _ = waited()
+    options = {"graph": False, **options_of(variant)}
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options):
+        found, cache = waited()
+    policy = cache.plan.policy
+    allowed = 3 + bool(policy.layers.needs)
+    allowed += 3 * (cache.plan.runs_mini_prefill + policy.score.repeats)  # a second pass
+    allowed += 3 * policy.heads.spans_layers
+    allowed += L * (2 if isinstance(policy.merge, MergeIntoGroups) else not policy.heads.equal)
+    if policy.layers.needs == "measure":  # how long the text behind a picture is, for two parts
+        allowed += 2 * L
+    more = found - alone
+    assert more.total() <= allowed, more
 
 
 @pytest.mark.slow

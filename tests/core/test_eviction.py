@@ -19,6 +19,7 @@ from mmkv.cache.selection import (
     retained,
     row_sizes,
     select,
+    shared_out,
     total_kept,
 )
 from mmkv.layer_inputs import LayerInputs
@@ -269,6 +270,17 @@ def sizes(budget, *, length=20, floor=2, n_layers=L, policy=None, more=None, **o
     return row_sizes(policy, budget, n_layers=n_layers, length=length, floor=floor, **(more or {}))
 
 
+def shared(scores, budget, **options):
+    """What layers share out of [L, C] scores of tokens 2, 3, ... of 20; the first two must stay."""
+    policy = Policy.of(**{**H2O, **options})
+    valid = torch.ones(1, 20, dtype=torch.bool)
+    must = torch.arange(20)[None] < 2
+    prompt = TokenMasks(valid, ~valid, valid, must, must, [20], [0], [2], [2], [0], [1.0])
+    there = 2 + torch.arange(scores.shape[1])[None, None]
+    (row,) = shared_out(policy, budget, [x[None, None] for x in scores], [there] * L, prompt)
+    return row
+
+
 def test_layers_share_a_rows_total() -> None:
     assert sizes(0.5) == allocation.uniform(L, 30, max_size=20)
     assert sizes(0.52) == allocation.uniform(L, 31, max_size=20)
@@ -288,19 +300,20 @@ def test_layers_are_sized_by_what_competes(layers) -> None:
     g = generator(3)
     scores = (2 * torch.randn(L, 18, generator=g)).exp()
     allocate = {"prefix": allocation.prefix, "pooled": allocation.pooled}[layers]
-    got = sizes(0.5, layers=layers, more={"importance": scores})
+    got = sizes(0.5, layers=layers, more={"shared": shared(scores, 0.5, layers=layers)})
     assert got == [2 + n for n in allocate(scores, 30 - L * 2)]
     assert len(set(got)) == 3
     # A later turn, where fewer tokens are left than the budget has room for.
-    few = scores[:, :4]
-    assert sizes(0.5, layers=layers, more={"importance": few}) == [10, 10, 10]
+    few = shared(scores[:, :4], 0.5, layers=layers)
+    assert sizes(0.5, layers=layers, more={"shared": few}) == [10, 10, 10]
 
 
 def test_a_retention_adds_to_what_must_stay() -> None:
     scores = torch.tensor([[8.0, 1, 1, 0, 0], [3, 3, 2, 1, 1], [2, 2, 2, 2, 2]])
     chosen = allocation.pooled(scores, retention=0.6)
     given = {"score": "window", "layers": "pooled", "retention": 0.6}
-    got = sizes(None, policy=Policy.of(**given), more={"importance": scores})
+    known = {"shared": shared(scores, None, **given)}
+    got = sizes(None, policy=Policy.of(**given), more=known)
     assert got == [2 + n for n in chosen]
     assert got != [max(2, n) for n in chosen]
     # Fractions of a profile come before it.
@@ -526,7 +539,7 @@ def test_what_competes_is_ranked_head_by_head(options, heads) -> None:
         positions = tokens(2, P, (18, 12, 15)[i], 30, g)
         positions = positions.masked_fill(~prompt.at("valid", positions), -1)
         layers.append((torch.rand(2, S, positions.shape[2], generator=g), positions))
-    got = competing([s for s, _ in layers], [p for _, p in layers], prompt)
+    got, offered = competing([s for s, _ in layers], [p for _, p in layers], prompt)
     for b in range(2):
         rows, most = [], 0
         for scores, positions in layers:
@@ -543,8 +556,9 @@ def test_what_competes_is_ranked_head_by_head(options, heads) -> None:
             filled = [r + [0.0] * (longest - len(r)) for r in ranked]
             rows.append([sum(x) / S for x in zip(*filled, strict=True)])
         want = [row + [0.0] * (most - len(row)) for row in rows]
-        assert got[b].shape == (L, most)
-        torch.testing.assert_close(got[b], torch.tensor(want))
+        assert offered[b] == most
+        assert not got[b, :, most:].any()
+        torch.testing.assert_close(got[b, :, :most], torch.tensor(want))
 
 
 def test_a_row_of_which_nothing_competes_offers_zeros() -> None:
@@ -552,8 +566,9 @@ def test_a_row_of_which_nothing_competes_offers_zeros() -> None:
     valid = torch.tensor([[False, False, True, True], [True] * 4])
     prompt = TokenMasks.of(policy, valid, budget=1.0, n_layers=2)
     positions = torch.arange(4).expand(2, 1, 4).masked_fill(~valid[:, None], -1)
-    got = competing([torch.rand(2, 1, 4)] * 2, [positions] * 2, prompt)
-    assert [x.tolist() for x in got] == [[[0.0], [0.0]]] * 2
+    got, offered = competing([torch.rand(2, 1, 4)] * 2, [positions] * 2, prompt)
+    assert not got.any()
+    assert offered.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (1, 3), (3, 3)])
