@@ -1,4 +1,4 @@
-"""The command `mmkv bench`.
+"""The commands `mmkv bench`, `mmkv bench serve` and `mmkv plan`.
 
 What can be checked without a model is checked before one is made: what a user got wrong is one line
 and exit code 2.
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmkv.eval.speed.plan_cli import plan_command
+from mmkv.eval.speed.serve_cli import serve_command
 from mmkv.terminal import Progress, check_place, console, say, told
 
 if TYPE_CHECKING:
@@ -38,11 +39,15 @@ commands = typer.Typer(
 
 
 commands.command("plan")(plan_command)
+bench = typer.Typer(rich_markup_mode=None)
+bench.command("serve")(serve_command)
+commands.add_typer(bench, name="bench")
 
 
-@commands.command("bench")
+@bench.callback(invoke_without_command=True)
 @told
 def bench_command(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Option(
@@ -111,6 +116,9 @@ def bench_command(
     Each row's prompt is read once; then decode steps of all rows alternate in random order, and
     ratios are taken pair by pair. Warm-up is not counted, and the device is waited for.
     """
+    if context.invoked_subcommand is not None:
+        _check_nothing_before(context)
+        return
     from mmkv.eval.speed import models, processor
 
     started = time.monotonic()
@@ -140,6 +148,15 @@ def bench_command(
         out=out,
         toy=toy,
     )
+
+
+def _check_nothing_before(context: typer.Context) -> None:
+    """Refuse options of `mmkv bench` before the name of a command of its own."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option, command = name.replace("_", "-"), context.invoked_subcommand
+            raise ValueError(f"--{option} stands before {command!r}, which has options of its own")
 
 
 def _settings(given: dict[str, Any], preset: str | None, eager: bool) -> list[Setting]:

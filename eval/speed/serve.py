@@ -1,11 +1,9 @@
 """An engine under load: how long clients wait, and what fits in the same memory.
 
-    python -m mmkv.eval.speed.serve --requests 40 --rate 1 --cache-memory 40
-
-asks the built-in model about long texts with pictures, requests coming as a Poisson process (or
-from `--clients` that each wait for their answer), with the same bytes of cache for condense, for
-the full cache, and for `generate`, which answers one after another. `--soak 60` lets clients come,
-go and break off instead, and checks that every reply is the one it is alone.
+Requests come as a Poisson process, or from clients that each wait for their answer, with the same
+bytes of cache for condense, for the full cache, and for `generate`, which answers one after
+another. A soak lets clients come, go and break off instead, and checks that every reply is the one
+it is alone.
 """
 
 from __future__ import annotations
@@ -17,23 +15,19 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-import typer
 from torch import Tensor
 
 import mmkv
 from mmkv import chat
 from mmkv.builtin.scenes import draw, make_scene
 from mmkv.builtin.texts import make_lookup
-from mmkv.eval.speed.models import SHAPES, make, make_prompt
-from mmkv.eval.speed.processor import in_words, use_vectors
-from mmkv.loading.models import find_device
+from mmkv.eval.speed.models import make_prompt
 from mmkv.serving import Engine
 from mmkv.serving.rows import RowCaches
-from mmkv.terminal import Progress, console, told
 
 Inputs = dict[str, Any]
 
@@ -240,79 +234,54 @@ def soak(model: Any, requests: Sequence[Inputs], seconds: float, memory: int, ne
     return f"soak: {told}; all as alone, at most {most[0] / 1e6:.1f} MB, 0 bytes left"
 
 
-def main(
-    requests: Annotated[int, typer.Option(min=2, help="How many are asked.")] = 40,
-    tokens: Annotated[int, typer.Option(min=64, help="Of a text, about; pictures on top.")] = 1000,
-    pictures: Annotated[int, typer.Option(min=0, help="Before each text.")] = 2,
-    new: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 64,
-    rate: Annotated[float, typer.Option(min=0.01, help="Requests a second, at random.")] = 1.0,
-    clients: Annotated[int, typer.Option(min=0, help="Ask in turn, instead of a rate.")] = 0,
-    budget: Annotated[float, typer.Option(help="Of condense.")] = 0.2,
-    cache_memory: Annotated[float, typer.Option(help="MB for keys and values.")] = 40.0,
-    first_within: Annotated[float, typer.Option(help="Seconds that a first token may take.")] = 5.0,
-    next_within: Annotated[float, typer.Option(help="Seconds a token after it, mean.")] = 0.2,
-    model: Annotated[
-        str, typer.Option(help="builtin, a folder or an id, or random weights of `mmkv bench`.")
-    ] = "builtin",
-    soak_seconds: Annotated[float, typer.Option("--soak", help="Soak for so long instead.")] = 0.0,
-) -> None:
-    """Time an engine under load, at equal cache memory."""
-    from rich.table import Column, Table
+def compare(
+    model: Any,
+    requests: Sequence[Inputs],
+    *,
+    new: int,
+    budget: float,
+    memory: int,
+    rate: float,
+    clients: int,
+    within: tuple[float, float],
+    step_tokens: int,
+    tell: Callable[[str], None],
+) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """Condense, the full cache and `generate` under the same load.
 
-    use_vectors()
-    if model in SHAPES:
-        loaded = chat.Loaded(model, make(SHAPES[model], str(find_device("auto"))), None, False)
-        pictures = 0
-    else:
-        loaded = chat.load(model)
-    net, tell, memory = loaded.model, Progress(), int(cache_memory * 1e6)
-    net.generation_config.eos_token_id = None  # every reply is as long as asked for
-    net.generation_config.do_sample = False
-    asked = make_requests(loaded, 8 if soak_seconds else requests, tokens, pictures)
-    if soak_seconds:
-        with mmkv.wrapped(net, "condense", budget):
-            console().print(soak(net, asked, soak_seconds, memory, new))
-        return
+    Args:
+        model: not wrapped.
+        requests: inputs of the model.
+        new: tokens of each reply.
+        budget: of condense.
+        memory: bytes of keys and values of an engine.
+        rate: requests a second, as for `drive`.
+        clients: as for `drive`.
+        within: as for `summary`.
+        step_tokens: of each prompt where a step of 32 requests is timed.
+        tell: is told what is being measured.
+
+    Returns:
+        Each way's `summary` beside its name, and in words what a step of 32 requests takes.
+    """
     rows: list[tuple[str, list[str]]] = []
 
     def measured(name: str, serve: Serve) -> None:
         tell(name)
         # Warm-up: what is set up once, for new shapes too, is not the load's.
-        asyncio.run(drive(serve, asked[:5], rate=rate, clients=1))
-        timings = asyncio.run(drive(serve, asked, rate=rate, clients=clients))
-        rows.append((name, summary(timings, (first_within, next_within))))
+        asyncio.run(drive(serve, requests[:5], rate=rate, clients=1))
+        timings = asyncio.run(drive(serve, requests, rate=rate, clients=clients))
+        rows.append((name, summary(timings, within)))
 
     steps = list[str]()
     for name, policy, kept in ((f"condense {budget:g}", "condense", budget), ("full", "full", 1.0)):
-        with mmkv.wrapped(net, policy, kept):
-            with Engine(net, cache_memory=memory, prefill_chunk=256) as engine:
+        with mmkv.wrapped(model, policy, kept):
+            with Engine(model, cache_memory=memory, prefill_chunk=256) as engine:
                 measured(name, by_engine(engine, new))
-            each, one = overhead(net, 32, tokens // 4)
+            each, one = overhead(model, 32, step_tokens)
             steps.append(f"{name} {1000 * each:.0f} ms, as one cache {1000 * one:.0f} ms")
-    alone = OneByOne(net, new)
+    alone = OneByOne(model, new)
     measured("generate, one by one", alone.serve)
     alone.close()
     tell("")
-    shown = Table(
-        Column("", no_wrap=True),
-        "first token s, p50 / 90 / 99",
-        "between tokens ms",
-        "tokens/s",
-        "in time/s",
-    )
-    for name, found in rows:
-        shown.add_row(name, *found)
-    how = f"{clients} clients" if clients else f"{rate:g} requests a second"
-    console().print(
-        f"{in_words()}; {requests} requests of {tokens // 2:,} to {tokens * 3 // 2:,} tokens and "
-        f"{pictures} pictures, {new} new; {how}; {cache_memory:g} MB of cache; in time: first "
-        f"token within {first_within:g} s, then {next_within:g} s a token"
-    )
-    console().print(shown)
-    console().print(f"a step at batch 32: {'; '.join(steps)}")
-
-
-if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(told(main))
-    app()
+    return rows, steps

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-import typer
 
 import mmkv
 from helpers.models import make_inputs
+from mmkv.cli import commands
 from mmkv.eval.speed import serve
-from mmkv.eval.speed.serve import Timing, main, soak, summary
+from mmkv.eval.speed.serve import Timing, soak, summary
 
 
 def test_what_clients_waited_is_summed_up():
@@ -44,11 +44,35 @@ def test_a_soak_finds_a_reply_that_is_not_the_one_alone(models):
             serve.Engine = engine
 
 
+SMALL = ["--requests", "3", "--tokens", "64", "--pictures", "1", "--new", "4"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [["--rate", "4"], ["--clients", "2"]], ids=str)
 def test_the_table(how, capsys):
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(main)
-    small = ["--requests", "3", "--tokens", "64", "--pictures", "1", "--new", "4"]
-    app([*small, *how], standalone_mode=False)
+    with pytest.raises(SystemExit) as end:
+        commands.main(["bench", "serve", *SMALL, *how])
+    assert end.value.code == 0
     assert re.search(r"generate, one by one │ \d", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--prompt", "64", "serve"], "--prompt stands before 'serve'"),
+        (["serve", "--prompt", "64"], "--prompt"),
+        (["server"], "server"),
+    ],
+)
+def test_options_of_the_other_command_are_refused(words, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        commands.main(["bench", *words])
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_each_command_has_its_own_help(capsys):
+    for words, option in ((["bench"], "--preset"), (["bench", "serve"], "--soak")):
+        with pytest.raises(SystemExit):
+            commands.main([*words, "--help"])
+        assert option in capsys.readouterr().out

@@ -261,6 +261,7 @@ class TestCommands:
         monkeypatch.setattr("mmkv.eval.speed.cli._run", reached)
         monkeypatch.setattr("mmkv.eval.speed.cli._device", lambda *args, **kwargs: "cuda")
         monkeypatch.setattr("mmkv.eval.speed.processor.use_vectors", lambda: None)
+        monkeypatch.setattr("mmkv.eval.speed.serve.make_requests", reached)
         with pytest.raises(Reached):
             commands.main(words[1:])
 
@@ -300,17 +301,6 @@ class TestCommands:
         monkeypatch.setattr(long, "make", reached)
         app = typer.Typer(pretty_exceptions_enable=False)
         app.command()(long.main)
-        with pytest.raises(Reached):
-            app(shlex.split(line)[3:], standalone_mode=False)
-
-    def test_the_load_on_an_engine(self, monkeypatch):
-        from mmkv.eval.speed import serve
-
-        (line,) = [x for x in lines() if " -m mmkv.eval.speed.serve " in x]
-        monkeypatch.setattr(serve, "use_vectors", lambda: None)
-        monkeypatch.setattr(serve, "make_requests", reached)
-        app = typer.Typer(pretty_exceptions_enable=False)
-        app.command()(serve.main)
         with pytest.raises(Reached):
             app(shlex.split(line)[3:], standalone_mode=False)
 
@@ -355,7 +345,7 @@ class TestCommands:
             rf"\.venv/bin/mmkv ({'|'.join(checked)})\b",
             r"\.venv/bin/accelerate launch ",
             r"\.venv/bin/python -m mmkv\.(builtin\.training\.(evaluate|source)) ",
-            r"\.venv/bin/python -m mmkv\.eval\.(harness\.lm_eval|speed\.(long|serve)) ",
+            r"\.venv/bin/python -m mmkv\.eval\.(harness\.lm_eval|speed\.long) ",
             r"make [a-z -]+$",
             r"pip install \.$",
             r"\.ci/run$",
