@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import threading
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from mmkv.wrapping import wrap
 
 from .outcome import Kept, kept_of, rouge_l
 from .stepping import Draw, Stepper, Turnstile
+from .talk import NoPictureError, Talk
 from .turns import Tokens, next_turn
 from .values import Settings, Side, Turn
 
@@ -30,12 +30,7 @@ if TYPE_CHECKING:
 
     from mmkv.policy import Policy
 
-LONGEST_QUESTION = 4000  # characters
 _INTERVAL = 0.1  # seconds between two looks at the answers
-
-
-class NoPictureError(ValueError):
-    """A question before any picture; how to choose one differs between page and terminal."""
 
 
 class Engine:
@@ -55,6 +50,15 @@ class Engine:
         return copy.deepcopy(model, cast("dict[int, Any]", shared))
 
     @property
+    def reads_pictures(self) -> bool:
+        """Whether the model does."""
+        return self.loaded.reads_pictures
+
+    def conversation(self) -> Conversation:
+        """A new one."""
+        return Conversation(self)
+
+    @property
     def longest(self) -> int | None:
         """Tokens that the model's positions reach; None if unknown."""
         config = self.loaded.model.config.get_text_config()
@@ -70,74 +74,28 @@ class _Branch:
     cache: Any = None
 
 
-class Conversation:
-    """One user's turns on one model; `ask` continues it."""
+class Conversation(Talk):
+    """One user's turns on one model."""
 
     def __init__(self, engine: Engine) -> None:
+        super().__init__()
         self.engine = engine
-        self.turns: list[Turn] = []
-        self._busy = threading.Lock()
-        self._stop = False
-        self._closed = False
         self._full = _Branch(None)
         self._compressed = _Branch(None)
         self._wrapped: tuple[Policy, float | None, str | None] | None = None
         self._counts: list[int] = []
         self._pictures: list[Image.Image] = []
 
-    def stop(self) -> None:
-        """End the answers that are streaming; what they have said stays."""
-        self._stop = True
-
-    def clear(self) -> None:
-        """Forget every turn and free both caches.
-
-        Raises:
-            ValueError: the answers did not stop within ten seconds.
-        """
-        self.stop()
-        if not self._busy.acquire(timeout=10):
-            raise ValueError("the answers are still streaming: stop them first")
-        try:
-            self.turns, self._counts, self._pictures, self._wrapped = [], [], [], None
-            self._full, self._compressed = _Branch(None), _Branch(None)
-        finally:
-            self._busy.release()
-
-    def close(self) -> None:
-        """The user has gone: stop, and free everything as soon as nothing runs."""
-        self._closed = True
-        self.clear()
+    def _forget(self) -> None:
+        """Free both caches."""
+        self._counts, self._pictures, self._wrapped = [], [], None
+        self._full, self._compressed = _Branch(None), _Branch(None)
 
     @property
     def nbytes(self) -> int:
         """Bytes of both caches between turns."""
         caches = (self._full.cache, self._compressed.cache)
         return sum(chat.cache_nbytes(x) for x in caches if x is not None)
-
-    def ask(
-        self, question: str, picture: Image.Image | None, settings: Settings
-    ) -> Generator[Turn]:
-        """Answer a question: the turn as it grows, and last the whole of it.
-
-        Args:
-            question: of the user.
-            picture: new in this turn, RGB; None asks on about the earlier ones.
-            settings: where they differ from before, the conversation is read again.
-
-        Raises:
-            ValueError: an empty question, no picture, a setting out of range, a budget below what
-                must be kept, or more tokens than the model reads. The conversation stays as it was.
-        """
-        if not self._busy.acquire(blocking=False):
-            raise ValueError("an answer is still streaming: wait for it, or stop it")
-        try:
-            self._stop = False
-            yield from self._answered(_checked(question), picture, settings)
-        finally:
-            self._busy.release()
-            if self._closed:
-                self.clear()
 
     def _answered(
         self, question: str, picture: Image.Image | None, settings: Settings
@@ -186,7 +144,7 @@ class Conversation:
         self._pictures += pictures
         sides = {"full": runs[1].side(done=True), "compressed": runs[0].side(done=True)}
         rouge = rouge_l(sides["full"].text, sides["compressed"].text)
-        turn = dataclasses.replace(turn, **sides, notes=notes, kept=kept, rouge=rouge)
+        turn = dataclasses.replace(turn, **sides, notes=notes, kept=kept, rouge=rouge, done=True)
         self.turns.append(turn)
         yield turn
 
@@ -292,14 +250,3 @@ class _Run:
         answer = sequence[None, self.length :].to(self.prompt.ids.device)
         self.branch.tokens = self.prompt.extended(Tokens(answer, {}, {}))
         self.branch.cache = self.stepper.cache
-
-
-def _checked(question: str) -> str:
-    question = question.strip()
-    if not question:
-        raise ValueError("the question is empty")
-    if len(question) > LONGEST_QUESTION:
-        raise ValueError(
-            f"the question has {len(question)} characters: {LONGEST_QUESTION} at most are read"
-        )
-    return question

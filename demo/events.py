@@ -14,8 +14,8 @@ import gradio as gr
 from PIL import Image
 
 from . import options, views
-from .backend import NoPictureError
 from .session import Session, blank_sheet, read_upload
+from .talk import NoPictureError
 from .values import Settings, Turn
 
 log = logging.getLogger(__name__)
@@ -173,16 +173,17 @@ def _explained(error: Exception) -> str:
 
 
 def _answered(session: Session, turn: Turn, idle: tuple[Any, Any]) -> tuple[Any, ...]:
-    kept = turn.kept
-    assert kept is not None
-    status = (
-        f"Answered. Full cache: {turn.full.text} Compressed, {turn.compressed.kept:.0%} kept: "
-        f"{turn.compressed.text}"
-    )
-    return (
+    kept, full = turn.kept, "" if turn.full is None else f"Full cache: {turn.full.text} "
+    share = f", {turn.compressed.kept:.0%} kept" if turn.compressed.nbytes else ""
+    shown = (
         views.conversation(session.turns),
         "",
-        views.status(status),
+        views.status(f"Answered. {full}Compressed{share}: {turn.compressed.text}"),
+    )
+    if kept is None:
+        return (*shown, *idle, gr.update(visible=False), *(gr.skip(),) * 4, "")
+    return (
+        *shown,
         *idle,
         gr.update(visible=True),
         gr.update(

@@ -24,9 +24,11 @@ _POLICY, _BUDGET = "condense", 0.2
 _HERE = Path(__file__).parent
 CSS = (_HERE / "page.css").read_text(encoding="utf-8")
 
-_HEADER = """<header class="mm-header"><h1>mmkv image chat</h1>
-<p>One question, two answers: with the full key-value cache and with a compressed one.</p>
-</header>"""
+_ABOUT = "One question, two answers: with the full key-value cache and with a compressed one."
+_ABOUT_SERVER = (
+    "Answered by the server at {}, with a cache that is compressed as chosen here. What it keeps "
+    "of a picture, and the answer of a full cache, a server does not tell."
+)
 _CHOOSE = """element.addEventListener('click', (event) => {
   const button = event.target.closest('[data-index]');
   if (button) trigger('chosen', { index: Number(button.dataset.index) });
@@ -66,12 +68,13 @@ def build(engines: Engines) -> gr.Blocks:
     Args:
         engines: the models; the first is chosen.
     """
-    known = options.all_options()
+    known, here = options.all_options(), not engines.server
     samples = [read_picture(path) for path in example_pictures()]
     named = [(about, x) for about, x in zip(EXAMPLES, samples, strict=False)]
     with gr.Blocks(title="mmkv image chat", analytics_enabled=False, fill_width=True) as page:
         state: gr.State = gr.State(None, delete_callback=events.leave)
-        gr.HTML(_HEADER)
+        about = _ABOUT_SERVER.format(engines.server) if engines.server else _ABOUT
+        gr.HTML(views.header(about))
         with gr.Row(elem_id="main"):
             with gr.Column(min_width=0, elem_id="input"):
                 pad = gr.HTML(
@@ -131,6 +134,7 @@ def build(engines: Engines) -> gr.Blocks:
                     label="Protect instructions",
                     info="Keep the prompt's text; only picture tokens compete",
                     elem_id="protect",
+                    visible=here,
                 )
                 with gr.Accordion("Length, sampling, model", open=False):
                     longest = gr.Slider(1, MOST_TOKENS, value=80, step=1, label="Max new tokens")
@@ -143,6 +147,7 @@ def build(engines: Engines) -> gr.Blocks:
                         label="Held as",
                         info="8 or 4 bits for each number that is kept",
                         elem_id="held",
+                        visible=here,
                     )
                     model = gr.Dropdown(
                         engines.names,
@@ -150,7 +155,7 @@ def build(engines: Engines) -> gr.Blocks:
                         label="Model",
                         info="Another model starts a new conversation",
                     )
-                with gr.Accordion("Options of the policy", open=False):
+                with gr.Accordion("Options of the policy", open=False, visible=here):
                     controls = {x.name: _control(x) for x in known}
 
         def example(session: Session | None, event: gr.EventData) -> tuple[Any, str]:

@@ -10,9 +10,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmkv import chat
+
+if TYPE_CHECKING:
+    from .session import Engines
 
 # Nothing but this server is asked for anything; no other page can hold this one in a frame.
 _HEADERS = (
@@ -66,6 +69,22 @@ def check_address(host: str, port: int | None) -> None:
         raise ValueError(f"{option} {given}: {error.strerror}") from None
 
 
+def _served(address: str, key: str | None) -> Engines:
+    """The models of a server.
+
+    Raises:
+        ValueError: it is away or refuses, or httpx is missing.
+    """
+    try:
+        from .remote import ServedModel, Server
+    except ModuleNotFoundError as error:
+        raise ValueError(f"the demo needs {error.name}: pip install 'mmkv[demo]'") from None
+    from .session import Engines
+
+    there = Server(address, key)
+    return Engines(there.models(), lambda name: ServedModel(there, name), server=there.address)
+
+
 @contextmanager
 def serving(
     models: Sequence[str] = ("builtin",),
@@ -74,6 +93,8 @@ def serving(
     port: int | None = 7860,
     device: str = "auto",
     dtype: str = "auto",
+    server: str | None = None,
+    api_key: str | None = None,
 ) -> Generator[str]:
     """Serve the page for the length of a `with` block; gives its address.
 
@@ -83,12 +104,16 @@ def serving(
         port: None takes a free one.
         device: as for `mmkv.chat.load`, as the dtype.
         dtype: of the models.
+        server: the address of a server that answers with its own models, in place of all these.
+        api_key: what it asks for.
 
     Raises:
-        ValueError: the port is taken, Gradio is missing, or a model cannot be loaded.
+        ValueError: the port is taken, Gradio is missing, a model cannot be loaded, or the server
+            is away or refuses.
         OSError: the port was taken while the model was loaded.
     """
     check_address(host, port)
+    answering = None if server is None else _served(server, api_key)
     with tempfile.TemporaryDirectory(prefix="mmkv-demo-", ignore_cleanup_errors=True) as folder:
         # Gradio reads these while it is imported.
         os.environ.update(GRADIO_TEMP_DIR=folder, GRADIO_ANALYTICS_ENABLED="False")
@@ -100,7 +125,12 @@ def serving(
 
         from .session import MOST_BYTES, Engines
 
-        engines = Engines(models, lambda name: chat.load(name, device, dtype))
+        if answering is None:
+            from .backend import Engine
+
+            engines = Engines(models, lambda name: Engine(chat.load(name, device, dtype)))
+        else:
+            engines = answering
         engines.get(engines.names[0])
         blocks = page.build(engines)
         try:

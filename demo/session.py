@@ -6,15 +6,18 @@ import re
 import threading
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageDraw
 
-from mmkv import chat
 from mmkv.loading import untrusted
 
-from .backend import Conversation, Engine
+from .talk import Talk
 from .values import Settings, Turn
+
+if TYPE_CHECKING:
+    from .backend import Engine
+    from .remote import ServedModel
 
 MOST_BYTES = 20 * 2**20  # of an uploaded file
 MOST_PIXELS = 40_000_000
@@ -88,12 +91,19 @@ def blank_sheet() -> Image.Image:
 
 
 class Engines:
-    """The models on offer, each loaded by its name when it is first asked for.
+    """The models on offer, each made by its name when it is first asked for.
 
-    The attribute `names` is as the page shows them.
+    The attribute `names` is as the page shows them; `server` is the address of the server whose
+    models they are, or "".
     """
 
-    def __init__(self, names: Sequence[str], load: Callable[[str], chat.Loaded]) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        make: Callable[[str], Engine | ServedModel],
+        *,
+        server: str = "",
+    ) -> None:
         # A folder goes by its last part: where it lies is nobody's business on the page.
         short = [Path(x).name if Path(x).is_dir() else x for x in names]
         self._paths = {
@@ -101,10 +111,12 @@ class Engines:
             for i, (x, path) in enumerate(zip(short, names, strict=True), start=1)
         }
         self.names = list(self._paths)
-        self._load, self._made = load, dict[str, Engine]()
+        self.server = server
+        self._make = make
+        self._made: dict[str, Engine | ServedModel] = {}
         self._lock = threading.Lock()
 
-    def get(self, name: str) -> Engine:
+    def get(self, name: str) -> Engine | ServedModel:
         """The engine of a model.
 
         Raises:
@@ -114,7 +126,7 @@ class Engines:
             raise ValueError(f"model {name!r} is not on offer here: {', '.join(self.names)}")
         with self._lock:
             if name not in self._made:
-                self._made[name] = Engine(self._load(self._paths[name]))
+                self._made[name] = self._make(self._paths[name])
             return self._made[name]
 
 
@@ -128,7 +140,8 @@ class Session:
         self.strokes: list[Stroke] = []
         # The picture, or what is drawn on it, has not been asked about yet.
         self.fresh = False
-        self._conversation: Conversation | None = None
+        self._conversation: Talk | None = None
+        self._asked: Engine | ServedModel | None = None
         self._closed = False
 
     @property
@@ -150,20 +163,20 @@ class Session:
         self.fresh = self.picture is not None
 
     def ask(self, question: str, settings: Settings, model: str) -> Generator[Turn]:
-        """Continue the conversation, with the picture if it is new; as `Conversation.ask`.
+        """Continue the conversation, with the picture if it is new; as `Talk.ask`.
 
         Another model starts a new conversation.
 
         Raises:
-            ValueError: as `Conversation.ask`, or a model that is not on offer.
+            ValueError: as `Talk.ask`, or a model that is not on offer.
         """
         engine = self.engines.get(model)
-        if self._conversation is None or self._conversation.engine is not engine:
+        if self._conversation is None or self._asked is not engine:
             self.clear()
-            self._conversation, self.model = Conversation(engine), model
+            self._conversation, self._asked, self.model = engine.conversation(), engine, model
         if self._closed:
             raise ValueError("this page was closed: reload it")
-        picture = self.picture if self.fresh and engine.loaded.reads_pictures else None
+        picture = self.picture if self.fresh and engine.reads_pictures else None
         if picture is not None:
             picture = drawn(picture, self.strokes)
         asked = self.strokes

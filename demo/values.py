@@ -69,9 +69,10 @@ class Side:
     Attributes:
         text: so far, of `tokens` tokens.
         first: seconds of the model's time to the first token, None before it.
+        last: seconds to the last one so far, where a server answers.
         rate: tokens a second after the first, None before the second.
-        nbytes: of the cache.
-        full_nbytes: of a full cache of the same tokens.
+        nbytes: of the cache; 0 where that is not known yet.
+        full_nbytes: of a full cache of the same tokens; 0 where that is not known.
         kept: the share of key-value pairs held.
         done: nothing will follow.
     """
@@ -79,6 +80,7 @@ class Side:
     text: str = ""
     tokens: int = 0
     first: float | None = None
+    last: float = 0.0
     rate: float | None = None
     nbytes: int = 0
     full_nbytes: int = 0
@@ -92,21 +94,20 @@ class Turn:
 
     Attributes:
         label: the compressed side's policy and budget.
+        full: None where a server answers, with one cache alone.
         notes: what a reader should know.
-        kept: what the compressed cache kept of the prompt; None while the answers stream.
-        rouge: ROUGE-L F-measure between the answers; None while they stream.
+        kept: what the compressed cache kept of the prompt; None while the answers stream, and
+            where a server answers, which does not tell.
+        rouge: ROUGE-L F-measure between the answers; None likewise.
+        done: the answers have ended.
     """
 
     question: str
     picture: Image.Image | None
     label: str
-    full: Side = field(default_factory=Side)
+    full: Side | None = field(default_factory=Side)
     compressed: Side = field(default_factory=Side)
     notes: tuple[str, ...] = ()
     kept: Kept | None = None
     rouge: float | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether both answers have ended and were compared."""
-        return self.kept is not None
+    done: bool = False

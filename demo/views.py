@@ -126,6 +126,11 @@ def words(kept: Kept) -> str:
     return _macros().words(kept.words, len(kept.layers), _SHADES)
 
 
+def header(about: str) -> str:
+    """What the page is."""
+    return _macros().header(about)
+
+
 def message(text: str) -> str:
     """An error for the user; empty for none."""
     return _macros().message(text)

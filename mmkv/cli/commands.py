@@ -265,12 +265,29 @@ def demo(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 7860,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Let the `mmkv serve` at this address answer instead."),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="MMKV_API_KEY", help="The key of that server.", show_envvar=True),
+    ] = None,
 ) -> None:
     """Open the image chat in a browser: both answers side by side, and what was kept."""
-    from mmkv.demo import server
+    from mmkv.demo import server as page
 
-    names = model or ["builtin"]
-    server.run(models=names, host=host, port=port or None, device=device, dtype=dtype)
+    if server is not None and (model or device != "auto" or dtype != "auto"):
+        raise ValueError("--server answers with its own models: leave out --model and where it is")
+    page.run(
+        models=model or ["builtin"],
+        host=host,
+        port=port or None,
+        device=device,
+        dtype=dtype,
+        server=server,
+        api_key=api_key or None,
+    )
 
 
 def _pictures_and_question(words: list[str], images: list[Path]) -> tuple[list[Path], str]:

@@ -45,7 +45,7 @@ class Repl:
 
     def run(self, lines: Iterable[str]) -> int:
         """Serve until the lines end or /quit; the number of lines that were refused."""
-        from mmkv.demo.backend import NoPictureError
+        from mmkv.demo.talk import NoPictureError
 
         refused = 0
         for line in lines:
@@ -125,6 +125,7 @@ def _view(turn: Turn) -> Text:
 
     text = Text()
     for name, side in (("full cache", turn.full), (turn.label, turn.compressed)):
+        assert side is not None  # no server answers here
         text.append(f"{name}: ", "bold").append(f"{side.text.strip()}\n")
         text.append(f"  {_cache_line(side)}\n", "dim")
     if turn.rouge is not None:
@@ -168,11 +169,12 @@ def run(
     """
     from mmkv import chat
     from mmkv.builtin import KNOWS
+    from mmkv.demo.backend import Engine
     from mmkv.demo.session import Engines, Session
 
     settings.chosen()
     pictures = [chat.read_picture(path) for path in images]
-    session = Session(Engines([model], lambda name: chat.load(name, device, dtype)))
+    session = Session(Engines([model], lambda name: Engine(chat.load(name, device, dtype))))
     for picture in pictures[:1]:
         session.use(picture)
     repl = Repl(session, settings, console)

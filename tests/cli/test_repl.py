@@ -11,13 +11,14 @@ from helpers.marks import slow_except
 from mmkv import chat
 from mmkv.builtin import example_pictures
 from mmkv.cli.repl import Repl
+from mmkv.demo.backend import Engine
 from mmkv.demo.session import Engines, Session
 from mmkv.demo.values import Settings
 
 
 @pytest.fixture(scope="module")
 def engines():
-    return Engines(["builtin"], lambda name: chat.load(name))
+    return Engines(["builtin"], lambda name: Engine(chat.load(name)))
 
 
 def talk(engines, *lines: str, terminal: bool = False) -> tuple[str, int, Session]:

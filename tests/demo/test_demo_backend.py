@@ -438,7 +438,7 @@ def test_a_control_without_a_sensible_value_is_named(name, value):
 
 
 def test_a_session_asks_about_a_picture_once(engine, pictures):
-    offered = session.Engines(["builtin"], lambda name: engine.loaded)
+    offered = session.Engines(["builtin"], lambda name: engine)
     tab = session.Session(offered)
     tab.use(pictures[0])
     tab.draw([{"colour": "#d72828", "width": 0.05, "points": [[0.1, 0.1], [0.9, 0.1]]}])

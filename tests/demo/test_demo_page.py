@@ -13,11 +13,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+
+from helpers.serving import WrittenEngine, listening
+from mmkv.serving import Refused
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 if CHROMIUM is None or DRIVER is None:
@@ -53,7 +57,13 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder):
     """The address of `mmkv demo`; it has to leave nothing behind."""
-    command = [str(Path(sys.executable).parent / "mmkv"), "demo", "--port", "0", "--device", "cpu"]
+    with demo(folder, "--device", "cpu") as address:
+        yield address
+
+
+@contextmanager
+def demo(folder, *options):
+    command = [str(Path(sys.executable).parent / "mmkv"), "demo", "--port", "0", *options]
     env = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     line = process.stdout.readline()
@@ -233,6 +243,30 @@ def test_two_turns_layers_and_another_policy(page, folder):
     page.click("#clear")
     page.until(lambda: page.all(".mm-empty"), "an empty page")
     assert [x for x in folder.rglob("*") if x.is_file()] == []
+
+
+def test_a_server_answers(browser, tmp_path):
+    """Its answers and counts are shown, and what it does not tell is not; nor is it when away."""
+    served = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
+    engine = WrittenEngine()
+    with (
+        listening(served.app(engine, name="shapes")) as behind,
+        demo(tmp_path, "--server", behind) as address,
+    ):
+        page = opened(browser, address)
+        page.choose_example(0)
+        page.ask("Describe the picture.")
+        page.until(lambda: len(page.all(ANSWERS)) == 1, "one answer")
+        assert page.text(ANSWERS) == "A red circle."
+        assert page.text(".mm-numbers dd").endswith("40%")
+        assert "The cache kept 4 of the prompt's 10 tokens." in page.text(".mm-note")
+        assert not page.all("#patches img")
+        assert not page.all("#protect input")
+        assert engine.asked[0]["policy"] == "condense"
+        engine.refusal = Refused("a prompt of 9 tokens is too long")
+        page.until(lambda: page.all("#ask")[0].is_enabled(), "the page to be ready")
+        page.ask("And now?")
+        page.refused("The server refused: a prompt of 9 tokens is too long")
 
 
 def test_a_drawing_is_part_of_the_question(page):
