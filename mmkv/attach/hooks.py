@@ -170,7 +170,7 @@ def before_attention(
     rotary = Rotary.of(
         found[0],
         found[1],
-        parts.turns_by(),
+        parts.turns_by().to(found[0].device),  # a device_map keeps them elsewhere
         parts.config,
         interleaved=parts.facts.interleaved,
     )
@@ -209,8 +209,10 @@ def after_attention(
     before, cache = running.streams.pop(layer_idx), running.cache
     if cache.prompt is None or not isinstance(cache.phase, Reading):
         return
+    added = attachment.parts.added(layer_idx, output[0])
+    before = before.to(added.device)  # a device_map moves the stream behind this layer's hooks
     valid = cache.prompt.valid[:, -before.shape[1] :].to(before.device)
-    after = before + attachment.parts.added(layer_idx, output[0])
+    after = before + added
     with torch.no_grad():
         similarity = scores.residual_similarity(before, after, valid)
     cache.phase.compare(layer_idx, similarity, valid.sum(-1))
