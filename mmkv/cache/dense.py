@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmkv.cache import selection
-from mmkv.cache.head_groups import attend
+from mmkv.cache.attention import attend
 from mmkv.cache.rerotate import reposition
 from mmkv.cache.selection import TokenMasks
 from mmkv.layer_inputs import LayerInputs, Rotary

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from mmkv.cache.attention import attend, causal_view, mixed, weigh
 from mmkv.cache.quantize import QuantizedKV, Stored, nbytes, select
 from mmkv.cache.rerotate import reposition
 from mmkv.parts.slots import SlotSchedule
@@ -270,8 +270,10 @@ class HeadGroup:
         """
         width = self.keys.shape[1] if self.frozen else self.schedule.width + q - 1
 
-        def used(x: Stored) -> Tensor:
-            return x if isinstance(x, Tensor) and width == x.shape[1] else x[:, :width]
+        def used(x: Stored) -> Any:
+            if isinstance(x, QuantizedKV):
+                return x.up_to(width)
+            return x if width == x.shape[1] else x[:, :width]
 
         keys, values = used(self.keys), used(self.values)
         visible = None if self.bias is None else self.bias[:, :, :width]
@@ -289,7 +291,8 @@ class HeadGroup:
             gone = False if visible.dtype == torch.bool else -torch.inf
             visible = visible.masked_fill(unseen, gone)
         if self.inv_freq is not None:
-            keys = reposition(keys, used(self.positions), position + q - 1, self.inv_freq)
+            whole = keys[:, :] if isinstance(keys, QuantizedKV) else keys
+            keys = reposition(whole, used(self.positions), position + q - 1, self.inv_freq)
         weighed = self.mass is not None and self.schedule.weighs
         if self.mass is None or not weighed:
             return attend(query, keys, values, visible, scale=scale, softcap=softcap)
@@ -302,7 +305,7 @@ class HeadGroup:
             used(self.mass)[:, None].baddbmm_(mean, self.weights)
         if query.requires_grad:
             return attend(query, keys, values, visible, scale=scale, softcap=softcap)
-        return self.weights.to(values.dtype) @ values
+        return mixed(self.weights, values)
 
     def advance(self, newest: Place, q: int) -> None:
         """Count a step of q tokens, the last at `newest`; find what it drops."""
@@ -368,80 +371,6 @@ def step_of(blocks: Iterable[Any]) -> int:
     if len(rows) > 1:
         raise ValueError(f"the layers are not at the same step, but at {sorted(rows)}")
     return max(rows, default=0)
-
-
-def causal_view(positions: Tensor, first: int, q: int) -> Tensor:
-    """Which tokens [R, U] the q new ones at `first`, `first` + 1, ... may see: bool [R, q, U]."""
-    last = torch.arange(first, first + q, device=positions.device)[None, :, None]
-    return (positions[:, None] >= 0) & (positions[:, None] <= last)
-
-
-def attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    visible: Tensor | None,
-    *,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
-    """Attention of G query heads of q tokens each over one row's keys; no key is repeated.
-
-    Args:
-        query: [R, G * q, D], the q tokens of each head side by side.
-        keys, values: [R, U, D].
-        visible: bool [R, 1 or q, U], or a bias of the logits; None: all.
-        scale: factor of the query-key products.
-        softcap: bound of the logits (Gemma 2), or None.
-
-    Returns:
-        [R, G * q, D].
-    """
-    if visible is not None:
-        visible = _for_heads(visible, query)
-    if softcap is None:
-        mask = None if visible is None else visible[:, None]
-        out = scaled_dot_product_attention(
-            query[:, None], keys[:, None], values[:, None], attn_mask=mask, scale=scale
-        )
-        return out[:, 0]
-    logits = softcap * torch.tanh(((query * scale) @ keys.mT).float() / softcap)
-    if visible is not None and visible.dtype == torch.bool:
-        logits = logits.masked_fill(~visible, -torch.inf)
-    elif visible is not None:
-        logits = logits + visible
-    return logits.softmax(dim=-1).to(values.dtype) @ values
-
-
-def weigh(
-    query: Tensor,
-    keys: Tensor,
-    bias: Tensor | None,
-    weights: Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-) -> None:
-    """The attention weights of `attend` with a bias or none, into `weights`, float32 [R, G, U].
-
-    In place: nothing as large as the cache is allocated in a step.
-    """
-    if query.dtype == weights.dtype:
-        torch.bmm(query * scale, keys.mT, out=weights)
-    else:
-        weights.copy_((query * scale) @ keys.mT)
-    if softcap is not None:
-        weights.div_(softcap).tanh_().mul_(softcap)
-    if bias is not None:
-        weights.add_(bias)
-    weights.sub_(weights.amax(-1, keepdim=True)).exp_()
-    weights.div_(weights.sum(-1, keepdim=True))
-
-
-def _for_heads(visible: Tensor, query: Tensor) -> Tensor:
-    """The q rows of `visible`, repeated for each head that shares a row's keys."""
-    q = visible.shape[1]
-    return visible if q in (1, query.shape[1]) else visible.repeat(1, query.shape[1] // q, 1)
 
 
 def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = 0.04) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ and is in maintenance mode (github.com/huggingface/optimum-quanto, pull request 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -22,6 +23,8 @@ from torch import Tensor
 
 BITS = {"int8": 8, "int4": 4}
 _GROUP = 64
+# Codes that attention turns to numbers at a time: on a CPU what stays in its cache.
+_CPU_PIECE, _DEVICE_PIECE = 2**20, 2**28
 # Where hqq stops: a smaller range is one code, and no scale is below one over this.
 _SMALLEST_RANGE, _MOST_SCALED = 1e-4, 2e4
 _PARAMETERS = torch.float16
@@ -59,6 +62,11 @@ class QuantizedKV:
         return torch.Size([*self.codes.shape[:2], self.codes.shape[2] * 8 // self.bits])
 
     @property
+    def exact(self) -> torch.dtype:
+        """What codes are reckoned with."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
     def device(self) -> torch.device:
         """Of the codes, scales and zero points."""
         return self.codes.device
@@ -71,6 +79,53 @@ class QuantizedKV:
     def __getitem__(self, where: Any) -> Tensor:
         """The tokens at rows and slots `where`, in fresh storage of `dtype`."""
         return _read(self.codes[where], self.scale[where], self.zero[where], self.bits, self.dtype)
+
+    def up_to(self, width: int) -> QuantizedKV:
+        """The first `width` slots, in the same storage."""
+        codes, scale, zero = (x[:, :width] for x in (self.codes, self.scale, self.zero))
+        return QuantizedKV(codes, scale, zero, self.bits, self.dtype)
+
+    def products(self, query: Tensor) -> Tensor:
+        """Inner products of queries [R, Q, D] with every token: [R, Q, S].
+
+        With the codes, a few rows at a time; each group's scale and zero point are of the product:
+        sum(q * (c - zero) * scale) = scale * (sum(q * c) - zero * sum(q)).
+        """
+        found = query.new_empty(*query.shape[:2], self.shape[1])
+        for rows in self._pieces():
+            codes, scale, zero = self._groups(rows, query.dtype)
+            total: Tensor | float = 0.0
+            for q, c, s, z in zip(
+                query[rows].chunk(len(scale), -1), codes, scale, zero, strict=True
+            ):
+                shift = q.sum(-1, keepdim=True) @ z.mT
+                total = torch.baddbmm(shift, q, c.mT, beta=-1).mul_(s.mT).add_(total)
+            found[rows] = total
+        return found
+
+    def mixed(self, weights: Tensor) -> Tensor:
+        """Sums of all tokens by weights [R, Q, S]: [R, Q, D]; as `products` reads them."""
+        found = weights.new_empty(*weights.shape[:2], self.shape[2])
+        for rows in self._pieces():
+            codes, scale, zero = self._groups(rows, weights.dtype)
+            sums = found[rows].chunk(len(scale), -1)
+            for out, c, s, z in zip(sums, codes, scale, zero, strict=True):
+                scaled = weights[rows] * s.mT
+                out.copy_(torch.baddbmm(scaled @ z, scaled, c, beta=-1))
+        return found
+
+    def _pieces(self) -> list[slice]:
+        """The rows, in parts of which codes become numbers at once."""
+        most = _CPU_PIECE if self.device.type == "cpu" else _DEVICE_PIECE
+        R, n = len(self.codes), max(1, most // max(1, self.shape[1] * self.shape[2]))
+        return [slice(a, min(a + n, R)) for a in range(0, R, n)]
+
+    def _groups(self, rows: slice, dtype: torch.dtype) -> tuple[Sequence[Tensor], ...]:
+        """Codes [r, S, width], scales and zero points [r, S, 1] of each of the G groups."""
+        codes, scale, zero = (x[rows] for x in (self.codes, self.scale, self.zero))
+        numbers = _unpacked(codes, self.bits, dtype)
+        G = scale.shape[-1]
+        return numbers.chunk(G, -1), scale.to(dtype).chunk(G, -1), zero.to(dtype).chunk(G, -1)
 
     def __setitem__(self, where: Any, x: Tensor) -> None:
         """Quantise x [..., D] into rows and slots `where`."""
@@ -194,13 +249,21 @@ def _by_step(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _read(codes: Tensor, scale: Tensor, zero: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """Numbers [..., D] from their codes: all of a layer's at each step, hence in place."""
-    if bits == 4:
-        halves = _hqq().unpack["4bit_u8"](codes.reshape(1, -1))
-        codes = halves.view(2, *codes.shape).movedim(0, -2).flatten(-2)
-    exact = torch.promote_types(dtype, torch.float32)
-    x = codes.unflatten(-1, (scale.shape[-1], -1)).to(exact)
-    x.sub_(zero.to(exact)[..., None]).mul_(scale.to(exact)[..., None])
+    x = _unpacked(codes, bits, torch.promote_types(dtype, torch.float32)).unflatten(
+        -1, (scale.shape[-1], -1)
+    )
+    x.sub_(zero.to(x.dtype)[..., None]).mul_(scale.to(x.dtype)[..., None])
     return x.flatten(-2).to(dtype)
+
+
+def _unpacked(codes: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """Codes as numbers [..., D]."""
+    if bits == 8:
+        return codes.to(dtype)
+    half = codes.shape[-1]
+    found = torch.empty(*codes.shape[:-1], 2 * half, dtype=dtype, device=codes.device)
+    found[..., :half], found[..., half:] = codes >> 4, codes & 15
+    return found
 
 
 @cache

@@ -22,7 +22,7 @@ from helpers.models import IMAGE, make_inputs, make_model, next_turn, row_of
 from helpers.oracle import Variant, generate, options_of, short
 from helpers.pretend_cuda import install
 from mmkv.attach import graph
-from mmkv.cache import quantize
+from mmkv.cache import attention, quantize
 from mmkv.cache.quantize import BITS, QuantizedKV
 
 NEW = 10
@@ -273,6 +273,32 @@ def test_tokens_are_read_as_defined(kv_dtype, D, dtype):
 
 @pytest.mark.parametrize("D", [16, 64, 128])
 @pytest.mark.parametrize("kv_dtype", BITS)
+def test_attention_reads_codes_as_they_are_defined(monkeypatch, kv_dtype, D):
+    """Some rows and groups at a time, with a softcap, a bias, a mask, and as weights alone."""
+    monkeypatch.setattr(quantize, "_CPU_PIECE", 2 * 9 * D)
+    g = torch.Generator().manual_seed(D)
+    R, G, U = 5, 3, 9
+    keys, values = (torch.randn(R, U + 2, D, generator=g) for _ in range(2))
+    query, bias = torch.randn(R, G, D, generator=g), torch.randn(R, 1, U, generator=g)
+    stored = [QuantizedKV.of(x, kv_dtype).up_to(U) for x in (keys, values)]
+    read = [x[:, :] for x in stored]
+    seen = bias > bias.median()
+    for visible in (None, bias, seen):
+        for softcap in (None, 2.0):
+            options = {"scale": 0.3, "softcap": softcap}
+            got = attention.attend(query, *stored, visible, **options)
+            want = attention.attend(query, *read, visible, **options)
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+            if visible is not None and visible.dtype == torch.bool:
+                continue
+            found = torch.zeros(2, R, G, U)
+            for weights, held in zip(found, (stored[0], read[0]), strict=True):
+                attention.weigh(query, held, visible, weights, **options)
+            torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kv_dtype", BITS)
+@pytest.mark.parametrize("D", [16, 64, 128])
 def test_codes_are_those_of_hqq(kv_dtype, D):
     """A step's arithmetic is hqq's to the bit, and so are packing and reading."""
     x = some_tokens(D)[:, 5:]
