@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -221,6 +221,7 @@ class Adapter:
             attention).
         image_token_ids: stand in `input_ids` for image and video tokens; empty for a text model.
         facts: what is known of this kind of decoder.
+        ranks: over how many processes the heads of each layer are spread (tensor parallelism).
     """
 
     decoder: nn.Module
@@ -229,6 +230,7 @@ class Adapter:
     attentions: tuple[Any, ...]
     image_token_ids: tuple[int, ...]
     facts: Decoder
+    ranks: int = 1
 
     def added(self, index: int, output: Tensor) -> Tensor:
         """What a block adds to the residual stream, given its attention module's output."""
@@ -238,17 +240,31 @@ class Adapter:
     def output_weight(self, index: int) -> Tensor:
         """The output projection of a block's attention by query head, [Hq, hidden, Dv].
 
-        Without the gate that the attention's output passes before it in some models (Qwen3.5).
+        Without the gate that the attention's output passes before it in some models (Qwen3.5). Of
+        heads that are spread over processes those of this one.
+
+        Raises:
+            ValueError: it is spread over processes, and quantised or adapted.
         """
         linear: Any = getattr(self.attentions[index], self.facts.output)
         weight: Tensor = linear.weight
-        if type(linear) is not nn.Linear or not weight.is_floating_point():
+        if self.ranks > 1:
+            if type(linear) is not nn.Linear or not weight.is_floating_point():
+                raise ValueError(
+                    f"the output projection is a {type(linear).__name__} spread over {self.ranks} "
+                    "processes, whose part of each head is not known: use a score that does not "
+                    "read it, such as score='window'"
+                )
+            found: Any = weight
+            weight = found.to_local() if hasattr(found, "to_local") else found
+        elif type(linear) is not nn.Linear or not weight.is_floating_point():
             # Quantised or adapted: what it does to each unit vector.
             dtype = next(self.layers[index].parameters()).dtype
             unit = torch.eye(linear.in_features, device=weight.device)
             unit = unit.to(dtype if dtype.is_floating_point else torch.float32)
             weight = (linear(unit) - linear(unit[:1] * 0)).T
-        return weight.unflatten(1, (self.config.num_attention_heads, -1)).transpose(0, 1)
+        heads = self.config.num_attention_heads // self.ranks
+        return weight.unflatten(1, (heads, -1)).transpose(0, 1)
 
     def turns_by(self) -> Tensor:
         """Radians per position of each pair of dimensions that is turned, [R / 2]."""
@@ -372,6 +388,12 @@ def find(model: nn.Module) -> Adapter:
     _check_around(model)
     model = innermost(model)
     name = type(model).__name__
+    if getattr(model, "_pp_stage", None) is not None:
+        raise ValueError(
+            f"mmkv cannot wrap a {name} whose layers are spread over processes (pipeline "
+            "parallelism), each of which would hold a part of the cache: load it with "
+            "device_map='auto'"
+        )
     names = [cls.__name__ for cls in type(model).__mro__]
     known = next((MODELS[n] for n in names if n in MODELS), None)
     if known is None:
@@ -397,15 +419,34 @@ def find(model: nn.Module) -> Adapter:
         if value not in allowed:
             raise ValueError(f"mmkv cannot wrap a {name} with {setting}={value!r}: {why}")
     layers = tuple(attrgetter(facts.layers)(decoder))
+    attentions = tuple(getattr(layer, facts.attention, None) for layer in layers)
     ids = tuple(getattr(model.config, token) for token in known.images)
     return Adapter(
         decoder=decoder,
         config=decoder.config,
         layers=layers,
-        attentions=tuple(getattr(layer, facts.attention, None) for layer in layers),
+        attentions=attentions,
         image_token_ids=tuple(token for token in ids if token is not None),
         facts=facts,
+        ranks=_ranks((model, decoder, *layers), attentions),
     )
+
+
+def _ranks(around: Sequence[Any], attentions: Sequence[Any]) -> int:
+    """Over how many processes the heads of each layer are spread.
+
+    Args:
+        around: the model, and what stands in it around its attention modules.
+        attentions: these.
+    """
+    found = getattr(around[0], "_tp_size", None) or 1
+    if found > 1 or any(type(x).__name__.startswith("FSDP") for x in around):
+        return found  # FSDP gathers the weights of a layer before it runs
+    for module in attentions:
+        for weight in () if module is None else module.parameters():
+            if any(x.is_shard() for x in getattr(weight, "placements", ())):
+                return weight.device_mesh.size()  # by torch's own parallelize_module
+    return 1
 
 
 def table() -> list[dict[str, str]]:

@@ -57,7 +57,13 @@ def calibrate(
             "calibrate averages the sizes of all samples, and allocation='sampled' those of the "
             "first: use allocation='one-pass'"
         )
-    config = adapters.find(model).config
+    parts = adapters.find(model)
+    config = parts.config
+    if parts.ranks > 1:
+        raise ValueError(
+            f"calibrate measures all heads, and those of this model are spread over {parts.ranks} "
+            "processes: measure it in one, with device_map='auto'"
+        )
     if isinstance(chosen.heads, CalibratedHeads):
         curves, n = sensitivity.measure(model, _checked(samples), chosen)
         return Profile(policy=chosen.name, samples=n, model=model_shape(config), curves=curves)

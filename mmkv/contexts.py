@@ -153,8 +153,10 @@ class Context:
         """Write the context to a safetensors file; `mmkv.load_context` reads it.
 
         Raises:
-            ValueError: some layers (sliding, linear attention) have a cache of their own.
+            ValueError: some layers (sliding, linear attention) have a cache of their own, or heads
+                are spread over processes.
         """
+        _check_whole(self.model)
         cache, prompt = self.cache, self.cache.prompt
         assert prompt is not None
         if len(cache.compressed) != len(cache.layers):
@@ -232,9 +234,10 @@ def load_context(path: str | os.PathLike[str], model: nn.Module) -> Context:
 
     Raises:
         ValueError: no context, or one of another model, policy or budget; the message names the
-            file.
+            file. Or the model's heads are spread over processes.
     """
     inner = _wrapped(model)
+    _check_whole(inner)
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             about = _about((file.metadata() or {}).get(FORMAT))
@@ -395,6 +398,16 @@ def _read(model: Any, given: dict[str, Any], chunk: int | None, **more: Any) -> 
     cache = out.past_key_values
     cache.max_length = 0
     return cache
+
+
+def _check_whole(model: Any) -> None:
+    attachment: Attachment = vars(model)["_mmkv"]
+    if (ranks := attachment.parts.ranks) > 1:
+        raise ValueError(
+            f"this model's heads are spread over {ranks} processes, each of which holds a part of "
+            "a context: ask while it is in memory, or save and load it with the model in one "
+            "process"
+        )
 
 
 def _wrapped(model: nn.Module) -> Any:

@@ -15,9 +15,9 @@ from typing import Any, SupportsFloat, TypeVar
 from torch import nn
 
 from mmkv import adapters, budgets, profiles
-from mmkv.attach import attention, configs
+from mmkv.attach import attention, configs, parallel
 from mmkv.attach.attachment import Attachment
-from mmkv.cache import quantize
+from mmkv.cache import quantize, selection
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.layer import CompressedLayer
@@ -167,6 +167,8 @@ def planned(
             )
         fractions, budget = known.fractions, known.budget if budget is None else budget
     kept = budgets.checked(chosen, budget)
+    if not selection.keeps_everything(chosen, kept):
+        parallel.check(parts, chosen, sized=fractions is not None)
     if chosen.protect is not None and not parts.image_token_ids:
         raise ValueError(
             f"protect='instruction' keeps the prompt's text and lets image tokens compete; "
@@ -186,7 +188,14 @@ def planned(
     quantize.check(kv_dtype, adapters.head_dim(parts.config))
     learning = SampledSizes(chosen.layers.learns) if chosen.layers.learns else None
     made = CacheConfig(
-        chosen, kept, fractions, inv_freq, kv_dtype, evict_chunks, graph=graph, sampling=learning
+        chosen,
+        kept,
+        fractions,
+        inv_freq,
+        kv_dtype,
+        evict_chunks,
+        graph=graph and parts.ranks == 1,
+        sampling=learning,
     )
     return made, compressed
 

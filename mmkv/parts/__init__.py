@@ -67,6 +67,8 @@ class Score(Part):
         ranks: it tells layers and heads apart; a token's position does not.
         uses_rotary: it reads `LayerInputs.rotary`, or queries and keys before it.
         repeats: it is given the queries of the prompt fed again, see `mmkv.attach.repetition`.
+        by_head: what a head scores follows from that head alone, so that it can be found where the
+            layer's other heads are not (tensor parallelism).
     """
 
     kind = "score"
@@ -74,6 +76,7 @@ class Score(Part):
     ranks: ClassVar[bool] = True
     uses_rotary: ClassVar[bool] = False
     repeats: ClassVar[bool] = False
+    by_head: ClassVar[bool] = False
 
     def __call__(self, layer: LayerInputs) -> Tensor:
         """Score the tokens of one layer; higher = keep.

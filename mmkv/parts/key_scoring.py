@@ -28,6 +28,8 @@ class _WithoutQueries(Score):
 class KeyNorm(_WithoutQueries):
     """Keys of small norm: much attention goes to these (arXiv 2406.11430, section 3)."""
 
+    by_head = True
+
     def __call__(self, layer: LayerInputs) -> Tensor:
         """The inverse of the norm."""
         from mmkv.key_scores import inverse_key_norm
@@ -69,6 +71,8 @@ class Noise(_WithoutQueries):
 class KeyDifference(_WithoutQueries):
     """Keys unlike the mean of all normalised keys (KeyDiff, arXiv 2504.15364, section 3)."""
 
+    by_head = True
+
     def __call__(self, layer: LayerInputs) -> Tensor:
         """By the cosine."""
         from mmkv.key_scores import key_difference
@@ -88,6 +92,7 @@ class LagRelative(_WithoutQueries):
 
     lag: int = 128
     skip: int = 4
+    by_head = True
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -117,6 +122,7 @@ class ExpectedAttention(Score):
     skip: int = 4
     epsilon: float = 0.02
     uses_rotary = True
+    by_head = True
 
     def __post_init__(self) -> None:
         """Check the options."""

@@ -34,6 +34,7 @@ class Repetition(Score):
     outputs: bool = False
     combines = "max"
     repeats = True
+    by_head = True
 
     def __post_init__(self) -> None:
         """Check the options."""

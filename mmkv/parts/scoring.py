@@ -30,6 +30,7 @@ class PerHead(Score):
     """
 
     average_heads: bool = False
+    by_head = True
 
     def of_heads(self, layer: LayerInputs) -> Tensor:
         """Float32 [B, H, N]."""
@@ -218,6 +219,7 @@ class Recency(Score):
     """A token's position: the newest stay (StreamingLLM, arXiv 2309.17453)."""
 
     ranks = False
+    by_head = True
 
     def __call__(self, layer: LayerInputs) -> Tensor:
         """One ranking for all heads."""

@@ -46,7 +46,8 @@ class Engine:
         max_prefixes: shared prefixes that are held, at the most; the least recently used one goes.
 
     Raises:
-        ValueError: the model is not wrapped, or has layers with caches of their own.
+        ValueError: the model is not wrapped, has layers with caches of their own, or is spread
+            over processes.
     """
 
     def __init__(
@@ -71,6 +72,12 @@ class Engine:
                 raise ValueError(f"{name}={value}: expected 1 or more")
         self._attachment: Attachment = vars(self.model)["_mmkv"]
         self._config = self._attachment.parts.config
+        if (ranks := self._attachment.parts.ranks) > 1:
+            raise ValueError(
+                f"this model's heads are spread over {ranks} processes (tensor parallelism), and "
+                "engines that take requests by themselves would not stay in step: load it in one "
+                "process, with device_map='auto', or call model.generate in all of them"
+            )
         probe = CompressedCache(self._config, self._attachment.plan)
         if len(probe.compressed) != len(probe.layers):
             raise ValueError(
