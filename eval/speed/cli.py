@@ -94,9 +94,13 @@ def bench_command(
             "[default: 10 with --preset ci]",
         ),
     ] = None,
-    eager: Annotated[
-        bool, typer.Option(help="Measure the unwrapped model's eager attention too.")
-    ] = True,
+    unwrapped: Annotated[
+        str,
+        typer.Option(
+            help="What else the unwrapped model is measured with: eager attention, a static cache "
+            "(compiled on a GPU), flash attention; commas between."
+        ),
+    ] = "eager",
     roofline: Annotated[
         bool, typer.Option("--roofline", help="Add the bound of a step's bytes on a GPU too.")
     ] = False,
@@ -126,7 +130,7 @@ def bench_command(
         minutes = 10
     given = {"model": model, "prompt": prompt, "new": new, "batch": batch}
     given |= {"policies": policies, "budgets": budgets}
-    settings = _settings(given, preset, eager)
+    settings = _settings(given, preset, unwrapped)
     if rounds is not None:
         settings = [dataclasses.replace(s, rounds=rounds) for s in settings]
     if out.is_dir():
@@ -159,7 +163,7 @@ def _check_nothing_before(context: typer.Context) -> None:
             raise ValueError(f"--{option} stands before {command!r}, which has options of its own")
 
 
-def _settings(given: dict[str, Any], preset: str | None, eager: bool) -> list[Setting]:
+def _settings(given: dict[str, Any], preset: str | None, unwrapped: str) -> list[Setting]:
     """The presets asked for, or one setting of the user's own."""
     from mmkv.budgets import note, parse_list
     from mmkv.eval.speed.presets import PRESETS, Setting
@@ -184,7 +188,7 @@ def _settings(given: dict[str, Any], preset: str | None, eager: bool) -> list[Se
     asked["budgets"] = tuple(parse_list(",".join(asked["budgets"])))
     for text in filter(None, map(note, asked["budgets"])):
         say(text)
-    own = Setting(**asked, eager=eager)
+    own = Setting(**asked, unwrapped=tuple(split(unwrapped)))
     make_rows(own, kvpress=False)
     return [own]
 

@@ -12,6 +12,9 @@ from mmkv.eval.speed.rival import nearest_press, press_label
 
 T = TypeVar("T")
 
+# The attention of what the unwrapped model is measured with, see `Setting.unwrapped`.
+ATTENTION = {"eager": "eager", "static": "sdpa", "flash": "flash_attention_2"}
+
 # What `mmkv.wrap` takes beside a policy's own options.
 _OF_WRAP = ("profile", "graph", "kv_dtype")
 
@@ -42,8 +45,10 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
     from mmkv.registry import get_policy
 
     rows = [Row(UNWRAPPED, "unwrapped", "sdpa"), Row(AGAIN, "again", "sdpa")]
-    if setting.eager:
-        rows.append(Row("unwrapped eager", "unwrapped", "eager"))
+    for name in setting.unwrapped:
+        if name not in ATTENTION:
+            raise ValueError(f"unwrapped {name!r}: expected {', '.join(ATTENTION)}")
+        rows.append(Row(f"unwrapped {name}", "unwrapped", name))
     presses: list[Row] = []
     for text in setting.policies:
         name, options = parse(text)

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import psutil
 import torch
+from transformers import StaticCache
+from transformers.utils import is_flash_attn_2_available
 
 import mmkv
 from mmkv.attach.attachment import Attachment
@@ -21,7 +23,7 @@ from mmkv.eval.speed.measure import Reply
 from mmkv.eval.speed.presets import Setting
 from mmkv.eval.speed.report import Result, RowResult
 from mmkv.eval.speed.rival import RemoteReply, Worker, WorkerError
-from mmkv.eval.speed.rows import Row, falling_profile, make_rows, parse, shuffled
+from mmkv.eval.speed.rows import ATTENTION, Row, falling_profile, make_rows, parse, shuffled
 
 T = TypeVar("T")
 Pair = tuple[Row, RowResult]
@@ -31,7 +33,7 @@ _WARM_GPU, _WARM_CPU = 48, 3
 # Steps between two looks at the clock: a GPU must be kept busy over several.
 _BLOCK_GPU, _BLOCK_CPU = 8, 1
 # Prefills of each row, its warm-up's among them, for which the batch is reduced.
-_LEAST_PREFILLS = 4
+_LEAST_PREFILLS = 8
 _GROWTH_BUDGET = 0.6
 _LARGEST_BATCH = 512
 _NO_MEMORY = "out of memory"
@@ -140,8 +142,8 @@ class Bench:
 
     def _warm_up(self, row: Row, found: RowResult) -> None:
         """Read a row's prompt, find its batch and its peaks, and hold its reply."""
-        if row.name == "eager" and (why := self._too_large(found.batch)):
-            found.note = why
+        found.note = self._why_not(row, found.batch)
+        if found.note:
             return
         self.tell(f"{self.result.name}: warm-up, {row.label}")
         largest = found.batch == 0
@@ -253,10 +255,12 @@ class Bench:
             return self.worker.open(row.press, batch, self.setting.prompt, warm, trace=trace)
         ids, model = models.make_prompt(self.model, batch, self.setting.prompt), self._ready(row)
         cache = None
+        # `generate` knows how long a reply may become, too.
+        most = self.setting.prompt + self.warm + self.setting.new
+        if row.name == "static":
+            cache = StaticCache(model.config, max_cache_len=most)
         if row.kind == "policy":
             attached: Attachment = vars(model)["_mmkv"]
-            # `generate` knows how long a reply may become, too.
-            most = self.setting.prompt + self.warm + self.setting.new
             cache = CompressedCache(attached.parts.config, attached.plan, max_length=most)
         return Reply(model, ids, warm, trace=trace, cache=cache)
 
@@ -264,8 +268,9 @@ class Bench:
         """A row's own model: wrapped, or with its attention implementation."""
         model = models.twin(self.model)
         if row.kind != "policy":
-            if model.get_decoder().config._attn_implementation != row.name:
-                model.set_attn_implementation(row.name)
+            attention = ATTENTION.get(row.name, row.name)
+            if model.get_decoder().config._attn_implementation != attention:
+                model.set_attn_implementation(attention)
             return model
         options = dict(row.options)
         profile = options.pop("profile", None)
@@ -299,8 +304,12 @@ class Bench:
             return torch.cuda.mem_get_info(self.model.device)[0]
         return psutil.virtual_memory().available
 
-    def _too_large(self, batch: int) -> str:
-        """Why eager attention's weights do not fit; "" if they do."""
+    def _why_not(self, row: Row, batch: int) -> str:
+        """Why a row cannot be measured: no flash-attn, weights that do not fit; "" if it can."""
+        if row.name == "flash" and not is_flash_attn_2_available():
+            return "flash-attn is not installed"
+        if row.name != "eager":
+            return ""
         config = self.model.get_decoder().config
         cells = max(1, batch) * config.num_attention_heads * self.setting.prompt**2
         # Products, float32 weights and their cast live at once.

@@ -16,6 +16,7 @@ import pytest
 import torch
 from rich.cells import cell_len
 from rich.console import Console
+from transformers.utils import is_flash_attn_2_available
 
 import mmkv
 from helpers.models import make_inputs
@@ -152,9 +153,9 @@ class TestNumbers:
 
         monkeypatch.setattr(runner.Bench, "_open", open_)
         monkeypatch.setattr(runner, "largest_batch", lambda *args: 14)
-        found = bench(model, batch=0, prompt=80, policies=("full",), eager=False, rounds=1).run()
+        found = bench(model, batch=0, prompt=80, policies=("full",), unwrapped=(), rounds=1).run()
         assert [(r.batch, r.note, len(r.step_s)) for r in found.rows] == [(12, "", 1)] * 3
-        found = bench(model, batch=14, prompt=80, policies=("full",), eager=False, rounds=1).run()
+        found = bench(model, batch=14, prompt=80, policies=("full",), unwrapped=(), rounds=1).run()
         assert [r.note for r in found.rows] == ["out of memory"] * 3
         assert found.base is None
         assert "out of memory" in found.missing
@@ -199,7 +200,7 @@ def clocked(model, monkeypatch):
     monkeypatch.setattr(runner.Bench, "_open", open_)
     monkeypatch.setattr(runner.Bench, "_count_bytes", lambda self: None)
     monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
-    return lambda **changes: (bench(model, eager=False, **changes), log, costs)
+    return lambda **changes: (bench(model, unwrapped=(), **changes), log, costs)
 
 
 class TestPairs:
@@ -249,7 +250,7 @@ class TestPairs:
             return real(self, number) + 5.0 * number * wrapped
 
         monkeypatch.setattr(measure.Reply, "steps", steps)
-        found = bench(model, new=4, policies=("full",), eager=False, rounds=3).run()
+        found = bench(model, new=4, policies=("full",), unwrapped=(), rounds=3).run()
         ratio = found.summary(found.row("full"))["to_unwrapped"]["tokens_per_s"]
         assert ratio["high"] < 1
 
@@ -422,6 +423,23 @@ class TestModels:
             out = one.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6)
             assert torch.equal(torch.cat(said[name], 1), out[:, -5:]), name
 
+    def test_other_ways_of_the_unwrapped_model(self, model):
+        """A static cache holds all it may need, and says the same; flash attention may be away."""
+        made = bench(model, unwrapped=("static", "flash"), policies=("full",), prompt=40, rounds=1)
+        said = {}
+        for one in made.rows[:3]:
+            reply = made._open(one, 2, 3)
+            said[one.name] = reply._token
+        assert torch.equal(said["static"], said["sdpa"])
+        found = {x.label: x for x in made.run().rows}
+        per_token = found["unwrapped sdpa"].prefill_cache_bytes / 40
+        most = 40 + made.warm + made.setting.new
+        assert found["unwrapped static"].cache_bytes == most * per_token
+        if not is_flash_attn_2_available():
+            assert found["unwrapped flash"].note == "flash-attn is not installed"
+        with pytest.raises(ValueError, match="'dynamic': expected eager, static, flash"):
+            bench(model, unwrapped=("dynamic",))
+
     def test_prompts_hold_no_pictures(self):
         made = toy("llava-1.5-7b-random")
         ids = models.make_prompt(made, 4, 5000)
@@ -437,7 +455,7 @@ class TestModels:
 
 
 def test_the_json_holds_raw_times_and_summaries(model, tmp_path):
-    found = bench(model, eager=False, policies=("snapkv:window=8",), growth=("snapkv",)).run()
+    found = bench(model, unwrapped=(), policies=("snapkv:window=8",), growth=("snapkv",)).run()
     verdict = presets.Check(text="t", limit=1, figure=lambda r: 2.0).judge(found)
     path = tmp_path / "deep" / "bench.json"
     report.save(path, [found], [{"text": verdict.text}])
@@ -570,7 +588,7 @@ def test_the_batch_that_fits(capsys, tmp_path):
 def tiny(tmp_path, *words):
     """A bench of the smallest kind."""
     shape = ("--model", "llama-120m-random", "--toy", "--prompt", 64, "--new", 3, "--batch", 1)
-    rest = ("--rounds", 1, "--no-eager", "--out", tmp_path / "x.json", "--device", "cpu")
+    rest = ("--rounds", 1, "--unwrapped", "", "--out", tmp_path / "x.json", "--device", "cpu")
     return (*shape, *rest, *words)
 
 
