@@ -142,8 +142,8 @@ class Bench:
 
     def _warm_up(self, row: Row, found: RowResult) -> None:
         """Read a row's prompt, find its batch and its peaks, and hold its reply."""
-        found.note = self._why_not(row, found.batch)
-        if found.note:
+        if why := self._why_not(row, found.batch):
+            found.note = why
             return
         self.tell(f"{self.result.name}: warm-up, {row.label}")
         largest = found.batch == 0
