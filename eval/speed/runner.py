@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import psutil
 import torch
 from transformers import StaticCache
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 import mmkv
 from mmkv.attach.attachment import Attachment

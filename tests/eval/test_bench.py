@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.cells import cell_len
 from rich.console import Console
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 import mmkv
 from helpers.models import make_inputs
