@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from mmkv.curves import Curves
 from mmkv.parts import Heads, Layers, register_part
+from mmkv.parts.profiled import ProfiledHeads
 from mmkv.parts.sizing import UniformLayers
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from mmkv.policy import Policy
 
 
@@ -24,32 +23,17 @@ class CalibratedHeads(Heads):
     equal = True
 
 
-@dataclass(frozen=True)
-class HeadsByCost(Heads):
-    """A layer's size is split so that its heads lose least; `layers`: numbers of those measured."""
+@dataclass(frozen=True, kw_only=True)
+class HeadsByCost(ProfiledHeads):
+    """A layer's size is split so that its heads lose least, by `curves`."""
 
     curves: Curves
-    layers: tuple[int, ...]
+    least = 1
 
-    def __post_init__(self) -> None:
-        """Nothing to check: `mmkv.wrap` makes it."""
-
-    def split(self, scores: Tensor, spare: int, *, layer_idx: int) -> Tensor:
-        """By the layer's own curves; each head keeps a token where there is one to have.
-
-        Raises:
-            ValueError: the profile is of another number of heads.
-        """
-        import torch
-
-        from mmkv import allocation
-
-        H, C = scores.shape
-        (shares,) = self.curves.shares(spare / C, [self.layers.index(layer_idx)])
-        if len(shares) != H:
-            raise ValueError(f"profile: it has {len(shares)} heads a layer, this model {H}")
-        wished = [C * share for share in shares]
-        return torch.tensor(allocation.fit(wished, H * spare, floor=min(1, spare), max_size=C))
+    def wished(self, place: int, spare: int, most: int) -> Sequence[float]:
+        """By the layer's own curves."""
+        (shares,) = self.curves.shares(spare / most, [place])
+        return [most * share for share in shares]
 
 
 @dataclass(frozen=True)
@@ -76,5 +60,5 @@ def sized(policy: Policy, curves: Curves, layers: tuple[int, ...]) -> Policy:
 
     Heads that share one ranking of tokens keep as many each; only layers are sized then.
     """
-    heads = policy.heads if policy.score.ranks_once else HeadsByCost(curves, layers)
+    heads = policy.heads if policy.score.ranks_once else HeadsByCost(curves=curves, layers=layers)
     return replace(policy, layers=LayersByCost(curves), heads=heads)

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from mmkv.parts import Heads, Layers, register_part
 from mmkv.parts.checks import share
+from mmkv.parts.profiled import ProfiledHeads
 from mmkv.parts.sizing import UniformLayers
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from mmkv.policy import Policy
 
 WITHOUT_PROFILE = (
@@ -55,32 +54,16 @@ class VisualHeads(Heads):
             )
 
 
-@dataclass(frozen=True)
-class HeadsByVisualScore(Heads):
-    """A layer's size is split by `weights` [L][H]; `layers`: numbers of those measured."""
+@dataclass(frozen=True, kw_only=True)
+class HeadsByVisualScore(ProfiledHeads):
+    """A layer's size is split in proportion to `weights` [L][H]."""
 
     weights: tuple[tuple[float, ...], ...]
-    layers: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        """Nothing to check: `mmkv.wrap` makes it."""
-
-    def split(self, scores: Tensor, spare: int, *, layer_idx: int) -> Tensor:
-        """As its layer's size was found.
-
-        Raises:
-            ValueError: the profile is of another number of heads.
-        """
-        import torch
-
-        from mmkv import allocation
-
-        H, C = scores.shape
-        weights = self.weights[self.layers.index(layer_idx)]
-        if len(weights) != H:
-            raise ValueError(f"profile: it has {len(weights)} heads a layer, this model {H}")
-        wished = proportional(weights, H * spare, C)
-        return torch.tensor(allocation.fit(wished, H * spare, floor=0, max_size=C))
+    def wished(self, place: int, spare: int, most: int) -> Sequence[float]:
+        """In proportion."""
+        weights = self.weights[place]
+        return proportional(weights, len(weights) * spare, most)
 
 
 @dataclass(frozen=True)
@@ -138,5 +121,7 @@ def sized(policy: Policy, scores: tuple[tuple[float, ...], ...], layers: tuple[i
         tuple(chosen.rho + (1 - chosen.rho) * number * s / total for s in layer) for layer in scores
     )
     return replace(
-        policy, layers=LayersByVisualScore(weights), heads=HeadsByVisualScore(weights, layers)
+        policy,
+        layers=LayersByVisualScore(weights),
+        heads=HeadsByVisualScore(weights=weights, layers=layers),
     )

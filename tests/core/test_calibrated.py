@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import random
 from dataclasses import dataclass
 
 import pytest
@@ -20,36 +19,15 @@ from helpers.marks import slow_except
 from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import ROWS, generate, short
+from helpers.profiles import LEVELS, made_up, profile_of
 from mmkv import sensitivity
 from mmkv.builtin import WEIGHTS, example_pictures, load_builtin
 from mmkv.curves import Curves
 from mmkv.parts import Heads, Layers
 from mmkv.parts.calibrated import HeadsByCost, LayersByCost
-from mmkv.profiles import FILE, Profile, model_shape
+from mmkv.profiles import FILE, Profile
 
 L, H = 3, 2
-LEVELS = (0.1, 0.2, 0.5, 1.0)
-
-
-def made_up(seed: int = 0, layers: int = L, heads: int = H) -> Curves:
-    """Curves that differ by some orders of magnitude, with noise that rises."""
-    rng = random.Random(seed)
-    costs = []
-    for _ in range(layers):
-        scales = [10 ** rng.uniform(-4, 0) for _ in range(heads)]
-        costs.append(
-            tuple(
-                (*(s * math.exp(-5 * r) * rng.uniform(0.7, 1.3) for r in LEVELS[:-1]), 0.0)
-                for s in scales
-            )
-        )
-    return Curves(LEVELS, tuple(costs))
-
-
-def profile_of(model, seed: int = 0) -> Profile:
-    config = model.get_decoder().config
-    curves = made_up(seed, config.num_hidden_layers, config.num_key_value_heads)
-    return Profile(policy="condense", samples=1, model=model_shape(config), curves=curves)
 
 
 def naive_shares(curves: Curves, budget: float, layers) -> list[list[float]]:
@@ -114,15 +92,19 @@ def test_a_cost_that_rises_again_is_levelled():
 def test_sizes_spend_the_total_exactly(seed, length, budget, floor):
     """Layers, and heads of each, in whole tokens; a head keeps one where there is one to have."""
     curves, floor = made_up(seed), min(floor, length - 1)
-    policy = mmkv.Policy(layers=LayersByCost(curves), heads=HeadsByCost(curves, (0, 1, 2)))
+    policy = mmkv.Policy(
+        layers=LayersByCost(curves), heads=HeadsByCost(curves=curves, layers=(0, 1, 2))
+    )
     sizes = mmkv.cache.selection.row_sizes(policy, budget, n_layers=L, length=length, floor=floor)
     assert sum(sizes) == max(round(budget * L * length), L * floor)
     for i, n in enumerate(sizes):
         spare = n - floor
         if 0 < spare < length - floor:
-            split = policy.heads.split(torch.zeros(H, length - floor), spare, layer_idx=i)
+            scores, wanted = torch.zeros(2, H, length - floor), torch.tensor([spare, 0])
+            split, none = policy.heads.split_rows(scores, wanted, layer_idx=i)
             assert int(split.sum()) == H * spare
             assert 1 <= int(split.min()) <= int(split.max()) <= length - floor
+            assert not none.any()
 
 
 @pytest.mark.parametrize(

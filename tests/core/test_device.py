@@ -18,11 +18,13 @@ from helpers.models import make_inputs, make_model
 from helpers.oracle import DECODING, READING, REPLAYED, ROWS, Variant, options_of, short
 from helpers.pretend_cuda import install
 from helpers.pretending import DEVICE, Devices, OnDevice, move
+from helpers.profiles import profile_of
 from helpers.reference import generate
 from mmkv import kernels
 from mmkv.attach import graph
 from mmkv.parts import slots
 from mmkv.parts.merging import MergeIntoGroups
+from mmkv.parts.profiled import ProfiledHeads
 
 NEW = 20
 
@@ -162,6 +164,8 @@ def test_a_prompt_makes_the_host_wait_where_heads_differ_and_no_more(there, gpu,
 
     alone, _ = waited()
     options = {"graph": False, **options_of(variant)}
+    if variant.policy == "condense" and not variant.options:  # with sizes of their own
+        options["profile"] = profile_of(model)
     with mmkv.wrapped(model, variant.policy, variant.budget, **options):
         found, cache = waited()
     policy = cache.plan.policy
@@ -169,6 +173,7 @@ def test_a_prompt_makes_the_host_wait_where_heads_differ_and_no_more(there, gpu,
     allowed += 3 * (cache.plan.runs_mini_prefill + policy.score.repeats)  # a second pass
     allowed += 3 * policy.heads.spans_layers
     allowed += L * (2 if isinstance(policy.merge, MergeIntoGroups) else not policy.heads.equal)
+    allowed += L * isinstance(policy.heads, ProfiledHeads)
     if policy.layers.needs == "measure":  # how long the text behind a picture is, for two parts
         allowed += 2 * L
     more = found - alone
