@@ -68,6 +68,16 @@ def show_warnings() -> None:
     logger.addHandler(_Warnings())
 
 
+def wait_asleep() -> None:
+    """Have torch's threads sleep while they wait for each other; to be called before its import.
+
+    By default they spin, and where other threads and processes want the processors too, as beside a
+    server, a thread that spins keeps them from the one that it waits for. What the environment
+    says already stays.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def check_place(folder: Path, option: str = "--out") -> None:
     """Refuse a folder that neither is there nor can be made.
 

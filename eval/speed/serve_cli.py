@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mmkv.terminal import Progress, console, told
+from mmkv.terminal import Progress, console, told, wait_asleep
 
 
 @told
@@ -32,6 +32,7 @@ def serve_command(
 
     A soak lets clients come, go and break off: every reply must be the one it is alone.
     """
+    wait_asleep()
     from rich.table import Column, Table
 
     import mmkv

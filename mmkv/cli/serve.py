@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mmkv.terminal import told
+from mmkv.terminal import told, wait_asleep
 
 _DEFAULT_BUDGET = 0.2
 
@@ -16,6 +16,7 @@ _DEFAULT_BUDGET = 0.2
 @told
 def _from_file(context: typer.Context, path: Path | None) -> None:
     """Let a file say what the command line does not."""
+    wait_asleep()
     if path is not None:
         from mmkv.serving.settings import read_config
 

@@ -239,6 +239,20 @@ class Told(BaseException):
     """The server would start now."""
 
 
+# A command that ends where torch is first imported.
+AT_TORCH = """
+import os, sys
+class Look:
+    def find_spec(self, name, *more):
+        if name == "torch":
+            print(os.environ.get("OMP_WAIT_POLICY"), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Look())
+from mmkv.cli.commands import main
+main(sys.argv[1:])
+"""
+
+
 class TestCommand:
     def run(self, monkeypatch, *words):
         """What an engine and a server are made of."""
@@ -329,6 +343,20 @@ class TestCommand:
     )
     def test_sizes(self, text, size):
         assert settings.parse_size(text) == size
+
+    @pytest.mark.parametrize(
+        "words", [["serve"], ["serve", "--config", "serve.yaml"], ["bench", "serve"]], ids=str
+    )
+    @pytest.mark.parametrize("before", [None, "ACTIVE"])
+    def test_threads_sleep_while_they_wait(self, words, before, tmp_path):
+        """Said before torch is imported, which reads it then; what was said already stays."""
+        (tmp_path / "serve.yaml").write_text("port: 0")
+        env = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+        env |= {} if before is None else {"OMP_WAIT_POLICY": before}
+        command = [sys.executable, "-c", AT_TORCH, *words]
+        pipes = {"capture_output": True, "text": True, "timeout": 120}
+        found = subprocess.run(command, cwd=tmp_path, env=env, **pipes)
+        assert (found.stdout, found.stderr) == (f"{before or 'PASSIVE'}\n", "")
 
     @pytest.mark.slow
     def test_from_start_to_end(self):
