@@ -47,7 +47,8 @@ def attend(
             query[:, None], keys[:, None], values[:, None], attn_mask=mask, scale=scale
         )
         return out[:, 0]
-    logits = products(query, keys, scale).float()
+    logits = products(query, keys, scale)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if visible is not None and visible.dtype == torch.bool:
