@@ -27,6 +27,7 @@ from mmkv.builtin.scenes import draw, make_scene
 from mmkv.builtin.texts import make_lookup
 from mmkv.eval.speed.models import make_prompt
 from mmkv.serving import Engine
+from mmkv.serving.pool import Pool
 from mmkv.serving.rows import RowCaches
 
 Inputs = dict[str, Any]
@@ -167,7 +168,7 @@ def summary(timings: Sequence[Timing], within: tuple[float, float]) -> list[str]
 
 @torch.no_grad()
 def overhead(model: Any, rows: int, tokens: int, rounds: int = 5) -> tuple[float, float]:
-    """Seconds of a step of `rows` caches of one row, and of one cache of as many rows."""
+    """Seconds of a step of `rows` requests as an engine makes it, and of one cache of `rows`."""
 
     def prompt(batch: int) -> Any:
         g = torch.Generator().manual_seed(0)
@@ -179,10 +180,15 @@ def overhead(model: Any, rows: int, tokens: int, rounds: int = 5) -> tuple[float
         at = torch.full_like(ids, seen)
         model(input_ids=ids, position_ids=at, past_key_values=cache, logits_to_keep=1)
 
-    one, apart = prompt(rows), [prompt(1) for _ in range(rows)]
+    one, pool, apart = prompt(rows), Pool(), list[Any]()
+    for cache in (prompt(1) for _ in range(rows)):
+        if pool.takes(cache):
+            pool.join(None, cache, rounds + 1)
+        else:
+            apart.append(cache)
     taken: list[list[float]] = [[], []]
     for i in range(rounds + 1):
-        for cache, found in zip((RowCaches(apart), one), taken, strict=True):
+        for cache, found in zip((RowCaches(apart, pool), one), taken, strict=True):
             start = time.perf_counter()
             step(cache, tokens + i)
             if torch.device(model.device).type == "cuda":

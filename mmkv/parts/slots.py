@@ -151,6 +151,18 @@ class SlotSchedule:
             self._planned()
             self.at += 1
 
+    def ahead(self) -> np.ndarray:
+        """Count all the steps that are worked out, of which there are some: their slots [n, U]."""
+        slots = self._planned()[0][self.at :]
+        self.at = AHEAD
+        return slots
+
+    def own_columns(self, rows: int) -> np.ndarray:
+        """Which of the U slots of a step is each row's, int64 [rows]."""
+        if self.shared:
+            return np.zeros(rows, dtype=np.int64)
+        return np.arange(rows) if self.which is None else self.which
+
     def select(self: S, rows: np.ndarray) -> S:
         """The same schedule for a choice of rows, which may repeat (beam search)."""
         self._planned()

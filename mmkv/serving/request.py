@@ -12,6 +12,7 @@ from torch import Tensor
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.contexts import Context
+from mmkv.serving.pool import Member
 from mmkv.serving.reply import Event, Reply, Sampling, Usage
 from mmkv.serving.text import TextStream
 
@@ -28,6 +29,9 @@ class Request:
         whole: bytes that it takes at the most, alone.
         reserved: bytes that it may take from now on.
         context: what was read of the prefix; it is held by others too, unless taken over.
+        cache: what it holds; None before, and once it is a member of the pool.
+        member: what it is in the pool, which then counts its bytes and what it may take.
+        apart: whether it keeps its own cache until it ends.
     """
 
     reply: Reply
@@ -45,6 +49,8 @@ class Request:
     context: Context | None = None
     shared: bool = False
     cache: CompressedCache | None = None
+    member: Member | None = None
+    apart: bool = False
     kept: int = 0
     most: int = 0
     # Set when its prompt is read: what `generate` would choose by, and where the next token goes.

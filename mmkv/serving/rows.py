@@ -12,28 +12,33 @@ from transformers.cache_utils import Cache
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.forward_pass import ForwardPass, current
 from mmkv.cache.phases import Decoding
+from mmkv.serving.pool import Pool
 
 
 class RowCaches(CompressedCache):
-    """One decode step's view of several caches of one row: row i of the batch goes to cache i.
+    """One decode step's view of many caches: the members of a pool, then caches of one row each.
 
-    Linear layers run on the whole batch; each row attends to what its own cache keeps. An error in
-    one row (`errors`) leaves the others as they are.
+    Linear layers run on the whole batch, attention once for the pool, and once for each row that is
+    not in it: rows whose attention is not all that a step has to do. An error in one of these
+    (`errors`) leaves the others as they are.
 
     Args:
         rows: caches of one row each, all behind their prompts.
+        pool: requests that come before them.
     """
 
-    def __init__(self, rows: Sequence[CompressedCache]) -> None:
+    def __init__(self, rows: Sequence[CompressedCache], pool: Pool | None = None) -> None:
+        self.pool, self.rows = pool or Pool(), list(rows)
+        every = [*(x.cache for x in self.pool.members), *rows]
         # Not that of CompressedCache: this one holds no layers of its own.
-        Cache.__init__(self, layers=[x for row in rows[:1] for x in row.layers])
-        self.rows = list(rows)
-        self.errors: list[Exception | None] = [None] * len(rows)
-        self.plan, self.shape = rows[0].plan, rows[0].shape
+        Cache.__init__(self, layers=list(every[0].layers))
+        self._lengths = [x.lengths[0] for x in every]
+        self.errors: list[Exception | None] = [None] * len(every)
+        self.plan, self.shape = every[0].plan, every[0].shape
         self.phase, self.prompt = Decoding(), None
         self.clock, self.on_clock = None, False
         self._passes: list[ForwardPass] = []
-        self._observe: list[bool] = []
+        self._observe = [row.observes_replies for row in rows]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: rows differ, and the positions are given."""
@@ -48,12 +53,12 @@ class RowCaches(CompressedCache):
     @property
     def lengths(self) -> list[int]:
         """Tokens of each row's prompt."""
-        return [row.lengths[0] for row in self.rows]
+        return self._lengths
 
     @property
     def observes_replies(self) -> bool:
         """Whether queries of any row will observe."""
-        return any(row.observes_replies for row in self.rows)
+        return any(self._observe)
 
     def check_plan(self, config: Any, plan: Any) -> None:
         """Each row was checked when its prompt was read, and may have a plan of its own."""
@@ -64,9 +69,10 @@ class RowCaches(CompressedCache):
             raise ValueError("a batch of rows takes one token a row, and no attention_mask")
         running.cache = self
         self._passes = [ForwardPass(entered=True, parts=running.parts) for _ in self.rows]
-        self._observe = [row.observes_replies for row in self.rows]
-        for i, row in enumerate(self.rows):
-            self._guarded(i, lambda row=row, i=i: row.step(self._passes[i], None, 1))
+        if self.pool.members:
+            self.pool.step()
+        for i, (row, own) in enumerate(zip(self.rows, self._passes, strict=True), self._first):
+            self._guarded(i, lambda row=row, own=own: row.step(own, None, 1))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -88,26 +94,37 @@ class RowCaches(CompressedCache):
         key: Tensor,
         value: Tensor,
         delegate: Callable[[], tuple[Tensor, Any]],
-        **options: Any,
+        *,
+        mask: Tensor | None = None,
+        scale: float | None,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Any]:
-        """One layer's attention [B, 1, Hq, D], row by row."""
+        """One layer's attention [B, 1, Hq, D]: the pool's, and of the other rows one by one."""
+        n, pooled = self._first, None
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap}
+        if n:
+            pooled = self.pool.attend(layer_idx, query[:n], key[:n], value[:n], **options)
+            if not self.rows:
+                return pooled, None
         running = current.get()
         assert running is not None
         rotary = running.rotary.get(layer_idx)
         B, Hq, q, _ = query.shape
         out = query.new_zeros(B, q, Hq, value.shape[-1])
+        if pooled is not None:
+            out[:n] = pooled
         try:
-            for i, (row, own) in enumerate(zip(self.rows, self._passes, strict=True)):
+            for i, (row, own) in enumerate(zip(self.rows, self._passes, strict=True), n):
                 if self.errors[i] is not None:
                     continue
-                if rotary is not None and self._observe[i]:
+                if rotary is not None and self._observe[i - n]:
                     own.rotary[layer_idx] = rotary.rows(torch.tensor([i], device=rotary.cos.device))
                 current.set(own)
                 at = slice(i, i + 1)
 
                 def attended(row: CompressedCache = row, at: slice = at) -> None:
                     given = query[at], key[at], value[at]
-                    out[at] = row.attend(layer_idx, *given, delegate, **options)[0]
+                    out[at] = row.attend(layer_idx, *given, delegate, mask=mask, **options)[0]
 
                 self._guarded(i, attended)
         finally:
@@ -116,8 +133,13 @@ class RowCaches(CompressedCache):
 
     def finish(self) -> None:
         """After the last layer: each row's own rounds."""
-        for i, row in enumerate(self.rows):
+        for i, row in enumerate(self.rows, self._first):
             self._guarded(i, row.finish)
+
+    @property
+    def _first(self) -> int:
+        """The first row that is not the pool's."""
+        return len(self.pool.members)
 
     def _guarded(self, i: int, function: Callable[[], None]) -> None:
         """Run what concerns row i alone; its error is its own."""

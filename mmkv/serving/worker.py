@@ -20,6 +20,7 @@ from mmkv import contexts
 from mmkv.attach.attachment import Attachment
 from mmkv.contexts import Context
 from mmkv.serving.memory import Bounds
+from mmkv.serving.pool import Pool
 from mmkv.serving.reading import Reader, kept
 from mmkv.serving.reply import Busy
 from mmkv.serving.request import Request
@@ -96,6 +97,7 @@ class Worker:
         self.wake = threading.Condition()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.pool = Pool()
         self.reading: Request | None = None
         self.prefixes: OrderedDict[str, Context] = OrderedDict()
         self.closed = self._stepping = False
@@ -150,7 +152,10 @@ class Worker:
                 prefilling=int(self.reading is not None),
                 cache_bytes=self.cache_bytes(),
                 cache_memory=self.cache_memory,
-                reserved_bytes=sum(x.reserved for x in live) + sum(x.nbytes for x in held),
+                reserved_bytes=self.pool.most
+                + self.pool.spare
+                + sum(x.reserved for x in live)
+                + sum(x.nbytes for x in held),
                 tokens_generated=self._tokens,
                 prompt_tokens=self._read_tokens,
                 requests_done=self._done,
@@ -164,7 +169,7 @@ class Worker:
         """Bytes of keys and values of all requests and shared prefixes, now."""
         with self.wake:
             caches = [x.cache for x in self.live() if x.cache is not None]
-            return sum(x.nbytes for x in [*caches, *self.prefixes.values()])
+            return sum(x.nbytes for x in [self.pool, *caches, *self.prefixes.values()])
 
     @torch.no_grad()
     def _loop(self) -> None:
@@ -236,10 +241,10 @@ class Worker:
         return min(request.whole, self.bounds.behind(context.cache, asked, request.new))
 
     def _has_room(self, need: int, spared: str = "") -> bool:
-        """Whether `need` bytes are free, once shared prefixes have gone that are in the way."""
+        """Whether `need` bytes are free, once what is spare and in the way has gone."""
         if self.cache_memory is None:
             return True
-        taken = sum(x.reserved for x in self.live())
+        taken = self.pool.most + sum(x.reserved for x in self.live())
         held = {key: x.nbytes for key, x in self.prefixes.items()}
         free = self.cache_memory - taken - sum(held.values())
         going = list[str]()
@@ -251,6 +256,8 @@ class Worker:
                 free += nbytes
         if free < need:
             return False
+        if free - self.pool.spare < need:
+            self.pool.trim()
         with self.wake:
             for key in going:
                 del self.prefixes[key]
@@ -316,7 +323,12 @@ class Worker:
 
     def _step(self) -> None:
         """One token more of every running reply."""
-        rows, began = list(self.running), time.perf_counter()
+        began = time.perf_counter()
+        self._join()
+        rows = [x.owner for x in self.pool.members]
+        rows += [x for x in self.running if x.member is None]
+        if not rows:
+            return
         self._stepping = True
         try:
             batch, logits = self._forward(rows)
@@ -340,9 +352,25 @@ class Worker:
                 request.position = request.position + 1
                 self._give(request, token)
 
+    def _join(self) -> None:
+        """Requests that are not alone go on in the pool, where they can."""
+        for request in list(self.running) if len(self.running) > 1 else ():
+            cache = request.cache
+            if cache is None or request.apart or cache.observes_replies:
+                continue
+            try:
+                if not self.pool.takes(cache):
+                    request.apart = True
+                    continue
+                new = request.new - len(request.reply.tokens)
+                request.member = self.pool.join(request, cache, new)
+                request.cache, request.reserved = None, 0
+            except Exception as error:
+                self._end(request, "error", error)
+
     def _forward(self, rows: list[Request]) -> tuple[RowCaches, Tensor]:
         """The rows' caches, and their next tokens' logits float32 [B, V]."""
-        batch = RowCaches([x.cache for x in rows if x.cache is not None])
+        batch = RowCaches([x.cache for x in rows if x.cache is not None], self.pool)
         last = [[x.reply.tokens[-1]] for x in rows]
         out = self.model(
             input_ids=torch.tensor(last, device=self.model.device),
@@ -361,6 +389,10 @@ class Worker:
     def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
         """A request leaves, and what it held is freed."""
         request.weigh()
+        if request.member is not None:
+            request.most = max(request.most, self.pool.bytes_of(request.member))
+            self.pool.leave(request.member)
+            request.member = None
         usage = request.usage()
         with self.wake:
             if request in self.running:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from PIL import Image
 
 from mmkv.serving import Event, Reply, Usage
@@ -103,3 +104,31 @@ def listening(served: Any) -> Generator[str]:
         running.should_exit = True
         thread.join(10)
         assert not thread.is_alive(), "the server did not end"
+
+
+def alone(model: Any, inputs: Any, new: int, sampling: Any = None, **options: Any) -> list[int]:
+    """The tokens that `generate` gives for inputs alone."""
+    options["do_sample"] = sampling is not None
+    if sampling is not None:
+        torch.manual_seed(sampling.seed)
+        options |= {"temperature": sampling.temperature}
+        options |= {"top_p": sampling.top_p, "top_k": sampling.top_k}
+    out = model.generate(**inputs, **options, max_new_tokens=new)
+    return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def watched(engine: Any) -> tuple[list[int], list[Any], list[Any]]:
+    """What the caches take after each layer, and where any took more than what was reserved."""
+    seen, over = [], []
+
+    def look(*args: Any) -> None:
+        stats, pool = engine.stats(), engine._worker.pool
+        seen.append(stats.cache_bytes)
+        held = [(x.cache.nbytes, x.reserved) for x in engine._worker.live() if x.cache is not None]
+        held += [(pool.nbytes, pool.most + pool.spare)]
+        if engine.cache_memory is not None:
+            held += [(stats.reserved_bytes, engine.cache_memory)]
+        over.extend(x for x in held if x[0] > x[1])
+
+    hooks = [layer.register_forward_hook(look) for layer in engine._attachment.parts.layers]
+    return seen, over, hooks

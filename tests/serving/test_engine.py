@@ -8,12 +8,12 @@ import random
 import threading
 
 import pytest
-import torch
 
 import mmkv
 from helpers import zoo
 from helpers.models import make_inputs
 from helpers.oracle import Variant, options_of
+from helpers.serving import alone, watched
 from mmkv.serving import Busy, Engine, Refused, Sampling
 
 SEEDED = Sampling(temperature=0.9, top_p=0.9, top_k=20, seed=7)
@@ -22,34 +22,12 @@ FEW = [
     Variant("h2o"),
     Variant("prefixkv", (("distance", 4),)),
     Variant("streaming", (("reposition", True),)),
+    Variant("condense"),
     Variant("condense", (("decode", "rounds"), ("every", 4), ("latest", 3))),
     Variant("expected", (("decode", "rounds"), ("every", 3), ("latest", 0))),
     Variant("adakv", (("postpone", 4), ("layers", "squeeze"))),
 ]
 ALL = [Variant(name) for name in mmkv.list_policies()]
-
-
-def alone(model, inputs, new, sampling=None, **options):
-    options["do_sample"] = sampling is not None
-    if sampling is not None:
-        torch.manual_seed(sampling.seed)
-        options |= {"temperature": sampling.temperature}
-        options |= {"top_p": sampling.top_p, "top_k": sampling.top_k}
-    out = model.generate(**inputs, **options, max_new_tokens=new)
-    return out[0, inputs["input_ids"].shape[1] :].tolist()
-
-
-def watched(engine):
-    """What the caches take after each layer, and where a request took more than it reserved."""
-    seen, over = [], []
-
-    def look(*args):
-        seen.append(engine.cache_bytes())
-        held = [(x.cache.nbytes, x.reserved) for x in engine._worker.live() if x.cache is not None]
-        over.extend(x for x in held if x[0] > x[1])
-
-    hooks = [layer.register_forward_hook(look) for layer in engine._attachment.parts.layers]
-    return seen, over, hooks
 
 
 def interleaved(model, name, seed, **options):
