@@ -198,7 +198,11 @@ class Worker:
             self.waiting.clear()
             self.prefixes.clear()
         for request in left:
-            self._end(request, reason, error)
+            try:
+                self._end(request, reason, error)
+            except Exception:
+                logger.exception("a request ended without giving back what it held")
+        self.pool = Pool()
 
     def _sweep(self) -> None:
         """End what was cancelled or took too long."""
@@ -387,19 +391,20 @@ class Worker:
             self._end(request, reason)
 
     def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
-        """A request leaves, and what it held is freed."""
-        request.weigh()
-        if request.member is not None:
-            request.most = max(request.most, self.pool.bytes_of(request.member))
-            self.pool.leave(request.member)
+        """A request leaves, and what it held is freed; its client hears of it in any case."""
+        try:
+            request.weigh()
+            if request.member is not None:
+                request.most = max(request.most, self.pool.bytes_of(request.member))
+                self.pool.leave(request.member)
+        finally:
+            with self.wake:
+                if request in self.running:
+                    self.running.remove(request)
+                if self.reading is request:
+                    self.reading = None
+                self._done += 1
+            request.cache, request.context, request.reserved = None, None, 0
             request.member = None
-        usage = request.usage()
-        with self.wake:
-            if request in self.running:
-                self.running.remove(request)
-            if self.reading is request:
-                self.reading = None
-            self._done += 1
-        request.cache, request.context, request.reserved = None, None, 0
-        request.reply.error = error
-        request.reply.put(None, reason, usage)
+            request.reply.error = error
+            request.reply.put(None, reason, request.usage())

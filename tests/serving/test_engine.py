@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import random
 import threading
@@ -15,6 +16,7 @@ from helpers.models import make_inputs
 from helpers.oracle import Variant, options_of
 from helpers.serving import alone, watched
 from mmkv.serving import Busy, Engine, Refused, Sampling
+from mmkv.serving.request import Request
 
 SEEDED = Sampling(temperature=0.9, top_p=0.9, top_k=20, seed=7)
 # Rings of slots, victims by weight, rounds, postponed eviction, groups, positions counted anew.
@@ -262,3 +264,20 @@ def test_a_cancelled_task_cancels_its_request(models):
         assert short.finish_reason == "length"
         assert long.finish_reason == "cancelled"
         assert engine.stats().cache_bytes == 0
+
+
+def test_an_error_at_the_end_of_one_request_ends_what_runs_and_no_more(text_model, monkeypatch):
+    """No client waits for ever, nothing stays held, and the next request is answered."""
+    inputs = make_inputs("llama", (40,))
+    with mmkv.wrapped(text_model, "snapkv", 0.5):
+        wanted = alone(text_model, inputs, 4)
+        with Engine(text_model) as engine:
+            with monkeypatch.context() as broken:
+                broken.setattr(Request, "weigh", lambda self: 1 / 0)
+                replies = [engine.submit(inputs=inputs, max_new_tokens=n) for n in (3, 200)]
+                for reply in replies:
+                    with contextlib.suppress(ZeroDivisionError):
+                        reply.result(60)
+            assert engine.submit(inputs=inputs, max_new_tokens=4).result(60)[0] == wanted
+            assert engine.stats().cache_bytes == 0
+            assert engine.stats().reserved_bytes == 0
