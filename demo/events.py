@@ -14,7 +14,7 @@ import gradio as gr
 from PIL import Image
 
 from . import options, views
-from .session import Session, blank_sheet, read_upload
+from .session import Engines, Session, blank_sheet, read_upload
 from .talk import NoPictureError
 from .values import Settings, Turn
 
@@ -27,7 +27,7 @@ QUESTIONS = (
     "Where is the yellow circle?",
 )
 FULL = "the model's type"  # what kept pairs are held as where nothing else is chosen
-_LOST = "this page lost its session: reload it"
+_LOST = "this page has no session: wait a moment, or reload it"
 
 
 def policy_chosen(names: list[str], policy: str) -> list[Any]:
@@ -40,6 +40,11 @@ def policy_chosen(names: list[str], policy: str) -> list[Any]:
         else gr.update(visible=False)
         for name in names
     ]
+
+
+def enter(engines: Engines) -> tuple[Session, Any]:
+    """A tab has opened: its session, and it may ask."""
+    return Session(engines), gr.update(interactive=True)
 
 
 def leave(session: Session | None) -> None:

@@ -101,7 +101,10 @@ def build(engines: Engines) -> gr.Blocks:
                     views.questions(events.QUESTIONS), js_on_load=_CHOOSE, elem_id="chips"
                 )
                 with gr.Row():
-                    ask = gr.Button("Ask", variant="primary", min_width=80, elem_id="ask")
+                    # Until the page has its session.
+                    ask = gr.Button(
+                        "Ask", variant="primary", interactive=False, min_width=80, elem_id="ask"
+                    )
                     stop = gr.Button("Stop", interactive=False, min_width=80, elem_id="stop")
                     clear = gr.Button("Clear", min_width=80, elem_id="clear")
                 problem = gr.HTML(
@@ -161,7 +164,7 @@ def build(engines: Engines) -> gr.Blocks:
         def example(session: Session | None, event: gr.EventData) -> tuple[Any, str]:
             return events.example(samples, session, event)
 
-        page.load(partial(Session, engines), outputs=state, **_quick)
+        page.load(partial(events.enter, engines), outputs=[state, ask], **_quick)
         for event, function, inputs in (
             (upload.upload, events.uploaded, [state, upload]),
             (blank.click, events.blank, [state]),
