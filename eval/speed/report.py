@@ -247,7 +247,7 @@ class Result:
 
     def table(self) -> Table:
         """A table for the terminal."""
-        batches = sorted({r.batch for r in self.rows})
+        batches = sorted({r.batch for r in self.rows if not r.note} or {0})
         batch = f"{batches[0]}" if len(batches) == 1 else f"{batches[0]}-{batches[-1]}"
         cells = [(row.label, self._cells(row)) for row in self.rows]
         shown = {name for _, found in cells for name in found}
