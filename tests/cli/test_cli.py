@@ -520,6 +520,7 @@ def test_a_model_from_a_folder(capsys, picture, tmp_path):
     assert len(json.loads(out)["png"]) == 1
 
 
+@pytest.mark.slow
 def test_a_text_model_from_a_folder(capsys, picture, builtin, tmp_path):
     model = make_model("llama")
     model.resize_token_embeddings(len(builtin.processor.tokenizer), mean_resizing=False)
