@@ -198,7 +198,15 @@ def overhead(model: Any, rows: int, tokens: int, rounds: int = 5) -> tuple[float
     return each, together
 
 
-def soak(model: Any, requests: Sequence[Inputs], seconds: float, memory: int, new: int) -> str:
+def soak(
+    model: Any,
+    requests: Sequence[Inputs],
+    *,
+    seconds: float,
+    memory: int,
+    new: int,
+    clients: int,
+) -> str:
     """Clients that come, go and break off; all replies are what they are alone, no byte stays.
 
     Raises:
@@ -229,9 +237,9 @@ def soak(model: Any, requests: Sequence[Inputs], seconds: float, memory: int, ne
             counts[how.get(str(stream.finish_reason), "broken off")] += 1
 
     async def run() -> None:
-        await asyncio.gather(*(client(engine) for _ in range(12)))
+        await asyncio.gather(*(client(engine) for _ in range(clients)))
 
-    with Engine(model, cache_memory=memory, max_batch=8, prefill_chunk=128) as engine:
+    with Engine(model, cache_memory=memory, prefill_chunk=128) as engine:
         asyncio.run(run())
         left = engine.stats().cache_bytes
     if left or most[0] > memory:

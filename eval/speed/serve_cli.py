@@ -25,7 +25,10 @@ def serve_command(
         str, typer.Option(help="builtin, a folder or an id, or random weights of `mmkv bench`.")
     ] = "builtin",
     soak_seconds: Annotated[
-        float, typer.Option("--soak", min=0, help="Soak for so many seconds instead.")
+        float,
+        typer.Option(
+            "--soak", min=0, help="Soak for so many seconds instead, with 64 clients or --clients."
+        ),
     ] = 0.0,
 ) -> None:
     """Time an engine under load beside one by one, at equal cache memory; or soak it.
@@ -52,7 +55,8 @@ def serve_command(
     asked = serve.make_requests(loaded, 8 if soak_seconds else requests, tokens, pictures)
     if soak_seconds:
         with mmkv.wrapped(net, "condense", budget):
-            console().print(serve.soak(net, asked, soak_seconds, memory, new))
+            how = {"seconds": soak_seconds, "clients": clients or 64}
+            console().print(serve.soak(net, asked, memory=memory, new=new, **how))
         return
     rows, steps = serve.compare(
         net,

@@ -26,7 +26,7 @@ def test_a_soak_finds_a_reply_that_is_not_the_one_alone(models):
     model = models("llama")
     asked = [make_inputs("llama", (n,), seed=n) for n in (40, 70)]
     with mmkv.wrapped(model, "snapkv", 0.4, window=6):
-        said = soak(model, asked, 0.5, 10**6, 8)
+        said = soak(model, asked, seconds=0.5, memory=10**6, new=8, clients=12)
         assert re.search(r"[1-9]\d* whole, .* 0 bytes left", said)
         engine = serve.Engine
 
@@ -39,7 +39,7 @@ def test_a_soak_finds_a_reply_that_is_not_the_one_alone(models):
         serve.Engine = Wrong
         try:
             with pytest.raises(ValueError, match="request 0"):
-                soak(model, asked, 5, 10**6, 8)
+                soak(model, asked, seconds=5, memory=10**6, new=8, clients=12)
         finally:
             serve.Engine = engine
 
