@@ -55,8 +55,8 @@ def serve_command(
     asked = serve.make_requests(loaded, 8 if soak_seconds else requests, tokens, pictures)
     if soak_seconds:
         with mmkv.wrapped(net, "condense", budget):
-            how = {"seconds": soak_seconds, "clients": clients or 64}
-            console().print(serve.soak(net, asked, memory=memory, new=new, **how))
+            given = {"memory": memory, "new": new, "clients": clients or 64}
+            console().print(serve.soak(net, asked, seconds=soak_seconds, **given))
         return
     rows, steps = serve.compare(
         net,
