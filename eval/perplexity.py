@@ -176,7 +176,7 @@ def score_behind(
 
 def drops_nothing(cache: Any) -> bool:
     """Whether decoding only adds to this cache, so that several tokens may be fed at once."""
-    from mmkv.cache.selection import keeps_everything
+    from mmkv.cache.token_masks import keeps_everything
 
     plan = getattr(cache, "plan", None)
     if plan is None:

@@ -29,7 +29,7 @@ from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.dense import DenseKV
 from mmkv.cache.evict import evict
 from mmkv.cache.phases import Decoding
-from mmkv.cache.selection import TokenMasks
+from mmkv.cache.token_masks import TokenMasks
 from mmkv.report import CacheReport
 
 FORMAT, VERSION = "mmkv-context", 1

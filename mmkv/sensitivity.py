@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmkv import adapters
-from mmkv.cache import selection
+from mmkv.cache import layer_sizes
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.dense import DenseKV
@@ -151,7 +151,7 @@ class _Probe(CompressedCache):
         rows = zip(self.prompt.lengths, self.prompt.floors, strict=True)
         policy = self.plan.policy
         return [
-            selection.row_sizes(policy, level, n_layers=1, length=n, floor=floor)[0]
+            layer_sizes.row_sizes(policy, level, n_layers=1, length=n, floor=floor)[0]
             for n, floor in rows
         ]
 

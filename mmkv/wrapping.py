@@ -17,7 +17,7 @@ from torch import nn
 from mmkv import adapters, budgets, profiles
 from mmkv.attach import attention, configs, parallel
 from mmkv.attach.attachment import Attachment
-from mmkv.cache import quantize, selection
+from mmkv.cache import quantize, token_masks
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.layer import CompressedLayer
@@ -167,7 +167,7 @@ def planned(
             )
         fractions, budget = known.fractions, known.budget if budget is None else budget
     kept = budgets.checked(chosen, budget)
-    if not selection.keeps_everything(chosen, kept):
+    if not token_masks.keeps_everything(chosen, kept):
         parallel.check(parts, chosen, sized=fractions is not None)
     if chosen.protect is not None and not parts.image_token_ids:
         raise ValueError(

@@ -18,7 +18,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmkv.cache.forward_pass import ForwardPass, current
-from mmkv.cache.selection import TokenMasks, importance
+from mmkv.cache.selection import importance
+from mmkv.cache.token_masks import TokenMasks
 from mmkv.policy import Policy
 
 # The model's attention implementation -> ours. transformers treats any name containing "flash"

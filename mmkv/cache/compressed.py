@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from mmkv import adapters
-from mmkv.cache import selection
+from mmkv.cache import layer_sizes
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.dense import DenseKV
 from mmkv.cache.evict import evict, head_sizes
@@ -30,7 +30,7 @@ from mmkv.cache.layer import CompressedLayer, KeptKV, nbytes
 from mmkv.cache.modes import outliving, refuse_gradient
 from mmkv.cache.phases import Decoding, Reading
 from mmkv.cache.ragged_rows import RaggedRows
-from mmkv.cache.selection import TokenMasks
+from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs
 from mmkv.parts.slots import plan as plan_slots
 from mmkv.parts.slots import send
@@ -657,13 +657,13 @@ class CompressedCache(Cache):
         reading = self.phase if isinstance(self.phase, Reading) else self.phase.reading
         shared: Sequence[Sequence[float] | None] = [None] * len(prompt.lengths)
         if scores and plan.policy.layers.needs == "scores":
-            shared = selection.shared_out(plan.policy, plan.budget, scores, positions, prompt)
+            shared = layer_sizes.shared_out(plan.policy, plan.budget, scores, positions, prompt)
         similarity = None
         if reading is not None and reading.similarity:
             similarity = _on_host([reading.similarity[i][0] for i in sorted(reading.similarity)])
         found = _on_host(measured) if measured else None
         sizes = [
-            selection.row_sizes(
+            layer_sizes.row_sizes(
                 plan.policy,
                 plan.budget,
                 n_layers=len(layers),

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from mmkv.cache import sampling, selection
+from mmkv.cache import sampling, token_masks
 from mmkv.cache.sampling import SampledSizes
-from mmkv.cache.selection import TokenMasks
+from mmkv.cache.token_masks import TokenMasks
 from mmkv.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class CacheConfig:
     @property
     def keeps_everything(self) -> bool:
         """Whether nothing is ever evicted."""
-        return selection.keeps_everything(self.policy, self.budget)
+        return token_masks.keeps_everything(self.policy, self.budget)
 
     def started(self) -> CacheConfig:
         """The plan of a cache that begins now."""
@@ -66,7 +66,7 @@ class CacheConfig:
         """The share of a row's tokens that each layer keeps, as far as that is known before."""
         if self.learned is None or self.budget is None:
             return self.fractions
-        per_token = selection.total_kept(self.budget, n_layers, length) / length
+        per_token = token_masks.total_kept(self.budget, n_layers, length) / length
         return tuple(share * per_token for share in self.learned)
 
     @property
@@ -86,7 +86,7 @@ class CacheConfig:
         """Tokens that a head keeps of each row, mean over layers; None where no budget says so."""
         if self.budget is None:
             return None
-        totals = [selection.total_kept(self.budget, n_layers, n) for n in prompt.lengths]
+        totals = [token_masks.total_kept(self.budget, n_layers, n) for n in prompt.lengths]
         return [max(n / n_layers, f) for n, f in zip(totals, prompt.floors, strict=True)]
 
     def shortfalls(self, prompt: TokenMasks, n_layers: int) -> list[str]:
@@ -99,7 +99,7 @@ class CacheConfig:
         always += ["protected text"] if policy.protect is not None else []
         rows = zip(prompt.lengths, prompt.windows, prompt.floors, strict=True)
         for row, (length, window, floor) in enumerate(rows):
-            total = selection.total_kept(budget, n_layers, length)
+            total = token_masks.total_kept(budget, n_layers, length)
             if window == policy.observed and total >= n_layers * floor:
                 continue
             text = (

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from mmkv.cache import selection
 from mmkv.cache.attention import attend
 from mmkv.cache.rerotate import reposition
-from mmkv.cache.selection import TokenMasks
+from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs, Rotary
 from mmkv.policy import Policy
 from mmkv.scores import tile

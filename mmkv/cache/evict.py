@@ -18,7 +18,7 @@ from mmkv.cache.head_groups import HeadGroup, group_rows, spare
 from mmkv.cache.layer import KeptKV
 from mmkv.cache.quantize import QuantizedKV, Stored, relative_error, squares
 from mmkv.cache.ragged_rows import RaggedRows, rows_and_slots
-from mmkv.cache.selection import TokenMasks
+from mmkv.cache.token_masks import TokenMasks
 from mmkv.kernels.ragged import RaggedStore
 from mmkv.parts.merging import MergeIntoGroups
 from mmkv.parts.slots import GrowingSlots, HeavyHitterSlots, SlotSchedule, send

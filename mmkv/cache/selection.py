@@ -1,161 +1,24 @@
-"""From scores to kept tokens: what must stay, how large each layer is, which tokens it keeps.
+"""From scores to kept tokens: what must stay, and which tokens a layer keeps.
 
-Shape letters as in `mmkv.scores`. Budgets are per row: a row of a left-padded batch is sized by its
-own length, so it keeps exactly what it keeps alone.
+Shape letters as in `mmkv.scores`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from mmkv import allocation
 from mmkv.cache import splitting
+from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs
 from mmkv.parts.merging import MergeIntoGroups
 from mmkv.parts.slots import send
 from mmkv.policy import Policy, Score
-
-
-@dataclass(frozen=True)
-class TokenMasks:
-    """What is known of the T tokens seen so far, before the last of them run through the layers.
-
-    Attributes:
-        valid: bool [B, T], False for padding.
-        image: bool [B, T], True where an image token stands.
-        asked: bool [B, T], True for tokens given in a prompt, False for generated ones.
-        must: bool [B, T], kept in every layer whatever the scores say.
-        protected: bool [B, T], the part of `must` that decoding may not drop either.
-        lengths: valid tokens of each row, on the host.
-        windows: how many last tokens of each row observe, and are part of `must`, on the host;
-            fewer than the policy's where a short row's budget is below what must be kept.
-        floors: how many tokens each row must keep, on the host.
-        anchored: how many of them are protected, on the host.
-        inner: padding of each row behind its first token, as a later turn's is, on the host.
-        granted: how much of those the budget has room for, in [0, 1], on the host.
-    """
-
-    valid: Tensor
-    image: Tensor
-    asked: Tensor
-    must: Tensor
-    protected: Tensor
-    lengths: list[int]
-    windows: list[int]
-    floors: list[int]
-    anchored: list[int]
-    inner: list[int]
-    granted: list[float]
-
-    @classmethod
-    def of(
-        cls,
-        policy: Policy,
-        valid: Tensor,
-        image: Tensor | None = None,
-        *,
-        budget: float | int | None,
-        n_layers: int,
-        before: TokenMasks | None = None,
-        earlier: Tensor | None = None,
-    ) -> TokenMasks:
-        """Mark what the policy always keeps: sinks, the observation window, protected text.
-
-        Args:
-            policy: its always-kept parts decide.
-            valid: bool [B, q], the new tokens; none of them where generated ones compete, of which
-                the policy's `decode.latest` last ones stay.
-            image: bool [B, q], or None without pictures.
-            budget: see `total_kept`; None when `policy.retention` decides the total.
-            n_layers: L, the compressed layers.
-            before: what was known of earlier tokens.
-            earlier: bool [B, seen], with `before`: which of all earlier tokens still count; the
-                last of them were generated since.
-        """
-        round_of_replies = valid.shape[1] == 0
-        image = torch.zeros_like(valid) if image is None else image
-        asked = torch.ones_like(valid)
-        if before is not None and earlier is not None:
-            generated = earlier.shape[1] - before.valid.shape[1]
-            neither = valid.new_zeros(valid.shape[0], generated)
-            valid = torch.cat([earlier, valid], dim=1)
-            image = torch.cat([before.image, neither, image], dim=1)
-            asked = torch.cat([before.asked, neither, asked], dim=1)
-        order = valid.cumsum(-1)
-        length = order[:, -1:]
-        protected = valid & (order <= policy.sinks)
-        if policy.protect is not None:
-            protected = protected | policy.protect.marks(valid, asked, image)
-        must = protected | (valid & (order > length - policy.observed))
-        before_first = (order == 0).sum(-1)
-        counted = torch.stack([length[:, 0], must.sum(-1), protected.sum(-1), before_first])
-        lengths, floors, anchored, outer = counted.tolist()
-        inner = [valid.shape[1] - n - m for n, m in zip(lengths, outer, strict=True)]
-        windows = [
-            _window(policy, budget, n_layers=n_layers, length=n, floor=floor)
-            for n, floor in zip(lengths, floors, strict=True)
-        ]
-        if any(w < policy.observed for w in windows):
-            last = torch.tensor(windows, device=valid.device)[:, None]
-            must = protected | (valid & (order > length - last))
-            floors = must.sum(-1).tolist()
-        if round_of_replies:
-            must = must | (valid & (order > length - policy.decode.latest))
-            floors = must.sum(-1).tolist()
-        granted = [
-            1.0
-            if budget is None or floor == 0
-            else min(1.0, total_kept(budget, n_layers, n) / (n_layers * floor))
-            for n, floor in zip(lengths, floors, strict=True)
-        ]
-        marks = valid, image, asked, must, protected
-        return cls(*marks, lengths, windows, floors, anchored, inner, granted)
-
-    def to(self, device: torch.device) -> TokenMasks:
-        """The same on another device, for models split over several."""
-        return self if self.valid.device == device else self._each(lambda x: x.to(device))
-
-    def rows(self, batch: Tensor) -> TokenMasks:
-        """A choice of rows, which may repeat."""
-        chosen = [int(b) for b in batch]
-        return replace(
-            self._each(lambda x: x[batch.to(x.device)]),
-            lengths=[self.lengths[b] for b in chosen],
-            windows=[self.windows[b] for b in chosen],
-            floors=[self.floors[b] for b in chosen],
-            anchored=[self.anchored[b] for b in chosen],
-            inner=[self.inner[b] for b in chosen],
-            granted=[self.granted[b] for b in chosen],
-        )
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> TokenMasks:
-        names = ("valid", "image", "asked", "must", "protected")
-        return replace(self, **{name: change(getattr(self, name)) for name in names})
-
-    def last_places(self, n: int) -> Tensor | None:
-        """Positions of each row's n last tokens, int64 [B, n], ascending; None without gaps.
-
-        Fillers before a row's first token are below 0.
-        """
-        if not any(self.inner):
-            return None
-        T = self.valid.shape[1]
-        place = torch.arange(T, device=self.valid.device).expand_as(self.valid)
-        found = place.masked_fill(~self.valid, -1).sort(dim=-1).values
-        return pad(found, (max(0, n - T), 0), value=-1)[:, -n:]
-
-    def at(self, name: str, positions: Tensor) -> Tensor:
-        """A mark of the tokens at `positions` [B, 1 or H, U]; False where there is none."""
-        mark: Tensor = getattr(self, name)[:, None].expand(-1, positions.shape[1], -1)
-        return mark.gather(-1, positions.clamp(min=0)) & (positions >= 0)
 
 
 def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Tensor:
@@ -216,130 +79,6 @@ def _check_scores(score: Score, found: Tensor, query: Tensor, key: Tensor) -> No
             f"{name} returned NaN for {int(found.isnan().sum())} of {found.numel()} tokens, though "
             "queries and keys are finite: give tokens that cannot be scored a number, such as 0"
         )
-
-
-def total_kept(budget: float | int, n_layers: int, length: int) -> int:
-    """Tokens asked for over all layers (per head): a float is a fraction, an int a mean per layer.
-
-    More than these are kept where more must be.
-    """
-    if isinstance(budget, float):
-        return round(budget * n_layers * length)
-    return min(budget, length) * n_layers
-
-
-def _window(
-    policy: Policy, budget: float | int | None, *, n_layers: int, length: int, floor: int
-) -> int:
-    """How many last tokens of one row observe: half of its budget where that is below the floor."""
-    if budget is None or keeps_everything(policy, budget):
-        return policy.observed
-    total = total_kept(budget, n_layers, length)
-    if total >= n_layers * floor:
-        return policy.observed
-    return min(policy.observed, max(1, total // (2 * n_layers)))
-
-
-def row_sizes(
-    policy: Policy,
-    budget: float | int | None,
-    *,
-    n_layers: int,
-    length: int,
-    floor: int,
-    fractions: Sequence[float] | None = None,
-    shared: Sequence[float] | None = None,
-    similarity: Tensor | None = None,
-    measured: Tensor | None = None,
-) -> list[int]:
-    """How many tokens each layer keeps of one row.
-
-    Args:
-        policy: its `layers` part decides.
-        budget: see `total_kept`; None when `policy.retention` decides the total.
-        n_layers: L, the compressed layers.
-        length: the row's tokens, without padding.
-        floor: how many of them must be kept in every layer.
-        fractions: a profile's kept fraction per layer; it replaces the policy's layer part.
-        shared: [L], what `shared_out` found for the row, where sizes need scores.
-        similarity: [L], of the residual stream around attention, where sizes need it.
-        measured: [L], what the layer part's `measure` found, where sizes need it.
-    """
-    if keeps_everything(policy, budget) or length <= floor:
-        return [length] * n_layers
-    known: Any = {"n_layers": n_layers, "length": length, "floor": floor}
-    if policy.retention is not None and fractions is None:
-        assert shared is not None
-        return [int(n) for n in shared]
-    assert budget is not None
-    total = max(total_kept(budget, n_layers, length), n_layers * floor)
-    if total == n_layers * length:
-        return [length] * n_layers
-    sizes = [f * length for f in fractions or ()] or shared
-    if sizes is None:
-        sizes = policy.layers.sizes(total, similarity=similarity, measured=measured, **known)
-    return allocation.fit(sizes, total, floor=floor, max_size=length)
-
-
-def keeps_everything(policy: Policy, budget: float | int | None) -> bool:
-    """Whether nothing is ever evicted. budget=1.0 is the full cache, in decoding too."""
-    return policy.keeps_all or (isinstance(budget, float) and budget >= 1.0)
-
-
-def shared_out(
-    policy: Policy,
-    budget: float | int | None,
-    scores: Sequence[Tensor],
-    positions: Sequence[Tensor],
-    prompt: TokenMasks,
-) -> list[list[float]]:
-    """What each layer keeps of each row by the scores of all layers, [B][L], before any bounds.
-
-    Args:
-        policy: its `layers` part decides.
-        budget: see `total_kept`; None when `policy.retention` decides the total.
-        scores: [B, 1 or H, U] of each layer.
-        positions: [B, 1 or H, U] of each layer.
-        prompt: what is known of the tokens.
-    """
-    importance, offered = competing(scores, positions, prompt)
-    L, rows = len(scores), list(zip(prompt.lengths, prompt.floors, strict=True))
-    totals = [0 if budget is None else total_kept(budget, L, n) - L * floor for n, floor in rows]
-    # In a later turn what competes may be less than there is room for.
-    spare = send(np.array(totals), offered.device).clamp(min=0).minimum(L * offered)
-    found = policy.layers.share_out(importance, spare, offered)
-    return [[f + n for n in row] for (_, f), row in zip(rows, found, strict=True)]
-
-
-def competing(
-    scores: Sequence[Tensor], positions: Sequence[Tensor], prompt: TokenMasks
-) -> tuple[Tensor, Tensor]:
-    """The scores of each row's competing tokens, largest first, as the layer allocators want them.
-
-    Heads that rank for themselves keep their own best, so a layer's n-th entry is the mean over
-    heads of each head's n-th largest score: its prefix sums are what the layer then really retains.
-    (The papers' R_l is defined on one ranking; with one ranking per layer this is the same.)
-
-    Args:
-        scores: [B, 1 or H, U] of each layer.
-        positions: [B, 1 or H, U] of each layer.
-        prompt: what is known of the tokens.
-
-    Returns:
-        importance: [B, L, U] of the widest layer, on the first layer's device; what a layer lost
-            in earlier turns is 0.
-        offered: int64 [B], the most that a layer has to offer of each row, 1 where it is nothing.
-    """
-    ranked, offered = [], []
-    wide, device = max(s.shape[-1] for s in scores), scores[0].device
-    for s, p in zip(scores, positions, strict=True):
-        free = (p >= 0) & ~prompt.to(p.device).at("must", p)
-        own = s.masked_fill(~free[:, : s.shape[1]], float("-inf"))
-        own = own.sort(dim=-1, descending=True).values
-        own = own.masked_fill(own == float("-inf"), 0.0).mean(dim=1)
-        ranked.append(pad(own, (0, wide - own.shape[-1])).to(device))
-        offered.append(free.sum(-1).amax(-1).to(device))
-    return torch.stack(ranked, dim=1), torch.stack(offered).amax(0).clamp(min=1)
 
 
 def select(

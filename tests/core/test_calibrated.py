@@ -95,7 +95,7 @@ def test_sizes_spend_the_total_exactly(seed, length, budget, floor):
     policy = mmkv.Policy(
         layers=LayersByCost(curves), heads=HeadsByCost(curves=curves, layers=(0, 1, 2))
     )
-    sizes = mmkv.cache.selection.row_sizes(policy, budget, n_layers=L, length=length, floor=floor)
+    sizes = mmkv.cache.layer_sizes.row_sizes(policy, budget, n_layers=L, length=length, floor=floor)
     assert sum(sizes) == max(round(budget * L * length), L * floor)
     for i, n in enumerate(sizes):
         spare = n - floor

@@ -10,18 +10,9 @@ import torch
 from mmkv import allocation
 from mmkv.cache.dense import DenseKV
 from mmkv.cache.evict import head_sizes
-from mmkv.cache.selection import (
-    TokenMasks,
-    competing,
-    importance,
-    keeps_everything,
-    ranked,
-    retained,
-    row_sizes,
-    select,
-    shared_out,
-    total_kept,
-)
+from mmkv.cache.layer_sizes import competing, row_sizes, shared_out
+from mmkv.cache.selection import importance, ranked, retained, select
+from mmkv.cache.token_masks import TokenMasks, keeps_everything, total_kept
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policy import Policy, Score
 from mmkv.registry import get_policy

@@ -1,0 +1,116 @@
+"""How large each layer is: what the policy's layer part says, fitted to the budget.
+
+Shape letters as in `mmkv.scores`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmkv import allocation
+from mmkv.cache.token_masks import TokenMasks, keeps_everything, total_kept
+from mmkv.parts.slots import send
+from mmkv.policy import Policy
+
+
+def row_sizes(
+    policy: Policy,
+    budget: float | int | None,
+    *,
+    n_layers: int,
+    length: int,
+    floor: int,
+    fractions: Sequence[float] | None = None,
+    shared: Sequence[float] | None = None,
+    similarity: Tensor | None = None,
+    measured: Tensor | None = None,
+) -> list[int]:
+    """How many tokens each layer keeps of one row.
+
+    Args:
+        policy: its `layers` part decides.
+        budget: see `total_kept`; None when `policy.retention` decides the total.
+        n_layers: L, the compressed layers.
+        length: the row's tokens, without padding.
+        floor: how many of them must be kept in every layer.
+        fractions: a profile's kept fraction per layer; it replaces the policy's layer part.
+        shared: [L], what `shared_out` found for the row, where sizes need scores.
+        similarity: [L], of the residual stream around attention, where sizes need it.
+        measured: [L], what the layer part's `measure` found, where sizes need it.
+    """
+    if keeps_everything(policy, budget) or length <= floor:
+        return [length] * n_layers
+    known: Any = {"n_layers": n_layers, "length": length, "floor": floor}
+    if policy.retention is not None and fractions is None:
+        assert shared is not None
+        return [int(n) for n in shared]
+    assert budget is not None
+    total = max(total_kept(budget, n_layers, length), n_layers * floor)
+    if total == n_layers * length:
+        return [length] * n_layers
+    sizes = [f * length for f in fractions or ()] or shared
+    if sizes is None:
+        sizes = policy.layers.sizes(total, similarity=similarity, measured=measured, **known)
+    return allocation.fit(sizes, total, floor=floor, max_size=length)
+
+
+def shared_out(
+    policy: Policy,
+    budget: float | int | None,
+    scores: Sequence[Tensor],
+    positions: Sequence[Tensor],
+    prompt: TokenMasks,
+) -> list[list[float]]:
+    """What each layer keeps of each row by the scores of all layers, [B][L], before any bounds.
+
+    Args:
+        policy: its `layers` part decides.
+        budget: see `total_kept`; None when `policy.retention` decides the total.
+        scores: [B, 1 or H, U] of each layer.
+        positions: [B, 1 or H, U] of each layer.
+        prompt: what is known of the tokens.
+    """
+    importance, offered = competing(scores, positions, prompt)
+    L, rows = len(scores), list(zip(prompt.lengths, prompt.floors, strict=True))
+    totals = [0 if budget is None else total_kept(budget, L, n) - L * floor for n, floor in rows]
+    # In a later turn what competes may be less than there is room for.
+    spare = send(np.array(totals), offered.device).clamp(min=0).minimum(L * offered)
+    found = policy.layers.share_out(importance, spare, offered)
+    return [[f + n for n in row] for (_, f), row in zip(rows, found, strict=True)]
+
+
+def competing(
+    scores: Sequence[Tensor], positions: Sequence[Tensor], prompt: TokenMasks
+) -> tuple[Tensor, Tensor]:
+    """The scores of each row's competing tokens, largest first, as the layer allocators want them.
+
+    Heads that rank for themselves keep their own best, so a layer's n-th entry is the mean over
+    heads of each head's n-th largest score: its prefix sums are what the layer then really retains.
+    (The papers' R_l is defined on one ranking; with one ranking per layer this is the same.)
+
+    Args:
+        scores: [B, 1 or H, U] of each layer.
+        positions: [B, 1 or H, U] of each layer.
+        prompt: what is known of the tokens.
+
+    Returns:
+        importance: [B, L, U] of the widest layer, on the first layer's device; what a layer lost
+            in earlier turns is 0.
+        offered: int64 [B], the most that a layer has to offer of each row, 1 where it is nothing.
+    """
+    ranked, offered = [], []
+    wide, device = max(s.shape[-1] for s in scores), scores[0].device
+    for s, p in zip(scores, positions, strict=True):
+        free = (p >= 0) & ~prompt.to(p.device).at("must", p)
+        own = s.masked_fill(~free[:, : s.shape[1]], float("-inf"))
+        own = own.sort(dim=-1, descending=True).values
+        own = own.masked_fill(own == float("-inf"), 0.0).mean(dim=1)
+        ranked.append(pad(own, (0, wide - own.shape[-1])).to(device))
+        offered.append(free.sum(-1).amax(-1).to(device))
+    return torch.stack(ranked, dim=1), torch.stack(offered).amax(0).clamp(min=1)

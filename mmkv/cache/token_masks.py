@@ -1,0 +1,177 @@
+"""What is known of the tokens seen, and what a budget means for them.
+
+Budgets are per row: a row of a left-padded batch is sized by its own length, so it keeps exactly
+what it keeps alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmkv.policy import Policy
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """What is known of the T tokens seen so far, before the last of them run through the layers.
+
+    Attributes:
+        valid: bool [B, T], False for padding.
+        image: bool [B, T], True where an image token stands.
+        asked: bool [B, T], True for tokens given in a prompt, False for generated ones.
+        must: bool [B, T], kept in every layer whatever the scores say.
+        protected: bool [B, T], the part of `must` that decoding may not drop either.
+        lengths: valid tokens of each row, on the host.
+        windows: how many last tokens of each row observe, and are part of `must`, on the host;
+            fewer than the policy's where a short row's budget is below what must be kept.
+        floors: how many tokens each row must keep, on the host.
+        anchored: how many of them are protected, on the host.
+        inner: padding of each row behind its first token, as a later turn's is, on the host.
+        granted: how much of those the budget has room for, in [0, 1], on the host.
+    """
+
+    valid: Tensor
+    image: Tensor
+    asked: Tensor
+    must: Tensor
+    protected: Tensor
+    lengths: list[int]
+    windows: list[int]
+    floors: list[int]
+    anchored: list[int]
+    inner: list[int]
+    granted: list[float]
+
+    @classmethod
+    def of(
+        cls,
+        policy: Policy,
+        valid: Tensor,
+        image: Tensor | None = None,
+        *,
+        budget: float | int | None,
+        n_layers: int,
+        before: TokenMasks | None = None,
+        earlier: Tensor | None = None,
+    ) -> TokenMasks:
+        """Mark what the policy always keeps: sinks, the observation window, protected text.
+
+        Args:
+            policy: its always-kept parts decide.
+            valid: bool [B, q], the new tokens; none of them where generated ones compete, of which
+                the policy's `decode.latest` last ones stay.
+            image: bool [B, q], or None without pictures.
+            budget: see `total_kept`; None when `policy.retention` decides the total.
+            n_layers: L, the compressed layers.
+            before: what was known of earlier tokens.
+            earlier: bool [B, seen], with `before`: which of all earlier tokens still count; the
+                last of them were generated since.
+        """
+        round_of_replies = valid.shape[1] == 0
+        image = torch.zeros_like(valid) if image is None else image
+        asked = torch.ones_like(valid)
+        if before is not None and earlier is not None:
+            generated = earlier.shape[1] - before.valid.shape[1]
+            neither = valid.new_zeros(valid.shape[0], generated)
+            valid = torch.cat([earlier, valid], dim=1)
+            image = torch.cat([before.image, neither, image], dim=1)
+            asked = torch.cat([before.asked, neither, asked], dim=1)
+        order = valid.cumsum(-1)
+        length = order[:, -1:]
+        protected = valid & (order <= policy.sinks)
+        if policy.protect is not None:
+            protected = protected | policy.protect.marks(valid, asked, image)
+        must = protected | (valid & (order > length - policy.observed))
+        before_first = (order == 0).sum(-1)
+        counted = torch.stack([length[:, 0], must.sum(-1), protected.sum(-1), before_first])
+        lengths, floors, anchored, outer = counted.tolist()
+        inner = [valid.shape[1] - n - m for n, m in zip(lengths, outer, strict=True)]
+        windows = [
+            _window(policy, budget, n_layers=n_layers, length=n, floor=floor)
+            for n, floor in zip(lengths, floors, strict=True)
+        ]
+        if any(w < policy.observed for w in windows):
+            last = torch.tensor(windows, device=valid.device)[:, None]
+            must = protected | (valid & (order > length - last))
+            floors = must.sum(-1).tolist()
+        if round_of_replies:
+            must = must | (valid & (order > length - policy.decode.latest))
+            floors = must.sum(-1).tolist()
+        granted = [
+            1.0
+            if budget is None or floor == 0
+            else min(1.0, total_kept(budget, n_layers, n) / (n_layers * floor))
+            for n, floor in zip(lengths, floors, strict=True)
+        ]
+        marks = valid, image, asked, must, protected
+        return cls(*marks, lengths, windows, floors, anchored, inner, granted)
+
+    def to(self, device: torch.device) -> TokenMasks:
+        """The same on another device, for models split over several."""
+        return self if self.valid.device == device else self._each(lambda x: x.to(device))
+
+    def rows(self, batch: Tensor) -> TokenMasks:
+        """A choice of rows, which may repeat."""
+        chosen = [int(b) for b in batch]
+        return replace(
+            self._each(lambda x: x[batch.to(x.device)]),
+            lengths=[self.lengths[b] for b in chosen],
+            windows=[self.windows[b] for b in chosen],
+            floors=[self.floors[b] for b in chosen],
+            anchored=[self.anchored[b] for b in chosen],
+            inner=[self.inner[b] for b in chosen],
+            granted=[self.granted[b] for b in chosen],
+        )
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> TokenMasks:
+        names = ("valid", "image", "asked", "must", "protected")
+        return replace(self, **{name: change(getattr(self, name)) for name in names})
+
+    def last_places(self, n: int) -> Tensor | None:
+        """Positions of each row's n last tokens, int64 [B, n], ascending; None without gaps.
+
+        Fillers before a row's first token are below 0.
+        """
+        if not any(self.inner):
+            return None
+        T = self.valid.shape[1]
+        place = torch.arange(T, device=self.valid.device).expand_as(self.valid)
+        found = place.masked_fill(~self.valid, -1).sort(dim=-1).values
+        return pad(found, (max(0, n - T), 0), value=-1)[:, -n:]
+
+    def at(self, name: str, positions: Tensor) -> Tensor:
+        """A mark of the tokens at `positions` [B, 1 or H, U]; False where there is none."""
+        mark: Tensor = getattr(self, name)[:, None].expand(-1, positions.shape[1], -1)
+        return mark.gather(-1, positions.clamp(min=0)) & (positions >= 0)
+
+
+def total_kept(budget: float | int, n_layers: int, length: int) -> int:
+    """Tokens asked for over all layers (per head): a float is a fraction, an int a mean per layer.
+
+    More than these are kept where more must be.
+    """
+    if isinstance(budget, float):
+        return round(budget * n_layers * length)
+    return min(budget, length) * n_layers
+
+
+def keeps_everything(policy: Policy, budget: float | int | None) -> bool:
+    """Whether nothing is ever evicted. budget=1.0 is the full cache, in decoding too."""
+    return policy.keeps_all or (isinstance(budget, float) and budget >= 1.0)
+
+
+def _window(
+    policy: Policy, budget: float | int | None, *, n_layers: int, length: int, floor: int
+) -> int:
+    """How many last tokens of one row observe: half of its budget where that is below the floor."""
+    if budget is None or keeps_everything(policy, budget):
+        return policy.observed
+    total = total_kept(budget, n_layers, length)
+    if total >= n_layers * floor:
+        return policy.observed
+    return min(policy.observed, max(1, total // (2 * n_layers)))
