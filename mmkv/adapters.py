@@ -248,8 +248,9 @@ class Adapter:
         """
         linear: Any = getattr(self.attentions[index], self.facts.output)
         weight: Tensor = linear.weight
+        plain = type(linear) is nn.Linear and weight.is_floating_point()
         if self.ranks > 1:
-            if type(linear) is not nn.Linear or not weight.is_floating_point():
+            if not plain:
                 raise ValueError(
                     f"the output projection is a {type(linear).__name__} spread over {self.ranks} "
                     "processes, whose part of each head is not known: use a score that does not "
@@ -257,7 +258,7 @@ class Adapter:
                 )
             found: Any = weight
             weight = found.to_local() if hasattr(found, "to_local") else found
-        elif type(linear) is not nn.Linear or not weight.is_floating_point():
+        elif not plain:
             # Quantised or adapted: what it does to each unit vector.
             dtype = next(self.layers[index].parameters()).dtype
             unit = torch.eye(linear.in_features, device=weight.device)

@@ -333,7 +333,8 @@ def retention(importance: Tensor, sizes: Sequence[int]) -> list[float]:
     n_layers, n = importance.shape
     if len(sizes) != n_layers or not all(0 <= size <= n for size in sizes):
         raise ValueError(f"sizes must be {n_layers} numbers in [0, {n}], got {list(sizes)}")
-    curve = _retention_curve(_shares(_not_negative(importance))[0])
+    _check_lowest(float(_lowest(importance)))
+    curve = _retention_curve(_shares(importance)[0])
     return curve.cpu().gather(1, torch.tensor(list(sizes))[:, None])[:, 0].tolist()
 
 
@@ -393,11 +394,13 @@ def _check_total(total: int, importance: Tensor) -> None:
         )
 
 
-def _not_negative(importance: Tensor, lowest: float | None = None) -> Tensor:
-    lowest = float(importance.nan_to_num(nan=0.0).min()) if lowest is None else lowest
+def _lowest(importance: Tensor) -> Tensor:
+    return importance.nan_to_num(nan=0.0).amin()
+
+
+def _check_lowest(lowest: float) -> None:
     if lowest < 0:
         raise ValueError(f"importance must not be negative, got {lowest}")
-    return importance
 
 
 def _shares(importance: Tensor, offered: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -444,7 +447,7 @@ def _counted(order: Tensor, total: Tensor, importance: Tensor) -> list[list[int]
     """
     B, L, _ = importance.shape
     found = _first(order, total.to(order.device)[:, None], L)
-    lowest = importance.nan_to_num(nan=0.0).amin()
-    *flat, lowest = torch.cat([found.flatten().double(), lowest.double()[None]]).tolist()
-    _not_negative(importance, lowest)
+    told = torch.cat([found.flatten().double(), _lowest(importance).double()[None]])
+    *flat, lowest = told.tolist()
+    _check_lowest(lowest)
     return [[int(n) for n in flat[b * L : (b + 1) * L]] for b in range(B)]
