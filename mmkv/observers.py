@@ -1,9 +1,9 @@
-"""What a token is worth to the text around it: every query of the prompt observes its run.
+"""What a token is worth to the text around it: queries of the prompt observe their run.
 
-The prompt is cut into runs. Inside a run every query is an observer of every key, earlier or later,
-as if it were asked behind the prompt; a token's score is the most that any observer would lose if
-that token alone were dropped. Cost is linear in the prompt, and nothing in it waits for the host.
-Shape letters are those of `mmkv.scores`; a run has C positions.
+The prompt is cut into runs. Inside a run every query, or every second one, is an observer of every
+key, earlier or later, as if it were asked behind the prompt; a token's score is the most that any
+observer would lose if that token alone were dropped. Cost is linear in the prompt, and nothing in
+it waits for the host. Shape letters are those of `mmkv.scores`; a run has C positions.
 
 Related: observers beyond the window (KVzip, arXiv 2505.23416), the leave-one-out unit (DropKV).
 """
@@ -25,6 +25,7 @@ def observer_scores(
     gram: Tensor | None = None,
     *,
     run: int = 128,
+    stride: int = 1,
     scale: float | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
@@ -46,6 +47,8 @@ def observer_scores(
         value: `[B, H, N, Dv]`.
         gram: `[1 or B, Hq, Dv, Dv]` from `output_gram`; None measures head outputs as they are.
         run: most positions in a run.
+        stride: every how many queries of a run one observes: its first, and so on; where their own
+            queries are gone, the last one, and so on backwards.
         scale: factor of the logits, `D ** -0.5` by default.
         softcap: bound of the logits (Gemma 2), or None.
         bias: `[B, H, N]`, added to the logits of each key; None: nothing.
@@ -55,9 +58,9 @@ def observer_scores(
         float32 `[B, H, N]`, not negative, in units of the layer's output.
 
     Raises:
-        ValueError: shapes do not fit or `run` is below 1.
+        ValueError: shapes do not fit, or `run` or `stride` is below 1.
     """
-    _check(query, key, value, gram, run, bias, valid)
+    _check(query, key, value, gram, run, stride, bias, valid)
     (B, Hq, Q, D), (H, N), device = query.shape, key.shape[1:3], key.device
     factor = D**-0.5 if scale is None else scale
     if valid is None:
@@ -75,11 +78,13 @@ def observer_scores(
             runs = runs[..., : -(-(last - first) // runs.shape[1])]
         for tokens in runs.split(together, dim=1):
             tokens = torch.where(tokens < 0, -1, tokens + first)  # [B, n, C]
-            asking = tokens - first
+            asking, skipped = tokens - first, 0
             if last < N:  # their own queries are gone
                 asking = _last(valid[:, N - Q :], run)[:, None]
+                skipped = (asking.shape[-1] - 1) % stride
             k, v = (_taken(x, tokens, sliced=sliced) for x in (key, value))
-            q = _taken(query, asking, sliced=sliced).unflatten(1, (H, -1))  # [B, H, G, n, C, D]
+            q = _taken(query, asking, sliced=sliced)[..., skipped::stride, :]
+            q, asking = q.unflatten(1, (H, -1)), asking[..., skipped::stride]  # [B, H, G, n, O, D]
             full = sliced and bool((tokens >= 0).all())
             with autocast_off(key):
                 logits = k[:, :, None] @ (q * factor).mT
@@ -249,6 +254,7 @@ def _check(
     value: Tensor,
     gram: Tensor | None,
     run: int,
+    stride: int,
     bias: Tensor | None,
     valid: Tensor | None,
 ) -> None:
@@ -265,8 +271,8 @@ def _check(
         raise ValueError(
             f"gram must be [1 or {B}, Hq, Dv, Dv], Hq = {Hq}, Dv = {Dv}, got {tuple(gram.shape)}"
         )
-    if run < 1:
-        raise ValueError(f"run must be at least 1, got {run}")
+    if run < 1 or stride < 1:
+        raise ValueError(f"run and stride must be at least 1, got {run} and {stride}")
     if bias is not None and tuple(bias.shape) != (B, H, N):
         raise ValueError(f"bias must be [B, H, N] = ({B}, {H}, {N}), got {tuple(bias.shape)}")
     check_valid(valid, B, N)

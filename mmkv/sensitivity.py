@@ -32,7 +32,7 @@ from mmkv.parts.sizing import UniformHeads, UniformLayers
 from mmkv.policy import Policy
 from mmkv.wrapping import wrapped
 
-LEVELS = (0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.45, 0.7, 1.0)
+LEVELS = (0.03, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.55, 0.75, 1.0)
 # Most tokens of a reply, and draws of signs for each.
 _REPLY, _DRAWS = 128, 16
 # Any at which tokens are scored.

@@ -72,6 +72,7 @@ class Groups:
             exact=how.exact,
             run=how.group_run,
             rounds=how.rounds,
+            value_weight=how.value_weight,
         )
         return cls(leader, positions, weights)
 
@@ -161,14 +162,15 @@ def leaders(
     exact: float,
     run: int,
     rounds: int,
+    value_weight: float,
 ) -> Tensor:
     """Fill each head's slots with tokens that stay alone and with groups of all its others.
 
     Alone stay those that must, and of the other slots the share `exact` with the best scores. All
     other slots are groups: the other tokens are cut, in order, into runs of about equal length,
-    slots are shared out by tokens, and k-means runs inside each on `[key / std(key); value /
-    std(value)]`, std over the head, from its best-scored tokens as centres. An empty group gives
-    its slot to the next best token of its run. Equal scores rank earlier tokens first.
+    slots are shared out by tokens, and k-means runs inside each on `[key / std(key); value_weight *
+    value / std(value)]`, std over the head, from its best-scored tokens as centres. An empty group
+    gives its slot to the next best token of its run. Equal scores rank earlier tokens first.
 
     Args:
         keys: [B, H, N, D], after rotary embedding.
@@ -179,6 +181,7 @@ def leaders(
         exact: share of the slots for tokens that stay alone, in [0, 1].
         run: most tokens grouped together.
         rounds: of k-means, at least 1.
+        value_weight: how much values count beside keys in a distance, 0 or more.
 
     Returns:
         int64 [B, H, N], the leader of each token among the N, itself where it is alone; -1 where
@@ -196,7 +199,7 @@ def leaders(
     others = (alone | ~present).to(torch.uint8).argsort(dim=-1, stable=True)
     members = others.gather(-1, places.clamp(min=0).flatten(2)).view_as(places)
     members = members.masked_fill_(places < 0, -1)
-    standardise = _standardiser(keys, values, None if plan.whole else present)
+    standardise = _standardiser(keys, values, value_weight, None if plan.whole else present)
     weights = present.float() if weights is None else weights.float()
     slots = plan.slots.to(device, non_blocking=True)
 
@@ -262,24 +265,25 @@ class _Plan:
 
 
 def _standardiser(
-    keys: Tensor, values: Tensor, present: Tensor | None
+    keys: Tensor, values: Tensor, value_weight: float, present: Tensor | None
 ) -> Callable[[Tensor], Tensor]:
     """What gives float32 [B, H, K, D + Dv] for tokens [B, H, K]: keys beside values.
 
     Each is around its mean and over its std, of the tokens `present`, bool [B, H, N]; None: all.
+    Values are times `value_weight` then.
     """
     D, number = keys.shape[-1], keys.shape[2]
     points = keys.new_empty(*keys.shape[:3], D + values.shape[-1], dtype=torch.float32)
     if present is not None:
         number = present.sum(-1)[..., None, None].clamp(min=1)
-    for x, found in ((keys, points[..., :D]), (values, points[..., D:])):
+    for x, found, factor in ((keys, points[..., :D], 1.0), (values, points[..., D:], value_weight)):
         x = x.contiguous().float()
         if present is not None:  # padding may hold anything, NaN included
             x = x.masked_fill(~present[..., None], 0.0)
         mean = x.sum(2, keepdim=True) / number
         square = torch.linalg.vector_norm(x, dim=(2, 3), keepdim=True).square() / number
         variance = (square - mean.square().sum(-1, keepdim=True)) / x.shape[-1]
-        shrink = variance.clamp(min=0).sqrt().clamp(min=1e-20).reciprocal()
+        shrink = variance.clamp(min=0).sqrt().clamp(min=1e-20).reciprocal() * factor
         torch.addcmul(-mean * shrink, x, shrink, out=found)
     return lambda at: rows(points, at)
 

@@ -56,18 +56,21 @@ class MergeIntoGroups(Merge):
         newest: how many of the last tokens are kept as they are; 0 or more.
         group_run: groups are formed inside runs of this many positions; 1 or more.
         rounds: rounds of k-means; 1 or more.
+        value_weight: how much values count beside keys where alike pairs are grouped; 0 or more.
     """
 
-    exact: float = 0.25
+    exact: float = 0.1
     newest: int = 1
     group_run: int = 512
-    rounds: int = 2
+    rounds: int = 3
+    value_weight: float = 0.35
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
         share(zero=True, exact=self.exact)
         at_least(0, newest=self.newest)
+        at_least(0, value_weight=self.value_weight)
         at_least(1, group_run=self.group_run, rounds=self.rounds)
 
     def check(self, policy: Policy) -> None:

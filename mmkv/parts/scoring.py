@@ -241,23 +241,25 @@ class Recency(Score):
 @register_part("observers")
 @dataclass(frozen=True, kw_only=True)
 class Observers(PerHead):
-    """The most that any query of a token's run, asked at the prompt's end, would lose without it.
+    """The most that a query of a token's run, asked at the prompt's end, would lose without it.
 
     See `mmkv.observers` (condense).
 
     Options:
         chunk: queries observe runs of about this many tokens; 1 or more.
+        stride: every how many queries one observes; 1 or more.
         average_heads: rank tokens once per layer, by the mean over heads.
     """
 
-    chunk: int = 128
+    chunk: int = 256
+    stride: int = 2
     combines = "max"
     uses_rotary = True
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
-        at_least(1, chunk=self.chunk)
+        at_least(1, chunk=self.chunk, stride=self.stride)
 
     def of_heads(self, layer: LayerInputs) -> Tensor:
         """What the layer's output would change by."""
@@ -273,6 +275,7 @@ class Observers(PerHead):
             layer.value,
             gram,
             run=self.chunk,
+            stride=self.stride,
             scale=layer.scale,
             softcap=layer.softcap,
             bias=layer.bias,

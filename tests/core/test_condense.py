@@ -194,9 +194,9 @@ def test_a_layer_that_is_not_compressed_has_no_groups(models):
     assert torch.equal(member, torch.full((1, 2, 40), -1))
     with pytest.raises(ValueError, match="reposition=True turns"):
         mmkv.get_policy("condense", reposition=True)
-    for option, message in ((("exact", 1.5), "exact=1.5"), (("chunk", 0), "chunk=0")):
-        with pytest.raises(ValueError, match=message):
-            mmkv.get_policy("condense", **dict([option]))
+    for name, value in (("exact", 1.5), ("chunk", 0), ("stride", 0), ("value_weight", -1.0)):
+        with pytest.raises(ValueError, match=f"{name}={value}"):
+            mmkv.get_policy("condense", **{name: value})
 
 
 def test_a_later_score_is_told_what_groups_weigh(models):
@@ -255,8 +255,8 @@ def test_observers_ask_from_behind_the_prompt():
     cos, sin = rotary(hidden, torch.full((1, 50), 50))
     asked, _ = modeling_llama.apply_rotary_pos_emb(raw, raw, cos, sin)
     weight = attn.o_proj.weight.view(64, 4, 16).transpose(0, 1)
-    want = observer_scores(asked, layer.key, layer.value, output_gram(weight)[None])
-    got = Observers()(layer)
+    want = observer_scores(asked, layer.key, layer.value, output_gram(weight)[None], stride=3)
+    got = Observers(stride=3)(layer)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 

@@ -50,6 +50,7 @@ def naive(
     exact: float,
     run: int,
     rounds: int,
+    value_weight: float,
 ) -> list[list[int]]:
     """One head: the tokens of each slot, in the order of their best ones."""
     tokens = [j for j in range(len(rank)) if rank[j] > -math.inf]
@@ -61,7 +62,8 @@ def naive(
     alone, rest = set(ranked[:chosen]), sorted(ranked[chosen:])
     groups: list[list[int]] = []
     slots = size - chosen
-    together = [y[tokens].double() / spread(y[tokens].double()) for y in (keys, values)]
+    k, v = (y[tokens].double() / spread(y[tokens].double()) for y in (keys, values))
+    together = [k, v * value_weight]
     x = dict(zip(tokens, torch.cat(together, dim=1), strict=True))
     runs = min(math.ceil(len(rest) / run), slots)
     for r in range(runs):
@@ -103,9 +105,10 @@ def slots_of(leader: Tensor, rank: Tensor) -> list[list[int]]:
     exact=st.sampled_from([0.0, 0.25, 0.6, 1.0]),
     run=st.integers(1, 40),
     rounds=st.integers(1, 4),
+    value_weight=st.sampled_from([0.0, 0.35, 2.0]),
     seed=st.integers(0, 2**16),
 )
-def test_equals_the_loop(N, sizes, gone, must, exact, run, rounds, seed):
+def test_equals_the_loop(N, sizes, gone, must, exact, run, rounds, value_weight, seed):
     """Heads of any size, with weights, gaps that hold anything, and tokens that must stay."""
     keys, values, scores = layer(2, 2, N, seed=seed)
     generator = torch.Generator().manual_seed(seed)
@@ -116,7 +119,7 @@ def test_equals_the_loop(N, sizes, gone, must, exact, run, rounds, seed):
     weights = weights.masked_fill(absent, 0.0)
     scores[..., -must:].masked_fill_(~absent[..., -must:] & (must > 0), math.inf)
     size = torch.tensor(sizes).view(2, 2).maximum((scores == math.inf).sum(-1))
-    options = {"exact": exact, "run": run, "rounds": rounds}
+    options = {"exact": exact, "run": run, "rounds": rounds, "value_weight": value_weight}
     dirty = (
         keys.masked_fill(absent[..., None], math.nan),
         values.masked_fill(absent[..., None], math.inf),
@@ -218,7 +221,7 @@ def test_sums_and_members_are_kept_over_turns():
 def test_does_not_depend_on_how_many_runs_go_together(monkeypatch):
     keys, values, scores = layer(2, 2, 60)
     sizes = torch.tensor([[20, 9], [15, 3]])
-    options = {"exact": 0.25, "run": 16, "rounds": 2}
+    options = {"exact": 0.25, "run": 16, "rounds": 2, "value_weight": 1.0}
     want = leaders(keys, values, scores, sizes, **options)
     monkeypatch.setattr(scoring, "_CPU_TILE_PER_THREAD", 1)
     assert torch.equal(leaders(keys, values, scores, sizes, **options), want)

@@ -37,10 +37,12 @@ def naive(
     scale: float,
     softcap: float | None = None,
     bias: Tensor | None = None,
+    stride: int = 1,
 ) -> Tensor:
     """One row without padding: query [Hq, Q, D], key, value [H, N, D], weight [hidden, Hq * Dv].
 
-    With fewer queries than keys the last `run` of them observe.
+    Every `stride`-th query of a run observes; with fewer queries than keys the last `run` of them,
+    every `stride`-th counted from the end.
     """
     (Hq, Q, _), (H, N) = query.shape, key.shape[:2]
     Dv = value.shape[-1]
@@ -52,7 +54,8 @@ def naive(
             h = g // (Hq // H)
             W = torch.eye(Dv) if weight is None else weight[:, g * Dv : (g + 1) * Dv]
             k, v = (x[h, tokens].double() for x in (key, value))
-            for i in tokens if Q == N else range(max(0, Q - run), Q):
+            behind = range(Q - 1, max(0, Q - run) - 1, -stride)
+            for i in tokens[::stride] if Q == N else behind:
                 logits = scale * (k @ query[g, i].double())
                 if softcap is not None:
                     logits = softcap * torch.tanh(logits / softcap)
@@ -67,41 +70,47 @@ def naive(
     return scores
 
 
+@pytest.mark.parametrize("stride", [1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equals_the_loop_on_each_row_alone(layout: tuple[int, int], dtype: torch.dtype) -> None:
+def test_equals_the_loop_on_each_row_alone(
+    layout: tuple[int, int], dtype: torch.dtype, stride: int
+) -> None:
     (Hq, H), B, N, D, Dv, padding = layout, 3, 26, 8, 6, (0, 5, 17)
     query, key = random(B, Hq, N, D, seed=1, dtype=dtype), random(B, H, N, D, seed=2, dtype=dtype)
     value, weight = random(B, H, N, Dv, seed=3, dtype=dtype), random(10, Hq * Dv, seed=4)
     got = observer_scores(
-        query, key, value, gram_of(weight, Hq), run=8, valid=left_padded(N, padding)
+        query, key, value, gram_of(weight, Hq), run=8, stride=stride, valid=left_padded(N, padding)
     )
     assert got.dtype == torch.float32
     for b, pad in enumerate(padding):
         rows = [x[b, :, pad:] for x in (query, key, value)]
-        want = naive(*rows, weight, run=8, scale=D**-0.5).float()
+        want = naive(*rows, weight, run=8, stride=stride, scale=D**-0.5).float()
         torch.testing.assert_close(got[b, :, pad:], want, rtol=2e-4, atol=1e-4)
         assert not got[b, :, :pad].any()
 
 
 @pytest.mark.parametrize("N", [24, 25, 7])
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_equals_the_loop_without_padding(N: int, softcap: float | None) -> None:
+@pytest.mark.parametrize(("softcap", "stride"), [(None, 1), (3.0, 1), (None, 2)])
+def test_equals_the_loop_without_padding(N: int, softcap: float | None, stride: int) -> None:
     query, key, value = (random(1, heads, N, 8, seed=heads) for heads in (4, 2, 2))
-    got = observer_scores(query, key, value, run=8, scale=0.7, softcap=softcap)
-    want = naive(query[0], key[0], value[0], None, run=8, scale=0.7, softcap=softcap).float()
+    options = {"run": 8, "stride": stride, "scale": 0.7, "softcap": softcap}
+    got = observer_scores(query, key, value, **options)
+    want = naive(query[0], key[0], value[0], None, **options).float()
     torch.testing.assert_close(got[0], want, rtol=2e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("stride", [1, 3])
 @pytest.mark.parametrize("padding", [0, 3])
-def test_what_came_before_is_observed_by_the_last_queries(padding: int) -> None:
+def test_what_came_before_is_observed_by_the_last_queries(padding: int, stride: int) -> None:
     old, new, run = 21, 13, 8
     key, value = (random(1, 2, padding + old + new, 8, seed=seed) for seed in (1, 2))
     query, bias = random(1, 4, new, 8, seed=3), random(1, 2, padding + old + new, seed=4)
     valid = left_padded(padding + old + new, (padding,))
-    got = observer_scores(query, key, value, run=run, valid=valid, bias=bias)[0, :, padding:]
+    options = {"run": run, "stride": stride}
+    got = observer_scores(query, key, value, valid=valid, bias=bias, **options)[0, :, padding:]
     k, v, b = key[0, :, padding:], value[0, :, padding:], bias[0, :, padding:]
-    options = {"run": run, "scale": 8**-0.5}
+    options["scale"] = 8**-0.5
     before = naive(query[0], k[:, :old], v[:, :old], None, bias=b[:, :old], **options).float()
     after = naive(query[0], k[:, old:], v[:, old:], None, bias=b[:, old:], **options).float()
     want = torch.cat([before, after], dim=1)
@@ -193,6 +202,8 @@ def test_options_that_do_not_fit_are_shown() -> None:
         observer_scores(q, k, k, torch.ones(4, 6, 6))
     with pytest.raises(ValueError, match=r"run .*got 0"):
         observer_scores(q, k, k, run=0)
+    with pytest.raises(ValueError, match=r"stride .*got 128 and 0"):
+        observer_scores(q, k, k, stride=0)
     with pytest.raises(ValueError, match=r"valid .*\(1, 9\), got torch.bool \(1, 8\)"):
         observer_scores(q, k, k, valid=torch.ones(1, 8).bool())
     with pytest.raises(ValueError, match=r"bias .*\(1, 2, 9\), got \(1, 9\)"):
