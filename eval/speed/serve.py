@@ -31,6 +31,23 @@ from mmkv.serving.pool import Pool
 from mmkv.serving.rows import RowCaches
 
 Inputs = dict[str, Any]
+# Tokens of a question about a text of random tokens.
+_QUESTION = 16
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request.
+
+    Attributes:
+        inputs: all of its prompt.
+        prefix: the part of it that requests share, if any.
+        rest: what stands behind the prefix.
+    """
+
+    inputs: Inputs
+    prefix: Inputs | None = None
+    rest: Inputs | None = None
 
 
 @dataclass
@@ -51,41 +68,58 @@ class Timing:
         return np.diff(self.tokens).tolist()
 
 
-Serve = Callable[[Inputs, Timing], Awaitable[None]]
+Serve = Callable[[Asked, Timing], Awaitable[None]]
 
 
-def make_requests(loaded: chat.Loaded, number: int, tokens: int, pictures: int) -> list[Inputs]:
+def make_requests(
+    loaded: chat.Loaded, number: int, tokens: int, pictures: int, documents: int = 0
+) -> list[Asked]:
     """Questions about long texts with pictures before them, of half to one and a half `tokens`.
 
     Without a processor, random tokens.
+
+    Args:
+        loaded: the model.
+        number: of requests.
+        tokens: of each text, about.
+        pictures: before each text.
+        documents: so many texts, with their pictures, of `tokens` each, are asked about in turn,
+            and shared; 0: every request has its own.
     """
     rng = random.Random(0)
-    found: list[Inputs] = []
+    found: list[Asked] = []
     for i in range(number):
-        shown = [draw(make_scene(8 * i + k)) for k in range(pictures)]
-        length = rng.randrange(tokens // 2, tokens * 3 // 2)
+        about = i % documents if documents else i
+        length = tokens if documents else rng.randrange(tokens // 2, tokens * 3 // 2)
         if loaded.processor is None:
-            found.append({"input_ids": make_prompt(loaded.model, 1, length, seed=i)})
-            continue
-        text = make_lookup(i, tokens=length, records=8)
-        found.append(chat.encode(loaded, f"{text.text}\n{text.questions[0].text}", shown))
+            ids = make_prompt(loaded.model, 1, length, seed=about)
+            question = make_prompt(loaded.model, 1, _QUESTION, seed=number + i)
+            whole = {"input_ids": torch.cat([ids, question], dim=1) if documents else ids}
+            empty: Inputs = {"input_ids": ids}
+        else:
+            shown = [draw(make_scene(8 * about + k)) for k in range(pictures)]
+            text = make_lookup(about, tokens=length, records=8)
+            question = text.questions[(i // documents if documents else 0) % len(text.questions)]
+            whole = chat.encode(loaded, f"{text.text}\n{question.text}", shown)
+            empty = chat.encode(loaded, f"{text.text}\n", shown) if documents else {}
+        found.append(Asked(whole, *chat.split_inputs(whole, empty)) if documents else Asked(whole))
     return found
 
 
 async def drive(
-    serve: Serve, requests: Sequence[Inputs], *, rate: float, clients: int
+    serve: Serve, requests: Sequence[Asked], *, rate: float, clients: int
 ) -> list[Timing]:
     """Ask for all requests: `rate` a second at random, or one after another by each client."""
     timings: list[Timing] = []
 
-    async def ask(inputs: Inputs) -> None:
+    async def ask(asked: Asked) -> None:
         timings.append(timing := Timing(time.perf_counter()))
-        await serve(inputs, timing)
+        await serve(asked, timing)
 
     if not clients:
         rng, tasks = random.Random(1), list[asyncio.Task[None]]()
-        for inputs in requests:
-            tasks.append(asyncio.create_task(ask(inputs)))
+        for asked in requests:
+            tasks.append(asyncio.create_task(ask(asked)))
             await asyncio.sleep(rng.expovariate(rate))
         await asyncio.gather(*tasks)
         return timings
@@ -99,18 +133,29 @@ async def drive(
     return timings
 
 
-def by_engine(engine: Engine, new: int) -> Serve:
-    """Requests go to an engine."""
+class ByEngine:
+    """Requests go to an engine.
 
-    async def serve(inputs: Inputs, timing: Timing) -> None:
-        async for _ in engine.submit(inputs=inputs, max_new_tokens=new):
+    Attributes:
+        together: how many replies grew at once, at the most.
+    """
+
+    def __init__(self, engine: Engine, new: int) -> None:
+        self.engine, self.new, self.together = engine, new, 0
+
+    async def serve(self, asked: Asked, timing: Timing) -> None:
+        """Ask, and note when each token comes."""
+        inputs = asked.inputs if asked.rest is None else asked.rest
+        reply = self.engine.submit(inputs=inputs, prefix=asked.prefix, max_new_tokens=self.new)
+        async for _ in reply:
             timing.tokens.append(time.perf_counter())
-
-    return serve
+            self.together = max(self.together, self.engine.stats().running)
 
 
 class OneByOne:
     """Requests wait for `generate`, which answers one after another."""
+
+    together = 1
 
     def __init__(self, model: Any, new: int) -> None:
         self.model, self.new = model, new
@@ -118,11 +163,13 @@ class OneByOne:
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
-    async def serve(self, inputs: Inputs, timing: Timing) -> None:
+    async def serve(self, asked: Asked, timing: Timing) -> None:
         """Wait for the turn, and for the answer."""
         loop = asyncio.get_running_loop()
         done = loop.create_future()
-        self.waiting.put((inputs, timing, lambda: loop.call_soon_threadsafe(done.set_result, None)))
+        self.waiting.put(
+            (asked.inputs, timing, lambda: loop.call_soon_threadsafe(done.set_result, None))
+        )
         await done
 
     def close(self) -> None:
@@ -250,7 +297,7 @@ def soak(
 
 def compare(
     model: Any,
-    requests: Sequence[Inputs],
+    requests: Sequence[Asked],
     *,
     new: int,
     budget: float,
@@ -276,26 +323,27 @@ def compare(
         tell: is told what is being measured.
 
     Returns:
-        Each way's `summary` beside its name, and in words what a step of 32 requests takes.
+        Each way's `summary`, and how many replies grew at once, beside its name; and in words what
+        a step of 32 requests takes.
     """
     rows: list[tuple[str, list[str]]] = []
 
-    def measured(name: str, serve: Serve) -> None:
+    def measured(name: str, way: ByEngine | OneByOne) -> None:
         tell(name)
         # Warm-up: what is set up once, for new shapes too, is not the load's.
-        asyncio.run(drive(serve, requests[:5], rate=rate, clients=1))
-        timings = asyncio.run(drive(serve, requests, rate=rate, clients=clients))
-        rows.append((name, summary(timings, within)))
+        asyncio.run(drive(way.serve, requests[:5], rate=rate, clients=1))
+        timings = asyncio.run(drive(way.serve, requests, rate=rate, clients=clients))
+        rows.append((name, [*summary(timings, within), str(way.together)]))
 
     steps = list[str]()
     for name, policy, kept in ((f"condense {budget:g}", "condense", budget), ("full", "full", 1.0)):
         with mmkv.wrapped(model, policy, kept):
             with Engine(model, cache_memory=memory, prefill_chunk=256) as engine:
-                measured(name, by_engine(engine, new))
+                measured(name, ByEngine(engine, new))
             each, one = overhead(model, 32, step_tokens)
             steps.append(f"{name} {1000 * each:.0f} ms, as one cache {1000 * one:.0f} ms")
     alone = OneByOne(model, new)
-    measured("generate, one by one", alone.serve)
+    measured("generate, one by one", alone)
     alone.close()
     tell("")
     return rows, steps

@@ -14,6 +14,9 @@ def serve_command(
     requests: Annotated[int, typer.Option(min=2, help="How many are asked.")] = 40,
     tokens: Annotated[int, typer.Option(min=64, help="Of a text, about; pictures on top.")] = 1000,
     pictures: Annotated[int, typer.Option(min=0, help="Before each text.")] = 2,
+    documents: Annotated[
+        int, typer.Option(min=0, help="Texts that all requests ask about; 0: each has its own.")
+    ] = 0,
     new: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 64,
     rate: Annotated[float, typer.Option(min=0.01, help="Requests a second, at random.")] = 1.0,
     clients: Annotated[int, typer.Option(min=0, help="Ask in turn, instead of a rate.")] = 0,
@@ -52,11 +55,13 @@ def serve_command(
     net, memory = loaded.model, int(cache_memory * 1e6)
     net.generation_config.eos_token_id = None  # every reply is as long as asked for
     net.generation_config.do_sample = False
-    asked = serve.make_requests(loaded, 8 if soak_seconds else requests, tokens, pictures)
+    number = 8 if soak_seconds else requests
+    asked = serve.make_requests(loaded, number, tokens, pictures, documents)
     if soak_seconds:
         with mmkv.wrapped(net, "condense", budget):
             given = {"memory": memory, "new": new, "clients": clients or 64}
-            console().print(serve.soak(net, asked, seconds=soak_seconds, **given))
+            alone = [x.inputs for x in asked]
+            console().print(serve.soak(net, alone, seconds=soak_seconds, **given))
         return
     rows, steps = serve.compare(
         net,
@@ -76,14 +81,18 @@ def serve_command(
         "between tokens ms",
         "tokens/s",
         "in time/s",
+        "at once",
     )
     for name, found in rows:
         shown.add_row(name, *found)
     how = f"{clients} clients" if clients else f"{rate:g} requests a second"
+    what = f"{requests} requests of {tokens // 2:,} to {tokens * 3 // 2:,} tokens"
+    if documents:
+        what = f"{requests} questions about {documents} texts of {tokens:,} tokens"
     console().print(
-        f"{processor.in_words()}; {requests} requests of {tokens // 2:,} to {tokens * 3 // 2:,} "
-        f"tokens and {pictures} pictures, {new} new; {how}; {cache_memory:g} MB of cache; in time: "
-        f"first token within {first_within:g} s, then {next_within:g} s a token"
+        f"{processor.in_words()}; {what} and {pictures} pictures, {new} new; {how}; "
+        f"{cache_memory:g} MB of cache; in time: first token within {first_within:g} s, "
+        f"then {next_within:g} s a token"
     )
     console().print(shown)
     console().print(f"a step at batch 32: {'; '.join(steps)}")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 import mmkv
 from helpers.models import make_inputs
+from mmkv import chat
 from mmkv.cli import commands
 from mmkv.eval.speed import serve
 from mmkv.eval.speed.serve import Timing, soak, summary
+from mmkv.serving import prompts
 
 
 def test_what_clients_waited_is_summed_up():
@@ -48,12 +51,31 @@ SMALL = ["--requests", "3", "--tokens", "64", "--pictures", "1", "--new", "4"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [["--rate", "4"], ["--clients", "2"]], ids=str)
+@pytest.mark.parametrize(
+    "how", [["--rate", "4"], ["--clients", "2"], ["--clients", "2", "--documents", "1"]], ids=str
+)
 def test_the_table(how, capsys):
     with pytest.raises(SystemExit) as end:
         commands.main(["bench", "serve", *SMALL, *how])
     assert end.value.code == 0
     assert re.search(r"generate, one by one │ \d", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("random", [True, False])
+def test_questions_about_one_text_share_it(random):
+    """All but the question is the shared part, and the parts are the whole prompt."""
+    model, processor = mmkv.load_builtin()
+    loaded = chat.Loaded("builtin", model, None if random else processor, not random)
+    first, second, third = serve.make_requests(loaded, 3, 64, int(not random), documents=2)
+    for asked in (first, second, third):
+        assert asked.prefix is not None
+        assert asked.rest is not None
+        whole = torch.cat([asked.prefix["input_ids"], asked.rest["input_ids"]], dim=1)
+        assert torch.equal(whole, asked.inputs["input_ids"])
+        assert ("pixel_values" in asked.prefix) != random
+    assert prompts.digest(first.prefix, "") == prompts.digest(third.prefix, "")
+    assert prompts.digest(first.prefix, "") != prompts.digest(second.prefix, "")
+    assert not torch.equal(first.inputs["input_ids"], third.inputs["input_ids"])
 
 
 @pytest.mark.parametrize(
