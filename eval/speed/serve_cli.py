@@ -72,7 +72,7 @@ def serve_command(
         rate=rate,
         clients=clients,
         within=(first_within, next_within),
-        step_tokens=tokens // 4,
+        step_tokens=min(tokens // 4, 256),
         tell=Progress(),
     )
     shown = Table(
