@@ -147,7 +147,7 @@ def test_every_policy_runs_on_one_device_and_decodes_without_waiting(
 
 @pytest.mark.parametrize(
     "variant",
-    slow_except([*READING], *map(Variant, ("h2o", "adakv", "prefixkv", "condense"))),
+    slow_except([*READING], Variant("prefixkv"), Variant("condense")),
     ids=str,
 )
 def test_a_prompt_makes_the_host_wait_where_heads_differ_and_no_more(there, gpu, variant):
