@@ -69,8 +69,7 @@ class MergeIntoGroups(Merge):
         """Check the options."""
         super().__post_init__()
         share(zero=True, exact=self.exact)
-        at_least(0, newest=self.newest)
-        at_least(0, value_weight=self.value_weight)
+        at_least(0, newest=self.newest, value_weight=self.value_weight)
         at_least(1, group_run=self.group_run, rounds=self.rounds)
 
     def check(self, policy: Policy) -> None:
