@@ -89,7 +89,7 @@ def make_requests(
     rng = random.Random(0)
     found: list[Asked] = []
     for i in range(number):
-        about = i % documents if documents else i
+        turn, about = divmod(i, documents or number)
         length = tokens if documents else rng.randrange(tokens // 2, tokens * 3 // 2)
         if loaded.processor is None:
             ids = make_prompt(loaded.model, 1, length, seed=about)
@@ -99,7 +99,7 @@ def make_requests(
         else:
             shown = [draw(make_scene(8 * about + k)) for k in range(pictures)]
             text = make_lookup(about, tokens=length, records=8)
-            question = text.questions[(i // documents if documents else 0) % len(text.questions)]
+            question = text.questions[turn % len(text.questions)]
             whole = chat.encode(loaded, f"{text.text}\n{question.text}", shown)
             empty = chat.encode(loaded, f"{text.text}\n", shown) if documents else {}
         found.append(Asked(whole, *chat.split_inputs(whole, empty)) if documents else Asked(whole))
