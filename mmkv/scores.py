@@ -97,10 +97,15 @@ def window_attention(
     if valid is not None:
         per_query = per_query * valid[:, -window:].float()[:, None, None, None, :]
     per_query = per_query / per_query.sum(-1, keepdim=True).clamp_min(torch.finfo().tiny)
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "bias": bias}
-    attention = window_rows(query, key, window, valid=valid, mask=mask, **options)
-    with autocast_off(key):
-        scores = (per_query @ attention[..., : N - window]).view(B, Hq, N - window)
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "valid": valid}
+    last = query[:, :, -window:]
+    if _through_kernels(query, key, mask, bias):
+        scores = _column_means(last, key, per_query.view(-1, 1, window), **options)
+        scores = scores[..., : N - window]
+    else:
+        attention = window_rows(last, key, window, mask=mask, bias=bias, **options)
+        with autocast_off(key):
+            scores = (per_query @ attention[..., : N - window]).view(B, Hq, N - window)
     # Scores are not negative, so the zeros of padding act as either pooling's edge does.
     if pooling == "avg":
         scores = F.avg_pool1d(scores, kernel_size, stride=1, padding=kernel_size // 2)
@@ -191,8 +196,7 @@ def accumulated_attention(
         )
     if block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
-    # In 16 bits only: float32 is as well off with plain products, as matrix units would round it.
-    if mask is None and bias is None and key.itemsize == 2 and kernels.wanted(query, key):
+    if _through_kernels(query, key, mask, bias):
         options: dict[str, Any] = {"scale": _factor(D, scale), "softcap": softcap, "valid": valid}
         return kernels.column_sums(query, key, kernels.row_lse(query, key, **options), **options)
     G = Hq // H
@@ -269,6 +273,29 @@ def residual_similarity(before: Tensor, after: Tensor, valid: Tensor | None = No
         return similarity.mean(-1)
     similarity = similarity.masked_fill(~valid, 0.0)
     return similarity.sum(-1) / valid.sum(-1).clamp_min(1)
+
+
+def _through_kernels(query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether kernels do it, which read 16-bit keys as they are, and see causally.
+
+    In 16 bits only: float32 is as well off with plain products, as matrix units would round it.
+    """
+    return mask is None and bias is None and key.itemsize == 2 and kernels.wanted(query, key)
+
+
+def _column_means(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    *,
+    scale: float | None,
+    softcap: float | None,
+    valid: Tensor | None,
+) -> Tensor:
+    """Attention of queries [B, Hq, Q, D], summed by `weights` [1 or B, 1, Q]: [B, Hq, N]."""
+    options: dict[str, Any] = {"scale": _factor(key.shape[-1], scale), "softcap": softcap}
+    lse = kernels.row_lse(query, key, valid=valid, **options) - weights.log()
+    return kernels.column_sums(query, key, lse, valid=valid, by_query_head=True, **options)
 
 
 def _column_sums(

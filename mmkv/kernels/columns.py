@@ -48,7 +48,8 @@ def row_lse(
     lse = query.new_empty((B, Hq, Q), dtype=torch.float32)
     if lse.numel() == 0:
         return lse
-    _launch(row_lse_kernel, Q, Hq, query, key, valid, scale, softcap, lse)
+    shared = {"SHARE": Hq // key.shape[1]}
+    _launch(row_lse_kernel, Q, Hq, shared, query, key, valid, scale, softcap, lse)
     return lse
 
 
@@ -61,6 +62,7 @@ def column_sums(
     scale: float,
     softcap: float | None = None,
     valid: Tensor | None = None,
+    by_query_head: bool = False,
 ) -> Tensor:
     """Attention that each key receives from all queries, summed, given each row's log-sum-exp.
 
@@ -68,14 +70,16 @@ def column_sums(
         query: `[B, Hq, Q, D]`, the last `Q <= N` tokens' queries: query `i` sees keys up to
             `N - Q + i`.
         key: `[B, H, N, D]`, of the same dtype.
-        lse: float32 `[B, Hq, Q]`, of `row_lse` or of an attention kernel that returns it.
+        lse: float32 `[B, Hq, Q]`, of `row_lse` or of an attention kernel that returns it. Less
+            the logarithm of a weight, that query's row counts so much.
         scale: factor of the logits.
         softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
         valid: bool `[B, N]`, False for padding: such queries are left out, such keys get 0. What
             padding holds, in `lse` too, does not matter.
+        by_query_head: keep the query heads of a group apart.
 
     Returns:
-        float32 `[B, H, N]`, mean over the query heads of a group.
+        float32 `[B, H, N]`, mean over the query heads of a group; or `[B, Hq, N]`.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -83,15 +87,18 @@ def column_sums(
     Source: H2O, arXiv 2306.14048, section 4.
     """
     B, Hq, Q, _ = _checked(query, key, valid, softcap)
-    H, N = key.shape[1], key.shape[2]
+    _, H, N, _ = key.shape
     if tuple(lse.shape) != (B, Hq, Q) or lse.dtype != torch.float32:
         raise ValueError(
             f"lse must be float32 [B, Hq, Q] = ({B}, {Hq}, {Q}), got {lse.dtype} {tuple(lse.shape)}"
         )
-    sums = key.new_empty((B, H, N), dtype=torch.float32)
+    heads = Hq if by_query_head else H
+    sums = key.new_empty((B, heads, N), dtype=torch.float32)
     if sums.numel() == 0:
         return sums
-    _launch(column_sums_kernel, N, H, query, key, valid, scale, softcap, lse.contiguous(), sums)
+    shared = {"SHARE": heads // H, "G": Hq // heads}
+    results = lse.contiguous(), sums
+    _launch(column_sums_kernel, N, heads, shared, query, key, valid, scale, softcap, *results)
     return sums
 
 
@@ -99,6 +106,7 @@ def _launch(
     kernel: Any,
     tokens: int,
     heads: int,
+    shared: dict[str, int],
     query: Tensor,
     key: Tensor,
     valid: Tensor | None,
@@ -108,9 +116,10 @@ def _launch(
 ) -> None:
     """Run `kernel` for each block of `tokens` of each of the `heads` of each sequence.
 
-    `results` are what it reads and writes beside query `[B, Hq, Q, D]` and key `[B, H, N, D]`.
+    `results` are what it reads and writes beside query `[B, Hq, Q, D]` and key `[B, H, N, D]`;
+    `shared` says how many of the heads read one head of these.
     """
-    (B, Hq, Q, D), (_, H, N, _) = query.shape, key.shape
+    (B, _, Q, D), N = query.shape, key.shape[2]
     query, key = rows_of(query), rows_of(key)
     sizes = _blocks(D, query.element_size())
     inner, outer = scale * _LOG2_E, 0.0
@@ -127,9 +136,9 @@ def _launch(
             Q,
             N,
             heads,
-            Hq // H,
-            inner,
-            outer,
+            inner=inner,
+            outer=outer,
+            **shared,
             D=D,
             D_PAD=padded(D),
             CAPPED=softcap is not None,

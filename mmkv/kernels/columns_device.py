@@ -26,8 +26,8 @@ def row_lse_kernel(
     key_n,
     Q,
     N,
-    HQ,
-    G,
+    HEADS,
+    SHARE,  # query heads that read one key-value head
     inner,  # see `capped`
     outer,
     D: tl.constexpr,
@@ -43,8 +43,8 @@ def row_lse_kernel(
     # Late queries see most keys: their programs start first.
     start = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK
     head = (tl.program_id(0) // blocks).to(tl.int64)  # b * Hq + h
-    b = head // HQ
-    key += b * key_b + head % HQ // G * key_h
+    b = head // HEADS
+    key += b * key_b + head % HEADS // SHARE * key_h
     valid += b * N
     past = N - Q
 
@@ -55,7 +55,7 @@ def row_lse_kernel(
         real = real & (tl.load(valid + past + rows, mask=real, other=0) != 0)
     q = tl.load(
         query
-        + (b * query_b + head % HQ * query_h)
+        + (b * query_b + head % HEADS * query_h)
         + rows.to(tl.int64)[:, None] * query_n
         + dims[None, :],
         mask=real[:, None] & (dims < D)[None, :],
@@ -97,7 +97,7 @@ def column_sums_kernel(
     key,
     valid,  # uint8 [B, N], contiguous; not read unless PADDED
     lse,  # [B, Hq, Q], contiguous
-    sums,  # [B, H, N], contiguous
+    sums,  # [B, HEADS, N], contiguous
     query_b,
     query_h,
     query_n,
@@ -106,8 +106,9 @@ def column_sums_kernel(
     key_n,
     Q,
     N,
-    H,
-    G,
+    HEADS,
+    SHARE,  # of the heads of the result, that read one key-value head
+    G,  # query heads that are averaged in one head of the result
     inner,  # see `capped`
     outer,
     D: tl.constexpr,
@@ -118,13 +119,13 @@ def column_sums_kernel(
     PADDED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """What BLOCK keys of one key-value head receive."""
+    """What BLOCK keys receive from the queries of one head of the result."""
     blocks = tl.cdiv(N, BLOCK)
     # Early keys are seen by most queries: their programs start first.
     start = tl.program_id(0) % blocks * BLOCK
-    head = (tl.program_id(0) // blocks).to(tl.int64)  # b * H + h
-    b = head // H
-    query += b * query_b + head % H * G * query_h
+    head = (tl.program_id(0) // blocks).to(tl.int64)  # b * HEADS + h
+    b = head // HEADS
+    query += b * query_b + head % HEADS * G * query_h
     valid += b * N
     lse += head * G * Q
     past = N - Q
@@ -135,7 +136,10 @@ def column_sums_kernel(
     if PADDED:
         there = there & (tl.load(valid + cols, mask=there, other=0) != 0)
     k = tl.load(
-        key + (b * key_b + head % H * key_h) + cols.to(tl.int64)[:, None] * key_n + dims[None, :],
+        key
+        + (b * key_b + head % HEADS // SHARE * key_h)
+        + cols.to(tl.int64)[:, None] * key_n
+        + dims[None, :],
         mask=there[:, None] & (dims < D)[None, :],
         other=0.0,
     )

@@ -32,14 +32,16 @@ def column_sums(
     scale: float,
     softcap: float | None = None,
     valid: Tensor | None = None,
+    by_query_head: bool = False,
 ) -> Tensor:
-    """Attention that each key receives from all queries, summed: float32 `[B, H, N]`."""
+    """Attention that each key receives from all queries, summed: float32 `[B, H or Hq, N]`."""
     B, Hq, Q, _ = query.shape
     H, N = key.shape[1], key.shape[2]
     attention = (_causal_logits(query, key, scale, softcap, valid) - lse[..., None]).exp()
     if valid is not None:
         attention = attention.masked_fill(~valid[:, None, N - Q :, None], 0.0)
-    return attention.sum(2).view(B, H, Hq // H, N).mean(2)
+    received = attention.sum(2)
+    return received if by_query_head else received.view(B, H, Hq // H, N).mean(2)
 
 
 @torch.no_grad()

@@ -232,6 +232,40 @@ def test_accumulated_attention_is_the_same_through_kernels(
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("softcap", "pads", "weighted", "pooling"),
+    slow_except(
+        [(None, None, False, "avg"), (2.0, (0, 31), True, "max"), (None, (0, 23), True, None)],
+        (2.0, (0, 31), True, "max"),
+        several=True,
+    ),
+)
+def test_window_attention_reads_16_bit_keys_as_they_are(
+    device: torch.device,
+    softcap: float | None,
+    pads: tuple[int, int] | None,
+    weighted: bool,
+    pooling: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    N, window, dtype = 36, 8, torch.bfloat16  # a row of 5 tokens has padding in its window
+    query, key = on(device, random(2, 4, 20, 16, dtype=dtype), random(2, 2, N, 16, dtype=dtype))
+    valid = None
+    if pads is not None:
+        valid = torch.stack([torch.arange(N) >= pad for pad in pads]).to(device)
+        key = key.masked_fill(~valid[:, None, :, None], torch.nan)
+    weights = torch.arange(float(window)) if weighted else None  # the first query's is 0
+    options: dict[str, Any] = {"softcap": softcap, "valid": valid, "weights": weights}
+    options |= {"window": window, "kernel_size": 3, "pooling": pooling}
+    monkeypatch.setattr(kernels, "DEVICES", ())
+    want = scores.window_attention(query, key, **options)
+
+    monkeypatch.setattr(kernels, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(scores, "window_rows", None)  # which copies the keys to float32
+    got = scores.window_attention(query, key, **options)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
 # --- errors, availability, compilation -----------------------------------------------------------
 
 Q4, K4 = torch.zeros(1, 2, 3, 32), torch.zeros(1, 2, 3, 32)
