@@ -34,7 +34,7 @@ from mmkv.report import CacheReport
 
 FORMAT, VERSION = "mmkv-context", 1
 _MASKS = ("valid", "image", "asked", "must", "protected")
-_DENSE = ("keys", "values", "positions", "scores", "weights", "leaders")
+_DENSE = ("keys", "values", "positions", "scores", "weights", "bias", "leaders")
 _HOSTED = ("lengths", "windows", "floors", "anchored", "inner", "granted")
 _SEEN = ("input_ids", "attention_mask")
 

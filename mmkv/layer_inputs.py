@@ -79,6 +79,12 @@ class Rotary:
         """Some rows of the batch."""
         return replace(self, cos=self.cos[at], sin=self.sin[at])
 
+    def of_tokens(self, at: Tensor) -> Rotary:
+        """That of some of the tokens, int64 [B, n]."""
+        index = at[..., None].expand(-1, -1, self.cos.shape[-1])
+        cos, sin = (x.expand(len(at), -1, -1).gather(1, index) for x in (self.cos, self.sin))
+        return replace(self, cos=cos, sin=sin)
+
     def followed_by(self, other: Rotary) -> Rotary:
         """That of these tokens and of those that came next."""
         cos, sin = (torch.cat(x, dim=1) for x in ((self.cos, other.cos), (self.sin, other.sin)))
@@ -140,8 +146,8 @@ class LayerInputs:
         scale: what the layer multiplies query-key products with; None: D ** -0.5.
         softcap: bound of the layer's logits (Gemma 2), or None.
         mask: bool [B, 1, Q, N], which query sees which key; None: plainly causal.
-        bias: float32 [B, H, N], added to the logits of each key: the logarithm of how many tokens
-            of earlier turns it stands for; None where each stands for itself.
+        bias: float32 [B, H, N], added to the logits of each key: the logarithm of what it weighs,
+            if it stands for tokens of earlier turns; None where each stands for itself.
         image: bool [B, N], True where an image token stands; None: not known.
         size: float32 [B], tokens kept of each row, mean over layers and heads; None where the score
             does not ask for it (`uses_size`), or no budget says so.

@@ -13,9 +13,11 @@ from torch.nn.functional import pad
 
 from mmkv.cache import selection
 from mmkv.cache.attention import attend
+from mmkv.cache.group_weights import Readers
 from mmkv.cache.rerotate import reposition
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs, Rotary
+from mmkv.parts.merging import MergeIntoGroups
 from mmkv.policy import Policy
 from mmkv.scores import tile
 
@@ -75,9 +77,11 @@ class DenseKV:
         scores: float32 [B, 1 or H, U], importance; None where none was needed.
         tail: the last queries of the prompt's chunks so far.
         weights: float32 [B, H, U], how many tokens each pair stands for; None: itself alone.
+        bias: float32 [B, H, U], added to the logits of each pair; None where `weights` is.
         leaders: [B, H, T], the group of each token seen up to the last turn, see
             `grouping.Groups.places`; None: there is none.
         measured: float32 [B], what layer sizes follow from (`Layers.measure`); None: nothing.
+        readers: queries that the weights of groups are fitted to; None: weights are counted.
     """
 
     keys: Tensor
@@ -86,14 +90,18 @@ class DenseKV:
     scores: Tensor | None = None
     tail: Tail = Tail()
     weights: Tensor | None = None
+    bias: Tensor | None = None
     leaders: Tensor | None = None
     measured: Tensor | None = None
+    readers: Readers | None = None
 
     @classmethod
-    def from_blocks(cls, blocks: Sequence[Any], batch: int, heads: int) -> DenseKV:
+    def from_blocks(
+        cls, blocks: Sequence[Any], batch: int, heads: int, leaders: Tensor | None
+    ) -> DenseKV:
         """What a layer kept, sorted by position, in fresh tensors."""
         names = ("keys", "values", "mass", "log_weights")
-        positions, (keys, values, mass, log_weights) = by_age(blocks, batch, heads, *names)
+        positions, (keys, values, mass, bias) = by_age(blocks, batch, heads, *names)
         assert keys is not None
         assert values is not None
         return cls(
@@ -101,7 +109,9 @@ class DenseKV:
             values,
             positions,
             None if mass is None else mass.masked_fill(positions < 0, 0.0),
-            weights=None if log_weights is None else token_numbers(log_weights, positions),
+            weights=None if leaders is None else token_numbers(positions, leaders),
+            bias=bias,
+            leaders=leaders,
         )
 
     @property
@@ -109,11 +119,6 @@ class DenseKV:
         """Bytes of the storages behind keys and values."""
         storages = [x.untyped_storage() for x in (self.keys, self.values)]
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-
-    @property
-    def bias(self) -> Tensor | None:
-        """float32 [B, H, U], added to the logits of each pair; None where each stands for one."""
-        return None if self.weights is None else self.weights.log()
 
     @property
     def pairs(self) -> dict[str, Tensor | None]:
@@ -141,13 +146,13 @@ class DenseKV:
             wide = order.expand(B, max(P, scores.shape[1]), -1)
             gone = ~stays.expand(B, wide.shape[1], U)
             scores = scores.expand(B, wide.shape[1], U).masked_fill(gone, 0.0).gather(2, wide)
-        weights = None if self.weights is None else by_age(self.weights)
         return DenseKV(
             by_age(self.keys),
             by_age(self.values),
             positions,
             scores,
-            weights=weights,
+            weights=None if self.weights is None else by_age(self.weights),
+            bias=None if self.bias is None else by_age(self.bias),
             leaders=self.leaders,
         )
 
@@ -155,7 +160,7 @@ class DenseKV:
         """Rows of the batch, which may repeat, in storage of their own."""
 
         def rows(x: Any) -> Any:
-            if isinstance(x, Tail):
+            if isinstance(x, Tail | Readers):
                 return x.select_rows(batch)
             return None if x is None else x[batch.to(x.device)]
 
@@ -166,17 +171,14 @@ class DenseKV:
         """With the pairs [B, H, q, D] of new tokens at `positions` [B, 1, q] behind the old."""
         B, _, q, _ = key.shape
         heads = self.positions.shape[1]
-        weights = self.weights
-        if weights is not None:
-            weights = torch.cat([weights, weights.new_ones(*weights.shape[:2], q)], dim=2)
-        scores = None if self.scores is None else pad(self.scores, (0, q))
         return replace(
             self,
             keys=torch.cat([self.keys, key], dim=2),
             values=torch.cat([self.values, value], dim=2),
             positions=torch.cat([self.positions, positions.expand(B, heads, q)], dim=2),
-            scores=scores,
-            weights=weights,
+            scores=None if self.scores is None else pad(self.scores, (0, q)),
+            weights=None if self.weights is None else pad(self.weights, (0, q), value=1.0),
+            bias=None if self.bias is None else pad(self.bias, (0, q)),
         )
 
     def attend(
@@ -204,8 +206,8 @@ class DenseKV:
             among = among.to(keys.device).expand(B, H, q, q).flatten(0, 1)
         old, known = U - q, positions[:, None] >= 0
         past = torch.zeros(known[..., :old].shape, dtype=query.dtype, device=keys.device)
-        if (bias := self.bias) is not None:
-            past += bias.flatten(0, 1)[:, None, :old]
+        if self.bias is not None:
+            past += self.bias.flatten(0, 1)[:, None, :old]
         past.masked_fill_(~known[..., :old], -torch.inf)
         # What each query sees is an [R, n, U] of its own: n queries at a time.
         out: list[Tensor] = []
@@ -240,6 +242,8 @@ class DenseKV:
         """
         windows: Sequence[int] = prompt.windows
         layer = self._inputs(new, with_tail=policy.queries != 0)
+        if isinstance(policy.merge, MergeIntoGroups):
+            self.readers = Readers.of(layer, policy.merge.fit, policy.queries)
         if policy.observed and layer.query.shape[2] < self.keys.shape[2]:
             # A turn shorter than the window is observed by all the queries it has.
             given = (self.positions[:, 0, -layer.query.shape[2] :] >= 0).sum(-1).tolist()
@@ -358,6 +362,17 @@ def by_age(
     return positions.unflatten(0, (batch, heads)), [found(name) for name in names]
 
 
-def token_numbers(log_weights: Tensor, positions: Tensor) -> Tensor:
-    """How many tokens each pair stands for, float32 [B, H, U]; 1 where there is none."""
-    return log_weights.exp().round().masked_fill(positions < 0, 1.0)
+def token_numbers(positions: Tensor, leaders: Tensor) -> Tensor:
+    """How many tokens each pair stands for, float32 [B, H, U]; 1 where there is none.
+
+    Args:
+        positions: int64 [B, H, U], -1 where there is no pair.
+        leaders: [B, H, T], the group of each token, see `grouping.Groups.places`.
+    """
+    T = leaders.shape[-1]
+    led = torch.zeros(*leaders.shape[:2], T + 1, device=leaders.device)
+    at = leaders.long()
+    led.scatter_add_(-1, at.masked_fill(at < 0, T), led.new_ones(()).expand(at.shape))
+    led[..., T] = 0
+    known = (positions >= 0) & (positions < T)
+    return led.gather(-1, positions.masked_fill(~known, T)).clamp(min=1.0)

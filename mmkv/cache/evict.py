@@ -13,6 +13,7 @@ from mmkv import kernels
 from mmkv.cache import selection, splitting
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.dense import DenseKV
+from mmkv.cache.group_weights import log_weights
 from mmkv.cache.grouping import Groups
 from mmkv.cache.head_groups import HeadGroup, group_rows, spare
 from mmkv.cache.layer import KeptKV
@@ -75,17 +76,19 @@ def evict(
     ranking = selection.ranked(policy, *given, layer_idx, split)
     merge = None if list(sizes) == prompt.lengths else policy.merge
     keys, values = held.keys.detach(), held.values.detach()
-    slots, weights = None, None
+    slots, weights, bias = None, held.weights, held.bias
     if isinstance(merge, MergeIntoGroups):
         groups = Groups.of(merge, keys, values, held.positions, held.weights, *ranking[:2])
         indices, counts, anchored = selection.ordered(*groups.led(*ranking))
         slots = groups.slots(indices)
-        (keys, values), weights = slots.means(keys, values), slots.weights
+        means = slots.means(keys, values)
+        weights, bias = slots.weights, log_weights(slots, keys, bias, means[0], held.readers)
+        keys, values = means
     else:
         known = _known_counts(policy, held, prompt, sizes) if split is None else None
         indices, counts, anchored = selection.ordered(*ranking, known)
-        if held.weights is not None:
-            weights = held.weights.gather(2, indices.expand(B, H, -1).clamp(min=0))
+        at = indices.expand(B, H, -1).clamp(min=0)
+        weights, bias = (None if x is None else x.gather(2, at) for x in (weights, bias))
     if slots is None and merge is not None:
         keys, values = merge(keys, values, indices.expand(B, H, -1), held.positions)
     retained = None
@@ -110,9 +113,8 @@ def evict(
             mass = slots.reduced(held.scores, combines).flatten(0, 1)
     elif policy.decode.weighs and not plan.keeps_everything:
         mass = torch.zeros(positions.shape, device=positions.device)
-    log_weights = None
-    if weights is not None:
-        log_weights = weights.log().masked_fill(indices < 0, 0.0).flatten(0, 1)
+    if bias is not None:
+        bias = bias.masked_fill(indices < 0, 0.0).flatten(0, 1)
 
     def per_row(x: Tensor) -> np.ndarray:
         return x.expand(B, H).reshape(-1).numpy()
@@ -123,7 +125,7 @@ def evict(
     in_rows = plan.kv_dtype is None and plan.inv_freq is None and kernels.wanted(keys, values)
     if in_rows:
         schedule = _schedule(plan, prompt, kept, per_row(anchored), np.arange(B * H)).ragged()
-        of_tokens = positions, log_weights, mass
+        of_tokens = positions, bias, mass
         block = _ragged(keys, values, tokens, of_tokens, kept, schedule, expected, prompt)
         return KeptKV([block], B, H, list(sizes), retained, None, leaders)
     blocks: list[HeadGroup] = []
@@ -153,9 +155,7 @@ def evict(
                 schedule,
                 rows=None if len(rows) == B * H else index,
                 inv_freq=plan.inv_freq,
-                log_weights=(
-                    None if log_weights is None else pad(log_weights[index, :width], empty)
-                ),
+                log_weights=None if bias is None else pad(bias[index, :width], empty),
             )
         )
     error = None if plan.kv_dtype is None else relative_error(off.view(B, H, 2, 2).sum(1))
@@ -193,7 +193,7 @@ def _ragged(
     Args:
         keys, values: [B, H, U, D].
         tokens: [R, M], where each kept token lies in them, -1 as filler.
-        of_tokens: positions, log-weights and mass [R, M], or None.
+        of_tokens: positions, bias and mass [R, M], or None.
         counts: [R].
         schedule: of all rows.
         expected: tokens that will be generated, as far as known.
@@ -212,11 +212,11 @@ def _ragged(
 
     at = tokens[row, slot]
     keys, values = (_gather(x, row, at) for x in (keys, values))
-    positions, log_weights, mass = (flat(x) for x in of_tokens)
+    positions, bias, mass = (flat(x) for x in of_tokens)
     assert positions is not None
     if mass is not None:  # a new token has received nothing
         mass.masked_fill_(empty, 0.0)
-    store = RaggedStore(keys, values, positions, log_weights, mass, starts, lengths)
+    store = RaggedStore(keys, values, positions, bias, mass, starts, lengths)
     return RaggedRows.of(store, capacity, schedule, seen + ahead)
 
 

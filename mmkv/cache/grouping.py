@@ -1,9 +1,10 @@
 """Which token stands for which: exact tokens for themselves, and groups of all the others.
 
-A group is one pair, the mean key and the mean value of its tokens, and its weight `m`, how many
-they are. Attention adds `log m` to that slot's logit, `softmax(scale * q . k + log m)`, so a group
-of equal pairs reads exactly as its tokens did, and nothing leaves the softmax. A group lies where
-the best of its tokens stood, its leader. Shape letters are those of `mmkv.scores`.
+A group is one pair, the mean key and the mean value of its `m` tokens, with a weight `w` of about
+`m`, see `group_weights`. Attention adds `log w` to that slot's logit, `softmax(scale * q . k +
+log w)`, so a group of equal pairs reads exactly as its tokens did, and nothing leaves the softmax.
+A group lies where the best of its tokens stood, its leader. Shape letters are those of
+`mmkv.scores`.
 
 Related: merging (KeepKV, arXiv 2504.09936; LOOK-M, arXiv 2406.18139), the log-count bias (ToMe's
 proportional attention, arXiv 2210.09461).

@@ -71,8 +71,8 @@ class HeadGroup:
         mass: float32 [R, S], attention accumulated by each slot, for policies that score by it;
             decoding adds to it where it also drops by it (H2O), and then inf marks empty slots.
         schedule: which slot is next.
-        log_weights: float32 [R, S], the logarithm of how many tokens a slot stands for, which the
-            bias adds to its logits; None: every slot stands for one.
+        log_weights: float32 [R, S], the logarithm of what a slot weighs, which the bias adds to
+            its logits; None: every slot stands for one token.
         inv_freq: [D / 2], to count positions inside the cache; None to keep the original ones.
     """
 

@@ -55,8 +55,7 @@ class KeptKV:
 
     def dense(self) -> DenseKV:
         """All that is kept, as one rectangle in fresh storage, by age."""
-        held = DenseKV.from_blocks(self.blocks, self.batch, self.heads)
-        return replace(held, leaders=self.leaders)
+        return DenseKV.from_blocks(self.blocks, self.batch, self.heads, self.leaders)
 
     def kept(self) -> Tensor:
         """Original positions held, int64 [B, H, n], ascending, -1 as filler at the end.
@@ -74,8 +73,8 @@ class KeptKV:
 
     def _positions(self) -> tuple[Tensor, Tensor | None]:
         """Positions [B, H, U] of all pairs, and how many tokens each stands for."""
-        positions, (log_weights,) = by_age(self.blocks, self.batch, self.heads, "log_weights")
-        return positions, None if log_weights is None else token_numbers(log_weights, positions)
+        positions, _ = by_age(self.blocks, self.batch, self.heads)
+        return positions, None if self.leaders is None else token_numbers(positions, self.leaders)
 
     def groups(self, seen: int) -> tuple[Tensor, Tensor]:
         """The groups held, and where each of the `seen` tokens of the prompts lies.

@@ -14,8 +14,8 @@ class RaggedStore(NamedTuple):
         keys: [N, D].
         values: [N, Dv].
         positions: int32 [N], where each slot's token stood.
-        log_weights: float32 [N], the logarithm of how many tokens a slot stands for, which is added
-            to its logits; None: every slot stands for one.
+        log_weights: float32 [N], the logarithm of what a slot weighs, which is added to its logits;
+            None: every slot stands for one token.
         mass: float32 [N], attention accumulated by each slot; None where nothing reads it.
         starts: int64 [R].
         lengths: int32 [R], slots in use; what lies behind them is never read.

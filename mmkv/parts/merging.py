@@ -49,7 +49,7 @@ class MergeByFeature(_MergeIntoKept):
 class MergeIntoGroups(Merge):
     """Weighted groups stand for all tokens that are not kept as they are (condense).
 
-    Attention adds the logarithm of a group's size to its logit. See `mmkv.cache.grouping`.
+    Attention adds the logarithm of a group's weight to its logit. See `mmkv.cache.grouping`.
 
     Options:
         exact: the share of the slots that hold the best-scored tokens, in [0, 1].
@@ -57,19 +57,22 @@ class MergeIntoGroups(Merge):
         group_run: groups are formed inside runs of this many positions; 1 or more.
         rounds: rounds of k-means; 1 or more.
         value_weight: how much values count beside keys where alike pairs are grouped; 0 or more.
+        fit: a group weighs as much as its tokens do for so many queries, of those that the score
+            remembers; 0: as many as they are.
     """
 
     exact: float = 0.1
     newest: int = 1
-    group_run: int = 512
+    group_run: int = 256
     rounds: int = 3
     value_weight: float = 0.35
+    fit: int = 16
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
         share(zero=True, exact=self.exact)
-        at_least(0, newest=self.newest, value_weight=self.value_weight)
+        at_least(0, newest=self.newest, value_weight=self.value_weight, fit=self.fit)
         at_least(1, group_run=self.group_run, rounds=self.rounds)
 
     def check(self, policy: Policy) -> None:

@@ -35,7 +35,7 @@ class Pages:
     Attributes:
         keys, values: [C, PAGE, D].
         bias: [C, 1, PAGE], added to the logits: -inf where a slot is empty, elsewhere the logarithm
-            of how many tokens its pair stands for.
+            of what its pair weighs.
         used: pages in use.
         row: int64 [used], the row of each page.
         order: int64 [used], the pages row by row.

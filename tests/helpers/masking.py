@@ -7,6 +7,7 @@ keys it may see.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -40,11 +41,11 @@ def _masked_attention(module, query, key, value, attention_mask, scaling=None, *
         if _state["inv_freq"] is not None:
             key = naive_reposition(key, visible[:, :, -1], _state["inv_freq"])
         if (groups := _state["groups"][module.layer_idx]) is not None:
-            pairs = [naive_means(x, *groups) for x in plain]
+            pairs = [naive_means(x, *groups[:2]) for x in plain]
             if _state["bits"] is not None:
                 pairs = [fake_quantise(x, _state["bits"]) for x in pairs]
             key, value = (torch.cat(x, 2) for x in zip(pairs, (key, value), strict=True))
-            bias = groups[0].log()[:, :, None].expand(-1, -1, query.shape[2], -1)
+            bias = groups[2][:, :, None].expand(-1, -1, query.shape[2], -1)
             visible = torch.cat([bias > -math.inf, visible], dim=-1)
         attention_mask = None
     else:
@@ -72,10 +73,17 @@ AttentionMaskInterface.register("test_masked", ALL_MASK_ATTENTION_FUNCTIONS["eag
 
 
 def held_by(cache: Any, layer: int) -> Tensor:
-    """`cache.kept(layer)`, with `cache.groups(layer)` as its attribute `groups`."""
+    """`cache.kept(layer)`, with `cache.groups(layer)` and their biases as attribute `groups`."""
     kept = cache.kept(layer).clone()
     weights, member = cache.groups(layer)
-    kept.groups = None if weights.numel() == 0 else (weights.clone(), member.clone())
+    kept.groups = None
+    if weights.numel():
+        held = cache.layers[layer].dense()
+        bias = torch.full(weights.shape, -math.inf)
+        for b, h in itertools.product(*map(range, weights.shape[:2])):
+            mine = held.bias[b, h][(held.weights[b, h] > 1) & (held.positions[b, h] >= 0)]
+            bias[b, h, : len(mine)] = mine
+        kept.groups = weights.clone(), member.clone(), bias
     return kept
 
 

@@ -34,8 +34,8 @@ def _attention(module, query, key, value, attention_mask, scaling=None, softcap=
     # What stands for groups of tokens: pairs of their own, with a bias.
     means = bias = None
     if getattr(kept, "groups", None) is not None:
-        means = [naive_means(x, *kept.groups).repeat_interleave(G, dim=1) for x in (key, value)]
-        bias = kept.groups[0].log().repeat_interleave(G, dim=1)[:, :, None]
+        means = [naive_means(x, *kept.groups[:2]).repeat_interleave(G, dim=1) for x in (key, value)]
+        bias = kept.groups[2].repeat_interleave(G, dim=1)[:, :, None]
     key, value = key.repeat_interleave(G, dim=1), value.repeat_interleave(G, dim=1)
     if means is not None:
         key, value = (torch.cat(x, dim=2) for x in zip(means, (key, value), strict=True))

@@ -1,0 +1,141 @@
+"""How much a group weighs in attention: as much as its tokens do for queries of the prompt.
+
+The mean key of m tokens, counted m times, weighs less than they do: a mean of exponentials is above
+the exponential of the mean. So the weight is what makes up for that over some queries of the prompt
+that are asked behind its end: `sum_i p_i / sum_i (exp(l_i) / Z_i)`, with `p_i` the attention of
+query `i` to the group's tokens, `l_i` its logit on their mean key, and `Z_i` the denominator of its
+softmax over all tokens. A group of equal keys weighs m. Shape letters are those of `mmkv.scores`.
+
+Related: Attention Matching, arXiv 2602.16284, fits one bias per kept key.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mmkv.parts.averaging import sums
+from mmkv.scores import autocast_off, tile
+
+if TYPE_CHECKING:
+    from mmkv.cache.grouping import GroupSlots
+    from mmkv.layer_inputs import LayerInputs
+
+# A fitted weight is at most so many times the number of tokens, and at least that part of it.
+_MOST = math.log(4)
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Queries of a prompt, asked behind its end.
+
+    Attributes:
+        query: float32 [B, Hq, S, D], times the layer's scale.
+        present: bool [B, S], False for fillers.
+        softcap: bound of the logits, or None.
+    """
+
+    query: Tensor
+    present: Tensor
+    softcap: float | None
+
+    @classmethod
+    def of(cls, layer: LayerInputs, number: int, remembered: int | None) -> Readers | None:
+        """`number` of a layer's queries, evenly spread up to the last one; None: there is none.
+
+        Padding is none of them, so a padded row has the readers that it has alone.
+
+        Args:
+            layer: its inputs.
+            number: how many, S.
+            remembered: the last so many queries are known however a prompt is read; None: all.
+        """
+        query, valid, rotary = layer.query, layer.valid[:, -layer.query.shape[2] :], layer.rotary
+        known = valid.shape[1] if remembered is None else min(remembered, valid.shape[1])
+        if number * known == 0:
+            return None
+        valid = valid[:, -known:]
+        count = valid.sum(-1, keepdim=True)
+        steps = torch.arange(min(number, known), device=valid.device)
+        place = count - 1 - steps * (-(-count // number)).clamp(min=1)
+        order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
+        at = order.gather(1, place.clamp(min=0)) + query.shape[2] - known
+        query = query.gather(2, at[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
+        if rotary is not None:
+            query = rotary.of_tokens(at).moved(query, rotary.ahead(1))
+        scale = query.shape[-1] ** -0.5 if layer.scale is None else layer.scale
+        present = place >= 0
+        query = (query.float() * scale).masked_fill(~present[:, None, :, None], 0.0)
+        return cls(query, present, layer.softcap)
+
+    def select_rows(self, batch: Tensor) -> Readers:
+        """Rows of the batch, which may repeat."""
+        batch = batch.to(self.present.device)
+        return Readers(self.query[batch], self.present[batch], self.softcap)
+
+    def mass(self, keys: Tensor, bias: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
+        """What tokens get of these queries' attention, and what means would with a weight of 1.
+
+        Args:
+            keys: [B, H, U, D].
+            bias: float32 [B, H, U], added to their logits; -inf where there is no token.
+            means: [B, H, M, D].
+
+        Returns:
+            float32 [B, H, U] and [B, H, M], sums over queries and the query heads of a group.
+        """
+        B, H, U, _ = keys.shape
+        # What padding holds may be anything, NaN included.
+        keys = keys.float().masked_fill((bias == -math.inf)[..., None], 0.0)
+        means, received = means.float(), torch.zeros(B, H, U, device=keys.device)
+        alone = torch.zeros(B, H, means.shape[2], device=keys.device)
+        together = max(1, tile(keys.device) // (self.query.shape[1] * B * U))
+        of_groups = self.query.unflatten(1, (H, -1))
+        parts = zip(of_groups.split(together, dim=3), self.present.split(together, 1), strict=True)
+        for query, present in parts:
+            rows = query.flatten(2, 3)
+            counted = present[:, None, None].expand(-1, 1, query.shape[2], -1).flatten(2)[..., None]
+            logits = self._logits(rows, keys) + bias[:, :, None]
+            total = logits.logsumexp(-1, keepdim=True)
+            received += (logits - total).exp().mul(counted).sum(2)
+            alone += (self._logits(rows, means) - total).exp().mul(counted).sum(2)
+        return received, alone
+
+    def _logits(self, rows: Tensor, keys: Tensor) -> Tensor:
+        logits = rows @ keys.mT
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def log_weights(
+    slots: GroupSlots, keys: Tensor, bias: Tensor | None, means: Tensor, readers: Readers | None
+) -> Tensor:
+    """What attention adds to the logit of each slot: float32 [B, H, M], 0 where it is empty.
+
+    The logarithm of how many tokens it stands for or, fitted, of what they weigh together. A token
+    that stays alone has the bias it had.
+
+    Args:
+        slots: which tokens each stands for.
+        keys: [B, H, U, D], of the tokens.
+        bias: float32 [B, H, U], added to their logits so far; None: nothing.
+        means: [B, H, M, D], the keys of the slots.
+        readers: what weights are fitted to; None: the tokens' own weights are added up.
+    """
+    there, M = slots.groups.weights > 0, slots.size.shape[-1]
+    bias = torch.zeros_like(slots.groups.weights) if bias is None else bias
+    bias = bias.masked_fill(~there, -math.inf)
+    whole = sums(bias.exp(), slots.slot, M)
+    added_up = whole.log()
+    found = added_up
+    if readers is not None and M:
+        with autocast_off(keys):
+            received, alone = readers.mass(keys, bias, means)
+        mass, tiny = sums(received, slots.slot, M), torch.finfo(torch.float32).tiny
+        several = sums(there.float(), slots.slot, M) > 1
+        fitted = (mass.log() - alone.log()).clamp(added_up - _MOST, added_up + _MOST)
+        found = torch.where(several & (mass > tiny) & (alone > tiny), fitted, added_up)
+    return found.masked_fill(whole == 0, 0.0)

@@ -1,0 +1,163 @@
+"""Fitted weights of groups against loops that read like their definition."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mmkv
+from helpers.models import make_inputs
+from helpers.oracle import ROWS
+from mmkv.cache import group_weights
+from mmkv.cache.group_weights import Readers, log_weights
+from mmkv.cache.grouping import Groups, GroupSlots
+from mmkv.layer_inputs import LayerInputs
+from mmkv.parts.averaging import sums
+
+B, H, G, U, D, M = 2, 2, 3, 14, 4, 5
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def slots_of(slot: Tensor, counts: Tensor) -> GroupSlots:
+    """Slots of tokens [B, H, U] that stand for `counts` each; M for none."""
+    return GroupSlots(Groups(slot, slot, counts), slot, sums(counts, slot, M))
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("together", [2**20, 1])
+def test_weights_equal_the_loop(softcap, together, monkeypatch):
+    """Slot 0 is empty, slot 1 one token, and some tokens are none and hold anything."""
+    monkeypatch.setattr(group_weights, "tile", lambda device: together)
+    keys, query = random(B, H, U, D), random(B, H * G, 6, D, seed=1)
+    slot = torch.randint(2, M, (B, H, U), generator=torch.Generator().manual_seed(2))
+    slot[..., 3] = 1
+    counts = torch.ones(B, H, U)
+    counts[..., 5] = 7.0  # a group of an earlier turn
+    slot[0, :, :2] = M
+    counts[0, :, :2] = 0.0
+    bias = random(B, H, U, seed=3)
+    present = torch.ones(B, 6, dtype=torch.bool)
+    present[1, 4:] = False
+    means = random(B, H, M, D, seed=4) / 2
+    dirty = keys.masked_fill((counts == 0)[..., None], math.nan)
+    readers = Readers(query, present, softcap)
+    found = log_weights(slots_of(slot, counts), dirty, bias, means, readers)
+
+    def logit(q: Tensor, k: Tensor) -> float:
+        x = float(q.double() @ k.double())
+        return x if softcap is None else softcap * math.tanh(x / softcap)
+
+    for b in range(B):
+        asked = [i for i in range(6) if present[b, i]]
+        for h in range(H):
+            tokens = [j for j in range(U) if counts[b, h, j] > 0]
+            for m in range(M):
+                mine = [j for j in tokens if slot[b, h, j] == m]
+                if not mine:
+                    assert found[b, h, m] == 0
+                    continue
+                plain = want = math.log(sum(math.exp(bias[b, h, j]) for j in mine))
+                if len(mine) > 1:
+                    mass = alone = 0.0
+                    for q in (query[b, h * G + g, i] for g in range(G) for i in asked):
+                        paid = {
+                            j: math.exp(logit(q, keys[b, h, j]) + bias[b, h, j]) for j in tokens
+                        }
+                        mass += sum(paid[j] for j in mine) / sum(paid.values())
+                        alone += math.exp(logit(q, means[b, h, m])) / sum(paid.values())
+                    want = math.log(mass / alone)
+                    want = min(max(want, plain - math.log(4)), plain + math.log(4))
+                assert float(found[b, h, m]) == pytest.approx(want, abs=1e-4)
+
+
+def test_what_no_query_reads_weighs_as_many_as_it_has():
+    """Attention below the smallest number says nothing of a weight; nor does no query at all."""
+    keys = torch.zeros(1, 1, 6, D)
+    keys[..., 2:, 0] = -1000.0
+    slots = slots_of(torch.tensor([[[0, 0, 1, 1, 1, 1]]]), torch.ones(1, 1, 6))
+    query = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 1, 1, D)
+    readers = Readers(query, torch.ones(1, 1, dtype=torch.bool), None)
+    means = torch.full((1, 1, M, D), -500.0)
+    means[..., 0, :] = 0.0
+    for given in (readers, None):
+        found = log_weights(slots, keys, None, means, given)
+        torch.testing.assert_close(found[0, 0].exp(), torch.tensor([2.0, 4.0, 1.0, 1.0, 1.0]))
+
+
+@pytest.mark.parametrize(
+    ("number", "remembered", "want"),
+    [
+        (3, None, [[2, 5, 8], [6, 7, 8]]),
+        (4, None, [[2, 5, 8], [6, 7, 8]]),
+        (5, None, [[0, 2, 4, 6, 8], [6, 7, 8]]),
+        (3, 2, [[7, 8], [7, 8]]),
+        (2, 5, [[5, 8], [6, 8]]),
+        (99, None, [list(range(9)), [6, 7, 8]]),
+    ],
+)
+def test_readers_are_spread_over_a_rows_own_queries(number, remembered, want):
+    """Of rows of 9 and 3 tokens, behind one key that is older: each row's own, up to its last."""
+    query = torch.arange(9.0).view(1, 1, 9, 1).expand(2, H * G, 9, D)
+    valid = torch.arange(10) >= torch.tensor([[0], [7]])
+    keys: Any = torch.zeros(2, H, 10, D)
+    layer = LayerInputs(query=query, key=keys, value=keys, valid=valid, scale=0.5)
+    readers = Readers.of(layer, number, remembered)
+    assert readers is not None
+    assert readers.query.shape == (2, H * G, min(number, remembered or 9, 9), D)
+    for b in range(2):
+        chosen = readers.query[b][:, readers.present[b], 0]
+        assert sorted((2 * chosen[0]).tolist()) == want[b]
+        assert not readers.query[b][:, ~readers.present[b]].any()
+    assert Readers.of(layer, 0, None) is None
+    assert Readers.of(layer, 3, 0) is None
+
+
+@pytest.mark.parametrize(("policy", "options"), [("condense", {}), ("snapkv", {"window": 6})])
+def test_readers_ask_behind_the_prompts_end(models, policy, options, monkeypatch):
+    """Turned as the next token's query is, where the score knows; the same read in chunks."""
+    given: list[tuple[LayerInputs, Any]] = []
+    of = Readers.of
+
+    def recorded(layer: LayerInputs, number: int, remembered: int | None) -> Readers | None:
+        given.append((layer, of(layer, number, remembered)))
+        return given[-1][1]
+
+    monkeypatch.setattr(Readers, "of", recorded)
+    model, inputs = models("llama"), make_inputs("llama", (90,))
+    with mmkv.wrapped(model, policy, 0.3, merge="groups", **options), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+        whole = given[:3]
+        cache.reset()
+        cache.expect(until=90)
+        for part in inputs["input_ids"].split(50, dim=1):
+            model(input_ids=part, past_key_values=cache)
+    steps = list(range(89, -1, -6)[:16] if policy == "condense" else range(89, 83, -1))
+    for (layer, readers), (_, same) in zip(whole, given[-3:], strict=True):
+        query = layer.query
+        if policy == "condense":
+            query = layer.rotary.moved(query, layer.rotary.ahead(1))
+        want = query[:, :, steps].float() * query.shape[-1] ** -0.5
+        for found in (readers, same):
+            got = found.query[:, :, found.present[0]]
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_padded_row_has_the_weights_it_has_alone(models):
+    model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
+    with mmkv.wrapped(model, "condense", 0.3), torch.no_grad():
+        whole = model(**inputs, use_cache=True).past_key_values
+        for b, n in enumerate(ROWS["padded"]):
+            row = {name: x[b : b + 1, -n:] for name, x in inputs.items()}
+            alone = model(**row, use_cache=True).past_key_values
+            for mine, other in zip(whole.layers, alone.layers, strict=True):
+                want = other.dense().bias[0]
+                got = mine.dense().bias[b, :, -want.shape[-1] :]
+                torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+                assert (want != want.exp().round().log()).any(), "fitted, not counted"
