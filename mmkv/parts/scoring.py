@@ -252,7 +252,7 @@ class Observers(PerHead):
     """
 
     chunk: int = 256
-    stride: int = 4
+    stride: int = 2
     combines = "max"
     uses_rotary = True
 
