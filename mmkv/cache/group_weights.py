@@ -89,9 +89,8 @@ class Readers:
             float32 [B, H, U] and [B, H, M], sums over queries and the query heads of a group.
         """
         B, H, U, _ = keys.shape
-        # What padding holds may be anything, NaN included.
-        keys = keys.float().masked_fill((bias == -math.inf)[..., None], 0.0)
-        means, received = means.float(), torch.zeros(B, H, U, device=keys.device)
+        keys, means, absent = keys.float(), means.float(), (bias == -math.inf)[:, :, None]
+        received = torch.zeros(B, H, U, device=keys.device)
         alone = torch.zeros(B, H, means.shape[2], device=keys.device)
         together = max(1, tile(keys.device) // (self.query.shape[1] * B * U))
         of_groups = self.query.unflatten(1, (H, -1))
@@ -99,7 +98,8 @@ class Readers:
         for query, present in parts:
             rows = query.flatten(2, 3)
             counted = present[:, None, None].expand(-1, 1, query.shape[2], -1).flatten(2)[..., None]
-            logits = self._logits(rows, keys) + bias[:, :, None]
+            # What padding holds may be anything, NaN included.
+            logits = (self._logits(rows, keys) + bias[:, :, None]).masked_fill_(absent, -math.inf)
             total = logits.logsumexp(-1, keepdim=True)
             received += (logits - total).exp().mul(counted).sum(2)
             alone += (self._logits(rows, means) - total).exp().mul(counted).sum(2)

@@ -307,14 +307,25 @@ def _k_means(
     label = ranked
     for done in range(rounds):
         if done:
-            share = weight.new_zeros(*label.shape[:-1], K, label.shape[-1])
-            share.scatter_(-2, label[..., None, :], weight[..., None, :])
-            total = share.sum(-1, keepdim=True)
-            centres = torch.where(total > 0, share @ x / total.clamp(min=1e-30), centres)
+            total = weight.new_zeros(unused.shape).scatter_add_(-1, label, weight)[..., None]
+            means = _sums_of_groups(x, weight, label, K) / total.clamp(min=1e-30)
+            centres = torch.where(total > 0, means, centres)
         # The nearest centre is the one of the largest x'c - c'c / 2.
         behind = (centres.square().sum(-1) / 2).masked_fill(unused, torch.inf)
         label = largest((centres @ x.mT).sub_(behind[..., None]))[1][..., 0, :]
     return label
+
+
+def _sums_of_groups(x: Tensor, weight: Tensor, label: Tensor, K: int) -> Tensor:
+    """Weighted sums [..., K, D] of points x [..., C, D] by group, int64 [..., C]."""
+    if x.device.type != "cpu":  # a product: its sums are the same each time
+        share = weight.new_zeros(*label.shape[:-1], K, label.shape[-1])
+        return share.scatter_(-2, label[..., None, :], weight[..., None, :]) @ x
+    first = torch.arange(0, label[..., 0].numel() * K, K).view(*label.shape[:-1], 1)
+    place = (first + label).view(-1, 1).expand(-1, x.shape[-1])
+    flat = (x * weight[..., None]).flatten(0, -2)
+    found = x.new_zeros(len(first.flatten()) * K, x.shape[-1]).scatter_add_(0, place, flat)
+    return found.view(*label.shape[:-1], K, -1)
 
 
 def _without_empty(label: Tensor, ranked: Tensor, number: Tensor, K: int) -> Tensor:
