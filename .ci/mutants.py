@@ -55,6 +55,7 @@ TESTS = {
         [CORE("reserve"), CORE("later_turns"), CORE("turns"), *FAST],
     ],
     "parts/slots": [[CORE("decoding")], [CORE("policies")], [CORE("reserve"), *FAST]],
+    "parts/victims": [[CORE("decoding")], [CORE("policies")], [CORE("reserve"), *FAST]],
 }
 MEMORY = 12 * 2**30  # bytes that a mutant may map: some would take all that there is
 

@@ -22,7 +22,8 @@ from mmkv.cache.ragged_rows import RaggedRows, rows_and_slots
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.kernels.ragged import RaggedStore
 from mmkv.parts.merging import MergeIntoGroups
-from mmkv.parts.slots import GrowingSlots, HeavyHitterSlots, SlotSchedule, send
+from mmkv.parts.slots import GrowingSlots, SlotSchedule, send
+from mmkv.parts.victims import HeavyHitterSlots
 from mmkv.policy import Policy
 
 

@@ -16,7 +16,8 @@ from mmkv import kernels
 from mmkv.cache.head_groups import GraphInputs, HeadGroup, spare
 from mmkv.kernels.ragged import Lightest, RaggedStore, StepInputs
 from mmkv.kernels.twins import free_lightest
-from mmkv.parts.slots import HeavyHitterSlots, LeastAttended, SlotSchedule, send
+from mmkv.parts.slots import SlotSchedule, send
+from mmkv.parts.victims import HeavyHitterSlots, LeastAttended
 
 # More tokens than any model sees.
 _EVER = 2**40

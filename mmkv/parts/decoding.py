@@ -97,7 +97,8 @@ class Fixed(Decode):
         **known: Any,
     ) -> SlotSchedule:
         """A ring of slots, or what attention finds lightest."""
-        from mmkv.parts.slots import HeavyHitterSlots, Ring
+        from mmkv.parts.slots import Ring
+        from mmkv.parts.victims import HeavyHitterSlots
 
         protected = protected.clip(max=capacity)
         if not policy.score.ranks:
@@ -147,7 +148,7 @@ class Least(Decode):
         **known: Any,
     ) -> SlotSchedule:
         """What the newest query finds lightest."""
-        from mmkv.parts.slots import LeastAttended
+        from mmkv.parts.victims import LeastAttended
 
         recent = (policy.recent * capacity).astype(int)
         protected = protected.clip(max=capacity)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from mmkv.parts.slots import AHEAD, Distance, GrowingSlots, HeavyHitterSlots, Ring
+from mmkv.parts.slots import AHEAD, Distance, GrowingSlots, Ring
+from mmkv.parts.victims import HeavyHitterSlots
 from mmkv.policy import Policy
 
 STEPS = 2 * AHEAD + 5
