@@ -1,7 +1,7 @@
 """Several engines, each in a process of its own, through Ray Serve; one server is before them.
 
-Requests that begin alike go to the same replica, which has read their prefix. One whose replica
-dies is asked again of another.
+Requests that begin alike go to the same replica, which has read their prefix, while it is not busy.
+One whose replica dies is asked again of another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ _NAME = "mmkv"
 _TRIES = 4
 # Of one replica, waiting included: the engine does its own queueing.
 _MOST_REQUESTS = 4096
-_MOST_PREFIXES = 32
 _SUMMED = ("waiting", "prefilling", "running", "cache_bytes", "cache_memory", "prefixes")
 
 
@@ -36,14 +35,8 @@ class _Replica:
     def __init__(self, settings: EngineSettings) -> None:
         self._engine, self._name = make_engine(settings), random.randbytes(8).hex()
 
-    async def prefix(self, key: str) -> str:
-        """Tells Ray's router which prefixes were here; the engine holds them."""
-        return key
-
     async def reply(self, key: str, given: dict[str, Any]) -> AsyncGenerator[tuple[str, Any]]:
-        """What `_Reply` reads: events, and last how it ended."""
-        if key:
-            await self.prefix(key)
+        """What `_Reply` reads: events, and last how it ended. The router has read the key."""
         try:
             reply = await asyncio.to_thread(self._engine.submit, **given)
         except ValueError as error:
@@ -170,7 +163,8 @@ class Replicas:
         settings: of each engine.
         replicas: how many.
         max_replicas: start up to so many when requests pile up; None: as many as `replicas`.
-        target_requests: what a replica has before another is started.
+        target_requests: what a replica has before another is started, or a prefix's other requests
+            go elsewhere.
         gpus: of each.
         address: of a running cluster; None starts one on this computer, for loopback only.
 
@@ -237,9 +231,8 @@ class Replicas:
         )
 
     def ask(self, key: str, given: dict[str, Any]) -> Any:
-        """The answers of a replica; of one that has read the same prefix, where there is one."""
-        options: dict[str, Any] = {"multiplexed_model_id": key} if key else {}
-        return self._handle.options(stream=True, **options).reply.remote(key, given)
+        """The answers of the replica that reads this prefix, or of one with less to do."""
+        return self._handle.options(stream=True).reply.remote(key, given)
 
     def note(self, name: str, held: Mapping[str, int], usage: Usage) -> None:
         """Remember what a replica said of itself at the end of a reply."""
@@ -278,12 +271,17 @@ def _deployment(
                 "target_ongoing_requests": target_requests,
             }
         }
-    kinds = {
-        "prefix": serve.multiplexed(max_num_models_per_replica=_MOST_PREFIXES)(_Replica.prefix)
-    }
+    from ray.serve.config import RequestRouterConfig
+
+    from .routing import PrefixRouter
+
+    routing = RequestRouterConfig(
+        request_router_class=PrefixRouter, request_router_kwargs={"busy": target_requests}
+    )
     return serve.deployment(
-        type("Replica", (_Replica,), kinds),
+        _Replica,
         name="engine",
+        request_router_config=routing,
         # No processor is set aside, so that any number starts on any computer.
         ray_actor_options={"num_cpus": 0, "num_gpus": gpus},
         max_ongoing_requests=_MOST_REQUESTS,

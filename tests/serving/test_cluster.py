@@ -36,6 +36,39 @@ class TestPrefixKey:
         assert cluster.prefix_key([{"role": "user", "content": "What?"}]) == ""
 
 
+class TestRanked:
+    """By what `ranked` says of itself: keys spread, follow each other, and avoid the busy."""
+
+    @pytest.fixture
+    def ranked(self):
+        pytest.importorskip("ray.serve", reason="pip install 'mmkv[ray]'")
+        from mmkv.serving.routing import ranked
+
+        return ranked
+
+    def test_keys_go_to_all_replicas_alike(self, ranked):
+        first = [ranked(f"key {i}", dict.fromkeys("abcd", 0), 4)[0] for i in range(400)]
+        assert all(60 < first.count(name) < 140 for name in "abcd")
+
+    def test_a_lost_replica_moves_its_own_keys_alone(self, ranked):
+        for i in range(20):
+            order = ranked(f"key {i}", dict.fromkeys("abcd", 0), 4)
+            rest = {name: 0 for name in "abcd" if name != order[1]}
+            assert ranked(f"key {i}", rest, 4) == [order[0], *order[2:]]
+
+    def test_a_busy_one_comes_last(self, ranked):
+        first, *rest = ranked("key", dict.fromkeys("abcd", 0), 4)
+        held = dict.fromkeys("abcd", 0)
+        assert ranked("key", {**held, first: 3}, 4) == [first, *rest]
+        assert ranked("key", {**held, first: 4}, 4) == [*rest, first]
+
+    def test_all_are_busy_alike(self, ranked):
+        first, *rest = ranked("key", dict.fromkeys("abcd", 0), 4)
+        held = dict.fromkeys("abcd", 40)
+        assert ranked("key", {**held, first: 54}, 4) == [first, *rest]
+        assert ranked("key", {**held, first: 56}, 4) == [*rest, first]
+
+
 def test_ray_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match=r"pip install 'mmkv\[ray\]'"):
