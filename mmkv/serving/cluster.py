@@ -271,17 +271,16 @@ def _deployment(
                 "target_ongoing_requests": target_requests,
             }
         }
-    from ray.serve.config import RequestRouterConfig
-
     from .routing import PrefixRouter
 
-    routing = RequestRouterConfig(
-        request_router_class=PrefixRouter, request_router_kwargs={"busy": target_requests}
-    )
+    kwargs = {"busy": target_requests}
     return serve.deployment(
         _Replica,
         name="engine",
-        request_router_config=routing,
+        request_router_config={
+            "request_router_class": PrefixRouter,
+            "request_router_kwargs": kwargs,
+        },
         # No processor is set aside, so that any number starts on any computer.
         ray_actor_options={"num_cpus": 0, "num_gpus": gpus},
         max_ongoing_requests=_MOST_REQUESTS,
