@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m mmkv.builtin.training.calibrate", description=__doc__
     )
     parser.add_argument("--weights", type=Path, default=WEIGHTS, help="folder of the model")
-    parser.add_argument("--n", type=int, default=100, help="prompts of each kind")
+    parser.add_argument("--n", type=int, default=200, help="prompts of each kind")
     options = parser.parse_args(argv)
     model, processor = load_builtin(weights=options.weights)
     samples = (encoded(processor, conversation) for conversation in prompts(options.n))
