@@ -171,10 +171,16 @@ def _taken(x: Tensor, tokens: Tensor, *, sliced: bool) -> Tensor:
 
 def rows(x: Tensor, at: Tensor) -> Tensor:
     """Rows [..., K, D] of x [..., C, D] at int64 [..., K]; leading dimensions may be repeated."""
-    C, D = x.shape[-2:]
-    first = torch.arange(0, x[..., 0].numel(), C, device=x.device).view(*x.shape[:-2], 1)
-    place = first + at
-    return x.reshape(-1, D).index_select(0, place.flatten()).view(*place.shape, D)
+    step = 1
+    if x.ndim == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous():
+        # As projections leave heads: rows are taken from where they lie.
+        step, flat = x.shape[1], x.transpose(1, 2).reshape(-1, x.shape[-1])
+        first = torch.arange(len(flat), device=x.device).view(x.shape[0], -1, step).mT[..., :1]
+    else:
+        flat = x.reshape(-1, x.shape[-1])
+        first = torch.arange(len(flat), device=x.device).view(x.shape[:-1])[..., :1]
+    place = first + at * step
+    return flat.index_select(0, place.flatten()).view(*place.shape, x.shape[-1])
 
 
 def largest(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ proportional attention, arXiv 2210.09461).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,8 +61,6 @@ class Groups:
         """
         B, H, U, _ = keys.shape
         positions = positions.expand(B, H, U)
-        if weights is None:
-            weights = (positions >= 0).float()
         leader = leaders(
             keys,
             values,
@@ -75,6 +72,8 @@ class Groups:
             rounds=how.rounds,
             value_weight=how.value_weight,
         )
+        if weights is None:
+            weights = (positions >= 0).float()
         return cls(leader, positions, weights)
 
     def led(self, rank: Tensor, size: Tensor, protected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,22 +199,25 @@ def leaders(
     others = (alone | ~present).to(torch.uint8).argsort(dim=-1, stable=True)
     members = others.gather(-1, places.clamp(min=0).flatten(2)).view_as(places)
     members = members.masked_fill_(places < 0, -1)
-    standardise = _standardiser(keys, values, value_weight, None if plan.whole else present)
-    weights = present.float() if weights is None else weights.float()
+    space = _Space.of(keys, values, value_weight, None if plan.whole else present)
     slots = plan.slots.to(device, non_blocking=True)
 
     found = torch.full((B, H, N + 1), -1, device=device)
     found[..., :N] = torch.where(alone, _count(order), -1)
-    together = max(1, tile(device) // (B * H * plan.longest * plan.width))
+    wide = max(plan.width, keys.shape[-1] + values.shape[-1])
+    together = max(1, tile(device) // 2 // (B * H * plan.longest * wide))
     parts = zip(members.split(together, dim=2), slots.split(together, dim=2), strict=True)
     for token, number in parts:
         at, absent = token.clamp(min=0).flatten(2), token < 0
-        points = standardise(at).unflatten(2, token.shape[2:])
-        heavy = weights.gather(-1, at).view_as(token).masked_fill(absent, 0.0)
+        points = torch.cat([rows(keys, at), rows(values, at)], -1).float()
+        points = points.unflatten(2, token.shape[2:])
+        if not plan.whole:  # padding may hold anything, NaN included
+            points.masked_fill_(absent[..., None], 0.0)
+        heavy = None if weights is None else weights.float().gather(-1, at).view_as(token)
         ranked = place.gather(-1, at).view_as(token).masked_fill(absent, N)
         with autocast_off(keys):
-            label = _k_means(points, heavy, ranked, number, plan.width, rounds)
-        label = _without_empty(label.masked_fill(absent, plan.width), ranked, number, plan.width)
+            label = _k_means(space, points, heavy, absent, ranked, number, plan.width, rounds)
+        label = _without_empty(label, ranked, number, plan.width)
         best = ranked.new_full((*label.shape[:3], plan.width + 1), N)
         best = best.scatter_reduce(-1, label, ranked, "amin").gather(-1, label)
         best = torch.where(label == plan.width, ranked, best).clamp(max=N - 1)
@@ -265,38 +267,70 @@ class _Plan:
         return cls(alone, slots, tokens, max(1, longest), max(1, width), whole)
 
 
-def _standardiser(
-    keys: Tensor, values: Tensor, value_weight: float, present: Tensor | None
-) -> Callable[[Tensor], Tensor]:
-    """What gives float32 [B, H, K, D + Dv] for tokens [B, H, K]: keys beside values.
+@dataclass(frozen=True)
+class _Space:
+    """Where points, keys beside values, are as far from each other as their standardised ones.
 
-    Each is around its mean and over its std, of the tokens `present`, bool [B, H, N]; None: all.
-    Values are times `value_weight` then.
+    Attributes:
+        mean: float32 [B, H, 1, 1, D + Dv], of the head's tokens.
+        factor: float32 [B, H, 1, 1, D + Dv], of squares: 1 / variance, times the weight of values.
     """
-    D, number = keys.shape[-1], keys.shape[2]
-    points = keys.new_empty(*keys.shape[:3], D + values.shape[-1], dtype=torch.float32)
-    if present is not None:
-        number = present.sum(-1)[..., None, None].clamp(min=1)
-    for x, found, factor in ((keys, points[..., :D], 1.0), (values, points[..., D:], value_weight)):
-        x = x.contiguous().float()
-        if present is not None:  # padding may hold anything, NaN included
-            x = x.masked_fill(~present[..., None], 0.0)
-        mean = x.sum(2, keepdim=True) / number
-        square = torch.linalg.vector_norm(x, dim=(2, 3), keepdim=True).square() / number
-        variance = (square - mean.square().sum(-1, keepdim=True)) / x.shape[-1]
-        shrink = variance.clamp(min=0).sqrt().clamp(min=1e-20).reciprocal() * factor
-        torch.addcmul(-mean * shrink, x, shrink, out=found)
-    return lambda at: rows(points, at)
+
+    mean: Tensor
+    factor: Tensor
+
+    @classmethod
+    def of(
+        cls, keys: Tensor, values: Tensor, value_weight: float, present: Tensor | None
+    ) -> _Space:
+        """Of the tokens `present`, bool [B, H, N]; None: all."""
+        means, factors, number = list[Tensor](), list[Tensor](), keys.shape[2]
+        if present is not None:
+            number = present.sum(-1)[..., None, None].clamp(min=1)
+        for x, weight in ((keys, 1.0), (values, value_weight)):
+            if present is not None:  # padding may hold anything, NaN included
+                x = x.masked_fill(~present[..., None], 0.0)
+            x = x.float()
+            mean = x.sum(2, keepdim=True) / number
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            square = length.square().sum(2, keepdim=True) / number
+            variance = (square - mean.square().sum(-1, keepdim=True)) / x.shape[-1]
+            means.append(mean)
+            factors.append((weight**2 / variance.clamp(min=1e-36)).expand_as(mean))
+        return cls(*(torch.cat(x, -1)[:, :, None] for x in (means, factors)))
+
+    def nearest(self, points: Tensor, centres: Tensor, unused: Tensor) -> Tensor:
+        """The centre int64 [..., C] nearest to each of points [..., C, D + Dv].
+
+        Args:
+            points: [..., C, D + Dv].
+            centres: [..., K, D + Dv].
+            unused: bool [..., K], centres that are none.
+        """
+        # With x and c around the mean, and scaled: the one of the largest x'c - c'c / 2.
+        apart = centres - self.mean
+        scaled = apart * self.factor
+        behind = (scaled * (apart / 2 + self.mean)).sum(-1).masked_fill(unused, torch.inf)
+        return largest((scaled @ points.mT).sub_(behind[..., None]))[1][..., 0, :]
 
 
 def _k_means(
-    x: Tensor, weight: Tensor, ranked: Tensor, number: Tensor, K: int, rounds: int
+    space: _Space,
+    x: Tensor,
+    weight: Tensor | None,
+    absent: Tensor,
+    ranked: Tensor,
+    number: Tensor,
+    K: int,
+    rounds: int,
 ) -> Tensor:
-    """The group int64 [..., C] of each point of runs.
+    """The group int64 [..., C] of each point of runs; K for a filler.
 
     Args:
+        space: says how far points are apart.
         x: [..., C, D], points.
-        weight: [..., C], of each point, 0 for a filler.
+        weight: [..., C], of each point; None: all are 1.
+        absent: bool [..., C], fillers.
         ranked: int64 [..., C], place of each in the ranking: the first are the centres.
         number: int64 [...], groups of each run.
         K: the most of them.
@@ -304,28 +338,27 @@ def _k_means(
     """
     centres = rows(x, ranked.argsort(dim=-1)[..., :K])
     unused = torch.arange(K, device=x.device) >= number[..., None]
-    label = ranked
-    for done in range(rounds):
-        if done:
-            total = weight.new_zeros(unused.shape).scatter_add_(-1, label, weight)[..., None]
-            means = _sums_of_groups(x, weight, label, K) / total.clamp(min=1e-30)
-            centres = torch.where(total > 0, means, centres)
-        # The nearest centre is the one of the largest x'c - c'c / 2.
-        behind = (centres.square().sum(-1) / 2).masked_fill(unused, torch.inf)
-        label = largest((centres @ x.mT).sub_(behind[..., None]))[1][..., 0, :]
+    label = space.nearest(x, centres, unused).masked_fill_(absent, K)
+    weighted = x if weight is None else x * weight[..., None]
+    weight = torch.ones_like(absent, dtype=x.dtype) if weight is None else weight
+    for _ in range(rounds - 1):
+        total = _sums_of_groups(weight[..., None], label, K)
+        means = _sums_of_groups(weighted, label, K) / total.clamp(min=1e-30)
+        centres = torch.where(total > 0, means, centres)
+        label = space.nearest(x, centres, unused).masked_fill_(absent, K)
     return label
 
 
-def _sums_of_groups(x: Tensor, weight: Tensor, label: Tensor, K: int) -> Tensor:
-    """Weighted sums [..., K, D] of points x [..., C, D] by group, int64 [..., C]."""
+def _sums_of_groups(x: Tensor, label: Tensor, K: int) -> Tensor:
+    """Sums [..., K, D] of x [..., C, D] by group, int64 [..., C]; what has label K is left out."""
     if x.device.type != "cpu":  # a product: its sums are the same each time
-        share = weight.new_zeros(*label.shape[:-1], K, label.shape[-1])
-        return share.scatter_(-2, label[..., None, :], weight[..., None, :]) @ x
-    first = torch.arange(0, label[..., 0].numel() * K, K).view(*label.shape[:-1], 1)
+        share = x.new_zeros(*label.shape[:-1], K + 1, label.shape[-1])
+        return (share.scatter_(-2, label[..., None, :], 1.0) @ x)[..., :K, :]
+    first = torch.arange(0, label[..., 0].numel() * (K + 1), K + 1).view(*label.shape[:-1], 1)
     place = (first + label).view(-1, 1).expand(-1, x.shape[-1])
-    flat = (x * weight[..., None]).flatten(0, -2)
-    found = x.new_zeros(len(first.flatten()) * K, x.shape[-1]).scatter_add_(0, place, flat)
-    return found.view(*label.shape[:-1], K, -1)
+    found = x.new_zeros(first.numel() * (K + 1), x.shape[-1])
+    found.scatter_add_(0, place, x.flatten(0, -2))
+    return found.view(*label.shape[:-1], K + 1, -1)[..., :K, :]
 
 
 def _without_empty(label: Tensor, ranked: Tensor, number: Tensor, K: int) -> Tensor:
