@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmkv
+from helpers.launches import Launches
 from helpers.marks import slow_except
 from helpers.models import make_inputs
 from helpers.oracle import DECODING, POSTPONED, ROWS, VARIANTS, Variant, options_of, short
@@ -169,22 +169,6 @@ def test_by_the_kernels(models, flat, policy):
     same(*both(models("llama"), inputs, variant, flat, kernels.decode_attention, new=7))
 
 
-class Launches(TorchDispatchMode):
-    """Counts operations that start something on a device: not those that only make a view."""
-
-    FREE = ("view", "reshape", "expand", "transpose", "select", "slice", "detach", "alias", "empty")
-
-    def __init__(self):
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if not any(free in name for free in (*self.FREE, "squeeze", "permute", "split")):
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("variant", slow_except(DECODE, "condense"), ids=str)
 @pytest.mark.parametrize("replays", [False, True])
 def test_at_most_four_launches_a_layer_and_step(models, flat, monkeypatch, variant, replays):
@@ -200,22 +184,10 @@ def test_at_most_four_launches_a_layer_and_step(models, flat, monkeypatch, varia
 
     def attends(*args, **options):
         decode.decode_attention(*args, **options)  # launches nothing here
-        left = mode._exit_for_twin()
-        try:
+        with mode.paused():
             return twins.decode_attention(*args, **options)
-        finally:
-            left()
 
-    class Counting(Launches):
-        def _exit_for_twin(self):
-            names, self.names = self.names, []
-
-            def back():
-                self.names = names
-
-            return back
-
-    mode = Counting()
+    mode = Launches()
     attend = CompressedCache.attend
 
     def seen(self, layer_idx, query, *args, **options):
