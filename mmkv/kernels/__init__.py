@@ -1,4 +1,4 @@
-"""Triton kernels for what is slow in plain torch: column sums of attention, and decoding.
+"""Triton kernels for what is slow in plain torch: column sums of attention, and decode steps.
 
 Triton is no dependency of this package: torch brings one along wherever a GPU can use it. Ask
 `available` before calling a kernel, and have another way where it says no. Each kernel has a twin
@@ -26,6 +26,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mmkv.kernels.columns import column_sums, row_lse
     from mmkv.kernels.decode import decode_attention
+    from mmkv.kernels.pointwise import rms_norm, rotate, silu_mul
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,10 @@ logger = logging.getLogger(__name__)
 _HOME = {
     "column_sums": "mmkv.kernels.columns",
     "decode_attention": "mmkv.kernels.decode",
+    "rms_norm": "mmkv.kernels.pointwise",
+    "rotate": "mmkv.kernels.pointwise",
     "row_lse": "mmkv.kernels.columns",
+    "silu_mul": "mmkv.kernels.pointwise",
 }
 
 # Where the package uses its kernels: not on the CPU, where they are for tests.
@@ -48,7 +52,10 @@ __all__ = [
     "available",
     "column_sums",
     "decode_attention",
+    "rms_norm",
+    "rotate",
     "row_lse",
+    "silu_mul",
     "takes",
     "wanted",
 ]
@@ -72,23 +79,25 @@ def available(device: torch.device) -> bool:
     )
 
 
-def takes(*tensors: Tensor) -> bool:
+def takes(*tensors: Tensor, wide: bool = False) -> bool:
     """Whether the kernels are available for these tensors' device, dtype and head dimension.
 
     Args:
         tensors: queries, keys, values: `[..., D]`. They must be of one dtype.
+        wide: asks of kernels that take any last dimension.
     """
     first = tensors[0]
     return (
         first.dtype in DTYPES
-        and all(t.dtype == first.dtype and t.shape[-1] <= MAX_HEAD_DIM for t in tensors)
+        and all(t.dtype == first.dtype for t in tensors)
+        and (wide or all(t.shape[-1] <= MAX_HEAD_DIM for t in tensors))
         and available(first.device)
     )
 
 
-def wanted(*tensors: Tensor) -> bool:
+def wanted(*tensors: Tensor, wide: bool = False) -> bool:
     """Whether the package uses its kernels on these tensors: it can, and that is the faster way."""
-    return tensors[0].device.type in DEVICES and takes(*tensors)
+    return tensors[0].device.type in DEVICES and takes(*tensors, wide=wide)
 
 
 @cache

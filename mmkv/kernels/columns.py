@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from mmkv.kernels.columns_device import column_sums_kernel, row_lse_kernel
-from mmkv.kernels.launching import INTERPRETED, check_dtypes, padded, rows_of
+from mmkv.kernels.launching import INTERPRETED, check_dtypes, check_widths, padded, rows_of
 
 _LOG2_E = math.log2(math.e)
 
@@ -183,4 +183,5 @@ def _checked(
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be above 0, got {softcap}")
     check_dtypes(query=query, key=key)
+    check_widths(query=query, key=key)
     return B, Hq, Q, D

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from mmkv.kernels.decode_device import group_kernel, join_kernel, lightest_kernel, one_head_kernel
-from mmkv.kernels.launching import INTERPRETED, check_dtypes, launch, padded, rows_of
+from mmkv.kernels.launching import INTERPRETED, check_dtypes, check_widths, launch, padded, rows_of
 from mmkv.kernels.ragged import Lightest, RaggedStore, StepInputs
 
 _LOG2_E = math.log2(math.e)
@@ -203,6 +203,7 @@ def _checked(
             f"{tuple(values.shape[1:])}, got {shapes}"
         )
     check_dtypes(**new, keys=keys, values=values)
+    check_widths(**new)
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be above 0, got {softcap}")
     return R, G, D, DV

@@ -34,11 +34,15 @@ def rows_of(tensor: Tensor) -> Tensor:
 
 
 def check_dtypes(**tensors: Tensor) -> None:
-    """Raise a ValueError unless all are of one dtype, of a narrow enough last dimension."""
+    """Raise a ValueError unless all are of one dtype that the kernels take."""
     dtypes = {t.dtype for t in tensors.values()}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         got = ", ".join(f"{name} {t.dtype}" for name, t in tensors.items())
         raise ValueError(f"{' and '.join(tensors)} must be of one dtype of {DTYPES}, got {got}")
+
+
+def check_widths(**tensors: Tensor) -> None:
+    """Raise a ValueError unless a tile holds the last dimension of each."""
     for name, t in tensors.items():
         if not 1 <= t.shape[-1] <= MAX_HEAD_DIM:
             raise ValueError(

@@ -1,10 +1,11 @@
 """The kernels in plain torch, to be read and to be compared with.
 
-Each takes and returns what the kernel of its name does, and checks nothing. Memory grows with the
-whole matrix of attention.
+Each takes and returns what the kernel of its name does, and checks nothing. Memory of those that
+attend grows with the whole matrix of attention.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mmkv.kernels.ragged import Lightest, RaggedStore, StepInputs
@@ -108,6 +109,30 @@ def free_lightest(
     victim = torch.where(old.any(-1), light, oldest)
     full = store.lengths > lightest.capacity
     lightest.freed.copy_(torch.where(full, victim, store.lengths.long()))
+
+
+@torch.no_grad()
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Each row of `[..., D]` divided by its root mean square, then times the weight."""
+    wide = x.float()
+    return weight * (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+
+
+@torch.no_grad()
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of query `[B, Hq, N, D]` and key `[B, H, N, D]`."""
+
+    def turned(x: Tensor) -> Tensor:
+        low, high = x.chunk(2, -1)
+        return x * cos[:, None] + torch.cat([-high, low], -1) * sin[:, None]
+
+    return turned(query), turned(key)
+
+
+@torch.no_grad()
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`."""
+    return F.silu(gate) * up
 
 
 def _causal_logits(

@@ -360,7 +360,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from mmkv.kernels import columns, columns_device, decode, decode_device
+from mmkv.kernels import columns, columns_device, decode, decode_device, pointwise_device
 
 CAPABILITY = int(sys.argv[1])
 
@@ -424,6 +424,21 @@ for heads in (1, 4):
         {},
         dict(HEADS=heads, BLOCK=1024, ADDS=heads == 1, PLACED=True),
     )
+compiled(
+    pointwise_device.rms_norm_kernel,
+    halves("x", "weight", "out"),
+    {"eps": "fp32"},
+    dict(D=5120, BLOCK=4096),
+    8,
+)
+compiled(
+    pointwise_device.rotate_kernel,
+    halves("query", "key", "cos", "sin", "query_out", "key_out"),
+    {},
+    dict(HALF=40, PAD=64),
+    1,
+)
+compiled(pointwise_device.silu_mul_kernel, halves("gate", "up", "out"), {}, dict(BLOCK=1024))
 """
 
 
@@ -440,7 +455,7 @@ def test_kernels_compile(tmp_path: Any, capability: str) -> None:
     )
     assert run.returncode == 0, run.stderr
     lines = [line.split() for line in run.stdout.splitlines()]
-    assert len(lines) == 7
+    assert len(lines) == 10
     for name, shared, code in lines:
         assert int(shared) <= 99 * 1024, name  # what a program has on every GPU since Ampere
         assert int(code) > 0, name
