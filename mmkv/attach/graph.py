@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from mmkv.attach.capturing import capture, refusing_waits
+from mmkv.attach.fusing import fused
 from mmkv.cache.compressed import CompressedCache, NotCapturableError
 from mmkv.cache.head_groups import GraphInputs, HeadGroup, step_of
 from mmkv.cache.layer import CompressedLayer
@@ -125,7 +126,8 @@ class Runner:
     def _step(self, cache: CompressedCache) -> Any:
         cache.on_clock = True
         try:
-            return self.model(**self.inputs)
+            with fused(self.model):
+                return self.model(**self.inputs)
         finally:
             cache.on_clock = False
 

@@ -8,12 +8,13 @@ Skipped, with a reason, where there is none. What a CPU can tell of the same cod
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import mmkv
-from helpers.models import make_inputs, make_model
+from helpers.models import VOCAB, make_inputs, make_model
 from helpers.oracle import REPLAYED, ROWS, options_of, short
 from helpers.ragged import a_step, twice
 from helpers.reference import generate
@@ -70,6 +71,30 @@ def test_replayed_steps_equal_steps(variant, rows, captures):
     model, inputs = here("llama", rows)
     same(*both(model, inputs, variant.policy, variant.budget, **options_of(variant)))
     assert captures, "nothing was captured"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "llava-llama"])
+def test_fused_steps_equal_plain_ones(monkeypatch, captures, name, dtype):
+    """All tokens but one are suppressed, so rounding cannot change which is generated."""
+    from mmkv.attach import fusing, graph
+
+    model, inputs = here(name, "padded")
+    model, ran = model.to(dtype), []
+    own = kernels.rotate
+    monkeypatch.setattr(
+        kernels, "rotate", lambda *args: ran.append("rotate") or own(*args), raising=False
+    )
+    others = [i for i in range(VOCAB) if i != 50]
+    found = []
+    for fused in (nullcontext, fusing.fused):
+        monkeypatch.setattr(graph, "fused", fused)
+        assert not ran
+        with mmkv.wrapped(model, "streaming", 0.4, **short("streaming")):
+            found.append(generate(model, inputs, new=NEW, suppress_tokens=others)[0])
+    assert len(captures) == 2
+    assert ran
+    torch.testing.assert_close(found[1], found[0], atol=2e-1, rtol=5e-2)
 
 
 @pytest.mark.parametrize("policy", ["prefixkv", "snapkv", "h2o"])
