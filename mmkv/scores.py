@@ -17,6 +17,7 @@ Scores by attention follow what the layer computes: its `scale`, its `softcap`, 
 that is not causal. They are float32 inside `torch.autocast` too.
 """
 
+import itertools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -158,7 +159,7 @@ def accumulated_attention(
     valid: Tensor | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
-    block: int = 256,
+    block: int = 128,
 ) -> Tensor:
     """Attention that each token receives from all queries of the prompt, summed, without `N x N`.
 
@@ -201,26 +202,30 @@ def accumulated_attention(
         return kernels.column_sums(query, key, kernels.row_lse(query, key, **options), **options)
     G = Hq // H
     block = min(block, max(Q, 1))
-    # Key-value heads in flight, over all rows.
+    # Rows and key-value heads in flight; those of one row are read where they lie.
     chunk = max(1, tile(key.device) // max(1, G * block * N))
+    several, heads = max(1, chunk // H), min(chunk, H)
 
-    scores = torch.zeros(B * H, N, dtype=torch.float32, device=key.device)
+    scores = torch.zeros(B, H, N, dtype=torch.float32, device=key.device)
     future = torch.ones(block, block, dtype=torch.bool, device=key.device).triu(1)
     grouped = query.unflatten(1, (H, G))
     with autocast_off(key):
-        for heads in torch.arange(B * H, device=key.device).split(chunk):
-            b, h = heads // H, heads % H
-            scores[heads] = _column_sums(
-                grouped[b, h],
-                key[b, h].float(),
+        for row, head in itertools.product(range(0, B, several), range(0, H, heads)):
+            part = slice(row, row + several), slice(head, head + heads)
+            found = scores[part]
+            b = torch.arange(row, row + len(found), device=key.device)
+            b = b.repeat_interleave(found.shape[1])
+            found[:] = _column_sums(
+                grouped[part].flatten(0, 1),
+                key[part].flatten(0, 1).float(),
                 None if valid is None else ~valid[b],
                 None if mask is None else (mask, b),
-                None if bias is None else bias[b, h].float()[:, None],
+                None if bias is None else bias[part].flatten(0, 1).float()[:, None],
                 future=future,
                 scale=_factor(D, scale, softcap),
                 softcap=softcap,
-            )
-    return scores.view(B, H, N)
+            ).view_as(found)
+    return scores
 
 
 @torch.no_grad()
