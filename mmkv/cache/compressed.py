@@ -20,13 +20,14 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from mmkv import adapters
-from mmkv.cache import layer_sizes
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.dense import DenseKV
 from mmkv.cache.evict import evict, head_sizes
 from mmkv.cache.forward_pass import NOT_ATTENDED, ForwardPass, current
 from mmkv.cache.head_groups import GraphInputs, HeadGroup, step_of
-from mmkv.cache.layer import CompressedLayer, KeptKV, nbytes
+from mmkv.cache.hidden import hides, tokens_known
+from mmkv.cache.layer import CompressedLayer, nbytes
+from mmkv.cache.layer_sizes import sizes_of_rows
 from mmkv.cache.modes import outliving, refuse_gradient
 from mmkv.cache.phases import Decoding, Reading
 from mmkv.cache.ragged_rows import RaggedRows
@@ -148,10 +149,10 @@ class CompressedCache(Cache):
             self.plan = self.plan.started()
         self.clock, self.clocks, plan = None, {}, self.plan
         self._check_whole()
-        known = self._known(seen)
+        known = tokens_known(self.prompt, seen)
         if known is not None and earlier is not None:
             earlier = earlier.to(known.device)
-            phase.hides = self._hides(known, earlier)
+            phase.hides = hides(self.layers, known, earlier)
             known = known & earlier
         prompt = TokenMasks.of(
             plan.policy,
@@ -220,7 +221,7 @@ class CompressedCache(Cache):
         if self.due:
             return
         phase.waiting = decode.latest
-        known = self._known(self.get_seq_length() + q)
+        known = tokens_known(self.prompt, self.get_seq_length() + q)
         assert known is not None
         self.prompt = TokenMasks.of(
             self.plan.policy,
@@ -284,10 +285,10 @@ class CompressedCache(Cache):
             raise ValueError(
                 "padding among tokens that continue a compressed cache is not supported"
             )
-        known = self._known(mask.shape[1] - q)
+        known = tokens_known(self.prompt, mask.shape[1] - q)
         assert known is not None
         earlier = mask[:, :-q].to(known.device)
-        if self._hides(known, earlier):
+        if hides(self.layers, known, earlier):
             running.hidden = known & ~earlier
 
     def attend(
@@ -578,51 +579,6 @@ class CompressedCache(Cache):
                 f"{min(seen)} to {max(seen)} tokens): start a new one"
             )
 
-    def _known(self, seen: int) -> Tensor | None:
-        """Which of all tokens seen count, bool [B, seen]; None before the first prompt."""
-        if self.prompt is None:
-            return None
-        valid = self.prompt.valid
-        return torch.cat([valid, valid.new_ones(len(valid), seen - valid.shape[1])], dim=1)
-
-    def _hides(self, known: Tensor, earlier: Tensor) -> bool:
-        """Whether a mask [B, seen] of earlier tokens hides any that is `known`.
-
-        Raises:
-            ValueError: it shows a token that was masked when it came: it was not kept; or it hides
-                a token that a group stands for, or that is in the state of a linear layer.
-        """
-        hides, shows = torch.stack([(known & ~earlier).any(), (earlier & ~known).any()]).tolist()
-        if shows:
-            row, position = (earlier & ~known).nonzero()[0].tolist()
-            raise ValueError(
-                f"attention_mask shows row {row} its token {position}, which was padding or masked "
-                "when it was read and is gone: keep masking it, or start a new cache"
-            )
-        if hides and any(isinstance(x, LinearAttentionLayer) for x in self.layers):
-            raise ValueError(
-                "attention_mask hides tokens of an earlier pass, which are in the state of linear "
-                "attention: keep showing them, or start a new cache"
-            )
-        if hides and any(isinstance(x.state, DenseKV) for x in self.compressed):
-            raise ValueError(
-                "the attention_mask of a later chunk hides tokens of an earlier chunk of the same "
-                "prompt: mask them in every chunk"
-            )
-        for layer in self.compressed if hides else ():
-            leaders = layer.state.leaders if isinstance(layer.state, KeptKV) else None
-            if leaders is None:
-                continue
-            hidden = (known & ~earlier).to(leaders.device)[:, : leaders.shape[-1]]
-            grouped = hidden & (leaders >= 0).any(1)
-            if bool(grouped.any()):
-                row, position = grouped.nonzero()[0].tolist()
-                raise ValueError(
-                    f"attention_mask hides row {row} its token {position}, which a group holds "
-                    "together with others: keep showing it, or start a new cache"
-                )
-        return bool(hides)
-
     def _evicts(self, prompt: TokenMasks) -> bool:
         """Whether any row is long enough to lose a token."""
         budget = self.plan.budget
@@ -653,29 +609,11 @@ class CompressedCache(Cache):
         measured: Sequence[Tensor] = (),
     ) -> list[list[int]]:
         """Every layer's size for every row [L][B], from what was found of the layers."""
-        layers, plan = self.compressed, self.plan
         reading = self.phase if isinstance(self.phase, Reading) else self.phase.reading
-        shared: Sequence[Sequence[float] | None] = [None] * len(prompt.lengths)
-        if scores and plan.policy.layers.needs == "scores":
-            shared = layer_sizes.shared_out(plan.policy, plan.budget, scores, positions, prompt)
-        similarity = None
-        if reading is not None and reading.similarity:
-            similarity = _on_host([reading.similarity[i][0] for i in sorted(reading.similarity)])
-        found = _on_host(measured) if measured else None
-        sizes = [
-            layer_sizes.row_sizes(
-                plan.policy,
-                plan.budget,
-                n_layers=len(layers),
-                length=length,
-                floor=floor,
-                fractions=plan.fractions_of(length, len(layers)),
-                shared=shared[row],
-                similarity=None if similarity is None else similarity[row],
-                measured=None if found is None else found[row],
-            )
-            for row, (length, floor) in enumerate(zip(prompt.lengths, prompt.floors, strict=True))
-        ]
+        found = {} if reading is None or not reading.similarity else reading.similarity
+        similarity = [found[i][0] for i in sorted(found)]
+        known = scores, positions, measured, similarity
+        sizes = sizes_of_rows(self.plan, prompt, len(self.compressed), *known)
         self._learn(prompt, sizes)
         return [list(layer) for layer in zip(*sizes, strict=True)]
 
@@ -704,11 +642,6 @@ class CompressedCache(Cache):
         layer.state = evict(
             layer.state, self.plan, prompt, sizes, expected, self.layers.index(layer), split
         )
-
-
-def _on_host(found: Sequence[Tensor]) -> Tensor:
-    """What was found of each layer, [B] on any device: [B, L] on the host."""
-    return torch.stack([x.to(found[0].device) for x in found], dim=1).cpu()
 
 
 def _shape(config: Any) -> str:

@@ -14,9 +14,53 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmkv import allocation
+from mmkv.cache.config import CacheConfig
 from mmkv.cache.token_masks import TokenMasks, keeps_everything, total_kept
 from mmkv.parts.slots import send
 from mmkv.policy import Policy
+
+
+def sizes_of_rows(
+    plan: CacheConfig,
+    prompt: TokenMasks,
+    n_layers: int,
+    scores: Sequence[Tensor] = (),
+    positions: Sequence[Tensor] = (),
+    measured: Sequence[Tensor] = (),
+    similarity: Sequence[Tensor] = (),
+) -> list[list[int]]:
+    """How many tokens each layer keeps of each row, [B][L].
+
+    Args:
+        plan: policy, budget and profile.
+        prompt: what is known of the tokens.
+        n_layers: L, the compressed layers.
+        scores: [B, 1 or H, U] of each layer, where they are known.
+        positions: [B, 1 or H, U] of each layer, with `scores`.
+        measured: [B] of each layer, what the layer part's `measure` found, where it needs that.
+        similarity: [B] of each layer, of the residual stream, where the layer part needs it.
+    """
+    shared: Sequence[Sequence[float] | None] = [None] * len(prompt.lengths)
+    if scores and plan.policy.layers.needs == "scores":
+        shared = shared_out(plan.policy, plan.budget, scores, positions, prompt)
+    alike, found = (
+        torch.stack([x.to(each[0].device) for x in each], dim=1).cpu() if each else None
+        for each in (similarity, measured)
+    )
+    return [
+        row_sizes(
+            plan.policy,
+            plan.budget,
+            n_layers=n_layers,
+            length=length,
+            floor=floor,
+            fractions=plan.fractions_of(length, n_layers),
+            shared=shared[row],
+            similarity=None if alike is None else alike[row],
+            measured=None if found is None else found[row],
+        )
+        for row, (length, floor) in enumerate(zip(prompt.lengths, prompt.floors, strict=True))
+    ]
 
 
 def row_sizes(
