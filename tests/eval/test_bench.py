@@ -66,6 +66,7 @@ def result(*rows, **values):
 
 
 class TestNumbers:
+    @pytest.mark.slow
     def test_intervals_hold_the_true_median_as_often_as_they_say(self):
         """Of normal logarithms with median 1.1, by resampling and by Student's t."""
         draw = np.random.default_rng(5)
@@ -337,6 +338,7 @@ class TestRows:
         assert rows["unwrapped sdpa"].cache_bytes == 3 * head * (256 + 6)
         assert rows["unwrapped sdpa"].prefill_cache_bytes == 3 * head * 256
 
+    @pytest.mark.slow
     def test_what_cannot_be_done_is_a_note(self, model):
         found = bench(model, policies=("snapkv:window=200",), budgets=(100,)).run()
         assert "200 tokens" in found.rows[-1].note
@@ -376,6 +378,7 @@ class TestSteps:
         assert found["nbytes"] < 0.5 * found["slots"]
         assert found["slots"] == pytest.approx(4 * 0.6 * 96, rel=0.05)  # of four heads
 
+    @pytest.mark.slow
     def test_a_plain_cache_copies_itself(self, model):
         steps = [measure.trace_step(model, models.make_prompt(model, 1, n)) for n in (96, 192)]
         found = runner.step_growth(*steps, model.config, 4)
@@ -426,6 +429,7 @@ class TestModels:
             out = one.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6)
             assert torch.equal(torch.cat(said[name], 1), out[:, -5:]), name
 
+    @pytest.mark.slow
     def test_other_ways_of_the_unwrapped_model(self, model):
         """A static cache holds all it may need, and says the same; flash attention may be away."""
         made = bench(model, unwrapped=("static", "flash"), policies=("full",), prompt=40, rounds=1)

@@ -126,6 +126,7 @@ def test_visible_and_hidden_questions_are_sections_of_their_own(folder):
     assert hidden.points[1].figures.held_bytes == 2048
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_else(folder):
     paths = Matrix(folder).write()
     assert [p.name for p in paths] == ["matrix.html", "matrix.png"]

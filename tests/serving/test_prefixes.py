@@ -87,6 +87,7 @@ def test_the_least_recently_used_prefix_leaves(models):
         assert [hit(i) for i in (0, 1, 0, 2, 0, 1)] == [False, False, True, False, True, False]
 
 
+@pytest.mark.slow
 def test_messages_share_what_stands_before_the_question(builtin):
     model, processor = builtin
     pictures = [Image.open(path) for path in example_pictures()[:2]]

@@ -357,6 +357,7 @@ class TestRefusals:
         body = json.dumps({**HELLO, "user": "x" * 2**20}).encode()
         assert "1 MiB" in refused(post(address, body), 413)
 
+    @pytest.mark.slow
     def test_a_body_without_an_end(self, address, engine):
         where = urllib.parse.urlsplit(address)
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
@@ -422,6 +423,7 @@ class TestRefusals:
             texts.extend(x.choices[0].delta.content for x in stream)
         assert texts == ["A ", "red ", "circle."]
 
+    @pytest.mark.slow
     def test_a_thousand_broken_requests(self, address, engine):
         """Cut and flipped anywhere, each is answered, and by an error of the client's."""
         rng = random.Random(0)
