@@ -52,8 +52,8 @@ def bench_command(
         str | None,
         typer.Option(
             help="builtin, a folder or an id that transformers loads, or random weights: "
-            "llama-120m-random, llama-8b-random, llava-1.5-7b-random, llava-1.5-13b-random, "
-            "mistral-7b-random. [default: builtin]",
+            "llama-120m-random, llama-7b-2-layers-random, llama-8b-random, llava-1.5-7b-random, "
+            "llava-1.5-13b-random, mistral-7b-random. [default: builtin]",
         ),
     ] = None,
     prompt: Annotated[
