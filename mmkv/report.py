@@ -141,7 +141,7 @@ class CacheReport:
 
         held = "" if self.kv_dtype is None else f" in {self.kv_dtype}"
         made = f" and {self.generated} generated tokens" if self.generated else ""
-        kept = f"{self.kept_fraction:.1%} of the prompt{made} kept{held}"
+        kept = f"{self.kept_fraction:.1%} kept{held} of the prompt{made}"
         title = f"{self.policy}, budget {self.budget}: {kept}"
         table = Table(title=title, caption="; ".join(self.notes) or None)
         grouped = any(x.groups is not None for x in self.layers)

@@ -174,11 +174,11 @@ def test_the_reports_title_says_what_the_kept_share_is_of(model):
     with mmkv.wrapped(model, "snapkv", 0.2, window=4):
         with torch.no_grad():
             cache = model(**inputs, use_cache=True).past_key_values
-        assert cache.report().__rich__().title == "snapkv, budget 0.2: 20.0% of the prompt kept"
+        assert cache.report().__rich__().title == "snapkv, budget 0.2: 20.0% kept of the prompt"
         out = model.generate(
             **inputs, max_new_tokens=13, do_sample=False, return_dict_in_generate=True
         )
     # The last token is not read: 12 prompt tokens and 12 generated ones of 60 and 12.
     assert out.past_key_values.report().__rich__().title == (
-        "snapkv, budget 0.2: 33.3% of the prompt and 12 generated tokens kept"
+        "snapkv, budget 0.2: 33.3% kept of the prompt and 12 generated tokens"
     )
