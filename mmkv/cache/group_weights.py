@@ -125,7 +125,7 @@ def log_weights(
         means: [B, H, M, D], the keys of the slots.
         readers: what weights are fitted to; None: the tokens' own weights are added up.
     """
-    there, M = slots.groups.weights > 0, slots.size.shape[-1]
+    there, M = slots.groups.positions >= 0, slots.size.shape[-1]
     bias = torch.zeros_like(slots.groups.weights) if bias is None else bias
     bias = bias.masked_fill(~there, -math.inf)
     whole = sums(bias.exp(), slots.slot, M)
