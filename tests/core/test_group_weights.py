@@ -26,8 +26,13 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def slots_of(slot: Tensor, counts: Tensor) -> GroupSlots:
-    """Slots of tokens [B, H, U] that stand for `counts` each; M for none."""
-    return GroupSlots(Groups(slot, slot, counts), slot, sums(counts, slot, M))
+    """Slots of tokens [B, H, U] that stand for `counts` each; M and 0 for none.
+
+    What is none has a weight all the same in a cache: that of an empty slot.
+    """
+    positions = torch.where(counts > 0, slot, -1)
+    weights = torch.where(counts > 0, counts, 1.0)
+    return GroupSlots(Groups(slot, positions, weights), slot, sums(counts, slot, M))
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
