@@ -28,7 +28,7 @@ def _text(*values: int, **more: Any) -> Fields:
 _ROPE_8B = {"rope_type": "default", "rope_theta": 500000.0}
 _LLAMA_120M = _text(768, 2048, 12, 12, 12, 32000, 8192)
 _LLAMA_7B = _text(4096, 11008, 32, 32, 32, 32064, 4096)
-_LLAMA_7B_LAYERS = _text(4096, 11008, 2, 32, 32, 1000, 4096)  # a CPU times two of them
+_LLAMA_7B_LAYERS = _LLAMA_7B | {"num_hidden_layers": 2, "vocab_size": 1000}  # for a CPU
 _LLAMA_8B = _text(4096, 14336, 32, 32, 8, 128256, 131072, rope_parameters=_ROPE_8B)
 _LLAMA_13B = _text(5120, 13824, 40, 40, 40, 32064, 4096)
 _MISTRAL_7B = _text(4096, 14336, 32, 32, 8, 32000, 32768, sliding_window=None)
