@@ -24,16 +24,6 @@ TOLERANCES: dict[torch.dtype, dict[str, float]] = {
 }
 
 
-@pytest.fixture
-def device() -> torch.device:
-    """The GPU, or the CPU in Triton's interpreter where there is none."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not kernels.available(device):
-        pytest.skip(f"the kernels are not available on {device}")
-    return device
-
-
 def of_row(given: dict[str, Any], name: str, r: int, n: int) -> Tensor:
     """The first n slots of a row."""
     store = given["store"]

@@ -27,16 +27,6 @@ TOLERANCES: dict[torch.dtype, dict[str, float]] = {
 }
 
 
-@pytest.fixture
-def device() -> torch.device:
-    """The GPU, or the CPU in Triton's interpreter where there is none."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not kernels.available(device):
-        pytest.skip(f"the kernels are not available on {device}")
-    return device
-
-
 @pytest.fixture(autouse=True)
 def poisoned() -> Any:
     """Uninitialised memory is NaN, so that what was not written, or not to be read, shows."""

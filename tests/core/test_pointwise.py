@@ -20,16 +20,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TWO_ULP = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 
-@pytest.fixture
-def device() -> torch.device:
-    """The GPU, or the CPU in Triton's interpreter where there is none."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not kernels.available(device):
-        pytest.skip(f"the kernels are not available on {device}")
-    return device
-
-
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return (2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
