@@ -316,7 +316,7 @@ def generation(max_new_tokens: int, temperature: float, seed: int) -> dict[str, 
 
 
 def _kept(cache: Any) -> list[tuple[int, Tensor]]:
-    from mmkv.cache.compressed import CompressedLayer
+    from mmkv.cache.layer import CompressedLayer
 
     layers = enumerate(cache.layers)
     return [(i, cache.shares(i)[0].cpu()) for i, x in layers if isinstance(x, CompressedLayer)]
@@ -324,11 +324,9 @@ def _kept(cache: Any) -> list[tuple[int, Tensor]]:
 
 def cache_nbytes(cache: Any) -> int:
     """Bytes that a cache holds for keys and values, of a wrapped model or not."""
-    counted = getattr(cache, "nbytes", None)
-    if counted is not None:
-        return counted
-    held = [t for x in cache.layers for t in (x.keys, x.values) if t is not None]
-    return sum(t.untyped_storage().nbytes() for t in held)
+    from mmkv.cache.layer import nbytes
+
+    return sum(map(nbytes, cache.layers))
 
 
 def image_mask(loaded: Loaded, inputs: dict[str, Any]) -> Tensor:

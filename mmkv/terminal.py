@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -76,6 +78,31 @@ def wait_asleep() -> None:
     says already stays.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at an address, not listening yet: a model is loaded first.
+
+    Raises:
+        ValueError: the address cannot be had; names the option to change.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+        except OSError:
+            found.close()
+            raise
+        return found
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(
+                f"port {port} is in use: choose another by --port, or --port 0 for a free one"
+            ) from None
+        option = f"--port {port}" if error.errno == errno.EACCES else f"--host {host}"
+        raise ValueError(f"{option}: {error.strerror}") from None
 
 
 def check_place(folder: Path, option: str = "--out") -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mmkv.terminal import told, wait_asleep
+from mmkv.terminal import bind, told, wait_asleep
 
 _DEFAULT_BUDGET = 0.2
 
@@ -139,7 +139,7 @@ def serve(
         },
     )
     # An address that is taken is told before a model is loaded.
-    listening = running.bind(host, port)
+    listening = bind(host, port)
     with listening, ExitStack() as ending:
         if replicas > 1 or max_replicas is not None or ray_address is not None:
             from mmkv.serving import cluster
