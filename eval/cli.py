@@ -314,7 +314,7 @@ def plot_command(
             raise ValueError(f"--sample {sample}: the suite has {len(samples)}")
         shown = samples[sample]
 
-    from . import plots
+    from . import figures, plots
     from .loading import load_model
     from .prompts import Encoder
 
@@ -322,7 +322,7 @@ def plot_command(
     inputs = Encoder.of(loaded, processor).inputs(loaded, [shown])
     about = f"{Path(model).name}, {shown.suite} {shown.id}"
     figure = plots.plot_prompt(loaded, inputs, kind, variants, size, about)
-    typer.echo(f"wrote {plots.save(figure, path)}")
+    typer.echo(f"wrote {figures.save(figure, path)}")
 
 
 def _plot_heads(profile: Path | None, model: str, out: Path) -> None:
@@ -330,7 +330,7 @@ def _plot_heads(profile: Path | None, model: str, out: Path) -> None:
     from mmkv.builtin import WEIGHTS
     from mmkv.profiles import FILE, Profile
 
-    from . import plots
+    from . import figures, plots
 
     path = profile or (WEIGHTS if model == "builtin" else Path(model)) / FILE
     found = Profile.load(path)
@@ -338,7 +338,7 @@ def _plot_heads(profile: Path | None, model: str, out: Path) -> None:
         raise ValueError(f"profile {path}: it has layer sizes alone: use one of condense")
     about = f"{path}: {found.policy}, {found.samples} prompts"
     figure = plots.head_costs(found.curves, _SHOWN, title=about)
-    typer.echo(f"wrote {plots.save(figure, out)}")
+    typer.echo(f"wrote {figures.save(figure, out)}")
 
 
 def _check_file(out: Path) -> None:

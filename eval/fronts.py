@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from .figures import log_axis, save, style_of
 from .measure import FULL, LABELS
-from .plots import log_axis, save, style_of
 from .variants import percent
 
 if TYPE_CHECKING:

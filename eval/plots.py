@@ -1,18 +1,15 @@
-"""Figures: metric against budget, kept tokens by layer, Lorenz curves, retained importance, and
-what heads cost.
-
-A policy has the same colour in all of them.
-"""
+"""Metric against budget, tokens kept by layer, Lorenz curves, importance, and what heads cost."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
+
+from .figures import COLOURS, finish, log_axis, panels, save, style_of, whole_ticks
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from torch import Tensor
 
@@ -21,66 +18,11 @@ if TYPE_CHECKING:
     from .report import Report
     from .variants import Variant
 
-# Family by hue: recency grey to brown, accumulated attention blue to green, windows warm,
-# keys alone olive.
-COLOURS = {
-    "full": "#222222",
-    "local": "#9a9a9a",
-    "streaming": "#8c6d4f",
-    "h2o": "#7fb2e5",
-    "elastic": "#3aa6a0",
-    "squeeze": "#2e7d32",
-    "prefixkv": "#1f4fb4",
-    "snapkv": "#f2a93b",
-    "pyramidkv": "#e07b39",
-    "pyramidinfer": "#b98ad9",
-    "adakv": "#d64f8a",
-    "ada-pyramidkv": "#8e2f7a",
-    "xkv": "#c62828",
-    "random": "#5d6d7e",
-    "knorm": "#a5b84c",
-    "keydiff": "#6b7f12",
-    "lagkv": "#3f5a36",
-    "expected": "#ef7f92",
-    "defensive": "#7b1fa2",
-    "layer-defensive": "#4a148c",
-    "kvzip": "#00695c",
-    "kvzip-plus": "#26a69a",
-    "mixkv": "#ffca28",
-    "tova": "#00bcd4",
-    "condense": "#00838f",
-    "vlcache": "#b5179e",
-    "lookm": "#795548",
-    "sparsemm": "#ff7043",
-}
-_OTHERS = ("#5b8c5a", "#7a6ff0", "#a1887f", "#c0a000")
-_MARKERS = "osD^vP<>Xph*d"
 _HINTS = {
     "ppl": " (lower is better)",
     "rouge": " against the full cache's reply",
     "retained": ", mean over layers",
 }
-
-
-def style_of(label: str) -> dict[str, Any]:
-    """Colour, marker and dash of a policy; one with options of its own is dashed."""
-    name = label.split(":")[0]
-    names = list(COLOURS)
-    if name in COLOURS:
-        place = names.index(name)
-        colour = COLOURS[name]
-    else:
-        place = sum(name.encode())
-        colour = _OTHERS[place % len(_OTHERS)]
-    dashed = ":" in label
-    return {
-        "color": colour,
-        "marker": _MARKERS[place % len(_MARKERS)],
-        "linestyle": (0, (3, 1.5)) if dashed else "-",
-        "markerfacecolor": "white" if dashed else colour,
-        "markersize": 4.5,
-        "linewidth": 1.6,
-    }
 
 
 def plot_report(report: Report, folder: Path) -> list[Path]:
@@ -104,7 +46,7 @@ def curves(report: Report) -> Figure:
     metrics = [*report.shown]
     every = [report.figures(p, b) for p in report.policies for b in report.budgets]
     metrics += ["retained"] if any(f and f.retained is not None for f in every) else []
-    figure, axes = _panels(len(metrics))
+    figure, axes = panels(len(metrics))
     full = report.figures(FULL, 1.0)
     budgets = sorted(report.budgets, key=float)
     fractions = all(isinstance(b, float) for b in budgets)
@@ -128,7 +70,7 @@ def curves(report: Report) -> Figure:
         )
         axis.set_xticks(places, [f"{x:g}" for x in places])
     s = report.settings
-    _finish(figure, axes, f"{s['suite']} ({s['data']}), {s['model']}, n = {s['n']}")
+    finish(figure, axes, f"{s['suite']} ({s['data']}), {s['model']}, n = {s['n']}")
     return figure
 
 
@@ -247,7 +189,7 @@ def layer_lines(
     full: float | None = None,
 ) -> Figure:
     """One value a layer, one line a policy: kept tokens, or retained importance."""
-    figure, (axis,) = _panels(1)
+    figure, (axis,) = panels(1)
     for label, numbers in values.items():
         known = [(i, v) for i, v in enumerate(numbers) if v is not None]
         if known:
@@ -257,8 +199,8 @@ def layer_lines(
     axis.set_ylim(bottom=0)
     axis.set_title(what, fontsize=10, loc="left")
     axis.set_xlabel("layer", fontsize=9)
-    _whole_ticks(axis.xaxis)
-    _finish(figure, [axis], title)
+    whole_ticks(axis.xaxis)
+    finish(figure, [axis], title)
     return figure
 
 
@@ -274,7 +216,7 @@ def lorenz(scores: Sequence[Tensor], *, title: str, what: str) -> Figure:
     import matplotlib.pyplot as plt
     import torch
 
-    figure, (axis,) = _panels(1)
+    figure, (axis,) = panels(1)
     colours = plt.get_cmap("viridis")
     last = max(1, len(scores) - 1)
     for layer, s in enumerate(scores):
@@ -287,7 +229,7 @@ def lorenz(scores: Sequence[Tensor], *, title: str, what: str) -> Figure:
     axis.plot([0, 100], [0, 100], color="#bbbbbb", lw=1, ls=":", label="all alike")
     axis.set_title(what, fontsize=10, loc="left")
     axis.set_xlabel("most important tokens, % of the prompt", fontsize=9)
-    _finish(figure, [axis], title)
+    finish(figure, [axis], title)
     return figure
 
 
@@ -295,7 +237,7 @@ def head_costs(measured: Curves, budgets: Sequence[float], *, title: str) -> Fig
     """What shrinking a head costs, one line a layer, and each head's share at some budgets."""
     import matplotlib.pyplot as plt
 
-    figure, (axis, *maps) = _panels(1 + len(budgets))
+    figure, (axis, *maps) = panels(1 + len(budgets))
     colours = plt.get_cmap("viridis")
     last = max(1, len(measured.costs) - 1)
     places = [100 * level for level in measured.levels]
@@ -324,10 +266,10 @@ def head_costs(measured: Curves, budgets: Sequence[float], *, title: str) -> Fig
         place.set_title(f"kept at a budget of {100 * budget:g} %", fontsize=10, loc="left")
         place.set_xlabel("head", fontsize=9)
         place.set_ylabel("layer", fontsize=9)
-        _whole_ticks(place.xaxis, place.yaxis)
+        whole_ticks(place.xaxis, place.yaxis)
     if image is not None:
         figure.colorbar(image, ax=maps, label="% of the prompt", shrink=0.8)
-    _finish(figure, [axis], title)
+    finish(figure, [axis], title)
     return figure
 
 
@@ -368,68 +310,3 @@ def layer_scores(model: Any, inputs: Mapping[str, Any], policy: Any) -> list[Ten
     if not found:
         raise ValueError("the prompt is too short to lose a token, so none is scored")
     return found
-
-
-def save(figure: Figure, path: Path) -> Path:
-    """Write a figure in the format of the path's suffix."""
-    import matplotlib.pyplot as plt
-
-    # A PNG names no version, so that the same rows give the same file.
-    metadata = {"Software": None} if path.suffix.lower() == ".png" else None
-    figure.savefig(path, dpi=150, metadata=metadata)
-    plt.close(figure)
-    return path
-
-
-def _panels(n: int) -> tuple[Figure, list[Axes]]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(
-        1, n, figsize=(1.9 + 3.7 * n, 3.7), squeeze=False, layout="constrained"
-    )
-    for axis in axes[0]:
-        axis.grid(True, color="#e6e6e6", linewidth=0.7)
-        axis.set_axisbelow(True)
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
-        for side in ("left", "bottom"):
-            axis.spines[side].set_color("#888888")
-        axis.tick_params(labelsize=8, color="#888888")
-    return figure, list(axes[0])
-
-
-def _whole_ticks(*axes: Any) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    for axis in axes:
-        axis.set_major_locator(MaxNLocator(integer=True))
-
-
-def log_axis(axis: Axes, which: Literal["x", "y"] = "y") -> None:
-    """Logarithmic, with plain numbers at 1, 2, 5, 10, ..."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    axis.set(**{f"{which}scale": "log"})
-    low, high = axis.get_xlim() if which == "x" else axis.get_ylim()
-    subs = (1.0, 2.0, 5.0) if high / low < 500 else (1.0,)
-    if high / low < 4:
-        subs = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
-    chosen = axis.xaxis if which == "x" else axis.yaxis
-    chosen.set_major_locator(LogLocator(base=10, subs=subs))
-    chosen.set_major_formatter(StrMethodFormatter("{x:g}"))
-    chosen.set_minor_formatter(NullFormatter())
-
-
-def _finish(figure: Figure, axes: Sequence[Axes], title: str) -> None:
-    """Title above, one legend for all panels outside on the right."""
-    shown: dict[str, Any] = {}
-    for axis in axes:
-        for line, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            shown.setdefault(label, line)
-    figure.legend(
-        shown.values(), shown.keys(), loc="outside right center", frameon=False, fontsize=8
-    )
-    figure.suptitle(title, fontsize=10.5, x=0.01, ha="left")

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import mmkv
 from helpers.evaluation import make_samples, make_tokenizer, save_model
 from helpers.models import make_model
-from mmkv.eval import measure, plots, runner
+from mmkv.eval import figures, measure, plots, runner
 from mmkv.eval.cli import commands
 from mmkv.eval.papers import paper_tables, tables_for
 from mmkv.eval.prompts import Encoder
@@ -201,10 +201,10 @@ def test_papers_tables_are_whole():
 
 
 def test_a_policy_has_one_colour():
-    colours = [plots.style_of(p)["color"] for p in mmkv.list_policies()]
+    colours = [figures.style_of(p)["color"] for p in mmkv.list_policies()]
     assert len(set(colours)) == len(colours)
-    assert plots.style_of("xkv:layers=uniform")["color"] == plots.style_of("xkv")["color"]
-    assert plots.style_of("a-policy-of-mine")["color"]
+    assert figures.style_of("xkv:layers=uniform")["color"] == figures.style_of("xkv")["color"]
+    assert figures.style_of("a-policy-of-mine")["color"]
 
 
 def test_scores_of_each_layer_are_those_that_evict():
