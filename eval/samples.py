@@ -109,11 +109,6 @@ class Sample:
         pictures = (str(i) if isinstance(i, str | Path) else id(i) for i in self.images)
         return (self.prompt.removesuffix(self._end), *pictures)
 
-    @property
-    def comparable(self) -> bool:
-        """Whether figures compare with published ones."""
-        return not self.note
-
 
 def suite_notes(samples: Iterable[Sample]) -> tuple[str, ...]:
     """Why figures of `samples` do not compare with published ones, each reason once."""

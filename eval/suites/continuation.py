@@ -35,7 +35,7 @@ def load(request: Request) -> list[Sample]:
     for name, path in _paths(request.data).items():
         if request.limit is not None and len(samples) == request.limit:
             break
-        text = _read(path)[: _MOST_LETTERS * length]
+        text = files.read_text(path)[: _MOST_LETTERS * length]
         words = [found.start() for found in re.finditer(r"(?<=\S) (?=\S)", text)]
         shares = ((1 - _FOLLOWS) * (1 - _QUESTION), 1 - _FOLLOWS, 1)
         ends = [_first_with(words, text, count, share * length) for share in shares]
@@ -74,17 +74,6 @@ def _paths(data: Path) -> dict[str, Path]:
         return {data.name: data}
     found = sorted(path for path in data.rglob("*") if path.suffix in SUFFIXES)
     return {path.relative_to(data).as_posix(): path for path in found}
-
-
-def _read(path: Path) -> str:
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
-    if path.stat().st_size > files.MAX_JSON_BYTES:
-        raise DataError(f"{path}: has more than {files.MAX_JSON_BYTES} bytes")
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: not a text file in UTF-8: {error}") from error
 
 
 def _first_with(

@@ -24,6 +24,18 @@ _KINDS = {
 }
 
 
+def read_text(path: Path) -> str:
+    """A text file. Raises DataError."""
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise DataError(f"{path}: has more than {MAX_JSON_BYTES} bytes")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not a text file in UTF-8: {error}") from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """One object of a data file, and where it stands (`place`, such as "line 3")."""

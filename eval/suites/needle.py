@@ -101,16 +101,7 @@ def _insert(parts: list[str], needle: str, depth: float) -> list[str]:
 def read_words(data: Path) -> list[str]:
     """The words of a text file, or of all those of a folder. Raises DataError."""
     paths = sorted(data.glob("*.txt")) if data.is_dir() else [data]
-    words: list[str] = []
-    for path in paths:
-        if not path.is_file():
-            raise DataError(f"{path}: no such file")
-        if path.stat().st_size > files.MAX_JSON_BYTES:
-            raise DataError(f"{path}: has more than {files.MAX_JSON_BYTES} bytes")
-        try:
-            words += path.read_text(encoding="utf-8-sig").split()
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path}: not a text file in UTF-8: {error}") from error
+    words = [word for path in paths for word in files.read_text(path).split()]
     if len(words) < FILE_LENGTHS[0]:
         raise DataError(
             f"{data}: expected a haystack of {FILE_LENGTHS[0]} words or more in .txt files, "

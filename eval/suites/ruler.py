@@ -137,6 +137,19 @@ def _generated(
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     text, asked = context(low)
+    return _samples(name, number, text, asked, length, new, NOTE)
+
+
+def _samples(
+    name: str,
+    number: int,
+    text: str,
+    asked: Sequence[Question],
+    length: int,
+    new: int,
+    note: str,
+) -> list[Sample]:
+    """One sample for each question asked of context `number` of a task."""
     return [
         Sample(
             id=f"{name}-{number}" + (f"-{i}" if i else ""),
@@ -148,7 +161,7 @@ def _generated(
             max_new_tokens=new,
             metric="contains" if name in _READINGS else "contains_all",
             tags=(f"length={length}",),
-            note=NOTE,
+            note=note,
         )
         for i, (question, answers) in enumerate(asked)
     ]
@@ -279,22 +292,9 @@ def _builtin(name: str, number: int, questions: int) -> list[Sample]:
     seed = 500_000 + 10_000 * list(BUILTIN).index(name) + number
     lookup = texts.make_lookup(seed, length, records=BUILTIN[name])
     first = random.Random(f"ruler:{name}:{number}").randrange(len(lookup.questions))
-    asked = [*lookup.questions[first:], *lookup.questions[:first]][:questions]
-    return [
-        Sample(
-            id=f"{name}-{number}" + (f"-{i}" if i else ""),
-            suite=NAME,
-            task=name,
-            prompt=f"{lookup.text} {question.text}",
-            question=question.text,
-            answers=(question.answer,),
-            max_new_tokens=8,
-            metric="contains_all",
-            tags=(f"length={length}",),
-            note=BUILTIN_NOTE,
-        )
-        for i, question in enumerate(asked)
-    ]
+    chosen = [*lookup.questions[first:], *lookup.questions[:first]][:questions]
+    asked = [(question.text, (question.answer,)) for question in chosen]
+    return _samples(name, number, f"{lookup.text} ", asked, length, 8, BUILTIN_NOTE)
 
 
 def _readings(folder: Path, task: str) -> list[Reading]:

@@ -42,7 +42,7 @@ def test_builtin_data_is_deterministic_and_of_its_size(suite):
     assert len({s.id for s in first}) == len(first)
     assert len({(s.prompt, s.images and s.images[0].tobytes()) for s in first}) == len(first)
     assert load_suite(suite, limit=9) == first[:9]
-    assert all(s.suite == suite and s.note and not s.comparable for s in first)
+    assert all(s.suite == suite and s.note for s in first)
 
 
 @pytest.mark.parametrize("suite", sorted(SIZES))

@@ -43,7 +43,7 @@ def test_description_reads_the_published_list(folder):
     first, other = load_suite("description", path)
     assert (first.id, first.prompt, first.answers) == ("7", "Describe it.", ("A red plane.",))
     assert other.prompt == "What is here?"
-    assert first.comparable
+    assert not first.note
     assert suite_notes([first, other]) == ()
     assert [image.size for image in open_images(other)] == [(8, 6)]
     assert load_suite("description", folder, limit=1) == [first]

@@ -55,17 +55,17 @@ def test_longbench_fills_the_benchmarks_prompts_and_leaves_braces_alone(folder):
     assert first.answers == ("Ann", "Ann B.")
     assert (first.max_new_tokens, first.metric, first.chat) == (99, "token_f1", True)
     assert first.truncate
-    assert first.comparable
+    assert not first.note
 
 
 def test_longbench_without_its_prompts_says_that_it_does_not_compare(folder):
     write_lines(folder / "qasper.jsonl", longbench_entry())
     (sample,) = load_suite("longbench", folder / "qasper.jsonl")
-    assert not sample.comparable
+    assert sample.note
     assert suite_notes([sample]) == (longbench.OWN_WORDING,)
     assert "Who?" in sample.prompt
     write(folder / longbench.PROMPTS_FILE, {"qasper": "{context} {input}"})
-    assert not load_suite("longbench", folder)[0].comparable  # its lengths are still missing
+    assert load_suite("longbench", folder)[0].note  # its lengths are still missing
 
 
 def test_longbench_tasks_take_turns_and_can_be_selected(folder):
@@ -165,7 +165,7 @@ def test_the_benchmarks_own_prompt_files_serve_every_task(folder):
     lengths = json.loads((folder / longbench.LENGTHS_FILE).read_text())
     unasked = ("gov_report", "multi_news", "passage_count", "lcc")
     for task, sample in found.items():
-        assert sample.comparable
+        assert not sample.note
         assert sample.prompt.count("CONTEXT") == 1
         assert sample.prompt.count("INPUT") == (task not in unasked), task
         assert sample.max_new_tokens == lengths[task]
