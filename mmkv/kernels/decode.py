@@ -13,8 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
-from mmkv.kernels.decode_device import group_kernel, join_kernel, lightest_kernel, one_head_kernel
+from mmkv.kernels.decode_device import group_kernel, join_kernel, one_head_kernel
 from mmkv.kernels.launching import INTERPRETED, check_dtypes, check_widths, launch, padded, rows_of
+from mmkv.kernels.lightest_device import lightest_kernel
 from mmkv.kernels.ragged import Lightest, RaggedStore, StepInputs
 
 _LOG2_E = math.log2(math.e)
