@@ -6,7 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, SupportsFloat
 
-from mmkv import adapters, wrapping
+from mmkv import wrapping
+from mmkv.around import innermost
 from mmkv.attach.attachment import Attachment
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
@@ -17,8 +18,9 @@ from mmkv.serving import prompts
 from mmkv.serving.memory import Bounds
 from mmkv.serving.reply import Refused, Reply, Sampling
 from mmkv.serving.request import Request
+from mmkv.serving.stats import EngineStats
 from mmkv.serving.text import TextStream
-from mmkv.serving.worker import EngineStats, Limits, Worker
+from mmkv.serving.worker import Limits, Worker
 
 # Plans of requests' own policies and budgets that are remembered.
 _MOST_PLANS = 64
@@ -43,7 +45,8 @@ class Engine:
         share_prefixes: read once what requests begin with: of messages, all before the last text of
             the user's last turn, if that is more than the template; of inputs, their `prefix`.
         max_waiting: requests that may wait.
-        max_prefixes: shared prefixes that are held, at the most; the least recently used one goes.
+        max_prefixes: shared prefixes that are held, at the most; the least recently used one that
+            no request waits for goes first.
 
     Raises:
         ValueError: the model is not wrapped, has layers with caches of their own, or is spread
@@ -62,7 +65,7 @@ class Engine:
         max_waiting: int = 1024,
         max_prefixes: int = 32,
     ) -> None:
-        self.model = adapters.innermost(model)
+        self.model = innermost(model)
         if not wrapping.is_wrapped(self.model):
             raise ValueError(
                 f"this {type(self.model).__name__} is not wrapped: call mmkv.wrap(model, ...) first"

@@ -46,7 +46,8 @@ class Reader:
         ):
             return None
         # Where tokens of a picture or of the whole prompt see later ones, no cut may part them.
-        return None if "token_type_ids" in inputs else self.size
+        both_ways = "token_type_ids" in inputs or self.model.config.model_type == "paligemma"
+        return None if both_ways else self.size
 
     def read(self, request: Request, given: dict[str, Any]) -> Tensor:
         """Run a prompt through the model: logits [1, V] of the first token.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import signal
 import socket
 from collections.abc import Callable
@@ -12,31 +11,6 @@ import uvicorn
 from fastapi import FastAPI
 
 from .server import Service
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address, not listening yet: a model is loaded first.
-
-    Raises:
-        ValueError: the address cannot be had; names the option to change.
-    """
-    try:
-        family, *_, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
-        except OSError:
-            found.close()
-            raise
-        return found
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ValueError(
-                f"port {port} is in use: choose another by --port, or --port 0 for a free one"
-            ) from None
-        option = f"--port {port}" if error.errno == errno.EACCES else f"--host {host}"
-        raise ValueError(f"{option}: {error.strerror}") from None
 
 
 class _Server(uvicorn.Server):

@@ -25,6 +25,7 @@ from mmkv.serving.reading import Reader, kept
 from mmkv.serving.reply import Busy
 from mmkv.serving.request import Request
 from mmkv.serving.rows import RowCaches
+from mmkv.serving.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -39,41 +40,6 @@ class Limits:
     share_prefixes: bool
     max_waiting: int
     max_prefixes: int
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """What an engine does now, and did so far.
-
-    Attributes:
-        running: requests whose replies grow.
-        waiting: requests that were not begun.
-        prefilling: requests whose prompts are being read: 0 or 1.
-        cache_bytes: of keys and values, of all requests and shared prefixes.
-        cache_memory: what was promised; None: nothing.
-        reserved_bytes: what they may come to.
-        tokens_generated: so far.
-        prompt_tokens: read so far.
-        requests_done: ended so far, for whatever reason.
-        prefixes: that are held to be shared.
-        prefix_hits: requests that found theirs read.
-        step_seconds: of the last decode step.
-        steps: decode steps so far.
-    """
-
-    running: int
-    waiting: int
-    prefilling: int
-    cache_bytes: int
-    cache_memory: int | None
-    reserved_bytes: int
-    tokens_generated: int
-    prompt_tokens: int
-    requests_done: int
-    prefixes: int
-    prefix_hits: int
-    step_seconds: float
-    steps: int
 
 
 class _Over(Exception):  # noqa: N818 - a signal, not an error
@@ -252,12 +218,12 @@ class Worker:
         held = {key: x.nbytes for key, x in self.prefixes.items()}
         free = self.cache_memory - taken - sum(held.values())
         going = list[str]()
-        for key, nbytes in held.items():
+        for key in self._spare_prefixes():
             if free >= need:
                 break
             if key != spared:
                 going.append(key)
-                free += nbytes
+                free += held[key]
         if free < need:
             return False
         if free - self.pool.spare < need:
@@ -266,6 +232,12 @@ class Worker:
             for key in going:
                 del self.prefixes[key]
         return True
+
+    def _spare_prefixes(self) -> list[str]:
+        """Keys of the held prefixes: the least recently used first, what requests wait for last."""
+        with self.wake:
+            wanted = {request.key for request in self.waiting}
+        return sorted(self.prefixes, key=wanted.__contains__)
 
     def _start(self, request: Request) -> None:
         """Read a request's prompt; then it joins the batch."""
@@ -306,8 +278,9 @@ class Worker:
                 request.reserved = need
                 with self.wake:
                     self.prefixes[request.key] = context
-                    while len(self.prefixes) > self.limits.max_prefixes:
-                        self.prefixes.popitem(last=False)
+                    over = max(0, len(self.prefixes) - self.limits.max_prefixes)
+                    for key in self._spare_prefixes()[:over]:
+                        del self.prefixes[key]
             else:
                 request.reserved = request.whole
         context, own = request.context, self.prefixes.get(request.key) is not request.context

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from mmkv import terminal
 from mmkv.serving import Event, Reply, Usage
 
 
@@ -90,9 +91,7 @@ def listening(served: Any) -> Generator[str]:
     """Serve an app from a thread; gives its address."""
     import uvicorn
 
-    from mmkv.serving import running as addresses
-
-    socket = addresses.bind("127.0.0.1", 0)
+    socket = terminal.bind("127.0.0.1", 0)
     config = uvicorn.Config(served, http="h11", lifespan="off", log_level="error")
     running = uvicorn.Server(config)
     thread = threading.Thread(target=running.run, args=([socket],), daemon=True)

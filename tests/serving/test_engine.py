@@ -281,3 +281,14 @@ def test_an_error_at_the_end_of_one_request_ends_what_runs_and_no_more(text_mode
             assert engine.submit(inputs=inputs, max_new_tokens=4).result(60)[0] == wanted
             assert engine.stats().cache_bytes == 0
             assert engine.stats().reserved_bytes == 0
+
+
+def test_a_prompt_that_sees_later_tokens_is_read_whole():
+    """PaliGemma's prompt does, whether its inputs say so or not."""
+    model = zoo.model_of("PaliGemmaForConditionalGeneration")
+    with mmkv.wrapped(model, "condense", 0.5), Engine(model, prefill_chunk=9) as engine:
+        for seed in range(4):
+            inputs = zoo.prompt(model, (60,), seed, pictures=1)
+            del inputs["token_type_ids"]
+            reply = engine.submit(inputs=inputs, max_new_tokens=6)
+            assert reply.result(60)[0] == alone(model, inputs, 6)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from PIL import Image
 
 import mmkv
+from helpers import zoo
 from helpers.models import make_inputs
 from mmkv.builtin import example_pictures, load_builtin
 from mmkv.serving import Engine, Sampling
@@ -85,6 +88,45 @@ def test_the_least_recently_used_prefix_leaves(models):
             return reply.usage.shared
 
         assert [hit(i) for i in (0, 1, 0, 2, 0, 1)] == [False, False, True, False, True, False]
+
+
+@pytest.mark.parametrize("limit", [{"max_prefixes": 2}, {"cache_memory": 95_000}], ids=str)
+def test_a_prefix_that_a_request_waits_for_stays(models, limit):
+    model = models("llama")
+    prefixes = [make_inputs("llama", (60,), seed=i) for i in range(3)]
+    question = make_inputs("llama", (5,), seed=9)
+    go_on = threading.Event()
+    with mmkv.wrapped(model, "local", 0.4), Engine(model, **limit) as engine:
+
+        def ask(i):
+            return engine.submit(inputs=question, prefix=prefixes[i], max_new_tokens=2)
+
+        for i in (0, 1):
+            ask(i).result(60)
+        assert engine.stats().prefixes == 2
+        first = engine._attachment.parts.layers[0]
+        hook = first.register_forward_pre_hook(lambda *args: go_on.wait(60) and None)
+        replies = [ask(2), ask(0)]
+        go_on.set()
+        for reply in replies:
+            reply.result(60)
+        hook.remove()
+        assert [x.usage.shared for x in replies] == [False, True]
+
+
+def test_prefixes_with_pictures_of_their_own_alternate():
+    """Models with three axes of positions remember how far the last call's pictures moved text."""
+    model = zoo.model_of("Qwen2_5_VLForConditionalGeneration")
+    prefixes = [zoo.prompt(model, (60 + 28 * i,), seed=i, pictures=1 + i) for i in range(2)] * 2
+    question = make_inputs("llama", (8,), seed=3)
+    question["input_ids"] = question["input_ids"].clamp(min=8)
+    with mmkv.wrapped(model, "condense", 0.5):
+        contexts = [mmkv.read(model, x) for x in prefixes]
+        wanted = [x.ask(question, max_new_tokens=6)[0].tolist() for x in contexts]
+        with Engine(model) as engine:
+            replies = [engine.submit(inputs=question, prefix=x, max_new_tokens=6) for x in prefixes]
+            assert [x.result(60)[0] for x in replies] == wanted
+            assert [x.usage.shared for x in replies] == [False, False, True, True]
 
 
 @pytest.mark.slow

@@ -22,11 +22,12 @@ from PIL import Image
 
 from helpers.memory import bounded
 from helpers.serving import WrittenEngine, data_url, listening, until
+from mmkv import terminal
 from mmkv.serving import Busy, Refused, Sampling
 
 openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
 api = pytest.importorskip("mmkv.serving.api", reason="pip install 'mmkv[serve]'")
-running = pytest.importorskip("mmkv.serving.running", reason="pip install 'mmkv[serve]'")
+pytest.importorskip("mmkv.serving.running", reason="pip install 'mmkv[serve]'")
 server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
 
 LIMITS = api.Limits(body_bytes=2**20, picture_bytes=2**18, pixels=10**6, read_seconds=2)
@@ -618,10 +619,10 @@ class TestClientsThatLeave:
 
 
 def test_addresses_that_cannot_be_had():
-    with running.bind("127.0.0.1", 0) as taken:
+    with terminal.bind("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"port {port} is in use"):
-            running.bind("127.0.0.1", port)
+            terminal.bind("127.0.0.1", port)
     with pytest.raises(ValueError, match=re.escape("--host 192.0.2.1")):
-        running.bind("192.0.2.1", 0)
+        terminal.bind("192.0.2.1", 0)

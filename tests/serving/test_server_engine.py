@@ -19,6 +19,7 @@ from PIL import Image
 
 import mmkv
 from helpers.serving import WrittenEngine, data_url, listening, until
+from mmkv import terminal
 from mmkv.builtin import example_pictures
 from mmkv.cli import commands, serve
 from mmkv.serving import Engine
@@ -168,7 +169,7 @@ class Ending:
 
     def __init__(self, engine, during, grace=5.0):
         self.engine, self.during, self.errors = engine, during, []
-        self.socket = running.bind("127.0.0.1", 0)
+        self.socket = terminal.bind("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
         app = server.app(engine, name="tiny")
         with self.socket:
