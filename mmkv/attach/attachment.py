@@ -14,7 +14,13 @@ from torch import nn
 
 from mmkv.adapters import Adapter
 from mmkv.attach import attention, configs, graph, hooks
-from mmkv.attach.generation import prepare_cache, prepare_config, prepare_inputs, refuse_batching
+from mmkv.attach.generation import (
+    prepare_cache,
+    prepare_config,
+    prepare_inputs,
+    prepare_positions,
+    refuse_batching,
+)
 from mmkv.cache.config import CacheConfig
 
 
@@ -66,6 +72,7 @@ class Attachment:
             "_prepare_cache_for_generation": partial(prepare_cache, self),
             "_prepare_generation_config": partial(prepare_config, self),
             "prepare_inputs_for_generation": partial(prepare_inputs, self),
+            "_prepare_position_ids_for_generation": partial(prepare_positions, self),
         }
         for name in ("generate_batch", "init_continuous_batching"):
             if hasattr(model, name):

@@ -23,10 +23,9 @@ from torch.utils._pytree import tree_map_only
 
 from mmkv.attach.capturing import capture, refusing_waits
 from mmkv.attach.fusing import fused
-from mmkv.cache.compressed import CompressedCache, NotCapturableError
-from mmkv.cache.head_groups import GraphInputs, HeadGroup, step_of
+from mmkv.cache.clock import GraphInputs, NotCapturableError, step_of
+from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.layer import CompressedLayer
-from mmkv.cache.ragged_rows import RaggedRows
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ class Runner:
 
     def _on_device(self, cache: CompressedCache, inputs: dict[str, Any]) -> Any:
         if self.clock is None:
-            self.clock = cache.clock = GraphInputs.at(_blocks(cache)[0].positions.device)
+            self.clock = cache.clock = GraphInputs.at(cache.blocks[0].positions.device)
         if cache.clock is not self.clock:
             raise NotCapturableError("the cache was changed between two steps")
         self._take(inputs)
@@ -117,7 +116,7 @@ class Runner:
                 self.replay, self.out = capture(lambda: self._step(cache), self.clock.row.device)
         for layer in cache.compressed:
             layer.seen += 1
-        for block in _blocks(cache):
+        for block in cache.blocks:
             block.schedule.advance()
         self.replay()
         found = {k: v for k, v in self.out.items() if k != "past_key_values"}
@@ -186,18 +185,14 @@ def _decodes(cache: CompressedCache, inputs: dict[str, Any]) -> bool:
     return not (cache.expects_prompt or cache.postpones) and tokens.shape[1] == 1
 
 
-def _blocks(cache: CompressedCache) -> list[HeadGroup | RaggedRows]:
-    return [b for layer in cache.compressed for b in layer.blocks or ()]
-
-
 def _fills_up(cache: CompressedCache) -> bool:
     """Whether some row has still to drop its first token: from then on victims are slots (H2O)."""
-    return any(b.filling for b in _blocks(cache))
+    return any(b.filling for b in cache.blocks)
 
 
 def _has_slots(cache: CompressedCache) -> bool:
     """Whether the blocks have fixed shapes, with a slot for the next token."""
-    return all(b.fits(cache.get_seq_length()) for b in _blocks(cache))
+    return all(b.fits(cache.get_seq_length()) for b in cache.blocks)
 
 
 def _reserve(cache: CompressedCache, ahead: int) -> None:
@@ -205,7 +200,7 @@ def _reserve(cache: CompressedCache, ahead: int) -> None:
 
     Of the mean row: those who keep all need slots too. Policies that drop a token a step need few.
     """
-    blocks, seen = _blocks(cache), cache.get_seq_length()
+    blocks, seen = cache.blocks, cache.get_seq_length()
     if not cache.plan.keeps_everything:
         used, rows = (sum(x) for x in zip(*(b.taken for b in blocks), strict=True))
         dropped = seen - used // rows
@@ -218,15 +213,15 @@ def _reserve(cache: CompressedCache, ahead: int) -> None:
 
 def _set(cache: CompressedCache, clock: GraphInputs) -> None:
     """Set the clock to the next step."""
-    clock.set(step_of(_blocks(cache)), cache.get_seq_length())
+    clock.set(step_of(cache.blocks), cache.get_seq_length())
 
 
 @contextmanager
 def _undone(cache: CompressedCache, *, always: bool) -> Generator[None]:
     """Leave the cache as it was, after an error or `always`: a capture only looks at a step."""
     host = [(layer, layer.seen) for layer in cache.compressed]
-    schedules = [(b, copy.copy(b.schedule)) for b in _blocks(cache)]
-    saved = [(x, x.clone()) for b in _blocks(cache) for x in b.mutable]
+    schedules = [(b, copy.copy(b.schedule)) for b in cache.blocks]
+    saved = [(x, x.clone()) for b in cache.blocks for x in b.mutable]
     try:
         yield
     except BaseException:

@@ -61,13 +61,7 @@ def before_model(
     generated_mask.set(None)
 
 
-def after_model(
-    attachment: Attachment,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: Any,
-) -> None:
+def after_model(*call: Any) -> None:
     """Nothing of this call may reach the next one; called after an exception too."""
     current.set(None)
 
@@ -117,11 +111,10 @@ def before_decoder(
         earlier = None
         if seen_by is not None:
             earlier, valid = seen_by[:, :seen], seen_by[:, seen:]
-        first = None
-        if cache.plan.runs_mini_prefill:
-            policy = cache.plan.policy
-            first = partial(_mini_prefill, attachment, policy, running, kwargs)
-        image = _image_tokens(attachment, cache.plan.policy, running, valid)
+        policy = cache.plan.policy
+        given = running, parts.decoder, policy, attachment.compressed, kwargs
+        first = partial(attention.run_mini_prefill, *given)
+        image = _image_tokens(attachment, policy, running, valid)
         cache.begin(running, valid, earlier, image, first)
     else:
         # `generate` only ever adds ones to its mask: to look at it would make a GPU wait.
@@ -220,23 +213,6 @@ def after_attention(
 
 def _is_new(cache: Any) -> bool:
     return isinstance(cache, DynamicCache) and cache.get_seq_length() == 0
-
-
-def _mini_prefill(
-    attachment: Attachment,
-    policy: Policy,
-    running: ForwardPass,
-    arguments: dict[str, Any],
-    prompt: Any,
-) -> list[Tensor]:
-    return attention.run_mini_prefill(
-        running,
-        attachment.parts.decoder,
-        policy,
-        attachment.compressed,
-        arguments,
-        prompt,
-    )
 
 
 def _mask(mask: Any, tokens: Tensor, seen: int) -> Tensor | None:
