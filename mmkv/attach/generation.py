@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from mmkv.attach import graph, hooks
 from mmkv.attach.unsupported import refuse_moved, refuse_other_caches
@@ -10,6 +14,10 @@ from mmkv.cache.compressed import CompressedCache
 
 if TYPE_CHECKING:
     from mmkv.attach.attachment import Attachment
+
+# How far pictures move the text of the call in hand, int64 [B, 1], where the model says so.
+_rope_deltas: ContextVar[Tensor | None] = ContextVar("_rope_deltas", default=None)
+_remembered = threading.Lock()
 
 
 def prepare_cache(
@@ -25,6 +33,11 @@ def prepare_cache(
     cache = model_kwargs.get("past_key_values")
     if cache is not None:
         hooks.check_cache(cache, attachment)
+        if generation_config.use_cache is False:
+            raise ValueError(
+                "use_cache=False behind past_key_values would read the new tokens alone: leave one "
+                "of them out"
+            )
         cache._is_user_defined = True
     elif generation_config.use_cache is False:
         return
@@ -34,6 +47,10 @@ def prepare_cache(
     if generation_config.num_beams > 1:  # beams do not ask
         graph.pays(attachment.model, cache, generation_config)
     cache.max_length = generation_config.max_length or 0
+    cache.rope_deltas = _rope_deltas.get()
+    if cache.rope_deltas is not None:  # of rows before they were repeated for beams
+        rows = model_kwargs["position_ids"].shape[-2]
+        cache.rope_deltas = cache.rope_deltas.repeat_interleave(rows // len(cache.rope_deltas), 0)
     until = None
     if getattr(generation_config, "prefill_chunk_size", None) is not None:
         mask = model_kwargs.get("attention_mask")
@@ -46,6 +63,40 @@ def prepare_config(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
     model: Any = attachment.model
     found = type(model)._prepare_generation_config(model, *args, **kwargs)
     refuse_moved(found[0])
+    _rope_deltas.set(None)
+    return found
+
+
+def prepare_positions(
+    attachment: Attachment, inputs: Tensor, model_kwargs: dict[str, Any]
+) -> Tensor:
+    """In place of `_prepare_position_ids_for_generation`: those of this cache, whoever called last.
+
+    Models with three axes of positions (Qwen2-VL) remember how far pictures moved the text of the
+    last call. Here a cache remembers it. Where it does not (`mmkv.contexts`), the model counts from
+    all tokens and the grids of all pictures.
+
+    Raises:
+        ValueError: a cache that cannot be continued, or there is no token that it has not seen.
+    """
+    model: Any = attachment.model
+    known: Any = model_kwargs.get("past_key_values")
+    if known is not None:
+        hooks.check_cache(known, attachment)
+    parts: list[Any] = [model, getattr(model, "model", None)]
+    owners = [x for x in parts if hasattr(x, "rope_deltas")]
+    prepare = type(model)._prepare_position_ids_for_generation
+    with _remembered:
+        for owner in owners:
+            owner.rope_deltas = None if known is None else known.rope_deltas
+        found: Tensor = prepare(model, inputs, model_kwargs)
+        for owner in owners:
+            _rope_deltas.set(owner.rope_deltas)
+    if known is not None and 0 < known.get_seq_length() >= found.shape[-1]:
+        raise ValueError(
+            f"past_key_values has seen {known.get_seq_length()} tokens, and there are "
+            f"{found.shape[-1]}: give all that it has seen, and at least one more"
+        )
     return found
 
 

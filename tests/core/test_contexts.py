@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from dataclasses import replace
 
@@ -244,6 +245,35 @@ def test_saved_and_loaded_it_is_the_same(models, policy, kv_dtype, tmp_path):
     assert found.cache.lengths == context.cache.lengths
 
 
+@pytest.mark.parametrize("lengths", [(88, 47), (12,)], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    slow_except(
+        ["Gemma3ForCausalLM", "Gemma2ForCausalLM", "Gemma4ForCausalLM", "Llama4ForCausalLM"],
+        "Gemma3ForCausalLM",
+    ),
+)
+def test_windows_of_sliding_layers_are_saved_too(name, lengths, tmp_path):
+    model, path = zoo.model_of(name), tmp_path / "read.safetensors"
+    asked = {k: x.expand(len(lengths), -1) for k, x in question(8).items()}
+    with mmkv.wrapped(model, "condense", 0.4):
+        context = mmkv.read(model, zoo.prompt(model, lengths))
+        context.save(path)
+        found = mmkv.load_context(path, model)
+        for one in (context, found):
+            one.append(asked)
+        for one, other in zip(ask(found, asked)[:2], ask(context, asked)[:2], strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata()
+        tensors = load_file(path)
+        windows = [key for key in tensors if key.startswith("windows.")]
+        for key in (windows[0], windows[-1]):
+            save_file({**tensors, key: tensors[key][:, :, 1:].contiguous()}, path, header)
+            with pytest.raises(ValueError, match=r"layer \d holds a window"):
+                mmkv.load_context(path, model)
+
+
 def test_a_loaded_context_reports_what_the_saved_one_did(models, tmp_path):
     model, inputs = models("llama"), make_inputs("llama", (90, 41))
     path = tmp_path / "read.safetensors"
@@ -278,6 +308,12 @@ def test_a_file_of_another_model_or_wrap_is_refused(models, tmp_path):
         other.model.layers[2].self_attn.v_proj.weight.mul_(1.01)
     with mmkv.wrapped(other, "condense", 0.4), pytest.raises(ValueError, match="other weights"):
         mmkv.load_context(path, other)
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
+    turned = type(model)(config).eval()
+    turned.load_state_dict(model.state_dict())
+    with mmkv.wrapped(turned, "condense", 0.4), pytest.raises(ValueError, match="other weights"):
+        mmkv.load_context(path, turned)
     wide = make_model("llama-mha")
     with mmkv.wrapped(wide, "condense", 0.4), pytest.raises(ValueError, match="other weights"):
         mmkv.load_context(path, wide)
@@ -316,6 +352,91 @@ def test_a_broken_file_is_named(models, tmp_path):
             mmkv.load_context(tmp_path / "nowhere", model)
 
 
+GRIDS = ("Qwen2_5_VL", "Qwen2VL", "Qwen3VL", "Qwen3_5", "Glm4v")
+GRIDS = [f"{name}ForConditionalGeneration" for name in GRIDS]
+
+
+@pytest.mark.parametrize("name", slow_except(GRIDS, GRIDS[0]))
+def test_what_is_read_between_questions_changes_no_reply(name):
+    """Models with three axes of positions remember how far the last call's pictures moved text."""
+    model = zoo.model_of(name)
+    first, other = (zoo.prompt(model, (60 + 28 * i,), seed=i, pictures=1 + i) for i in range(2))
+    with mmkv.wrapped(model, "condense", 0.5):
+        context = mmkv.read(model, first)
+        wanted = ask(context, question(8))[0]
+        model.generate(**other, max_new_tokens=2)
+        assert torch.equal(ask(context, question(8))[0], wanted)
+        model.generate(**question(30), max_new_tokens=2)
+        assert torch.equal(ask(context, question(8))[0], wanted)
+
+
+def film(model, seed, seconds):
+    g = torch.Generator().manual_seed(seed)
+    frames = zoo._picture(model, 2, g)
+    ids = torch.randint(8, 60, (1, 7 + frames.count), generator=g)
+    ids[:, 5:-2] = frames.token
+    kinds = zoo._kinds(model, ids)
+    return {
+        **padded({"input_ids": ids, "attention_mask": torch.ones_like(ids)}),
+        **frames.inputs,
+        **kinds,
+        "second_per_grid_ts": seconds,
+    }
+
+
+def test_seconds_of_films_are_remembered(tmp_path):
+    model, path = zoo.model_of(GRIDS[0]), tmp_path / "read.safetensors"
+    one, two, asked = film(model, 1, [2.0]), film(model, 2, torch.tensor([3.0])), question(8)
+    asked["input_ids"] = asked["input_ids"].clamp(min=8)
+
+    def whole(*parts):
+        ids = torch.cat([x["input_ids"] for x in parts], 1)
+        more = {
+            name: torch.cat([torch.as_tensor(x[name]) for x in parts if name in x])
+            for name in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+        }
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more}
+        return generate(model, {**given, **zoo._kinds(model, ids)}, new=NEW)[0]
+
+    close = functools.partial(torch.testing.assert_close, atol=1e-4, rtol=0)
+    plain, both = whole(one, asked), whole(one, two, asked)
+    with mmkv.wrapped(model, "condense", 1.0):
+        context = mmkv.read(model, one)
+        close(ask(context, asked)[0], plain)
+        context.save(path)
+        close(ask(mmkv.load_context(path, model), asked)[0], plain)
+        context.append(two)
+        close(ask(context, asked)[0], both)
+
+
+@pytest.mark.parametrize("rows", [(60,), (60, 41)], ids=str)
+def test_a_question_is_asked_with_beams(models, rows):
+    model, inputs = models("llama"), make_inputs("llama", rows)
+    asked = {k: x.expand(len(rows), -1) for k, x in question(8).items()}
+    whole = {k: torch.cat([inputs[k], asked[k]], 1) for k in asked}
+    beams = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False, "max_new_tokens": NEW}
+    wanted = model.generate(**whole, **beams)[:, whole["input_ids"].shape[1] :]
+    with mmkv.wrapped(model, "condense", 1.0):
+        context = mmkv.read(model, inputs)
+        assert torch.equal(context.ask(asked, **beams), wanted)
+        config = copy.deepcopy(model.generation_config)
+        config.update(**beams)
+        assert torch.equal(context.ask(asked, generation_config=config), wanted)
+        torch.manual_seed(0)
+        drawn = context.ask(asked, do_sample=True, num_return_sequences=3, max_new_tokens=NEW)
+        assert drawn.shape == (3 * len(rows), NEW)
+
+
+def test_a_model_told_to_use_no_cache_is_asked_with_one(models, monkeypatch):
+    model, inputs = models("llama"), make_inputs("llama", (40,))
+    with mmkv.wrapped(model, "condense", 0.4):
+        context = mmkv.read(model, inputs)
+        wanted = ask(context, question(8))[0]
+        monkeypatch.setattr(model.generation_config, "use_cache", False)
+        assert torch.equal(ask(context, question(8))[0], wanted)
+        assert torch.equal(ask(mmkv.read(model, inputs), question(8))[0], wanted)
+
+
 def test_what_cannot_be_asked_is_said(models):
     model, inputs = models("llama"), make_inputs("llama", (40, 30))
     with pytest.raises(ValueError, match="is not wrapped"):
@@ -328,6 +449,13 @@ def test_what_cannot_be_asked_is_said(models):
             context.ask(padded(*[question(4)] * 3), max_new_tokens=2)
         with pytest.raises(ValueError, match="1 rows behind a context of 2"):
             context.append(question(4))
+        for use in (context.ask, context.append):
+            with pytest.raises(ValueError, match="no tokens behind the context"):
+                use({k: x.expand(2, -1) for k, x in question(0).items()})
+        with pytest.raises(ValueError, match=r"position_ids: .* leave them out"):
+            mmkv.read(model, {**inputs, "position_ids": torch.arange(40).expand(2, -1)})
+        with pytest.raises(ValueError, match="use_cache=False behind"):
+            context.ask(padded(question(4), question(5)), use_cache=False)
     with mmkv.wrapped(model, "condense", 0.5), pytest.raises(ValueError, match="made under"):
         context.ask(padded(question(4), question(5)), max_new_tokens=2)
 

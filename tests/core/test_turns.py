@@ -8,13 +8,15 @@ import pytest
 import torch
 
 import mmkv
+from helpers import zoo
 from helpers.marks import slow_except
 from helpers.masking import masked_logits, pairs_of
-from helpers.models import IMAGE, make_inputs, next_turn
+from helpers.models import IMAGE, make_inputs, next_turn, row_of
 from helpers.oracle import ROWS, VARIANTS, generate, options_of
 from mmkv.cache.dense import DenseKV
 
 FIRST, SECOND = 8, 12  # tokens generated in each turn
+ROUNDS = {"decode": "rounds", "every": 4}
 
 
 @pytest.mark.parametrize(
@@ -157,6 +159,62 @@ def test_turns_at_full_budget_are_the_plain_conversation(models, policy):
     plain = talk()
     with mmkv.wrapped(model, policy, 1.0):
         torch.testing.assert_close(talk(), plain, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "decode"),
+    slow_except(
+        [("condense", ROUNDS), *((policy, {}) for policy in mmkv.list_policies())],
+        ("condense", {}),
+        several=True,
+    ),
+    ids=str,
+)
+def test_a_row_that_lost_nothing_before_goes_on_as_alone(models, policy, decode):
+    """The first turn of row 0 is as long as the budget, and that of row 1 is longer."""
+    model, inputs = models("llama"), make_inputs("llama", (40, 90))
+    options = {"window": 6} if mmkv.get_policy(policy).observed else {}
+    more = torch.randint(4, 120, (1, 20), generator=torch.Generator().manual_seed(3))
+
+    def talk(inputs):
+        rows = len(inputs["input_ids"])
+        _, words, cache, _ = generate(model, inputs, new=2)
+        ids = torch.cat([inputs["input_ids"], words, more.expand(rows, -1)], 1)
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 22), value=1)
+        given = {"input_ids": ids, "attention_mask": mask}
+        return generate(model, given, new=SECOND, past_key_values=cache)[0]
+
+    with mmkv.wrapped(model, policy, 40, **options, **decode):
+        together, alone = talk(inputs), talk(row_of(inputs, 0))
+    torch.testing.assert_close(together[:, :1], alone, atol=1e-4, rtol=0)
+
+
+def test_conversations_of_one_model_may_alternate():
+    """Models with three axes of positions remember how far the last call's pictures moved text."""
+    model = zoo.model_of("Qwen2_5_VLForConditionalGeneration")
+    first, other = (zoo.prompt(model, (60 + 28 * i,), seed=i, pictures=1 + i) for i in range(2))
+
+    def talk(between):
+        _, words, cache, _ = generate(model, first, new=3)
+        if between:
+            model.generate(**other, max_new_tokens=2)
+        turn = zoo.next_turn(model, first, words, picture=False)
+        return generate(model, turn, new=SECOND, past_key_values=cache)[0]
+
+    alone = talk(between=False)
+    with mmkv.wrapped(model, "condense", 1.0):
+        torch.testing.assert_close(talk(between=False), alone, atol=1e-4, rtol=0)
+        torch.testing.assert_close(talk(between=True), alone, atol=1e-4, rtol=0)
+
+
+def test_a_turn_without_new_tokens_is_refused(models):
+    model, inputs = models("llama"), make_inputs("llama", (40,))
+    with mmkv.wrapped(model, "condense", 0.4):
+        _, _, cache, _ = generate(model, inputs, new=3)
+        for n in (40, 20):
+            given = {"input_ids": inputs["input_ids"][:, :n]}
+            with pytest.raises(ValueError, match=f"has seen 42 tokens, and there are {n}"):
+                model.generate(**given, past_key_values=cache, max_new_tokens=2)
 
 
 @pytest.mark.parametrize("policy", ["prefixkv", "snapkv", "h2o", "local"])
