@@ -4,45 +4,36 @@ The way of one prompt: `begin` (before the first layer) learns the prompt and, w
 the layer sizes; `attend` (once a layer) delegates the prefill and evicts, at once or, when sizes
 depend on all layers, in `finish` (after the last layer). A decode step writes the new token into a
 slot, attends, and empties the slot of the token it drops. A new turn of a conversation is a prompt
-again: what is left of earlier turns competes with the new tokens under the same budget.
+again: what is left of earlier turns competes with the new tokens under the same budget. What the
+cache then holds, and can be asked for, is its `CacheState`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
-from mmkv import adapters
-from mmkv.cache.config import CacheConfig
 from mmkv.cache.dense import DenseKV
 from mmkv.cache.evict import evict, head_sizes
 from mmkv.cache.forward_pass import NOT_ATTENDED, ForwardPass, current
-from mmkv.cache.head_groups import GraphInputs, HeadGroup, step_of
 from mmkv.cache.hidden import hides, tokens_known
-from mmkv.cache.layer import CompressedLayer, nbytes
+from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.layer_sizes import sizes_of_rows
 from mmkv.cache.modes import outliving, refuse_gradient
 from mmkv.cache.phases import Decoding, Reading
-from mmkv.cache.ragged_rows import RaggedRows
+from mmkv.cache.state import CacheState
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs
 from mmkv.parts.slots import plan as plan_slots
 from mmkv.parts.slots import send
-from mmkv.report import CacheReport
 
 
-class NotCapturableError(RuntimeError):
-    """A step that cannot be captured or replayed, see `mmkv.attach.graph`."""
-
-
-class CompressedCache(Cache):
+class CompressedCache(CacheState):
     """A key-value cache that keeps what a policy finds worth keeping.
 
     `model.generate` on a wrapped model makes one; `return_dict_in_generate=True` returns it as
@@ -53,51 +44,6 @@ class CompressedCache(Cache):
         plan: policy, budget and profile.
         max_length: prompt and generated tokens at the most, if known: slots are set aside.
     """
-
-    def __init__(self, config: Any, plan: CacheConfig, *, max_length: int = 0) -> None:
-        # What drives steps that are replayed (`mmkv.attach.graph`), and whether this is one.
-        self.clock: GraphInputs | None = None
-        self.on_clock = False
-        # The same for all other steps, by device, and the position it was set to.
-        self.clocks: dict[torch.device, tuple[GraphInputs, int]] = {}
-        plain = DynamicCache(config=config).layers
-        layers = [CompressedLayer() if type(x) is DynamicLayer else x for x in plain]
-        super().__init__(layers=layers)
-        self.plan = plan
-        self.max_length = max_length
-        self.phase: Reading | Decoding = Reading()
-        # False where later turns only ask (`mmkv.contexts`): they are kept whole, as is all else.
-        self.evicts_turns = True
-        # Whether the plan is this cache's own (`mmkv.serving`), not that of the model's wrap.
-        self.own_plan = False
-        # Whether layer sizes were learned from it, see `mmkv.cache.sampling`.
-        self.sizes_learned = False
-        # What is known of all tokens up to the end of the last prompt.
-        self.prompt: TokenMasks | None = None
-        self.shape = _shape(config)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen, not kept."""
-        if self.on_clock:
-            raise NotCapturableError("the model asks the cache for the number of tokens each step")
-        return super().get_seq_length(layer_idx)
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Where a mask's new tokens begin; its columns begin there too, see `get_mask_sizes`."""
-        return super().get_seq_length(layer_idx)
-
-    @property
-    def compressed(self) -> list[CompressedLayer]:
-        """The layers that are compressed, in order."""
-        return [x for x in self.layers if isinstance(x, CompressedLayer)]
-
-    @property
-    def expects_prompt(self) -> bool:
-        """Whether the next pass brings a prompt, or more of one, and not a generated token."""
-        return isinstance(self.phase, Reading)
-
-    def _blocks(self) -> list[HeadGroup | RaggedRows]:
-        return [b for layer in self.compressed for b in layer.blocks or ()]
 
     def expect(self, until: int | None = None) -> None:
         """The next pass begins a prompt or a new turn, complete at `until` tokens seen."""
@@ -128,7 +74,7 @@ class CompressedCache(Cache):
         valid: Tensor,
         earlier: Tensor | None,
         image: Tensor | None,
-        mini_prefill: Callable[[TokenMasks], list[Tensor]] | None = None,
+        mini_prefill: Callable[[TokenMasks], list[Tensor]],
     ) -> None:
         """Before a prompt, or its next chunk: learn it; size the layers where sizes are known.
 
@@ -137,7 +83,7 @@ class CompressedCache(Cache):
             valid: bool [B, q], False for padding.
             earlier: bool [B, seen], False for earlier tokens that are masked; None: none is.
             image: bool [B, q], True for image tokens, or None.
-            mini_prefill: gives the scores of every layer in a pass that stores nothing, or None.
+            mini_prefill: gives the scores of every layer in a pass that stores nothing.
 
         Raises:
             ValueError: a row without tokens or padded on the right, or tokens that were masked
@@ -154,17 +100,8 @@ class CompressedCache(Cache):
             earlier = earlier.to(known.device)
             phase.hides = hides(self.layers, known, earlier)
             known = known & earlier
-        prompt = TokenMasks.of(
-            plan.policy,
-            valid,
-            image,
-            budget=plan.budget,
-            n_layers=len(self.compressed),
-            before=self.prompt,
-            earlier=known,
-        )
-        phase.sizes = None
-        self.prompt, running.cache = prompt, self
+        self.prompt = prompt = self._marked(valid, image, known)
+        phase.sizes, running.cache = None, self
         if phase.until is not None and prompt.valid.shape[1] >= phase.until:
             phase.until = None
         whole = phase.until is None
@@ -174,22 +111,12 @@ class CompressedCache(Cache):
         )
         if not phase.evicts:
             return
-        if not all(prompt.lengths):
-            raise ValueError(
-                f"row {prompt.lengths.index(0)} of the batch is padding alone: it has no token"
-            )
-        if not bool(valid[:, -1].all()):
-            raise ValueError(
-                "a row of the batch ends in padding: pad on the left (processor.tokenizer."
-                "padding_side = 'left'), as generation needs"
-            )
+        prompt.check_ends()
         if phase.postpones:
             return
         if whole and not phase.keeps_all:
             plan.log_shortfalls(prompt, len(self.compressed))
-        asks = mini_prefill is not None and plan.runs_mini_prefill
-        if asks and seen == 0 and self._evicts(prompt):
-            assert mini_prefill is not None
+        if plan.runs_mini_prefill and seen == 0 and plan.evicts(prompt):
             scores = mini_prefill(prompt)
             everywhere = torch.arange(valid.shape[1], device=valid.device)
             positions = everywhere.masked_fill(~prompt.valid, -1)[:, None]
@@ -213,7 +140,7 @@ class CompressedCache(Cache):
         """
         self._check_step(running, mask, q)
         running.cache = self
-        plan_slots([b.schedule for b in self._blocks()])
+        plan_slots([b.schedule for b in self.blocks])
         phase, decode = self.phase, self.plan.policy.decode
         if not isinstance(phase, Decoding) or not self.observes_replies:
             return
@@ -223,53 +150,29 @@ class CompressedCache(Cache):
         phase.waiting = decode.latest
         known = tokens_known(self.prompt, self.get_seq_length() + q)
         assert known is not None
-        self.prompt = TokenMasks.of(
-            self.plan.policy,
-            known[:, :0],
-            budget=self.plan.budget,
-            n_layers=len(self.compressed),
-            before=self.prompt,
-            earlier=known,
-        )
+        self.prompt = self._marked(known[:, :0], None, known)
         phase.reading = Reading(evicts=True, similarity=phase.similarity)
         if phase.postponed:
             self.plan.log_shortfalls(self.prompt, len(self.compressed))
         if not self.plan.needs_all_layers:
             phase.reading.sizes = self._sizes(self.prompt)
 
-    def _clock_at(self, device: torch.device, position: int) -> GraphInputs:
-        """What tells layers on a device which step this is; set once a step."""
-        clock, there = self.clocks.get(device, (None, -1))
-        if clock is None:
-            clock = GraphInputs.at(device)
-        if there != position:
-            clock.set(step_of(self._blocks()), position)
-            self.clocks[device] = clock, position
-        return clock
-
-    @property
-    def observes_replies(self) -> bool:
-        """Whether queries of generated tokens are remembered: they will observe."""
-        rounds = self.plan.policy.decode.every > 0
-        return (rounds or self.postpones) and not self.plan.keeps_everything
-
-    @property
-    def postpones(self) -> bool:
-        """Whether the prompt is held whole until some more tokens are generated."""
-        return isinstance(self.phase, Decoding) and self.phase.postponed
-
-    @property
-    def due(self) -> int:
-        """How many tokens must be generated until what is held is evicted, where it will be."""
-        assert isinstance(self.phase, Decoding)
-        policy = self.plan.policy
-        after = policy.decode.every + policy.decode.latest
-        return max(0, (policy.postpone if self.phase.postponed else after) - self.phase.waiting)
+    def _marked(self, valid: Tensor, image: Tensor | None, earlier: Tensor | None) -> TokenMasks:
+        """What is known of all tokens, with the new ones; arguments as of `TokenMasks.of`."""
+        return TokenMasks.of(
+            self.plan.policy,
+            valid,
+            image,
+            budget=self.plan.budget,
+            n_layers=len(self.compressed),
+            before=self.prompt,
+            earlier=earlier,
+        )
 
     def _check_step(self, running: ForwardPass, mask: Tensor | None, q: int) -> None:
         """Whether `step` can be done; what the mask hides."""
         self._check_whole()
-        if q > 1 and any(b.schedule.drops for b in self._blocks()):
+        if q > 1 and any(b.schedule.drops for b in self.blocks):
             raise ValueError(
                 f"{q} tokens at once behind a compressed prompt: policy {self.plan.policy.name!r} "
                 "drops a token a step while decoding; feed them one by one, or use decode='grow'"
@@ -429,7 +332,7 @@ class CompressedCache(Cache):
     def finish(self) -> None:
         """After the last layer of a pass: size and evict the layers that had to wait."""
         phase, prompt, layers = self.phase, self.prompt, self.compressed
-        reading = phase if isinstance(phase, Reading) else phase.reading
+        reading = self._reading
         if reading is None or prompt is None or not reading.evicts:
             return
         waiting = [x.state for x in layers if isinstance(x.state, DenseKV)]
@@ -446,145 +349,10 @@ class CompressedCache(Cache):
         elif phase.until is None:
             self.phase = Decoding(postponed=phase.postpones, similarity=phase.similarity)
 
-    def kept(self, layer: int) -> Tensor:
-        """Original positions kept by a layer, int64 [B, H, n], ascending, -1 as filler.
-
-        Positions count along the sequence axis of the batch, padding included, as
-        `get_seq_length` does.
-
-        Raises:
-            ValueError: no such layer, one that is not compressed (sliding, linear attention), or
-                nothing was run.
-        """
-        return self._compressed_layer(layer).kept()
-
-    def groups(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The groups of a layer, for policies with merge="groups".
-
-        Returns:
-            weights: int64 [B, H, n], how many tokens each group stands for, 0 as filler.
-            group: int64 [B, H, N], in which of them each token of the prompt lies, earlier turns
-                included; -1 for tokens that are kept as they are, gone, or padding.
-
-        Raises:
-            ValueError: no such layer, one that is not compressed (sliding, linear attention), or
-                nothing was run.
-        """
-        found = self._compressed_layer(layer).keeping()
-        assert self.prompt is not None
-        return found.groups(self.prompt.valid.shape[1])
-
-    def shares(self, layer: int) -> Tensor:
-        """How much of a pair each token seen has in a layer, float32 [B, H, T].
-
-        1 for a token that is kept as it is, 1 / m for one in a group of m tokens, 0 for one that is
-        gone or padding: over tokens they add up to the pairs held.
-
-        Raises:
-            ValueError: no such layer, one that is not compressed (sliding, linear attention), or
-                nothing was run.
-        """
-        found = self._compressed_layer(layer)
-        return found.keeping().shares(found.seen)
-
     @property
-    def lengths(self) -> list[int]:
-        """Tokens of each row up to the end of the last prompt, without padding."""
-        return [] if self.prompt is None else self.prompt.lengths
-
-    def _compressed_layer(self, layer: int) -> CompressedLayer:
-        if not -len(self.layers) <= layer < len(self.layers):
-            raise ValueError(f"layer {layer}: the cache has layers 0 to {len(self.layers) - 1}")
-        found = self.layers[layer]
-        if not isinstance(found, CompressedLayer):
-            raise ValueError(
-                f"layer {layer} has a sliding window or linear attention: it is not compressed"
-            )
-        return found
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the storages really held for keys and values, empty slots included."""
-        return sum(self.layer_nbytes)
-
-    @property
-    def layer_nbytes(self) -> list[int]:
-        """`nbytes` layer by layer."""
-        return [nbytes(x) for x in self.layers]
-
-    def report(self) -> CacheReport:
-        """Per layer: kept per head, bytes, retained importance; and the totals."""
-        return CacheReport.of(self)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search: row i continues what row beam_idx[i] was."""
-        self._select_rows(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
-        self._select_rows(torch.arange(len(self.lengths)).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these rows, by index or by a bool mask."""
-        self._select_rows(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
-
-    def _select_rows(self, batch: Tensor) -> None:
-        """Everything a row has moves with it."""
-        self.clock = None
-        for layer in self.layers:
-            if isinstance(layer, CompressedLayer):
-                layer.select_rows(batch)
-            elif isinstance(layer, DynamicLayer):
-                layer.batch_select_indices(batch)
-            elif isinstance(layer, LinearAttentionLayer):
-                layer.reorder_cache(cast(torch.LongTensor, batch))
-        if self.prompt is not None:
-            self.prompt = self.prompt.rows(batch)
-        self.phase.select_rows(batch)
-
-    def reset(self) -> None:
-        """Drop everything, ready for a new prompt."""
-        super().reset()
-        self.prompt, self.phase, self.clock, self.sizes_learned = None, Reading(), None, False
-        self.clocks = {}
-
-    def check_plan(self, config: Any, plan: CacheConfig) -> None:
-        """Whether a model wrapped as `plan` says may continue this cache.
-
-        Raises:
-            ValueError: it was made under another policy or budget, or by another model.
-        """
-        if self.shape != _shape(config):
-            raise ValueError(
-                f"this CompressedCache was made by another model ({self.shape}, here "
-                f"{_shape(config)}): start a new one"
-            )
-        if self.plan != plan and not self.own_plan:
-            raise ValueError(
-                f"this CompressedCache was made under {self.plan.describe()}, and the model is "
-                f"wrapped with {plan.describe()} now: continue it under the wrap that made it, or "
-                "start a new one"
-            )
-
-    def _check_whole(self) -> None:
-        """Whether every layer has seen every token: not so after an interrupted pass.
-
-        Raises:
-            ValueError: some layers have not.
-        """
-        seen = {x.seen for x in self.compressed}
-        if len(seen) > 1:
-            raise ValueError(
-                f"this CompressedCache was interrupted within a pass (its layers have seen "
-                f"{min(seen)} to {max(seen)} tokens): start a new one"
-            )
-
-    def _evicts(self, prompt: TokenMasks) -> bool:
-        """Whether any row is long enough to lose a token."""
-        budget = self.plan.budget
-        if self.plan.keeps_everything or prompt.lengths == prompt.floors:
-            return False
-        return isinstance(budget, float | None) or max(prompt.lengths) > budget
+    def _reading(self) -> Reading | None:
+        """What this pass reads: a prompt, or a round of replies; None where it only decodes."""
+        return self.phase if isinstance(self.phase, Reading) else self.phase.reading
 
     @property
     def repeats(self) -> bool:
@@ -599,7 +367,7 @@ class CompressedCache(Cache):
             return False
         adds = self.plan.policy.score.combines == "sum"
         evicts = phase.evicts and not (phase.keeps_all or phase.postpones)
-        return adds or (evicts and self._evicts(prompt))
+        return adds or (evicts and self.plan.evicts(prompt))
 
     def _sizes(
         self,
@@ -609,27 +377,15 @@ class CompressedCache(Cache):
         measured: Sequence[Tensor] = (),
     ) -> list[list[int]]:
         """Every layer's size for every row [L][B], from what was found of the layers."""
-        reading = self.phase if isinstance(self.phase, Reading) else self.phase.reading
-        found = {} if reading is None or not reading.similarity else reading.similarity
+        phase, reading = self.phase, self._reading
+        found = {} if reading is None else reading.similarity
         similarity = [found[i][0] for i in sorted(found)]
         known = scores, positions, measured, similarity
         sizes = sizes_of_rows(self.plan, prompt, len(self.compressed), *known)
-        self._learn(prompt, sizes)
+        if isinstance(phase, Reading) and phase.until is None and not self.sizes_learned:
+            self.sizes_learned = True
+            self.plan.learn(sizes, prompt.lengths)
         return [list(layer) for layer in zip(*sizes, strict=True)]
-
-    def _learn(self, prompt: TokenMasks, sizes: Sequence[Sequence[int]]) -> None:
-        """Take in the sizes [B][L] of a first prompt's rows that lose tokens, where it is whole.
-
-        Beams of one request are rows alike, which count once.
-        """
-        plan, phase = self.plan, self.phase
-        first = isinstance(phase, Reading) and phase.until is None and not self.sizes_learned
-        if plan.sampling is None or plan.learned is not None or not first:
-            return
-        self.sizes_learned = True
-        for row, length in dict.fromkeys(zip(map(tuple, sizes), prompt.lengths, strict=True)):
-            if any(n < length for n in row):
-                plan.sampling.add(plan.task, row)
 
     def _evict(self, layer: CompressedLayer, sizes: list[int], split: Tensor | None = None) -> None:
         """The layer keeps a copy of what it keeps, and lets go of the rest."""
@@ -642,8 +398,3 @@ class CompressedCache(Cache):
         layer.state = evict(
             layer.state, self.plan, prompt, sizes, expected, self.layers.index(layer), split
         )
-
-
-def _shape(config: Any) -> str:
-    """What a cache and the decoder it is for must agree in."""
-    return ", ".join(f"{name}={value}" for name, value in adapters.shape(config).items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,12 +56,33 @@ class CacheConfig:
         """Whether nothing is ever evicted."""
         return token_masks.keeps_everything(self.policy, self.budget)
 
+    def evicts(self, prompt: TokenMasks) -> bool:
+        """Whether any row is long enough to lose a token."""
+        return any(self.evicting(prompt))
+
+    def evicting(self, prompt: TokenMasks) -> list[bool]:
+        """Which rows are long enough to lose a token."""
+        least = self.budget if isinstance(self.budget, int) else 0
+        rows = zip(prompt.lengths, prompt.floors, strict=True)
+        return [not self.keeps_everything and n > max(least, floor) for n, floor in rows]
+
     def started(self) -> CacheConfig:
         """The plan of a cache that begins now."""
         if self.sampling is None:
             return self
         task = sampling.current_task()
         return replace(self, task=task, learned=self.sampling.shares(task))
+
+    def learn(self, sizes: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
+        """Take in the sizes [B][L] of a first prompt's rows of these lengths that lose tokens.
+
+        Beams of one request are rows alike, which count once.
+        """
+        if self.sampling is None or self.learned is not None:
+            return
+        for row, length in dict.fromkeys(zip(map(tuple, sizes), lengths, strict=True)):
+            if any(n < length for n in row):
+                self.sampling.add(self.task, row)
 
     def fractions_of(self, length: int, n_layers: int) -> tuple[float, ...] | None:
         """The share of a row's tokens that each layer keeps, as far as that is known before."""

@@ -19,7 +19,7 @@ from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs, Rotary
 from mmkv.parts.merging import MergeIntoGroups
 from mmkv.policy import Policy
-from mmkv.scores import tile
+from mmkv.tiling import tile
 
 # Elements of masks in flight, on a device that takes more of attention.
 _MASK_TILE = 2**26

@@ -112,6 +112,10 @@ def evict(
         mass = per_token(held.scores, 0)
         if slots is not None:
             mass = slots.reduced(held.scores, combines).flatten(0, 1)
+        if combines == "max" and not all(scored := plan.evicting(prompt)):
+            whole_rows = ~torch.tensor(scored).repeat_interleave(H)[:, None]
+            whole_rows = whole_rows.to(mass.device, non_blocking=True)
+            mass.masked_fill_(whole_rows, 0.0)  # alone, such a row would not be scored
     elif policy.decode.weighs and not plan.keeps_everything:
         mass = torch.zeros(positions.shape, device=positions.device)
     if bias is not None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mmkv.parts.averaging import sums
-from mmkv.scores import autocast_off, tile
+from mmkv.tiling import autocast_off, tile
 
 if TYPE_CHECKING:
     from mmkv.cache.grouping import GroupSlots

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from mmkv.observers import largest, rows, spans
 from mmkv.parts.averaging import Bags, sums
 from mmkv.parts.merging import MergeIntoGroups
-from mmkv.scores import autocast_off, tile
+from mmkv.tiling import autocast_off, tile
 
 
 @dataclass(frozen=True)

@@ -7,45 +7,22 @@ so per-head sizes free memory without a loop over heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mmkv.cache.attention import attend, causal_view, mixed, weigh
+from mmkv.cache.clock import GraphInputs
 from mmkv.cache.quantize import QuantizedKV, Stored, nbytes, select
 from mmkv.cache.rerotate import reposition
 from mmkv.parts.slots import SlotSchedule
 
 # A position: on the device while a clock drives the steps.
 Place = int | Tensor
-
-
-class GraphInputs(NamedTuple):
-    """What a step reads on the device where it must not depend on the host (`mmkv.attach.graph`).
-
-    Attributes:
-        row: int64 [1], the row of the schedules' tables.
-        position: int32 [], the new token's.
-    """
-
-    row: Tensor
-    position: Tensor
-
-    @classmethod
-    def at(cls, device: torch.device) -> GraphInputs:
-        """On a device, still to be set."""
-        row = torch.zeros(1, dtype=torch.int64, device=device)
-        return cls(row, torch.zeros((), dtype=torch.int32, device=device))
-
-    def set(self, row: int, position: int) -> None:
-        """To a step; the host does not wait."""
-        self.row.fill_(row)
-        self.position.fill_(position)
 
 
 def spare(width: int, seen: int) -> int:
@@ -355,22 +332,6 @@ class HeadGroup:
             self.log_weights = grown(self.log_weights, 0)
         if self.bias is not None:
             self.bias = grown(self.bias[:, 0], 0 if self.schedule.shared else -torch.inf)[:, None]
-
-
-def step_of(blocks: Iterable[Any]) -> int:
-    """The row of the schedules' tables that is the next step's.
-
-    Raises:
-        ValueError: the blocks are not at the same step.
-    """
-    rows: set[int] = set()
-    for block in blocks:
-        block.schedule.prepare()
-        if not block.schedule.weighs:  # one that does has no table
-            rows.add(block.schedule.at)
-    if len(rows) > 1:
-        raise ValueError(f"the layers are not at the same step, but at {sorted(rows)}")
-    return max(rows, default=0)
 
 
 def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = 0.04) -> list[np.ndarray]:

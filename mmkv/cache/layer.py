@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
+from mmkv.cache.clock import GraphInputs
 from mmkv.cache.dense import DenseKV, Tail, by_age, token_numbers
-from mmkv.cache.head_groups import GraphInputs, HeadGroup
+from mmkv.cache.head_groups import HeadGroup
 from mmkv.cache.ragged_rows import RaggedRows
 from mmkv.layer_inputs import Rotary
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from mmkv import kernels
-from mmkv.cache.head_groups import GraphInputs, HeadGroup, spare
+from mmkv.cache.clock import GraphInputs
+from mmkv.cache.head_groups import HeadGroup, spare
 from mmkv.kernels.ragged import Lightest, RaggedStore, StepInputs
 from mmkv.kernels.twins import free_lightest
 from mmkv.parts.slots import SlotSchedule, send

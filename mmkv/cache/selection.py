@@ -81,35 +81,6 @@ def _check_scores(score: Score, found: Tensor, query: Tensor, key: Tensor) -> No
         )
 
 
-def select(
-    policy: Policy,
-    scores: Tensor | None,
-    positions: Tensor,
-    prompt: TokenMasks,
-    sizes: Sequence[int],
-    layer_idx: int = 0,
-    split: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the tokens one layer keeps.
-
-    Args:
-        policy: its `heads`, `recent` and always-kept parts decide.
-        scores: [B, 1 or H, U]; None when every row keeps everything.
-        positions: [B, 1 or H, U], ascending, -1 where there is no token.
-        prompt: what is known of the tokens.
-        sizes: tokens kept per head, for each of the B rows.
-        layer_idx: which layer of the model.
-        split: int64 [B, H], tokens kept by each head, where all layers shared them out at once.
-
-    Returns:
-        indices: int64 [B, 1 or H, M], among the U, -1 as filler at the end. Those that decoding
-            must not drop come first, then by age: the order in which slots are filled.
-        counts: int64 [B, 1 or H], on the host.
-        anchored: int64 [B, 1 or H], how many of them decoding must not drop, on the host.
-    """
-    return ordered(*ranked(policy, scores, positions, prompt, sizes, layer_idx, split))
-
-
 def ranked(
     policy: Policy,
     scores: Tensor | None,
@@ -119,7 +90,16 @@ def ranked(
     layer_idx: int = 0,
     split: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rank what one layer holds; arguments as in `select`.
+    """Rank what one layer holds.
+
+    Args:
+        policy: its `heads`, `recent` and always-kept parts decide.
+        scores: [B, 1 or H, U]; None when every row keeps everything.
+        positions: [B, 1 or H, U], ascending, -1 where there is no token.
+        prompt: what is known of the tokens.
+        sizes: tokens kept per head, for each of the B rows.
+        layer_idx: which layer of the model.
+        split: int64 [B, H], tokens kept by each head, where all layers shared them out at once.
 
     Returns:
         rank: float [B, 1 or H, U], scores; inf for tokens that must stay, -inf where there is none.
@@ -163,7 +143,7 @@ def contested(
     prompt: TokenMasks,
     sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What one layer's heads have to choose from, before sizes are split; arguments as in `select`.
+    """What one layer's heads have to choose from, before sizes are split; arguments as in `ranked`.
 
     Returns:
         scores: float [B, 1 or H, U].
@@ -194,11 +174,17 @@ def _last(number: Tensor, free: Tensor) -> Tensor:
 def ordered(
     rank: Tensor, size: Tensor, protected: Tensor, known: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The best-ranked tokens in the order of slots: what `ranked` gives, to what `select` gives.
+    """Choose the tokens one layer keeps, in the order in which slots are filled.
 
     Args:
         rank, size, protected: see `ranked`.
-        known: the counts of `select`, where the host knows them.
+        known: `counts` and `anchored`, where the host knows them.
+
+    Returns:
+        indices: int64 [B, 1 or H, M], among the U, -1 as filler at the end. Those that decoding
+            must not drop come first, then by age.
+        counts: int64 [B, 1 or H], on the host.
+        anchored: int64 [B, 1 or H], how many of them decoding must not drop, on the host.
     """
     U, device = rank.shape[-1], rank.device
     counts, anchored = known or torch.stack([size, protected.sum(-1)]).cpu()

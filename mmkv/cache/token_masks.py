@@ -15,6 +15,10 @@ from torch.nn.functional import pad
 
 from mmkv.policy import Policy
 
+# The fields of `TokenMasks`: bool [B, T], and lists of a number for each row.
+MASKS = ("valid", "image", "asked", "must", "protected")
+HOSTED = ("lengths", "windows", "floors", "anchored", "inner", "granted")
+
 
 @dataclass(frozen=True)
 class TokenMasks:
@@ -117,20 +121,27 @@ class TokenMasks:
 
     def rows(self, batch: Tensor) -> TokenMasks:
         """A choice of rows, which may repeat."""
-        chosen = [int(b) for b in batch]
-        return replace(
-            self._each(lambda x: x[batch.to(x.device)]),
-            lengths=[self.lengths[b] for b in chosen],
-            windows=[self.windows[b] for b in chosen],
-            floors=[self.floors[b] for b in chosen],
-            anchored=[self.anchored[b] for b in chosen],
-            inner=[self.inner[b] for b in chosen],
-            granted=[self.granted[b] for b in chosen],
-        )
+        hosted = {name: [getattr(self, name)[int(b)] for b in batch] for name in HOSTED}
+        return replace(self._each(lambda x: x[batch.to(x.device)]), **hosted)
+
+    def check_ends(self) -> None:
+        """Whether generated tokens can go on from every row.
+
+        Raises:
+            ValueError: a row is padding alone, or ends in padding.
+        """
+        if not all(self.lengths):
+            raise ValueError(
+                f"row {self.lengths.index(0)} of the batch is padding alone: it has no token"
+            )
+        if not bool(self.valid[:, -1].all()):
+            raise ValueError(
+                "a row of the batch ends in padding: pad on the left (processor.tokenizer."
+                "padding_side = 'left'), as generation needs"
+            )
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> TokenMasks:
-        names = ("valid", "image", "asked", "must", "protected")
-        return replace(self, **{name: change(getattr(self, name)) for name in names})
+        return replace(self, **{name: change(getattr(self, name)) for name in MASKS})
 
     def last_places(self, n: int) -> Tensor | None:
         """Positions of each row's n last tokens, int64 [B, n], ascending; None without gaps.

@@ -1,0 +1,242 @@
+"""What a compressed cache holds apart from any pass: its layers, what is kept, bytes and rows."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
+
+from mmkv import adapters
+from mmkv.cache.clock import GraphInputs, NotCapturableError, step_of
+from mmkv.cache.config import CacheConfig
+from mmkv.cache.head_groups import HeadGroup
+from mmkv.cache.layer import CompressedLayer, nbytes
+from mmkv.cache.phases import Decoding, Reading
+from mmkv.cache.ragged_rows import RaggedRows
+from mmkv.cache.token_masks import TokenMasks
+from mmkv.report import CacheReport
+
+
+class CacheState(Cache):
+    """The state of a `CompressedCache`, which says how prompts and generated tokens change it."""
+
+    def __init__(self, config: Any, plan: CacheConfig, *, max_length: int = 0) -> None:
+        # What drives steps that are replayed (`mmkv.attach.graph`), and whether this is one.
+        self.clock: GraphInputs | None = None
+        self.on_clock = False
+        # The same for all other steps, by device, and the position it was set to.
+        self.clocks: dict[torch.device, tuple[GraphInputs, int]] = {}
+        plain = DynamicCache(config=config).layers
+        layers = [CompressedLayer() if type(x) is DynamicLayer else x for x in plain]
+        super().__init__(layers=layers)
+        self.plan = plan
+        self.max_length = max_length
+        self.phase: Reading | Decoding = Reading()
+        # False where later turns only ask (`mmkv.contexts`): they are kept whole, as is all else.
+        self.evicts_turns = True
+        # Whether the plan is this cache's own (`mmkv.serving`), not that of the model's wrap.
+        self.own_plan = False
+        # Whether layer sizes were learned from it, see `mmkv.cache.sampling`.
+        self.sizes_learned = False
+        # What is known of all tokens up to the end of the last prompt.
+        self.prompt: TokenMasks | None = None
+        # How far pictures moved the text of each row, int64 [B, 1]; None: not known, or not moved.
+        self.rope_deltas: Tensor | None = None
+        self.shape = _shape(config)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen, not kept."""
+        if self.on_clock:
+            raise NotCapturableError("the model asks the cache for the number of tokens each step")
+        return super().get_seq_length(layer_idx)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Where a mask's new tokens begin; its columns begin there too, see `get_mask_sizes`."""
+        return super().get_seq_length(layer_idx)
+
+    @property
+    def compressed(self) -> list[CompressedLayer]:
+        """The layers that are compressed, in order."""
+        return [x for x in self.layers if isinstance(x, CompressedLayer)]
+
+    @property
+    def expects_prompt(self) -> bool:
+        """Whether the next pass brings a prompt, or more of one, and not a generated token."""
+        return isinstance(self.phase, Reading)
+
+    @property
+    def blocks(self) -> list[HeadGroup | RaggedRows]:
+        """The blocks of all layers."""
+        return [b for layer in self.compressed for b in layer.blocks or ()]
+
+    def _clock_at(self, device: torch.device, position: int) -> GraphInputs:
+        """What tells layers on a device which step this is; set once a step."""
+        clock, there = self.clocks.get(device, (None, -1))
+        if clock is None:
+            clock = GraphInputs.at(device)
+        if there != position:
+            clock.set(step_of(self.blocks), position)
+            self.clocks[device] = clock, position
+        return clock
+
+    @property
+    def observes_replies(self) -> bool:
+        """Whether queries of generated tokens are remembered: they will observe."""
+        rounds = self.plan.policy.decode.every > 0
+        return (rounds or self.postpones) and not self.plan.keeps_everything
+
+    @property
+    def postpones(self) -> bool:
+        """Whether the prompt is held whole until some more tokens are generated."""
+        return isinstance(self.phase, Decoding) and self.phase.postponed
+
+    @property
+    def due(self) -> int:
+        """How many tokens must be generated until what is held is evicted, where it will be."""
+        assert isinstance(self.phase, Decoding)
+        policy = self.plan.policy
+        after = policy.decode.every + policy.decode.latest
+        return max(0, (policy.postpone if self.phase.postponed else after) - self.phase.waiting)
+
+    def kept(self, layer: int) -> Tensor:
+        """Original positions kept by a layer, int64 [B, H, n], ascending, -1 as filler.
+
+        Positions count along the sequence axis of the batch, padding included, as
+        `get_seq_length` does.
+
+        Raises:
+            ValueError: no such layer, one that is not compressed (sliding, linear attention), or
+                nothing was run.
+        """
+        return self._compressed_layer(layer).kept()
+
+    def groups(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The groups of a layer, for policies with merge="groups".
+
+        Returns:
+            weights: int64 [B, H, n], how many tokens each group stands for, 0 as filler.
+            group: int64 [B, H, N], in which of them each token of the prompt lies, earlier turns
+                included; -1 for tokens that are kept as they are, gone, or padding.
+
+        Raises:
+            ValueError: no such layer, one that is not compressed (sliding, linear attention), or
+                nothing was run.
+        """
+        found = self._compressed_layer(layer).keeping()
+        assert self.prompt is not None
+        return found.groups(self.prompt.valid.shape[1])
+
+    def shares(self, layer: int) -> Tensor:
+        """How much of a pair each token seen has in a layer, float32 [B, H, T].
+
+        1 for a token that is kept as it is, 1 / m for one in a group of m tokens, 0 for one that is
+        gone or padding: over tokens they add up to the pairs held.
+
+        Raises:
+            ValueError: no such layer, one that is not compressed (sliding, linear attention), or
+                nothing was run.
+        """
+        found = self._compressed_layer(layer)
+        return found.keeping().shares(found.seen)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row up to the end of the last prompt, without padding."""
+        return [] if self.prompt is None else self.prompt.lengths
+
+    def _compressed_layer(self, layer: int) -> CompressedLayer:
+        if not -len(self.layers) <= layer < len(self.layers):
+            raise ValueError(f"layer {layer}: the cache has layers 0 to {len(self.layers) - 1}")
+        found = self.layers[layer]
+        if not isinstance(found, CompressedLayer):
+            raise ValueError(
+                f"layer {layer} has a sliding window or linear attention: it is not compressed"
+            )
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages really held for keys and values, empty slots included."""
+        return sum(self.layer_nbytes)
+
+    @property
+    def layer_nbytes(self) -> list[int]:
+        """`nbytes` layer by layer."""
+        return [nbytes(x) for x in self.layers]
+
+    def report(self) -> CacheReport:
+        """Per layer: kept per head, bytes, retained importance; and the totals."""
+        return CacheReport.of(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beam search: row i continues what row beam_idx[i] was."""
+        self._select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        self._select_rows(torch.arange(len(self.lengths)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only these rows, by index or by a bool mask."""
+        self._select_rows(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+
+    def _select_rows(self, batch: Tensor) -> None:
+        """Everything a row has moves with it."""
+        self.clock = None
+        for layer in self.layers:
+            if isinstance(layer, CompressedLayer):
+                layer.select_rows(batch)
+            elif isinstance(layer, DynamicLayer):
+                layer.batch_select_indices(batch)
+            elif isinstance(layer, LinearAttentionLayer):
+                layer.reorder_cache(cast(torch.LongTensor, batch))
+        if self.prompt is not None:
+            self.prompt = self.prompt.rows(batch)
+        if self.rope_deltas is not None:
+            self.rope_deltas = self.rope_deltas[batch.to(self.rope_deltas.device)]
+        self.phase.select_rows(batch)
+
+    def reset(self) -> None:
+        """Drop everything, ready for a new prompt."""
+        super().reset()
+        self.prompt, self.phase, self.clock, self.sizes_learned = None, Reading(), None, False
+        self.clocks, self.rope_deltas = {}, None
+
+    def check_plan(self, config: Any, plan: CacheConfig) -> None:
+        """Whether a model wrapped as `plan` says may continue this cache.
+
+        Raises:
+            ValueError: it was made under another policy or budget, or by another model.
+        """
+        if self.shape != _shape(config):
+            raise ValueError(
+                f"this CompressedCache was made by another model ({self.shape}, here "
+                f"{_shape(config)}): start a new one"
+            )
+        if self.plan != plan and not self.own_plan:
+            raise ValueError(
+                f"this CompressedCache was made under {self.plan.describe()}, and the model is "
+                f"wrapped with {plan.describe()} now: continue it under the wrap that made it, or "
+                "start a new one"
+            )
+
+    def _check_whole(self) -> None:
+        """Whether every layer has seen every token: not so after an interrupted pass.
+
+        Raises:
+            ValueError: some layers have not.
+        """
+        seen = {x.seen for x in self.compressed}
+        if len(seen) > 1:
+            raise ValueError(
+                f"this CompressedCache was interrupted within a pass (its layers have seen "
+                f"{min(seen)} to {max(seen)} tokens): start a new one"
+            )
+
+
+def _shape(config: Any) -> str:
+    """What a cache and the decoder it is for must agree in."""
+    return ", ".join(f"{name}={value}" for name, value in adapters.shape(config).items())
