@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mmkv.layer_inputs import Turn, turn
-from mmkv.scores import autocast_off, check_valid
+from mmkv.scores import check_valid
+from mmkv.tiling import autocast_off
 
 
 @torch.no_grad()

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool2d
 
-from mmkv.scores import autocast_off, check_valid, tile
+from mmkv.scores import check_valid
+from mmkv.tiling import autocast_off, tile
 
 
 @torch.no_grad()

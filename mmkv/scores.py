@@ -18,7 +18,7 @@ that is not causal. They are float32 inside `torch.autocast` too.
 """
 
 import itertools
-from contextlib import AbstractContextManager, nullcontext
+import math
 from typing import Any, Literal
 
 import torch
@@ -26,14 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmkv import kernels
+from mmkv.tiling import autocast_off, tile
 
 Pooling = Literal["avg", "max"]
-
-# Elements of attention probabilities in flight. On a CPU a tile that stays in cache is twice as
-# fast as one that goes through memory, while much smaller ones wait on threads; an accelerator
-# wants few large launches.
-_CPU_TILE_PER_THREAD = 2**20
-_DEVICE_TILE = 2**28
 
 
 @torch.no_grad()
@@ -159,7 +154,7 @@ def accumulated_attention(
     valid: Tensor | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
-    block: int = 128,
+    block: int = 64,
 ) -> Tensor:
     """Attention that each token receives from all queries of the prompt, summed, without `N x N`.
 
@@ -203,8 +198,8 @@ def accumulated_attention(
     G = Hq // H
     block = min(block, max(Q, 1))
     # Rows and key-value heads in flight; those of one row are read where they lie.
-    chunk = max(1, tile(key.device) // max(1, G * block * N))
-    several, heads = max(1, chunk // H), min(chunk, H)
+    chunk = max(1, tile(key.device) // 2 // max(1, G * block * N))
+    several, heads = max(1, chunk // H), math.ceil(H / math.ceil(H / chunk))
 
     scores = torch.zeros(B, H, N, dtype=torch.float32, device=key.device)
     future = torch.ones(block, block, dtype=torch.bool, device=key.device).triu(1)
@@ -324,6 +319,8 @@ def _column_sums(
     # The lowest finite number and not -inf: the row of a padding query must stay finite.
     lowest = torch.finfo(key.dtype).min
     sums = key.new_zeros(n, N)
+    # Memory for the logits and the attention of every block: what was just used is near.
+    memory = key.new_empty(2, n * G * min(block, Q) * N)
     for start in range(past, N, block):
         stop = min(start + block, N)
         size, seen = stop - start, stop if mask is None else N
@@ -334,7 +331,8 @@ def _column_sums(
             rows = rows.masked_fill(absent[..., None], 0.0)
             counted = counted.masked_fill(absent, 0.0)
         # The group is folded into the rows of the matmul, so keys are never repeated.
-        logits = rows.reshape(n, G * size, D) @ key[:, :seen].mT
+        logits, attention = memory[:, : n * G * size * seen].view(2, n, G * size, seen)
+        torch.bmm(rows.reshape(n, G * size, D), key[:, :seen].mT, out=logits)
         if softcap is not None:
             logits.tanh_().mul_(softcap)
         if bias is not None:
@@ -351,27 +349,14 @@ def _column_sums(
                 blocked |= padding[:, None]
             logits.view(n, G, size, N).masked_fill_(blocked[:, None], lowest)
             counted = counted.masked_fill(blocked.all(-1)[:, None], 0.0)
-        sums[:, :seen] += (counted.view(n, 1, G * size) @ logits.softmax(-1))[:, 0]
+        torch.softmax(logits, -1, out=attention)
+        sums[:, :seen] += (counted.view(n, 1, G * size) @ attention)[:, 0]
     return sums
 
 
 def _factor(D: int, scale: float | None, softcap: float | None = None) -> float:
     """What to multiply queries with; before a softcap, logits are counted in units of it."""
     return (D**-0.5 if scale is None else scale) / (1.0 if softcap is None else softcap)
-
-
-def tile(device: torch.device) -> int:
-    """Elements of attention in flight: calls cost little then, and what they read stays near."""
-    if device.type == "cpu":
-        return _CPU_TILE_PER_THREAD * torch.get_num_threads()
-    return _DEVICE_TILE
-
-
-def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
-    """Within it, products of float32 stay float32: autocast would round them to 16 bits."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.autocast(x.device.type, enabled=False)
-    return nullcontext()
 
 
 def _checked(

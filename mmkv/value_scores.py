@@ -5,13 +5,16 @@ Shape letters and padding are those of `mmkv.scores`; G query heads read one key
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from mmkv.key_scores import normalised_keys
 from mmkv.layer_inputs import LayerInputs
-from mmkv.scores import Pooling, autocast_off, tile
+from mmkv.scores import Pooling, window_rows
+from mmkv.tiling import autocast_off, tile
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -94,15 +97,14 @@ def residuals(layer: LayerInputs, last: int, weights: Tensor | None = None) -> T
     bounds 1 - p from below; here the token that has most of a query's attention is taken out of the
     sums instead, so that 1 - p and v - o keep their digits).
     """
-    (B, Hq, Q, D), (H, N) = layer.query.shape, layer.key.shape[1:3]
-    G, device = Hq // H, layer.key.device
-    valid, softcap = layer.valid, layer.softcap
-    factor = (D**-0.5 if layer.scale is None else layer.scale) / (softcap or 1.0)
+    (B, Hq, Q, _), (H, N) = layer.query.shape, layer.key.shape[1:3]
+    G, device, valid = Hq // H, layer.key.device, layer.valid
+    options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "bias": layer.bias}
     absent = ~valid[:, None, :, None]
     key, value = (x.float().masked_fill(absent, 0.0) for x in (layer.key, layer.value))
     # About their mean: differences of nearly equal values keep their digits.
     value = value - value.sum(2, keepdim=True) / valid.sum(-1).clamp(min=1)[:, None, None, None]
-    key, value = key[:, :, None], value[:, :, None]  # [B, H, 1, N, D]
+    value = value[:, :, None]  # [B, H, 1, N, Dv]
     squares = (value * value).sum(-1)[..., None, :]
     place = torch.arange(N, device=device)
     found = torch.zeros(B, H, G, N, device=device)
@@ -112,15 +114,9 @@ def residuals(layer: LayerInputs, last: int, weights: Tensor | None = None) -> T
             stop = min(start + block, Q)
             at = place[N - Q :][start:stop]
             allowed = (place <= at[:, None]) if layer.mask is None else layer.mask[:, 0, start:stop]
-            allowed = allowed & valid[:, None] & valid[:, at][..., None]
-            allowed = allowed[:, None, None]  # [B, 1, 1, n, N]
-            rows = layer.query[:, :, start:stop].float() * factor
-            p = rows.unflatten(1, (H, G)) @ key.mT
-            if softcap is not None:
-                p = softcap * torch.tanh(p)
-            if layer.bias is not None:
-                p = p + layer.bias[:, :, None, None]
-            p = p.masked_fill(~allowed, -torch.inf).softmax(-1).masked_fill(~allowed, 0.0)
+            allowed = (allowed & valid[:, None] & valid[:, at][..., None])[:, None]  # [B, 1, n, N]
+            rows = layer.query[:, :, start:stop]
+            p = window_rows(rows, key, stop - start, mask=allowed, **options)
             most, first = p.max(-1, keepdim=True)
             p.scatter_(-1, first, 0.0)
             others, rest = p @ value, p.sum(-1, keepdim=True)
@@ -131,7 +127,7 @@ def residuals(layer: LayerInputs, last: int, weights: Tensor | None = None) -> T
             lost = squares - 2 * (out @ value.mT) + (out * out).sum(-1, keepdim=True)
             lost = lost.clamp(min=0) * (p / (1 - p)) ** 2
             lost.scatter_(-1, first, (alone**2).masked_fill(rest == 0, 0.0))
-            lost.masked_fill_(~allowed, 0.0)
+            lost.masked_fill_(~allowed[:, None], 0.0)
             if weights is not None:
                 lost *= weights[start - (Q - last) : stop - (Q - last), None]
             found += lost.sum(3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmkv import scores
+from mmkv import tiling
 from mmkv.observers import observer_scores, output_gram
 
 LAYOUTS = [(4, 4), (6, 2), (3, 1)]  # (Hq, H)
@@ -165,7 +165,7 @@ def test_does_not_depend_on_how_many_runs_go_together(monkeypatch: pytest.Monkey
     query, key, value = (random(2, heads, 50, 8, seed=heads) for heads in (4, 2, 2))
     valid, factor = left_padded(50, (0, 13)), gram_of(random(12, 32), 4)
     want = observer_scores(query, key, value, factor, run=8, valid=valid)
-    monkeypatch.setattr(scores, "_CPU_TILE_PER_THREAD", 1)
+    monkeypatch.setattr(tiling, "_CPU_TILE_PER_THREAD", 1)
     got = observer_scores(query, key, value, factor, run=8, valid=valid)
     torch.testing.assert_close(got, want)
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from helpers.marks import slow_except
-from mmkv import kernels, scores
+from mmkv import kernels, scores, tiling
 from mmkv.scores import accumulated_attention, recency, residual_similarity, window_attention
 
 LAYOUTS = [(4, 4), (6, 2), (3, 1)]  # (Hq, H): one head each, grouped, one for all
@@ -447,7 +447,7 @@ def test_accumulated_does_not_depend_on_how_many_heads_run_together(
     valid = left_padded(40, (0, 9, 40))
     mask = torch.stack([holes_mask(40, b) for b in range(3)])[:, None]
     want = [accumulated_attention(query, key, valid=valid, mask=m, block=16) for m in (None, mask)]
-    monkeypatch.setattr(scores, "_CPU_TILE_PER_THREAD", tile)
+    monkeypatch.setattr(tiling, "_CPU_TILE_PER_THREAD", tile)
     got = [accumulated_attention(query, key, valid=valid, mask=m, block=16) for m in (None, mask)]
     torch.testing.assert_close(got, want)
 
