@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from numbers import Integral, Real
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 
 def check_fields(value: Any) -> None:
     """Check every field of a dataclass against its annotation.
 
     Raises:
-        ValueError: a value of another type, or none of a `Literal`'s.
+        ValueError: a value of another type, none of a `Literal`'s, or out of its range.
     """
-    hints = get_type_hints(type(value))
+    hints = get_type_hints(type(value), include_extras=True)
     for field in dataclasses.fields(value):
         check(field.name, getattr(value, field.name), hints[field.name])
 
 
 def check(name: str, value: Any, hint: Any) -> None:
-    """Check one option.
+    """Check one option; `Annotated` may say its range by a `partial` of a check by name.
 
     Raises:
         ValueError: it does not fit its annotation.
     """
+    notes = getattr(hint, "__metadata__", ())
+    hint = hint.__origin__ if notes else hint
     choices = literals(hint)
     if choices and value not in choices:
         raise ValueError(f"{name}={value!r}: expected one of {choices}")
     if expected := _other_type(value, hint):
         raise ValueError(f"{name}={value!r}: expected {expected}")
+    for note in notes:
+        if isinstance(note, partial):
+            note(**{name: value})
 
 
 def at_least(least: float, **options: float) -> None:
@@ -51,6 +57,13 @@ def share(*, zero: bool, **options: float | None) -> None:
     for name, value in options.items():
         if value is not None and not (0 <= value <= 1 if zero else 0 < value <= 1):
             raise ValueError(f"{name}={value}: expected a number in {'[' if zero else '('}0, 1]")
+
+
+NonNegativeInt = Annotated[int, partial(at_least, 0)]
+PositiveInt = Annotated[int, partial(at_least, 1)]
+NonNegativeFloat = Annotated[float, partial(at_least, 0)]
+Share = Annotated[float, partial(share, zero=True)]
+PositiveShare = Annotated[float, partial(share, zero=False)]
 
 
 def literals(hint: Any) -> list[Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmkv.parts import Decode, register_part
-from mmkv.parts.checks import at_least
+from mmkv.parts.checks import NonNegativeInt, PositiveInt
 from mmkv.parts.merging import MergeIntoGroups
 
 if TYPE_CHECKING:
@@ -40,12 +40,7 @@ class Ratio(Decode):
         distance: how far behind the newest token the one lies that is dropped; 0 or more.
     """
 
-    distance: int = 25
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        at_least(0, distance=self.distance)
+    distance: NonNegativeInt = 25
 
     def schedule(
         self,
@@ -170,14 +165,8 @@ class Rounds(Decode):
         latest: how many of the last tokens stay as they are; 0 or more.
     """
 
-    every: int = 64
-    latest: int = 64
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        at_least(1, every=self.every)
-        at_least(0, latest=self.latest)
+    every: PositiveInt = 64
+    latest: NonNegativeInt = 64
 
     def check(self, policy: Policy) -> None:
         """Sizes must follow from what a layer holds."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mmkv.parts import register_part
-from mmkv.parts.checks import at_least, share
+from mmkv.parts.checks import PositiveInt, Share
 from mmkv.parts.scoring import Windowed
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ class DefensiveAttention(Windowed):
         mass: tokens that make up this share of a head's attention, in [0, 1], come first.
     """
 
-    window: int = 32
-    kernel_size: int = 5
-    mass: float = 0.9
+    window: PositiveInt = 32
+    kernel_size: PositiveInt = 5
+    mass: Share = 0.9
 
     @property
     def uses_size(self) -> bool:
@@ -38,8 +38,6 @@ class DefensiveAttention(Windowed):
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
-        at_least(1, window=self.window, kernel_size=self.kernel_size)
-        share(zero=True, mass=self.mass)
         if self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size={self.kernel_size}: expected an odd number")
 

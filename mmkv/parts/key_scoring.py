@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 from mmkv.parts import Score, register_part
-from mmkv.parts.checks import at_least
+from mmkv.parts.checks import NonNegativeFloat, NonNegativeInt, PositiveInt, at_least
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,12 +47,7 @@ class Noise(_WithoutQueries):
         seed: another one gives other noise; 0 or more.
     """
 
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        at_least(0, seed=self.seed)
+    seed: NonNegativeInt = 0
 
     def __call__(self, layer: LayerInputs) -> Tensor:
         """The same for the same seed, also in a batch."""
@@ -90,15 +86,9 @@ class LagRelative(_WithoutQueries):
         skip: how many first tokens are left out of blocks and statistics, and score most.
     """
 
-    lag: int = 128
-    skip: int = 4
+    lag: Annotated[int, partial(at_least, 2)] = 128
+    skip: NonNegativeInt = 4
     by_head = True
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        at_least(2, lag=self.lag)
-        at_least(0, skip=self.skip)
 
     def __call__(self, layer: LayerInputs) -> Tensor:
         """Ranks within blocks; the last tokens score most."""
@@ -118,17 +108,11 @@ class ExpectedAttention(Score):
         epsilon: attention added to every token's, not negative.
     """
 
-    positions: int = 512
-    skip: int = 4
-    epsilon: float = 0.02
+    positions: PositiveInt = 512
+    skip: NonNegativeInt = 4
+    epsilon: NonNegativeFloat = 0.02
     uses_rotary = True
     by_head = True
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        at_least(1, positions=self.positions)
-        at_least(0, skip=self.skip, epsilon=self.epsilon)
 
     def __call__(self, layer: LayerInputs) -> Tensor:
         """In a later turn, of queries like the new ones."""

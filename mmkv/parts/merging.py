@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mmkv.parts import Merge, register_part
-from mmkv.parts.checks import at_least, share
+from mmkv.parts.checks import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,19 +61,12 @@ class MergeIntoGroups(Merge):
             remembers; 0: as many as they are.
     """
 
-    exact: float = 0.1
-    newest: int = 1
-    group_run: int = 256
-    rounds: int = 3
-    value_weight: float = 0.35
-    fit: int = 16
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        share(zero=True, exact=self.exact)
-        at_least(0, newest=self.newest, value_weight=self.value_weight, fit=self.fit)
-        at_least(1, group_run=self.group_run, rounds=self.rounds)
+    exact: Share = 0.1
+    newest: NonNegativeInt = 1
+    group_run: PositiveInt = 256
+    rounds: PositiveInt = 3
+    value_weight: NonNegativeFloat = 0.35
+    fit: NonNegativeInt = 16
 
     def check(self, policy: Policy) -> None:
         """Every key must have one position, if positions are counted anew."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmkv.parts import Layers, register_part
-from mmkv.parts.checks import share
+from mmkv.parts.checks import PositiveShare
 from mmkv.parts.scoring import PerHead
 
 if TYPE_CHECKING:
@@ -44,13 +44,8 @@ class SparsityLayers(Layers):
         threshold: attention below this share of a row's largest is none, in (0, 1).
     """
 
-    threshold: float = 0.01
+    threshold: PositiveShare = 0.01
     needs = "measure"
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        share(zero=False, threshold=self.threshold)
 
     def check(self, policy: Policy) -> None:
         """The queries must be there."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mmkv.parts import Score, register_part
-from mmkv.parts.checks import at_least
+from mmkv.parts.checks import PositiveInt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ class Repetition(Score):
     """
 
     instruction: str | None = None
-    repeated: int = 2048
+    repeated: PositiveInt = 2048
     outputs: bool = False
     combines = "max"
     repeats = True
@@ -39,7 +39,6 @@ class Repetition(Score):
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
-        at_least(1, repeated=self.repeated)
         if not all(x.isdecimal() for x in (self.instruction or "").split()):
             raise ValueError(
                 f"instruction={self.instruction!r}: expected ids of tokens with blanks between, "

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmkv.parts import Score, register_part
-from mmkv.parts.checks import at_least
+from mmkv.parts.checks import PositiveInt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -251,15 +251,10 @@ class Observers(PerHead):
         average_heads: rank tokens once per layer, by the mean over heads.
     """
 
-    chunk: int = 256
-    stride: int = 2
+    chunk: PositiveInt = 256
+    stride: PositiveInt = 2
     combines = "max"
     uses_rotary = True
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        at_least(1, chunk=self.chunk, stride=self.stride)
 
     def of_heads(self, layer: LayerInputs) -> Tensor:
         """What the layer's output would change by."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mmkv.parts import Heads, Layers, register_part
-from mmkv.parts.checks import at_least, share
+from mmkv.parts.checks import PositiveShare, Share, at_least, share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,12 +41,7 @@ class PyramidLayers(Layers):
         beta: the slope: the last layer's size is the mean over `beta`; 1 or more.
     """
 
-    beta: float = 20.0
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        at_least(1, beta=self.beta)
+    beta: Annotated[float, partial(at_least, 1)] = 20.0
 
     def sizes(
         self, total: int, *, n_layers: int, length: int, floor: int, **known: Any
@@ -67,12 +63,7 @@ class GeometricLayers(Layers):
         decay: each layer's size as a share of the one before, in (0, 1].
     """
 
-    decay: float = 0.9
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        share(zero=False, decay=self.decay)
+    decay: PositiveShare = 0.9
 
     def sizes(self, total: int, *, n_layers: int, length: int, **known: Any) -> Sequence[float]:
         """A geometric series."""
@@ -90,13 +81,8 @@ class SqueezeLayers(Layers):
         p: their size as a share of the mean size, in (0, 1].
     """
 
-    p: float = 0.35
+    p: PositiveShare = 0.35
     needs = "similarity"
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        share(zero=False, p=self.p)
 
     def sizes(
         self,
@@ -242,12 +228,7 @@ class AdaptiveHeads(Heads):
         alpha: the share of it that is spread evenly, in [0, 1].
     """
 
-    alpha: float = 0.5
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        share(zero=True, alpha=self.alpha)
+    alpha: Share = 0.5
 
     def check(self, policy: Policy) -> None:
         """Scores must tell heads apart."""

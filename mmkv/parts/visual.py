@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mmkv.parts import Heads, Layers, register_part
-from mmkv.parts.checks import share
+from mmkv.parts.checks import Share
 from mmkv.parts.profiled import ProfiledHeads
 from mmkv.parts.sizing import UniformLayers
 
@@ -32,13 +32,8 @@ class VisualHeads(Heads):
             proportion to visual scores.
     """
 
-    rho: float = 0.1
+    rho: Share = 0.1
     equal = True
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        share(zero=True, rho=self.rho)
 
     def check(self, policy: Policy) -> None:
         """Layers follow from their heads, and each head has a ranking."""
