@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig
+from transformers import DynamicCache, MistralConfig
 from transformers import MistralForCausalLM as Mistral
 
 import mmkv
@@ -389,14 +389,7 @@ def test_importing_is_fast():
 
 def test_default_transformers_paths_are_untouched():
     """Registering our attention changes no model that is not wrapped."""
-    config = LlamaConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=20,
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = make_model("llama")
     ids = torch.tensor([[3, 4, 5]])
     with mmkv.wrapped(make_model("llama"), "h2o", 0.5):
         out = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True)

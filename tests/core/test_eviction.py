@@ -11,7 +11,7 @@ from mmkv import allocation
 from mmkv.cache.dense import DenseKV
 from mmkv.cache.evict import head_sizes
 from mmkv.cache.layer_sizes import competing, row_sizes, shared_out
-from mmkv.cache.selection import importance, ranked, retained, select
+from mmkv.cache.selection import importance, ordered, ranked, retained
 from mmkv.cache.token_masks import TokenMasks, keeps_everything, total_kept
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policy import Policy, Score
@@ -37,6 +37,11 @@ def left_padded(B: int, T: int, g: torch.Generator) -> torch.Tensor:
 
 def some(shape: tuple[int, ...], share: float, g: torch.Generator) -> torch.Tensor:
     return torch.rand(shape, generator=g) < share
+
+
+def select(*given):
+    """What one layer keeps: indices, counts and how many are anchored."""
+    return ordered(*ranked(*given))
 
 
 # What is known of a prompt

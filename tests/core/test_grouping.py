@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import mmkv
-from mmkv import scores as scoring
+from mmkv import tiling
 from mmkv.cache import selection
 from mmkv.cache.grouping import Groups, leaders
 
@@ -223,7 +223,7 @@ def test_does_not_depend_on_how_many_runs_go_together(monkeypatch):
     sizes = torch.tensor([[20, 9], [15, 3]])
     options = {"exact": 0.25, "run": 16, "rounds": 2, "value_weight": 1.0}
     want = leaders(keys, values, scores, sizes, **options)
-    monkeypatch.setattr(scoring, "_CPU_TILE_PER_THREAD", 1)
+    monkeypatch.setattr(tiling, "_CPU_TILE_PER_THREAD", 1)
     assert torch.equal(leaders(keys, values, scores, sizes, **options), want)
 
 

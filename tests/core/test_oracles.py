@@ -14,7 +14,7 @@ import mmkv
 from helpers.marks import slow_except
 from helpers.masking import masked_logits
 from helpers.memory import storages
-from helpers.models import clone, make_inputs, make_model, row_of
+from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import DECODERS, ROWS, USUAL, VARIANTS, Variant, generate, options_of, short
 
 # For `make test`, beside the policies themselves: what edits the pairs that are kept.
@@ -296,7 +296,7 @@ def test_mini_prefill_stores_nothing_and_stops_early():
     calls: list[int] = []
     for i, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_hook(lambda *a, i=i: calls.append(i))
-    twin = clone(model)
+    twin = copy.deepcopy(model)
     with mmkv.wrapped(model, "xkv", 0.3, allocation="mini-prefill"), torch.no_grad():
         mini = model(**inputs, use_cache=True).past_key_values
     assert calls == [0, 1, 0, 1, 2]  # the first pass never reaches the last layer's MLP

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import math
@@ -17,7 +18,7 @@ from torch._subclasses import FakeTensor
 import mmkv
 from helpers.marks import slow_except
 from helpers.masking import masked_logits, pairs_of
-from helpers.models import IMAGE, clone, ending, make_inputs, make_model
+from helpers.models import IMAGE, ending, make_inputs, make_model
 from helpers.oracle import USUAL, generate, short
 from mmkv.parts.merging import MergeByFeature
 
@@ -178,7 +179,7 @@ def test_a_model_that_has_overflowed(policy):
 def test_half_precision(policy, dtype):
     """As near to float32 over the same tokens as the plain model in half precision is."""
     model, inputs = make_model("llama").to(dtype), make_inputs("llama", (60, 33))
-    exact = clone(model).float()
+    exact = copy.deepcopy(model).float()
     options = short(policy)
     if isinstance(mmkv.get_policy(policy).merge, MergeByFeature):
         options["merge"] = "position"  # which key is most alike may be a matter of rounding

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import mmkv
-from helpers.models import _SHAPE, make_inputs, make_model
+from helpers.configs import TEXT
+from helpers.models import make_inputs, make_model
 from helpers.oracle import POSTPONED, READING, Variant, options_of
 from mmkv.parts.scoring import WindowAttention
 from mmkv.serving import Engine
@@ -26,7 +27,7 @@ def save_model(folder: Path) -> Path:
     """Four key-value heads; in float64, so that what a sum is rounded to decides nothing."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
-    model = LlamaForCausalLM(LlamaConfig(**{**_SHAPE, **heads})).double()
+    model = LlamaForCausalLM(LlamaConfig(**{**TEXT, **heads})).double()
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     return folder

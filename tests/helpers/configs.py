@@ -125,10 +125,6 @@ def _over(first: Callable[[], Any], text: Callable[[], Any]) -> Callable[[], Any
     return make
 
 
-def _siglip(**changes: Any) -> Any:
-    return tf.SiglipVisionConfig(**{**_TOWER, **changes})
-
-
 # Every other layer has chunks, and no other turns its queries and keys.
 _LLAMA4 = {
     "num_hidden_layers": 4,

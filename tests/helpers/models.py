@@ -2,80 +2,35 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-from typing import Any
 
 import torch
-from transformers import (
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 
-IMAGE, PAD, VOCAB = 3, 0, 120
+from helpers import zoo
+from helpers.configs import CONFIGS, IMAGE, PAD, VOCAB
+
 IMAGE_TOKENS = 16  # of one picture: 16 x 16 pixels in patches of 4
-_SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 2048,
-    # Wide enough for attention to prefer some tokens, as trained models do.
-    "initializer_range": 0.15,
-    "pad_token_id": PAD,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llava-llama": "LlavaForConditionalGeneration",
+    "llava-mistral": "LlavaForConditionalGeneration:mistral",
 }
-
-
-def _text_config(name: str) -> Any:
-    if name in ("llama-mha", "llama-mqa"):
-        return LlamaConfig(**{**_SHAPE, "num_key_value_heads": 4 if name == "llama-mha" else 1})
-    if name == "llama":
-        return LlamaConfig(**_SHAPE)
-    if name == "mistral":
-        return MistralConfig(**_SHAPE, sliding_window=None)
-    return Qwen2Config(**_SHAPE)
+_KEY_VALUE_HEADS = {"llama-mha": 4, "llama-mqa": 1}
 
 
 def make_model(name: str, attn: str = "sdpa") -> torch.nn.Module:
     """A tiny model: llama, llama-mha, llama-mqa, mistral, qwen2, llava-llama or llava-mistral."""
-    torch.manual_seed(0)
-    if not name.startswith("llava"):
-        classes = {"mistral": MistralForCausalLM, "qwen2": Qwen2ForCausalLM}
-        config = _text_config(name)
-        config._attn_implementation = attn
-        model = classes.get(name, LlamaForCausalLM)(config)
-    else:
-        config = LlavaConfig(
-            vision_config=CLIPVisionConfig(
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                image_size=16,
-                patch_size=4,
-            ),
-            text_config=_text_config(name.removeprefix("llava-")),
-            image_token_index=IMAGE,
-            vision_feature_layer=-1,
-        )
-        config._attn_implementation = attn
-        model = LlavaForConditionalGeneration(config)
-    model.generation_config.eos_token_id = None  # every run gives as many tokens as asked for
-    model.generation_config.pad_token_id = PAD
+    kind = _CLASSES["llama" if name in _KEY_VALUE_HEADS else name]
+    config = CONFIGS[kind]()
+    if name in _KEY_VALUE_HEADS:
+        config.num_key_value_heads = _KEY_VALUE_HEADS[name]
+    config.get_text_config().max_position_embeddings = 2048
+    model = zoo.build(kind, config, attn)
     # A reply with an image token would stand for a picture that nobody gave.
     model.generation_config.suppress_tokens = [IMAGE]
-    return model.eval()
+    return model
 
 
 def make_inputs(name: str, lengths: tuple[int, ...], seed: int = 0) -> dict[str, torch.Tensor]:
@@ -110,11 +65,6 @@ def row_of(inputs: dict[str, torch.Tensor], b: int) -> dict[str, torch.Tensor]:
         start = sum(per_row[:b])
         row["pixel_values"] = inputs["pixel_values"][start : start + per_row[b]]
     return row
-
-
-def clone(model: torch.nn.Module) -> torch.nn.Module:
-    """The same weights, sharing nothing."""
-    return copy.deepcopy(model)
 
 
 def next_turn(inputs, sequences, image: bool, seed: int = 5, new: int = 30):

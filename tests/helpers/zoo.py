@@ -22,14 +22,19 @@ def usual_attention(name: str) -> str:
 
 def make(name: str, attn: str | None = None) -> nn.Module:
     """A tiny model, with the attention implementation it would be loaded with."""
+    model = build(name, CONFIGS[name](), attn or usual_attention(name))
+    # A reply with an image token would stand for a picture that nobody gave.
+    model.generation_config.suppress_tokens = list(range(1, 8))
+    return model
+
+
+def build(name: str, config: Any, attn: str) -> nn.Module:
+    """A random model of a class, by the name that `CONFIGS` has for it."""
     torch.manual_seed(0)
-    config = CONFIGS[name]()
-    config._attn_implementation = attn or usual_attention(name)
+    config._attn_implementation = attn
     model = getattr(tf, name.partition(":")[0])(config)
     model.generation_config.eos_token_id = None  # every run gives as many tokens as asked for
     model.generation_config.pad_token_id = PAD
-    # A reply with an image token would stand for a picture that nobody gave.
-    model.generation_config.suppress_tokens = list(range(1, 8))
     return model.eval()
 
 
