@@ -70,7 +70,7 @@ def kept_of(
     loaded: chat.Loaded, prompt: Tokens, cache: Any, pictures: Sequence[Image.Image]
 ) -> Kept:
     """Read a compressed cache that has just been given a prompt with these pictures, in order."""
-    from mmkv.cache.compressed import CompressedLayer
+    from mmkv.cache.layer import CompressedLayer
 
     compressed = [i for i, x in enumerate(cache.layers) if isinstance(x, CompressedLayer)]
     seen = prompt.ids.shape[1]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
-import socket
 import tempfile
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -13,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mmkv import chat
+from mmkv.terminal import bind
 
 if TYPE_CHECKING:
     from .session import Engines
@@ -27,7 +26,6 @@ _HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"x-content-type-options", b"nosniff"),
 )
-_STREAM = socket.SOCK_STREAM
 
 
 class SafeHeaders:
@@ -45,28 +43,6 @@ class SafeHeaders:
             await send(message)
 
         await self.app(scope, receive, add)
-
-
-def check_address(host: str, port: int | None) -> None:
-    """Refuse an address that cannot be listened on.
-
-    Raises:
-        ValueError: names the option to change.
-    """
-    try:
-        family, *_, address = socket.getaddrinfo(host.strip("[]"), port or 0, type=_STREAM)[0]
-        with socket.socket(family, _STREAM) as probe:
-            # As a server does: connections that are still closing do not hold the port.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ValueError(
-                f"port {port} is in use: choose another by --port, or --port 0 for a free one"
-            ) from None
-        option = "--port" if error.errno == errno.EACCES else "--host"
-        given = port if option == "--port" else host
-        raise ValueError(f"{option} {given}: {error.strerror}") from None
 
 
 def _served(address: str, key: str | None) -> Engines:
@@ -112,7 +88,7 @@ def serving(
             is away or refuses.
         OSError: the port was taken while the model was loaded.
     """
-    check_address(host, port)
+    bind(host, port or 0).close()  # refused before a model is loaded
     answering = None if server is None else _served(server, api_key)
     with tempfile.TemporaryDirectory(prefix="mmkv-demo-", ignore_cleanup_errors=True) as folder:
         # Gradio reads these while it is imported.

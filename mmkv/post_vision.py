@@ -6,14 +6,14 @@ section 4. Shape letters as in `mmkv.scores`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmkv.layer_inputs import LayerInputs
-from mmkv.scores import accumulated_attention, autocast_off
+from mmkv.scores import accumulated_attention, window_rows
 
 
 def post_vision_queries(layer: LayerInputs) -> Tensor:
@@ -71,23 +71,15 @@ def density(layer: LayerInputs, threshold: float = 0.01, block: int = 64) -> Ten
         float32 [B], in (0, 1]; 0 where no query sees anything.
     """
     layer = last_queries(layer)
-    (B, _, Q, D), (H, N) = layer.query.shape, layer.key.shape[1:3]
-    mask = layer.mask
-    assert mask is not None
-    large = seen = torch.zeros(B, device=layer.key.device)
-    scale = D**-0.5 if layer.scale is None else layer.scale
-    key = layer.key.float()[:, :, None].mT
-    with autocast_off(layer.key):
-        for start in range(0, Q, block):
-            rows = layer.query[:, :, start : start + block].float() * scale
-            sees = mask[:, :, start : start + block].expand(B, H, -1, N)[:, :, None]
-            logits = rows.unflatten(1, (H, -1)) @ key
-            if layer.softcap is not None:
-                logits = layer.softcap * torch.tanh(logits / layer.softcap)
-            if layer.bias is not None:
-                logits = logits + layer.bias[:, :, None, None]
-            logits = logits.masked_fill(~sees, -torch.inf)
-            least = logits.amax(-1, keepdim=True) + math.log(threshold)
-            large = large + ((logits >= least) & sees).sum((1, 2, 3, 4))
-            seen = seen + sees.expand(logits.shape).sum((1, 2, 3, 4))
+    assert layer.mask is not None
+    large = seen = torch.zeros(len(layer.query), device=layer.key.device)
+    options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "bias": layer.bias}
+    for rows, mask in zip(
+        layer.query.split(block, dim=2), layer.mask.split(block, dim=2), strict=True
+    ):
+        attention = window_rows(rows, layer.key, rows.shape[2], mask=mask, **options)
+        sees = mask[:, :, None].expand(attention.shape)
+        least = threshold * attention.amax(-1, keepdim=True)
+        large = large + ((attention >= least) & sees).sum((1, 2, 3, 4))
+        seen = seen + sees.sum((1, 2, 3, 4))
     return large / seen.clamp(min=1)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from mmkv.layer_inputs import LayerInputs
-from mmkv.scores import tile, window_rows
+from mmkv.scores import window_rows
+from mmkv.tiling import tile
 from mmkv.value_scores import head_output_norms
 
 

@@ -13,7 +13,7 @@ from mmkv.parts.visual import WITHOUT_PROFILE, VisualHeads
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mmkv.cache.compressed import CompressedCache
+    from mmkv.cache.state import CacheState
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class CacheReport:
     notes: list[str]
 
     @classmethod
-    def of(cls, cache: CompressedCache) -> CacheReport:
+    def of(cls, cache: CacheState) -> CacheReport:
         """Read a cache; it stays as it is.
 
         Raises:
@@ -190,7 +190,7 @@ def mean_known(numbers: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _notes(cache: CompressedCache) -> list[str]:
+def _notes(cache: CacheState) -> list[str]:
     policy, prompt = cache.plan.policy, cache.prompt
     assert prompt is not None
     if cache.plan.keeps_everything:

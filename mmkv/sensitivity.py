@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmkv import adapters
+from mmkv.around import innermost
 from mmkv.cache import layer_sizes
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
@@ -50,7 +51,7 @@ def measure(model: Any, samples: Iterable[Mapping[str, Any]], policy: Policy) ->
     Raises:
         ValueError: no samples, or none with a reply of two tokens or more.
     """
-    config, model = adapters.find(model).config, adapters.innermost(model)
+    config, model = adapters.find(model).config, innermost(model)
     alike = replace(policy, layers=UniformLayers(), heads=UniformHeads(), decode=Grow())
     generator = torch.Generator().manual_seed(0)
     total, tokens, rows = torch.zeros(()), 0, 0

@@ -15,6 +15,7 @@ from typing import Any, SupportsFloat, TypeVar
 from torch import nn
 
 from mmkv import adapters, budgets, profiles
+from mmkv.around import innermost
 from mmkv.attach import attention, configs, parallel
 from mmkv.attach.attachment import Attachment
 from mmkv.cache import quantize, token_masks
@@ -73,7 +74,7 @@ def wrap(
             profile of another model or budget, or a model that is wrapped already. Nothing is
             changed then.
     """
-    given, model = model, adapters.innermost(model)
+    given, model = model, innermost(model)
     if is_wrapped(model):
         raise ValueError(
             f"this {type(model).__name__} is wrapped already ({_describe(model)}): "
@@ -218,7 +219,7 @@ def unwrap(model: M) -> M:
     Raises:
         ValueError: the model is not wrapped.
     """
-    inner = adapters.innermost(model)
+    inner = innermost(model)
     if not is_wrapped(inner):
         raise ValueError(f"this {type(inner).__name__} is not wrapped: call mmkv.wrap(model) first")
     attachment: Attachment = vars(inner)["_mmkv"]
@@ -244,7 +245,7 @@ def wrapped(model: M, *args: Any, **kwargs: Any) -> Generator[M]:
 
 def is_wrapped(model: nn.Module) -> bool:
     """Whether `wrap` was called on this very model, or on what stands around it."""
-    return "_mmkv" in vars(adapters.innermost(model))
+    return "_mmkv" in vars(innermost(model))
 
 
 def _describe(model: nn.Module) -> str:
