@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.functional import linear as by_torch
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 import mmkv
 from helpers.marks import slow_except
@@ -99,6 +102,91 @@ def test_models_say_the_same(rows, monkeypatch, name):
     assert rows.count(1) >= 3
     monkeypatch.setattr(products, "LEAST_NUMBERS", 10**9)
     assert_close(with_onednn, logits(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["strided", "expanded", "one", "double"])
+def test_other_biases_are_left_to_torch(rows, case):
+    """oneDNN would read what lies beside them."""
+    module, x = nn.Linear(48, 80), torch.randn(1, 48)
+    bias = {
+        "strided": torch.randn(160)[::2],
+        "expanded": torch.randn(1).expand(80),
+        "one": torch.randn(1),
+        "double": torch.randn(80).double(),
+    }[case]
+    module.bias = nn.Parameter(bias, requires_grad=False)
+    with torch.no_grad():
+        if case == "double":
+            with pytest.raises(RuntimeError, match="same dtype"):
+                products.linear(module, x)
+        else:
+            assert torch.equal(products.linear(module, x), module(x))
+    assert not rows
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_sparse_tensors_are_left_to_torch(rows):
+    module, x = nn.Linear(48, 80), torch.randn(1, 48)
+    with torch.no_grad():
+        assert_close(products.linear(module, x.to_sparse()), module(x))
+        module.weight = nn.Parameter(module.weight.to_sparse_csr(), requires_grad=False)
+        assert_close(products.linear(module, x), module(x))
+    assert not rows
+    assert not list(products.large_linears(module))
+
+
+def test_modules_of_a_changed_class_are_left_to_it(rows):
+    class Doubled(nn.Linear):
+        def forward(self, input: Any) -> Any:
+            return 2 * super().forward(input)
+
+    module, x = nn.Linear(48, 80), torch.randn(1, 48)
+    with torch.no_grad():
+        wanted = 2 * module(x)
+        module.__class__ = Doubled
+        assert torch.equal(products.linear(module, x), wanted)
+
+
+def test_the_input_may_be_named(rows):
+    module, x = nn.Linear(48, 80), torch.randn(1, 48)
+    with torch.no_grad():
+        assert_close(products.linear(module, input=x), module(input=x))
+    assert rows
+
+
+class TestWhatWatches:
+    """Whatever differentiates, counts, records or switches off products finds torch's own."""
+
+    def test_forward_derivatives(self, rows):
+        module, x = nn.Linear(48, 80), torch.randn(1, 48)
+        with torch.no_grad():
+            found = torch.func.jvp(partial(products.linear, module), (x,), (x,))[1]
+            assert_close(found, x @ module.weight.T)
+            with forward_ad.dual_level():
+                out = products.linear(module, forward_ad.make_dual(x, x))
+                assert_close(forward_ad.unpack_dual(out).tangent, x @ module.weight.T)
+        assert not rows
+
+    def test_counted_operations(self, rows):
+        module, x = nn.Linear(48, 80), torch.randn(1, 48)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            products.linear(module, x)
+        assert counter.get_total_flops() == 2 * 48 * 80
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_traces(self, rows):
+        module, x = nn.Linear(48, 80), torch.randn(1, 48)
+        with torch.no_grad():
+            wanted = module(x)
+            module.forward = partial(products.linear, module)
+            assert_close(torch.jit.trace(module, x)(x), wanted)
+
+    @pytest.mark.filterwarnings("ignore:TF32")
+    def test_onednn_switched_off(self, rows):
+        module, x = nn.Linear(48, 80), torch.randn(1, 48)
+        with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
+            products.linear(module, x)
+        assert not rows
 
 
 def test_compiled_code_is_left_to_its_compiler(rows):
