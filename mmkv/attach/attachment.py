@@ -102,7 +102,7 @@ class Attachment:
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of one instance."""
         known = name in vars(module)
-        self._undo.append((_restore, (module, name, known, vars(module).get(name))))
+        self._undo.append((_restore, (module, name, value, known, vars(module).get(name))))
         vars(module)[name] = value
 
     def _hook(
@@ -112,8 +112,17 @@ class Attachment:
         self._undo.append((handle.remove, ()))
 
 
-def _restore(module: nn.Module, name: str, known: bool, value: Any) -> None:
+def _restore(module: nn.Module, name: str, value: Any, known: bool, before: Any) -> None:
+    """Undo setting `value`, unless something else was set since: that stays.
+
+    A hook of accelerate that came later goes on, and calls what was there before.
+    """
+    held, hidden = vars(module), f"_old_{name}"
+    if held.get(hidden) is value:
+        held[hidden] = before if known else getattr(type(module), name).__get__(module)
+    if held.get(name) is not value:
+        return
     if known:
-        vars(module)[name] = value
+        held[name] = before
     else:
-        vars(module).pop(name, None)
+        del held[name]

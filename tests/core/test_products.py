@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module
+from accelerate import cpu_offload
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.functional import linear as by_torch
@@ -224,3 +225,20 @@ class TestWrapping:
         assert model.lm_head not in list(products.large_linears(model))
         monkeypatch.undo()
         assert not list(products.large_linears(model))
+
+    def test_what_was_set_since_stays(self, rows):
+        """Offloading that came after `wrap` goes on after `unwrap`, and a user's forward too."""
+        model, inputs = make_model("llama"), make_inputs("llama", (20,))
+        with torch.no_grad():
+            wanted = model(**inputs).logits
+            mmkv.wrap(model, "full")
+            cpu_offload(model, execution_device=torch.device("cpu"))
+            layer = model.lm_head
+            own = layer.forward = partial(layer.forward)
+            mmkv.unwrap(model)
+            rows.clear()
+            assert_close(model(**inputs).logits, wanted)
+            assert layer.forward is own
+            remove_hook_from_submodules(model)
+            assert_close(model(**inputs).logits, wanted)
+        assert not rows
