@@ -69,7 +69,7 @@ def _watched() -> bool:
     """Whether torch's operations are recorded, counted or replaced, or oneDNN is switched off."""
     return (
         torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
+        or torch.jit.is_tracing()  # type: ignore[reportPrivateImportUsage]
         or is_in_torch_dispatch_mode()
         or not torch.backends.mkldnn.enabled
     )
