@@ -10,9 +10,6 @@ from typer.core import TyperGroup
 
 from mmkv.terminal import say
 
-ModelOption = Annotated[
-    str, typer.Option(help="builtin, a folder, or an id that transformers loads.")
-]
 DataOption = Annotated[
     str, typer.Option(help="builtin, or a path to the published file or folder.")
 ]
@@ -24,8 +21,6 @@ PolicyOption = Annotated[
         "unless given.",
     ),
 ]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
-DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 MapOption = Annotated[
     str | None, typer.Option(help="auto spreads a model over all GPUs of this machine.")
 ]

@@ -11,18 +11,16 @@ from typing import Annotated
 
 import typer
 
+from mmkv.options import DeviceOption, DtypeOption, ModelOption
 from mmkv.terminal import check_place, console, say, told
 
 from . import matrix_cli  # its commands are among these
 from .arguments import (
     DataOption,
-    DeviceOption,
-    DtypeOption,
     ImagesOption,
     LengthOption,
     LimitOption,
     MapOption,
-    ModelOption,
     PolicyOption,
     QuestionsOption,
     budget_list,

@@ -7,15 +7,13 @@ from typing import Annotated
 
 import typer
 
+from mmkv.options import DeviceOption, DtypeOption, ModelOption
 from mmkv.terminal import check_place, say, told
 
 from .arguments import (
-    DeviceOption,
-    DtypeOption,
     LengthOption,
     LimitOption,
     MapOption,
-    ModelOption,
     PolicyOption,
     budget_list,
     commands,

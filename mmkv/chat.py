@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from mmkv.report import CacheReport
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Kept where nothing says how much.
+DEFAULT_BUDGET = 0.2
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,22 @@ def parse_options(policy: str, pairs: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"option {pair!r}: expected name=value, such as window=16")
         options[name] = parse_value(name, text.strip(), typed.get(name, str))
     return options
+
+
+def budget_or_default(
+    budget: int | float | None, policy: Policy, profile: Path | None
+) -> int | float | None:
+    """A fifth where no budget is given; None where the policy or the profile says how much.
+
+    Raises:
+        ValueError: the file holds no profile.
+    """
+    from mmkv.profiles import Profile
+
+    sized = profile is not None and bool(Profile.load(profile).fractions)
+    if budget is None and not sized and policy.retention is None:
+        return DEFAULT_BUDGET
+    return budget
 
 
 def parse_value(name: str, text: str, hint: Any) -> Any:

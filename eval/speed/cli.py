@@ -16,6 +16,7 @@ import typer
 
 from mmkv.eval.speed.plan_cli import plan_command
 from mmkv.eval.speed.serve_cli import serve_command
+from mmkv.options import DeviceOption, DtypeOption
 from mmkv.terminal import Progress, check_place, console, say, told
 
 if TYPE_CHECKING:
@@ -108,8 +109,8 @@ def bench_command(
         Path | None,
         typer.Option(help="Interpreter of an environment with kvpress: its nearest presses."),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
     out: Annotated[Path, typer.Option(help="The JSON beside the table.")] = Path("out/bench.json"),
     toy: Annotated[
         bool, typer.Option("--toy", hidden=True, help="Shrink every model and prompt.")

@@ -11,12 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mmkv.options import (
+    BudgetOption,
+    DeviceOption,
+    DtypeOption,
+    KvDtypeOption,
+    ModelOption,
+    PairsOption,
+    PolicyName,
+    ProfileOption,
+)
 from mmkv.terminal import check_place, console, say, told
 
 if TYPE_CHECKING:
     from mmkv.chat import Answer
 
-_DEFAULT_BUDGET = 0.2
 # What torch takes as a seed.
 _LEAST_SEED, _MOST_SEED = -(2**63), 2**64 - 1
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -36,29 +45,17 @@ def chat(
     image: Annotated[
         list[Path] | None, typer.Option(metavar="PATH", help="One more picture, before the others.")
     ] = None,
-    policy: Annotated[str, typer.Option(help="See `mmkv policies`.")] = "condense",
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            help="What is kept: 0.2 or 20% is a fraction, 200 a number of tokens per layer and "
-            "head. [default: 0.2, or the profile's]"
-        ),
-    ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of the policy.")
-    ] = None,
+    policy: PolicyName = "condense",
+    budget: BudgetOption = None,
+    option: PairsOption = None,
     protect: Annotated[
         str | None, typer.Option(help="instruction keeps the prompt's text; none does not.")
     ] = None,
-    profile: Annotated[Path | None, typer.Option(help="Measured layer or head sizes.")] = None,
-    kv_dtype: Annotated[
-        str | None, typer.Option(help="int8 or int4: hold what is kept in 8 or 4 bits.")
-    ] = None,
-    model: Annotated[
-        str, typer.Option(help="builtin, a folder, or an id that transformers loads.")
-    ] = "builtin",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    profile: ProfileOption = None,
+    kv_dtype: KvDtypeOption = None,
+    model: ModelOption = "builtin",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 80,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[
@@ -84,7 +81,6 @@ def chat(
     from mmkv import chat as talk
     from mmkv.builtin import KNOWS
     from mmkv.cli import context as contexts
-    from mmkv.profiles import Profile
     from mmkv.registry import get_policy
 
     pairs = [*(option or []), *([] if protect is None else [f"protect={protect}"])]
@@ -106,7 +102,7 @@ def chat(
             )
         settings = Settings(
             policy=policy,
-            budget=_DEFAULT_BUDGET if kept is None else kept,
+            budget=talk.DEFAULT_BUDGET if kept is None else kept,
             options=options,
             kv_dtype=kv_dtype,
             max_new_tokens=max_new_tokens,
@@ -116,10 +112,7 @@ def chat(
         where = {"model": model, "device": device, "dtype": dtype}
         raise typer.Exit(repl.run(console(), settings, images=image or [], **where))
     paths, question = _pictures_and_question(words, image or [])
-    measured = None if profile is None else Profile.load(profile)
-    sized = measured is not None and bool(measured.fractions)
-    if kept is None and not sized and chosen.retention is None:
-        kept = _DEFAULT_BUDGET
+    kept = talk.budget_or_default(kept, chosen, profile)
     if chosen.keeps_all and budget is not None:
         say(f"policy {chosen.name} keeps everything: --budget {budget} is ignored")
     elif note := budgets.note(kept):

@@ -14,6 +14,7 @@ import typer
 
 from mmkv.cli.chat import chat
 from mmkv.cli.serve import serve
+from mmkv.options import DeviceOption, DtypeOption
 from mmkv.terminal import console, show_warnings, told
 
 app = typer.Typer(
@@ -98,8 +99,8 @@ def demo(
         str, typer.Option(help="Where to listen; the default is this computer only.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 7860,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
     server: Annotated[
         str | None,
         typer.Option(metavar="URL", help="Let the `mmkv serve` at this address answer instead."),

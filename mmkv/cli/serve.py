@@ -8,9 +8,17 @@ from typing import Annotated
 
 import typer
 
+from mmkv.options import (
+    BudgetOption,
+    DeviceOption,
+    DtypeOption,
+    KvDtypeOption,
+    ModelOption,
+    PairsOption,
+    PolicyName,
+    ProfileOption,
+)
 from mmkv.terminal import bind, told, wait_asleep
-
-_DEFAULT_BUDGET = 0.2
 
 
 @told
@@ -25,26 +33,14 @@ def _from_file(context: typer.Context, path: Path | None) -> None:
 
 @told
 def serve(
-    model: Annotated[
-        str, typer.Option(help="builtin, a folder, or an id that transformers loads.")
-    ] = "builtin",
-    policy: Annotated[str, typer.Option(help="See `mmkv policies`.")] = "condense",
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            help="What is kept: 0.2 or 20% is a fraction, 200 a number of tokens per layer and "
-            "head. [default: 0.2, or the profile's]"
-        ),
-    ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of the policy.")
-    ] = None,
-    profile: Annotated[Path | None, typer.Option(help="Measured layer or head sizes.")] = None,
-    kv_dtype: Annotated[
-        str | None, typer.Option(help="int8 or int4: hold what is kept in 8 or 4 bits.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    model: ModelOption = "builtin",
+    policy: PolicyName = "condense",
+    budget: BudgetOption = None,
+    option: PairsOption = None,
+    profile: ProfileOption = None,
+    kv_dtype: KvDtypeOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
     cache_memory: Annotated[
         str | None,
         typer.Option(
@@ -107,7 +103,6 @@ def serve(
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does: chat completions, with pictures."""
     from mmkv import budgets, chat
-    from mmkv.profiles import Profile
     from mmkv.registry import get_policy
 
     try:
@@ -119,9 +114,7 @@ def serve(
     options = chat.parse_options(policy, option or [])
     chosen = get_policy(policy, **options)
     kept = None if budget is None else budgets.parse(budget)
-    sized = profile is not None and bool(Profile.load(profile).fractions)
-    if kept is None and not sized and chosen.retention is None:
-        kept = _DEFAULT_BUDGET
+    kept = chat.budget_or_default(kept, chosen, profile)
     settings = EngineSettings(
         model=model,
         device=device,

@@ -1,0 +1,29 @@
+"""Options that several commands take, with one help text each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ModelOption = Annotated[
+    str, typer.Option(help="builtin, a folder, or an id that transformers loads.")
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+PolicyName = Annotated[str, typer.Option(help="See `mmkv policies`.")]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        help="What is kept: 0.2 or 20% is a fraction, 200 a number of tokens per layer and "
+        "head. [default: 0.2, or the profile's]"
+    ),
+]
+PairsOption = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of the policy.")
+]
+ProfileOption = Annotated[Path | None, typer.Option(help="Measured layer or head sizes.")]
+KvDtypeOption = Annotated[
+    str | None, typer.Option(help="int8 or int4: hold what is kept in 8 or 4 bits.")
+]
