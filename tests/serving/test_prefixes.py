@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 from PIL import Image
 
@@ -95,7 +93,6 @@ def test_a_prefix_that_a_request_waits_for_stays(models, limit):
     model = models("llama")
     prefixes = [make_inputs("llama", (60,), seed=i) for i in range(3)]
     question = make_inputs("llama", (5,), seed=9)
-    go_on = threading.Event()
     with mmkv.wrapped(model, "local", 0.4), Engine(model, **limit) as engine:
 
         def ask(i):
@@ -104,13 +101,10 @@ def test_a_prefix_that_a_request_waits_for_stays(models, limit):
         for i in (0, 1):
             ask(i).result(60)
         assert engine.stats().prefixes == 2
-        first = engine._attachment.parts.layers[0]
-        hook = first.register_forward_pre_hook(lambda *args: go_on.wait(60) and None)
-        replies = [ask(2), ask(0)]
-        go_on.set()
+        with engine._worker.wake:  # both wait before either is begun
+            replies = [ask(2), ask(0)]
         for reply in replies:
             reply.result(60)
-        hook.remove()
         assert [x.usage.shared for x in replies] == [False, True]
 
 
