@@ -142,10 +142,12 @@ class Model:
     Attributes:
         decoders: the kinds of decoder it may hold.
         images: config attributes that hold the ids of its image and video tokens.
+        both_ways: whether all tokens of a prompt see each other, so that no cut may part them.
     """
 
     decoders: tuple[str, ...]
     images: tuple[str, ...] = ()
+    both_ways: bool = False
 
 
 _IMAGE = ("image_token_id",)
@@ -175,7 +177,7 @@ MODELS: dict[str, Model] = {
     "Mistral3ForConditionalGeneration": Model(("ministral3", "mistral"), _IMAGE),
     "MixtralForCausalLM": Model(("mixtral",)),
     "OPTForCausalLM": Model(("opt",)),
-    "PaliGemmaForConditionalGeneration": Model(("gemma", "gemma2"), _IMAGE),
+    "PaliGemmaForConditionalGeneration": Model(("gemma", "gemma2"), _IMAGE, both_ways=True),
     "Phi3ForCausalLM": Model(("phi3",)),
     "Qwen2_5_VLForConditionalGeneration": Model(("qwen2_5_vl_text",), _IMAGE_AND_VIDEO),
     "Qwen2ForCausalLM": Model(("qwen2",)),
@@ -210,6 +212,7 @@ class Adapter:
             attention).
         image_token_ids: stand in `input_ids` for image and video tokens; empty for a text model.
         facts: what is known of this kind of decoder.
+        both_ways: whether all tokens of a prompt see each other.
         ranks: over how many processes the heads of each layer are spread (tensor parallelism).
     """
 
@@ -219,6 +222,7 @@ class Adapter:
     attentions: tuple[Any, ...]
     image_token_ids: tuple[int, ...]
     facts: Decoder
+    both_ways: bool = False
     ranks: int = 1
 
     def added(self, index: int, output: Tensor) -> Tensor:
@@ -354,6 +358,7 @@ def find(model: nn.Module) -> Adapter:
         attentions=attentions,
         image_token_ids=tuple(token for token in ids if token is not None),
         facts=facts,
+        both_ways=known.both_ways,
         ranks=_ranks((model, decoder, *layers), attentions),
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from mmkv import adapters
-from mmkv.attach.attachment import Attachment
+from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.dense import DenseKV
 from mmkv.cache.evict import evict
@@ -146,7 +146,7 @@ def _restored(
         ValueError: it is another model's, or was made under another wrap.
         KeyError: a tensor is missing.
     """
-    attachment: Attachment = vars(model)["_mmkv"]
+    attachment = attachment_of(model)
     cache = CompressedCache(attachment.parts.config, attachment.plan)
     if about["plan"] != _plan(cache):
         raise ValueError(
@@ -245,7 +245,7 @@ def _difference(there: str, here: str) -> str:
 
 def _digest(model: Any) -> str:
     """What tells models apart: a hash of 64 numbers of each tensor, and of rotary options."""
-    attachment: Attachment = vars(model)["_mmkv"]
+    attachment = attachment_of(model)
     rotary = getattr(attachment.parts.config, "rope_parameters", None)
     found = hashlib.sha256(json.dumps(rotary, default=str, sort_keys=True).encode())
     for name, x in model.state_dict().items():
@@ -256,7 +256,7 @@ def _digest(model: Any) -> str:
 
 
 def _check_whole(model: Any) -> None:
-    attachment: Attachment = vars(model)["_mmkv"]
+    attachment = attachment_of(model)
     if (ranks := attachment.parts.ranks) > 1:
         raise ValueError(
             f"this model's heads are spread over {ranks} processes, each of which holds a part of "

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mmkv import context_files
 from mmkv.around import innermost
-from mmkv.attach.attachment import Attachment
+from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.report import CacheReport
 
@@ -168,8 +168,7 @@ def read(
     Raises:
         ValueError: the model is not wrapped, or there are no input_ids.
     """
-    inner = _wrapped(model)
-    attachment: Attachment = vars(inner)["_mmkv"]
+    inner, attachment = innermost(model), attachment_of(model)
     cache = CompressedCache(attachment.parts.config, attachment.plan)
     return read_into(cache, inner, inputs, prefill_chunk_size)
 
@@ -202,7 +201,7 @@ def load_context(path: str | os.PathLike[str], model: nn.Module) -> Context:
         ValueError: no context, or one of another model, policy or budget; the message names the
             file. Or the model's heads are spread over processes.
     """
-    inner = _wrapped(model)
+    inner = innermost(model)
     return Context(inner, *context_files.load(path, inner))
 
 
@@ -222,15 +221,6 @@ def _read(model: Any, given: dict[str, Any], chunk: int | None, **more: Any) -> 
     cache = out.past_key_values
     cache.max_length = 0
     return cache
-
-
-def _wrapped(model: nn.Module) -> Any:
-    inner = innermost(model)
-    if "_mmkv" not in vars(inner):
-        raise ValueError(
-            f"this {type(inner).__name__} is not wrapped: call mmkv.wrap(model, ...) first"
-        )
-    return inner
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from torch import nn
 from mmkv import adapters, budgets, profiles
 from mmkv.around import innermost
 from mmkv.attach import attention, configs, parallel
-from mmkv.attach.attachment import Attachment
+from mmkv.attach.attachment import Attachment, attachment_of
 from mmkv.cache import quantize, token_masks
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
@@ -77,8 +77,8 @@ def wrap(
     given, model = model, innermost(model)
     if is_wrapped(model):
         raise ValueError(
-            f"this {type(model).__name__} is wrapped already ({_describe(model)}): "
-            "call mmkv.unwrap(model) first"
+            f"this {type(model).__name__} is wrapped already "
+            f"({attachment_of(model).plan.describe()}): call mmkv.unwrap(model) first"
         )
     if isinstance(policy, Policy) and policy_options:
         raise ValueError(
@@ -219,10 +219,7 @@ def unwrap(model: M) -> M:
     Raises:
         ValueError: the model is not wrapped.
     """
-    inner = innermost(model)
-    if not is_wrapped(inner):
-        raise ValueError(f"this {type(inner).__name__} is not wrapped: call mmkv.wrap(model) first")
-    attachment: Attachment = vars(inner)["_mmkv"]
+    inner, attachment = innermost(model), attachment_of(model)
     if attachment.model is not inner:
         raise ValueError(
             "this is a shallow copy of a wrapped model and shares its parts: unwrap the original, "
@@ -246,8 +243,3 @@ def wrapped(model: M, *args: Any, **kwargs: Any) -> Generator[M]:
 def is_wrapped(model: nn.Module) -> bool:
     """Whether `wrap` was called on this very model, or on what stands around it."""
     return "_mmkv" in vars(innermost(model))
-
-
-def _describe(model: nn.Module) -> str:
-    attachment: Attachment = vars(model)["_mmkv"]
-    return attachment.plan.describe()

@@ -16,7 +16,7 @@ from transformers import StaticCache
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 import mmkv
-from mmkv.attach.attachment import Attachment
+from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.eval.speed import measure, models
 from mmkv.eval.speed.measure import Reply
@@ -260,7 +260,7 @@ class Bench:
         if row.name == "static":
             cache = StaticCache(model.config, max_cache_len=most)
         if row.kind == "policy":
-            attached: Attachment = vars(model)["_mmkv"]
+            attached = attachment_of(model)
             cache = CompressedCache(attached.parts.config, attached.plan, max_length=most)
         return Reply(model, ids, warm, trace=trace, cache=cache)
 

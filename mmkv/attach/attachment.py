@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from mmkv.adapters import Adapter
+from mmkv.around import innermost
 from mmkv.attach import attention, configs, graph, hooks, products
 from mmkv.attach.generation import (
     prepare_cache,
@@ -110,6 +111,21 @@ class Attachment:
     ) -> None:
         handle = getattr(module, register)(partial(hook, self), with_kwargs=True, **options)
         self._undo.append((handle.remove, ()))
+
+
+def attachment_of(model: Any) -> Attachment:
+    """What `wrap` made of a model, or of the one inside what stands around it.
+
+    Raises:
+        ValueError: the model is not wrapped.
+    """
+    inner = innermost(model)
+    found: Attachment | None = vars(inner).get("_mmkv")
+    if found is None:
+        raise ValueError(
+            f"this {type(inner).__name__} is not wrapped: call mmkv.wrap(model, ...) first"
+        )
+    return found
 
 
 def _restore(module: nn.Module, name: str, value: Any, known: bool, before: Any) -> None:

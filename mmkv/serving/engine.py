@@ -8,7 +8,7 @@ from typing import Any, SupportsFloat
 
 from mmkv import wrapping
 from mmkv.around import innermost
-from mmkv.attach.attachment import Attachment
+from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.chat import Loaded
@@ -66,14 +66,10 @@ class Engine:
         max_prefixes: int = 32,
     ) -> None:
         self.model = innermost(model)
-        if not wrapping.is_wrapped(self.model):
-            raise ValueError(
-                f"this {type(self.model).__name__} is not wrapped: call mmkv.wrap(model, ...) first"
-            )
+        self._attachment = attachment_of(self.model)
         for name, value in (("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
             if value < 1:
                 raise ValueError(f"{name}={value}: expected 1 or more")
-        self._attachment: Attachment = vars(self.model)["_mmkv"]
         self._config = self._attachment.parts.config
         if (ranks := self._attachment.parts.ranks) > 1:
             raise ValueError(

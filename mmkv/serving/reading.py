@@ -46,7 +46,7 @@ class Reader:
         ):
             return None
         # Where tokens of a picture or of the whole prompt see later ones, no cut may part them.
-        both_ways = "token_type_ids" in inputs or self.model.config.model_type == "paligemma"
+        both_ways = self.attachment.parts.both_ways or "token_type_ids" in inputs
         return None if both_ways else self.size
 
     def read(self, request: Request, given: dict[str, Any]) -> Tensor:
