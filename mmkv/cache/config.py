@@ -112,7 +112,7 @@ class CacheConfig:
         return [max(n / n_layers, f) for n, f in zip(totals, prompt.floors, strict=True)]
 
     def shortfalls(self, prompt: TokenMasks, n_layers: int) -> list[str]:
-        """Which rows are too short for the budget to hold what must be kept, and what was done."""
+        """Which rows are too short for the budget to hold more than what must be kept."""
         policy, budget, found = self.policy, self.budget, list[str]()
         if budget is None or self.keeps_everything:
             return found
@@ -122,11 +122,12 @@ class CacheConfig:
         rows = zip(prompt.lengths, prompt.windows, prompt.floors, strict=True)
         for row, (length, window, floor) in enumerate(rows):
             total = token_masks.total_kept(budget, n_layers, length)
-            if window == policy.observed and total >= n_layers * floor:
+            holds = window == policy.observed and total >= n_layers * floor
+            if holds and (total >= n_layers * min(floor + 1, length) or not floor):
                 continue
             text = (
                 f"row {row}: budget {budget} gives {total / n_layers:.3g} of {length} tokens a "
-                f"layer, too few for {', '.join(always)}"
+                f"layer, {'all' if holds else 'too few'} for {', '.join(always)}"
             )
             if window != policy.observed:
                 text += f"; its last {window} observe instead"

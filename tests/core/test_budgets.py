@@ -215,7 +215,7 @@ def test_a_short_row_keeps_what_its_shrunk_window_attends_to(models, policy, poo
 
 
 def test_a_budget_too_small_for_what_must_stay_is_said(text_model, caplog):
-    """In the report, and in one line of the log for a prompt; nothing where the budget suffices."""
+    """In the report, and in one line of the log for a prompt; nothing where more fits in."""
     with mmkv.wrapped(text_model, "snapkv", 0.2, sinks=4), torch.no_grad():
         out = text_model.generate(
             **make_inputs("llama", (200, 40, 12)), max_new_tokens=3, return_dict_in_generate=True
@@ -233,9 +233,13 @@ def test_a_budget_too_small_for_what_must_stay_is_said(text_model, caplog):
         assert [r.getMessage().count("too few") for r in caplog.records] == [3]
         assert caplog.records[0].getMessage().endswith("; and 6 rows more")
         caplog.clear()
-        cache = text_model(**make_inputs("llama", (200, 180)), use_cache=True).past_key_values
-    assert not caplog.records
-    assert cache.report().notes == []
+        cache = text_model(**make_inputs("llama", (200, 190)), use_cache=True).past_key_values
+        assert not caplog.records
+        assert cache.report().notes == []
+        cache = text_model(**make_inputs("llama", (180, 10)), use_cache=True).past_key_values
+        # Nothing is left for what the window finds.
+        text = "row 0: budget 0.2 gives 36 of 180 tokens a layer, all for window 32, sinks 4"
+        assert cache.report().notes[0] == text
 
 
 @pytest.mark.parametrize("policy", slow_except(mmkv.list_policies(), *USUAL))
