@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -178,7 +179,10 @@ def _pictures_and_question(words: list[str], images: list[Path]) -> tuple[list[P
     if question == "-":
         question = sys.stdin.read()
     elif _names_file(question):
-        raise ValueError(f"no question: the last argument is the file {question!r}")
+        raise ValueError(
+            f"no question: the last argument is the file {question!r}: put the question behind it, "
+            f"or ask several by: mmkv chat --image {shlex.quote(question)}"
+        )
     if not question.strip():
         raise ValueError("the question is empty")
     return [*images, *map(Path, pictures)], question.strip()
