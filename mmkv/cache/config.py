@@ -122,8 +122,9 @@ class CacheConfig:
         rows = zip(prompt.lengths, prompt.windows, prompt.floors, strict=True)
         for row, (length, window, floor) in enumerate(rows):
             total = token_masks.total_kept(budget, n_layers, length)
-            holds = window == policy.observed and total >= n_layers * floor
-            if holds and (total >= n_layers * min(floor + 1, length) or not floor):
+            free = total - n_layers * floor  # left for tokens that need not be kept
+            holds = window == policy.observed and free >= 0
+            if holds and (free >= n_layers or floor in (0, length)):
                 continue
             text = (
                 f"row {row}: budget {budget} gives {total / n_layers:.3g} of {length} tokens a "
@@ -131,7 +132,7 @@ class CacheConfig:
             )
             if window != policy.observed:
                 text += f"; its last {window} observe instead"
-            if total < n_layers * floor:
+            if free < 0:
                 text += f"; {floor} are kept"
             found.append(text)
         return found

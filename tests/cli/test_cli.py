@@ -371,7 +371,9 @@ def test_what_only_a_question_uses_is_refused_without_one(capsys, picture):
 
 
 def test_no_question(capsys, picture, monkeypatch):
-    assert "no question" in complaint(capsys, "chat", picture)
+    said = complaint(capsys, "chat", picture)
+    assert "no question" in said
+    assert f"mmkv chat --image {picture}" in said
     assert "no question" in complaint(capsys, "chat", picture, "missing.jpg")
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
     assert "the question is empty" in complaint(capsys, "chat", picture, "-")
