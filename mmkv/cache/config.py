@@ -119,6 +119,7 @@ class CacheConfig:
         always = [f"window {policy.observed}"] if policy.observed else []
         always += [f"sinks {policy.sinks}"] if policy.sinks else []
         always += ["protected text"] if policy.protect is not None else []
+        always = always or [f"latest {policy.decode.latest}"]  # of generated tokens
         rows = zip(prompt.lengths, prompt.windows, prompt.floors, strict=True)
         for row, (length, window, floor) in enumerate(rows):
             total = token_masks.total_kept(budget, n_layers, length)

@@ -242,6 +242,17 @@ def test_a_budget_too_small_for_what_must_stay_is_said(text_model, caplog):
         assert cache.report().notes[0] == text
 
 
+def test_generated_tokens_that_take_the_whole_budget_are_named(text_model):
+    """A round of old generated tokens begins before a fifth of all holds the latest ones."""
+    with mmkv.wrapped(text_model, "condense", 0.2, decode="rounds", latest=8, every=8):
+        out = text_model.generate(
+            **make_inputs("llama", (20,)), max_new_tokens=18, return_dict_in_generate=True
+        )
+    # 22 of 108 tokens over three layers, rounded.
+    text = "row 0: budget 0.2 gives 7.33 of 36 tokens a layer, too few for latest 8; 8 are kept"
+    assert out.past_key_values.report().notes[-1] == text
+
+
 @pytest.mark.parametrize("policy", slow_except(mmkv.list_policies(), *USUAL))
 def test_protected_text_above_the_budget_stays_in_every_turn(models, policy):
     """The demo's second turn: the text of both is more than a fifth of the tokens seen."""
