@@ -325,12 +325,12 @@ def plot_command(
 
 def _plot_heads(profile: Path | None, model: str, out: Path) -> None:
     """Draw a profile of cost curves, that of a model's folder if none is given."""
-    from mmkv.builtin import WEIGHTS
+    from mmkv.loading import names
     from mmkv.profiles import FILE, Profile
 
     from . import figures, plots
 
-    path = profile or (WEIGHTS if model == "builtin" else Path(model)) / FILE
+    path = profile or Path(names.find(model, convert=False).path) / FILE
     found = Profile.load(path)
     if found.curves is None:
         raise ValueError(f"profile {path}: it has layer sizes alone: use one of condense")

@@ -1,4 +1,4 @@
-"""Models for an evaluation: the built-in one, or what transformers loads."""
+"""Models for an evaluation."""
 
 from __future__ import annotations
 
@@ -12,15 +12,9 @@ def token_counter(name: str) -> Callable[[str], int]:
     Raises:
         ValueError: no tokenizer can be loaded.
     """
-    from transformers import AutoTokenizer
+    from mmkv.loading.models import load_tokenizer
 
-    from mmkv.builtin import WEIGHTS
-
-    path = str(WEIGHTS) if name == "builtin" else name
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"model {name!r}: no tokenizer: {str(error).splitlines()[0]}") from None
+    tokenizer = load_tokenizer(name)
     tokenizer.model_max_length = 10**9  # no warning: nothing is run on these texts
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -51,9 +45,6 @@ def load_model(
         raise ValueError(f"dtype {dtype!r}: expected one of {', '.join(chat.DTYPES)}")
     import torch
 
-    from mmkv.builtin import WEIGHTS
-
-    path = str(WEIGHTS) if name == "builtin" else name
     chosen: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
-    model, processor, _ = models.pretrained(path, dtype=chosen, device_map=device_map)
+    model, processor, _ = models.pretrained(name, dtype=chosen, device_map=device_map)
     return model, processor

@@ -15,7 +15,6 @@ from mmkv.loading import models, untrusted
 from mmkv.registry import option_types, policy_class
 
 if TYPE_CHECKING:
-    import torch
     from PIL import Image
     from torch import Tensor
 
@@ -140,29 +139,24 @@ def read_picture(path: str | Path) -> Image.Image:
 
 
 def load(name: str = "builtin", device: str = "auto", dtype: str = "auto") -> Loaded:
-    """The built-in model, or one that transformers loads from a folder or a hub.
+    """A model by its name: the built-in one, SmolLM2, or one that transformers loads.
 
     Args:
-        name: "builtin", a folder, or a hub's id.
+        name: "builtin", "smollm2", a folder, a .gguf file, or a hub's id.
         device: "auto" is the GPU where there is one.
-        dtype: one of `DTYPES`; "auto" is what the model was saved in (built-in: float32).
+        dtype: one of `DTYPES`; "auto" is what the model was saved in (float32 for the first two
+            names and for GGUF files).
 
     Raises:
         ValueError: a model that cannot be loaded, or an unknown device or dtype.
     """
     import torch
 
-    from mmkv.builtin import load_builtin
-
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
-    chosen: torch.dtype | None = None if dtype == "auto" else getattr(torch, dtype)
+    chosen: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
     where = models.find_device(device)
-    if name == "builtin":
-        with models.quiet():
-            model, processor = load_builtin(dtype=chosen)
-        return Loaded(name, model.to(where), processor, reads_pictures=True)  # type: ignore[arg-type]
-    model, processor, reads_pictures = models.pretrained(name, dtype=chosen or "auto")
+    model, processor, reads_pictures = models.pretrained(name, dtype=chosen)
     return Loaded(name, model.to(where), processor, reads_pictures)
 
 

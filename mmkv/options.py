@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-ModelOption = Annotated[
-    str, typer.Option(help="builtin, a folder, or an id that transformers loads.")
-]
+MODELS = "builtin, smollm2, a folder, a .gguf file, or an id that transformers loads"
+ModelOption = Annotated[str, typer.Option(help=f"{MODELS}.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 PolicyName = Annotated[str, typer.Option(help="See `mmkv policies`.")]

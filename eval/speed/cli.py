@@ -271,14 +271,14 @@ def _load(name: str, device: str, dtype: str, worker: Worker | None, *, toy: boo
     import torch
 
     from mmkv import chat
-    from mmkv.builtin import WEIGHTS
     from mmkv.eval.speed import models
     from mmkv.eval.speed.rival import WorkerError
+    from mmkv.loading import names
 
     shape = models.SHAPES.get(name)
     if shape is None:
         model = chat.load(name, device, dtype).model
-        there: dict[str, Any] = {"path": str(WEIGHTS) if name == "builtin" else name}
+        there: dict[str, Any] = {"path": names.find(name).path}
     else:
         shape = shape.toy() if toy else shape
         model = models.make(shape, device, dtype)

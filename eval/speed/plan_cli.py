@@ -85,7 +85,6 @@ def _without_weights(name: str, dtype: str) -> Any:
     """The model on the meta device."""
     import torch
 
-    from mmkv.builtin import WEIGHTS
     from mmkv.eval.speed.models import SHAPES, make
     from mmkv.loading.models import empty
 
@@ -93,4 +92,4 @@ def _without_weights(name: str, dtype: str) -> Any:
         raise ValueError(f"dtype {dtype!r}: expected bfloat16, float16 or float32")
     if name in SHAPES:
         return make(SHAPES[name], "meta", dtype)
-    return empty(str(WEIGHTS) if name == "builtin" else name, getattr(torch, dtype))
+    return empty(name, getattr(torch, dtype))

