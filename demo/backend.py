@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mmkv import chat
 from mmkv.cache.compressed import CompressedCache
-from mmkv.wrapping import wrap
+from mmkv.wrapping import comparing, wrap
 
 from .outcome import Kept, kept_of, rouge_l
 from .stepping import Draw, Stepper, Turnstile
@@ -114,7 +114,8 @@ class Conversation(Talk):
             if self._full.model is None:
                 self._full.model = self.engine.twin()
             if wrapped != self._wrapped:
-                model = wrap(self.engine.twin(), policy, budget, kv_dtype=settings.kv_dtype)
+                with comparing():
+                    model = wrap(self.engine.twin(), policy, budget, kv_dtype=settings.kv_dtype)
                 compressed = _Branch(model, self._compressed.tokens)
                 if self.turns:
                     notes = ("The settings changed: it read the whole conversation again.",)

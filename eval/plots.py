@@ -287,7 +287,7 @@ def layer_scores(model: Any, inputs: Mapping[str, Any], policy: Any) -> list[Ten
     import torch
 
     from mmkv.parts.sizing import UniformHeads, UniformLayers
-    from mmkv.wrapping import wrapped
+    from mmkv.wrapping import comparing, wrapped
 
     if not policy.score.ranks or policy.keeps_all:
         raise ValueError(f"policy {policy.name!r} has no attention score")
@@ -304,8 +304,9 @@ def layer_scores(model: Any, inputs: Mapping[str, Any], policy: Any) -> list[Ten
         score=Recording(**policy.score.options()),
         layers=UniformLayers(),
         heads=UniformHeads(),
+        least=0,
     )
-    with wrapped(model, recording, 0.9), torch.no_grad():
+    with comparing(), wrapped(model, recording, 0.9), torch.no_grad():
         model(**inputs, use_cache=True)
     if not found:
         raise ValueError("the prompt is too short to lose a token, so none is scored")

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, SupportsFloat, TypeVar
 
 from torch import nn
@@ -30,6 +31,15 @@ from mmkv.registry import get_policy
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=nn.Module)
+
+EQUAL_HEADS = (
+    "{policy} gives all heads the same size; on most language models a few heads look things up "
+    "and need the whole prompt: heads='retrieval' finds them, and mmkv.check measures what a "
+    "policy costs (docs/quality)"
+)
+# Policies that this process was told of by `EQUAL_HEADS`: researchers wrap hundreds of times.
+_told = set[str]()
+_comparing = ContextVar("mmkv_comparing", default=False)
 
 
 def wrap(
@@ -198,6 +208,8 @@ def planned(
         graph=graph and parts.ranks == 1,
         sampling=learning,
     )
+    if known is None and chosen.heads.equal and not made.keeps_everything:
+        _say_equal_heads(model, chosen)
     return made, compressed
 
 
@@ -211,6 +223,32 @@ def _own_profile(model: Any, policy: Policy) -> profiles.Profile | None:
     if found is None:
         logger.warning("%s", visual.WITHOUT_PROFILE.format(policy=policy.name))
     return found
+
+
+def _say_equal_heads(model: Any, policy: Policy) -> None:
+    """Once a process and policy: equal heads serve few language models.
+
+    Not where a profile lies beside the weights, and not of visual heads, which say more.
+    """
+    if policy.name in _told or _comparing.get() or isinstance(policy.heads, visual.VisualHeads):
+        return
+    try:
+        if profiles.own(model) is not None:
+            return
+    except ValueError:
+        return  # a broken file is named where it is used
+    _told.add(policy.name)
+    logger.warning("%s", EQUAL_HEADS.format(policy=policy.name))
+
+
+@contextmanager
+def comparing() -> Generator[None]:
+    """Policies are compared on purpose in this block: nothing is said of their equal heads."""
+    token = _comparing.set(True)
+    try:
+        yield
+    finally:
+        _comparing.reset(token)
 
 
 def unwrap(model: M) -> M:

@@ -24,6 +24,7 @@ from mmkv.eval.speed.presets import Setting
 from mmkv.eval.speed.report import Result, RowResult
 from mmkv.eval.speed.rival import RemoteReply, Worker, WorkerError
 from mmkv.eval.speed.rows import ATTENTION, Row, falling_profile, make_rows, parse, shuffled
+from mmkv.wrapping import comparing
 
 T = TypeVar("T")
 Pair = tuple[Row, RowResult]
@@ -264,6 +265,7 @@ class Bench:
             cache = CompressedCache(attached.parts.config, attached.plan, max_length=most)
         return Reply(model, ids, warm, trace=trace, cache=cache)
 
+    @comparing()
     def _ready(self, row: Row) -> Any:
         """A row's own model: wrapped, or with its attention implementation."""
         model = models.twin(self.model)
