@@ -7,7 +7,6 @@ section 4). The first answer token is predicted by the prefill's last position.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmkv import Context
-
-# Tokens fed at once where nothing is dropped while decoding; bounds the memory of the logits.
-_CHUNK = 128
 
 
 @dataclass(frozen=True)
@@ -74,59 +70,29 @@ def score_answers(
     """
     import torch
 
+    from mmkv.forcing import forced
+
     ids = inputs["input_ids"]
     if len(answers) != ids.shape[0]:
         raise ValueError(f"{len(answers)} answers for {ids.shape[0]} prompts")
-    with torch.no_grad():
-        return _score(model, inputs, answers, one_pass)
-
-
-def _score(
-    model: Any,
-    inputs: Mapping[str, Tensor],
-    answers: Sequence[Sequence[int]],
-    one_pass: bool | None,
-) -> Scored:
-    import torch
-
-    ids = inputs["input_ids"]
-    mask = inputs["attention_mask"] if "attention_mask" in inputs else torch.ones_like(ids)
-    accepted = inspect.signature(model.forward).parameters
-    numbered = "position_ids" in accepted and not _counts_positions_itself(model)
-
-    def forward(tokens: Mapping[str, Tensor], **more: Any) -> Any:
-        if numbered:
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)
-            more["position_ids"] = positions[:, -tokens["input_ids"].shape[1] :]
-        return model(**{**tokens, "attention_mask": mask}, use_cache=True, **more)
-
-    last = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
-    out = forward(inputs, **last)
-    cache = out.past_key_values
-    held = getattr(cache, "nbytes", 0)
     lengths = torch.tensor([len(a) for a in answers])
-    longest = int(lengths.max()) if len(answers) else 0
+    longest = max(1, max(map(len, answers), default=0))
     # Padding is a real token to the model: nothing behind a row's answer reaches its figures.
-    padded = [[*answer, *[0] * (max(1, longest) - len(answer))] for answer in answers]
+    padded = [[*answer, *[0] * (longest - len(answer))] for answer in answers]
     wide = torch.tensor(padded, device=ids.device)
-    loss, best = [], []
-
-    def read(logits: Tensor, start: int) -> None:
+    loss: list[Tensor] = []
+    best: list[Tensor] = []
+    cache, held, start = None, 0, 0
+    for cache, logits in forced(model, inputs, wide[:, :-1], one_pass):
+        if not start:
+            held = getattr(cache, "nbytes", 0)
         target = wide[:, start : start + logits.shape[1]].to(logits.device)
         flat = logits.float().flatten(0, 1)
         nll = torch.nn.functional.cross_entropy(flat, target.flatten(), reduction="none")
         loss.append(nll.view_as(target).double().cpu())
         best.append((logits.argmax(-1) == target).cpu())
-
-    read(out.logits[:, -1:], 0)
-    del out
-    one_pass = drops_nothing(cache) if one_pass is None else one_pass
-    step = _CHUNK if one_pass else 1
-    for start in range(0, longest - 1, step):
-        piece = wide[:, start : min(start + step, longest - 1)]
-        mask = torch.cat([mask, mask.new_ones(piece.shape)], dim=-1)
-        read(forward({"input_ids": piece}, past_key_values=cache).logits, start + 1)
-    counts = torch.arange(wide.shape[1]) < lengths[:, None]
+        start += logits.shape[1]
+    counts = torch.arange(longest) < lengths[:, None]
     nll = (torch.cat(loss, dim=1) * counts).sum(-1)
     greedy = (torch.cat(best, dim=1) | ~counts).all(-1)
     return Scored(nll.tolist(), lengths.tolist(), greedy.tolist(), cache, held)
@@ -172,22 +138,3 @@ def score_behind(
     greedy = ((logits.argmax(-1) == wide).cpu() | ~counts).all(-1)
     sums = (nll * counts).sum(-1)
     return Scored(sums.tolist(), lengths.tolist(), greedy.tolist(), out.past_key_values)
-
-
-def drops_nothing(cache: Any) -> bool:
-    """Whether decoding only adds to this cache, so that several tokens may be fed at once."""
-    from mmkv.cache.token_masks import keeps_everything
-
-    plan = getattr(cache, "plan", None)
-    if plan is None:
-        return True  # transformers' own cache of a model that is not wrapped
-    if keeps_everything(plan.policy, plan.budget):
-        return True
-    policy = plan.policy
-    return policy.decode.name == "grow" and not (policy.reposition or policy.postpone)
-
-
-def _counts_positions_itself(model: Any) -> bool:
-    """Whether positions have more than one axis (Qwen2-VL), so that they are left to the model."""
-    inner = getattr(model, "model", None)
-    return hasattr(model, "get_rope_index") or hasattr(inner, "get_rope_index")

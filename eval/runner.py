@@ -8,13 +8,11 @@ once.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mmkv.budgets import named, number
-from mmkv.terminal import say
+from mmkv.terminal import bar, say
 
 from .measure import FULL, Job, head, measure
 from .processes import Processes, find_processes
@@ -136,7 +134,7 @@ def run(
     work = [(v, budget, batch) for v in variants for budget in v.budgets(budgets) for batch in mine]
     torch.manual_seed(seed)
     total = sum(len(batch) for _, _, batch in work)
-    with _progress(total, shown=progress and processes.main) as advance:
+    with bar(total, shown=progress and processes.main) as advance:
         for variant, budget, batch in work:
             missing = [i for i in batch if key_of(head(variant, budget, i)) not in rows]
             if missing:
@@ -235,34 +233,3 @@ def _try_all(model: Any, variants: Sequence[Variant], budgets: Sequence[float | 
                     pass
             except ValueError as error:
                 raise ValueError(f"policy {variant.label} at {budget}: {error}") from None
-
-
-@contextmanager
-def _progress(total: int, *, shown: bool) -> Generator[Callable[[int, str], None]]:
-    """A bar with the time left on standard error; in a pipe, a line for each policy and budget."""
-    from rich import progress
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    columns = (
-        progress.TextColumn("{task.description:<24}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TextColumn("left"),
-        progress.TimeRemainingColumn(),
-    )
-    bar = progress.Progress(*columns, console=console, disable=not (shown and console.is_terminal))
-    task = bar.add_task("", total=total)
-    done, last = 0, ""
-
-    def advance(n: int, what: str) -> None:
-        nonlocal done, last
-        bar.update(task, advance=n, description=what)
-        done += n
-        if shown and not console.is_terminal and what != last:
-            print(f"{done} of {total}: {what}", file=sys.stderr, flush=True)
-        last = what
-
-    with bar:
-        yield advance

@@ -8,8 +8,10 @@ import logging
 import os
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,6 +212,53 @@ class Table:
             found[-1].append(i)
             left -= needed
         return found
+
+
+@contextmanager
+def bar(
+    total: int | None, *, shown: bool = True, every: float = 0.0
+) -> Generator[Callable[[int, str], None]]:
+    """A bar with the time left on standard error; in a pipe, lines.
+
+    Args:
+        total: how much there is to do; None where that is not known.
+        shown: False says nothing.
+        every: in a pipe, seconds between two lines; 0: a line whenever the work has another name.
+
+    Yields:
+        what to call with how much more is done, and with the name of the work.
+    """
+    from rich import progress
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    columns = (
+        progress.TextColumn("{task.description:<24}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("left"),
+        progress.TimeRemainingColumn(),
+    )
+    drawn = progress.Progress(
+        *columns, console=console, disable=not (shown and console.is_terminal)
+    )
+    task = drawn.add_task("", total=total)
+    done, last, said = 0, "", time.monotonic()
+
+    def advance(n: int, what: str) -> None:
+        nonlocal done, last, said
+        drawn.update(task, advance=n, description=what)
+        done += n
+        due = time.monotonic() - said >= every if every else what != last
+        if shown and not console.is_terminal and due:
+            of = "" if total is None else f" of {total}"
+            print(f"{done}{of}: {what}", file=sys.stderr, flush=True)
+            said = time.monotonic()
+        last = what
+
+    with drawn:
+        yield advance
 
 
 class Progress:

@@ -11,7 +11,8 @@ import mmkv
 from helpers.marks import slow_except
 from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import USUAL, short
-from mmkv.eval.perplexity import drops_nothing, perplexity, score_answers
+from mmkv.eval.perplexity import perplexity, score_answers
+from mmkv.forcing import drops_nothing
 
 LENGTHS = (40, 31, 52)
 ANSWERS = [[5, 9, 40, 17, 88], [33], [7, 7, 90, 101, 12, 64, 30, 8]]
