@@ -31,7 +31,8 @@ LengthOption = Annotated[
     int | None,
     typer.Option(
         min=256,
-        help="Tokens of a prompt of ruler (4096), or continuation (1024), with its answer.",
+        help="Tokens of a prompt of ruler (4096) or continuation (1024) with its answer, or of an "
+        "excerpt of documents (900).",
     ),
 ]
 QuestionsOption = Annotated[

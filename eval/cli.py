@@ -42,8 +42,8 @@ def eval_command(
     suite: Annotated[
         str,
         typer.Argument(
-            help="description, mmvet, longbench, needle, ruler, continuation, cnn_dailymail or "
-            "xsum."
+            help="description, mmvet, longbench, needle, ruler, continuation, documents, "
+            "cnn_dailymail or xsum."
         ),
     ],
     model: ModelOption = "builtin",
@@ -75,7 +75,9 @@ def eval_command(
     option: PolicyOption = None,
     tasks: Annotated[
         str | None,
-        typer.Option(help="Tasks of longbench or ruler, with commas between. [default: all]"),
+        typer.Option(
+            help="Tasks of longbench, ruler or documents, with commas between. [default: all]"
+        ),
     ] = None,
     length: LengthOption = None,
     questions: QuestionsOption = 1,

@@ -138,7 +138,7 @@ def _open(path: Path, read: Callable[[Image.Image], T]) -> T:
         raise DataError(f"{path}: picture: {error}") from error
 
 
-def interleave(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """The first sample of every group, then the second of each: a limit covers all tasks alike."""
+def interleave(groups: Sequence[Sequence[T]]) -> list[T]:
+    """The first of every group, then the second of each: a limit covers all groups alike."""
     turns = itertools.zip_longest(*groups)
-    return [sample for turn in turns for sample in turn if sample is not None]
+    return [item for turn in turns for item in turn if item is not None]

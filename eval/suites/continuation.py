@@ -36,9 +36,9 @@ def load(request: Request) -> list[Sample]:
         if request.limit is not None and len(samples) == request.limit:
             break
         text = files.read_text(path)[: _MOST_LETTERS * length]
-        words = [found.start() for found in re.finditer(r"(?<=\S) (?=\S)", text)]
+        words = spaces(text)
         shares = ((1 - _FOLLOWS) * (1 - _QUESTION), 1 - _FOLLOWS, 1)
-        ends = [_first_with(words, text, count, share * length) for share in shares]
+        ends = [first_with(words, text, count, share * length) for share in shares]
         if None in ends:
             continue
         asked, start, end = ends
@@ -76,7 +76,12 @@ def _paths(data: Path) -> dict[str, Path]:
     return {path.relative_to(data).as_posix(): path for path in found}
 
 
-def _first_with(
+def spaces(text: str) -> list[int]:
+    """Where two words of one line are apart: the places at which a text may be cut."""
+    return [found.start() for found in re.finditer(r"(?<=\S) (?=\S)", text)]
+
+
+def first_with(
     ends: list[int], text: str, count: Callable[[str], int], tokens: float
 ) -> int | None:
     """The first of these ends with as many tokens before it; None if the text has fewer."""

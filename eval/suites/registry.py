@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmkv.eval.samples import DataError, Request, Sample, open_images, suite_notes
-from mmkv.eval.suites import continuation, description, longbench, mmvet, needle, ruler
+from mmkv.eval.suites import (
+    continuation,
+    description,
+    documents,
+    longbench,
+    mmvet,
+    needle,
+    ruler,
+)
 from mmkv.eval.suites.summaries import CNN_DAILYMAIL, XSUM
 
 __all__ = ["SUITES", "DataError", "Sample", "Suite", "load_suite", "open_images", "suite_notes"]
@@ -54,6 +62,14 @@ SUITES: dict[str, Suite] = {
             has_length=True,
             builtin=False,
         ),
+        Suite(
+            "documents",
+            "real documents: text that goes on, summaries, questions and a planted number",
+            documents.load,
+            has_tasks=True,
+            has_length=True,
+            builtin=False,
+        ),
         Suite("cnn_dailymail", "summarise an article (CNN/DailyMail)", CNN_DAILYMAIL.load),
         Suite("xsum", "summarise an article in one sentence (XSum)", XSUM.load),
     )
@@ -77,7 +93,7 @@ def load_suite(
         name: the suite's.
         data: "builtin", or a path.
         limit: take the first samples; where a suite has tasks, they take turns.
-        tasks: LongBench datasets, RULER's tasks, or kinds of built-in task.
+        tasks: LongBench datasets, tasks of RULER or of documents, or kinds of built-in task.
         image_folder: by default `images` beside the data file, else the file's own folder.
         length: tokens of a prompt and its answer, for suites that make prompts of any length.
         count: how many tokens a text has; words by default.
@@ -96,7 +112,9 @@ def load_suite(
         raise ValueError(f"suite {name!r} has no tasks to select from, got {tasks}")
     path = None if str(data) == BUILTIN else Path(data)
     if path is None and not SUITES[name].builtin:
-        raise ValueError(f"suite {name!r} has no built-in data: --data names a folder, or stdlib")
+        made = {documents.NAME: "such as python -m mmkv.eval.corpus FOLDER writes"}
+        more = made.get(name, f"or {continuation.STDLIB}")
+        raise ValueError(f"suite {name!r} has no built-in data: --data names a folder, {more}")
     if length is not None and (path is None or not SUITES[name].has_length):
         what = "the built-in data" if SUITES[name].has_length else f"suite {name!r}"
         raise ValueError(f"length={length}: {what} has lengths of its own")

@@ -1,0 +1,267 @@
+"""Plain English texts from Debian packages, for suites that need real documents.
+
+    python -m mmkv.eval.corpus FOLDER [--from DEBS]
+
+writes FOLDER/novels, FOLDER/handbook and FOLDER/faq, one `.txt` file a chapter or section with a
+paragraph or heading a line, and FOLDER/SOURCES.txt: of which package and version they are, and
+under which licence. The packages hold data alone and run on no machine in particular; what they
+hold differs a little from one release of Debian to the next.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mmkv.terminal import check_place, told
+
+SHORTEST = 12_000  # characters of a text
+SOURCES = "SOURCES.txt"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A package, the folder that its texts are written to, and how they are read from it.
+
+    `read` takes the folder of the extracted package and gives texts by name.
+    """
+
+    package: str
+    folder: str
+    about: str
+    read: Callable[[Path], Iterator[tuple[str, list[str]]]]
+
+
+def novels(package: Path) -> Iterator[tuple[str, list[str]]]:
+    """Chapters of Jane Austen's novels by name, as paragraphs."""
+    (database,) = package.rglob("data/Rdata.rdb")
+    for lines in _r_texts(database.read_bytes()):
+        title, number = _plain(lines[0]).lower().replace(" ", "-"), 0
+        chapter: list[str] = []
+        # Chapters are numbered anew in each volume.
+        for paragraph in "\n".join(lines).split("\n\n"):
+            text = _plain(paragraph).replace("_", "")
+            if re.fullmatch(r"chapter \w+\.?", text, re.IGNORECASE):
+                if number:
+                    yield f"{title}-{number:02}", chapter
+                number, chapter = number + 1, []
+            elif len(text.split()) > 2 and not re.match(r"[\[*]|volume ", text, re.IGNORECASE):
+                chapter.append(text)
+        yield f"{title}-{number:02}", chapter
+
+
+def _r_texts(data: bytes) -> Iterator[list[str]]:
+    """The character vectors of an R lazy-load database ("R Internals", section 1.8).
+
+    Each is four bytes of length and a zlib stream: a header, a vector's type and length, and for
+    each string its flags, length (-1: missing) and bytes, all big-endian.
+    """
+    while data:
+        stream = zlib.decompressobj()
+        found, data = stream.decompress(data[4:]), stream.unused_data
+        at = 18 + struct.unpack_from(">I", found, 14)[0]
+        kind, count = struct.unpack_from(">II", found, at)
+        if not found.startswith(b"X\n\0\0\0\3") or kind & 255 != 16:
+            raise ValueError("the novels are not stored as R's texts of version 3")
+        at, lines = at + 8, list[str]()
+        for _ in range(count):
+            size = max(0, struct.unpack_from(">i", found, at + 4)[0])
+            at += 8 + size
+            lines.append(found[at - size : at].decode())
+        yield lines
+
+
+def handbook(package: Path) -> Iterator[tuple[str, list[str]]]:
+    """Sections of the Debian Administrator's Handbook; short ones join what follows them."""
+    (folder,) = package.rglob("html/en-US")
+    first = page = "index.html"
+    chapter, name, text = "", "", list[str]()
+    while page:
+        read = _Page.of(folder / page)
+        up = read.links.get("up", first)
+        if chapter != (chapter := page if up == first else up):
+            name, text = "", []
+        name, text = name or page.removesuffix(".html").removeprefix("sect."), text + read.blocks
+        if sum(map(len, text)) >= SHORTEST:
+            yield name, text
+            name, text = "", []
+        page = read.links.get("next", "")
+
+
+def faq(package: Path) -> Iterator[tuple[str, list[str]]]:
+    """Sections of An Anarchist FAQ."""
+    (folder,) = package.rglob("anarchism/html")
+    for page in sorted(folder.glob("sec*.html")):
+        yield page.stem.removeprefix("sec"), _Page.of(page).blocks
+
+
+ALL = (
+    Source("r-cran-janeaustenr", "novels", "Jane Austen's novels, in the public domain", novels),
+    Source("debian-handbook", "handbook", "The Debian Administrator's Handbook", handbook),
+    Source("anarchism", "faq", "An Anarchist FAQ", faq),
+)
+
+
+class _Page(HTMLParser):
+    """The prose of an HTML page: `blocks`, its paragraphs and headings, and `links` by relation.
+
+    Blocks of fewer than four words are headings' remains or code; listings, tables, lists of
+    contents and what Publican puts around a page are left out.
+    """
+
+    _SKIPPED = frozenset(("head", "pre", "table", "sup", "script", "style"))
+    _NOISE = frozenset(("docnav", "toc", "banner", "footnotes", "title"))
+    _BLOCKS = frozenset(("div", "p", "li", "ul", "ol", "dl", "dt", "dd", "blockquote", "br"))
+    _HEADINGS = frozenset(("h1", "h2", "h3", "h4", "h5"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks: list[str] = []
+        self.links: dict[str, str] = {}
+        self._text, self._skipped, self._depth = "", "", 0
+
+    @classmethod
+    def of(cls, path: Path) -> _Page:
+        """The page in a file."""
+        page = cls()
+        page.feed(path.read_text(encoding="utf-8"))
+        page.close()
+        page._end()
+        return page
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Begin a block, or what is left out."""
+        found = {name: value or "" for name, value in attrs}
+        if tag == "link":
+            self.links.setdefault(found.get("rel", ""), found.get("href", ""))
+        if self._skipped:
+            self._depth += tag == self._skipped
+            return
+        names = set(f"{found.get('class', '')} {found.get('id', '')}".split())
+        noise = tag not in self._HEADINGS and names & self._NOISE
+        if tag in self._SKIPPED or noise:
+            self._end()
+            self._skipped, self._depth = tag, 1
+        elif tag in self._BLOCKS or tag in self._HEADINGS:
+            self._end()
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """An element without content: only a link says something."""
+        if tag == "link":
+            self.handle_starttag(tag, attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        """End a block, or what is left out."""
+        if self._skipped:
+            self._depth -= tag == self._skipped
+            self._skipped = self._skipped if self._depth else ""
+        elif tag in self._BLOCKS or tag in self._HEADINGS:
+            self._end()
+
+    def handle_data(self, data: str) -> None:
+        """Text of the page."""
+        if not self._skipped:
+            self._text += data
+
+    def _end(self) -> None:
+        text = _plain(self._text)
+        if len(text.split()) > 3:
+            self.blocks.append(text)
+        self._text = ""
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+def write(folder: Path, debs: Path | None = None) -> dict[str, int]:
+    """Write all texts into a folder; returns how many each package gave.
+
+    Args:
+        folder: is made; texts of the same name are replaced.
+        debs: a folder with the packages; by default they are downloaded by `apt-get`.
+
+    Raises:
+        ValueError: a tool or a package is missing; says which, and what to do.
+    """
+    if shutil.which("dpkg-deb") is None or (debs is None and shutil.which("apt-get") is None):
+        names = ", ".join(source.package for source in ALL)
+        raise ValueError(
+            f"dpkg-deb and apt-get are needed: run this on Debian or Ubuntu, or get {names} from "
+            "packages.debian.org, install dpkg-deb, and give --from FOLDER"
+        )
+    counts, lines = dict[str, int](), list[str]()
+    with tempfile.TemporaryDirectory() as place:
+        for source in ALL:
+            deb = _find(source.package, debs or Path(place), download=debs is None)
+            package = Path(place) / source.package
+            _call("dpkg-deb", "-x", str(deb), str(package))
+            (folder / source.folder).mkdir(parents=True, exist_ok=True)
+            number = 0
+            for name, paragraphs in source.read(package):
+                text = "\n".join(paragraphs) + "\n"
+                if len(text) >= SHORTEST:
+                    (folder / source.folder / f"{name}.txt").write_text(text, encoding="utf-8")
+                    number += 1
+            counts[source.folder] = number
+            version = _call("dpkg-deb", "-f", str(deb), "Version").strip()
+            copyright_file = package / "usr/share/doc" / source.package / "copyright"
+            found = re.search(
+                r"^Files: \*\n(?:.+\n)*?License: *(.+)", copyright_file.read_text(), re.M
+            )
+            licence = found[1] if found else "see the package"
+            lines.append(
+                f"{source.folder}: {number} texts of {source.about}; Debian package "
+                f"{source.package} {version}, licence of the package {licence}\n"
+            )
+    (folder / SOURCES).write_text("".join(lines), encoding="utf-8")
+    return counts
+
+
+def _find(package: str, folder: Path, *, download: bool) -> Path:
+    """A package's file in a folder, downloaded first if asked for."""
+    if download:
+        _call("apt-get", "download", package, cwd=folder)
+    found = sorted(folder.glob(f"{package}_*.deb"))
+    if not found:
+        raise ValueError(f"{folder}: no {package}_*.deb there; without --from it is downloaded")
+    return found[-1]
+
+
+def _call(*command: str, cwd: Path | None = None) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stderr.strip() or "no reason given").splitlines()[-1]
+        raise ValueError(f"{' '.join(command)}: {said} (apt-get update may help)")
+    return done.stdout
+
+
+@told
+def command(
+    folder: Annotated[Path, typer.Argument(help="Where the texts are written.")],
+    debs: Annotated[
+        Path | None,
+        typer.Option("--from", help="A folder with the .deb files. [default: download them]"),
+    ] = None,
+) -> None:
+    """Write plain English texts, for `mmkv eval documents --data FOLDER`."""
+    check_place(folder)
+    for name, number in write(folder, debs).items():
+        typer.echo(f"{folder / name}: {number} texts")
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command()(command)
+    app()

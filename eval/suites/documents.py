@@ -1,0 +1,180 @@
+"""Real documents: text that goes on, summaries, short questions and a planted number.
+
+Data is a folder of `.txt` files, such as `python -m mmkv.eval.corpus` writes, or one such file.
+What a reply should be is known of the number alone: summaries and short answers are compared with
+what the model itself replies with the full cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mmkv.eval.samples import DataError, Request, Sample, interleave
+from mmkv.eval.suites import files
+from mmkv.eval.suites.continuation import first_with, spaces
+
+NAME = "documents"
+NOTE = "the documents are the user's own, and the questions are worded here"
+EACH = 20  # samples of each task
+LENGTH = 900  # tokens of an excerpt
+TEXT_LENGTH, FOLLOWS = 800, 128  # of a text that goes on, and of what follows it
+SUMMARY = "Summarize the text above in a few sentences."
+QUESTIONS = (
+    "What is this text about? Answer in one sentence.",
+    "Who or what is mentioned first in the text above?",
+    'Quote the sentence of the text above that mentions the word "{word}".',
+    "Name three things that the text above mentions.",
+    "How does the text above end? Answer in one sentence.",
+)
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_ADJECTIVES = ("quiet", "northern", "golden", "broken", "crooked", "silver", "hidden", "narrow")
+_NOUNS = ("harbor", "orchard", "archive", "lantern", "workshop", "cellar", "bridge", "granary")
+# Three small letters stand before it, as "Mrs." and "p." have not, and a capital behind it.
+_SENTENCE_END = re.compile(r"(?<=[a-z]{3})[.!?][\"'”’)]*(?=\s+\W?[A-Z]|\s*$)")
+_LETTERS = 6  # of a token, more than prose has: how far an excerpt may begin from the end
+
+
+def load(request: Request) -> list[Sample]:
+    """Samples of every task, or of `request.tasks`, which take turns.
+
+    So do the folders of the documents. Each task has documents of its own while there are enough.
+
+    Raises:
+        ValueError: no such task.
+        DataError: no document is long enough, or a file is no text in UTF-8.
+    """
+    assert request.data is not None
+    chosen = list(dict.fromkeys(request.tasks or TASKS))
+    if wrong := [name for name in chosen if name not in TASKS]:
+        raise ValueError(f"tasks must be among {list(TASKS)}, got {wrong}")
+    each = EACH if request.limit is None else -(-request.limit // len(chosen))
+    count = request.count or _words
+    sizes = {name: request.length or (TEXT_LENGTH if name == "text" else LENGTH) for name in TASKS}
+    documents = _documents(request.data, max(sizes.values()) + FOLLOWS, count)
+    groups: list[list[Sample]] = []
+    for name in chosen:
+        first = EACH * list(TASKS).index(name)
+        turns = [documents[(first + n) % len(documents)] for n in range(each)]
+        groups.append([_sample(name, n, sizes[name], count, *turn) for n, turn in enumerate(turns)])
+    return interleave(groups)[: request.limit]
+
+
+def _words(text: str) -> int:
+    return len(text.split())
+
+
+def _documents(data: Path, tokens: int, count: Callable[[str], int]) -> list[tuple[str, str]]:
+    """Names and texts of at least so many tokens; the folders take turns, in a mixed order."""
+    paths = {path.relative_to(data).as_posix(): path for path in data.rglob("*.txt")}
+    if not data.is_dir():
+        paths = {data.name: data}
+    # By a hash of the name: neighbouring chapters are alike, and a new file moves no other.
+    names = sorted(paths, key=lambda name: hashlib.sha256(name.encode()).digest())
+    folders: dict[str, list[tuple[str, str]]] = {}
+    for name in names:
+        text = files.read_text(paths[name])
+        if count(text[: 2 * _LETTERS * tokens]) >= tokens:
+            folders.setdefault(name.rpartition("/")[0], []).append((name, text))
+    if not folders:
+        raise DataError(
+            f"{data}: no .txt file of {tokens} tokens or more; python -m mmkv.eval.corpus FOLDER "
+            "writes some"
+        )
+    return interleave([folders[folder] for folder in sorted(folders)])
+
+
+def _sample(
+    task: str, number: int, size: int, count: Callable[[str], int], name: str, text: str
+) -> Sample:
+    """Sample `number` of a task: an excerpt of `size` tokens that begins with a paragraph."""
+    rng = random.Random(f"documents:{task}:{number}:{name}")
+    tokens = size + FOLLOWS
+    starts = [found.end() for found in re.finditer(r"\n+", text[: -_LETTERS * tokens])]
+    start = rng.choice([0, *starts])
+    text = text[start : start + 2 * _LETTERS * tokens]
+    words = spaces(text)
+    ends = [first_with(words, text, count, n) or len(text) for n in (size, tokens)]
+    made = TASKS[task](text[: ends[0]], text[ends[0] : ends[1]].strip(), number, rng)
+    folder = name.rpartition("/")[0]
+    made["tags"] = (*((f"folder={folder}",) if folder else ()), *made.get("tags", ()))
+    return Sample(
+        id=f"{task}-{number}/{name}",
+        suite=NAME,
+        task=task,
+        note=NOTE,
+        **made,
+    )
+
+
+def _text(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[str, Any]:
+    """The text goes on; a hidden question is its last eighth."""
+    question = excerpt[excerpt.rfind(" ", 0, len(excerpt) * 7 // 8) :]
+    return {
+        "prompt": excerpt,
+        "question": question,
+        "answers": (rest,),
+        "chat": False,
+        "max_new_tokens": 64,
+    }
+
+
+def _summary(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[str, Any]:
+    return _asked(_whole(excerpt), SUMMARY)
+
+
+def _question(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[str, Any]:
+    """One of `QUESTIONS`; the word that one of them names occurs once."""
+    excerpt = _whole(excerpt)
+    found = Counter(re.findall(r"\b[a-z]{6,}\b", excerpt))
+    once = [word for word, times in found.items() if times == 1]
+    asked = QUESTIONS[number % len(QUESTIONS)]
+    return _asked(excerpt, asked.format(word=rng.choice(once or list(found) or ["the"])))
+
+
+def _needle(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[str, Any]:
+    """A number, planted where a sentence ends that is nearest to the depth."""
+    excerpt, depth = _whole(excerpt), DEPTHS[number % len(DEPTHS)]
+    what, code = (
+        f"{rng.choice(_ADJECTIVES)} {rng.choice(_NOUNS)}",
+        str(rng.randrange(10_000, 100_000)),
+    )
+    places = [0, *(found.end() for found in _SENTENCE_END.finditer(excerpt)), len(excerpt)]
+    place = min(places, key=lambda end: abs(end - depth * len(excerpt)))
+    parts = (
+        excerpt[:place],
+        f"The access code for the {what} is {code}.",
+        excerpt[place:].lstrip(),
+    )
+    asked = f"What is the access code for the {what}? Reply with the number."
+    return _asked(" ".join(part for part in parts if part), asked) | {
+        "answers": (code,),
+        "max_new_tokens": 24,
+        "metric": "contains",
+        "tags": (f"depth={depth}",),
+    }
+
+
+def _asked(excerpt: str, question: str) -> dict[str, Any]:
+    return {"prompt": f"{excerpt}\n\n{question}", "question": question, "max_new_tokens": 64}
+
+
+def _whole(excerpt: str) -> str:
+    """An excerpt up to the end of its last whole sentence, if that is in its second half."""
+    ends = [found.end() for found in _SENTENCE_END.finditer(excerpt)]
+    return excerpt[: ends[-1]] if ends and 2 * ends[-1] > len(excerpt) else excerpt
+
+
+# Each task: what makes its prompt of an excerpt, what follows that, its number, and a source of
+# chance.
+TASKS: dict[str, Callable[[str, str, int, random.Random], dict[str, Any]]] = {
+    "text": _text,
+    "summary": _summary,
+    "question": _question,
+    "needle": _needle,
+}
