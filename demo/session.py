@@ -104,8 +104,8 @@ class Engines:
         *,
         server: str = "",
     ) -> None:
-        # A folder goes by its last part: where it lies is nobody's business on the page.
-        short = [Path(x).name if Path(x).is_dir() else x for x in names]
+        # A path goes by its last part: where it lies is nobody's business on the page.
+        short = [Path(x).name if Path(x).exists() else x for x in names]
         self._paths = {
             x if short.count(x) == 1 else f"{x} ({i})": path
             for i, (x, path) in enumerate(zip(short, names, strict=True), start=1)

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from mmkv.eval.perplexity import score_answers
 from mmkv.eval.variants import plugin_arguments
+from mmkv.loading import names
 
 # Its metaclass hides its attributes from a type checker.
 _Base: Any = HFLM
@@ -32,7 +33,7 @@ class MMKV(_Base):
     """A causal model of transformers with a compressed cache.
 
     Args:
-        pretrained: a path, an id, or a model, as for lm_eval's `hf`; or "builtin".
+        pretrained: a model's name, as for `mmkv.chat.load`, or a model.
         policy, budget, profile: as for `mmkv.wrap`.
         batch_size: a number; "auto" is not supported.
         kwargs: the policy's options, and what lm_eval's `hf` takes.
@@ -57,6 +58,9 @@ class MMKV(_Base):
             raise ValueError(f"batch_size={batch_size!r}: a compressed model needs a number")
         if pretrained == "builtin":
             pretrained, rest["tokenizer"] = builtin_text_model()
+        elif isinstance(pretrained, str):
+            source = names.find(pretrained)
+            pretrained, rest = source.path, {"dtype": source.dtype, **source.options, **rest}
         super().__init__(pretrained, batch_size=int(batch_size), **rest)
         wrap(self.model, policy, size, profile=profile, **mine)
 

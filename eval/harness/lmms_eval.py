@@ -39,7 +39,7 @@ def make_class(base: type, messages: type) -> type:
         """A model of transformers with a compressed cache.
 
         Args:
-            pretrained: a path, an id, or "builtin".
+            pretrained: a model's name, as for `mmkv.chat.load`.
             policy, budget, profile: as for `mmkv.wrap`.
             batch_size: requests at once.
             device, dtype, device_map: as for `mmkv.eval.loading.load_model`.

@@ -16,7 +16,7 @@ import typer
 
 from mmkv.eval.speed.plan_cli import plan_command
 from mmkv.eval.speed.serve_cli import serve_command
-from mmkv.options import DeviceOption, DtypeOption
+from mmkv.options import MODELS, DeviceOption, DtypeOption
 from mmkv.terminal import Progress, check_place, console, say, told
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def bench_command(
     model: Annotated[
         str | None,
         typer.Option(
-            help="builtin, a folder or an id that transformers loads, or random weights: "
+            help=f"{MODELS}; or random weights: "
             "llama-120m-random, llama-7b-2-layers-random, llama-8b-random, llava-1.5-7b-random, "
             "llava-1.5-13b-random, mistral-7b-random. [default: builtin]",
         ),

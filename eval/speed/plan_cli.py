@@ -8,12 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from mmkv.eval.arguments import PolicyOption
+from mmkv.options import MODELS
 from mmkv.terminal import console, told
 
 
 @told
 def plan_command(
-    model: Annotated[str, typer.Argument(help="A folder or an id, or random weights of `bench`.")],
+    model: Annotated[str, typer.Argument(help=f"{MODELS}; or random weights of `bench`.")],
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 4096,
     new: Annotated[int, typer.Option(min=1, help="Tokens generated.")] = 256,

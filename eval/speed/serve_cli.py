@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from mmkv.options import MODELS
 from mmkv.terminal import Progress, console, told, wait_asleep
 
 
@@ -25,7 +26,7 @@ def serve_command(
     first_within: Annotated[float, typer.Option(help="Seconds that a first token may take.")] = 5.0,
     next_within: Annotated[float, typer.Option(help="Seconds a token after it, mean.")] = 0.2,
     model: Annotated[
-        str, typer.Option(help="builtin, a folder or an id, or random weights of `mmkv bench`.")
+        str, typer.Option(help=f"{MODELS}; or random weights of `mmkv bench`.")
     ] = "builtin",
     soak_seconds: Annotated[
         float,

