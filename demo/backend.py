@@ -232,7 +232,7 @@ class _Run:
         kept = 1.0
         if isinstance(cache, CompressedCache):
             report = cache.report()
-            full, kept = report.full_nbytes, report.kept_fraction
+            full, kept = report.full_nbytes, report.prompt_fraction
         return Side(
             text=text.strip().removesuffix("�"),
             tokens=len(seconds),

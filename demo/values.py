@@ -73,7 +73,7 @@ class Side:
         rate: tokens a second after the first, None before the second.
         nbytes: of the cache; 0 where that is not known yet.
         full_nbytes: of a full cache of the same tokens; 0 where that is not known.
-        kept: the share of key-value pairs held.
+        kept: the share of the prompt's key-value pairs that is held.
         done: nothing will follow.
     """
 

@@ -63,6 +63,8 @@ class CacheReport:
         nbytes: bytes of all storages, empty slots included.
         full_nbytes: bytes that a cache of all tokens seen (padding included) would hold.
         kept_fraction: pairs held over pairs seen, over all compressed layers.
+        prompt_fraction: the same of the prompt alone: of all tokens up to its end, earlier turns
+            and replies among them.
         retained: mean over layers of the retained importance; None where unknown.
         kv_dtype: what kept pairs are held as; None for the model's own type.
         key_error, value_error: means over the compressed layers; None where nothing is quantised.
@@ -77,6 +79,7 @@ class CacheReport:
     nbytes: int
     full_nbytes: int
     kept_fraction: float
+    prompt_fraction: float
     retained: float | None
     kv_dtype: str | None
     key_error: float | None
@@ -115,6 +118,8 @@ class CacheReport:
         seen = [n + generated for n in cache.lengths]
         heads = cache.compressed[0].keeping().heads
         pairs = sum(n for x in layers for row in x.kept for n in row)
+        each, end = heads * len(cache.compressed), prompt.valid.shape[1]
+        early = sum(int(x.keeping().counts(end).sum()) for x in cache.compressed)
         return cls(
             policy=cache.plan.policy.name,
             budget=cache.plan.budget,
@@ -123,7 +128,8 @@ class CacheReport:
             layers=layers,
             nbytes=cache.nbytes,
             full_nbytes=full,
-            kept_fraction=pairs / (sum(seen) * heads * len(cache.compressed)),
+            kept_fraction=pairs / (sum(seen) * each),
+            prompt_fraction=early / (sum(cache.lengths) * each),
             retained=mean_known(x.retained for x in layers),
             kv_dtype=cache.plan.kv_dtype,
             key_error=mean_known(x.key_error for x in layers),
@@ -139,10 +145,7 @@ class CacheReport:
         """A table for the terminal."""
         from rich.table import Table
 
-        held = "" if self.kv_dtype is None else f" in {self.kv_dtype}"
-        made = f" and {self.generated} generated tokens" if self.generated else ""
-        kept = f"{self.kept_fraction:.1%} kept{held} of the prompt{made}"
-        title = f"{self.policy}, budget {self.budget}: {kept}"
+        title = f"{self.policy}, budget {self.budget}: {self.headline}"
         table = Table(title=title, caption="; ".join(self.notes) or None)
         grouped = any(x.groups is not None for x in self.layers)
         columns = ["layer", "kept per head", "min-max", "KiB", "retained importance"]
@@ -176,6 +179,19 @@ class CacheReport:
             *self._errors(self),
         )
         return table
+
+    @property
+    def headline(self) -> str:
+        """The share of the prompt that is kept, and what is held of the tokens generated since."""
+        held = "" if self.kv_dtype is None else f" in {self.kv_dtype}"
+        kept = f"{self.prompt_fraction:.1%} of the prompt kept{held}"
+        if not self.generated:
+            return kept
+        seen, rows = sum(self.seen), len(self.seen)
+        prompt = self.prompt_fraction * (seen - rows * self.generated)
+        beside = f"{(self.kept_fraction * seen - prompt) / rows:.1f}".removesuffix(".0")
+        of = "" if beside == str(self.generated) else f"{beside} of "
+        return f"{kept}, {of}{self.generated} generated tokens beside it"
 
     def _errors(self, x: LayerReport | CacheReport) -> list[str]:
         if self.kv_dtype is None:
@@ -217,6 +233,9 @@ def _notes(cache: CacheState) -> list[str]:
         notes.append(
             f"{named}learning layer sizes, {learned} of {n} requests so far"
             if cache.plan.learned is None
+    competed = int((prompt.valid & ~prompt.asked).sum())
+    if competed and (policy.decode.every or policy.postpone):
+        notes.append("generated tokens count as prompt once they have competed")
             else f"{named}the mean layer sizes of {n} requests"
         )
     if isinstance(policy.heads, VisualHeads):

@@ -68,9 +68,11 @@ class KeptKV:
             positions = positions.masked_fill(weights > 1, -1)
         return _ascending(positions)
 
-    def counts(self) -> Tensor:
-        """Pairs held, groups included: int64 [B, H]."""
-        return (self._positions()[0] >= 0).sum(-1)
+    def counts(self, end: int | None = None) -> Tensor:
+        """Pairs held, groups included, of tokens before `end` if that is given: int64 [B, H]."""
+        positions = self._positions()[0]
+        held = positions >= 0
+        return (held if end is None else held & (positions < end)).sum(-1)
 
     def _positions(self) -> tuple[Tensor, Tensor | None]:
         """Positions [B, H, U] of all pairs, and how many tokens each stands for."""

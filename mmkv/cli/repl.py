@@ -141,7 +141,7 @@ def _cache_line(side: Side) -> str:
     rate = "" if side.rate is None else f", {side.rate:.0f} tokens/s"
     return (
         f"cache [{bar:<20}] {side.nbytes / 1024:.1f} of {side.full_nbytes / 1024:.1f} KiB, "
-        f"{side.kept:.1%} of prompt and answer kept, {side.tokens} tokens{rate}"
+        f"{side.kept:.1%} of the prompt kept, {side.tokens} generated tokens{rate}"
     )
 
 

@@ -11,9 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmkv
 from helpers.marks import slow_except
+from helpers.masking import pairs_of
 from helpers.memory import storages
 from helpers.models import PAD, VOCAB, ending, make_inputs, next_turn
-from helpers.oracle import short
+from helpers.oracle import generate, short
 
 D = 250  # a head dimension that nothing else has: it tells keys, values and queries from the rest
 HEADS = 4
@@ -174,11 +175,45 @@ def test_the_reports_title_says_what_the_kept_share_is_of(model):
     with mmkv.wrapped(model, "snapkv", 0.2, window=4):
         with torch.no_grad():
             cache = model(**inputs, use_cache=True).past_key_values
-        assert cache.report().__rich__().title == "snapkv, budget 0.2: 20.0% kept of the prompt"
+        assert cache.report().__rich__().title == "snapkv, budget 0.2: 20.0% of the prompt kept"
         out = model.generate(
             **inputs, max_new_tokens=13, do_sample=False, return_dict_in_generate=True
         )
     # The last token is not read: 12 prompt tokens and 12 generated ones of 60 and 12.
     assert out.past_key_values.report().__rich__().title == (
-        "snapkv, budget 0.2: 33.3% kept of the prompt and 12 generated tokens"
+        "snapkv, budget 0.2: 20.0% of the prompt kept, 12 generated tokens beside it"
     )
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("h2o", {}),
+        ("prefixkv", {"distance": 4}),
+        ("condense", {"least": 0}),
+        ("condense", {"least": 0, "decode": "rounds", "every": 4, "latest": 3}),
+    ],
+)
+def test_the_headline_is_what_is_held_of_the_prompt(model, policy, options):
+    """Pairs of tokens before the reply, groups among them, and beside them those of the reply."""
+    inputs = make_inputs("llama", (60, 41))
+    with mmkv.wrapped(model, policy, 0.3, **options):
+        *_, cache, held = generate(model, inputs, new=18)
+    report = cache.report()
+    since = cache.get_seq_length() - report.generated
+    of_prompt = of_reply = 0
+    for kept in held[-1]:
+        fresh = int((kept >= since).sum())
+        of_prompt, of_reply = of_prompt + int(pairs_of(kept).sum()) - fresh, of_reply + fresh
+    pairs = 3 * 2 * (sum(report.seen) - 2 * report.generated)
+    assert report.prompt_fraction == pytest.approx(of_prompt / pairs)
+    assert report.to_dict()["prompt_fraction"] == report.prompt_fraction
+    mean = f"{of_reply / (3 * 2 * 2):.1f}".removesuffix(".0")
+    beside = f"{report.generated}" if "condense" in policy else f"{mean} of {report.generated}"
+    assert report.headline == (
+        f"{of_prompt / pairs:.1%} of the prompt kept, {beside} generated tokens beside it"
+    )
+    rounds = "generated tokens count as prompt once they have competed"
+    assert (rounds in report.notes) == ("decode" in options)
+    if policy == "h2o":
+        assert report.prompt_fraction < 0.8 * report.kept_fraction
