@@ -13,7 +13,7 @@ MATRIX := 5.17.0 5.23.0
 .PHONY: run demo test test-slow test-all test-matrix lint type mutants docs dist format clean install
 
 run: install
-	$(BIN)/mmkv chat $(PICTURE) "Describe the image." --budget 0.2
+	$(BIN)/mmkv chat $(PICTURE) "Describe the image." --budget 0.2 --option least=0
 
 demo: install
 	$(BIN)/mmkv demo

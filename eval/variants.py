@@ -74,7 +74,7 @@ class Variant:
 def parse_variants(
     policies: Sequence[str], options: Mapping[str, Any] | None = None, *, builtin: bool = False
 ) -> list[Variant]:
-    """Policies by name, each with the options it reads.
+    """Policies by name, each with the options it reads, and least=0 unless these say otherwise.
 
     Args:
         policies: "name" or "name:option=value:option=value"; besides the policy's options,
@@ -87,7 +87,7 @@ def parse_variants(
         ValueError: an unknown policy or option, a bad value, an option that no policy reads, a
             policy named twice, or one that learns from one request for the next.
     """
-    from mmkv.registry import get_policy, policy_class
+    from mmkv.registry import exact_share, get_policy, policy_class
 
     options, used, variants = dict(options or {}), set(), []
     for text in policies:
@@ -110,7 +110,7 @@ def parse_variants(
         used |= shared.keys()
         if builtin and "window" in known and reads.observed:
             shared = {"window": BUILTIN_WINDOW} | shared
-        chosen = shared | own
+        chosen = exact_share(label) | shared | own
         if get_policy(cls.name, **chosen).layers.learns:
             raise ValueError(
                 f"policy {text!r}: allocation='sampled' goes by the order of requests, which a run "
@@ -181,16 +181,17 @@ def percent(budget: float | int) -> str:
 def plugin_arguments(
     policy: str, budget: float | int | str | None, profile: str | None, kwargs: dict[str, Any]
 ) -> tuple[float | int | None, dict[str, Any], dict[str, Any]]:
-    """Budget, the policy's options with "kv_dtype", and what is left for the harness.
+    """Budget, the policy's options with "kv_dtype" and least=0, and what is left for the harness.
 
     Raises:
         ValueError: an unknown policy, option or budget.
     """
     from mmkv.budgets import note, number, parse
-    from mmkv.registry import get_policy, option_types, policy_class
+    from mmkv.registry import exact_share, get_policy, option_types, policy_class
 
     names = {*option_types(policy_class(policy)), KV_DTYPE}
-    mine = parse_options([f"{k}={v}" for k, v in kwargs.items() if k in names])
+    given = parse_options([f"{k}={v}" for k, v in kwargs.items() if k in names])
+    mine = exact_share(policy) | given
     chosen = get_policy(policy, **{k: v for k, v in mine.items() if k != KV_DTYPE})
     size = None
     if chosen.retention is None and profile is None and budget is not None:

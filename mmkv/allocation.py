@@ -298,7 +298,10 @@ def pooled_rows(
     *,
     retention: float | None = None,
 ) -> list[list[int]]:
-    """`pooled` of B rows at once; arguments and result as of `prefix_rows`."""
+    """`pooled` of B rows at once; arguments and result as of `prefix_rows`.
+
+    With both `total` and `retention`, whichever gives a row more tokens.
+    """
     shares, filler = _shares(importance, offered)
     # Token-major, so that equal entries go round the layers.
     entries = shares.masked_fill(filler, -1.0).mT.flatten(1)
@@ -309,8 +312,9 @@ def pooled_rows(
         mean = entries.clamp(min=0).cumsum(-1)
         mean = mean / mean[:, -1:]
         # Less a rounding error, or ten entries of 0.1 would not reach 0.8 with eight of them.
-        total = (mean < retention * (1 - 1e-12)).sum(-1) + 1
-    assert total is not None  # exactly one of the two was
+        reached = (mean < retention * (1 - 1e-12)).sum(-1) + 1
+        total = reached if total is None else torch.maximum(reached, total)
+    assert total is not None  # one of the two was
     return _counted(order, total, importance)
 
 

@@ -12,8 +12,9 @@ from mmkv import adapters, sensitivity, visual_heads
 from mmkv.parts.calibrated import CalibratedHeads
 from mmkv.parts.visual import VisualHeads
 from mmkv.profiles import CLOSE, Profile, model_shape
-from mmkv.registry import get_policy
-from mmkv.wrapping import wrapped
+from mmkv.registry import exact_share, get_policy
+from mmkv.terminal import bar
+from mmkv.wrapping import comparing, wrapped
 
 
 def calibrate(
@@ -37,7 +38,7 @@ def calibrate(
         policy: one whose layer sizes depend on the prompt: prefixkv, xkv, squeeze; or condense or
             sparsemm.
         budget: a fraction in (0, 1); what is measured of heads does not depend on it.
-        policy_options: override the policy's defaults.
+        policy_options: override the policy's defaults, of which `least` is 0 here.
 
     Returns:
         A profile for `mmkv.wrap(model, profile=...)`.
@@ -46,7 +47,7 @@ def calibrate(
         ValueError: no samples, one that is no mapping of inputs, or a policy whose sizes do not
             depend on the prompt.
     """
-    chosen = get_policy(policy, **policy_options)
+    chosen = get_policy(policy, **exact_share(policy) | policy_options)
     if chosen.postpone:
         raise ValueError(
             f"calibrate measures prompts alone, and postpone={chosen.postpone} waits for generated "

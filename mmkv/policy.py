@@ -62,6 +62,8 @@ class Policy:
         protect: what every layer keeps whatever the scores say; None: nothing more.
         sinks: how many first tokens are always kept (StreamingLLM).
         recent: the share of a layer's size given to the most recent tokens (H2O: half).
+        least: how many tokens a head keeps, in the mean over layers and heads, however small a
+            share the budget is; a budget in tokens is not raised.
         reposition: give keys consecutive positions inside the cache (StreamingLLM as published).
         text_prior: tokens of images leave before any other of the prompt does (LOOK-M).
         postpone: a prompt is evicted after so many generated tokens, as if these had ended it:
@@ -79,6 +81,7 @@ class Policy:
     protect: Protect | None = None
     sinks: int = 0
     recent: float = 0.0
+    least: int = 0
     reposition: bool = False
     text_prior: bool = False
     postpone: int = 0
@@ -98,7 +101,7 @@ class Policy:
         for field in dataclasses.fields(self):
             if field.name not in KINDS:
                 check(field.name, getattr(self, field.name), hints[field.name])
-        at_least(0, sinks=self.sinks, postpone=self.postpone)
+        at_least(0, sinks=self.sinks, least=self.least, postpone=self.postpone)
         share(zero=True, recent=self.recent)
         if self.text_prior and self.decode.name in ("fixed", "least"):
             raise ValueError(

@@ -106,6 +106,18 @@ def get_policy(name: str, **options: Any) -> Policy:
     return cls.of(**options)
 
 
+def exact_share(name: str) -> dict[str, Any]:
+    """Options with which a policy keeps no more than a share that a budget is.
+
+    What measures budgets begins with them: by its default `least` a policy may keep more of a
+    short prompt.
+
+    Raises:
+        ValueError: no such policy.
+    """
+    return {"least": 0} if policy_class(name).options().get("least") else {}
+
+
 def list_parts(kind: str) -> dict[str, type[Part]]:
     """The registered parts of a kind ("score", "layers", ...) by name, sorted.
 

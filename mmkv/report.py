@@ -215,27 +215,33 @@ def _notes(cache: CacheState) -> list[str]:
         waits = f"{cache.due} of postpone={policy.postpone} generated tokens"
         return [f"held whole: {waits} are to come before it is evicted"]
     notes = list[str]()
+    plan, whole = cache.plan, 0
+    asked = f"budget {plan.budget}" if plan.budget else f"retention {policy.retention}"
     for row, length in enumerate(cache.lengths):
         sizes = [x.keeping().sizes[row] for x in cache.compressed]
+        raised = plan.raised(length, len(sizes), sum(sizes))
         if all(n == length for n in sizes):
+            whole += 1
             why = f"window {policy.observed}, " if policy.observed else ""
-            notes.append(
-                f"row {row} lost nothing: {length} prompt tokens, {why}budget {cache.plan.budget}"
-            )
-    if isinstance(policy.merge, MergeIntoGroups) and len(notes) < len(cache.lengths):
+            why += f"least={policy.least}, " if raised else ""
+            notes.append(f"row {row} lost nothing: {length} prompt tokens, {why}{asked}")
+        elif raised:
+            kept = f"least={policy.least} keeps {policy.least} of {length} tokens"
+            notes.append(f"row {row}: {kept}, more than {asked}")
+    if isinstance(policy.merge, MergeIntoGroups) and whole < len(cache.lengths):
         notes.append(
             "tokens that are not kept as they are stand in weighted groups, which retained "
             "importance leaves out"
         )
+    competed = int((prompt.valid & ~prompt.asked).sum())
+    if competed and (policy.decode.every or policy.postpone):
+        notes.append("generated tokens count as prompt once they have competed")
     if (sampling := cache.plan.sampling) is not None:
         named = f"task {cache.plan.task!r}: " if cache.plan.task else ""
         learned, n = sampling.known(cache.plan.task), sampling.samples
         notes.append(
             f"{named}learning layer sizes, {learned} of {n} requests so far"
             if cache.plan.learned is None
-    competed = int((prompt.valid & ~prompt.asked).sum())
-    if competed and (policy.decode.every or policy.postpone):
-        notes.append("generated tokens count as prompt once they have competed")
             else f"{named}the mean layer sizes of {n} requests"
         )
     if isinstance(policy.heads, VisualHeads):

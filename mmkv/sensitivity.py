@@ -52,7 +52,7 @@ def measure(model: Any, samples: Iterable[Mapping[str, Any]], policy: Policy) ->
         ValueError: no samples, or none with a reply of two tokens or more.
     """
     config, model = adapters.find(model).config, innermost(model)
-    alike = replace(policy, layers=UniformLayers(), heads=UniformHeads(), decode=Grow())
+    alike = replace(policy, layers=UniformLayers(), heads=UniformHeads(), decode=Grow(), least=0)
     generator = torch.Generator().manual_seed(0)
     total, tokens, rows = torch.zeros(()), 0, 0
     # A caller's inference mode would leave nothing to differentiate.

@@ -25,3 +25,4 @@ class Condense(Policy):
     score: Score = Observers()
     heads: Heads = CalibratedHeads()
     merge: Merge | None = MergeIntoGroups()
+    least: int = 64

@@ -149,18 +149,24 @@ class Plan:
         return load.batch * load.new / (self.prefill_s + self.token_s * load.new)
 
 
-def held(policy: Policy, budget: float | int, prompt: int, generated: int) -> float:
+def held(
+    policy: Policy, budget: float | int, prompt: int, generated: int, n_layers: int = 1
+) -> float:
     """Tokens that a layer holds of a sequence, a mean over layers."""
+    from mmkv.cache.token_masks import kept_whole, total_kept
+
+    seen = prompt + generated
     if policy.keeps_all:
-        return prompt + generated
-    kept = min(prompt, budget * prompt if isinstance(budget, float) else budget)
+        return seen
+    kept = total_kept(policy, budget, n_layers, prompt) / n_layers
     decode = policy.decode.name
-    if decode == "ratio":
-        share = budget * (prompt + generated) if isinstance(budget, float) else budget
-        return min(prompt + generated, max(kept, share))
+    if decode == "grow":
+        return kept + generated
     if decode == "rounds":
         return kept + min(generated, 2 * _ROUND)
-    return kept + (generated if decode == "grow" else 0)
+    if decode == "ratio":
+        return max(kept, total_kept(policy, budget, n_layers, seen) / n_layers)
+    return max(kept, min(kept_whole(policy, budget), seen))  # filled up
 
 
 def plan(
@@ -189,7 +195,7 @@ def plan(
     def cache(generated: int) -> float:
         """Bytes of one sequence after so many generated tokens."""
         seen = load.prompt + generated
-        tokens = held(policy, budget, load.prompt, generated)
+        tokens = held(policy, budget, load.prompt, generated, len(full) or 1)
         sliding = sum(x.pair * min(seen, x.window) for x in sizes.layers if x.window)
         return sum(x.pair for x in full) * tokens * bits / 8 + sliding * number
 

@@ -42,7 +42,7 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
         ValueError: an unknown policy or option, or a value out of range.
     """
     from mmkv.budgets import named
-    from mmkv.registry import get_policy
+    from mmkv.registry import exact_share, get_policy
 
     rows = [Row(UNWRAPPED, "unwrapped", "sdpa"), Row(AGAIN, "again", "sdpa")]
     for name in setting.unwrapped:
@@ -52,6 +52,7 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
     presses: list[Row] = []
     for text in setting.policies:
         name, options = parse(text)
+        options = exact_share(name) | options
         policy = get_policy(name, **{k: v for k, v in options.items() if k not in _OF_WRAP})
         label = ":".join([policy.name, *text.split(":")[1:]])
         if policy.keeps_all or policy.retention is not None:

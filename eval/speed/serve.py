@@ -26,6 +26,7 @@ from mmkv import chat
 from mmkv.builtin.scenes import draw, make_scene
 from mmkv.builtin.texts import make_lookup
 from mmkv.eval.speed.models import make_prompt
+from mmkv.registry import exact_share
 from mmkv.serving import Engine
 from mmkv.serving.pool import Pool
 from mmkv.serving.rows import RowCaches
@@ -337,7 +338,7 @@ def compare(
 
     steps = list[str]()
     for name, policy, kept in ((f"condense {budget:g}", "condense", budget), ("full", "full", 1.0)):
-        with mmkv.wrapped(model, policy, kept):
+        with mmkv.wrapped(model, policy, kept, **exact_share(policy)):
             with Engine(model, cache_memory=memory, prefill_chunk=256) as engine:
                 measured(name, ByEngine(engine, new))
             each, one = overhead(model, 32, step_tokens)

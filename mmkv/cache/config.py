@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -62,9 +63,9 @@ class CacheConfig:
 
     def evicting(self, prompt: TokenMasks) -> list[bool]:
         """Which rows are long enough to lose a token."""
-        least = self.budget if isinstance(self.budget, int) else 0
+        whole = token_masks.kept_whole(self.policy, self.budget)
         rows = zip(prompt.lengths, prompt.floors, strict=True)
-        return [not self.keeps_everything and n > max(least, floor) for n, floor in rows]
+        return [not self.keeps_everything and n > max(whole, floor) for n, floor in rows]
 
     def started(self) -> CacheConfig:
         """The plan of a cache that begins now."""
@@ -86,10 +87,14 @@ class CacheConfig:
 
     def fractions_of(self, length: int, n_layers: int) -> tuple[float, ...] | None:
         """The share of a row's tokens that each layer keeps, as far as that is known before."""
-        if self.learned is None or self.budget is None:
+        if self.learned is not None and self.budget is not None:
+            total = token_masks.total_kept(self.policy, self.budget, n_layers, length)
+            per_token = total / length
+            return tuple(share * per_token for share in self.learned)
+        if self.fractions is None or not isinstance(self.budget, float):
             return self.fractions
-        per_token = token_masks.total_kept(self.budget, n_layers, length) / length
-        return tuple(share * per_token for share in self.learned)
+        raised = max(1.0, self.policy.least / (self.budget * length))
+        return tuple(share * raised for share in self.fractions)
 
     @property
     def whole(self) -> CacheConfig:
@@ -108,8 +113,23 @@ class CacheConfig:
         """Tokens that a head keeps of each row, mean over layers; None where no budget says so."""
         if self.budget is None:
             return None
-        totals = [token_masks.total_kept(self.budget, n_layers, n) for n in prompt.lengths]
-        return [max(n / n_layers, f) for n, f in zip(totals, prompt.floors, strict=True)]
+        kept = partial(token_masks.total_kept, self.policy, self.budget, n_layers)
+        rows = zip(prompt.lengths, prompt.floors, strict=True)
+        return [max(kept(n) / n_layers, floor) for n, floor in rows]
+
+    def raised(self, length: int, n_layers: int, total: int | None = None) -> bool:
+        """Whether a row's tokens over all layers are those of `policy.least`, not of the budget.
+
+        Args:
+            length: of the row.
+            n_layers: L, the compressed layers.
+            total: what it keeps of them; None: what was asked for.
+        """
+        least = n_layers * min(self.policy.least, length)
+        if self.keeps_everything or isinstance(self.budget, int):
+            return False
+        share = round((self.budget or 0.0) * n_layers * length)
+        return share < least and total in (None, least)
 
     def shortfalls(self, prompt: TokenMasks, n_layers: int) -> list[str]:
         """Which rows are too short for the budget to hold more than what must be kept."""
@@ -122,13 +142,16 @@ class CacheConfig:
         always = always or [f"latest {policy.decode.latest}"]  # of generated tokens
         rows = zip(prompt.lengths, prompt.windows, prompt.floors, strict=True)
         for row, (length, window, floor) in enumerate(rows):
-            total = token_masks.total_kept(budget, n_layers, length)
+            total = token_masks.total_kept(policy, budget, n_layers, length)
             free = total - n_layers * floor  # left for tokens that need not be kept
             holds = window == policy.observed and free >= 0
             if holds and (free >= n_layers or floor in (0, length)):
                 continue
+            given = f"budget {budget} gives"
+            if self.raised(length, n_layers):
+                given = f"budget {budget} with least={policy.least} gives"
             text = (
-                f"row {row}: budget {budget} gives {total / n_layers:.3g} of {length} tokens a "
+                f"row {row}: {given} {total / n_layers:.3g} of {length} tokens a "
                 f"layer, {'all' if holds else 'too few'} for {', '.join(always)}"
             )
             if window != policy.observed:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmkv import kernels
-from mmkv.cache import selection, splitting
+from mmkv.cache import selection, splitting, token_masks
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.dense import DenseKV
 from mmkv.cache.group_weights import log_weights
@@ -260,12 +260,15 @@ def _schedule(
         return GrowingSlots(counts=counts[rows])
     heads = len(counts) // len(prompt.lengths)
     lengths = np.repeat(prompt.lengths, heads)
-    capacity, share = counts, None
-    if isinstance(plan.budget, int):
-        # A prompt shorter than the budget fills it up while decoding.
-        capacity = np.where(lengths <= plan.budget, plan.budget, counts)
-    else:
+    # A prompt that loses nothing fills up what is kept anyway while decoding.
+    whole = token_masks.kept_whole(plan.policy, plan.budget)
+    capacity, share = np.where(lengths <= whole, whole, counts), None
+    if not isinstance(plan.budget, int):
         share = counts / lengths * np.repeat(prompt.granted, heads)
+    if isinstance(plan.budget, float):
+        # Of more tokens `policy.least` is no larger, and a share of it would be.
+        asked = plan.budget * lengths
+        share = share * (asked / np.maximum(asked, np.minimum(whole, lengths)))
     schedule = plan.policy.decode.schedule(
         plan.policy,
         counts=counts[rows],

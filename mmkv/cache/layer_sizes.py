@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from mmkv import allocation
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.token_masks import TokenMasks, keeps_everything, total_kept
+from mmkv.cache.token_masks import TokenMasks, keeps_everything, kept_whole, total_kept
 from mmkv.parts.slots import send
 from mmkv.policy import Policy
 
@@ -88,14 +88,13 @@ def row_sizes(
         similarity: [L], of the residual stream around attention, where sizes need it.
         measured: [L], what the layer part's `measure` found, where sizes need it.
     """
-    if keeps_everything(policy, budget) or length <= floor:
+    if keeps_everything(policy, budget) or length <= max(floor, kept_whole(policy, budget)):
         return [length] * n_layers
     known: Any = {"n_layers": n_layers, "length": length, "floor": floor}
+    total = max(total_kept(policy, budget, n_layers, length), n_layers * floor)
     if policy.retention is not None and fractions is None:
         assert shared is not None
-        return [int(n) for n in shared]
-    assert budget is not None
-    total = max(total_kept(budget, n_layers, length), n_layers * floor)
+        total = max(total, int(sum(shared)))
     if total == n_layers * length:
         return [length] * n_layers
     sizes = [f * length for f in fractions or ()] or shared
@@ -122,7 +121,7 @@ def shared_out(
     """
     importance, offered = competing(scores, positions, prompt)
     L, rows = len(scores), list(zip(prompt.lengths, prompt.floors, strict=True))
-    totals = [0 if budget is None else total_kept(budget, L, n) - L * floor for n, floor in rows]
+    totals = [total_kept(policy, budget, L, n) - L * floor for n, floor in rows]
     # In a later turn what competes may be less than there is room for.
     spare = send(np.array(totals), offered.device).clamp(min=0).minimum(L * offered)
     found = policy.layers.share_out(importance, spare, offered)

@@ -36,7 +36,7 @@ class TokenMasks:
         floors: how many tokens each row must keep, on the host.
         anchored: how many of them are protected, on the host.
         inner: padding of each row behind its first token, as a later turn's is, on the host.
-        granted: how much of those the budget has room for, in [0, 1], on the host.
+        granted: how much of those `total_kept` has room for, in [0, 1], on the host.
     """
 
     valid: Tensor
@@ -109,7 +109,7 @@ class TokenMasks:
         granted = [
             1.0
             if budget is None or floor == 0
-            else min(1.0, total_kept(budget, n_layers, n) / (n_layers * floor))
+            else min(1.0, total_kept(policy, budget, n_layers, n) / (n_layers * floor))
             for n, floor in zip(lengths, floors, strict=True)
         ]
         marks = valid, image, asked, must, protected
@@ -161,14 +161,18 @@ class TokenMasks:
         return mark.gather(-1, positions.clamp(min=0)) & (positions >= 0)
 
 
-def total_kept(budget: float | int, n_layers: int, length: int) -> int:
+def total_kept(policy: Policy, budget: float | int | None, n_layers: int, length: int) -> int:
     """Tokens asked for over all layers (per head): a float is a fraction, an int a mean per layer.
 
-    More than these are kept where more must be.
+    More than these are kept where more must be, or where `policy.retention` asks for more.
     """
-    if isinstance(budget, float):
-        return round(budget * n_layers * length)
-    return min(budget, length) * n_layers
+    share = round(budget * n_layers * length) if isinstance(budget, float) else 0
+    return max(share, n_layers * min(kept_whole(policy, budget), length))
+
+
+def kept_whole(policy: Policy, budget: float | int | None) -> int:
+    """Up to how many tokens a row loses none: `policy.least`, or a budget in tokens."""
+    return budget if isinstance(budget, int) else policy.least
 
 
 def keeps_everything(policy: Policy, budget: float | int | None) -> bool:
@@ -182,7 +186,7 @@ def _window(
     """How many last tokens of one row observe: half of its budget where that is below the floor."""
     if budget is None or keeps_everything(policy, budget):
         return policy.observed
-    total = total_kept(budget, n_layers, length)
+    total = total_kept(policy, budget, n_layers, length)
     if total >= n_layers * floor:
         return policy.observed
     return min(policy.observed, max(1, total // (2 * n_layers)))

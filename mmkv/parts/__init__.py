@@ -175,7 +175,7 @@ class Layers(Part):
 
         Args:
             importance: [B, L, C], the scores of tokens that compete, largest first.
-            spare: int64 [B], tokens to share out over all layers.
+            spare: int64 [B], tokens to share out over all layers; the fewest, with `retention`.
             offered: int64 [B], how many of the C there are of each row; the others are 0.
 
         Returns:
@@ -277,7 +277,7 @@ class Decode(Part):
             counts: [R], tokens kept.
             lengths: [R], tokens of the prompt.
             protected: [R], kept tokens that may never be dropped; they lie in the first slots.
-            capacity: [R], the tokens that a budget in tokens, or the prompt, gives.
+            capacity: [R], the tokens that a budget in tokens, `policy.least`, or the prompt gives.
             share: [R], of the tokens seen, what a budget as a fraction gives; None for others.
             heads: H; row b * H + h is head h of row b of the batch, unless heads differ in size.
         """

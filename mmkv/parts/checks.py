@@ -37,7 +37,7 @@ def check(name: str, value: Any, hint: Any) -> None:
             note(**{name: value})
 
 
-def at_least(least: float, **options: float) -> None:
+def at_least(least: float, /, **options: float) -> None:
     """Check options that are `least` or more.
 
     Raises:

@@ -55,9 +55,8 @@ class Ratio(Decode):
         """A queue: the slots are known in advance."""
         from mmkv.parts.slots import Distance
 
-        nothing = 0.0 * counts
-        base, share = (capacity, nothing) if share is None else (nothing, share)
-        return Distance(self.distance, counts=counts, lengths=lengths, base=base, share=share)
+        share = 0.0 * counts if share is None else share
+        return Distance(self.distance, counts=counts, lengths=lengths, base=capacity, share=share)
 
 
 @register_part("fixed")

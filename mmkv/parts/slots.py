@@ -258,9 +258,9 @@ class Ring(SlotSchedule):
 class Distance(SlotSchedule):
     """The token `distance` behind the newest is dropped while a layer holds more than its size.
 
-    PrefixKV and ElasticCache. The size is `base` and the `share` of all tokens seen. The prompt's
-    kept tokens and the `distance` most recent ones are never dropped, so a layer may hold those
-    where they are more than its size.
+    PrefixKV and ElasticCache. The size is `base`, or the `share` of all tokens seen where that is
+    more. The prompt's kept tokens and the `distance` most recent ones are never dropped, so a layer
+    may hold those where they are more than its size.
     """
 
     rows = ("counts", "lengths", "base", "share", "held", "fresh", "recent")
@@ -289,7 +289,7 @@ class Distance(SlotSchedule):
     def _queue(self, n: int) -> tuple[np.ndarray, np.ndarray]:
         """`steps`, with the first slot of each row that was never used: [n, U] both."""
         seen = self.lengths + self.generated + np.arange(1, n + 1)[:, None]
-        size = np.round(self.base + self.share * seen)
+        size = np.round(np.maximum(self.base, self.share * seen))
         taken = np.empty(size.shape, dtype=np.int64)
         unused = np.empty_like(taken)
         recent, held, fresh = self.recent.T.copy(), self.held.copy(), self.fresh
@@ -309,7 +309,8 @@ class Distance(SlotSchedule):
 
     def reach(self, steps: int) -> np.ndarray:
         """The recent tokens beyond what is kept, or the size once all of these are seen."""
-        size = np.ceil(self.base + self.share * (self.lengths + self.generated + steps))
+        seen = self.lengths + self.generated + steps
+        size = np.ceil(np.maximum(self.base, self.share * seen))
         held = np.maximum(self.counts + self.distance, size).astype(int) + 2
         return self._spread(np.minimum(held, self.fresh + max(0, steps - self.pending)))
 

@@ -65,7 +65,7 @@ class Bounds:
         policy, budget = plan.policy, plan.budget
         if not plan.evict_chunks or budget is None or policy.protect is not None:
             return tokens
-        total = token_masks.total_kept(budget, self.layers, tokens + new)
+        total = token_masks.total_kept(policy, budget, self.layers, tokens + new)
         kept = max(-(-total // self.layers), policy.observed + policy.sinks)
         # A layer is as wide as its longest head, which may hold all that its heads keep together.
         return kept * (1 if policy.heads.equal else self.heads) + self.chunk

@@ -13,6 +13,7 @@ from helpers.marks import slow_except
 from helpers.models import IMAGE, IMAGE_TOKENS, VOCAB, make_inputs, make_model, row_of
 from helpers.oracle import USUAL, generate, top
 from mmkv.cache.layer_sizes import row_sizes
+from mmkv.registry import exact_share
 
 L, H, G = 3, 2, 2
 MODELS = {name: make_model(name) for name in ("llama", "llava-llama")}
@@ -35,9 +36,11 @@ def rows_of(name, lengths, seed):
     return inputs
 
 
-def asked(budget, n):
+def asked(budget, n, least=0):
     """Tokens over all layers, per head."""
-    return round(budget * L * n) if isinstance(budget, float) else min(budget, n) * L
+    if isinstance(budget, int):
+        return min(budget, n) * L
+    return max(round(budget * L * n), L * min(least, n))
 
 
 def always_kept(policy, budget, ids):
@@ -52,7 +55,7 @@ def always_kept(policy, budget, ids):
             | set(range(max(0, n - window), n))
         )
 
-    total, window = asked(budget, n), policy.observed
+    total, window = asked(budget, n, policy.least), policy.observed
     if total < L * len(must(window)):
         window = min(window, max(1, int(total / L / 2)))
     return must(window)
@@ -72,6 +75,7 @@ def tokens_of(inputs, b):
 OPTIONS = {
     "window": st.integers(1, 64),
     "sinks": st.integers(0, 12),
+    "least": st.integers(0, 90),
     "merge": st.sampled_from([None, "position", "feature"]),
     "heads": st.sampled_from(["uniform", "adaptive"]),
     "protect": st.sampled_from(["none", "instruction"]),
@@ -142,7 +146,7 @@ def test_no_prompt_fails_for_its_length(case):
         must = always_kept(chosen, budget, ids)
         heads = [set(h[h >= 0].tolist()) for layer in held[0][0] for h in layer[b]]
         assert all({j + shift for j in must} <= head for head in heads)
-        wanted = max(asked(budget, n), L * len(must))
+        wanted = max(asked(budget, n, chosen.least), L * len(must))
         spent = sum(len(head) for head in heads)
         if chosen.merge is not None and chosen.merge.name == "groups":
             assert spent <= H * wanted  # groups take the other slots
@@ -244,7 +248,7 @@ def test_a_budget_too_small_for_what_must_stay_is_said(text_model, caplog):
 
 def test_generated_tokens_that_take_the_whole_budget_are_named(text_model):
     """A round of old generated tokens begins before a fifth of all holds the latest ones."""
-    with mmkv.wrapped(text_model, "condense", 0.2, decode="rounds", latest=8, every=8):
+    with mmkv.wrapped(text_model, "condense", 0.2, decode="rounds", latest=8, every=8, least=0):
         out = text_model.generate(
             **make_inputs("llama", (20,)), max_new_tokens=18, return_dict_in_generate=True
         )
@@ -258,7 +262,7 @@ def test_protected_text_above_the_budget_stays_in_every_turn(models, policy):
     """The demo's second turn: the text of both is more than a fifth of the tokens seen."""
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (40,))
     options = {} if policy == "full" else {"protect": "instruction"}
-    with mmkv.wrapped(model, policy, 0.2, **options):
+    with mmkv.wrapped(model, policy, 0.2, **options, **exact_share(policy)):
         _, words, cache, _ = generate(model, inputs, new=6)
         ids = torch.cat([inputs["input_ids"], words, torch.arange(10, 40)[None]], dim=1)
         second = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

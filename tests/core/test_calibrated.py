@@ -28,6 +28,7 @@ from mmkv.parts.calibrated import HeadsByCost, LayersByCost
 from mmkv.profiles import FILE, Profile
 
 L, H = 3, 2
+from mmkv.registry import exact_share
 
 
 def naive_shares(curves: Curves, budget: float, layers) -> list[list[float]]:
@@ -164,7 +165,8 @@ def test_few_slots_and_short_prompts(models):
     for policy in ("condense", "snapkv", "streaming"):
         for lengths in ((1,), (2, 9), (33, 5, 16)):
             for budget in (0.01, 0.05, 0.2, 0.97):
-                with mmkv.wrapped(model, policy, budget, profile=profile):
+                exact = exact_share(policy)
+                with mmkv.wrapped(model, policy, budget, profile=profile, **exact):
                     logits, _, _, _ = generate(model, make_inputs("llama", lengths), new=3)
                 assert bool(logits.isfinite().all())
 
@@ -172,7 +174,7 @@ def test_few_slots_and_short_prompts(models):
 def test_each_head_has_its_own_size(models):
     """To a token or two of rounding, each head of each layer keeps its share of a long prompt."""
     model, profile = models("llama"), profile_of(models("llama"), seed=8)
-    with mmkv.wrapped(model, "condense", 0.3, profile=profile), torch.no_grad():
+    with mmkv.wrapped(model, "condense", 0.3, least=0, profile=profile), torch.no_grad():
         cache = model(**make_inputs("llama", (400,)), use_cache=True).past_key_values
     wanted = profile.curves.shares(0.3, range(L))
     assert len({share for layer in wanted for share in layer}) > 2
@@ -256,7 +258,8 @@ class TestOwnProfile:
         return type(model).from_pretrained(tmp_path).eval()
 
     def kept(self, model, **options):
-        with mmkv.wrapped(model, **{"policy": "condense", "budget": 0.2, **options}):
+        exact = exact_share(options.get("policy", "condense"))
+        with mmkv.wrapped(model, **{"policy": "condense", "budget": 0.2, **exact, **options}):
             _, _, cache, _ = generate(model, make_inputs("llama", (90,)), new=1)
         return [layer.kept[0] for layer in cache.report().layers]
 
@@ -507,7 +510,7 @@ class TestBuiltin:
     def test_it_is_used_and_keeps_the_answer(self, asked):
         model, inputs, full = asked
         for budget in (0.2, 0.15):
-            with mmkv.wrapped(model, budget=budget):
+            with mmkv.wrapped(model, budget=budget, least=0):
                 out = model.generate(
                     **inputs, max_new_tokens=80, do_sample=False, return_dict_in_generate=True
                 )

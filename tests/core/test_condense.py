@@ -30,7 +30,7 @@ def slots_of(cache, layer: int, b: int, h: int) -> tuple[set[int], list[list[int
 def test_every_token_is_kept_or_in_one_group(models, policy):
     """The weights of a head add up to the tokens it was given; padding is in none."""
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
-    options = {"merge": "groups", "window": 6} if policy == "snapkv" else {}
+    options = {"merge": "groups", "window": 6} if policy == "snapkv" else {"least": 0}
     with mmkv.wrapped(model, policy, 0.3, **options), torch.no_grad():
         cache = model(**inputs, use_cache=True).past_key_values
     N = inputs["input_ids"].shape[1]
@@ -54,7 +54,7 @@ def test_equal_pairs_lose_nothing(models):
             layer.self_attn.v_proj.bias = torch.nn.Parameter(torch.arange(32.0) / 10)
     inputs = make_inputs("llama", ROWS["padded"])
     expected, tokens, _, _ = generate(model, inputs)
-    with mmkv.wrapped(model, "condense", 0.1, exact=0.0):
+    with mmkv.wrapped(model, "condense", 0.1, least=0, exact=0.0):
         logits, got, cache, _ = generate(model, inputs)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
     assert torch.equal(got, tokens)
@@ -65,7 +65,7 @@ def test_equal_pairs_lose_nothing(models):
 
 def test_the_report_counts_groups_apart(models):
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
-    with mmkv.wrapped(model, "condense", 0.3), torch.no_grad():
+    with mmkv.wrapped(model, "condense", 0.3, least=0), torch.no_grad():
         cache = model(**inputs).past_key_values
     report = cache.report()
     for i, layer in enumerate(report.layers):
@@ -82,7 +82,7 @@ def test_the_report_counts_groups_apart(models):
 
 def test_no_such_layer(models):
     model, inputs = models("llama"), make_inputs("llama", (20,))
-    with mmkv.wrapped(model, "condense", 0.3), torch.no_grad():
+    with mmkv.wrapped(model, "condense", 0.3, least=0), torch.no_grad():
         cache = model(**inputs).past_key_values
     for read in (cache.kept, cache.groups, cache.shares):
         with pytest.raises(ValueError, match="layer 99: the cache has layers 0 to 2"):
@@ -122,7 +122,7 @@ def test_a_token_keeps_the_largest_score_of_all_turns(models, monkeypatch):
 def test_a_later_turn_groups_what_is_there(models):
     """Sums are kept: a token stays in a group or joins one, and none is lost."""
     model, inputs = models("llama"), make_inputs("llama", (90,))
-    with mmkv.wrapped(model, "condense", 0.2), torch.no_grad():
+    with mmkv.wrapped(model, "condense", 0.2, least=0), torch.no_grad():
         cache = model(**inputs, use_cache=True).past_key_values
         before = [slots_of(cache, i, 0, 0) for i in range(3)]
         cache.expect()
@@ -136,7 +136,7 @@ def test_a_later_turn_groups_what_is_there(models):
 
 def test_a_mask_that_hides_a_token_of_a_group_is_refused(models):
     model, inputs = models("llama"), make_inputs("llama", (90,))
-    with mmkv.wrapped(model, "condense", 0.2), torch.no_grad():
+    with mmkv.wrapped(model, "condense", 0.2, least=0), torch.no_grad():
         cache = model(**inputs, use_cache=True).past_key_values
         grouped = next(iter(slots_of(cache, 0, 0, 0)[1]))[0]
         mask = torch.ones(1, 91, dtype=torch.long)
@@ -151,7 +151,7 @@ def test_a_mask_that_hides_a_token_of_a_group_is_refused(models):
 
 def test_rows_and_copies_take_groups_along(models):
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
-    with mmkv.wrapped(model, "condense", 0.3), torch.no_grad():
+    with mmkv.wrapped(model, "condense", 0.3, least=0), torch.no_grad():
         cache = model(**inputs, use_cache=True).past_key_values
         chosen = copy.deepcopy(cache)
         chosen.reorder_cache(torch.tensor([2, 0, 2]))
@@ -209,7 +209,10 @@ def test_a_later_score_is_told_what_groups_weigh(models):
             return super().__call__(layer)
 
     model, inputs = models("llama"), make_inputs("llama", (90,))
-    with mmkv.wrapped(model, mmkv.get_policy("condense", score=Recording()), 0.2), torch.no_grad():
+    with (
+        mmkv.wrapped(model, mmkv.get_policy("condense", score=Recording(), least=0), 0.2),
+        torch.no_grad(),
+    ):
         cache = model(**inputs, use_cache=True).past_key_values
         held = [layer.dense() for layer in cache.layers]
         cache.expect()
@@ -247,7 +250,10 @@ def test_observers_ask_from_behind_the_prompt():
             seen.append(layer)
             return super().__call__(layer)
 
-    with mmkv.wrapped(model, mmkv.get_policy("condense", score=Recording()), 0.5), torch.no_grad():
+    with (
+        mmkv.wrapped(model, mmkv.get_policy("condense", score=Recording(), least=0), 0.5),
+        torch.no_grad(),
+    ):
         model(**inputs, use_cache=True)
     layer, rotary = seen[0], model.model.rotary_emb
     attn = model.model.layers[0].self_attn
@@ -264,7 +270,7 @@ def test_observers_ask_from_behind_the_prompt():
 def test_several_tokens_at_once_are_that_many_steps(models):
     model, inputs = models("llama"), make_inputs("llama", (90,))
     more = torch.arange(10, 15)[None]
-    with mmkv.wrapped(model, "condense", 0.2), torch.no_grad():
+    with mmkv.wrapped(model, "condense", 0.2, least=0), torch.no_grad():
         cache = model(**inputs, use_cache=True).past_key_values
         twin = copy.deepcopy(cache)
         together = model(input_ids=more, past_key_values=cache).logits

@@ -18,6 +18,7 @@ from helpers.marks import slow_except
 from helpers.masking import held_by, masked_logits
 from helpers.models import IMAGE, PAD, make_inputs, make_model
 from helpers.oracle import VARIANTS, generate, options_of
+from mmkv.registry import exact_share
 
 NEW = 5
 POLICIES = ["condense", "snapkv", "adakv", "prefixkv", "h2o", "streaming"]
@@ -52,7 +53,7 @@ def ask(context, given, **options):
 
 
 def options_for(policy):
-    return {"window": 6} if policy in ("snapkv", "adakv") else {}
+    return {"window": 6} if policy in ("snapkv", "adakv") else exact_share(policy)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ def test_reading_on_is_a_turn(models, policy):
 
 def test_reading_in_chunks(models):
     model, inputs = models("llama"), make_inputs("llama", (90,))
-    with mmkv.wrapped(model, "condense", 0.3):
+    with mmkv.wrapped(model, "condense", 0.3, least=0):
         whole = mmkv.read(model, inputs)
         chunks = mmkv.read(model, inputs, prefill_chunk_size=25)
         for i in range(3):
@@ -256,7 +257,7 @@ def test_saved_and_loaded_it_is_the_same(models, policy, kv_dtype, tmp_path):
 def test_windows_of_sliding_layers_are_saved_too(name, lengths, tmp_path):
     model, path = zoo.model_of(name), tmp_path / "read.safetensors"
     asked = {k: x.expand(len(lengths), -1) for k, x in question(8).items()}
-    with mmkv.wrapped(model, "condense", 0.4):
+    with mmkv.wrapped(model, "condense", 0.4, least=0):
         context = mmkv.read(model, zoo.prompt(model, lengths))
         context.save(path)
         found = mmkv.load_context(path, model)
@@ -290,7 +291,7 @@ def test_a_loaded_context_reports_what_the_saved_one_did(models, tmp_path):
 
 def test_a_file_of_another_model_or_wrap_is_refused(models, tmp_path):
     model, inputs, path = models("llama"), make_inputs("llama", (40,)), tmp_path / "read"
-    with mmkv.wrapped(model, "condense", 0.4):
+    with mmkv.wrapped(model, "condense", 0.4, least=0):
         mmkv.read(model, inputs).save(path)
         mmkv.load_context(path, model)
     with pytest.raises(ValueError, match="is not wrapped"):
@@ -301,27 +302,39 @@ def test_a_file_of_another_model_or_wrap_is_refused(models, tmp_path):
             pytest.raises(ValueError, match="wrap it as it was"),
         ):
             mmkv.load_context(path, model)
-    with mmkv.wrapped(model, "condense", 0.5), pytest.raises(ValueError, match=r"budget.*0\.4"):
+    with (
+        mmkv.wrapped(model, "condense", 0.5, least=0),
+        pytest.raises(ValueError, match=r"budget.*0\.4"),
+    ):
         mmkv.load_context(path, model)
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.model.layers[2].self_attn.v_proj.weight.mul_(1.01)
-    with mmkv.wrapped(other, "condense", 0.4), pytest.raises(ValueError, match="other weights"):
+    with (
+        mmkv.wrapped(other, "condense", 0.4, least=0),
+        pytest.raises(ValueError, match="other weights"),
+    ):
         mmkv.load_context(path, other)
     config = copy.deepcopy(model.config)
     config.rope_parameters = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
     turned = type(model)(config).eval()
     turned.load_state_dict(model.state_dict())
-    with mmkv.wrapped(turned, "condense", 0.4), pytest.raises(ValueError, match="other weights"):
+    with (
+        mmkv.wrapped(turned, "condense", 0.4, least=0),
+        pytest.raises(ValueError, match="other weights"),
+    ):
         mmkv.load_context(path, turned)
     wide = make_model("llama-mha")
-    with mmkv.wrapped(wide, "condense", 0.4), pytest.raises(ValueError, match="other weights"):
+    with (
+        mmkv.wrapped(wide, "condense", 0.4, least=0),
+        pytest.raises(ValueError, match="other weights"),
+    ):
         mmkv.load_context(path, wide)
 
 
 def test_a_broken_file_is_named(models, tmp_path):
     model, inputs, path = models("llama"), make_inputs("llama", (40,)), tmp_path / "read"
-    with mmkv.wrapped(model, "condense", 0.4):
+    with mmkv.wrapped(model, "condense", 0.4, least=0):
         mmkv.read(model, inputs).save(path)
         with safe_open(path, framework="pt") as file:
             header = file.metadata()["mmkv-context"]
@@ -361,7 +374,7 @@ def test_what_is_read_between_questions_changes_no_reply(name):
     """Models with three axes of positions remember how far the last call's pictures moved text."""
     model = zoo.model_of(name)
     first, other = (zoo.prompt(model, (60 + 28 * i,), seed=i, pictures=1 + i) for i in range(2))
-    with mmkv.wrapped(model, "condense", 0.5):
+    with mmkv.wrapped(model, "condense", 0.5, least=0):
         context = mmkv.read(model, first)
         wanted = ask(context, question(8))[0]
         model.generate(**other, max_new_tokens=2)
@@ -429,7 +442,7 @@ def test_a_question_is_asked_with_beams(models, rows):
 
 def test_a_model_told_to_use_no_cache_is_asked_with_one(models, monkeypatch):
     model, inputs = models("llama"), make_inputs("llama", (40,))
-    with mmkv.wrapped(model, "condense", 0.4):
+    with mmkv.wrapped(model, "condense", 0.4, least=0):
         context = mmkv.read(model, inputs)
         wanted = ask(context, question(8))[0]
         monkeypatch.setattr(model.generation_config, "use_cache", False)
@@ -441,7 +454,7 @@ def test_what_cannot_be_asked_is_said(models):
     model, inputs = models("llama"), make_inputs("llama", (40, 30))
     with pytest.raises(ValueError, match="is not wrapped"):
         mmkv.read(model, inputs)
-    with mmkv.wrapped(model, "condense", 0.4):
+    with mmkv.wrapped(model, "condense", 0.4, least=0):
         with pytest.raises(ValueError, match="no input_ids among"):
             mmkv.read(model, {"pixel_values": torch.zeros(1)})
         context = mmkv.read(model, inputs)
@@ -456,7 +469,10 @@ def test_what_cannot_be_asked_is_said(models):
             mmkv.read(model, {**inputs, "position_ids": torch.arange(40).expand(2, -1)})
         with pytest.raises(ValueError, match="use_cache=False behind"):
             context.ask(padded(question(4), question(5)), use_cache=False)
-    with mmkv.wrapped(model, "condense", 0.5), pytest.raises(ValueError, match="made under"):
+    with (
+        mmkv.wrapped(model, "condense", 0.5, least=0),
+        pytest.raises(ValueError, match="made under"),
+    ):
         context.ask(padded(question(4), question(5)), max_new_tokens=2)
 
 
@@ -464,7 +480,7 @@ def test_a_question_may_bring_a_picture(models):
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (60,))
     ids = torch.cat([torch.full((1, 16), IMAGE), question(5)["input_ids"]], 1)
     pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(4))
-    with mmkv.wrapped(model, "condense", 0.4):
+    with mmkv.wrapped(model, "condense", 0.4, least=0):
         context = mmkv.read(model, inputs)
         one = ask(context, {"input_ids": ids, "pixel_values": pixels})[0]
         other = ask(context, {"input_ids": ids, "pixel_values": -pixels})[0]

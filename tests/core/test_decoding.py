@@ -115,10 +115,22 @@ def by_number(given: dict) -> tuple[Distance, list[Row]]:
     return Distance(given["distance"], **known), rows
 
 
+def by_both(given: dict) -> tuple[Distance, list[Row]]:
+    """Each row keeps a number of tokens, and its share of all seen once that is more."""
+    base, share = np.array(given["counts"]) + 3, np.array(given["counts"]) / given["lengths"]
+    rows = [
+        Row(n, behind(given["distance"], n, lambda t, b=b, s=s, N=N: max(b, s * (N + t))))
+        for n, b, s, N in zip(given["counts"], base, share, given["lengths"], strict=True)
+    ]
+    known = {**arrays(given), "base": base, "share": share}
+    return Distance(given["distance"], **known), rows
+
+
 PLANNED = [
     *((ring, given) for given in RINGS),
     *((by_share, given) for given in RATIOS),
     *((by_number, given) for given in RATIOS),
+    *((by_both, given) for given in RATIOS),
 ]
 named = pytest.mark.parametrize(
     ("make", "given"), PLANNED, ids=[f"{make.__name__}-{given}" for make, given in PLANNED]
@@ -402,7 +414,7 @@ def test_a_ratio_is_of_the_tokens_seen_or_a_number() -> None:
     assert isinstance(found, Distance)
     assert found.distance == 3
     assert found.share.tolist() == [0.3, 0.35]
-    assert found.base.tolist() == [0, 0]
+    assert found.base.tolist() == [10, 7]  # of a prompt that was kept whole, at the least
     assert found.lengths.tolist() == [30, 20]
     found = made(policy, share=None)
     assert isinstance(found, Distance)

@@ -246,11 +246,11 @@ def test_scores_that_cannot_be_ranked_are_refused(gives, message) -> None:
 
 
 def test_a_budget_is_a_fraction_or_a_number() -> None:
-    assert total_kept(0.25, 4, 10) == 10
-    assert total_kept(0.26, 4, 10) == 10
-    assert total_kept(1.0, 4, 10) == 40
-    assert total_kept(7, 4, 10) == 28
-    assert total_kept(70, 4, 10) == 40
+    assert total_kept(Policy(), 0.25, 4, 10) == 10
+    assert total_kept(Policy(), 0.26, 4, 10) == 10
+    assert total_kept(Policy(), 1.0, 4, 10) == 40
+    assert total_kept(Policy(), 7, 4, 10) == 28
+    assert total_kept(Policy(), 70, 4, 10) == 40
 
 
 def test_what_keeps_everything() -> None:

@@ -124,7 +124,9 @@ def test_readers_are_spread_over_a_rows_own_queries(number, remembered, want):
     assert Readers.of(layer, 3, 0) is None
 
 
-@pytest.mark.parametrize(("policy", "options"), [("condense", {}), ("snapkv", {"window": 6})])
+@pytest.mark.parametrize(
+    ("policy", "options"), [("condense", {"least": 0}), ("snapkv", {"window": 6})]
+)
 def test_readers_ask_behind_the_prompts_end(models, policy, options, monkeypatch):
     """Turned as the next token's query is, where the score knows; the same read in chunks."""
     given: list[tuple[LayerInputs, Any]] = []
@@ -156,7 +158,7 @@ def test_readers_ask_behind_the_prompts_end(models, policy, options, monkeypatch
 
 def test_a_padded_row_has_the_weights_it_has_alone(models):
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
-    with mmkv.wrapped(model, "condense", 0.3), torch.no_grad():
+    with mmkv.wrapped(model, "condense", 0.3, least=0), torch.no_grad():
         whole = model(**inputs, use_cache=True).past_key_values
         for b, n in enumerate(ROWS["padded"]):
             row = {name: x[b : b + 1, -n:] for name, x in inputs.items()}

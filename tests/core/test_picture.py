@@ -12,6 +12,7 @@ from helpers.marks import slow_except
 from helpers.models import IMAGE, make_inputs
 from mmkv import picture
 from mmkv.builtin import example_pictures
+from mmkv.registry import exact_share
 
 
 def naive(kept, weights, group, image, pictures):
@@ -33,7 +34,7 @@ def naive(kept, weights, group, image, pictures):
 @pytest.mark.parametrize("policy", ["prefixkv", "adakv", "streaming", "condense"])
 def test_shares_match_the_naive_twin(models, policy):
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (90, 41))
-    options = {"window": 6, "kernel_size": 3} if policy == "adakv" else {}
+    options = {"window": 6, "kernel_size": 3} if policy == "adakv" else exact_share(policy)
     with mmkv.wrapped(model, policy, 0.3, **options), torch.no_grad():
         cache = model(**inputs).past_key_values
     for row, pictures in enumerate((2, 1)):
@@ -49,7 +50,7 @@ def test_shares_match_the_naive_twin(models, policy):
 @pytest.mark.parametrize("policy", ["adakv", "h2o", "condense"])
 def test_shares_of_all_tokens_add_up_to_the_pairs_held(models, policy):
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (90, 41))
-    options = {"window": 6} if policy == "adakv" else {}
+    options = {"window": 6} if policy == "adakv" else exact_share(policy)
     with mmkv.wrapped(model, policy, 0.3, **options):
         out = model.generate(**inputs, max_new_tokens=5, return_dict_in_generate=True)
     cache = out.past_key_values

@@ -11,6 +11,7 @@ from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model, next_turn, row_of
 from helpers.oracle import POSTPONED, ROWS, generate, options_of, top
 from mmkv.attach import graph
+from mmkv.registry import exact_share
 
 L, H, G = 3, 2, 2
 AFTER = 6
@@ -110,7 +111,7 @@ def test_rows_of_a_batch_keep_what_they_keep_alone(policy):
 def test_a_new_turn_waits_again(models, policy, new):
     """After a reply that was long enough for the first eviction, and after one that was not."""
     model, inputs = models("llama"), make_inputs("llama", (60, 41))
-    options = {"window": 4} if policy == "snapkv" else {}
+    options = {"window": 4} if policy == "snapkv" else exact_share(policy)
     with mmkv.wrapped(model, policy, 0.4, postpone=AFTER, **options):
         _, tokens, cache, held = generate(model, inputs, new=new)
         sequences = torch.cat([inputs["input_ids"], tokens], dim=1)
@@ -132,7 +133,7 @@ def test_beams_carry_the_waiting_queries(models):
     model, inputs = models("llama"), make_inputs("llama", (60, 41))
     found = []
     for rows in ([1, 0, 1], [1]):
-        with mmkv.wrapped(model, "condense", 0.3, postpone=AFTER), torch.no_grad():
+        with mmkv.wrapped(model, "condense", 0.3, least=0, postpone=AFTER), torch.no_grad():
             *_, cache, _ = generate(model, inputs, new=4)
             cache.batch_select_indices(torch.tensor(rows))
             for t in range(4):

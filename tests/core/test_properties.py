@@ -21,6 +21,7 @@ from helpers.masking import masked_logits, pairs_of
 from helpers.models import IMAGE, ending, make_inputs, make_model
 from helpers.oracle import USUAL, generate, short
 from mmkv.parts.merging import MergeByFeature
+from mmkv.registry import exact_share
 
 MODELS = {name: make_model(name) for name in ("llama", "llama-mha", "llama-mqa", "llava-llama")}
 OPTIONS = {
@@ -30,6 +31,7 @@ OPTIONS = {
     "average_heads": st.booleans(),
     "recency_weighted": st.booleans(),
     "sinks": st.integers(0, 9),
+    "least": st.integers(0, 80),
     "recent": st.floats(0, 1),
     "layers": st.sampled_from(["uniform", "pyramid", "geometric", "squeeze", "prefix", "pooled"]),
     "beta": st.floats(1, 40),
@@ -92,7 +94,9 @@ def test_the_oracle_or_a_clear_refusal(case):
         if chosen.keeps_all or (isinstance(budget, float) and budget == 1.0):
             assert kept == 3 * n
         elif chosen.retention is None:
-            wanted = round(budget * 3 * n) if isinstance(budget, float) else 3 * min(budget, n)
+            whole = budget if isinstance(budget, int) else chosen.least
+            share = round(budget * 3 * n) if isinstance(budget, float) else 0
+            wanted = max(share, 3 * min(whole, n))
             assert kept == max(wanted, 3 * cache.prompt.floors[b])
 
 
@@ -107,7 +111,7 @@ def test_extreme_scores(policy, extreme):
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.mul_(extreme)
     options = {"window": 5} if mmkv.get_policy(policy).observed else {}
-    with mmkv.wrapped(model, policy, 0.4, **options):
+    with mmkv.wrapped(model, policy, 0.4, **options, **exact_share(policy)):
         logits, tokens, _, held = generate(model, inputs, new=8)
     chosen = mmkv.get_policy(policy, **options)
     expected = masked_logits(model, inputs, tokens, held, merge=chosen.merge)
@@ -129,7 +133,7 @@ SCORED = [x for x in mmkv.list_policies() if mmkv.get_policy(x).score.ranks]
 def test_scores_that_are_no_numbers(policy, share, odd):
     """Infinite scores: still the oracle and the budget. NaN is refused: it ranks nothing."""
     options = {"window": 5} if mmkv.get_policy(policy).observed else {}
-    chosen = mmkv.get_policy(policy, **options)
+    chosen = mmkv.get_policy(policy, **options, **exact_share(policy))
     seen = []
 
     class Odd(type(chosen.score)):
@@ -165,7 +169,7 @@ def test_a_model_that_has_overflowed(policy):
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight.fill_(math.inf)
     options = {"window": 5} if mmkv.get_policy(policy).observed else {}
-    with mmkv.wrapped(model, policy, 0.4, **options):
+    with mmkv.wrapped(model, policy, 0.4, **options, **exact_share(policy)):
         logits, *_, held = generate(model, inputs, new=4)
     assert logits.isnan().all()
     if policy != "full":
@@ -216,6 +220,7 @@ def test_a_prompt_of_only_image_tokens():
     }
     for policy in mmkv.list_policies():
         options = {"window": 2} if mmkv.get_policy(policy).observed else {}
+        options |= exact_share(policy)
         with (
             mmkv.wrapped(model, policy, 0.5, protect="instruction", **options)
             if (policy != "full")
@@ -255,6 +260,7 @@ def test_soak():
         lengths = (rng.randrange(14, 40), rng.randrange(30, 60))
         inputs = make_inputs("llama", lengths, seed=i)
         options = {"window": 4} if mmkv.get_policy(policy).observed else {}
+        options |= exact_share(policy)
         budget = rng.choice([0.3, 0.6, 1.0, 20])
         asked = {"max_new_tokens": 2, "do_sample": False}
         with mmkv.wrapped(model, policy, budget, **options):

@@ -14,6 +14,7 @@ from helpers.models import make_inputs
 from helpers.oracle import generate
 from mmkv.attach import graph
 from mmkv.cache import selection
+from mmkv.registry import exact_share
 
 ROUNDS = {"decode": "rounds", "every": 10, "latest": 6}
 
@@ -23,7 +24,7 @@ ROUNDS = {"decode": "rounds", "every": 10, "latest": 6}
 def test_the_budget_holds_for_all_tokens_seen(models, policy, budget):
     """However long the reply: but for those that did not compete yet, no more is held."""
     model, inputs = models("llama"), make_inputs("llama", (70, 40))
-    options = {**ROUNDS, **({"window": 4} if policy == "snapkv" else {})}
+    options = {**ROUNDS, **({"window": 4} if policy == "snapkv" else exact_share(policy))}
     with mmkv.wrapped(model, policy, budget, **options):
         _, _, cache, held = generate(model, inputs, new=200)
     sizes = []
@@ -46,7 +47,7 @@ def test_the_budget_holds_for_all_tokens_seen(models, policy, budget):
 
 def test_the_last_tokens_stay(models):
     model, inputs = models("llama"), make_inputs("llama", (70,))
-    with mmkv.wrapped(model, "condense", 0.25, **ROUNDS):
+    with mmkv.wrapped(model, "condense", 0.25, least=0, **ROUNDS):
         *_, held = generate(model, inputs, new=60)
     for t, layers in enumerate(held):
         for kept in layers:
@@ -69,7 +70,7 @@ def test_the_queries_of_generated_tokens_observe(models, monkeypatch):
     attention = model.model.layers[1].self_attn
     hook = attention.q_proj.register_forward_hook(lambda *args: asked.append(args[2]))
     try:
-        with mmkv.wrapped(model, "condense", 0.25, **ROUNDS):
+        with mmkv.wrapped(model, "condense", 0.25, least=0, **ROUNDS):
             generate(model, inputs, new=40)
     finally:
         hook.remove()
@@ -86,7 +87,7 @@ def test_the_queries_of_generated_tokens_observe(models, monkeypatch):
 
 def test_remembered_queries_count_and_go(models):
     model, inputs = models("llama"), make_inputs("llama", (70, 40))
-    with mmkv.wrapped(model, "condense", 0.25, **ROUNDS):
+    with mmkv.wrapped(model, "condense", 0.25, least=0, **ROUNDS):
         *_, cache, _ = generate(model, inputs, new=16)
         layer = cache.compressed[0]
         # 15 steps: one more makes a round. Two rows, four heads, 16 numbers of four bytes.
@@ -101,7 +102,7 @@ def test_remembered_queries_count_and_go(models):
 def test_nothing_is_remembered_where_nothing_is_evicted(models):
     model, inputs = models("llama"), make_inputs("llama", (40,))
     for budget, decode in ((1.0, ROUNDS), (0.3, {})):
-        with mmkv.wrapped(model, "condense", budget, **decode):
+        with mmkv.wrapped(model, "condense", budget, least=0, **decode):
             *_, cache, _ = generate(model, inputs, new=4)
         assert cache.compressed[0].asked == []
 
@@ -116,7 +117,7 @@ def test_what_rounds_cannot_do(models):
 def test_steps_are_not_replayed(models, monkeypatch):
     monkeypatch.setattr(graph, "_capturable", lambda device: True)
     model, inputs = models("llama"), make_inputs("llama", (40,))
-    with mmkv.wrapped(model, "condense", 0.3, **ROUNDS):
+    with mmkv.wrapped(model, "condense", 0.3, least=0, **ROUNDS):
         *_, cache, _ = generate(model, inputs, new=4)
         why = graph.refusal(model, cache, model.generation_config)
     assert why == "decode='rounds': rounds of generated tokens are scored"

@@ -209,7 +209,7 @@ def test_conversations_of_one_model_may_alternate():
 
 def test_a_turn_without_new_tokens_is_refused(models):
     model, inputs = models("llama"), make_inputs("llama", (40,))
-    with mmkv.wrapped(model, "condense", 0.4):
+    with mmkv.wrapped(model, "condense", 0.4, least=0):
         _, _, cache, _ = generate(model, inputs, new=3)
         for n in (40, 20):
             given = {"input_ids": inputs["input_ids"][:, :n]}

@@ -53,6 +53,19 @@ def test_tokens_that_a_layer_holds():
     assert of("condense", 0.2, 500, decode="rounds") == 200 + 128
 
 
+def test_a_floor_under_a_share_is_counted():
+    def of(name, prompt, generated, budget=0.2, **options):
+        return held(mmkv.get_policy(name, **options), budget, prompt, generated)
+
+    assert of("condense", 100, 50) == 64 + 50
+    assert of("condense", 40, 50) == 40 + 50
+    assert of("condense", 100, 50, budget=20) == 20 + 50
+    assert of("prefixkv", 100, 50, least=64) == 64
+    assert of("prefixkv", 100, 900, least=64) == 200
+    assert of("h2o", 40, 10, least=64) == 50
+    assert of("h2o", 40, 50, least=64) == 64
+
+
 def test_papers_batches():
     """Mistral-7B on A100s of 40 GB, 512 + 1,024 tokens (SqueezeAttention, table 3)."""
     sizes = Sizes.of(make(SHAPES["mistral-7b-random"], "meta", "bfloat16"))

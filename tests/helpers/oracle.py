@@ -32,8 +32,10 @@ class Variant:
 
 
 def short(policy: str) -> dict[str, Any]:
-    """Options that fit a policy's window to a prompt of some tens of tokens."""
-    return {"window": 6, "kernel_size": 3} if mmkv.get_policy(policy).observed else {}
+    """Options that let a prompt of some tens of tokens be evicted: small windows, no `least`."""
+    made = mmkv.get_policy(policy)
+    window = {"window": 6, "kernel_size": 3} if made.observed else {}
+    return window | ({"least": 0} if made.least else {})
 
 
 COMPOSED = [

@@ -59,7 +59,7 @@ def test_a_report_counts_their_bytes():
 
 def test_a_context_of_it_is_not_saved(tmp_path):
     model = model_of(NAME)
-    with mmkv.wrapped(model, "condense", 0.3):
+    with mmkv.wrapped(model, "condense", 0.3, least=0):
         context = mmkv.read(model, inputs_of(model, "one"))
         with pytest.raises(ValueError, match="linear-attention layers cannot be saved"):
             context.save(tmp_path / "read.safetensors")

@@ -114,7 +114,7 @@ def test_prefixes_with_pictures_of_their_own_alternate():
     prefixes = [zoo.prompt(model, (60 + 28 * i,), seed=i, pictures=1 + i) for i in range(2)] * 2
     question = make_inputs("llama", (8,), seed=3)
     question["input_ids"] = question["input_ids"].clamp(min=8)
-    with mmkv.wrapped(model, "condense", 0.5):
+    with mmkv.wrapped(model, "condense", 0.5, least=0):
         contexts = [mmkv.read(model, x) for x in prefixes]
         wanted = [x.ask(question, max_new_tokens=6)[0].tolist() for x in contexts]
         with Engine(model) as engine:
@@ -128,7 +128,7 @@ def test_messages_share_what_stands_before_the_question(builtin):
     model, processor = builtin
     pictures = [Image.open(path) for path in example_pictures()[:2]]
     texts = ["Describe the picture.", "How many shapes are there?"]
-    with mmkv.wrapped(model, "condense", 0.3), Engine(model, processor) as engine:
+    with mmkv.wrapped(model, "condense", 0.3, least=0), Engine(model, processor) as engine:
         replies = [
             engine.submit(asked(picture, text), max_new_tokens=30)
             for picture in pictures
@@ -165,7 +165,7 @@ def test_messages_share_what_stands_before_the_question(builtin):
 def test_a_stop_text_ends_the_reply_and_is_left_out(builtin):
     model, processor = builtin
     picture = Image.open(example_pictures()[0])
-    with mmkv.wrapped(model, "condense", 0.3), Engine(model, processor) as engine:
+    with mmkv.wrapped(model, "condense", 0.3, least=0), Engine(model, processor) as engine:
         message = asked(picture, "Describe the picture.")
         whole = engine.submit(message, max_new_tokens=40).result(60)[1]
         stop = whole.split()[3] + " " + whole.split()[4]

@@ -1,0 +1,331 @@
+"""`least`: tokens a head that stay however small a share the budget is."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mmkv
+from helpers.marks import slow_except
+from helpers.masking import masked_logits, pairs_of
+from helpers.models import make_inputs, next_turn, row_of
+from helpers.oracle import Variant, generate, options_of
+from helpers.profiles import profile_of
+from helpers.serving import alone, watched
+from mmkv.attach.attachment import attachment_of
+from mmkv.cache.config import CacheConfig
+from mmkv.cache.layer_sizes import row_sizes
+from mmkv.eval.speed.presets import PRESETS
+from mmkv.eval.speed.rows import make_rows
+from mmkv.eval.variants import parse_variants, plugin_arguments
+from mmkv.policy import Policy
+from mmkv.registry import exact_share
+from mmkv.serving import Engine
+
+L, H = 3, 2
+LEAST = 40
+# Far above the floor's share, below it, and below the floor.
+ROWS = (96, 61, 33)
+# Ways to size layers and heads, to decode and to merge.
+WAYS = [
+    Variant("snapkv", (("least", LEAST),), 0.2),
+    Variant("pyramidkv", (("least", LEAST),), 0.2),
+    Variant("adakv", (("least", LEAST),), 0.2),
+    Variant("prefixkv", (("least", LEAST), ("distance", 3)), 0.2),
+    Variant("xkv", (("least", LEAST), ("heads", "adaptive")), 0.2),
+    Variant("xkv", (("least", LEAST), ("retention", 0.05)), None),
+    Variant("squeeze", (("least", LEAST),), 0.2),
+    Variant("h2o", (("least", LEAST),), 0.2),
+    Variant("streaming", (("least", LEAST),), 0.2),
+    Variant("kvzip", (("least", LEAST),), 0.2),
+    Variant("condense", (("least", LEAST),), 0.2),
+    Variant("condense", (("least", LEAST), ("decode", "rounds"), ("every", 4), ("latest", 3)), 0.2),
+    Variant("snapkv", (("least", LEAST), ("postpone", 3)), 0.2),
+]
+
+
+def totals(layers):
+    """Pairs of each row over all layers, per head."""
+    return [
+        sum(float(pairs_of(x)[b].float().mean()) for x in layers) for b in range(len(layers[0]))
+    ]
+
+
+@pytest.mark.parametrize("name", slow_except(["llama", "llava-llama"], "llava-llama"))
+@pytest.mark.parametrize(
+    "variant", slow_except(WAYS, *map(str, WAYS[:3]), *map(str, WAYS[-3:])), ids=str
+)
+def test_rows_keep_the_floor_and_are_as_alone(models, variant, name):
+    """Evicting is masking, rows are as if alone, and each keeps what a budget of 40 would."""
+    model, inputs = models(name), make_inputs(name, ROWS)
+    options = options_of(variant)
+    policy = mmkv.get_policy(variant.policy, **options)
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options):
+        logits, tokens, _, held = generate(model, inputs, new=12)
+        singles = [generate(model, row_of(inputs, b), new=12) for b in range(3)]
+    expected = masked_logits(model, inputs, tokens, held, merge=policy.merge)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    for b, (one, words, *_, kept) in enumerate(singles):
+        assert torch.equal(tokens[b : b + 1], words)
+        torch.testing.assert_close(logits[:, b : b + 1], one, atol=1e-4, rtol=0)
+        assert totals(held[policy.postpone])[b] == totals(kept[policy.postpone])[0]
+    at = policy.postpone  # the pass that evicts
+    assert totals(held[at]) == [L * min(LEAST, n + at) for n in ROWS]
+    same = options | {"least": 0} | ({"retention": None} if "retention" in options else {})
+    with mmkv.wrapped(model, variant.policy, LEAST, **same):
+        *_, wanted = generate(model, inputs, new=at + 1)
+    assert all(map(torch.equal, held[at], wanted[at])), "the floor is split as the policy splits"
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "condense"])
+def test_a_larger_share_and_a_number_of_tokens_are_as_without(models, policy):
+    model, inputs = models("llama"), make_inputs("llama", ROWS)
+    for budget in (0.9, 25):
+        found = []
+        for least in (0, 29):
+            options = options_of(Variant(policy, (("least", least),)))
+            with mmkv.wrapped(model, policy, budget, **options):
+                found.append(generate(model, inputs, new=4))
+        assert torch.equal(found[0][0], found[1][0])
+        assert totals(found[0][-1][0]) == totals(found[1][-1][0])
+
+
+def test_a_short_prompt_is_as_without_us(models):
+    """Condense's own default: 64 tokens are kept whole, and of 65 one is gone."""
+    model = models("llama")
+    for n, gone in ((1, 0), (64, 0), (65, 1)):
+        inputs = make_inputs("llama", (n,))
+        plain, words, *_ = generate(model, inputs)
+        with mmkv.wrapped(model, budget=0.1):
+            logits, tokens, cache, held = generate(model, inputs)
+        assert totals(held[0]) == [L * (n - gone)]
+        if not gone:
+            torch.testing.assert_close(logits, plain, atol=1e-5, rtol=0)
+            assert torch.equal(tokens, words)
+            assert cache.report().kept_fraction == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("snapkv", {"window": 6}), ("h2o", {}), ("condense", {})]
+)
+def test_the_floor_is_on_all_tokens_seen(models, name, options):
+    """In a later turn, and after each chunk, as much as of one prompt of that length."""
+    model, first = models("llama"), make_inputs("llama", (30, 45))
+    more = {**options, "least": LEAST}
+    with mmkv.wrapped(model, name, 0.2, **more):
+        _, words, cache, held = generate(model, first, new=5)
+        assert totals(held[0]) == [L * 30, L * 40]
+        second = next_turn(first, torch.cat([first["input_ids"], words], 1), image=False, new=20)
+        *_, held = generate(model, second, new=2, past_key_values=cache)
+        assert totals(held[0]) == [L * 40, L * 40]
+        assert [x["input_ids"].shape[1] for x in (first, second)] == [45, 70]
+        third = next_turn(second, torch.cat([second["input_ids"], words], 1), False, new=175)
+        *_, held = generate(model, third, new=2, past_key_values=cache)
+        # All that is left of 40 pairs and 180 new tokens competes for a fifth of all seen.
+        assert totals(held[0]) == [L * 47, L * 50]
+    with mmkv.wrapped(model, name, 0.2, evict_chunks=True, **more):
+        sizes = []
+        hook = model.register_forward_hook(
+            lambda *args: sizes.append([x.counts().float().mean() for x in states(args[-1])])
+        )
+        generate(model, make_inputs("llama", (260,)), new=1, prefill_chunk_size=20)
+        hook.remove()
+    wanted = [max(min(LEAST, n), round(0.2 * L * n) / L) for n in range(20, 261, 20)]
+    assert [sum(x) / L for x in sizes] == pytest.approx(wanted)
+
+
+def states(output):
+    return [x.keeping() for x in output.past_key_values.compressed]
+
+
+def test_a_ratio_is_of_the_tokens_seen_where_that_is_more(models):
+    """PrefixKV drops one token a step, down to 40 or to a fifth of all tokens seen."""
+    model, inputs = models("llama"), make_inputs("llama", (60, 30))
+    options = {"layers": "uniform", "distance": 0, "least": LEAST}
+    with mmkv.wrapped(model, "prefixkv", 0.2, **options):
+        *_, held = generate(model, inputs, new=200)
+    for t, layers in enumerate(held):
+        for b, n in enumerate((60 + t, 30 + t)):
+            # Tokens are dropped after the step that is one too many.
+            want = min(n, max(LEAST, round(0.2 * n)))
+            assert {int(x) for layer in layers for x in pairs_of(layer)[b]} == {want}, (t, b)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "tova"])
+def test_a_constant_size_is_filled_up_to_it(models, policy):
+    model, inputs = models("llama"), make_inputs("llama", (60, 30))
+    with mmkv.wrapped(model, policy, 0.2, least=LEAST):
+        *_, held = generate(model, inputs, new=25)
+    for t, layers in enumerate(held):
+        assert totals(layers) == [L * LEAST, L * min(LEAST, 30 + t)]
+
+
+def test_rounds_keep_the_floor_of_all_tokens_seen(models):
+    model, inputs = models("llama"), make_inputs("llama", (30,))
+    options = {"decode": "rounds", "every": 5, "latest": 5, "least": LEAST}
+    with mmkv.wrapped(model, "condense", 0.2, **options):
+        *_, held = generate(model, inputs, new=60)
+    counts = [totals(layers)[0] / L for layers in held]
+    assert counts[:10] == list(range(30, 40))
+    assert min(counts[10:]) == LEAST
+    assert max(counts) == LEAST + 4
+
+
+def test_learned_and_measured_layers_keep_their_proportions(models):
+    """XKV's mean sizes of earlier requests and a profile's fractions, of the floor's total."""
+    model, inputs = models("llama"), make_inputs("llama", (60,))
+    fractions = (0.3, 0.2, 0.1)
+    with mmkv.wrapped(
+        model, "snapkv", profile=mmkv.Profile(fractions, budget=0.2), window=4, least=30
+    ):
+        cache = generate(model, inputs, new=1)[2]
+        assert [x.keeping().sizes for x in cache.compressed] == [[45], [30], [15]]
+    sampled = {"allocation": "sampled", "samples": 1, "window": 4, "least": LEAST}
+    with mmkv.wrapped(model, "xkv", 0.1, **sampled):
+        sizes = []
+        for n in (96, 60):
+            cache = generate(model, make_inputs("llama", (n,)), new=1)[2]
+            sizes.append([x.keeping().sizes[0] for x in cache.compressed])
+        assert list(map(sum, sizes)) == [L * LEAST, L * LEAST]
+        assert cache.plan.learned is not None
+        assert sizes[1] == pytest.approx(sizes[0], abs=1)
+
+
+def test_a_profile_of_curves_sizes_the_floor(models):
+    model, inputs = models("llama"), make_inputs("llama", ROWS)
+    with mmkv.wrapped(model, "condense", 0.2, profile=profile_of(model), least=LEAST):
+        *_, held = generate(model, inputs, new=1)
+    assert totals(held[0]) == [L * 40, L * 40, L * 33]
+    assert len({int(n) for layer in held[0] for n in pairs_of(layer)[0]}) > 2
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 9),
+    st.integers(1, 400),
+    st.integers(0, 400),
+    st.floats(0.001, 1) | st.integers(1, 400),
+    st.integers(0, 40),
+    st.sampled_from([None, "pyramid", "geometric", "profile"]),
+)
+def test_sizes_add_up(n_layers, length, least, budget, floor, how):
+    """A share is at least `least` tokens a layer and head; a number of tokens is that number."""
+    floor = min(floor, length)
+    policy = Policy.of(least=least, layers="uniform" if how in (None, "profile") else how)
+    known = {"n_layers": n_layers, "length": length, "floor": floor}
+    if how == "profile" and isinstance(budget, float):
+        plan = CacheConfig(policy, budget, tuple([budget] * n_layers))
+        known["fractions"] = plan.fractions_of(length, n_layers)
+    sizes = row_sizes(policy, budget, **known)
+    assert all(floor <= n <= length for n in sizes)
+    if isinstance(budget, int):
+        assert sum(sizes) == n_layers * max(floor, min(budget, length))
+    else:
+        share = round(budget * n_layers * length)
+        assert sum(sizes) == max(share, n_layers * floor, n_layers * min(least, length))
+    if how == "profile" or how is None:
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_an_engine_reserves_what_the_floor_may_take(models):
+    """Chunks that evict are promised less than the prompt, and never less than they hold."""
+    model = models("llama")
+    options = {"window": 6, "kernel_size": 3, "evict_chunks": True, "least": 150}
+    with mmkv.wrapped(model, "snapkv", 0.05, **options):
+        inputs = make_inputs("llama", (400,))
+        wanted = alone(model, inputs, 12, prefill_chunk_size=16)
+        with Engine(model, prefill_chunk=16) as engine:
+            _, over, hooks = watched(engine)
+            plan = attachment_of(model).plan
+            exact = dataclasses.replace(plan, policy=dataclasses.replace(plan.policy, least=0))
+            assert engine._bounds.prompt(plan, 400, 12) > 2 * engine._bounds.prompt(exact, 400, 12)
+            whole = dataclasses.replace(plan, evict_chunks=False)
+            assert engine._bounds.prompt(plan, 400, 12) < engine._bounds.prompt(whole, 400, 12)
+            assert engine.submit(inputs=inputs, max_new_tokens=12).result(60)[0] == wanted
+            for hook in hooks:
+                hook.remove()
+    assert not over
+
+
+def test_contexts_have_it_too(models):
+    model, inputs = models("llama"), make_inputs("llama", (50,))
+    with mmkv.wrapped(model, budget=0.1):
+        context = mmkv.read(model, inputs)
+        assert [x.kept for x in context.report().layers] == [[[50] * H]] * L
+        context.append({"input_ids": torch.arange(10, 60)[None]})
+        assert sum(sum(x.kept[0]) for x in context.report().layers) == L * H * 64
+
+
+def notes_of(model, lengths, budget, **options):
+    with mmkv.wrapped(model, "snapkv", budget, **options), torch.no_grad():
+        return model(**make_inputs("llama", lengths)).past_key_values.report().notes
+
+
+def test_the_report_says_where_it_decides(models, caplog):
+    model = models("llama")
+    with caplog.at_level(logging.WARNING, logger="mmkv.cache"):
+        found = notes_of(model, (180, 33, 350), 0.2, window=32, least=64)
+    assert found == [
+        "row 0: least=64 keeps 64 of 180 tokens, more than budget 0.2",
+        "row 1 lost nothing: 33 prompt tokens, window 32, least=64, budget 0.2",
+    ]
+    assert not caplog.records
+    with mmkv.wrapped(model, "xkv", window=8, least=64, retention=0.01), torch.no_grad():
+        (note,) = model(**make_inputs("llama", (90,))).past_key_values.report().notes
+    assert note == "row 0: least=64 keeps 64 of 90 tokens, more than retention 0.01"
+    assert notes_of(model, (90,), 20, window=8, least=64) == []
+    assert notes_of(model, (90,), 0.9, window=8, least=64) == []
+
+
+def test_what_is_short_in_spite_of_it_is_still_said(models, caplog):
+    model = models("llama")
+    with caplog.at_level(logging.WARNING, logger="mmkv.cache"):
+        found = notes_of(model, (90,), 0.1, window=40, least=30)
+    text = (
+        "row 0: budget 0.1 with least=30 gives 30 of 90 tokens a layer, too few for window 40; its "
+        "last 15 observe instead"
+    )
+    assert found[-1] == text
+    assert [x.getMessage() for x in caplog.records] == [text]
+
+
+def test_it_is_checked_and_of_condense_alone():
+    with pytest.raises(ValueError, match="least=-1: expected 0 or more"):
+        mmkv.get_policy("snapkv", least=-1)
+    with pytest.raises(ValueError, match=r"least=0\.5"):
+        mmkv.get_policy("snapkv", least=0.5)
+    with pytest.raises(ValueError, match="'least' has no effect on policy 'full'"):
+        mmkv.get_policy("full", least=3)
+    built_in = [mmkv.get_policy(x) for x in mmkv.list_policies()]
+    assert {x.name: x.least for x in built_in if x.least} == {"condense": 64}
+
+
+def test_what_measures_budgets_does_without():
+    assert exact_share("condense") == {"least": 0}
+    assert exact_share("snapkv") == exact_share("full") == {}
+    names = ["condense", "condense:least=8", "snapkv"]
+    assert [x.options.get("least") for x in parse_variants(names)] == [0, 8, None]
+    assert [x.recorded.get("least") for x in parse_variants(names)] == [0, 8, None]
+    (asked,) = parse_variants(["condense"], {"least": 64})
+    assert asked.options == {"least": 64}
+    assert plugin_arguments("condense", 0.2, None, {})[1] == {"least": 0}
+    assert plugin_arguments("condense", 0.2, None, {"least": "9"})[1] == {"least": 9}
+    setting = dataclasses.replace(PRESETS["ci"][0], policies=names, budgets=(0.2,))
+    rows = {x.label: x.options for x in make_rows(setting, kvpress=False)}
+    assert rows["condense 0.2"] == {"least": 0}
+    assert rows["condense:least=8 0.2"] == {"least": 8}
+    assert rows["snapkv 0.2"] == {}
+
+
+def test_curves_are_of_shares(models):
+    """A level of a curve is that share, whatever `least` is."""
+    model = models("llama")
+    samples = [make_inputs("llama", (50,))]
+    found = [mmkv.calibrate(model, samples, "condense", least=n).curves for n in (0, 64)]
+    assert found[0] == found[1]
+    assert max(cost for layer in found[0].costs for head in layer for cost in head) > 0
