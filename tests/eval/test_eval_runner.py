@@ -291,7 +291,8 @@ def test_variants():
     mine = plugin_arguments("snapkv", 0.2, None, {"kv_dtype": "int4", "window": 4, "x": 1})
     assert mine == (0.2, {"kv_dtype": "int4", "window": 4}, {"x": 1})
     (chunks,) = parse_variants(["condense:evict_chunks=64"])
-    assert (chunks.options, chunks.recorded) == ({}, {"evict_chunks": 64})
+    assert chunks.options == {"least": 0}
+    assert chunks.recorded == {"least": 0, "evict_chunks": 64}
     for wrong in ("0", "true", "half"):
         with pytest.raises(ValueError, match=r"evict_chunks=.*: expected the tokens"):
             parse_variants([f"condense:evict_chunks={wrong}"])
