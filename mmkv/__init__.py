@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mmkv.profiles import Profile
     from mmkv.registry import get_policy, list_policies, register_policy
     from mmkv.report import CacheReport
-    from mmkv.wrapping import is_wrapped, unwrap, wrap, wrapped
+    from mmkv.wrapping import is_wrapped, probe, unwrap, wrap, wrapped
 
 __version__ = "0.1.0"
 
@@ -41,6 +41,7 @@ _HOME = {
     "load": "mmkv.loading.checkpoints",
     "load_builtin": "mmkv.builtin",
     "load_context": "mmkv.contexts",
+    "probe": "mmkv.wrapping",
     "read": "mmkv.contexts",
     "register_policy": "mmkv.registry",
     "task": "mmkv.cache.sampling",
@@ -65,6 +66,7 @@ __all__ = [
     "load",
     "load_builtin",
     "load_context",
+    "probe",
     "read",
     "register_policy",
     "scores",

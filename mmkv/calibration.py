@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 
 from mmkv import adapters, sensitivity, visual_heads
 from mmkv.parts.calibrated import CalibratedHeads
+from mmkv.parts.retrieval import RetrievalHeads
 from mmkv.parts.visual import VisualHeads
 from mmkv.profiles import CLOSE, Profile, model_shape
 from mmkv.registry import exact_share, get_policy
@@ -65,7 +66,7 @@ def calibrate(
             f"calibrate measures all heads, and those of this model are spread over {parts.ranks} "
             "processes: measure it in one, with device_map='auto'"
         )
-    if isinstance(chosen.heads, CalibratedHeads):
+    if isinstance(chosen.heads, CalibratedHeads | RetrievalHeads):
         curves, n = sensitivity.measure(model, _checked(samples), chosen)
         return Profile(policy=chosen.name, samples=n, model=model_shape(config), curves=curves)
     if isinstance(chosen.heads, VisualHeads):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from dataclasses import replace
@@ -14,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from mmkv import adapters
+from mmkv import adapters, digest
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.dense import DenseKV
@@ -244,15 +243,7 @@ def _difference(there: str, here: str) -> str:
 
 
 def _digest(model: Any) -> str:
-    """What tells models apart: a hash of 64 numbers of each tensor, and of rotary options."""
-    attachment = attachment_of(model)
-    rotary = getattr(attachment.parts.config, "rope_parameters", None)
-    found = hashlib.sha256(json.dumps(rotary, default=str, sort_keys=True).encode())
-    for name, x in model.state_dict().items():
-        found.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
-        some = x.detach().flatten()[:: max(1, x.numel() // 64)][:64].cpu()
-        found.update(some.float().numpy().tobytes())
-    return found.hexdigest()
+    return digest.of_model(model, attachment_of(model).parts.config)
 
 
 def _check_whole(model: Any) -> None:

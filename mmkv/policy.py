@@ -39,6 +39,7 @@ for _name in (
     "pictures",
     "protection",
     "repetition",
+    "retrieval",
     "scoring",
     "sizing",
     "visual",

@@ -6,9 +6,10 @@ sampling (arXiv 2412.05896, section IV-C).
 A profile file is JSON: `{"format": "mmkv-profile", "version": 1, "policy", "budget", "samples",
 "fractions", "model"}`, where `fractions` holds the kept fraction of each compressed layer and
 `model` the shape it was measured on. In place of "fractions" and "budget" it may have "levels" and
-"costs", those of `mmkv.curves`, or "visual", how visual each head is (SparseMM). The PrefixKV
-authors' files, a JSON list of one number per layer, the fraction removed, are read too. `FILE` and
-`VISUAL_FILE` in a model's own folder are those it comes with.
+"costs", those of `mmkv.curves`; "visual", how visual each head is (SparseMM); or "retrieval", how
+much each copies (`mmkv.attach.copy_probe`). The PrefixKV authors' files, a JSON list of one number
+per layer, the fraction removed, are read too. `FILE` and `VISUAL_FILE` in a model's own folder are
+those it comes with.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Profile:
         model: the shape of the decoder it was measured on; None where unknown.
         curves: what each head costs, for layer and head sizes; None: layers have `fractions`.
         visual: [L][H], how visual each head is, for layer and head sizes, shares of 1.
+        retrieval: [L][H], how much each head copies, for layer and head sizes, in [0, 1].
     """
 
     fractions: tuple[float, ...] = ()
@@ -54,13 +56,16 @@ class Profile:
     model: dict[str, Any] | None = None
     curves: Curves | None = None
     visual: tuple[tuple[float, ...], ...] | None = None
+    retrieval: tuple[tuple[float, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is not a fraction."""
-        if self.curves is not None or self.visual is not None:
-            if self.fractions or self.budget is not None:
-                raise ValueError("profile: it has curves, and fractions or a budget: give one")
-            self._check_visual()
+        of_heads = [x for x in ("curves", "visual", "retrieval") if getattr(self, x) is not None]
+        if of_heads:
+            if self.fractions or self.budget is not None or len(of_heads) > 1:
+                also = [x for x in ("fractions", "budget") if getattr(self, x)]
+                raise ValueError(f"profile: it has {' and '.join(of_heads + also)}: give one")
+            self._check_heads()
             return
         for layer, f in enumerate(self.fractions):
             if not isinstance(f, int | float) or isinstance(f, bool) or not 0 <= f <= 1:
@@ -70,26 +75,29 @@ class Profile:
         if self.budget is None or not 0 < self.budget <= 1:
             raise ValueError(f"profile: budget={self.budget!r}, expected a number in (0, 1]")
 
-    def _check_visual(self) -> None:
-        if self.visual is None:
-            return
-        if self.curves is not None:
-            raise ValueError("profile: it has curves and visual scores: give one")
-        scores = [x for layer in self.visual for x in layer]
-        if len({len(layer) for layer in self.visual}) != 1 or not scores:
-            raise ValueError("profile: visual needs as many heads in every layer, at least one")
-        if not all(0 <= x < math.inf for x in scores) or not sum(scores):
+    def _check_heads(self) -> None:
+        for name, found in (("visual", self.visual), ("retrieval", self.retrieval)):
+            if found is None:
+                continue
+            scores = [x for layer in found for x in layer]
+            if len({len(layer) for layer in found}) != 1 or not scores:
+                raise ValueError(
+                    f"profile: {name} needs as many heads in every layer, at least one"
+                )
+            if not all(0 <= x < math.inf for x in scores):
+                raise ValueError(f"profile: {name} scores must be 0 or more, got {scores[:9]}")
+        if self.visual is not None and not sum(map(sum, self.visual)):
             raise ValueError(
-                f"profile: visual scores must be 0 or more and not all 0, got {scores[:9]}"
+                f"profile: visual scores must be 0 or more and not all 0, got {self.visual[:9]}"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON."""
         data: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
-        curves, visual = data.pop("curves"), data.pop("visual")
-        if curves is not None or visual is not None:
+        heads = data.pop("curves") or {}
+        heads |= {x: y for x in ("visual", "retrieval") if (y := data.pop(x)) is not None}
+        if heads:
             del data["fractions"], data["budget"]
-        heads = curves or ({} if visual is None else {"visual": visual})
         text = json.dumps(data | heads, indent=None if heads else 2)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
@@ -120,8 +128,9 @@ class Profile:
             if "costs" in data:
                 levels = _numbers(data.get("levels"), "levels", 1)
                 return cls(curves=Curves(levels, _numbers(data["costs"], "costs", 3)), **known)
-            if "visual" in data:
-                return cls(visual=_numbers(data["visual"], "visual", 2), **known)
+            for name in ("visual", "retrieval"):
+                if name in data:
+                    return cls(**{name: _numbers(data[name], name, 2)}, **known)
             fractions = _numbers(data.get("fractions"), "fractions", 1)
             return cls(fractions, budget=_number(data.get("budget"), "budget"), **known)
         except ValueError as error:
@@ -133,7 +142,8 @@ class Profile:
         Raises:
             ValueError: another model's shape or another budget; the message says both.
         """
-        there = len(self.visual or (self.curves.costs if self.curves else self.fractions))
+        of_heads = self.curves.costs if self.curves else self.visual or self.retrieval
+        there = len(of_heads or self.fractions)
         if there != n_layers:
             raise ValueError(f"profile: it has {there} layers, this model compresses {n_layers}")
         mine = model_shape(config)

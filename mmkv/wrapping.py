@@ -19,12 +19,13 @@ from mmkv import adapters, budgets, profiles
 from mmkv.around import innermost
 from mmkv.attach import attention, configs, parallel
 from mmkv.attach.attachment import Attachment, attachment_of
+from mmkv.attach.copy_probe import measure, waits
 from mmkv.cache import quantize, token_masks
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.sampling import SampledSizes
-from mmkv.parts import calibrated, visual
+from mmkv.parts import calibrated, retrieval, visual
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
 
@@ -121,7 +122,35 @@ def wrap(
     attachment = Attachment(model, parts, plan, compressed)
     attachment.attach()
     vars(model)["_mmkv"] = attachment
+    try:
+        _ = attachment.plan  # the copy probe runs here, where it can
+    except BaseException:
+        unwrap(model)
+        raise
     return given
+
+
+def probe(model: nn.Module) -> profiles.Profile:
+    """Measure which heads of a model look things up, in one pass over random tokens.
+
+    What heads="retrieval" goes by, see `mmkv.attach.copy_probe`; `wrap` does it by itself and keeps
+    the result. The model stays as it is.
+
+    Args:
+        model: wrapped or not, with its weights, in eval mode.
+
+    Returns:
+        A profile for `mmkv.wrap(model, profile=...)`, with `retrieval` [L][H], the share of its
+        attention, in [0, 1], that each head gives to what it can copy.
+
+    Raises:
+        ValueError: a model that cannot be wrapped, one with too few tokens or positions, or whose
+            heads are spread over processes.
+    """
+    if is_wrapped(model):
+        return measure(attachment_of(model))
+    with wrapped(model, "full"):
+        return measure(attachment_of(model))
 
 
 def planned(
@@ -170,6 +199,8 @@ def planned(
         chosen = calibrated.sized(chosen, known.curves, compressed)
     elif known is not None and known.visual is not None:
         chosen = visual.sized(chosen, known.visual, compressed)
+    elif known is not None and known.retrieval is not None:
+        chosen = retrieval.sized(chosen, known.retrieval, compressed)
     elif known is not None:
         if chosen.heads.spans_layers:
             raise ValueError(
@@ -208,7 +239,7 @@ def planned(
         graph=graph and parts.ranks == 1,
         sampling=learning,
     )
-    if known is None and chosen.heads.equal and not made.keeps_everything:
+    if known is None and chosen.heads.equal and not (made.keeps_everything or waits(made)):
         _say_equal_heads(model, chosen)
     return made, compressed
 

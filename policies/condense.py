@@ -9,8 +9,8 @@ Attention Matching, arXiv 2602.16284 (weights).
 
 from dataclasses import dataclass
 
-from mmkv.parts.calibrated import CalibratedHeads
 from mmkv.parts.merging import MergeIntoGroups
+from mmkv.parts.retrieval import RetrievalHeads
 from mmkv.parts.scoring import Observers
 from mmkv.policy import Heads, Merge, Policy, Score
 from mmkv.registry import register_policy
@@ -23,6 +23,6 @@ class Condense(Policy):
 
     paper = "mmkv"
     score: Score = Observers()
-    heads: Heads = CalibratedHeads()
+    heads: Heads = RetrievalHeads()
     merge: Merge | None = MergeIntoGroups()
     least: int = 64

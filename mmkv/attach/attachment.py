@@ -14,7 +14,7 @@ from torch import nn
 
 from mmkv.adapters import Adapter
 from mmkv.around import innermost
-from mmkv.attach import attention, configs, graph, hooks, products
+from mmkv.attach import attention, configs, copy_probe, graph, hooks, products
 from mmkv.attach.generation import (
     prepare_cache,
     prepare_config,
@@ -31,15 +31,21 @@ class Attachment:
     Attributes:
         model: what was wrapped.
         parts: its decoder, layers and attention modules.
-        plan: policy, budget and profile.
         compressed: the layers that are compressed.
     """
 
     def __init__(
         self, model: nn.Module, parts: Adapter, plan: CacheConfig, compressed: tuple[int, ...]
     ) -> None:
-        self.model, self.parts, self.plan, self.compressed = model, parts, plan, compressed
+        self.model, self.parts, self._plan, self.compressed = model, parts, plan, compressed
         self._undo: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+
+    @property
+    def plan(self) -> CacheConfig:
+        """Policy, budget and profile; head sizes that the copy probe finds, once it can run."""
+        if copy_probe.waits(self._plan):
+            self._plan = copy_probe.settled(self, self._plan)
+        return self._plan
 
     def attach(self) -> None:
         """Change the model; each change is registered for undo before it is made."""
@@ -90,11 +96,11 @@ class Attachment:
         self._hook(parts.decoder, "register_forward_hook", hooks.after_decoder, always_call=True)
         self._hook(model, "register_forward_pre_hook", hooks.before_model)
         self._hook(model, "register_forward_hook", hooks.after_model, always_call=True)
-        if self.plan.policy.score.uses_rotary:
+        if self._plan.policy.score.uses_rotary:
             for i in self.compressed:
                 attn = parts.attentions[i]
                 self._hook(attn, "register_forward_pre_hook", partial(hooks.before_attention, i))
-        if self.plan.needs_all_layers and self.plan.policy.layers.needs == "similarity":
+        if self._plan.needs_all_layers and self._plan.policy.layers.needs == "similarity":
             for i in self.compressed:
                 layer, attn = parts.layers[i], parts.attentions[i]
                 self._hook(layer, "register_forward_pre_hook", partial(hooks.before_layer, i))

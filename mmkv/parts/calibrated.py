@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mmkv.curves import Curves
 from mmkv.parts import Heads, Layers, register_part
 from mmkv.parts.profiled import ProfiledHeads
+from mmkv.parts.retrieval import RetrievalHeads
 from mmkv.parts.sizing import UniformLayers
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class LayersByCost(Layers):
 
 def wants_profile(policy: Policy) -> bool:
     """Whether a policy takes the profile that a model comes with: its sizes are not chosen."""
-    return isinstance(policy.heads, CalibratedHeads) and isinstance(policy.layers, UniformLayers)
+    takes = isinstance(policy.heads, CalibratedHeads | RetrievalHeads)
+    return takes and isinstance(policy.layers, UniformLayers)
 
 
 def sized(policy: Policy, curves: Curves, layers: tuple[int, ...]) -> Policy:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mmkv.parts import Heads, Layers, register_part
+from mmkv.parts import Heads, register_part
 from mmkv.parts.checks import Share
-from mmkv.parts.profiled import ProfiledHeads
+from mmkv.parts.profiled import Weights, by_weight
 from mmkv.parts.sizing import UniformLayers
 
 if TYPE_CHECKING:
@@ -49,56 +48,7 @@ class VisualHeads(Heads):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadsByVisualScore(ProfiledHeads):
-    """A layer's size is split in proportion to `weights` [L][H]."""
-
-    weights: tuple[tuple[float, ...], ...]
-
-    def wished(self, place: int, spare: int, most: int) -> Sequence[float]:
-        """In proportion."""
-        weights = self.weights[place]
-        return proportional(weights, len(weights) * spare, most)
-
-
-@dataclass(frozen=True)
-class LayersByVisualScore(Layers):
-    """Each layer keeps what its heads do, by `weights` [L][H]."""
-
-    weights: tuple[tuple[float, ...], ...]
-
-    def sizes(
-        self, total: int, *, n_layers: int, length: int, floor: int, **known: Any
-    ) -> Sequence[float]:
-        """What is not kept anyway is shared out to the heads of all layers."""
-        H = len(self.weights[0])
-        flat = [w for layer in self.weights for w in layer]
-        found = proportional(flat, H * (total - n_layers * floor), length - floor)
-        return [floor + sum(found[i * H : (i + 1) * H]) / H for i in range(n_layers)]
-
-
-def proportional(weights: Sequence[float], total: float, most: float) -> list[float]:
-    """Sizes in proportion to weights, but none above `most`; what these leave goes to the others.
-
-    They add up to `total`, which is at most `len(weights) * most`. Weights of 0 get what no other
-    can take, evenly.
-    """
-    sizes, open_ = [0.0] * len(weights), [i for i, w in enumerate(weights) if w > 0]
-    left = total
-    while open_:
-        each = left / sum(weights[i] for i in open_)
-        full = [i for i in open_ if weights[i] * each >= most]
-        for i in full or open_:
-            sizes[i] = most if full else weights[i] * each
-        left = total - sum(sizes)
-        open_ = [i for i in open_ if i not in full] if full else []
-    idle = [i for i, w in enumerate(weights) if w <= 0]
-    for i in idle:
-        sizes[i] = max(0.0, left) / len(idle)
-    return sizes
-
-
-def sized(policy: Policy, scores: tuple[tuple[float, ...], ...], layers: tuple[int, ...]) -> Policy:
+def sized(policy: Policy, scores: Weights, layers: tuple[int, ...]) -> Policy:
     """A policy with the sizes of visual scores [L][H], of the compressed `layers`.
 
     A head's size is `rho * b + (1 - rho) * b * L * H * s`, with b the mean and s the head's share
@@ -115,8 +65,4 @@ def sized(policy: Policy, scores: tuple[tuple[float, ...], ...], layers: tuple[i
     weights = tuple(
         tuple(chosen.rho + (1 - chosen.rho) * number * s / total for s in layer) for layer in scores
     )
-    return replace(
-        policy,
-        layers=LayersByVisualScore(weights),
-        heads=HeadsByVisualScore(weights=weights, layers=layers),
-    )
+    return by_weight(policy, weights, layers)

@@ -8,6 +8,7 @@ from typing import Any, SupportsFloat
 
 from mmkv import wrapping
 from mmkv.around import innermost
+from mmkv.attach import copy_probe
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
@@ -217,6 +218,7 @@ class Engine:
                     kv_dtype=wrap.kv_dtype,
                     evict_chunks=wrap.evict_chunks,
                 )
+                plan = copy_probe.settled(self._attachment, plan)
             except ValueError as error:
                 raise Refused(str(error)) from error
             needs = plan.policy.score.uses_rotary and not wrap.policy.score.uses_rotary

@@ -16,7 +16,8 @@ from helpers.masking import masked_logits
 from helpers.models import IMAGE, make_inputs, make_model
 from helpers.oracle import ROWS, generate
 from mmkv.builtin import load_builtin
-from mmkv.parts.visual import VisualHeads, proportional
+from mmkv.parts.profiled import proportional
+from mmkv.parts.visual import VisualHeads
 from mmkv.profiles import VISUAL_FILE, Profile, model_shape
 
 L, H, G = 3, 2, 2

@@ -1,0 +1,326 @@
+"""Head sizes by the copy probe: what it measures, what follows, and what is kept of it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+import mmkv
+from helpers import zoo
+from helpers.marks import slow_except
+from helpers.masking import masked_logits
+from helpers.models import make_inputs, make_model
+from helpers.oracle import ROWS, generate, short
+from mmkv.attach import copy_probe
+from mmkv.loading.cache_folder import cache_folder
+from mmkv.parts.profiled import HeadsByWeight
+from mmkv.policy import Policy
+from mmkv.profiles import Profile, model_shape
+
+L, H = 3, 2
+SCORES = ((0.0, 0.02), (0.9, 0.05), (0.2, 0.0))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MMKV_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def probed(monkeypatch):
+    """The probe finds `SCORES`, and says how often it was asked."""
+    asked = []
+
+    def measure(attachment):
+        asked.append(attachment)
+        return profile_of(attachment.model)
+
+    monkeypatch.setattr(copy_probe, "measure", measure)
+    return asked
+
+
+def profile_of(model, scores=SCORES):
+    return Profile(
+        policy="condense", model=model_shape(model.get_decoder().config), retrieval=scores
+    )
+
+
+def heads_of(model) -> object:
+    return model._mmkv.plan.policy.heads
+
+
+def naive_scores(query, key, n, scale, softcap):
+    """Token by token: what the second copy gives to its twin and to the two tokens behind it."""
+    H, G, N = key.shape[1], query.shape[1] // key.shape[1], query.shape[2]
+    found = []
+    for u in range(H):
+        means = []
+        for g in range(G):
+            total = 0.0
+            for i in range(N - n, N):
+                logits = [
+                    float(query[0, u * G + g, i] @ key[0, u, j]) * scale for j in range(i + 1)
+                ]
+                if softcap:
+                    logits = [softcap * torch.tanh(torch.tensor(x / softcap)) for x in logits]
+                share = torch.tensor(logits).softmax(0)
+                total += float(share[i - n] + share[i - n + 1] + share[i - n + 2])
+            means.append(total / n)
+        found.append(max(means))
+    return found
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_copy_scores_equal_the_loop(softcap):
+    g = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, h, 17, 8, generator=g) * 2 for h in (4, 2))
+    found = copy_probe.copy_scores(query, key, 8, scale=0.5, softcap=softcap)
+    assert found.tolist() == pytest.approx(naive_scores(query, key, 8, 0.5, softcap), abs=1e-5)
+
+
+def test_a_head_that_copies_is_found():
+    """Keys are one-hot by token; queries of one head look for the next token's twin."""
+    n, ids = 16, torch.arange(16)
+    ids = torch.cat([torch.tensor([20]), ids, ids])
+    key = torch.stack([torch.eye(32)[ids], torch.eye(32)[ids]])[None]
+    query = torch.stack([torch.eye(32)[(ids + 1) % 16], torch.zeros(33, 32)])[None]
+    copies, idle = copy_probe.copy_scores(query, key, n, scale=50.0, softcap=None).tolist()
+    assert copies > 0.9
+    assert idle < 0.2
+
+
+def test_a_trained_copier_is_found_by_the_probe_of_a_model():
+    """The built-in model knows no copying: its scores are small, and heads stay equal."""
+    model, _ = mmkv.load_builtin()
+    scores = mmkv.probe(model).retrieval
+    assert max(map(max, scores)) < 0.1
+    with mmkv.wrapped(model, "snapkv", 0.2, heads="retrieval", window=8):
+        # Its own profile of `mmkv.calibrate` decides.
+        assert heads_of(model).curves is not None
+
+
+@pytest.mark.parametrize("name", sorted(zoo.CONFIGS))
+def test_the_probe_changes_nothing(name):
+    """On a model of every class, of whose layers those that are compressed are measured."""
+    model = zoo.make(name)
+    state, dicts = copy.deepcopy(model.state_dict()), [dict(vars(x)) for x in model.modules()]
+    random = torch.random.get_rng_state()
+    found = mmkv.probe(model)
+    assert torch.equal(random, torch.random.get_rng_state())
+    assert [dict(vars(x)) for x in model.modules()] == dicts
+    assert all(torch.equal(x, state[k]) for k, x in model.state_dict().items())
+    assert found == mmkv.probe(model), "random tokens are always the same ones"
+    with mmkv.wrapped(model, "snapkv", 0.5, window=4):
+        layers = model._mmkv.compressed
+        assert found == mmkv.probe(model), "wrapped or not"
+    assert len(found.retrieval) == len(layers), "layers that are left alone are not measured"
+
+
+def test_ordinary_tokens_are_read_twice_behind_the_first(monkeypatch):
+    model, given = make_model("llava-llama"), []
+    decoder = model.get_decoder()
+    forward = decoder.forward
+    monkeypatch.setattr(
+        decoder, "forward", lambda **kw: given.append(kw["input_ids"]) or forward(**kw)
+    )
+    mmkv.probe(model)
+    (ids,) = given
+    n = (ids.shape[1] - 1) // 2
+    assert torch.equal(ids[0, 1 : n + 1], ids[0, n + 1 :])
+    named = {model.config.image_token_id, model.config.text_config.eos_token_id}
+    assert not named & set(ids[0, 1:].tolist())
+
+
+def test_sizes_are_proportional_to_copy_scores(probed):
+    """Of a prompt of 300 a share of (score + 0.02), at most all of it, and the total exactly."""
+    model, inputs = make_model("llama"), make_inputs("llama", (300,))
+    with mmkv.wrapped(model, "snapkv", 0.3, heads="retrieval", window=4, sinks=0):
+        out = model(**inputs, use_cache=True)
+    counts = [(out.past_key_values.kept(i)[0] >= 0).sum(-1).tolist() for i in range(L)]
+    assert sum(map(sum, counts)) == round(0.3 * 300 * L) * H
+    free = round(0.3 * 300 * L) * H - 4 * L * H
+    flat = [r + 0.02 for layer in SCORES for r in layer]
+    # The largest two are whole; the others share what is left.
+    assert counts[1][0] == 300
+    left, each = free - 296, sum(flat) - 0.92
+    for layer in range(L):
+        for h in range(H):
+            if (layer, h) != (1, 0):
+                wanted = 4 + min(296, left * (SCORES[layer][h] + 0.02) / each)
+                assert abs(counts[layer][h] - wanted) <= 1.5
+    assert len(probed) == 1
+
+
+def test_condense_goes_by_the_probe_and_a_profile_wins(probed):
+    model = make_model("llama")
+    with mmkv.wrapped(model, budget=0.2):
+        assert isinstance(heads_of(model), HeadsByWeight)
+    given = profile_of(model, ((0.5, 0.5), (0.0, 0.0), (0.0, 0.0)))
+    with mmkv.wrapped(model, budget=0.2, profile=given):
+        assert heads_of(model).weights[0] == (0.52, 0.52)
+    with mmkv.wrapped(model, budget=1.0), mmkv.wrapped(make_model("llama"), "snapkv", 0.5):
+        pass
+    assert len(probed) == 1, "nothing that keeps everything, and no other policy, is probed"
+
+
+def test_without_heads_that_copy_all_keep_as_much():
+    model = make_model("llama")
+    low = tuple(tuple(x / 10 for x in layer) for layer in SCORES)
+    with mmkv.wrapped(model, budget=0.2, profile=profile_of(model, low)):
+        assert heads_of(model).equal
+    with mmkv.wrapped(model, budget=0.2, profile=profile_of(model, low), copying=0.05):
+        assert not heads_of(model).equal
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+def test_what_was_found_is_kept_by_the_weights(probed):
+    model = make_model("llama")
+    for _ in range(2):
+        with mmkv.wrapped(model, budget=0.2):
+            assert isinstance(heads_of(model), HeadsByWeight)
+    assert len(probed) == 1
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.mul_(1.5)
+    with mmkv.wrapped(model, budget=0.2):
+        pass
+    assert len(probed) == 2, "other weights"
+    lora = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    with mmkv.wrapped(lora, budget=0.2):
+        pass
+    assert len(probed) == 3, "an adapter"
+    (*_, last) = sorted((cache_folder() / "probes").iterdir(), key=lambda x: x.stat().st_mtime)
+    last.write_text("{}")
+    with mmkv.wrapped(lora, budget=0.2):
+        pass
+    assert len(probed) == 4, "a damaged file is measured again"
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(probed, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MMKV_CACHE", str(tmp_path / "file"))
+    with mmkv.wrapped(make_model("llama"), budget=0.2) as model:
+        assert isinstance(heads_of(model), HeadsByWeight)
+
+
+@pytest.mark.parametrize("later", ["weights", "eval"])
+def test_the_probe_waits_until_the_model_can_run(probed, later):
+    model = make_model("llama")
+    if later == "weights":
+        state = model.state_dict()
+        with torch.device("meta"):
+            model = type(model)(model.config)
+        mmkv.wrap(model.eval(), budget=0.2)
+        assert not probed
+        model.load_state_dict(state, assign=True)
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    else:
+        mmkv.wrap(model.train(), budget=0.2)
+        assert not probed
+        model.eval()
+    inputs = make_inputs("llama", (300,))
+    out = model.generate(**inputs, max_new_tokens=2, return_dict_in_generate=True)
+    assert len(probed) == 1
+    counts = (out.past_key_values.kept(1)[0] >= 0).sum(-1)
+    assert counts[0] > 2 * counts[1]
+
+
+def test_a_model_too_small_for_the_probe_has_equal_heads_and_says_so(caplog):
+    model = make_model("llama")
+    model.config.max_position_embeddings = 30
+    with caplog.at_level(logging.WARNING), mmkv.wrapped(model, budget=0.2):
+        assert heads_of(model).equal
+    assert "reads 16 random tokens twice, and this model has 30 positions" in caplog.text
+    with pytest.raises(ValueError, match="30 positions"):
+        mmkv.probe(model)
+
+
+def test_a_failed_probe_leaves_the_model_as_it_was(monkeypatch):
+    model = make_model("llama")
+    before = [dict(vars(x)) for x in model.modules()]
+
+    def fail(attachment):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(copy_probe, "measure", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        mmkv.wrap(model, budget=0.2)
+    assert not mmkv.is_wrapped(model)
+    assert [dict(vars(x)) for x in model.modules()] == before
+
+
+def differing() -> list[str]:
+    """Policies whose heads may differ."""
+    return [n for n in mmkv.list_policies() if not _ranks_once(mmkv.get_policy(n))]
+
+
+def _ranks_once(policy: Policy) -> bool:
+    return policy.keeps_all or policy.score.ranks_once
+
+
+@pytest.mark.parametrize("rows", slow_except(ROWS, "padded"))
+@pytest.mark.parametrize("policy", slow_except(differing(), "condense", "snapkv", "h2o", "kvzip"))
+def test_eviction_equals_masking(policy, rows):
+    """Every policy whose heads may differ, with heads by the probe."""
+    model, inputs = make_model("llama"), make_inputs("llama", ROWS[rows])
+    options = {**short(policy), "heads": "retrieval", "profile": profile_of(model)}
+    with mmkv.wrapped(model, policy, 0.3, **options):
+        assert isinstance(heads_of(model), HeadsByWeight)
+        logits, tokens, _, held = generate(model, inputs, new=8)
+    expected = masked_logits(model, inputs, tokens, held)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    sizes = [[int((row >= 0).sum()) for row in layer[0]] for layer in held[0]]
+    assert sizes[1][0] > sizes[1][1], "a head that copies keeps more"
+
+
+def test_policies_that_rank_once_are_refused():
+    with pytest.raises(ValueError, match="heads='retrieval' gives heads of a layer different"):
+        mmkv.get_policy("streaming", heads="retrieval")
+    model = make_model("llama")
+    with pytest.raises(ValueError, match="average_heads=True"):
+        mmkv.wrap(model, "tova", 0.3, profile=profile_of(model))
+
+
+def test_layers_of_a_policy_stay_and_heads_are_split(probed):
+    """PyramidKV's layers: their sizes are the paper's, each split by copy scores."""
+    model, inputs = make_model("llama"), make_inputs("llama", (300,))
+    sizes = []
+    for heads in ("uniform", "retrieval"):
+        with mmkv.wrapped(model, "pyramidkv", 0.3, heads=heads):
+            cache = model(**inputs, use_cache=True).past_key_values
+        counts = [(cache.kept(i)[0] >= 0).sum(-1).tolist() for i in range(L)]
+        sizes.append([sum(x) for x in counts])
+    assert sizes[0] == sizes[1]
+    assert counts[1][0] > counts[1][1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ([[0.1, -1.0]] * 3, "retrieval scores must be 0 or more"),
+        ([[0.1], [0.1, 0.2], [0.1]], "as many heads"),
+        ([[0.1, 0.2]] * 2, "2 layers"),
+    ],
+)
+def test_profiles_that_are_none(wrong, why, tmp_path):
+    model, path = make_model("llama"), tmp_path / "p.json"
+    profile_of(model).save(path)
+    assert Profile.load(path) == profile_of(model)
+    text = path.read_text().replace(str([list(x) for x in SCORES]), str(wrong))
+    path.write_text(text)
+    with pytest.raises(ValueError, match=why):
+        mmkv.wrap(model, budget=0.3, profile=path)
+
+
+def test_both_kinds_of_scores_are_one_too_many():
+    with pytest.raises(ValueError, match="visual and retrieval: give one"):
+        Profile(visual=SCORES, retrieval=SCORES)
+
+
+def test_a_module_that_is_no_model():
+    with pytest.raises(ValueError, match="cannot wrap a Linear"):
+        mmkv.probe(nn.Linear(2, 2))
