@@ -1,0 +1,172 @@
+"""One pass of a prompt through the model, and from it the cache of every policy.
+
+What a policy keeps of a prompt follows from the queries, keys and values of its layers, which are
+the same whatever it keeps. `Capture.of` takes them in one plain pass; `Capture.cache` gives them to
+a new cache as a pass would, in a fraction of its time: scores, sizes, eviction and storage are the
+cache's own. Policies that feed the prompt again, or evict while it is read, need passes of their
+own: `applies` tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmkv.attach.attachment import attachment_of
+from mmkv.cache.compressed import CompressedCache
+from mmkv.cache.config import CacheConfig
+from mmkv.cache.forward_pass import ForwardPass, current
+from mmkv.cache.phases import Reading
+from mmkv.cache.selection import importance
+from mmkv.cache.token_masks import TokenMasks
+from mmkv.layer_inputs import Rotary
+from mmkv.registry import get_policy
+from mmkv.wrapping import comparing, wrapped
+
+
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """What one pass of a batch's prompts brought to each layer's attention.
+
+    Attributes:
+        logits: float [B, 1, V], of the token behind the prompt.
+        ids: int64 [B, N].
+        valid: bool [B, N], False for padding.
+        image: bool [B, N], or None.
+        calls: by layer, keys and values [B, H, N, D], and, where the layer is compressed, its
+            query [B, Hq, N, D] and the options of its attention.
+        rotary: by layer, its rotary embedding.
+        similarity: by layer, see `Reading.similarity`.
+    """
+
+    logits: Tensor
+    ids: Tensor
+    valid: Tensor
+    image: Tensor | None
+    calls: dict[int, tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]]
+    rotary: dict[int, Rotary]
+    similarity: dict[int, tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, model: Any, inputs: Mapping[str, Any], **options: Any) -> Capture:
+        """Run the prompts of `inputs` through a model that is not wrapped.
+
+        Args:
+            model: any that can be wrapped.
+            inputs: what a processor returns for left-padded prompts, on the model's device.
+            options: more of what the model's forward takes, such as logits_to_keep.
+        """
+        # With all that some score or layer part asks of a pass.
+        asking = get_policy("snapkv", score="observers", layers="squeeze")
+        with comparing(), wrapped(model, asking, 0.5), torch.no_grad():
+            attachment = attachment_of(model)
+            cache = _Recorder(attachment.parts.config, attachment.plan)
+            out = model(**inputs, past_key_values=cache, use_cache=True, **options)
+        assert cache.prompt is not None
+        assert isinstance(cache.phase, Reading)
+        return cls(
+            logits=out.logits[:, -1:],
+            ids=inputs["input_ids"],
+            valid=cache.prompt.valid,
+            image=cache.prompt.image,
+            calls=cache.calls,
+            rotary=cache.rotary,
+            similarity=cache.phase.similarity,
+        )
+
+    def cache(self, model: Any) -> CompressedCache:
+        """What the wrapped model would hold after these prompts; the next pass decodes."""
+        attachment = attachment_of(model)
+        cache = CompressedCache(attachment.parts.config, attachment.plan)
+        running = ForwardPass(ids=self.ids, parts=attachment.parts, rotary=dict(self.rotary))
+        before = current.set(running)
+        try:
+            with torch.no_grad():
+                first = partial(self._scores, running, attachment.plan)
+                cache.begin(running, self.valid, None, self.image, first)
+                for i, (key, value, query, options) in self.calls.items():
+                    held, _ = cache.update(key, value, i)
+                    if query is not None:
+                        running.take(held)
+                        cache.attend(i, query, key, value, _nothing, **options)
+                assert isinstance(cache.phase, Reading)
+                cache.phase.similarity = dict(self.similarity)
+                cache.finish()
+        finally:
+            current.reset(before)
+        return cache
+
+    def _scores(self, running: ForwardPass, plan: CacheConfig, prompt: TokenMasks) -> list[Tensor]:
+        """What XKV's first pass would find."""
+        found = list[Tensor]()
+        for i, (key, value, query, options) in self.calls.items():
+            if query is not None:
+                view = running.view(options["mask"], prompt.valid)
+                held = {"key": key, "value": value, "valid": prompt.valid, "image": prompt.image}
+                layer = running.inputs(i, query=query, **held, **{**options, "mask": view})
+                found.append(importance(plan.policy, layer, prompt.windows))
+        return found
+
+
+def applies(plan: CacheConfig) -> bool:
+    """Whether what a plan keeps follows from one plain pass."""
+    policy = plan.policy
+    return not (
+        policy.score.repeats or policy.postpone or policy.layers.learns or plan.evict_chunks
+    )
+
+
+class _Recorder(CompressedCache):
+    """Remembers what each layer was given, and holds nothing."""
+
+    def __init__(self, config: Any, plan: CacheConfig) -> None:
+        super().__init__(config, plan)
+        self.calls: dict[int, tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]] = {}
+        self.rotary: dict[int, Rotary] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Of a layer that is left alone, its keys and values."""
+        self.calls[layer_idx] = key_states, value_states, None, {}
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Refuse states that are no keys and values.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("a pass of a model with linear attention cannot be taken in")
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        delegate: Callable[[], tuple[Tensor, Any]],
+        **options: Any,
+    ) -> tuple[Tensor, Any]:
+        """Of a layer that is compressed, all that its attention is given."""
+        running = current.get()
+        assert running is not None
+        self.calls[layer_idx] = key, value, query, options
+        if layer_idx in running.rotary:
+            self.rotary[layer_idx] = running.rotary[layer_idx]
+        return delegate()
+
+    def finish(self) -> None:
+        """Nothing is evicted."""
+
+
+def _nothing() -> tuple[Tensor, Any]:
+    """In place of a layer's output, which nothing reads."""
+    return torch.empty(0), None

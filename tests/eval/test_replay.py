@@ -1,0 +1,66 @@
+"""One pass of a prompt gives the cache of every policy: the same as a pass of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mmkv
+from helpers import zoo
+from helpers.marks import slow_except
+from helpers.models import make_inputs, make_model
+from helpers.oracle import COMPOSED, ROWS, VARIANTS, options_of
+from mmkv.eval.replay import Capture, applies
+
+
+def compared(model, inputs, policy, budget, options):
+    """The cache and the next step's logits, by a pass of its own and by the captured one."""
+    captured = Capture.of(model, inputs)
+    mask = inputs["attention_mask"]
+    more = {"attention_mask": torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)}
+    with mmkv.wrapped(model, policy, budget, **options), torch.no_grad():
+        if not applies(model._mmkv.plan):
+            pytest.skip("its prompts need passes of their own")
+        out = model(**inputs, use_cache=True)
+        token = out.logits[:, -1].argmax(-1, keepdim=True)
+        torch.testing.assert_close(captured.logits[:, 0], out.logits[:, -1], atol=1e-5, rtol=0)
+        found = []
+        for cache in (out.past_key_values, captured.cache(model)):
+            kept = [cache.shares(i) for i in range(len(cache.layers)) if layer_of(cache, i)]
+            step = model(input_ids=token, past_key_values=cache, use_cache=True, **more)
+            found.append((kept, step.logits, cache.nbytes))
+    return found
+
+
+def layer_of(cache, i) -> bool:
+    return cache.layers[i] in cache.compressed
+
+
+@pytest.mark.parametrize(
+    "variant",
+    slow_except(VARIANTS, *VARIANTS[::4], *COMPOSED[::4]),
+    ids=str,
+)
+def test_the_cache_is_that_of_a_pass_of_its_own(variant):
+    model, inputs = make_model("llava-llama"), make_inputs("llava-llama", ROWS["padded"])
+    own, replayed = compared(model, inputs, variant.policy, variant.budget, options_of(variant))
+    for mine, theirs in zip(own[0], replayed[0], strict=True):
+        assert torch.equal(mine, theirs)
+    torch.testing.assert_close(own[1], replayed[1], atol=1e-5, rtol=0)
+    assert own[2] == replayed[2]
+
+
+@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "LlavaForConditionalGeneration"])
+def test_layers_that_are_left_alone_and_pictures(name):
+    model = zoo.make(name)
+    inputs = zoo.prompt(model, (90,))
+    own, replayed = compared(model, inputs, "condense", 0.3, {"least": 0})
+    assert all(map(torch.equal, own[0], replayed[0]))
+    torch.testing.assert_close(own[1], replayed[1], atol=1e-5, rtol=0)
+
+
+def test_linear_attention_is_refused():
+    model = zoo.make("Qwen3_5ForCausalLM")
+    with pytest.raises(ValueError, match="linear attention"):
+        Capture.of(model, zoo.prompt(model, (40,)))
+    assert not mmkv.is_wrapped(model)
