@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,15 @@ class Variant:
 
         return [1.0] if get_policy(self.name, **self.options).keeps_all else list(budgets)
 
-    def wrapped(self, model: Any, budget: float | int) -> AbstractContextManager[Any]:
+    @contextmanager
+    def wrapped(self, model: Any, budget: float | int) -> Generator[Any]:
         """The model with this policy, for the length of a `with` block."""
-        from mmkv.wrapping import wrapped
+        from mmkv.wrapping import comparing, wrapped
 
         how: dict[str, Any] = {PROFILE: self.profile_at(budget), KV_DTYPE: self.kv_dtype}
         how[CHUNKS] = self.evict_chunks is not None
-        return wrapped(model, self.name, budget, **how, **self.options)
+        with comparing(), wrapped(model, self.name, budget, **how, **self.options):
+            yield model
 
     def profile_at(self, budget: float | int) -> Path | None:
         """The profile's path at a budget, None without one."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from mmkv import adapters, sensitivity, visual_heads
+from mmkv.forcing import checked_inputs
 from mmkv.parts.calibrated import CalibratedHeads
 from mmkv.parts.retrieval import RetrievalHeads
 from mmkv.parts.visual import VisualHeads
@@ -17,11 +17,15 @@ from mmkv.registry import exact_share, get_policy
 from mmkv.terminal import bar
 from mmkv.wrapping import comparing, wrapped
 
+# Seconds between two lines of progress, where there is no terminal.
+_EVERY = 10.0
 
+
+@comparing()
 def calibrate(
     model: Any,
     samples: Iterable[Mapping[str, Any]],
-    policy: str = "prefixkv",
+    policy: str = "condense",
     budget: float = 0.5,
     **policy_options: Any,
 ) -> Profile:
@@ -99,17 +103,9 @@ def calibrate(
 
 
 def _checked(samples: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
-    """The samples, with a bar of how many are done."""
-    for i, sample in enumerate(tqdm(samples, desc="calibrate", leave=False, disable=None)):
-        if not isinstance(sample, Mapping) or "input_ids" not in sample:
-            raise ValueError(
-                f"calibrate: sample {i} is {_what(sample)}, expected a list of what "
-                "model(**sample) takes, such as [{'input_ids': ids}]"
-            )
-        yield sample
-
-
-def _what(sample: Any) -> str:
-    if isinstance(sample, Mapping):
-        return f"a mapping of {sorted(map(str, sample))} without 'input_ids'"
-    return f"a {type(sample).__name__}"
+    """The samples, with a bar of how many are done; in a pipe, a line now and then."""
+    total = len(samples) if isinstance(samples, Sized) else None
+    with bar(total, every=_EVERY) as advance:
+        for i, sample in enumerate(samples):
+            yield checked_inputs(sample, i, "calibrate")
+            advance(1, "calibrate")

@@ -28,6 +28,7 @@ from mmkv.cache.dense import DenseKV
 from mmkv.cache.evict import evict
 from mmkv.cache.layer import CompressedLayer
 from mmkv.curves import Curves
+from mmkv.forcing import greedy
 from mmkv.parts.decoding import Grow
 from mmkv.parts.sizing import UniformHeads, UniformLayers
 from mmkv.policy import Policy
@@ -58,7 +59,7 @@ def measure(model: Any, samples: Iterable[Mapping[str, Any]], policy: Policy) ->
     # A caller's inference mode would leave nothing to differentiate.
     with torch.inference_mode(False):
         for sample in samples:
-            reply, valid = _greedy(model, sample)
+            reply, valid = greedy(model, sample, _REPLY)
             if not bool(valid.any()):
                 continue
             cache = _Probe(config, CacheConfig(alike, _BUDGET))
@@ -177,27 +178,6 @@ class _Probe(CompressedCache):
             found.append(torch.stack(felt, dim=1).double().unflatten(2, (self.heads, -1)).sum(3))
         mean = torch.stack(found).square().mean(0)  # [B, L, H, R - 1]
         return pad(mean.sum(0) / 2, (0, 1))
-
-
-def _greedy(model: Any, sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """The model's reply, of which each token but the last is asked what comes next.
-
-    Returns:
-        ids: [B, T], those tokens.
-        valid: bool [B, T], False from a row's end on.
-    """
-    ends = model.generation_config.eos_token_id
-    with torch.no_grad():
-        ids = model.generate(
-            **sample,
-            max_new_tokens=_REPLY,
-            do_sample=False,
-            num_beams=1,
-            return_dict_in_generate=False,
-        )
-    reply = ids[:, sample["input_ids"].shape[1] : -1]
-    over = torch.isin(reply, torch.tensor([] if ends is None else ends, device=reply.device))
-    return reply, over.cumsum(-1) == 0
 
 
 def _extended(config: Any, mask: Tensor | None, reply: Tensor) -> Tensor | None:

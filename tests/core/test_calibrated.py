@@ -20,15 +20,17 @@ from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import ROWS, generate, short
 from helpers.profiles import LEVELS, made_up, profile_of
-from mmkv import sensitivity
+from mmkv import sensitivity, wrapping
 from mmkv.builtin import WEIGHTS, example_pictures, load_builtin
 from mmkv.curves import Curves
+from mmkv.eval.variants import parse_variants
+from mmkv.forcing import greedy
 from mmkv.parts import Heads, Layers
 from mmkv.parts.calibrated import HeadsByCost, LayersByCost
 from mmkv.profiles import FILE, Profile
+from mmkv.registry import exact_share
 
 L, H = 3, 2
-from mmkv.registry import exact_share
 
 
 def naive_shares(curves: Curves, budget: float, layers) -> list[list[float]]:
@@ -291,6 +293,68 @@ class TestOwnProfile:
         mmkv.unwrap(mmkv.wrap(loaded, "snapkv", 0.2))
 
 
+class TestEqualHeads:
+    """`wrap` says once that a policy's heads are all of one size, where a model needs others."""
+
+    @pytest.fixture(autouse=True)
+    def untold(self, monkeypatch):
+        monkeypatch.setattr(wrapping, "_told", set())
+
+    def said(self, caplog, model, policy, budget=0.5, **options):
+        caplog.clear()
+        mmkv.unwrap(mmkv.wrap(model, policy, budget, **options))
+        return [x.getMessage() for x in caplog.records if x.name == wrapping.__name__]
+
+    def test_once_a_policy_and_one_line(self, caplog, text_model):
+        for policy in ("snapkv", "h2o"):
+            (line,) = self.said(caplog, text_model, policy)
+            assert line.startswith(f"{policy} gives all heads the same size")
+            assert "heads='retrieval'" in line
+            assert "\n" not in line
+            assert not self.said(caplog, text_model, policy, 0.2)
+
+    def test_heads_that_are_calibrated_without_a_profile_are_equal(self, caplog, text_model):
+        (line,) = self.said(caplog, text_model, "snapkv", heads="calibrated")
+        assert line.startswith("snapkv gives")
+
+    @pytest.mark.parametrize(
+        ("policy", "budget", "options"),
+        [
+            ("snapkv", 1.0, {}),
+            ("full", None, {}),
+            ("adakv", 0.5, {}),
+            ("snapkv", 0.5, {"heads": "global"}),
+        ],
+    )
+    def test_not_where_nothing_goes_or_heads_differ(
+        self, caplog, text_model, policy, budget, options
+    ):
+        assert not self.said(caplog, text_model, policy, budget, **options)
+
+    def test_not_where_sizes_were_measured(self, caplog, text_model, tmp_path):
+        made = profile_of(text_model)
+        assert not self.said(caplog, text_model, "snapkv", profile=made)
+        text_model.save_pretrained(tmp_path)
+        made.save(tmp_path / FILE)
+        loaded = type(text_model).from_pretrained(tmp_path).eval()
+        assert not self.said(caplog, loaded, "snapkv")
+        (tmp_path / FILE).write_text("{")
+        assert not self.said(caplog, loaded, "snapkv")
+
+    def test_visual_heads_have_a_line_of_their_own(self, caplog, text_model):
+        (line,) = self.said(caplog, text_model, "sparsemm")
+        assert "no profile of visual heads" in line
+
+    def test_not_where_policies_are_compared(self, caplog, text_model):
+        (variant,) = parse_variants(["snapkv"])
+        with variant.wrapped(text_model, 0.5):
+            pass
+        assert not caplog.records
+        mmkv.calibrate(text_model, [make_inputs("llama", (60,))], "prefixkv")
+        assert not caplog.records
+        assert self.said(caplog, text_model, "snapkv"), "it is said again behind them"
+
+
 @dataclass(frozen=True, kw_only=True)
 class OneLayer(Layers):
     """One layer keeps less than all."""
@@ -376,7 +440,7 @@ class TestMeasure:
         monkeypatch.setattr(sensitivity._Probe, "costs", record)
         profile = mmkv.calibrate(model, [inputs], "condense")
         assert profile.samples == len(inputs["input_ids"])
-        said, _ = sensitivity._greedy(model, inputs)
+        said, _ = greedy(model, inputs, 16)
         assert torch.equal(again[0][:, :-1], said[:, 1:])
         numbers = torch.tensor(profile.curves.costs)
         assert bool((numbers[..., 0] > 0).all())
@@ -394,7 +458,7 @@ class TestMeasure:
         first = model.generate(**rows[0], max_new_tokens=16, do_sample=False)[0, 120:].tolist()
         end = next(x for i, x in enumerate(first) if i > 2 and x not in first[:i])
         model.generation_config.eos_token_id = end  # ends the first reply, not the other
-        reply, valid = sensitivity._greedy(model, inputs)
+        reply, valid = greedy(model, inputs, 16)
         assert valid.sum(-1).tolist() == [first.index(end), 15]
         assert reply[0, : first.index(end)].tolist() == first[: first.index(end)]
         together = mmkv.calibrate(model, [inputs], "condense")
