@@ -43,6 +43,14 @@ QuestionsOption = Annotated[
         "question is hidden is read once for all of them.",
     ),
 ]
+PromptsOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Your own prompts: .txt, one a line (or longer ones between lines of ---), or .jsonl "
+        'of {"prompt": ...} or {"messages": [...]}. [default: English ones that are shipped]',
+    ),
+]
 LimitOption = Annotated[int | None, typer.Option(min=1, help="Use the first samples only.")]
 
 

@@ -1,4 +1,4 @@
-"""The commands `mmkv eval`, `report`, `calibrate` and `plot`.
+"""The commands `mmkv eval`, `report`, `calibrate` and `plot`, beside `check` and `eval matrix`.
 
 What can be checked without a model is checked before one is loaded: what a user got wrong is one
 line and exit code 2. Ctrl-C keeps every finished row and exits with 130.
@@ -7,14 +7,14 @@ line and exit code 2. Ctrl-C keeps every finished row and exits with 130.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from mmkv.options import DeviceOption, DtypeOption, ModelOption
 from mmkv.terminal import check_place, console, say, told
 
-from . import matrix_cli  # its commands are among these
+from . import check_cli, matrix_cli  # their commands are among these
 from .arguments import (
     DataOption,
     ImagesOption,
@@ -22,12 +22,13 @@ from .arguments import (
     LimitOption,
     MapOption,
     PolicyOption,
+    PromptsOption,
     QuestionsOption,
     budget_list,
     commands,
 )
 
-__all__ = ["commands", "matrix_cli"]
+__all__ = ["check_cli", "commands", "matrix_cli"]
 
 POLICIES = "full,local,streaming,h2o,elastic,snapkv,pyramidkv,adakv,squeeze,xkv,prefixkv"
 BUDGETS = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9"
@@ -55,7 +56,8 @@ def eval_command(
         str, typer.Option(help="Fractions of the prompt (0.2), or tokens per layer and head (128).")
     ] = BUDGETS,
     metrics: Annotated[
-        str, typer.Option(help="Of ppl, rouge, score; the last two generate replies.")
+        str,
+        typer.Option(help="Of ppl, divergence, next, rouge, score; the last two generate replies."),
     ] = "ppl,rouge",
     question: Annotated[
         str,
@@ -194,45 +196,70 @@ def calibrate_command(
     policy: Annotated[
         str,
         typer.Option(help="prefixkv, xkv or squeeze, which size layers; condense or sparsemm."),
-    ] = "prefixkv",
+    ] = "condense",
     budget: Annotated[str, typer.Option(help="Fraction of the prompt kept.")] = "0.2",
     model: ModelOption = "builtin",
+    prompts: PromptsOption = None,
     suite: Annotated[
-        str, typer.Option(help="The suite that the prompts are from.")
-    ] = "description",
+        str | None,
+        typer.Option(
+            help="The suite that prompts are from. [default: description, where the model reads "
+            "pictures]"
+        ),
+    ] = None,
     data: DataOption = "builtin",
     limit: LimitOption = 10,
+    length: LengthOption = None,
     option: PolicyOption = None,
     image_folder: ImagesOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     device_map: MapOption = None,
 ) -> None:
-    """Measure a policy's layer sizes, or what each head costs, on a suite's prompts.
+    """Measure a policy's layer sizes, or what each head costs, on prompts of yours or a suite's.
 
     Use it by `mmkv.wrap(model, profile=...)`, or in a run as the policy prefixkv:profile=PATH, in
     which {budget} stands for each budget.
     """
     from mmkv.budgets import parse
 
-    from .suites.registry import load_suite
+    from . import prompt_files
+    from .loading import load_model, token_counter
+    from .prompts import Encoder
+    from .suites.registry import BUILTIN, SUITES, load_suite
     from .variants import parse_options, parse_variants
 
     size = parse(budget)
     if isinstance(size, int):
         raise ValueError(f"--budget {budget}: a profile keeps a fraction, such as 0.2 or 20%")
-    (variant,) = parse_variants([policy], parse_options(option or []), builtin=data == "builtin")
-    samples = load_suite(suite, data, limit=limit, image_folder=image_folder)
+    chosen = parse_options(option or [])
+    named = suite is not None or data != BUILTIN or (length or image_folder) is not None
+    if prompts is not None and named:
+        raise ValueError(f"--prompts {prompts} takes the place of a suite and its options")
+    own = None if prompts is None else prompt_files.read(prompts)[:limit]
+    suite = suite or "description"
+    (variant,) = parse_variants([policy], chosen, builtin=own is None and data == BUILTIN)
+    samples = []
+    if own is None:
+        counts = suite in SUITES and SUITES[suite].has_length and data != BUILTIN
+        count = token_counter(model) if counts else None
+        more: Any = {"limit": limit, "image_folder": image_folder, "length": length}
+        samples = load_suite(suite, data, count=count, **more)
     _check_file(out)
 
     from mmkv.calibration import calibrate
-
-    from .loading import load_model
-    from .prompts import Encoder
+    from mmkv.chat import Loaded
 
     loaded, processor = load_model(model, device=device, dtype=dtype, device_map=device_map)
     encoder = Encoder.of(loaded, processor)
-    inputs = (encoder.inputs(loaded, [sample]) for sample in samples)
+    if own is None and not named and encoder.reads_text_only:
+        own = prompt_files.shipped()[:limit]
+        (variant,) = parse_variants([policy], chosen)
+    if own is None:
+        inputs = encoder.each(loaded, samples)
+    else:
+        reader = Loaded(model, loaded, processor, reads_pictures=not encoder.reads_text_only)
+        inputs = prompt_files.encoded(reader, own)
     profile = calibrate(loaded, inputs, variant.name, size, **variant.options)
     profile.save(out)
     kept, what = profile.fractions, "kept by layer"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mmkv.chat import adds_special, on_device
@@ -35,9 +35,18 @@ class Encoder:
         """One that cuts prompts to the model's own length."""
         return cls(processor, longest(model))
 
+    @property
+    def reads_text_only(self) -> bool:
+        """Whether what encodes is a tokenizer."""
+        return self.processor is self.tokenizer
+
     def inputs(self, model: Any, samples: Sequence[Sample]) -> dict[str, Any]:
         """`batch`, where the model is."""
         return on_device(model, self.batch(samples))
+
+    def each(self, model: Any, samples: Sequence[Sample]) -> Sequence[dict[str, Any]]:
+        """`inputs` of each sample alone, made when they are asked for: pictures take memory."""
+        return _Each(self, model, samples)
 
     def batch(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """The prompts as one left-padded batch of tensors."""
@@ -49,7 +58,7 @@ class Encoder:
             "return_tensors": "pt",
             "add_special_tokens": adds_special(self.tokenizer, texts[0]),
         }
-        if self.processor is self.tokenizer:
+        if self.reads_text_only:
             if images:
                 raise ValueError(f"sample {samples[0].id}: has pictures, but the model reads none")
             found = self.tokenizer(texts, **options)
@@ -101,7 +110,7 @@ class Encoder:
             return text + ("" if text[-1:].isspace() else " ") + answer
 
         def content(text: str, images: int = 0) -> Any:
-            if self.processor is self.tokenizer:  # a text model's template reads plain text
+            if self.reads_text_only:  # a text model's template reads plain text
                 return text
             return [{"type": "image"}] * images + [{"type": "text", "text": text}]
 
@@ -155,6 +164,19 @@ class Encoder:
 
     def _ids(self, text: str, special: bool) -> list[int]:
         return self.tokenizer(text, add_special_tokens=special)["input_ids"]
+
+
+@dataclass
+class _Each(Sequence[Any]):
+    encoder: Encoder
+    model: Any
+    samples: Sequence[Sample]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.encoder.inputs(self.model, [self.samples[i]])
 
 
 def _before(prompt: str, sample: Sample) -> str:

@@ -109,7 +109,7 @@ class Store:
         if made_by not in run["made_by"]:
             run["made_by"].append(made_by)
             self.folder.mkdir(parents=True, exist_ok=True)
-            _replace(self.settings_file, json.dumps(run, indent=2) + "\n")
+            replace(self.settings_file, json.dumps(run, indent=2) + "\n")
 
     def rows(self) -> list[Row]:
         """All rows of all processes, each once, in the order found."""
@@ -148,7 +148,7 @@ class Store:
 
         rows, parts = sorted(self.rows(), key=order), self._parts()
         if parts or self.rows_file.exists():
-            _replace(self.rows_file, "".join(map(_line, rows)))
+            replace(self.rows_file, "".join(map(_line, rows)))
         for part in parts:
             part.unlink()
         return rows
@@ -201,7 +201,7 @@ def _commit(folder: Path) -> str | None:
         return None
 
 
-def _replace(path: Path, text: str) -> None:
+def replace(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     part = path.with_name(f".{path.name}.part")
     part.write_text(text, encoding="utf-8")

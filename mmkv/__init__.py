@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from mmkv.cache.compressed import CompressedCache
     from mmkv.cache.sampling import task
     from mmkv.calibration import calibrate
+    from mmkv.check_report import CheckReport
     from mmkv.contexts import Context, load_context, read
+    from mmkv.divergence import check
     from mmkv.loading.checkpoints import load
     from mmkv.policy import Policy
     from mmkv.profiles import Profile
@@ -30,11 +32,13 @@ __version__ = "0.1.0"
 # `mmkv --help` do not wait for torch and transformers.
 _HOME = {
     "CacheReport": "mmkv.report",
+    "CheckReport": "mmkv.check_report",
     "CompressedCache": "mmkv.cache.compressed",
     "Context": "mmkv.contexts",
     "Policy": "mmkv.policy",
     "Profile": "mmkv.profiles",
     "calibrate": "mmkv.calibration",
+    "check": "mmkv.divergence",
     "get_policy": "mmkv.registry",
     "is_wrapped": "mmkv.wrapping",
     "list_policies": "mmkv.registry",
@@ -53,6 +57,7 @@ _MODULES = ("adapters", "allocation", "scores")
 
 __all__ = [
     "CacheReport",
+    "CheckReport",
     "CompressedCache",
     "Context",
     "Policy",
@@ -60,6 +65,7 @@ __all__ = [
     "adapters",
     "allocation",
     "calibrate",
+    "check",
     "get_policy",
     "is_wrapped",
     "list_policies",

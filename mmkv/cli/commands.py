@@ -30,6 +30,7 @@ _MOUNTED = {
         "eval": "Measure policies on a suite.",
         "report": "Summarise measured results.",
         "plot": "Draw measured results.",
+        "check": "Find the smallest cache that serves your prompts.",
         "calibrate": "Measure a profile of layer or head sizes.",
     },
     "mmkv.eval.speed": {

@@ -291,7 +291,8 @@ def test_commands_end_to_end(tmp_path, monkeypatch):
     done = call("report", "a")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "a" / "curves.png").exists()
-    done = call("calibrate", "--limit", "2", "--budget", "0.3", "--out", "p.json")
+    asked = ("--policy", "prefixkv", "--limit", "2", "--budget", "0.3", "--out", "p.json")
+    done = call("calibrate", *asked)
     assert done.exit_code == 0, done.output
     profile = mmkv.profiles.Profile.load("p.json")
     assert (profile.samples, profile.budget) == (2, 0.3)
@@ -299,7 +300,7 @@ def test_commands_end_to_end(tmp_path, monkeypatch):
         done = call("plot", kind, "--policies", "xkv,h2o", "--out", f"{kind}.png")
         assert done.exit_code == 0, done.output
         assert (tmp_path / f"{kind}.png").read_bytes()[:8] == PNG
-    done = call("calibrate", "--policy", "condense", "--limit", "1", "--out", "c.json")
+    done = call("calibrate", "--limit", "1", "--out", "c.json")
     assert done.exit_code == 0, done.output
     assert mmkv.profiles.Profile.load("c.json").curves is not None
     assert done.output.split("prompts: ")[1].split("\n")[0].count("0.") == 8

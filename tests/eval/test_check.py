@@ -1,0 +1,585 @@
+"""`mmkv check` and `mmkv.check`: what is measured, what is kept on disk, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import mmkv
+from helpers.evaluation import WORDS, make_tokenizer, save_model
+from helpers.models import make_inputs, make_model, row_of
+from helpers.oracle import short
+from mmkv import calibration, chat, divergence, sensitivity
+from mmkv.check_report import CheckReport, CheckRow
+from mmkv.cli import commands as mmkv_commands
+from mmkv.eval import check, cli, prompt_files
+from mmkv.eval.store import read_rows
+
+NEW = 10
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return make_inputs("llama", (90,))
+
+
+def checked(model, inputs, policy="snapkv", budgets=(0.3,), **more) -> CheckReport:
+    how = {"max_new_tokens": NEW, **short(policy), **more}
+    return mmkv.check(model, inputs, policy, budgets, **how)
+
+
+def naive(model, inputs, policy, budget, **options) -> tuple[list[float], list[bool], int, int]:
+    """Word by word: what the full cache predicts by whole passes, the other step by step."""
+    ids = inputs["input_ids"]
+    N = ids.shape[1]
+    with torch.no_grad():
+        whole = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+        full = sum(
+            x.untyped_storage().nbytes()
+            for layer in model(**inputs, use_cache=True).past_key_values.layers
+            for x in (layer.keys, layer.values)
+        )
+        end = model.generation_config.eos_token_id
+        found, same = [], []
+        with mmkv.wrapped(model, policy, budget, **options):
+            cache = model(**inputs, use_cache=True).past_key_values
+            held = cache.nbytes
+            fed = range(N, whole.shape[1] - 1)
+            steps = [model(whole[:, t : t + 1], past_key_values=cache).logits[0, -1] for t in fed]
+        for t, step in zip(fed, steps, strict=True):
+            if int(whole[0, t]) == end:
+                break
+            p = model(whole[:, : t + 1], use_cache=False).logits[0, -1].double().softmax(-1)
+            q = step.double().softmax(-1)
+            found.append(sum(float(a) * math.log(a / b) for a, b in zip(p, q, strict=True)))
+            same.append(int(p.argmax()) == int(q.argmax()))
+    return found, same, held, full
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [("snapkv", {}), ("condense", {}), ("h2o", {}), ("snapkv", {"kv_dtype": "int8"})],
+    ids=str,
+)
+def test_it_equals_the_loop_and_the_cache_s_own_bytes(model, prompt, policy, options):
+    """With caches that only grow, and with one that drops a token a step."""
+    report = checked(model, [prompt], policy, **options)
+    nats, same, held, full = naive(model, prompt, policy, 0.3, **short(policy), **options)
+    row = report.rows[0]
+    assert row.divergence == pytest.approx(sum(nats) / len(nats), rel=1e-4)
+    assert row.divergence > 1e-6
+    assert row.same == sum(same) / len(same)
+    assert (row.nbytes, report.full_nbytes, report.tokens) == (held, full, NEW - 1)
+    assert row.kept == pytest.approx(0.3, abs=0.01)
+    assert not mmkv.is_wrapped(model)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "condense", "prefixkv"])
+def test_the_whole_budget_changes_nothing(model, prompt, policy):
+    row = checked(model, [prompt], policy, (1.0,)).rows[0]
+    assert row.divergence == pytest.approx(0, abs=1e-6)
+    assert (row.same, row.kept) == (1.0, 1.0)
+
+
+def test_bits_are_rows_of_their_own(model, prompt):
+    report = checked(model, [prompt])
+    assert [x.policy for x in report.rows] == ["snapkv", "full:kv_dtype=int8", "full:kv_dtype=int4"]
+    eight, four = report.rows[1:]
+    assert 0 < eight.divergence < four.divergence
+    assert report.full_nbytes > eight.nbytes > four.nbytes
+    assert eight.kept == four.kept == 1.0
+
+
+def test_without_hqq_they_are_left_out_and_it_is_said(model, prompt, monkeypatch):
+    monkeypatch.setattr("mmkv.cache.quantize.find_spec", lambda name: None)
+    report = checked(model, [prompt])
+    assert [x.policy for x in report.rows] == ["snapkv"]
+    assert [x.split(":")[0] for x in report.notes] == [
+        f"the full cache in int{n} is left out" for n in (8, 4)
+    ]
+    assert "pip install 'mmkv[quant]'" in report.notes[0]
+
+
+def test_rows_of_a_batch_are_prompts_and_means_are_over_tokens(model):
+    """Padded or alone; a reply that ends early has fewer tokens, and what follows counts not."""
+    batch = make_inputs("llama", (90, 60, 75))
+    rows = [row_of(batch, b) for b in range(3)]
+    said = model.generate(**rows[1], max_new_tokens=NEW, do_sample=False)[0, 60:].tolist()
+    at = next(t for t in range(2, NEW) if said[t] not in said[:t])
+    before, model.generation_config.eos_token_id = model.generation_config.eos_token_id, said[at]
+    try:
+        together = checked(model, [batch])
+        apart = checked(model, rows)
+        alone = [checked(model, [row]) for row in rows]
+    finally:
+        model.generation_config.eos_token_id = before
+    assert alone[1].tokens == at
+    assert apart.prompts == together.prompts == 3
+    assert apart.prompt_tokens == together.prompt_tokens == (60, 90)
+    each = [x.rows[0] for x in alone]
+    total = sum(x.tokens for x in alone)
+    for report in (together, apart):
+        row = report.rows[0]
+        assert report.tokens == total
+        mean = sum(x.divergence * y.tokens for x, y in zip(each, alone, strict=True)) / total
+        assert row.divergence == pytest.approx(mean, rel=1e-4)
+        assert row.worst == pytest.approx(max(x.divergence for x in each), rel=1e-4)
+        assert row.divergence < row.worst
+        assert each[row.worst_prompt].divergence == pytest.approx(row.worst, rel=1e-4)
+    assert apart.rows[0].nbytes == pytest.approx(sum(x.nbytes for x in each) / 3, abs=1)
+
+
+def test_a_reply_of_one_token_says_nothing(model, prompt):
+    """That token is predicted before anything is evicted."""
+    first = int(model.generate(**prompt, max_new_tokens=1, do_sample=False)[0, -1])
+    other = make_inputs("llama", (80,), seed=3)
+    before, model.generation_config.eos_token_id = model.generation_config.eos_token_id, first
+    try:
+        with pytest.raises(ValueError, match="all replies end with their first token"):
+            checked(model, [prompt])
+        report = checked(model, [prompt, other])
+        assert report.rows[0].divergence == checked(model, [other]).rows[0].divergence
+    finally:
+        model.generation_config.eos_token_id = before
+    assert report.prompts == 2
+    assert any(x.startswith("1 replies end with their first token") for x in report.notes)
+
+
+def test_a_word_that_can_never_come_and_one_that_is_none(prompt):
+    model = make_model("llama")
+    bias = torch.zeros(120).index_fill(0, torch.tensor([7]), -torch.inf)
+    model.lm_head.bias = torch.nn.Parameter(bias)
+    assert 0 < checked(model, [prompt]).rows[0].divergence < 10
+    with torch.no_grad():
+        model.lm_head.bias[8] = torch.nan
+    with pytest.raises(ValueError, match=r"snapkv 0\.3: .* not finite: use another dtype"):
+        checked(model, [prompt])
+
+
+def test_it_is_left_unwrapped_and_a_policy_may_be_a_value(model, prompt, monkeypatch):
+    made = mmkv.get_policy("snapkv", window=6, kernel_size=3)
+    assert mmkv.check(model, [prompt], made, (0.3,), max_new_tokens=NEW) == checked(model, [prompt])
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(divergence, "divergence", stop)
+    with pytest.raises(KeyboardInterrupt):
+        checked(model, [prompt])
+    assert not mmkv.is_wrapped(model)
+
+
+def report_of(*rows: tuple[float, float, int], within=0.05) -> CheckReport:
+    """Rows of budget, divergence and bytes."""
+    found = [
+        CheckRow("condense", budget, nats, nats, 0, 0.9, size / 1000, size)
+        for budget, nats, size in rows
+    ]
+    bits = CheckRow("full:kv_dtype=int4", 1.0, 0.0, 0.0, 0, 1.0, 1.0, 10)
+    return CheckReport("condense", within, 1, (90, 90), 9, 1000, (*found, bits))
+
+
+def test_the_smallest_budget_is_of_the_policy_and_within():
+    assert report_of((0.1, 0.2, 100), (0.2, 0.05, 200), (0.5, 0.01, 500)).smallest == 0.2
+    assert report_of((0.5, 0.01, 500), (64, 0.04, 300)).smallest == 64
+    none = report_of((0.1, 0.2, 100), (0.2, 0.06, 200))
+    assert none.smallest is None
+    assert none.verdict.startswith("no budget is within 0.05 nats a token: condense 0.2 is nearest")
+
+
+def test_of_budgets_that_hold_as_much_the_largest_was_put_to_the_test():
+    """A floor sizes all three: what a twentieth of a long prompt costs is not known."""
+    floored = report_of((0.05, 0.01, 400), (0.1, 0.01, 400), (0.3, 0.01, 402), (0.5, 0.0, 500))
+    assert floored.smallest == 0.3
+
+
+def test_a_floor_is_noted(model, prompt):
+    report = checked(model, [prompt], "condense", (0.05, 0.9), least=64)
+    assert report.rows[0].kept == pytest.approx(64 / 90, abs=0.02)
+    (note,) = report.notes
+    assert note.startswith("condense 0.05 kept more than the budget says")
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"inputs": []}, "no prompts"),
+        ({"inputs": [{"ids": 1}]}, "check: sample 0 is a mapping of"),
+        ({"inputs": [{"input_ids": torch.tensor([[5]])}]}, "prompt 1 has 1 token"),
+        ({"inputs": [make_inputs("llama", (9, 1))]}, "prompt 2 has 1 token"),
+        ({"inputs": [make_inputs("llama", (2044,))]}, r"2,044 tokens, and with 10 .* 2,048"),
+        ({"within": 0}, "within=0"),
+        ({"within": math.nan}, "within=nan"),
+        ({"budgets": ()}, "no budgets"),
+        ({"budgets": (0.2, 1.5)}, r"budget=1\.5"),
+        ({"budgets": (3,)}, "budget=3 is below the 6 tokens"),
+        ({"max_new_tokens": 1}, "max_new_tokens=1"),
+        ({"policy": "full"}, "'full' keeps everything"),
+        ({"policy": "xkv", "allocation": "sampled", "samples": 2}, "use allocation='mini-prefill'"),
+        ({"policy": mmkv.get_policy("h2o"), "sinks": 3}, "beside a Policy"),
+        ({"profile": "missing.json"}, "missing.json"),
+    ],
+)
+def test_what_is_wrong_is_named(model, prompt, how, message):
+    how = {"inputs": [prompt], "max_new_tokens": NEW, "policy": "snapkv"} | how
+    if how["policy"] == "snapkv":
+        how |= short("snapkv")
+    with pytest.raises(ValueError, match=message) as error:
+        mmkv.check(model, **how)
+    assert "\n" not in str(error.value)
+    assert not mmkv.is_wrapped(model)
+
+
+@pytest.mark.slow
+def test_it_needs_none_of_the_evaluation_s_packages():
+    code = (
+        "import sys\n"
+        "for name in ('evaluate', 'datasets', 'rouge_score'):\n"
+        "    sys.modules[name] = None\n"
+        "import mmkv\n"
+        "from mmkv.cli import commands\n"
+        "print(mmkv.check.__module__)\n"
+        "commands.main(['check', '--help'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.startswith("mmkv.divergence"), done.stderr
+    assert "--within" in done.stdout
+
+
+class TestPrompts:
+    def read(self, tmp_path, name: str, text: str) -> list[Any]:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        return prompt_files.read(tmp_path / name)
+
+    def said(self, *texts: str) -> list[Any]:
+        return [[{"role": "user", "content": text}] for text in texts]
+
+    def test_a_line_each(self, tmp_path):
+        found = self.read(tmp_path, "p.txt", "What is it?\n\n  And this? \r\nNo\n")
+        assert found == self.said("What is it?", "And this?", "No")
+
+    def test_between_dashes(self, tmp_path):
+        found = self.read(tmp_path, "p.txt", "a\n\nb --- c\n---\nd\n ---\n\n---\n")
+        assert found == self.said("a\n\nb --- c", "d")
+
+    def test_json_lines(self, tmp_path):
+        turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+        lines = [{"prompt": "What?"}, {"messages": turns, "prompt": "not this"}]
+        text = "\n\n".join(map(json.dumps, lines))
+        assert self.read(tmp_path, "p.jsonl", text) == [*self.said("What?"), turns]
+
+    @pytest.mark.parametrize(
+        ("name", "text", "message"),
+        [
+            ("p.txt", " \n\n", "p.txt: has no prompts: write one a line"),
+            ("p.txt", "---\n---\n", "has no prompts"),
+            ("p.jsonl", "\n", "p.jsonl: has no entries"),
+            ("p.jsonl", "{", "line 1: not a JSON object"),
+            ("p.jsonl", '{"text": "x"}', "line 1: field 'prompt': is missing"),
+            ("p.jsonl", '{"prompt": " "}', "field 'prompt': is empty"),
+            ("p.jsonl", '{"messages": []}', "field 'messages': expected a list"),
+            ("p.jsonl", '{"messages": ["x"]}', "leave pictures out"),
+            ("p.jsonl", '{"messages": [{"role": "user", "content": [{}]}]}', "leave pictures out"),
+            ("p.csv", "a,b", "p.csv: expected a .txt file, a prompt a line, or .jsonl"),
+        ],
+    )
+    def test_files_that_are_none(self, tmp_path, name, text, message):
+        with pytest.raises(ValueError, match=re.escape(message)) as error:
+            self.read(tmp_path, name, text)
+        assert "\n" not in str(error.value)
+
+    def test_no_text_at_all(self, tmp_path):
+        (tmp_path / "p.txt").write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(ValueError, match="not a text file in UTF-8"):
+            prompt_files.read(tmp_path / "p.txt")
+        with pytest.raises(ValueError, match="no such file"):
+            prompt_files.read(tmp_path / "missing.txt")
+
+    def test_shipped_ones_are_documents_and_a_request(self):
+        found = prompt_files.shipped()
+        assert len(found) >= 4
+        for ((message,),) in zip(found, strict=True):
+            document, _, asked = message["content"].rpartition("\n\n")
+            assert 300 < len(document.split()) < 900
+            assert asked[-1] in ".?"
+            assert len(asked.split()) > 4
+        assert len({x[0]["content"] for x in found}) == len(found)
+
+
+def words(count: int, seed: int = 0) -> str:
+    return " ".join(WORDS[(seed + 7 * i * i) % len(WORDS)] for i in range(count))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A tiny model, and prompts of its words; the current folder."""
+    monkeypatch.chdir(tmp_path)
+    save_model(tmp_path / "tiny")
+    (tmp_path / "p.txt").write_text("\n".join(words(60 + 9 * i, i) for i in range(3)))
+    return tmp_path
+
+
+ASKED = ("--model", "tiny", "--prompts", "p.txt", "--policy", "snapkv", "--option", "window=6")
+ASKED += ("--budgets", "0.2,0.6", "--max-new-tokens", "6", "--device", "cpu")
+
+
+def call(*arguments: str) -> Any:
+    return CliRunner().invoke(cli.commands, list(arguments))
+
+
+@pytest.mark.usefixtures("folder")
+class TestCommand:
+    def test_json_has_what_python_reports_and_what_made_it(self, folder):
+        done = call("check", *ASKED, "--json", "--within", "0.4", "--out", "a.json")
+        assert done.exit_code == 0, done.output
+        data = json.loads(done.stdout)
+        assert data == json.loads((folder / "a.json").read_text())
+        loaded = chat.load("tiny", "cpu")
+        inputs = [loaded.processor(words(60 + 9 * i, i), return_tensors="pt") for i in range(3)]
+        report = mmkv.check(
+            loaded.model,
+            [{k: x[k] for k in ("input_ids", "attention_mask")} for x in inputs],
+            "snapkv",
+            (0.2, 0.6),
+            within=0.4,
+            window=6,
+            max_new_tokens=6,
+        )
+        expected = json.loads(json.dumps(report.to_dict()))
+        for row, other in zip(data["rows"], expected["rows"], strict=True):
+            assert row.pop("policy") == other.pop("policy")
+            assert row == pytest.approx(other, rel=1e-5)
+        for name in {f.name for f in dataclasses.fields(CheckReport)} - {"rows"}:
+            assert data[name] == expected[name], name
+        assert data["smallest"] == report.smallest
+        assert (data["model"], data["max_new_tokens"], data["n"]) == ("tiny", 6, 3)
+        assert data["options"]["window"] == 6
+        assert data["mmkv"] == mmkv.__version__
+        assert len(data["each"]) == 3 * 4
+        assert read_rows(folder / "a" / "rows.jsonl") == data["each"]
+
+    def test_the_same_command_goes_on_and_measures_nothing_twice(self, folder, monkeypatch):
+        first = call("check", *ASKED, "--out", "a")
+        assert first.exit_code == 0, first.output
+        assert "12 of 12" not in first.stderr
+        rows = (folder / "a" / "rows.jsonl").read_text().splitlines(keepends=True)
+        report = (folder / "a" / "report.json").read_text()
+        real, measured = divergence.measure, []
+
+        def measure(model, inputs, settings, *args, first):
+            measured.extend((x.label, x.budget, first) for x in settings)
+            return real(model, inputs, settings, *args, first=first)
+
+        monkeypatch.setattr(divergence, "measure", measure)
+        lost = json.loads(rows[4])
+        (folder / "a" / "rows.jsonl").write_text("".join([*rows[:4], *rows[5:], rows[4][:20]]))
+        again = call("check", *ASKED, "--out", "a")
+        assert "11 of 12 rows are in a already" in again.stderr
+        assert measured == [(lost["policy"], lost["budget"], lost["index"])]
+        assert again.stdout == first.stdout
+        assert (folder / "a" / "report.json").read_text() == report
+        # Another tolerance asks the same rows; anything else is another run.
+        assert "within 99 nats a token: 0.2" in call(
+            "check", *ASKED, "--out", "a", "--within", "99"
+        ).stdout.replace("\n", " ")
+        assert len(measured) == 1
+        for more in (["--max-new-tokens", "7"], ["--limit", "2"], ["--option", "sinks=2"]):
+            done = call("check", *ASKED, *more, "--out", "a")
+            assert done.exit_code == 2
+            assert "choose another --out" in done.stderr
+
+    def test_without_out_each_setting_has_a_folder(self, folder):
+        for more in ([], ["--limit", "1"], []):
+            assert call("check", *ASKED, *more).exit_code == 0
+        assert len(list((folder / "runs" / "check").iterdir())) == 2
+
+    def test_ctrl_c_keeps_what_is_done(self, folder, monkeypatch):
+        real = divergence.kept_shares
+        seen = []
+
+        def interrupt(cache):
+            seen.append(cache)
+            if len(seen) == 7:
+                raise KeyboardInterrupt
+            return real(cache)
+
+        monkeypatch.setattr(divergence, "kept_shares", interrupt)
+        done = call("check", *ASKED, "--out", "a")
+        assert done.exit_code == 130
+        assert "the same command goes on" in done.stderr
+        assert len(read_rows(folder / "a" / "rows.jsonl")) == 6
+        done = call("check", *ASKED, "--out", "a")
+        assert done.exit_code == 0
+        assert "6 of 12 rows" in done.stderr
+        assert len(seen) == 7 + 6
+
+    def test_a_table_that_fits_and_the_verdict(self, folder):
+        done = call("check", *ASKED, "--out", "a", "--within", "0.000001")
+        assert "full cache in int4" in done.stdout
+        assert "no budget is within 1e-06 nats a token: snapkv 0.6 is nearest" in done.stdout
+        assert "wrote a/report.json" in done.stdout
+        screen = Console(width=80, record=True, file=io.StringIO())
+        row = CheckRow("condense:kv_dtype=int8", 0.05, 0.3, 1.2, 9, 0.9, 0.05, 2**31)
+        screen.print(CheckReport(row.policy, 0.05, 9, (90, 9000), 999, 2**33, (row,)))
+        lines = screen.export_text().splitlines()
+        (shown,) = [line for line in lines if "condense" in line and "0.3000" in line]
+        assert "condense 0.05 in int8" in shown
+        assert "2.1 GB (25%)" in shown
+
+    def test_progress_without_a_terminal(self, folder, monkeypatch):
+        monkeypatch.setattr(check, "_EVERY", 1e-9)
+        done = call("check", *ASKED, "--out", "a", "--limit", "2")
+        assert [x for x in done.stderr.splitlines() if " of 8: " in x][
+            -1
+        ] == "8 of 8: prompt 2 of 2"
+        monkeypatch.setattr(check, "_EVERY", 1e9)
+        assert " of 8: " not in call("check", *ASKED, "--out", "b", "--limit", "2").stderr
+
+    def test_shipped_prompts(self, monkeypatch):
+        monkeypatch.setattr(prompt_files, "_MOST_LETTERS", 700)
+        asked = [x for x in ASKED if x not in ("--prompts", "p.txt")]
+        done = call("check", *asked, "--out", "a", "--json")
+        assert done.exit_code == 0, done.output
+        data = json.loads(done.stdout)
+        assert data["prompts"] == len(prompt_files.shipped())
+        assert 20 < data["prompt_tokens"][0] <= data["prompt_tokens"][1] < 300
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--within", "0"], "within=0.0"),
+            (["--budgets", "0.1,2.0"], "budget=2.0"),
+            (["--budgets", "0.1,0.1"], "named twice"),
+            (["--policy", "snapkx"], "unknown policy 'snapkx'"),
+            (["--option", "window"], "expected name=value"),
+            (["--prompts", "missing.txt"], "missing.txt: no such file"),
+            (["--prompts", "empty.txt"], "empty.txt: has no prompts"),
+            (["--max-new-tokens", "1"], "max_new_tokens=1"),
+            (["--out", "p.txt"], "--out p.txt: expected a folder"),
+            (["--out", "tiny.json"], "--out tiny.json: expected a folder"),
+            (["--policy", "full"], "keeps everything"),
+        ],
+    )
+    def test_one_line_before_a_model_is_loaded(self, folder, words, message, monkeypatch):
+        (folder / "empty.txt").write_text("\n")
+        (folder / "tiny.json").mkdir()
+        monkeypatch.setattr(chat, "load", lambda *args: pytest.fail("loaded"))
+        before = sorted(folder.rglob("*"))
+        # Another policy has no window.
+        asked = ASKED[:4] if "--policy" in words else ASKED
+        done = call("check", *asked, *words)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1
+        assert sorted(folder.rglob("*")) == before
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("w5", "prompt 1 has 1 token: there is nothing to compress"),
+            (f"w5 w6\n{words(2100)}", "prompt 2 has 2,100 tokens, and with 6 of a reply"),
+        ],
+    )
+    def test_prompts_that_do_not_fit(self, folder, text, message):
+        (folder / "p.txt").write_text(text)
+        done = call("check", *ASKED)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1
+
+    def test_a_template_that_refuses_a_conversation(self, folder):
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+        tokenizer.save_pretrained(folder / "tiny")
+        done = call("check", *ASKED)
+        assert done.exit_code == 2
+        assert "prompt 1: roles must alternate" in done.stderr
+        assert done.stderr.count("\n") == 1
+
+    def test_it_is_a_command_of_mmkv(self, capsys):
+        with pytest.raises(SystemExit) as stop:
+            mmkv_commands.main(["check", *ASKED, "--limit", "1", "--json"])
+        assert stop.value.code in (0, None)
+        assert json.loads(capsys.readouterr().out)["prompts"] == 1
+
+
+@pytest.mark.usefixtures("folder")
+class TestCalibrate:
+    """The command takes the same prompts."""
+
+    ASKED = ("calibrate", "--model", "tiny", "--device", "cpu", "--out", "p.json")
+
+    def profile(self, *more: str) -> Any:
+        done = call(*self.ASKED, *more)
+        assert done.exit_code == 0, done.output
+        return mmkv.Profile.load("p.json")
+
+    def test_own_prompts(self, folder):
+        found = self.profile("--prompts", "p.txt", "--policy", "prefixkv", "--budget", "0.4")
+        loaded = chat.load("tiny", "cpu")
+        inputs = prompt_files.encoded(loaded, prompt_files.read(folder / "p.txt"))
+        assert found == mmkv.calibrate(loaded.model, inputs, "prefixkv", 0.4)
+        assert (
+            self.profile("--prompts", "p.txt", "--policy", "prefixkv", "--limit", "2").samples == 2
+        )
+
+    def test_condense_on_shipped_prompts_where_no_picture_is_read(self, monkeypatch):
+        monkeypatch.setattr(sensitivity, "_REPLY", 6)
+        monkeypatch.setattr(prompt_files, "_MOST_LETTERS", 700)
+        found = self.profile("--limit", "2")
+        assert (found.policy, found.samples) == ("condense", 2)
+        assert found.curves is not None
+
+    def test_length_reaches_the_suite(self, folder, monkeypatch):
+        (folder / "text.txt").write_text(words(900))
+        seen = []
+        real = calibration.calibrate
+
+        def record(model, samples, *args, **options):
+            seen.extend(x["input_ids"].shape[1] for x in samples)
+            return real(model, samples, *args, **options)
+
+        monkeypatch.setattr(calibration, "calibrate", record)
+        asked = ("--suite", "continuation", "--data", "text.txt", "--policy", "prefixkv")
+        for length in (256, 512):
+            self.profile(*asked, "--length", str(length))
+        assert seen[0] == pytest.approx(0.75 * 256, rel=0.05)
+        assert seen[1] == pytest.approx(0.75 * 512, rel=0.05)
+
+    def test_progress_without_a_terminal(self, monkeypatch):
+        monkeypatch.setattr(calibration, "_EVERY", 1e-9)
+        done = call(*self.ASKED, "--prompts", "p.txt", "--policy", "prefixkv")
+        lines = [x for x in done.stderr.splitlines() if "calibrate" in x]
+        assert lines == [f"{i} of 3: calibrate" for i in (1, 2, 3)]
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--prompts", "missing.txt"], "missing.txt: no such file"),
+            (["--prompts", "p.txt", "--suite", "needle"], "takes the place of a suite"),
+            (["--prompts", "p.txt", "--length", "512"], "takes the place of a suite"),
+            (["--length", "512"], "length=512: suite 'description' has lengths of its own"),
+        ],
+    )
+    def test_one_line_before_a_model_is_loaded(self, words, message, monkeypatch):
+        monkeypatch.setattr("mmkv.eval.loading.load_model", lambda *_, **__: pytest.fail("loaded"))
+        done = call(*self.ASKED, *words)
+        assert done.exit_code == 2
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1
