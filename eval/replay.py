@@ -83,7 +83,9 @@ class Capture:
         """What the wrapped model would hold after these prompts; the next pass decodes."""
         attachment = attachment_of(model)
         cache = CompressedCache(attachment.parts.config, attachment.plan)
-        running = ForwardPass(ids=self.ids, parts=attachment.parts, rotary=dict(self.rotary))
+        # Other policies' passes are not told of it.
+        rotary = dict(self.rotary) if attachment.plan.policy.score.uses_rotary else {}
+        running = ForwardPass(ids=self.ids, parts=attachment.parts, rotary=rotary)
         before = current.set(running)
         try:
             with torch.no_grad():
