@@ -265,10 +265,10 @@ def _schedule(
     capacity, share = np.where(lengths <= whole, whole, counts), None
     if not isinstance(plan.budget, int):
         share = counts / lengths * np.repeat(prompt.granted, heads)
-    if isinstance(plan.budget, float):
-        # Of more tokens `policy.least` is no larger, and a share of it would be.
-        asked = plan.budget * lengths
-        share = share * (asked / np.maximum(asked, np.minimum(whole, lengths)))
+        if plan.budget is not None:
+            # What `policy.least` keeps beyond the budget is no share of later tokens.
+            asked = plan.budget * lengths
+            share = share * (asked / np.maximum(asked, np.minimum(whole, lengths)))
     schedule = plan.policy.decode.schedule(
         plan.policy,
         counts=counts[rows],

@@ -75,6 +75,7 @@ class TestChat:
         assert "the built-in model knows drawn, coloured shapes" in out
         assert "full cache: " in out
         assert "condense, budget 0.2: " in out
+        assert "least=64 keeps 64 of" in out
         layers = builtin.model.config.text_config.num_hidden_layers
         rows = [
             line for line in out.splitlines() if line.strip("│ ").split("│")[0].strip().isdigit()

@@ -50,6 +50,9 @@ def test_two_turns_about_a_picture(engines, terminal):
         assert f"full cache: {turn.full.text.strip()}" in out
         assert f"adakv 0.3: {turn.compressed.text.strip()}" in out
         assert f"{turn.compressed.nbytes / 1024:.1f} of" in out
+        said = f"{turn.compressed.kept:.1%} of the prompt kept, {turn.compressed.tokens} generated"
+        assert said in out
+        assert turn.compressed.kept == pytest.approx(0.3, abs=0.01)
         assert turn.compressed.nbytes < turn.full.nbytes
     session.close()
 

@@ -173,7 +173,8 @@ def test_eight_users_at_once_get_their_own_answers(engine, pictures):
 
 def test_the_answers_stream_with_their_numbers(engine, pictures):
     talk = Conversation(engine)
-    turns = list(talk.ask(QUESTION, pictures[0], Settings(max_new_tokens=40)))
+    settings = Settings(max_new_tokens=40, options={"least": 0})
+    turns = list(talk.ask(QUESTION, pictures[0], settings))
     assert turns[0].full.tokens == 0
     assert not any(x.done for x in turns[:-1])
     final = turns[-1]
@@ -189,7 +190,7 @@ def test_the_answers_stream_with_their_numbers(engine, pictures):
     seen = final.kept.seen + final.full.tokens - 1
     assert final.full.nbytes == seen * 8 * 4 * 2 * 32 * 4
     assert final.compressed.nbytes < 0.5 * final.compressed.full_nbytes
-    assert final.compressed.kept < 0.4
+    assert final.compressed.kept == pytest.approx(0.2, abs=0.01)  # of the prompt
     assert final.rouge == rouge_l(*texts(final))
     assert talk.turns == [final]
 

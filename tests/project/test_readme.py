@@ -250,6 +250,17 @@ class TestCommands:
         for side in ("full", "compressed"):
             assert data[side]["answer"] == f"A {item.color} {item.shape} is at the {item.place}."
 
+    def test_make_run_shows_the_same_answer_with_a_fifth(self, capsys, monkeypatch, tmp_path):
+        monkeypatch.chdir(ROOT)
+        (line,) = re.findall(r"^\t\$\(BIN\)/mmkv (chat .*)$", MAKEFILE, re.MULTILINE)
+        (picture,) = re.findall(r"^PICTURE := (.*)$", MAKEFILE, re.MULTILINE)
+        words = shlex.split(line.replace("$(PICTURE)", picture))
+        with pytest.raises(SystemExit):
+            commands.main([*words, "--out", str(tmp_path), "--json"])
+        data = json.loads(capsys.readouterr().out)
+        assert data["full"]["answer"] == data["compressed"]["answer"]
+        assert data["report"]["prompt_fraction"] == pytest.approx(0.2, abs=0.005)
+
     @pytest.mark.parametrize(
         "words", commands_of("eval", "report", "bench", "calibrate", "plot"), ids=shown
     )

@@ -9,6 +9,7 @@ import mmkv
 from helpers import zoo
 from helpers.models import make_inputs
 from mmkv.builtin import example_pictures, load_builtin
+from mmkv.registry import exact_share
 from mmkv.serving import Engine, Sampling
 from mmkv.serving.text import TextStream
 
@@ -30,7 +31,7 @@ def test_a_prefix_is_read_once_and_asked_many_times(models, policy, memory):
     model, prefix = models(name), make_inputs(name, (80,))
     other = make_inputs(name, (90,), seed=3)
     questions = [make_inputs("llama", (n,), seed=n) for n in (5, 9, 33)]
-    with mmkv.wrapped(model, policy, 0.4):
+    with mmkv.wrapped(model, policy, 0.4, **exact_share(policy)):
         wanted = []
         for one in (prefix, other):
             context = mmkv.read(model, one)

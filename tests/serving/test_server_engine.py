@@ -47,7 +47,7 @@ def asking(question=QUESTION, picture=1):
 @pytest.fixture(scope="module")
 def served():
     model, processor = mmkv.load_builtin()
-    mmkv.wrap(model, "condense", 0.2)
+    mmkv.wrap(model, "condense", 0.2, least=0)
     with (
         Engine(model, processor, cache_memory=32 * MiB) as engine,
         listening(server.app(engine, name="builtin")) as address,
