@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,18 @@ import torch
 
 from helpers.models import make_model
 from mmkv import kernels
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_a_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing is kept in the user's cache folder, nor for another run but the converted SmolLM2."""
+    folder = tmp_path_factory.mktemp("cache")
+    converted = Path(__file__).parents[1] / "out" / "tests-gguf"
+    converted.mkdir(parents=True, exist_ok=True)
+    (folder / "gguf").symlink_to(converted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MMKV_CACHE", str(folder))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -62,6 +62,12 @@ def read(path: Path, **options: Any) -> tuple[Any, Any]:
             f"transformers cannot read the GGUF file {path} ({why}): if it is whole, name the "
             "folder of the original model instead"
         ) from error
+    # Some versions of transformers tell the tokenizer other special tokens than the model, and
+    # have it drop blanks when it decodes.
+    for kind in ("bos", "eos", "pad", "unk"):
+        if (token := getattr(model.config, f"{kind}_token_id", None)) is not None:
+            setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(token))
+    tokenizer.clean_up_tokenization_spaces = False
     # Nothing in it is quantised any more.
     model.hf_quantizer, model.is_quantized = None, False
     if hasattr(model.config, "quantization_config"):
