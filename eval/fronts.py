@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .figures import log_axis, save, style_of
 from .measure import FULL, LABELS
+from .report import LOWER_IS_BETTER
 from .variants import percent
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def _draw(axis: Axes, section: Section, cost: str, *, less: bool) -> None:
         log_axis(axis, "x")
     if section.metric == "ppl":
         log_axis(axis)
+    if section.metric in LOWER_IS_BETTER:
         axis.invert_yaxis()
     axis.set_xlabel(LABELS[cost], fontsize=8)
     axis.set_ylabel(LABELS[section.metric], fontsize=8)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .measure import FULL, LABELS
-from .report import METRICS, Figures, Report, shown_figure
+from .report import LOWER_IS_BETTER, METRICS, Figures, Report, shown_figure
 from .store import RunError, Store, digest, read_settings
 from .variants import HIDDEN, QUESTION, percent
 
@@ -74,7 +74,7 @@ class Section:
             less: whether less of it is better.
         """
         sign = 1 if less else -1
-        better = 1 if self.metric == "ppl" else -1
+        better = 1 if self.metric in LOWER_IS_BETTER else -1
 
         def place(point: Point) -> tuple[float, float]:
             values = getattr(point.figures, cost), getattr(point.figures, self.metric)

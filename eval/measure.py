@@ -1,4 +1,4 @@
-"""One policy at one budget on one batch: perplexity, replies, and what was kept."""
+"""One policy at one budget on one batch: perplexity, divergence, replies, and what was kept."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ import mmkv
 from mmkv.chat import on_device
 from mmkv.report import mean_known
 
+from .perplexity import Scored, log_probabilities, perplexity, score_answers, score_behind
 from .prompts import Encoder
 from .scoring import rouge_l, score
 from .store import Row
 from .variants import Variant
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .samples import Sample
 
 FULL = "full"
+COMPARED = {"divergence", "next"}  # metrics of next tokens beside the full cache's
 # What a run measures, in words.
 LABELS = {
     "ppl": "perplexity",
+    "divergence": "divergence from the full cache, nats a token",
+    "next": "share of next tokens that are the full cache's",
     "rouge": "ROUGE-L",
     "same": "share of replies identical to the full cache's",
     "score": "score",
@@ -37,6 +43,8 @@ LABELS = {
 }
 # Encoded batches kept in memory between policies; more are encoded again.
 _REMEMBERED = 8
+# Bytes of the full cache's distributions kept between policies; a batch's own may take more.
+_DISTRIBUTIONS = 2 * 2**30
 
 
 @dataclass
@@ -49,9 +57,11 @@ class Job:
     metrics: tuple[str, ...]
     about: dict[str, Any]
     references: dict[int, str] = field(default_factory=dict)
+    replies: dict[int, list[int]] = field(default_factory=dict)  # the full cache's, as tokens
     _encoded: dict[tuple[int, ...], dict[str, Any]] = field(default_factory=dict)
     _apart: dict[tuple[int, ...], Any] = field(default_factory=dict)
     _answers: dict[int, list[int]] = field(default_factory=dict)
+    _full: dict[int, Tensor] = field(default_factory=dict)
     # The context that was read last, and of what.
     _read: tuple[tuple[str, float | int], dict[str, Any], mmkv.Context] | None = None
 
@@ -59,6 +69,11 @@ class Job:
     def generates(self) -> bool:
         """Whether a metric needs the model's own reply."""
         return bool({"rouge", "score"} & set(self.metrics))
+
+    @property
+    def compares(self) -> bool:
+        """Whether a metric compares next tokens with the full cache's."""
+        return bool(COMPARED & set(self.metrics))
 
     def inputs(self, batch: tuple[int, ...]) -> dict[str, Any]:
         """The batch's prompts on the model's device."""
@@ -99,6 +114,25 @@ class Job:
             self._answers[index] = self.encoder.answer(self.samples[index])
         return self._answers[index]
 
+    def reply(self, index: int) -> list[int]:
+        """Token ids along which next tokens are compared: how a text goes on, or else the full
+        cache's own reply; [] where that is not known."""
+        own = not self.samples[index].goes_on
+        return self.replies.get(index, []) if own else self.answer(index)
+
+    def full(self, batch: tuple[int, ...]) -> list[Tensor]:
+        """The full cache's distributions along the batch's replies, by the model unwrapped.
+
+        Kept between policies as long as memory allows.
+        """
+        if not self._full.keys() >= set(batch):
+            known = log_probabilities(self.model, self.inputs(batch), list(map(self.reply, batch)))
+            self._full |= dict(zip(batch, known, strict=True))
+        for index in [i for i in self._full if i not in batch]:
+            if sum(x.nbytes for x in self._full.values()) > _DISTRIBUTIONS:
+                del self._full[index]
+        return [self._full[i] for i in batch]
+
 
 def measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, ...]) -> list[Row]:
     """One policy and budget on one batch.
@@ -109,6 +143,8 @@ def measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, .
     from torch import OutOfMemoryError
 
     try:
+        if job.compares and variant.label != FULL:
+            job.full(batch)  # by the model as it is, before it is wrapped
         with variant.wrapped(job.model, budget):
             return _measure(job, variant, budget, batch)
     except (ValueError, OutOfMemoryError) as error:
@@ -120,16 +156,16 @@ def measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, .
 
 
 def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, ...]) -> list[Row]:
-    from .perplexity import perplexity, score_answers, score_behind
-
     start = time.perf_counter()
     inputs, context = job.inputs(batch), None
     cache: Any = None
     held = 0
     rows = [_new_row(job, variant, budget, i) for i in batch]
-    if "ppl" in job.metrics and variant.evict_chunks is not None and not variant.hidden:
+    perplexed, reference = "ppl" in job.metrics, variant.label == FULL
+    if (perplexed or job.compares) and variant.evict_chunks is not None and not variant.hidden:
+        what = "perplexity" if perplexed else "divergence"
         raise ValueError(
-            "perplexity reads prompts at once, and evict_chunks in chunks: use --metrics rouge, "
+            f"{what} reads prompts at once, and evict_chunks in chunks: use --metrics rouge, "
             "or --question hidden"
         )
     if variant.hidden:
@@ -138,28 +174,41 @@ def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, 
         held = context.cache.nbytes
     else:
         job.forget()
-    if "ppl" in job.metrics:
-        answers = [job.answer(i) for i in batch]
+
+    def force(replies: list[list[int]], full: list[Tensor] | None) -> Scored:
         if context is None:
-            scored = score_answers(job.model, inputs, answers)
-            held = scored.held_bytes
-        else:
-            scored = score_behind(context, inputs, answers)
-        cache = scored.cache
-        for row, nll, n in zip(rows, scored.nll, scored.tokens, strict=True):
-            if not math.isfinite(nll):
-                row["error"] = f"the answer's log-likelihood is {nll}"
-                continue
-            ppl = perplexity([nll], [n])
-            row |= {"nll": nll, "answer_tokens": n, "ppl": ppl if ppl != math.inf else None}
+            return score_answers(job.model, inputs, replies, full=full)
+        return score_behind(context, inputs, replies, full)
+
+    answers = [job.answer(i) for i in batch] if perplexed else None
+    replies = [job.reply(i) for i in batch] if job.compares and not reference else None
+    full = None if replies is None else job.full(batch)
+    if answers is not None:
+        scored = force(answers, full if answers == replies else None)
+        cache, held = scored.cache, held or scored.held_bytes
+        _add_perplexity(rows, scored)
+        if answers == replies:
+            _add_comparison(rows, scored)
         del scored
-    if job.generates:
-        texts, cache, times, first_bytes = _generate(
+    if replies is not None and answers != replies:
+        scored = force(replies, full)
+        cache, held = scored.cache, held or scored.held_bytes
+        _add_comparison(rows, scored)
+        del scored
+    itself = reference and job.compares
+    if job.generates or itself:
+        found, cache, times, first_bytes = _generate(
             job, inputs, batch, rows, variant.evict_chunks, context
         )
-        for row, text in zip(rows, texts, strict=True):
-            figures = _text_figures(job, variant, row["index"], text)
-            row |= {"text": text, **figures, **times}
+        for row, ids in zip(rows, found, strict=True):
+            index = row["index"]
+            if itself:
+                along = job.answer(index) if job.samples[index].goes_on else ids
+                n = max(0, len(along) - 1)
+                row |= {"reply": ids, "divergence_sum": 0.0, "next_sum": n, "next_tokens": n}
+            if job.generates:
+                text = job.encoder.decode(ids).strip()
+                row |= {"text": text, **_text_figures(job, variant, index, text), **times}
         held = held or first_bytes
     seconds = (time.perf_counter() - start) / len(batch)
     cache = cache if context is None else context.cache  # what was compressed
@@ -167,6 +216,25 @@ def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, 
         row | facts | {"held_bytes": held // len(batch), "seconds": round(seconds, 4)}
         for row, facts in zip(rows, kept_by_row(cache), strict=True)
     ]
+
+
+def _add_perplexity(rows: list[Row], scored: Scored) -> None:
+    for row, nll, n in zip(rows, scored.nll, scored.tokens, strict=True):
+        if not math.isfinite(nll):
+            row["error"] = f"the answer's log-likelihood is {nll}"
+            continue
+        ppl = perplexity([nll], [n])
+        row |= {"nll": nll, "answer_tokens": n, "ppl": ppl if ppl != math.inf else None}
+
+
+def _add_comparison(rows: list[Row], scored: Scored) -> None:
+    for row, nats, same, n in zip(
+        rows, scored.divergence, scored.same, scored.compared, strict=True
+    ):
+        if not math.isfinite(nats):
+            row["error"] = f"the divergence from the full cache is {nats}"
+            continue
+        row |= {"divergence_sum": nats, "next_sum": same, "next_tokens": n}
 
 
 def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -181,7 +249,7 @@ def _text_figures(job: Job, variant: Variant, index: int, text: str) -> dict[str
     figures: dict[str, float | None] = {"score": score(sample, text)}
     if "rouge" in job.metrics:
         # The full cache against itself, then everything else against what it said.
-        full = text if variant.name == FULL else job.references.get(index)
+        full = text if variant.label == FULL else job.references.get(index)
         # Two empty replies agree, where ROUGE would give 0.
         same = full == text
         figures["same"] = None if full is None else float(same)
@@ -197,8 +265,9 @@ def _generate(
     rows: list[Row],
     chunk: int | None,
     context: mmkv.Context | None,
-) -> tuple[list[str], Any, dict[str, float], int]:
-    """Greedy replies, the cache behind them, how fast they were, and its bytes after the prompt.
+) -> tuple[list[list[int]], Any, dict[str, float], int]:
+    """Tokens of greedy replies, the cache behind them, how fast they were, and its bytes after the
+    prompt.
 
     What a hidden question's context took to be read is in neither time.
     """
@@ -244,16 +313,17 @@ def _generate(
     seconds = time.perf_counter() - start
     ends = job.model.generation_config.eos_token_id
     ends = {ends} if isinstance(ends, int) else set(ends or ())
-    texts, total = [], 0
+    replies: list[list[int]] = []
+    total = 0
     for row, ids, limit in zip(rows, new, limits, strict=True):
         stop = next((i for i, token in enumerate(ids) if token in ends), len(ids) - 1) + 1
         total += stop
         ids = ids[: min(stop, limit)]
         row["new_tokens"] = len(ids)
-        texts.append(job.encoder.decode(ids).strip())
+        replies.append(ids)
     first = clock.times[1] - start
     times = {"first_token_s": round(first, 4), "tokens_per_s": round(total / seconds, 2)}
-    return texts, out.past_key_values, times, clock.nbytes
+    return replies, out.past_key_values, times, clock.nbytes
 
 
 def kept_by_row(cache: Any) -> list[dict[str, Any]]:

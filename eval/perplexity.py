@@ -27,13 +27,73 @@ class Scored:
         tokens: how many there are.
         greedy: whether each of them was the model's first choice.
         held_bytes: of a compressed cache once the prompt was read; 0 where that is not known.
+        divergence: summed Kullback-Leibler divergence of the next-token distributions from the
+            full cache's, in nats, over those tokens that the compressed prompt has a say in; 0
+            where there was nothing to compare with.
+        same: at how many of them both have the same first choice.
+        compared: how many of them there are.
     """
 
     nll: list[float]
     tokens: list[int]
     greedy: list[bool]
     cache: Any
-    held_bytes: int = 0
+    held_bytes: int
+    divergence: list[float]
+    same: list[int]
+    compared: list[int]
+
+
+class _Sums:
+    """Adds up what logits say of answers, and how far they are from the full cache's."""
+
+    def __init__(
+        self, answers: Sequence[Sequence[int]], full: Sequence[Tensor] | None, device: Any
+    ) -> None:
+        import torch
+
+        longest = max(1, max(map(len, answers), default=0))
+        # Padding is a real token to the model: nothing behind a row's answer reaches its figures.
+        padded = [[*answer, *[0] * (longest - len(answer))] for answer in answers]
+        self.wide = torch.tensor(padded, device=device)  # [B, T]
+        self.lengths = torch.tensor([len(answer) for answer in answers])
+        self.full, self.read = full, 0
+        self.nll, self.divergence = torch.zeros(2, len(answers), dtype=torch.float64)
+        self.wrong, self.same, self.compared = torch.zeros(3, len(answers), dtype=torch.int64)
+
+    def add(self, logits: Tensor, *, compare: bool = True) -> None:
+        """Those of the next t tokens, [B, t, V]."""
+        import torch
+
+        from mmkv.divergence import divergence
+
+        start, self.read = self.read, self.read + logits.shape[1]
+        counts = torch.arange(start, self.read) < self.lengths[:, None]
+        target = self.wide[:, start : self.read].to(logits.device)
+        flat, best = logits.float().flatten(0, 1), logits.argmax(-1)
+        nll = torch.nn.functional.cross_entropy(flat, target.flatten(), reduction="none")
+        self.nll += nll.view_as(target).double().cpu().where(counts, 0.0).sum(-1)
+        self.wrong += ((best != target).cpu() & counts).sum(-1)
+        if self.full is None or not compare or not counts.any():
+            return
+        pieces = [x[start : self.read] for x in self.full]
+        wanted = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True).to(logits.device)
+        self.divergence += divergence(wanted, logits).cpu().where(counts, 0.0).sum(-1)
+        self.same += ((best == wanted.argmax(-1)).cpu() & counts).sum(-1)
+        self.compared += counts.sum(-1)
+
+    def scored(self, cache: Any, held: int = 0) -> Scored:
+        """What was added up."""
+        return Scored(
+            nll=self.nll.tolist(),
+            tokens=self.lengths.tolist(),
+            greedy=(self.wrong == 0).tolist(),
+            cache=cache,
+            held_bytes=held,
+            divergence=self.divergence.tolist(),
+            same=self.same.tolist(),
+            compared=self.compared.tolist(),
+        )
 
 
 def perplexity(nll: Iterable[float], tokens: Iterable[int]) -> float | None:
@@ -51,6 +111,7 @@ def score_answers(
     answers: Sequence[Sequence[int]],
     *,
     one_pass: bool | None = None,
+    full: Sequence[Tensor] | None = None,
 ) -> Scored:
     """Teacher-force one answer per row behind the prompts.
 
@@ -63,43 +124,54 @@ def score_answers(
         answers: token ids, one list a row; an empty one scores nothing.
         one_pass: feed many tokens at once instead of one. By default where it gives the same
             number: where decoding drops nothing.
+        full: what `log_probabilities` gives for the same answers. The first token is not compared:
+            it is predicted while the prompt is read, before anything is evicted.
 
     Raises:
         ValueError: as many answers as rows are needed; or what the core refuses, such as a budget
             below what must be kept.
     """
-    import torch
-
     from mmkv.forcing import forced
 
     ids = inputs["input_ids"]
     if len(answers) != ids.shape[0]:
         raise ValueError(f"{len(answers)} answers for {ids.shape[0]} prompts")
-    lengths = torch.tensor([len(a) for a in answers])
-    longest = max(1, max(map(len, answers), default=0))
-    # Padding is a real token to the model: nothing behind a row's answer reaches its figures.
-    padded = [[*answer, *[0] * (longest - len(answer))] for answer in answers]
-    wide = torch.tensor(padded, device=ids.device)
-    loss: list[Tensor] = []
-    best: list[Tensor] = []
-    cache, held, start = None, 0, 0
-    for cache, logits in forced(model, inputs, wide[:, :-1], one_pass):
-        if not start:
-            held = getattr(cache, "nbytes", 0)
-        target = wide[:, start : start + logits.shape[1]].to(logits.device)
-        flat = logits.float().flatten(0, 1)
-        nll = torch.nn.functional.cross_entropy(flat, target.flatten(), reduction="none")
-        loss.append(nll.view_as(target).double().cpu())
-        best.append((logits.argmax(-1) == target).cpu())
-        start += logits.shape[1]
-    counts = torch.arange(longest) < lengths[:, None]
-    nll = (torch.cat(loss, dim=1) * counts).sum(-1)
-    greedy = (torch.cat(best, dim=1) | ~counts).all(-1)
-    return Scored(nll.tolist(), lengths.tolist(), greedy.tolist(), cache, held)
+    sums = _Sums(answers, full, ids.device)
+    cache, held = None, 0
+    for cache, logits in forced(model, inputs, sums.wide[:, :-1], one_pass):
+        first = sums.read == 0
+        held = getattr(cache, "nbytes", 0) if first else held
+        sums.add(logits, compare=not first)
+    return sums.scored(cache, held)
+
+
+def log_probabilities(
+    model: Any, inputs: Mapping[str, Tensor], answers: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """Next-token distributions along teacher-forced answers, of a model that is not wrapped.
+
+    Returns:
+        for each row float32 [T, V] on the CPU, T the answer's tokens: logarithms of probabilities.
+    """
+    import torch
+
+    from mmkv.forcing import forced
+
+    wide = _Sums(answers, None, inputs["input_ids"].device).wide
+    pieces = [
+        logits.float().log_softmax(-1).cpu() for _, logits in forced(model, inputs, wide[:, :-1])
+    ]
+    return [
+        torch.cat([piece[row] for piece in pieces])[: len(answer)].clone()
+        for row, answer in enumerate(answers)
+    ]
 
 
 def score_behind(
-    context: Context, question: Mapping[str, Tensor], answers: Sequence[Sequence[int]]
+    context: Context,
+    question: Mapping[str, Tensor],
+    answers: Sequence[Sequence[int]],
+    full: Sequence[Tensor] | None = None,
 ) -> Scored:
     """Teacher-force one answer per row behind a context and its question.
 
@@ -107,19 +179,18 @@ def score_behind(
         context: read without the question.
         question: left-padded, one row a row of the context.
         answers: token ids, one list a row; an empty one scores nothing.
+        full: what `log_probabilities` gives for the whole prompts; all tokens are compared.
     """
     import torch
     from transformers import LogitsProcessor
 
-    device = question["input_ids"].device
-    lengths = torch.tensor([len(a) for a in answers])
-    longest = max(1, int(lengths.max()))
-    wide = torch.tensor([[*a, *[0] * (longest - len(a))] for a in answers], device=device)
+    sums = _Sums(answers, full, question["input_ids"].device)
+    longest = sums.wide.shape[1]
     step = iter(range(longest))
 
     class Forced(LogitsProcessor):
         def __call__(self, input_ids: Any, scores: Any) -> Any:
-            token = wide[:, next(step), None]
+            token = sums.wide[:, next(step), None]
             return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
 
     out = context.ask(
@@ -132,9 +203,6 @@ def score_behind(
         output_logits=True,
         return_dict_in_generate=True,
     )
-    logits = torch.stack(out.logits, dim=1).float()
-    nll = torch.nn.functional.cross_entropy(logits.mT, wide, reduction="none").double().cpu()
-    counts = torch.arange(longest) < lengths[:, None]
-    greedy = ((logits.argmax(-1) == wide).cpu() | ~counts).all(-1)
-    sums = (nll * counts).sum(-1)
-    return Scored(sums.tolist(), lengths.tolist(), greedy.tolist(), out.past_key_values)
+    for logits in out.logits:
+        sums.add(logits[:, None])
+    return sums.scored(out.past_key_values)

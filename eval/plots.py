@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _HINTS = {
     "ppl": " (lower is better)",
+    "divergence": " (lower is better)",
     "rouge": " against the full cache's reply",
     "retained": ", mean over layers",
 }

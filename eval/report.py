@@ -24,10 +24,14 @@ if TYPE_CHECKING:
 
 NONE = "–"
 Only = Callable[[Row], bool]  # which rows count
-METRICS = ("ppl", "rouge", "score")
+METRICS = ("ppl", "divergence", "next", "rouge", "score")
+_BY_TASK = ("divergence", "next", "score")  # alone, where there are scores
+LOWER_IS_BETTER = ("ppl", "divergence")
 # How figures are shown: in which unit, with how many digits.
 _SHOWN = {
     "score": (100, 1),
+    "divergence": (1, 3),
+    "next": (100, 1),
     "same": (100, 1),
     "cache_bytes": (1 / 1024, 0),
     "held_bytes": (1 / 1024, 0),
@@ -47,14 +51,16 @@ class Figures:
     """What a policy reached at a budget over a set of samples; None where nothing was measured.
 
     Means are over samples. Beside the fields of a row: `n` samples, of which `errors` could not be
-    measured; `ppl` is over all answer tokens; `score`, in [0, 1], is with several tasks the mean of
-    the tasks' means, as LongBench averages; bytes are of one sample, `first_token_s` and
-    `tokens_per_s` of a batch.
+    measured; `ppl`, `divergence` and `next` are over the tokens of all; `score`, in [0, 1], is with
+    several tasks the mean of their means, as LongBench averages; bytes are of one sample,
+    `first_token_s` and `tokens_per_s` of a batch.
     """
 
     n: int
     errors: int
     ppl: float | None
+    divergence: float | None
+    next: float | None
     rouge: float | None
     rouge_reference: float | None
     same: float | None
@@ -74,12 +80,15 @@ class Figures:
         for row in rows:
             tasks.setdefault(row["task"], []).append(row)
         scored = [r for r in rows if r.get("nll") is not None]
+        compared = sum(r.get("next_tokens") or 0 for r in rows)
         own: dict[str, Any] = {
             "n": len(rows),
             "errors": sum("error" in r for r in rows),
             "ppl": perplexity([r["nll"] for r in scored], [r["answer_tokens"] for r in scored]),
             "score": mean_known(_mean(group, "score") for group in tasks.values()),
         }
+        for name in ("divergence", "next") if compared else ():
+            own[name] = sum(r.get(f"{name}_sum") or 0 for r in rows) / compared
         means: dict[str, Any] = {
             f.name: _mean(rows, f.name) for f in fields(cls) if f.name not in own
         }
@@ -242,7 +251,7 @@ class Report:
     def group_tables(self, what: str, names: Sequence[str]) -> list[Table]:
         """One table a budget: policies by tasks, or by tags such as capabilities."""
         scored = "score" in self.shown
-        shown = ["score"] if scored else self.shown
+        shown = [m for m in self.shown if m in _BY_TASK] if scored else self.shown
         averaged = what == "task" and scored
         found: list[Table] = []
         for budget in self.budgets:
@@ -253,7 +262,8 @@ class Report:
                     continue
                 cells = [_cell(f, shown) for f in group]
                 if averaged:
-                    cells.append(shown_figure("score", mean_known(f and f.score for f in group)))
+                    means = {m: mean_known(f and getattr(f, m) for f in group) for m in shown}
+                    cells.append(" / ".join(shown_figure(*mean) for mean in means.items()))
                 rows.append((policy, cells))
                 if what == "task":
                     rows += self._paper_tasks(policy, budget, names)
@@ -386,4 +396,4 @@ def _best(metric: str, column: Sequence[Figures | None]) -> str:
     values = [v for f in column if f and (v := getattr(f, metric)) is not None]
     if not values:
         return NONE
-    return shown_figure(metric, min(values) if metric == "ppl" else max(values))
+    return shown_figure(metric, min(values) if metric in LOWER_IS_BETTER else max(values))

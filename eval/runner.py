@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mmkv.budgets import named, number
 from mmkv.terminal import bar, say
 
-from .measure import FULL, Job, head, measure
+from .measure import COMPARED, FULL, Job, head, measure
 from .processes import Processes, find_processes
 from .prompts import Encoder, longest
 from .samples import suite_notes
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from .samples import Sample
 
-METRICS = ("ppl", "rouge", "score")
+_EVERY = 10.0  # seconds between two lines of progress in a pipe, where policies take turns
+METRICS = ("ppl", "divergence", "next", "rouge", "score")
 
 
 def run(
@@ -56,8 +57,10 @@ def run(
         samples: the suite, as they are; `data` and `limit`, from which they came, are recorded.
         policies: see `parse_variants`. "full" is added where the metrics compare with it.
         budgets: fractions of the prompt, or numbers of tokens.
-        metrics: any of "ppl", "rouge" (ROUGE-L against the full cache's reply and against the
-            reference answer) and "score" (the sample's own metric).
+        metrics: any of "ppl", "divergence" (of the next-token distributions from the full cache's)
+            and "next" (the share of the same next tokens), both along how a text goes on, or the
+            full cache's own reply, "rouge" (ROUGE-L against that reply and against the reference
+            answer) and "score" (the sample's own metric).
         out: the run's folder; see `mmkv.eval.store`.
         options: given to every policy that reads them.
         batch_size: samples at once. With several processes, at most samples / processes.
@@ -124,26 +127,37 @@ def run(
     }
     job = Job(model, Encoder(processor, max_length), samples, tuple(metrics), about)
     groups = batches_of(samples, batch_size)
-    mine = [batch for group in groups[processes.rank :: processes.count] for batch in group]
+    mine = groups[processes.rank :: processes.count]
     if processes.main and len(groups) < processes.count:
         print(
             f"{processes.count} processes share {len(groups)} batches: some have nothing to do; "
             f"use --batch-size {max(1, len(samples) // processes.count)} or less"
         )
     _try_all(model, variants, budgets)
-    work = [(v, budget, batch) for v in variants for budget in v.budgets(budgets) for batch in mine]
+    # The full cache's distributions are large: all that is compared with them comes in a row.
+    parts = [[group] for group in mine] if job.compares else [mine]
+    work = [
+        (variant, budget, batch)
+        for part in parts
+        for variant in variants
+        for budget in variant.budgets(budgets)
+        for group in part
+        for batch in group
+    ]
     torch.manual_seed(seed)
     total = sum(len(batch) for _, _, batch in work)
-    with bar(total, shown=progress and processes.main) as advance:
+    shown, every = progress and processes.main, _EVERY if job.compares else 0.0
+    with bar(total, shown=shown, every=every) as advance:
         for variant, budget, batch in work:
             missing = [i for i in batch if key_of(head(variant, budget, i)) not in rows]
             if missing:
                 done = [r for r in measure(job, variant, budget, batch) if r["index"] in missing]
                 store.append(done)
                 rows |= {key_of(r): r for r in done}
-            if variant.name == FULL:
-                found = {i: rows[key_of(head(variant, 1.0, i))].get("text") for i in batch}
-                job.references |= {i: text for i, text in found.items() if text is not None}
+            if variant.label == FULL:
+                found = {i: rows[key_of(head(variant, 1.0, i))] for i in batch}
+                job.references |= {i: row["text"] for i, row in found.items() if "text" in row}
+                job.replies |= {i: row["reply"] for i, row in found.items() if "reply" in row}
             advance(len(batch), f"{variant.label} {named(budget)}")
     processes.wait()
     merged = store.merge(*order) if processes.main else list(rows.values())
@@ -190,10 +204,10 @@ def check_arguments(
     for budget in budgets:
         number(budget)
     variants = parse_variants(policies, options, builtin=builtin)
-    full = [v for v in variants if v.name == FULL]
-    if not full and "rouge" in metrics:
+    full = [v for v in variants if v.label == FULL]
+    if not full and {"rouge", *COMPARED} & {*metrics}:
         full = parse_variants([FULL])
-    return [*full, *(v for v in variants if v.name != FULL)]
+    return [*full, *(v for v in variants if v.label != FULL)]
 
 
 def check_measurable(samples: Sequence[Sample], metrics: Sequence[str]) -> None:

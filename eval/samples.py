@@ -81,6 +81,11 @@ class Sample:
     note: str = ""
 
     @property
+    def goes_on(self) -> bool:
+        """Whether it is a plain text, and its answer how that goes on."""
+        return bool(self.answers) and not self.chat and self.metric is None
+
+    @property
     def asked(self) -> str:
         """The question apart from its context, the end of `prompt`.
 

@@ -61,6 +61,9 @@ class RowData(_Data):
     tags: list[str]
     nll: float | None = None
     answer_tokens: _Count | None = None
+    divergence_sum: float | None = None
+    next_sum: _Count | None = None
+    next_tokens: _Count | None = None
     rouge: float | None = None
     rouge_reference: float | None = None
     same: float | None = None

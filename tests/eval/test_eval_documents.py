@@ -1,5 +1,6 @@
 """The suite `documents`, and the texts that are made for it from packages."""
 
+import random
 import shutil
 import struct
 import subprocess
@@ -89,6 +90,19 @@ def test_a_quoted_word_occurs_once(folder):
         assert sample.prompt.removesuffix(sample.question).count(sample.question.split('"')[1]) == 1
 
 
+def test_a_quoted_word_is_none_that_is_repeated():
+    text = "people window bright people window bright lonely street street people"
+    for seed in range(5):
+        made = documents._question(text, "", 2, random.Random(seed))
+        assert made["question"].endswith('the word "lonely".')
+
+
+def test_tasks_have_documents_of_their_own(folder, monkeypatch):
+    monkeypatch.setattr(documents, "EACH", 1)
+    samples = load_suite("documents", folder, limit=3)
+    assert len({s.id.partition("/")[2] for s in samples}) == 3
+
+
 def test_needles_lie_at_every_depth(folder):
     samples = load_suite("documents", folder, tasks=["needle"], limit=5, length=400)
     for depth, sample in zip(documents.DEPTHS, samples, strict=True):
@@ -148,7 +162,7 @@ def r_database(*texts: list[str | None]) -> bytes:
 PAGE = """<html><head><title>Not shown at all, ever</title><link rel="up" href="{up}" />{more}
 </head>
 <body><p id="title"><a href="x">Left out by its id</a></p>
-<ul class="docnav"><li>Go to the <ul><li>next page here</li></ul> or back again</li></ul>
+<ul class="docnav"><li>Go to the <ul><li>next page here</li></ul> or back again to others</li></ul>
 <h2 class="title">9.1. About the {name} page</h2><div class="para">A <code>command</code>
   &amp; its output.<sup>[1]</sup></div><pre>$ ls -l here and there</pre>
 <div class="para">{text}</div>

@@ -1,0 +1,206 @@
+"""Next tokens beside the full cache's: the metrics `divergence` and `next`."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import mmkv
+from helpers.evaluation import make_samples, make_tokenizer
+from helpers.models import make_inputs, make_model, row_of
+from mmkv.eval import measure, runner
+from mmkv.eval.perplexity import log_probabilities, score_answers, score_behind
+from mmkv.eval.report import Report
+from mmkv.eval.store import Store
+
+LENGTHS = (40, 31, 52)
+REPLIES = [[5, 9, 40, 17, 88], [33], [7, 7, 90, 101, 12, 64, 30, 8]]
+METRICS = ["divergence", "next"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return make_inputs("llama", LENGTHS)
+
+
+def predicted(model, row, reply):
+    """Logits of a reply's tokens but the first, of one row, token by token."""
+    found = []
+    with torch.no_grad():
+        cache = model(**row, use_cache=True).past_key_values
+        seen = row["input_ids"].shape[1]
+        for n, token in enumerate(reply[:-1], start=seen):
+            places = {"position_ids": torch.tensor([[n]]), "attention_mask": torch.ones(1, n + 1)}
+            out = model(input_ids=torch.tensor([[token]]), past_key_values=cache, **places)
+            found.append(out.logits[0, -1].double())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o"])
+def test_divergence_is_what_its_definition_says(model, inputs, policy):
+    """Rows of several lengths at once, against each row alone by torch's own divergence."""
+    full = log_probabilities(model, inputs, REPLIES)
+    assert [x.shape[0] for x in full] == [5, 1, 8]
+    options = {"window": 8} if policy == "snapkv" else {}
+    with mmkv.wrapped(model, policy, 0.5, **options):
+        scored = score_answers(model, inputs, REPLIES, full=full)
+        plain = score_answers(model, inputs, REPLIES)
+    assert (scored.nll, scored.greedy) == (plain.nll, plain.greedy)
+    assert plain.compared == plain.same == [0, 0, 0]
+    assert scored.compared == [4, 0, 7]
+    assert scored.divergence[1] == 0
+    for b in (0, 2):
+        row = row_of(inputs, b)
+        wanted = predicted(model, row, REPLIES[b])
+        with mmkv.wrapped(model, policy, 0.5, **options):
+            given = predicted(model, row, REPLIES[b])
+        logs = given.log_softmax(-1), wanted.log_softmax(-1)
+        nats = torch.nn.functional.kl_div(*logs, reduction="sum", log_target=True)
+        assert scored.divergence[b] == pytest.approx(nats.item(), rel=1e-3)
+        assert scored.divergence[b] > 1e-3
+        assert scored.same[b] == int((given.argmax(-1) == wanted.argmax(-1)).sum())
+
+
+def test_behind_a_context_all_tokens_are_compared(model, inputs):
+    """Whole, a context's predictions are the prompt's; cut, they are others, the first one too."""
+    full = log_probabilities(model, inputs, REPLIES)
+    before, question = (
+        {k: x[:, part] for k, x in inputs.items()} for part in (slice(-4), slice(-4, None))
+    )
+    nats = {}
+    for budget in (1.0, 0.3):
+        with mmkv.wrapped(model, "snapkv", budget, window=4):
+            scored = score_behind(mmkv.read(model, before), question, REPLIES, full)
+        assert scored.compared == [5, 1, 8]
+        nats[budget] = scored.divergence
+        if budget == 1.0:
+            assert scored.same == scored.compared
+    assert nats[1.0] == pytest.approx([0, 0, 0], abs=1e-6)
+    assert min(nats[0.3]) > 1e-3
+
+
+@pytest.fixture
+def samples():
+    """Texts that go on, and prompts with a reply of the model's own, in turns."""
+    made = [s for s in make_samples() if len(s.prompt.split()) > 6]
+    asked = [replace(s, question=" ".join(s.prompt.split()[-2:])) for s in made]
+    return [replace(s, metric=None) if i % 2 else s for i, s in enumerate(asked)]
+
+
+def run(model, samples, out, **asked):
+    usual = {"policies": ["snapkv", "snapkv:question=hidden"], "budgets": [0.5, 1.0]}
+    usual |= {"metrics": METRICS, "batch_size": 2, "progress": False}
+    return runner.run(model, make_tokenizer(), samples, out=out, **usual | asked)
+
+
+def test_rows(model, samples, tmp_path):
+    rows = run(model, samples, tmp_path)
+    full = {r["index"]: r for r in rows if r["policy"] == "full"}
+    assert full.keys() == set(range(len(samples)))
+    for i, sample in enumerate(samples):
+        along = len(sample.answers[0].split()) if sample.goes_on else len(full[i]["reply"])
+        assert sample.goes_on == bool(i % 2)
+        assert (full[i]["divergence_sum"], full[i]["next_sum"]) == (0, along - 1)
+        for row in rows:
+            if row["index"] != i:
+                continue
+            # The first token is predicted while a prompt is read, before anything is evicted.
+            assert row["next_tokens"] == along - (row["options"].get("question") != "hidden")
+            if row["budget"] == 1.0:
+                assert row["divergence_sum"] == pytest.approx(0, abs=1e-5)
+                assert row["next_sum"] == row["next_tokens"]
+            else:
+                assert row["divergence_sum"] > 1e-4
+    assert "text" not in full[0]
+    assert "score" not in full[0]
+
+
+@pytest.mark.parametrize("texts", [True, False])
+def test_with_perplexity_the_figures_are_the_same(model, samples, tmp_path, monkeypatch, texts):
+    """A text is fed once for both; where a batch has a reply of its own, that is fed as well."""
+    if texts:
+        samples = [replace(s, metric=None) for s in samples]
+    calls = []
+    real = measure.score_answers
+    monkeypatch.setattr(
+        measure, "score_answers", lambda *args, **more: calls.append(args) or real(*args, **more)
+    )
+    policies = ["full", "snapkv", "snapkv:question=hidden"]
+    found = {
+        metrics: run(model, samples, tmp_path / metrics, metrics=metrics.split(), policies=policies)
+        for metrics in ("ppl", "divergence next", "ppl divergence next")
+    }
+    # The full cache's perplexity, and two budgets' figures, for each of three batches.
+    assert len(calls) == 3 * (3 + 2 + (3 if texts else 5))
+    for one, two, both in zip(*found.values(), strict=True):
+        for alone, names in (
+            (one, ("nll", "answer_tokens")),
+            (two, ("divergence_sum", "next_sum")),
+        ):
+            for name in names:
+                assert both[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6)
+
+
+def test_quantised_full_caches_are_compared_as_others_are(model, samples, tmp_path):
+    policies = ["full:kv_dtype=int4", "snapkv"]
+    rows = run(model, samples, tmp_path, policies=policies, metrics=[*METRICS, "rouge"])
+    known = {r["index"]: r["text"] for r in rows if r["policy"] == "full"}
+    for row in rows:
+        if row["policy"] == policies[0]:
+            assert row["divergence_sum"] > 0
+            assert "reply" not in row
+        assert row["same"] == float(row["text"] == known[row["index"]])
+
+
+def test_distributions_are_computed_once_a_batch(model, samples, tmp_path, monkeypatch):
+    """Also where a run goes on; with no memory for more than a batch nothing else changes."""
+    calls = []
+    real = measure.log_probabilities
+    monkeypatch.setattr(
+        measure, "log_probabilities", lambda *args: calls.append(args) or real(*args)
+    )
+    rows = run(model, samples, tmp_path)
+    batches = -(-len(samples) // 2)
+    assert len(calls) == batches
+    kept = [r for r in rows if r["policy"] == "full"]
+    Store(tmp_path).rows_file.unlink()
+    Store(tmp_path).append(kept)
+    monkeypatch.setattr(measure, "_DISTRIBUTIONS", 0)
+    again = run(model, samples, tmp_path)
+    assert len(calls) == 2 * batches
+    for one, two in zip(rows, again, strict=True):
+        assert two["divergence_sum"] == pytest.approx(one["divergence_sum"], rel=1e-4, abs=1e-6)
+
+
+def test_means_are_over_tokens(model, samples, tmp_path):
+    rows = run(model, samples, tmp_path)
+    report = Report(tmp_path)
+    mine = [r for r in rows if r["policy"] == "snapkv" and r["budget"] == 0.5]
+    tokens = sum(r["next_tokens"] for r in mine)
+    found = report.figures("snapkv", 0.5)
+    assert found.divergence == pytest.approx(sum(r["divergence_sum"] for r in mine) / tokens)
+    assert found.next == pytest.approx(sum(r["next_sum"] for r in mine) / tokens)
+    assert report.shown == METRICS
+    table = dict(report.main_table().rows)
+    nats, same = table["snapkv"][0].split(" / ")
+    assert nats == f"{found.divergence:.3f}"
+    assert same == f"{100 * found.next:.1f}"
+    # Less divergence is better, more of the same tokens too.
+    best = dict(
+        zip(report.policies, [report.figures(p, 0.5) for p in report.policies], strict=True)
+    )
+    (name,) = [p for p in best if table[p][0].startswith("**")]
+    assert best[name].divergence == min(f.divergence for f in best.values())
+    assert report.group_tables("task", report.tasks)[0].title.startswith("divergence")
+
+
+def test_chunks_cannot_be_compared(model, samples, tmp_path):
+    rows = run(model, samples, tmp_path, policies=["snapkv:evict_chunks=9"], budgets=[0.5])
+    refused = [r["error"] for r in rows if r["policy"] != "full"]
+    assert refused
+    assert all("divergence reads prompts at once" in error for error in refused)
