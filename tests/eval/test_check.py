@@ -142,6 +142,12 @@ def test_rows_of_a_batch_are_prompts_and_means_are_over_tokens(model):
         assert row.worst == pytest.approx(max(x.divergence for x in each), rel=1e-4)
         assert row.divergence < row.worst
         assert each[row.worst_prompt].divergence == pytest.approx(row.worst, rel=1e-4)
+    last = checked(model, [batch, make_inputs("llama", (40,), seed=3)]).rows[0]
+    assert last.worst > apart.rows[0].worst
+    assert last.worst_prompt == 3
+    with mmkv.wrapped(model, "snapkv", 0.3, **short("snapkv")), torch.no_grad():
+        held = model(**batch, use_cache=True).past_key_values.nbytes
+    assert together.rows[0].nbytes == pytest.approx(held / 3, abs=1)
     assert apart.rows[0].nbytes == pytest.approx(sum(x.nbytes for x in each) / 3, abs=1)
 
 

@@ -262,11 +262,12 @@ class TestCommands:
         assert data["report"]["prompt_fraction"] == pytest.approx(0.2, abs=0.005)
 
     @pytest.mark.parametrize(
-        "words", commands_of("eval", "report", "bench", "calibrate", "plot"), ids=shown
+        "words", commands_of("eval", "report", "bench", "check", "calibrate", "plot"), ids=shown
     )
     def test_others_are_right_up_to_the_model(self, words, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("mmkv.eval.loading.load_model", reached)
+        monkeypatch.setattr("mmkv.chat.load", reached)
         monkeypatch.setattr("mmkv.eval.loading.token_counter", lambda name: len)
         monkeypatch.setattr("mmkv.eval.report.Report", reached)
         monkeypatch.setattr("mmkv.eval.speed.cli._run", reached)
@@ -350,7 +351,7 @@ class TestCommands:
         assert (size, mine, rest) == (0.2, {"window": 8}, {"pretrained": "PATH_OR_ID"})
 
     def test_every_command_is_of_a_kind_that_is_checked(self):
-        checked = ("chat", "eval", "report", "bench", "plan", "calibrate", "plot", "serve")
+        checked = ("chat", "eval", "report", "bench", "plan", "check", "calibrate", "plot", "serve")
         patterns = (
             r"curl -s http://127\.0\.0\.1:8000/v1/",
             rf"\.venv/bin/mmkv ({'|'.join(checked)})\b",
