@@ -119,10 +119,9 @@ class CheckReport:
         from rich.text import Text
 
         least, most = self.prompt_tokens
-        title = (
-            f"{self.prompts} prompts of {least:,} to {most:,} tokens, {self.tokens:,} tokens of "
-            "replies"
-        )
+        long = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+        some = "1 prompt" if self.prompts == 1 else f"{self.prompts:,} prompts"
+        title = f"{some} of {long} tokens, {self.tokens:,} tokens of replies"
         table = Table(title=title)
         table.add_column("cache", no_wrap=True)
         for column in ("nats a token", "worst prompt", "same token", "kept"):
