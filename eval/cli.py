@@ -92,6 +92,14 @@ def eval_command(
     dtype: DtypeOption = "auto",
     device_map: MapOption = None,
     seed: Annotated[int, typer.Option(help="Recorded with the run.")] = 0,
+    replay: Annotated[
+        bool,
+        typer.Option(
+            "--replay",
+            help="Run each prompt through the model once for all policies: many times faster; "
+            "nothing is timed.",
+        ),
+    ] = False,
 ) -> None:
     """Measure policies at budgets on a suite; every finished row is kept.
 
@@ -154,6 +162,7 @@ def eval_command(
             max_length=max_length,
             seed=seed,
             processes=processes,
+            replay=replay,
         )
     except KeyboardInterrupt:
         say(f"stopped; finished rows are in {folder}, the same command goes on")

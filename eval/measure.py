@@ -9,17 +9,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import mmkv
+from mmkv.attach.attachment import attachment_of
 from mmkv.chat import on_device
 from mmkv.report import mean_known
 
 from .perplexity import Scored, log_probabilities, perplexity, score_answers, score_behind
 from .prompts import Encoder
+from .replay import Capture, applies, behind, continued
 from .scoring import rouge_l, score
 from .store import Row
 from .variants import Variant
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from mmkv.forcing import Read
 
     from .samples import Sample
 
@@ -58,10 +62,13 @@ class Job:
     about: dict[str, Any]
     references: dict[int, str] = field(default_factory=dict)
     replies: dict[int, list[int]] = field(default_factory=dict)  # the full cache's, as tokens
+    # Whether one pass of a batch's prompts serves all policies, see `replay`.
+    replays: bool = False
     _encoded: dict[tuple[int, ...], dict[str, Any]] = field(default_factory=dict)
     _apart: dict[tuple[int, ...], Any] = field(default_factory=dict)
     _answers: dict[int, list[int]] = field(default_factory=dict)
     _full: dict[int, Tensor] = field(default_factory=dict)
+    _captured: dict[bool, tuple[tuple[int, ...], Capture]] = field(default_factory=dict)
     # The context that was read last, and of what.
     _read: tuple[tuple[str, float | int], dict[str, Any], mmkv.Context] | None = None
 
@@ -93,14 +100,25 @@ class Job:
             self._apart[batch] = found
         return self._apart[batch]
 
-    def context(self, variant: Variant, budget: float | int, given: dict[str, Any]) -> mmkv.Context:
+    def context(
+        self,
+        variant: Variant,
+        budget: float | int,
+        given: dict[str, Any],
+        captured: Capture | None = None,
+    ) -> mmkv.Context:
         """The contexts of a batch, compressed; the same again are not read again."""
         if self._read is not None:
             how, before, context = self._read
             if how == (variant.label, budget) and _equal(before, given):
                 return context
         self.forget()  # before memory is asked for another
-        context = mmkv.read(self.model, given, prefill_chunk_size=variant.evict_chunks)
+        if captured is not None:
+            shape = given["input_ids"].shape
+            seen = {name: x for name, x in given.items() if x.shape == shape}
+            context = mmkv.Context(self.model, captured.cache(self.model), seen)
+        else:
+            context = mmkv.read(self.model, given, prefill_chunk_size=variant.evict_chunks)
         self._read = (variant.label, budget), given, context
         return context
 
@@ -119,6 +137,27 @@ class Job:
         cache's own reply; [] where that is not known."""
         own = not self.samples[index].goes_on
         return self.replies.get(index, []) if own else self.answer(index)
+
+    def capture(self, variant: Variant, batch: tuple[int, ...]) -> None:
+        """Take in one pass of the batch's prompts, or what precedes their questions.
+
+        The model is not wrapped yet; what was taken in of the batch before is let go.
+        """
+        known = self._captured.get(variant.hidden)
+        if not self.replays or variant.label == FULL or (known and known[0] == batch):
+            return
+        self._captured.pop(variant.hidden, None)
+        inputs = on_device(
+            self.model, self.apart(batch)[0] if variant.hidden else self.inputs(batch)
+        )
+        self._captured[variant.hidden] = batch, Capture.of(self.model, inputs)
+
+    def captured(self, variant: Variant, batch: tuple[int, ...]) -> Capture | None:
+        """What `capture` took in, where it serves the variant that the model is wrapped with."""
+        known = self._captured.get(variant.hidden)
+        if known is None or known[0] != batch or not applies(attachment_of(self.model).plan):
+            return None
+        return known[1]
 
     def full(self, batch: tuple[int, ...]) -> list[Tensor]:
         """The full cache's distributions along the batch's replies, by the model unwrapped.
@@ -145,6 +184,7 @@ def measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, .
     try:
         if job.compares and variant.label != FULL:
             job.full(batch)  # by the model as it is, before it is wrapped
+        job.capture(variant, batch)
         with variant.wrapped(job.model, budget):
             return _measure(job, variant, budget, batch)
     except (ValueError, OutOfMemoryError) as error:
@@ -168,17 +208,26 @@ def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, 
             f"{what} reads prompts at once, and evict_chunks in chunks: use --metrics rouge, "
             "or --question hidden"
         )
+    captured = job.captured(variant, batch)
     if variant.hidden:
-        read, inputs = (on_device(job.model, x) for x in job.apart(batch))
-        context = job.context(variant, budget, read)
+        given, inputs = (on_device(job.model, x) for x in job.apart(batch))
+        context = job.context(variant, budget, given, captured)
         held = context.cache.nbytes
     else:
         job.forget()
 
+    def known() -> tuple[dict[str, Any], Read | None]:
+        """All tokens of the prompts, and what reads them from what was taken in."""
+        if context is not None and captured is not None:
+            return behind(context, inputs)
+        return inputs, None if captured is None else captured.read(job.model)
+
     def force(replies: list[list[int]], full: list[Tensor] | None) -> Scored:
-        if context is None:
-            return score_answers(job.model, inputs, replies, full=full)
-        return score_behind(context, inputs, replies, full)
+        whole, read = known()
+        if context is not None and read is None:
+            return score_behind(context, inputs, replies, full)
+        hidden = context is not None
+        return score_answers(job.model, whole, replies, full=full, read=read, hidden=hidden)
 
     answers = [job.answer(i) for i in batch] if perplexed else None
     replies = [job.reply(i) for i in batch] if job.compares and not reference else None
@@ -197,11 +246,17 @@ def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, 
         del scored
     itself = reference and job.compares
     if job.generates or itself:
-        found, cache, times, first_bytes = _generate(
-            job, inputs, batch, rows, variant.evict_chunks, context
-        )
+        if captured is None:
+            found, cache, times, first_bytes = _generate(
+                job, inputs, batch, variant.evict_chunks, context
+            )
+        else:
+            (whole, read), times, first_bytes = known(), dict[str, float](), 0
+            limits, ends = [job.samples[i].max_new_tokens for i in batch], _ends(job.model)
+            assert read is not None
+            found, cache = continued(job.model, whole, read, limits, ends)
         for row, ids in zip(rows, found, strict=True):
-            index = row["index"]
+            index, row["new_tokens"] = row["index"], len(ids)
             if itself:
                 along = job.answer(index) if job.samples[index].goes_on else ids
                 n = max(0, len(along) - 1)
@@ -262,7 +317,6 @@ def _generate(
     job: Job,
     inputs: dict[str, Any],
     batch: tuple[int, ...],
-    rows: list[Row],
     chunk: int | None,
     context: mmkv.Context | None,
 ) -> tuple[list[list[int]], Any, dict[str, float], int]:
@@ -311,19 +365,23 @@ def _generate(
             out = job.model.generate(**inputs, **options, prefill_chunk_size=chunk)
             new = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
     seconds = time.perf_counter() - start
-    ends = job.model.generation_config.eos_token_id
-    ends = {ends} if isinstance(ends, int) else set(ends or ())
+    ends = _ends(job.model)
     replies: list[list[int]] = []
     total = 0
-    for row, ids, limit in zip(rows, new, limits, strict=True):
+    for ids, limit in zip(new, limits, strict=True):
         stop = next((i for i, token in enumerate(ids) if token in ends), len(ids) - 1) + 1
         total += stop
         ids = ids[: min(stop, limit)]
-        row["new_tokens"] = len(ids)
         replies.append(ids)
     first = clock.times[1] - start
     times = {"first_token_s": round(first, 4), "tokens_per_s": round(total / seconds, 2)}
     return replies, out.past_key_values, times, clock.nbytes
+
+
+def _ends(model: Any) -> set[int]:
+    """Tokens that end a reply."""
+    ends = model.generation_config.eos_token_id
+    return {ends} if isinstance(ends, int) else set(ends or ())
 
 
 def kept_by_row(cache: Any) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmkv import Context
+    from mmkv.forcing import Read
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,8 @@ def score_answers(
     *,
     one_pass: bool | None = None,
     full: Sequence[Tensor] | None = None,
+    read: Read | None = None,
+    hidden: bool = False,
 ) -> Scored:
     """Teacher-force one answer per row behind the prompts.
 
@@ -126,6 +129,8 @@ def score_answers(
             number: where decoding drops nothing.
         full: what `log_probabilities` gives for the same answers. The first token is not compared:
             it is predicted while the prompt is read, before anything is evicted.
+        read: in place of the pass of the prompts, see `mmkv.forcing.forced`.
+        hidden: the prompt was evicted without its question, so the first token is compared too.
 
     Raises:
         ValueError: as many answers as rows are needed; or what the core refuses, such as a budget
@@ -138,10 +143,10 @@ def score_answers(
         raise ValueError(f"{len(answers)} answers for {ids.shape[0]} prompts")
     sums = _Sums(answers, full, ids.device)
     cache, held = None, 0
-    for cache, logits in forced(model, inputs, sums.wide[:, :-1], one_pass):
+    for cache, logits in forced(model, inputs, sums.wide[:, :-1], one_pass, read):
         first = sums.read == 0
         held = getattr(cache, "nbytes", 0) if first else held
-        sums.add(logits, compare=not first)
+        sums.add(logits, compare=hidden or not first)
     return sums.scored(cache, held)
 
 

@@ -9,10 +9,10 @@ own: `applies` tells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,9 +24,13 @@ from mmkv.cache.forward_pass import ForwardPass, current
 from mmkv.cache.phases import Reading
 from mmkv.cache.selection import importance
 from mmkv.cache.token_masks import TokenMasks
+from mmkv.forcing import Read, Steps
 from mmkv.layer_inputs import Rotary
 from mmkv.registry import get_policy
 from mmkv.wrapping import comparing, wrapped
+
+if TYPE_CHECKING:
+    from mmkv import Context
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +107,10 @@ class Capture:
             current.reset(before)
         return cache
 
+    def read(self, model: Any) -> Read:
+        """In place of the wrapped model's pass of the prompts, see `mmkv.forcing.forced`."""
+        return lambda: (self.cache(model), self.logits)
+
     def _scores(self, running: ForwardPass, plan: CacheConfig, prompt: TokenMasks) -> list[Tensor]:
         """What XKV's first pass would find."""
         found = list[Tensor]()
@@ -121,6 +129,54 @@ def applies(plan: CacheConfig) -> bool:
     return not (
         policy.score.repeats or policy.postpone or policy.layers.learns or plan.evict_chunks
     )
+
+
+@torch.no_grad()
+def continued(
+    model: Any, inputs: Mapping[str, Tensor], read: Read, limits: Sequence[int], ends: set[int]
+) -> tuple[list[list[int]], Any]:
+    """Greedy replies behind prompts that are read already, up to an end or each row's limit.
+
+    Args:
+        model: wrapped.
+        inputs: of the prompts; their ids and mask are used.
+        read: gives the cache and the first logits.
+        limits: most new tokens of each row.
+        ends: tokens that end a reply, and are its last ones.
+
+    Returns:
+        new tokens of each row, and the cache.
+    """
+    steps = Steps(model, inputs)
+    cache, logits = read()
+    replies = [list[int]() for _ in limits]
+    for _ in range(max(limits)):
+        token = logits[:, -1].argmax(-1, keepdim=True)
+        for reply, t, limit in zip(replies, token[:, 0].tolist(), limits, strict=True):
+            if len(reply) < limit and not (reply and reply[-1] in ends):
+                reply.append(t)
+        going = (len(x) < n and x[-1] not in ends for x, n in zip(replies, limits, strict=True))
+        if not any(going):
+            break
+        logits = steps.behind(cache, token)
+    return replies, cache
+
+
+def behind(context: Context, question: Mapping[str, Tensor]) -> tuple[dict[str, Any], Read]:
+    """All tokens of a context and a question, left-padded, and what reads the question behind it.
+
+    The question may hold text alone.
+    """
+    given = context.behind(question)
+    cache, ids = given.pop("past_key_values"), question["input_ids"]
+
+    def read() -> tuple[Any, Tensor]:
+        before, mask = given["attention_mask"].tensor_split([-ids.shape[1]], dim=1)
+        cache.expect()
+        steps = Steps(context.model, {"input_ids": ids, "attention_mask": before})
+        return cache, steps.behind(cache, ids, mask)[:, -1:]
+
+    return given, read
 
 
 class _Recorder(CompressedCache):

@@ -48,6 +48,7 @@ def run(
     seed: int = 0,
     processes: Processes | None = None,
     progress: bool = True,
+    replay: bool = False,
 ) -> list[Row]:
     """Measure policies at budgets, or go on with a run that was stopped.
 
@@ -71,6 +72,8 @@ def run(
         seed: of torch, for policies that draw.
         processes: this process's place; by default what the launcher says.
         progress: say on standard error how far it is.
+        replay: run each prompt through the model once for all policies (`mmkv.eval.replay`); rows
+            then have no times, and batches are small.
 
     Returns:
         All rows, in order of policy, budget and sample. In a run of several processes, the first
@@ -111,6 +114,7 @@ def run(
         "seed": seed,
         "notes": list(suite_notes(samples)),
     }
+    settings |= {"replay": True} if replay else {}
     environment = describe_environment(model.device)
     store = Store(out, None if processes.count == 1 else processes.rank)
     order = [v.label for v in variants], [1.0, *(b for b in budgets if named(b) != "1.0")]
@@ -126,6 +130,7 @@ def run(
         "n": len(samples),
     }
     job = Job(model, Encoder(processor, max_length), samples, tuple(metrics), about)
+    job.replays = replay
     groups = batches_of(samples, batch_size)
     mine = groups[processes.rank :: processes.count]
     if processes.main and len(groups) < processes.count:
@@ -134,8 +139,8 @@ def run(
             f"use --batch-size {max(1, len(samples) // processes.count)} or less"
         )
     _try_all(model, variants, budgets)
-    # The full cache's distributions are large: all that is compared with them comes in a row.
-    parts = [[group] for group in mine] if job.compares else [mine]
+    # What all policies share of a prompt is large: they come in a row.
+    parts = [[group] for group in mine] if job.compares or replay else [mine]
     work = [
         (variant, budget, batch)
         for part in parts
@@ -146,7 +151,7 @@ def run(
     ]
     torch.manual_seed(seed)
     total = sum(len(batch) for _, _, batch in work)
-    shown, every = progress and processes.main, _EVERY if job.compares else 0.0
+    shown, every = progress and processes.main, _EVERY if job.compares or replay else 0.0
     with bar(total, shown=shown, every=every) as advance:
         for variant, budget, batch in work:
             missing = [i for i in batch if key_of(head(variant, budget, i)) not in rows]

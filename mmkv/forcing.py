@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, cast
 
 import torch
@@ -15,9 +15,46 @@ from mmkv.cache.token_masks import keeps_everything
 _CHUNK = 128
 
 
+# The cache of prompts, and logits [B, 1, V] of their last tokens.
+Read = Callable[[], tuple[Any, Tensor]]
+
+
+class Steps:
+    """Passes of a model, with what positions and masks need of all tokens so far."""
+
+    def __init__(self, model: Any, inputs: Mapping[str, Tensor]) -> None:
+        ids = inputs["input_ids"]
+        self.model, self.inputs = model, inputs
+        self.mask = inputs["attention_mask"] if "attention_mask" in inputs else torch.ones_like(ids)
+        accepted = inspect.signature(model.forward).parameters
+        self.numbered = "position_ids" in accepted and not _counts_positions_itself(model)
+        self.last = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+
+    def read(self) -> tuple[Any, Tensor]:
+        """The pass of the prompts."""
+        out = self._run(self.inputs, **self.last)
+        return out.past_key_values, out.logits[:, -1:]
+
+    def behind(self, cache: Any, ids: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Logits [B, t, V] of new tokens [B, t]; those of padding, False in `valid`, are none."""
+        new = self.mask.new_ones(ids.shape) if valid is None else valid.to(self.mask.dtype)
+        self.mask = torch.cat([self.mask, new], dim=-1)
+        return self._run({"input_ids": ids}, past_key_values=cache).logits
+
+    def _run(self, tokens: Mapping[str, Tensor], **more: Any) -> Any:
+        if self.numbered:
+            positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
+            more["position_ids"] = positions[:, -tokens["input_ids"].shape[1] :]
+        return self.model(**{**tokens, "attention_mask": self.mask}, use_cache=True, **more)
+
+
 @torch.no_grad()
 def forced(
-    model: Any, inputs: Mapping[str, Tensor], reply: Tensor, one_pass: bool | None = None
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    reply: Tensor,
+    one_pass: bool | None = None,
+    read: Read | None = None,
 ) -> Generator[tuple[Any, Tensor]]:
     """Feed prompts, then the same reply whatever the model predicts.
 
@@ -27,31 +64,19 @@ def forced(
         reply: token ids [B, T], on the model's device.
         one_pass: feed many tokens at once instead of one. By default where it gives the same
             numbers: where decoding drops nothing.
+        read: in place of the pass of the prompts.
 
     Yields:
         the cache and logits [B, 1, V], which the prompts' last tokens give; then, piece by piece,
         the cache and logits [B, t, V], which the reply's T tokens give.
     """
-    ids = inputs["input_ids"]
-    mask = inputs["attention_mask"] if "attention_mask" in inputs else torch.ones_like(ids)
-    accepted = inspect.signature(model.forward).parameters
-    numbered = "position_ids" in accepted and not _counts_positions_itself(model)
-
-    def forward(tokens: Mapping[str, Tensor], **more: Any) -> Any:
-        if numbered:
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)
-            more["position_ids"] = positions[:, -tokens["input_ids"].shape[1] :]
-        return model(**{**tokens, "attention_mask": mask}, use_cache=True, **more)
-
-    last = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
-    out = forward(inputs, **last)
-    cache = out.past_key_values
-    yield cache, out.logits[:, -1:]
-    del out
+    steps = Steps(model, inputs)
+    cache, logits = (read or steps.read)()
+    yield cache, logits
+    del logits
     step = _CHUNK if one_pass or (one_pass is None and drops_nothing(cache)) else 1
     for piece in reply.split(step, dim=1) if reply.shape[1] else ():
-        mask = torch.cat([mask, mask.new_ones(piece.shape)], dim=-1)
-        yield cache, forward({"input_ids": piece}, past_key_values=cache).logits
+        yield cache, steps.behind(cache, piece)
 
 
 def greedy(model: Any, inputs: Mapping[str, Any], most: int) -> tuple[Tensor, Tensor]:

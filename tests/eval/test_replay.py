@@ -11,6 +11,8 @@ from helpers.marks import slow_except
 from helpers.models import make_inputs, make_model
 from helpers.oracle import COMPOSED, ROWS, VARIANTS, options_of
 from mmkv.eval.replay import Capture, applies
+from mmkv.eval.runner import run
+from mmkv.eval.suites.registry import load_suite
 
 
 def compared(model, inputs, policy, budget, options):
@@ -64,3 +66,37 @@ def test_linear_attention_is_refused():
     with pytest.raises(ValueError, match="linear attention"):
         Capture.of(model, zoo.prompt(model, (40,)))
     assert not mmkv.is_wrapped(model)
+
+
+class _Reads(list):
+    """How often the model read a prompt: passes of more than 40 tokens."""
+
+    def __call__(self, module, args, kwargs):
+        if kwargs["input_ids"].shape[1] > 40:
+            self.append(kwargs["input_ids"].shape)
+
+
+def test_an_evaluation_by_replays_gives_the_rows_of_one_without(tmp_path):
+    """Visible and hidden questions, perplexity, divergence, replies and scores of two policies."""
+    model, processor = mmkv.load_builtin()
+    samples = load_suite("ruler", limit=2)
+    how = {
+        "policies": ["snapkv", "condense", "snapkv:question=hidden", "h2o", "kvzip"],
+        "budgets": [0.3],
+        "metrics": ["ppl", "divergence", "next", "rouge", "score"],
+        "batch_size": 1,
+        "data": "builtin",
+        "progress": False,
+    }
+    plain = run(model, processor, samples, out=tmp_path / "plain", **how)
+    reads = _Reads()
+    with model.register_forward_pre_hook(reads, with_kwargs=True):
+        replayed = run(model, processor, samples, out=tmp_path / "replayed", replay=True, **how)
+    timed = {"seconds", "first_token_s", "tokens_per_s", "run", "held_bytes"}
+    for mine, theirs in zip(plain, replayed, strict=True):
+        assert mine.keys() - timed == theirs.keys() - timed
+        for name in mine.keys() - timed:
+            near = isinstance(mine[name], float)
+            assert theirs[name] == (pytest.approx(mine[name], abs=1e-4) if near else mine[name])
+    # A sample: the full cache twice or thrice, two captures, and kvzip's own passes.
+    assert len(reads) <= 10 * len(samples)
