@@ -62,9 +62,9 @@ class Policy:
         merge: what becomes of evicted pairs; None: they are dropped.
         protect: what every layer keeps whatever the scores say; None: nothing more.
         sinks: how many first tokens are always kept (StreamingLLM).
-        recent: the share of a layer's size given to the most recent tokens (H2O: half).
         least: how many tokens a head keeps, in the mean over layers and heads, however small a
             share the budget is; a budget in tokens is not raised.
+        recent: the share of a layer's size given to the most recent tokens (H2O: half).
         reposition: give keys consecutive positions inside the cache (StreamingLLM as published).
         text_prior: tokens of images leave before any other of the prompt does (LOOK-M).
         postpone: a prompt is evicted after so many generated tokens, as if these had ended it:
@@ -81,8 +81,8 @@ class Policy:
     merge: Merge | None = None
     protect: Protect | None = None
     sinks: int = 0
-    recent: float = 0.0
     least: int = 0
+    recent: float = 0.0
     reposition: bool = False
     text_prior: bool = False
     postpone: int = 0

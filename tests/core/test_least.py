@@ -18,6 +18,7 @@ from helpers.oracle import Variant, generate, options_of
 from helpers.profiles import profile_of
 from helpers.serving import alone, watched
 from mmkv.attach.attachment import attachment_of
+from mmkv.cache import selection
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.layer_sizes import row_sizes
 from mmkv.eval.speed.presets import PRESETS
@@ -27,6 +28,7 @@ from mmkv.policy import Policy
 from mmkv.registry import exact_share
 from mmkv.serving import Engine
 
+SAID = "mmkv.cache.config"  # what logs shortfalls
 L, H = 3, 2
 LEAST = 40
 # Far above the floor's share, below it, and below the floor.
@@ -95,15 +97,18 @@ def test_a_larger_share_and_a_number_of_tokens_are_as_without(models, policy):
         assert totals(found[0][-1][0]) == totals(found[1][-1][0])
 
 
-def test_a_short_prompt_is_as_without_us(models):
-    """Condense's own default: 64 tokens are kept whole, and of 65 one is gone."""
-    model = models("llama")
+def test_a_short_prompt_is_as_without_us(models, monkeypatch):
+    """Condense's own default: 64 tokens are kept whole, without a score; of 65 one is gone."""
+    model, scored = models("llama"), []
+    importance = selection.importance
+    monkeypatch.setattr(selection, "importance", lambda *x: scored.append(x) or importance(*x))
     for n, gone in ((1, 0), (64, 0), (65, 1)):
         inputs = make_inputs("llama", (n,))
         plain, words, *_ = generate(model, inputs)
         with mmkv.wrapped(model, budget=0.1):
             logits, tokens, cache, held = generate(model, inputs)
         assert totals(held[0]) == [L * (n - gone)]
+        assert bool(scored) == bool(gone)
         if not gone:
             torch.testing.assert_close(logits, plain, atol=1e-5, rtol=0)
             assert torch.equal(tokens, words)
@@ -143,10 +148,11 @@ def states(output):
     return [x.keeping() for x in output.past_key_values.compressed]
 
 
-def test_a_ratio_is_of_the_tokens_seen_where_that_is_more(models):
+@pytest.mark.parametrize("sinks", [0, 20])  # 20: more than a fifth must be kept
+def test_a_ratio_is_of_the_tokens_seen_where_that_is_more(models, sinks):
     """PrefixKV drops one token a step, down to 40 or to a fifth of all tokens seen."""
     model, inputs = models("llama"), make_inputs("llama", (60, 30))
-    options = {"layers": "uniform", "distance": 0, "least": LEAST}
+    options = {"layers": "uniform", "distance": 0, "least": LEAST, "sinks": sinks}
     with mmkv.wrapped(model, "prefixkv", 0.2, **options):
         *_, held = generate(model, inputs, new=200)
     for t, layers in enumerate(held):
@@ -268,13 +274,13 @@ def notes_of(model, lengths, budget, **options):
 
 def test_the_report_says_where_it_decides(models, caplog):
     model = models("llama")
-    with caplog.at_level(logging.WARNING, logger="mmkv.cache"):
+    with caplog.at_level(logging.WARNING, logger=SAID):
         found = notes_of(model, (180, 33, 350), 0.2, window=32, least=64)
     assert found == [
         "row 0: least=64 keeps 64 of 180 tokens, more than budget 0.2",
         "row 1 lost nothing: 33 prompt tokens, window 32, least=64, budget 0.2",
     ]
-    assert not caplog.records
+    assert not [x for x in caplog.records if x.name == SAID]
     with mmkv.wrapped(model, "xkv", window=8, least=64, retention=0.01), torch.no_grad():
         (note,) = model(**make_inputs("llama", (90,))).past_key_values.report().notes
     assert note == "row 0: least=64 keeps 64 of 90 tokens, more than retention 0.01"
@@ -284,14 +290,19 @@ def test_the_report_says_where_it_decides(models, caplog):
 
 def test_what_is_short_in_spite_of_it_is_still_said(models, caplog):
     model = models("llama")
-    with caplog.at_level(logging.WARNING, logger="mmkv.cache"):
+    with caplog.at_level(logging.WARNING, logger=SAID):
         found = notes_of(model, (90,), 0.1, window=40, least=30)
     text = (
         "row 0: budget 0.1 with least=30 gives 30 of 90 tokens a layer, too few for window 40; its "
         "last 15 observe instead"
     )
-    assert found[-1] == text
-    assert [x.getMessage() for x in caplog.records] == [text]
+    assert found == ["row 0: least=30 keeps 30 of 90 tokens, more than budget 0.1", text]
+    assert [x.getMessage() for x in caplog.records if x.name == SAID] == [text]
+    found = notes_of(model, (90,), 0.1, window=6, sinks=35, least=30)
+    assert found == [
+        "row 0: budget 0.1 with least=30 gives 30 of 90 tokens a layer, too few for window 6, "
+        "sinks 35; 41 are kept"
+    ]
 
 
 def test_it_is_checked_and_of_condense_alone():
