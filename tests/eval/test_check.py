@@ -139,6 +139,8 @@ def test_rows_of_a_batch_are_prompts_and_means_are_over_tokens(model):
         assert report.tokens == total
         mean = sum(x.divergence * y.tokens for x, y in zip(each, alone, strict=True)) / total
         assert row.divergence == pytest.approx(mean, rel=1e-4)
+        share = sum(x.same * y.tokens for x, y in zip(each, alone, strict=True)) / total
+        assert row.same == pytest.approx(share)
         assert row.worst == pytest.approx(max(x.divergence for x in each), rel=1e-4)
         assert row.divergence < row.worst
         assert each[row.worst_prompt].divergence == pytest.approx(row.worst, rel=1e-4)
@@ -409,6 +411,8 @@ class TestCommand:
             done = call("check", *ASKED, *more, "--out", "a")
             assert done.exit_code == 2
             assert "choose another --out" in done.stderr
+        (folder / "p.txt").write_text("\n".join(words(61 + 9 * i, i) for i in range(3)))
+        assert "holds a run with prompts_digest=" in call("check", *ASKED, "--out", "a").stderr
 
     def test_without_out_each_setting_has_a_folder(self, folder):
         for more in ([], ["--limit", "1"], []):
@@ -472,6 +476,7 @@ class TestCommand:
             (["--within", "0"], "within=0.0"),
             (["--budgets", "0.1,2.0"], "budget=2.0"),
             (["--budgets", "0.1,0.1"], "named twice"),
+            (["--budgets", "3"], "budget=3 is below the 6 tokens"),
             (["--policy", "snapkx"], "unknown policy 'snapkx'"),
             (["--option", "window"], "expected name=value"),
             (["--prompts", "missing.txt"], "missing.txt: no such file"),
