@@ -334,6 +334,8 @@ class TestEqualHeads:
     def test_not_where_sizes_were_measured(self, caplog, text_model, tmp_path):
         made = profile_of(text_model)
         assert not self.said(caplog, text_model, "snapkv", profile=made)
+        layers = Profile((0.4, 0.5, 0.6), budget=0.5)
+        assert not self.said(caplog, text_model, "prefixkv", profile=layers)
         text_model.save_pretrained(tmp_path)
         made.save(tmp_path / FILE)
         loaded = type(text_model).from_pretrained(tmp_path).eval()
