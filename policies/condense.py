@@ -1,6 +1,6 @@
 """Condense: what matters exactly, and a weighted summary of the rest.
 
-Every second query of the prompt observes its chunk as if asked at the prompt's end; what some
+Every query of the prompt observes its chunk as if asked at the prompt's end; what some
 observer would miss most stays as it is, and groups that weigh in attention what their tokens do
 stand for all others. Nothing leaves the softmax. Close to: KeepKV, arXiv 2504.09936, and LOOK-M,
 arXiv 2406.18139 (merging); KVzip, arXiv 2505.23416 (observers); ToMe, arXiv 2210.09461, and
@@ -25,4 +25,5 @@ class Condense(Policy):
     score: Score = Observers()
     heads: Heads = RetrievalHeads()
     merge: Merge | None = MergeIntoGroups()
+    sinks: int = 1
     least: int = 64

@@ -196,7 +196,8 @@ def _tokens(attachment: Attachment, length: int) -> Tensor | None:
     Special and added tokens stand at both ends of vocabularies; what the configs name is left out
     wherever it stands.
     """
-    model, config = attachment.model, attachment.parts.config
+    model: Any = attachment.model
+    config = attachment.parts.config
     size, named = config.vocab_size, set(attachment.parts.image_token_ids)
     for x in (config, model.config, model.generation_config):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -210,6 +211,6 @@ def _tokens(attachment: Attachment, length: int) -> Tensor | None:
     drawn = ordinary[torch.randint(len(ordinary), (length,), generator=generator)]
     first = getattr(config, "bos_token_id", None)
     first = ordinary[:1] if first is None else torch.tensor([first])
-    weight = model.get_input_embeddings().weight  # type: ignore[operator]
+    weight = model.get_input_embeddings().weight
     device = model.device if weight.is_meta else weight.device
     return torch.cat([first, drawn, drawn])[None].to(device)

@@ -61,9 +61,9 @@ class MergeIntoGroups(Merge):
             remembers; 0: as many as they are.
     """
 
-    exact: Share = 0.1
-    newest: NonNegativeInt = 1
-    group_run: PositiveInt = 256
+    exact: Share = 0.3
+    newest: NonNegativeInt = 8
+    group_run: PositiveInt = 512
     rounds: PositiveInt = 3
     value_weight: NonNegativeFloat = 0.35
     fit: NonNegativeInt = 16

@@ -251,8 +251,8 @@ class Observers(PerHead):
         average_heads: rank tokens once per layer, by the mean over heads.
     """
 
-    chunk: PositiveInt = 256
-    stride: PositiveInt = 2
+    chunk: PositiveInt = 128
+    stride: PositiveInt = 1
     combines = "max"
     uses_rotary = True
 
