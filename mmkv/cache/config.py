@@ -139,7 +139,9 @@ class CacheConfig:
         always = [f"window {policy.observed}"] if policy.observed else []
         always += [f"sinks {policy.sinks}"] if policy.sinks else []
         always += ["protected text"] if policy.protect is not None else []
-        always = always or [f"latest {policy.decode.latest}"]  # of generated tokens
+        named = map(sum, zip(prompt.anchored, prompt.windows, strict=True))
+        if any(map(int.__gt__, prompt.floors, named)):  # a round of generated tokens
+            always.append(f"latest {policy.decode.latest}")
         rows = zip(prompt.lengths, prompt.windows, prompt.floors, strict=True)
         for row, (length, window, floor) in enumerate(rows):
             total = token_masks.total_kept(policy, budget, n_layers, length)

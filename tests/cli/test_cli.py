@@ -301,7 +301,7 @@ class TestChat:
         (("--budget", "much"), "budget 'much'"),
         (("--model", "/no/such/model"), "cannot load model '/no/such/model': no such folder"),
         (("--model", "./model"), "cannot load model './model': no such folder"),
-        (("--model", __file__), "this is a file; name the model's folder"),
+        (("--model", __file__), "this is a file, and no .gguf file; name the model's folder"),
         (("--model", "somebody/nothing"), "it is no folder here, and "),
         (("--device", "abacus"), "device 'abacus'"),
         (("--device", "meta"), "device 'meta'"),

@@ -254,7 +254,10 @@ def test_generated_tokens_that_take_the_whole_budget_are_named(text_model):
             **make_inputs("llama", (20,)), max_new_tokens=18, return_dict_in_generate=True
         )
     # 22 of 108 tokens over three layers, rounded.
-    text = "row 0: budget 0.2 gives 7.33 of 36 tokens a layer, too few for latest 8; 8 are kept"
+    text = (
+        "row 0: budget 0.2 gives 7.33 of 36 tokens a layer, too few for sinks 1, latest 8; 9 are "
+        "kept"
+    )
     assert out.past_key_values.report().notes[-1] == text
 
 
