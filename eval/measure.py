@@ -16,6 +16,7 @@ from mmkv.report import mean_known
 from .perplexity import Scored, log_probabilities, perplexity, score_answers, score_behind
 from .prompts import Encoder
 from .replay import Capture, applies, behind, continued
+from .replies import ends_of, timed
 from .scoring import rouge_l, score
 from .store import Row
 from .variants import Variant
@@ -246,15 +247,15 @@ def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, 
         del scored
     itself = reference and job.compares
     if job.generates or itself:
+        limits = [job.samples[i].max_new_tokens for i in batch]
         if captured is None:
-            found, cache, times, first_bytes = _generate(
-                job, inputs, batch, variant.evict_chunks, context
-            )
+            pad = job.encoder.tokenizer.pad_token_id
+            how: dict[str, Any] = {"chunk": variant.evict_chunks, "context": context}
+            found, cache, times, first_bytes = timed(job.model, inputs, limits, pad, **how)
         else:
             (whole, read), times, first_bytes = known(), dict[str, float](), 0
-            limits, ends = [job.samples[i].max_new_tokens for i in batch], _ends(job.model)
             assert read is not None
-            found, cache = continued(job.model, whole, read, limits, ends)
+            found, cache = continued(job.model, whole, read, limits, ends_of(job.model))
         for row, ids in zip(rows, found, strict=True):
             index, row["new_tokens"] = row["index"], len(ids)
             if itself:
@@ -311,77 +312,6 @@ def _text_figures(job: Job, variant: Variant, index: int, text: str) -> dict[str
         figures["rouge"] = 1.0 if same else None if full is None else rouge_l(text, (full,))
         figures["rouge_reference"] = rouge_l(text, sample.answers[:1]) if sample.answers else None
     return figures
-
-
-def _generate(
-    job: Job,
-    inputs: dict[str, Any],
-    batch: tuple[int, ...],
-    chunk: int | None,
-    context: mmkv.Context | None,
-) -> tuple[list[list[int]], Any, dict[str, float], int]:
-    """Tokens of greedy replies, the cache behind them, how fast they were, and its bytes after the
-    prompt.
-
-    What a hidden question's context took to be read is in neither time.
-    """
-    import torch
-    from transformers.generation.streamers import BaseStreamer
-
-    class Clock(BaseStreamer):
-        """When tokens come: first the prompt, then the first new ones."""
-
-        def __init__(self) -> None:
-            self.times: list[float] = []
-            self.cache: Any = None
-            self.nbytes = 0
-
-        def watch(self, module: Any, args: Any, output: Any) -> None:
-            self.cache = output.past_key_values
-
-        def put(self, value: Any) -> None:
-            self.times.append(time.perf_counter())
-            if len(self.times) == 2:
-                self.nbytes = self.cache.nbytes
-
-        def end(self) -> None:
-            pass
-
-    limits = [job.samples[i].max_new_tokens for i in batch]
-    options: dict[str, Any] = {
-        "max_new_tokens": max(limits),
-        "do_sample": False,
-        "num_beams": 1,
-        "pad_token_id": job.encoder.tokenizer.pad_token_id,
-        "return_dict_in_generate": True,
-        "streamer": (clock := Clock()),
-    }
-    start = time.perf_counter()
-    with torch.no_grad(), job.model.register_forward_hook(clock.watch):
-        if context is not None:
-            out = context.ask(inputs, **options)
-            new = out.sequences.tolist()
-        else:
-            out = job.model.generate(**inputs, **options, prefill_chunk_size=chunk)
-            new = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
-    seconds = time.perf_counter() - start
-    ends = _ends(job.model)
-    replies: list[list[int]] = []
-    total = 0
-    for ids, limit in zip(new, limits, strict=True):
-        stop = next((i for i, token in enumerate(ids) if token in ends), len(ids) - 1) + 1
-        total += stop
-        ids = ids[: min(stop, limit)]
-        replies.append(ids)
-    first = clock.times[1] - start
-    times = {"first_token_s": round(first, 4), "tokens_per_s": round(total / seconds, 2)}
-    return replies, out.past_key_values, times, clock.nbytes
-
-
-def _ends(model: Any) -> set[int]:
-    """Tokens that end a reply."""
-    ends = model.generation_config.eos_token_id
-    return {ends} if isinstance(ends, int) else set(ends or ())
 
 
 def kept_by_row(cache: Any) -> list[dict[str, Any]]:
