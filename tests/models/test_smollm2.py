@@ -71,7 +71,7 @@ def test_a_fifth_of_the_cache_finds_what_equal_heads_lose(loaded):
 
 
 def test_the_probe_finds_heads_that_copy(loaded):
-    scores = sorted((r for layer in mmkv.probe(loaded.model).retrieval for r in layer))
+    scores = sorted(r for layer in mmkv.probe(loaded.model).retrieval for r in layer)
     assert len(scores) == 90
     assert scores[-5] > 0.4, "five heads copy"
     assert scores[45] < 0.02, "most do not"
