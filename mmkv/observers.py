@@ -2,8 +2,10 @@
 
 The prompt is cut into runs. Inside a run every query, or every second one, is an observer of every
 key, earlier or later, as if it were asked behind the prompt; a token's score is the most that any
-observer would lose if that token alone were dropped. Cost is linear in the prompt, and nothing in
-it waits for the host. Shape letters are those of `mmkv.scores`; a run has C positions.
+observer would lose if that token alone were dropped. A run has no attention sinks but the first,
+so what its observers give to tokens is more than they give in the model: a few more observe the
+whole prompt, the last ones and some between. Cost is linear in the prompt, and nothing in it waits
+for the host. Shape letters are those of `mmkv.scores`; a run has C positions.
 
 Related: observers beyond the window (KVzip, arXiv 2505.23416), the leave-one-out unit (DropKV).
 """
@@ -27,6 +29,7 @@ def observer_scores(
     *,
     run: int = 128,
     stride: int = 1,
+    whole: int = 0,
     scale: float | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
@@ -37,6 +40,10 @@ def observer_scores(
     With `p_ij` the attention of observer `i` over its run, whole and not causal, and `o_i` what it
     reads, a token's score is `max_i p_ij / (1 - p_ij) * |W_g (v_j - o_i)|`, over the run's
     observers and the query heads `g` of the group: how far the layer's output moves.
+
+    With `whole`, so many queries observe all keys of a row that has several runs: half of them are
+    its last ones, the others lie evenly before. What they find is scaled by head to the mean of
+    what runs found, and the larger of both counts.
 
     A row's valid tokens, wherever they lie, are cut into `ceil(n / run)` runs of equal length (to
     one token), so padding changes nothing.
@@ -59,9 +66,9 @@ def observer_scores(
         float32 `[B, H, N]`, not negative, in units of the layer's output.
 
     Raises:
-        ValueError: shapes do not fit, or `run` or `stride` is below 1.
+        ValueError: shapes do not fit, `run` or `stride` is below 1, or `whole` below 0.
     """
-    _check(query, key, value, gram, run, stride, bias, valid)
+    _check(query, key, value, gram, run, stride, whole, bias, valid)
     (B, Hq, Q, D), (H, N), device = query.shape, key.shape[1:3], key.device
     factor = D**-0.5 if scale is None else scale
     if valid is None:
@@ -87,19 +94,60 @@ def observer_scores(
             q = _taken(query, asking, sliced=sliced)[..., skipped::stride, :]
             q, asking = q.unflatten(1, (H, -1)), asking[..., skipped::stride]  # [B, H, G, n, O, D]
             full = sliced and bool((tokens >= 0).all())
-            with autocast_off(key):
-                logits = k[:, :, None] @ (q * factor).mT
-                if softcap is not None:
-                    logits = softcap * torch.tanh(logits / softcap)
-                if bias is not None:
-                    logits += _taken(bias[..., None], tokens, sliced=sliced)[:, :, None]
-                if not full:  # finite: a run of padding must stay finite
-                    logits.masked_fill_((tokens < 0)[:, None, None, ..., None], -1e30)
-                present = None if full else tokens >= 0
-                lost = _most_lost(logits, v, root, present, asking >= 0)
+            biased = None if bias is None else _taken(bias[..., None], tokens, sliced=sliced)
+            absent = None if full else tokens < 0
+            lost = _lost(q * factor, k, v, root, softcap, biased, absent, asking >= 0)
             at = tokens.masked_fill(tokens < 0, N).flatten(1)[:, None].expand(-1, H, -1)
             scores.scatter_(-1, at, lost.flatten(2))
-    return scores[..., :N]
+    scores = scores[..., :N]
+    if not whole or run >= N:
+        return scores
+    asking = _spread(valid[:, N - Q :], whole)
+    tokens = torch.arange(N, device=device).masked_fill(~valid, -1)[:, None]
+    absent = None if sliced else tokens < 0
+    k, v = (_taken(x, tokens, sliced=sliced) for x in (key, value))
+    biased = None if bias is None else bias[:, :, None, :, None].float()
+    found = torch.zeros_like(scores)
+    for some in asking.split(max(1, tile(device) // (B * Hq * N)), dim=1):
+        q = _taken(query, some[:, None], sliced=False).unflatten(1, (H, -1))
+        lost = _lost(q * factor, k, v, root, softcap, biased, absent, some[:, None] >= 0)
+        found = torch.maximum(found, lost[:, :, 0])
+    tiny = torch.finfo(torch.float32).tiny
+    found *= scores.sum(-1, keepdim=True) / found.sum(-1, keepdim=True).clamp(min=tiny)
+    several = valid.sum(-1) > run
+    return torch.where(several[:, None, None], torch.maximum(scores, found), scores)
+
+
+def _lost(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    root: Tensor | None,
+    softcap: float | None,
+    bias: Tensor | None,
+    absent: Tensor | None,
+    observing: Tensor,
+) -> Tensor:
+    """Scores [B, H, n, C] of runs, see `_most_lost`.
+
+    Args:
+        query: [B, H, G, n, O, D], times the scale.
+        key, value: [B, H, n, C, D].
+        root: see `_most_lost`.
+        softcap: bound of the logits, or None.
+        bias: [B, H, n, C, 1], added to the logits of each key, or None.
+        absent: bool [B, n, C], where there is no token; None: nowhere.
+        observing: see `_most_lost`.
+    """
+    with autocast_off(key):
+        logits = key[:, :, None] @ query.mT
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        if bias is not None:
+            logits += bias[:, :, None]
+        if absent is not None:  # finite: a run of padding must stay finite
+            logits.masked_fill_(absent[:, None, None, ..., None], -1e30)
+        return _most_lost(logits, value, root, None if absent is None else ~absent, observing)
 
 
 def output_gram(weight: Tensor) -> Tensor:
@@ -147,6 +195,20 @@ def _last(valid: Tensor, most: int) -> Tensor:
     Q = valid.shape[1]
     place = torch.arange(Q, device=valid.device).expand_as(valid).masked_fill(~valid, -1)
     return place.sort(dim=-1).values[:, -min(most, Q) :]
+
+
+def _spread(valid: Tensor, number: int) -> Tensor:
+    """Valid tokens of each row [B, Q]: its last ones, and as many evenly before: int64 [B, number].
+
+    -1 as filler.
+    """
+    count, last = valid.sum(-1, keepdim=True), -(-number // 2)
+    steps = torch.arange(number, device=valid.device)
+    before = (steps - last) * (count - last).clamp(min=0) // max(1, number - last)
+    place = torch.where(steps < last, count - 1 - steps, before)
+    place = place.masked_fill(count == 0, -1)
+    order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
+    return order.gather(1, place.clamp(min=0)).masked_fill(place < 0, -1)
 
 
 def _taken(x: Tensor, tokens: Tensor, *, sliced: bool) -> Tensor:
@@ -262,6 +324,7 @@ def _check(
     gram: Tensor | None,
     run: int,
     stride: int,
+    whole: int,
     bias: Tensor | None,
     valid: Tensor | None,
 ) -> None:
@@ -280,6 +343,8 @@ def _check(
         )
     if run < 1 or stride < 1:
         raise ValueError(f"run and stride must be at least 1, got {run} and {stride}")
+    if whole < 0:
+        raise ValueError(f"whole must be 0 or more, got {whole}")
     if bias is not None and tuple(bias.shape) != (B, H, N):
         raise ValueError(f"bias must be [B, H, N] = ({B}, {H}, {N}), got {tuple(bias.shape)}")
     check_valid(valid, B, N)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmkv.parts import Score, register_part
-from mmkv.parts.checks import PositiveInt
+from mmkv.parts.checks import NonNegativeInt, PositiveInt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -248,11 +248,13 @@ class Observers(PerHead):
     Options:
         chunk: queries observe runs of about this many tokens; 1 or more.
         stride: every how many queries one observes; 1 or more.
+        whole: how many queries observe the whole prompt, half of them its last; 0: none.
         average_heads: rank tokens once per layer, by the mean over heads.
     """
 
     chunk: PositiveInt = 128
     stride: PositiveInt = 1
+    whole: NonNegativeInt = 64
     combines = "max"
     uses_rotary = True
 
@@ -271,6 +273,7 @@ class Observers(PerHead):
             gram,
             run=self.chunk,
             stride=self.stride,
+            whole=self.whole,
             scale=layer.scale,
             softcap=layer.softcap,
             bias=layer.bias,

@@ -117,6 +117,36 @@ def test_what_came_before_is_observed_by_the_last_queries(padding: int, stride: 
     torch.testing.assert_close(got, want, rtol=2e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("whole", "spread"), [(4, [0, 11]), (3, [0]), (1, []), (2, [0])])
+def test_some_observe_the_whole_prompt(whole: int, spread: list[int], monkeypatch) -> None:
+    """Half of them the last queries, the others evenly before; scaled by head, the larger counts."""
+    monkeypatch.setattr(tiling, "_CPU_TILE_PER_THREAD", 3 * 4 * 24 * 2)
+    N, padding, run = 24, (0, 2, 17), 8
+    query, key, value = (random(3, heads, N, 8, seed=heads) for heads in (4, 2, 2))
+    bias, valid = random(3, 2, N, seed=5), left_padded(N, padding)
+    options = {"run": run, "scale": 0.7, "softcap": 4.0}
+    got = observer_scores(query, key, value, whole=whole, bias=bias, valid=valid, **options)
+    for b, pad in enumerate(padding):
+        q, k, v, extra = (x[b, :, pad:] for x in (query, key, value, bias))
+        n, last = N - pad, -(-whole // 2)
+        near = naive(q, k, v, None, bias=extra, **options)
+        places = [n - 1 - i for i in range(last)]
+        others = whole - last
+        places += [j * (n - last) // others for j in range(others)]
+        if b == 0:
+            assert places[last:] == spread
+        far = torch.stack(
+            [
+                naive(q[:, [i]].expand(-1, n, -1), k, v, None, bias=extra, **options | {"run": n})
+                for i in places
+            ]
+        ).amax(0)
+        want = torch.maximum(near, far * near.sum(-1, keepdim=True) / far.sum(-1, keepdim=True))
+        want = (want if n > run else near).float()
+        torch.testing.assert_close(got[b, :, pad:], want, rtol=3e-4, atol=1e-4)
+        assert not got[b, :, :pad].any()
+
+
 def test_padding_anywhere_holds_anything() -> None:
     N = 40
     valid = torch.ones(2, N, dtype=torch.bool)
