@@ -119,7 +119,7 @@ def test_what_came_before_is_observed_by_the_last_queries(padding: int, stride: 
 
 @pytest.mark.parametrize(("whole", "spread"), [(4, [0, 11]), (3, [0]), (1, []), (2, [0])])
 def test_some_observe_the_whole_prompt(whole: int, spread: list[int], monkeypatch) -> None:
-    """Half of them the last queries, the others evenly before; scaled by head, the larger counts."""
+    """Half of them the last ones, others evenly before; scaled by head, the larger counts."""
     monkeypatch.setattr(tiling, "_CPU_TILE_PER_THREAD", 3 * 4 * 24 * 2)
     N, padding, run = 24, (0, 2, 17), 8
     query, key, value = (random(3, heads, N, 8, seed=heads) for heads in (4, 2, 2))
