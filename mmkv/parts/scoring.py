@@ -254,7 +254,7 @@ class Observers(PerHead):
 
     chunk: PositiveInt = 128
     stride: PositiveInt = 1
-    whole: NonNegativeInt = 64
+    whole: NonNegativeInt = 32
     combines = "max"
     uses_rotary = True
 
