@@ -57,20 +57,20 @@ class Capture:
     similarity: dict[int, tuple[Tensor, Tensor]]
 
     @classmethod
-    def of(cls, model: Any, inputs: Mapping[str, Any], **options: Any) -> Capture:
+    def of(cls, model: Any, inputs: Mapping[str, Any]) -> Capture:
         """Run the prompts of `inputs` through a model that is not wrapped.
 
         Args:
             model: any that can be wrapped.
             inputs: what a processor returns for left-padded prompts, on the model's device.
-            options: more of what the model's forward takes, such as logits_to_keep.
         """
         # With all that some score or layer part asks of a pass.
         asking = get_policy("snapkv", score="observers", layers="squeeze")
         with comparing(), wrapped(model, asking, 0.5), torch.no_grad():
             attachment = attachment_of(model)
             cache = _Recorder(attachment.parts.config, attachment.plan)
-            out = model(**inputs, past_key_values=cache, use_cache=True, **options)
+            steps = Steps(model, inputs)
+            out = steps.run(inputs, past_key_values=cache, **steps.last)
         assert cache.prompt is not None
         assert isinstance(cache.phase, Reading)
         return cls(

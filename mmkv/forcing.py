@@ -32,16 +32,17 @@ class Steps:
 
     def read(self) -> tuple[Any, Tensor]:
         """The pass of the prompts."""
-        out = self._run(self.inputs, **self.last)
+        out = self.run(self.inputs, **self.last)
         return out.past_key_values, out.logits[:, -1:]
 
     def behind(self, cache: Any, ids: Tensor, valid: Tensor | None = None) -> Tensor:
         """Logits [B, t, V] of new tokens [B, t]; those of padding, False in `valid`, are none."""
         new = self.mask.new_ones(ids.shape) if valid is None else valid.to(self.mask.dtype)
         self.mask = torch.cat([self.mask, new], dim=-1)
-        return self._run({"input_ids": ids}, past_key_values=cache).logits
+        return self.run({"input_ids": ids}, past_key_values=cache).logits
 
-    def _run(self, tokens: Mapping[str, Tensor], **more: Any) -> Any:
+    def run(self, tokens: Mapping[str, Tensor], **more: Any) -> Any:
+        """A pass of tokens, the last that the mask knows; `more` is the model's."""
         if self.numbered:
             positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
             more["position_ids"] = positions[:, -tokens["input_ids"].shape[1] :]
