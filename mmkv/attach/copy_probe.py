@@ -101,9 +101,8 @@ def measure(attachment: Attachment) -> Profile:
         ValueError: the model has too few tokens or positions for the probe, or its heads are spread
             over processes.
     """
+    _check_whole(attachment)
     parts, config = attachment.parts, attachment.parts.config
-    if parts.ranks > 1:
-        raise ValueError(SPREAD.format(ranks=parts.ranks))
     positions = getattr(config, "max_position_embeddings", None) or 2 * LENGTH + 1
     length = min(LENGTH, (positions - 1) // 2)
     ids = _tokens(attachment, length)
@@ -136,6 +135,7 @@ def cached(attachment: Attachment) -> Profile:
     Raises:
         ValueError: as `measure`.
     """
+    _check_whole(attachment)
     try:
         known = digest.of_model(attachment.model, attachment.parts.config)
     except NotImplementedError:  # weights that accelerate keeps elsewhere cannot be looked at
@@ -157,6 +157,11 @@ def cached(attachment: Attachment) -> Profile:
     except OSError as error:
         logger.debug("the copy probe's result is not kept: %s", error)
     return found
+
+
+def _check_whole(attachment: Attachment) -> None:
+    if (ranks := attachment.parts.ranks) > 1:
+        raise ValueError(SPREAD.format(ranks=ranks))
 
 
 def settled(attachment: Attachment, plan: CacheConfig) -> CacheConfig:

@@ -533,9 +533,9 @@ def test_a_text_model_from_a_folder(capsys, picture, builtin, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     capsys.readouterr()  # progress of saving
     words = ("--model", tmp_path, "--json", "--budget", "0.5", *SHORT)
-    out, err, code = run(capsys, "chat", "What is it? " * 20, *words)
+    out, err, code = run(capsys, "chat", "What is it? " * 40, *words)
     assert (code, err) == (0, "")
     assert json.loads(out)["report"]["kept_fraction"] < 0.6
     words = [word for word in words if word != "--json"]
-    assert "built-in" not in run(capsys, "chat", "What is it? " * 20, *words)[0]
+    assert "built-in" not in run(capsys, "chat", "What is it? " * 40, *words)[0]
     assert "reads text only" in complaint(capsys, "chat", picture, QUESTION, *words)

@@ -416,7 +416,7 @@ class TestMeasure:
                 for level in (0.1, 0.2, 0.4):
                     n = round(level * 120)
                     layers = OneLayer(layer=i, size=(120 * (H - 1) + n) // H)
-                    heads = OneHead(layer=i, head=h, size=n)
+                    heads = OneHead(layer=i, head=h, size=n - 1)  # beside the sink
                     budget = ((L * H - 1) * 120 + n) / (L * H * 120)
                     with mmkv.wrapped(model, "condense", budget, layers=layers, heads=heads):
                         moved = log_p()

@@ -239,6 +239,16 @@ def test_a_model_too_small_for_the_probe_has_equal_heads_and_says_so(caplog):
         mmkv.probe(model)
 
 
+def test_heads_spread_over_processes_are_of_one_size_and_it_is_said(caplog):
+    model = make_model("llama")
+    model._tp_size = 2
+    with caplog.at_level(logging.WARNING), mmkv.wrapped(model, budget=0.2):
+        assert heads_of(model).equal
+    assert "spread over 2 processes (tensor parallelism), and the copy probe" in caplog.text
+    with pytest.raises(ValueError, match="spread over 2 processes"):
+        mmkv.probe(model)
+
+
 def test_a_failed_probe_leaves_the_model_as_it_was(monkeypatch):
     model = make_model("llama")
     before = [dict(vars(x)) for x in model.modules()]
@@ -268,6 +278,8 @@ def test_eviction_equals_masking(policy, rows):
     """Every policy whose heads may differ, with heads by the probe."""
     model, inputs = make_model("llama"), make_inputs("llama", ROWS[rows])
     options = {**short(policy), "heads": "retrieval", "profile": profile_of(model)}
+    if policy == "lookm":
+        options["merge"] = "none"  # what is merged is no key of the full cache
     with mmkv.wrapped(model, policy, 0.3, **options):
         assert isinstance(heads_of(model), HeadsByWeight)
         logits, tokens, _, held = generate(model, inputs, new=8)
