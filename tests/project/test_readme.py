@@ -126,6 +126,21 @@ class TestTables:
                 assert cells[:2] == [pictures[name][1], texts[name][1]], name
             assert cells[2:] == [seconds, token, cache, peak], name
 
+    def test_the_readmes_figures_of_a_real_model_are_those_of_the_page(self):
+        shown = rows(between(README, "## On a real model", "## Measured"))
+        page = rows(between(QUALITY, "<!-- documents -->", "<!-- /documents -->"))
+        names = {
+            "chance (`random`)": "random",
+            "mixkv`, heads by the probe": "mixkv, heads by the probe",
+        }
+        assert len(shown) > 4
+        for name, cells in shown.items():
+            if name not in ("kept", "---"):
+                five = page[names.get(name, name)]
+                assert cells == [five[1], five[2], five[4]], name
+        budgets = [page["kept"][i] for i in (1, 2, 4)]
+        assert shown["kept"] == budgets
+
 
 class TestCode:
     def test_of_the_readme(self, tmp_path, monkeypatch, capsys):
@@ -266,6 +281,9 @@ class TestCommands:
     )
     def test_others_are_right_up_to_the_model(self, words, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
+        for folder in ("texts", "texts/novels"):  # what mmkv.eval.corpus writes
+            Path(folder).mkdir()
+            Path(folder, "text.txt").write_text("Some words of this text are these. " * 900)
         monkeypatch.setattr("mmkv.eval.loading.load_model", reached)
         monkeypatch.setattr("mmkv.chat.load", reached)
         monkeypatch.setattr("mmkv.eval.loading.token_counter", lambda name: len)
@@ -357,7 +375,7 @@ class TestCommands:
             rf"\.venv/bin/mmkv ({'|'.join(checked)})\b",
             r"\.venv/bin/accelerate launch ",
             r"\.venv/bin/python -m mmkv\.(builtin\.training\.(evaluate|source)) ",
-            r"\.venv/bin/python -m mmkv\.eval\.(harness\.lm_eval|speed\.long) ",
+            r"\.venv/bin/python -m mmkv\.eval\.(harness\.lm_eval|speed\.long|corpus) ",
             r"make [a-z -]+$",
             r"pip install \.$",
             r"\.ci/run$",
