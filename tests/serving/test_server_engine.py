@@ -168,12 +168,13 @@ class Ending:
     """Runs a server in the main thread, and `during` in another, which has it ended."""
 
     def __init__(self, engine, during, grace=5.0):
-        self.engine, self.during, self.errors = engine, during, []
+        self.engine, self.during, self.errors, self.ended = engine, during, [], False
         self.socket = terminal.bind("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
         app = server.app(engine, name="tiny")
         with self.socket:
             running.run(app, self.socket, grace=grace, ready=self.start)
+        self.ended = True
         self.thread.join(10)
         if self.errors:
             raise self.errors[0]
@@ -187,7 +188,8 @@ class Ending:
             self.during(self)
         except BaseException as error:
             self.errors.append(error)
-            os.kill(os.getpid(), signal.SIGINT)
+            if not self.ended:  # a later signal would end the tests
+                os.kill(os.getpid(), signal.SIGINT)
 
     def ask(self, **more):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
