@@ -66,9 +66,9 @@ def wrap(
             read alike.
         profile: measured by `mmkv.calibrate`, or a file of it. Kept fractions replace the policy's
             layer sizes and give the budget where none is named; cost curves and visual scores
-            replace layer and head sizes. None: policies with heads="calibrated" or "visual" look
-            for "mmkv-profile.json" or "mmkv-visual-heads.json" in the folder that the model was
-            loaded from.
+            replace layer and head sizes. None: policies with heads="retrieval", "calibrated" or
+            "visual" look for "mmkv-profile.json" or "mmkv-visual-heads.json" in the folder that the
+            model was loaded from; "retrieval" otherwise measures one here, in one pass.
         kv_dtype: "int8" or "int4" to hold what is kept in 8 or 4 bits; None for the model's type.
         evict_chunks: evict after every chunk of a prompt that is read in chunks
             (`generate(..., prefill_chunk_size=1024)`), so that memory is the budget and one chunk
