@@ -213,7 +213,7 @@ def test_two_turns_layers_and_another_policy(page, folder):
     assert int(numbers[5].rstrip("%")) < 50
     shares = [int(x.get_attribute("aria-valuenow")) for x in page.all(".mm-side [role=meter]")]
     assert shares[0] == 100
-    assert shares[1] < 60
+    assert shares[1] < 70  # 64 of the prompt's 161 tokens (`least`), and the reply's
     assert "ROUGE-L" in page.text(".mm-note")
 
     first = page.text(".mm-lit figcaption")
@@ -312,7 +312,7 @@ def test_what_goes_wrong_is_said_in_the_page(page, tmp_path, folder):
     page.ask("Describe the picture.")
     page.answered(1)
     assert page.text(MESSAGE) == ""
-    assert "too few for protected text" in page.text(".mm-note")
+    assert "least=64 keeps 64 of 159 tokens, more than budget 0.01" in page.text(".mm-note")
 
 
 def test_an_uploaded_picture_is_answered(page, tmp_path, folder):

@@ -276,8 +276,8 @@ class TestReplicas:
                     for i, given in enumerate(asked)
                 ]
                 if kill:
-                    while sum(task.done() for task in tasks) < 4:
-                        await asyncio.sleep(0.01)
+                    while not any(task.done() for task in tasks):  # those of both replicas end soon
+                        await asyncio.sleep(0.001)
                     processes()[0].kill()
                 return await asyncio.wait_for(asyncio.gather(*tasks), 60)
 
