@@ -255,9 +255,9 @@ class TestReplicas:
             f"What is at the {x} {y}?" for x in ("top", "bottom") for y in ("left", "right")
         ]
         asked = [
-            asking(colour, question, max_tokens=12, **drawn)
-            for colour in ("red", "green", "blue")
-            for question in questions
+            asking(f"#{40 * i:02x}{50 * k:02x}80", question, max_tokens=12, **drawn)
+            for i, question in enumerate(questions)
+            for k in range(3)  # twelve pictures, so that each replica is asked of some
             for drawn in ({}, {"temperature": 1.0, "seed": 5})
         ]
 
@@ -276,13 +276,14 @@ class TestReplicas:
                     for i, given in enumerate(asked)
                 ]
                 if kill:
-                    while not any(task.done() for task in tasks):  # those of both replicas end soon
+                    while replicas[0].tokens < tokens + len(tasks):  # of the twelve of each
                         await asyncio.sleep(0.001)
                     processes()[0].kill()
                 return await asyncio.wait_for(asyncio.gather(*tasks), 60)
 
         assert len(processes()) == 2
         before = asyncio.run(all_of_them(kill=False))
+        tokens = replicas[0].tokens
         assert asyncio.run(all_of_them(kill=True)) == before
         assert "a replica was lost" in caplog.text
         assert until(lambda: replicas[0].stats().running == 0)
