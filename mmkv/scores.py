@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmkv import kernels
 from mmkv.tiling import autocast_off, tile
 
 Pooling = Literal["avg", "max"]
@@ -95,13 +94,9 @@ def window_attention(
     per_query = per_query / per_query.sum(-1, keepdim=True).clamp_min(torch.finfo().tiny)
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "valid": valid}
     last = query[:, :, -window:]
-    if _through_kernels(query, key, mask, bias):
-        scores = _column_means(last, key, per_query.view(-1, 1, window), **options)
-        scores = scores[..., : N - window]
-    else:
-        attention = window_rows(last, key, window, mask=mask, bias=bias, **options)
-        with autocast_off(key):
-            scores = (per_query @ attention[..., : N - window]).view(B, Hq, N - window)
+    attention = window_rows(last, key, window, mask=mask, bias=bias, **options)
+    with autocast_off(key):
+        scores = (per_query @ attention[..., : N - window]).view(B, Hq, N - window)
     # Scores are not negative, so the zeros of padding act as either pooling's edge does.
     if pooling == "avg":
         scores = F.avg_pool1d(scores, kernel_size, stride=1, padding=kernel_size // 2)
@@ -160,8 +155,8 @@ def accumulated_attention(
 
     A causal query row is complete in the keys up to its own block, so one pass over blocks of
     queries is exact: softmax `block` rows against at most `N` keys, add up the columns. Extra
-    memory is `O(N * block)` per query head in flight; with the Triton kernels, `O(N)`. With a mask,
-    each block of queries looks at all keys.
+    memory is `O(N * block)` per query head in flight. With a mask, each block of queries looks at
+    all keys.
 
     Args:
         query: `[B, Hq, Q, D]`, the last `Q <= N` tokens' queries.
@@ -192,9 +187,6 @@ def accumulated_attention(
         )
     if block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
-    if _through_kernels(query, key, mask, bias):
-        options: dict[str, Any] = {"scale": _factor(D, scale), "softcap": softcap, "valid": valid}
-        return kernels.column_sums(query, key, kernels.row_lse(query, key, **options), **options)
     G = Hq // H
     block = min(block, max(Q, 1))
     # Rows and key-value heads in flight; those of one row are read where they lie.
@@ -273,29 +265,6 @@ def residual_similarity(before: Tensor, after: Tensor, valid: Tensor | None = No
         return similarity.mean(-1)
     similarity = similarity.masked_fill(~valid, 0.0)
     return similarity.sum(-1) / valid.sum(-1).clamp_min(1)
-
-
-def _through_kernels(query: Tensor, key: Tensor, mask: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether kernels do it, which read 16-bit keys as they are, and see causally.
-
-    In 16 bits only: float32 is as well off with plain products, as matrix units would round it.
-    """
-    return mask is None and bias is None and key.itemsize == 2 and kernels.wanted(query, key)
-
-
-def _column_means(
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    *,
-    scale: float | None,
-    softcap: float | None,
-    valid: Tensor | None,
-) -> Tensor:
-    """Attention of queries [B, Hq, Q, D], summed by `weights` [1 or B, 1, Q]: [B, Hq, N]."""
-    options: dict[str, Any] = {"scale": _factor(key.shape[-1], scale), "softcap": softcap}
-    lse = kernels.row_lse(query, key, valid=valid, **options) - weights.log()
-    return kernels.column_sums(query, key, lse, valid=valid, by_query_head=True, **options)
 
 
 def _column_sums(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.models import make_model
-from mmkv import kernels, registry, wrapping
+from mmkv import registry, wrapping
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -48,13 +48,3 @@ def models() -> Any:
 def text_model() -> Any:
     """A tiny Llama of a test's own."""
     return make_model("llama")
-
-
-@pytest.fixture
-def device() -> torch.device:
-    """The GPU, or the CPU in Triton's interpreter where there is none."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not kernels.available(device):
-        pytest.skip(f"the kernels are not available on {device}")
-    return device

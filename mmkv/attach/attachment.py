@@ -14,7 +14,7 @@ from torch import nn
 
 from mmkv.adapters import Adapter
 from mmkv.around import innermost
-from mmkv.attach import attention, configs, copy_probe, graph, hooks, products
+from mmkv.attach import attention, configs, copy_probe, graph, hooks
 from mmkv.attach.generation import (
     prepare_cache,
     prepare_config,
@@ -89,8 +89,6 @@ class Attachment:
         if parts.facts.forward is not None:
             for module in parts.attentions:
                 self._set(module, "forward", partial(parts.facts.forward, module))
-        for module in products.large_linears(model):
-            self._set(module, "forward", partial(products.linear, module))
 
         self._hook(parts.decoder, "register_forward_pre_hook", hooks.before_decoder)
         self._hook(parts.decoder, "register_forward_hook", hooks.after_decoder, always_call=True)

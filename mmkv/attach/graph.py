@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from mmkv.attach.capturing import capture, refusing_waits
-from mmkv.attach.fusing import fused
 from mmkv.cache.clock import GraphInputs, NotCapturableError, step_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.layer import CompressedLayer
@@ -125,8 +124,7 @@ class Runner:
     def _step(self, cache: CompressedCache) -> Any:
         cache.on_clock = True
         try:
-            with fused(self.model):
-                return self.model(**self.inputs)
+            return self.model(**self.inputs)
         finally:
             cache.on_clock = False
 

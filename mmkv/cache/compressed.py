@@ -93,7 +93,7 @@ class CompressedCache(CacheState):
         assert isinstance(phase, Reading)
         if seen == 0:
             self.plan = self.plan.started()
-        self.clock, self.clocks, plan = None, {}, self.plan
+        self.clock, plan = None, self.plan
         self._check_whole()
         known = tokens_known(self.prompt, seen)
         if known is not None and earlier is not None:
@@ -273,8 +273,6 @@ class CompressedCache(CacheState):
                 "turn to model.generate(..., past_key_values=cache)"
             )
         kept, clock = layer.keeping(), self.clock if self.on_clock else None
-        if clock is None and kept.reads_clock:
-            clock = self._clock_at(key.device, layer.seen - q)
         hidden = None if running.hidden is None else running.hidden.to(key.device)
         out = kept.attend(query, key, value, layer.seen, clock=clock, hidden=hidden, **options)
         if self.observes_replies:

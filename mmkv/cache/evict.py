@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmkv import kernels
 from mmkv.cache import selection, splitting, token_masks
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.dense import DenseKV
@@ -18,9 +17,7 @@ from mmkv.cache.grouping import Groups
 from mmkv.cache.head_groups import HeadGroup, group_rows, spare
 from mmkv.cache.layer import KeptKV
 from mmkv.cache.quantize import QuantizedKV, Stored, relative_error, squares
-from mmkv.cache.ragged_rows import RaggedRows, rows_and_slots
 from mmkv.cache.token_masks import TokenMasks
-from mmkv.kernels.ragged import RaggedStore
 from mmkv.parts.merging import MergeIntoGroups
 from mmkv.parts.slots import GrowingSlots, SlotSchedule, send
 from mmkv.parts.victims import HeavyHitterSlots
@@ -127,12 +124,6 @@ def evict(
     kept, leaders = per_row(counts), held.leaders
     if slots is not None:
         leaders = slots.places(held.leaders, prompt.valid.shape[1])
-    in_rows = plan.kv_dtype is None and plan.inv_freq is None and kernels.wanted(keys, values)
-    if in_rows:
-        schedule = _schedule(plan, prompt, kept, per_row(anchored), np.arange(B * H)).ragged()
-        of_tokens = positions, bias, mass
-        block = _ragged(keys, values, tokens, of_tokens, kept, schedule, expected, prompt)
-        return KeptKV([block], B, H, list(sizes), retained, None, leaders)
     blocks: list[HeadGroup] = []
     off = torch.zeros(B * H, 2, 2, device=keys.device)
     for rows in group_rows(kept):
@@ -181,48 +172,6 @@ def _known_counts(
     counts = torch.tensor(sizes).minimum(torch.tensor(prompt.lengths))
     anchored = torch.tensor(prompt.anchored)
     return counts[:, None].expand(-1, heads), anchored[:, None].expand(-1, heads)
-
-
-def _ragged(
-    keys: Tensor,
-    values: Tensor,
-    tokens: Tensor,
-    of_tokens: Sequence[Tensor | None],
-    counts: np.ndarray,
-    schedule: SlotSchedule,
-    expected: int,
-    prompt: TokenMasks,
-) -> RaggedRows:
-    """The kept pairs of all rows in one flat store, see `RaggedRows`.
-
-    Args:
-        keys, values: [B, H, U, D].
-        tokens: [R, M], where each kept token lies in them, -1 as filler.
-        of_tokens: positions, bias and mass [R, M], or None.
-        counts: [R].
-        schedule: of all rows.
-        expected: tokens that will be generated, as far as known.
-        prompt: what is known of the tokens.
-    """
-    device, seen = keys.device, prompt.valid.shape[1]
-    ahead = min(expected, spare(int(counts.max()), seen))
-    capacity = np.broadcast_to(schedule.reach(ahead), counts.shape).clip(min=1)
-    starts = send(np.cumsum(capacity) - capacity, device)
-    row, slot = rows_and_slots(starts, int(capacity.sum()))
-    lengths = send(counts.astype(np.int32), device)
-    empty, slot = slot >= lengths[row], slot.clamp(max=tokens.shape[1] - 1)
-
-    def flat(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[row, slot]
-
-    at = tokens[row, slot]
-    keys, values = (_gather(x, row, at) for x in (keys, values))
-    positions, bias, mass = (flat(x) for x in of_tokens)
-    assert positions is not None
-    if mass is not None:  # a new token has received nothing
-        mass.masked_fill_(empty, 0.0)
-    store = RaggedStore(keys, values, positions, bias, mass, starts, lengths)
-    return RaggedRows.of(store, capacity, schedule, seen + ahead)
 
 
 def _gather(x: Tensor, rows: Tensor, at: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from mmkv.cache.clock import GraphInputs
 from mmkv.cache.dense import DenseKV, Tail, by_age, token_numbers
 from mmkv.cache.head_groups import HeadGroup
-from mmkv.cache.ragged_rows import RaggedRows
 from mmkv.layer_inputs import Rotary
 
 
@@ -25,8 +24,7 @@ class KeptKV:
     """What a layer keeps after eviction, in blocks of rows of similar length.
 
     Attributes:
-        blocks: each holds some of the B * H rows, a row being one key-value head of one sequence;
-            or one, all of them.
+        blocks: each holds some of the B * H rows, a row being one key-value head of one sequence.
         batch, heads: B and H.
         sizes: tokens kept per head when the prompt was read, for each of the B rows.
         retained: [B], share of the importance kept; None where the policy has no attention score.
@@ -35,18 +33,13 @@ class KeptKV:
             None where there is none.
     """
 
-    blocks: Sequence[HeadGroup] | Sequence[RaggedRows]
+    blocks: Sequence[HeadGroup]
     batch: int
     heads: int
     sizes: list[int]
     retained: Tensor | None = None
     error: Tensor | None = field(default=None)
     leaders: Tensor | None = None
-
-    @property
-    def reads_clock(self) -> bool:
-        """Whether a step reads its number and its position on the device."""
-        return isinstance(self.blocks[0], RaggedRows)
 
     @property
     def nbytes(self) -> int:
@@ -133,8 +126,7 @@ class KeptKV:
             key: [B, H, q, D].
             value: [B, H, q, D].
             seen: tokens seen with these.
-            clock: what drives the step in place of the host, or None; says the step and the
-                position on the device where `reads_clock`.
+            clock: what drives the step in place of the host, or None.
             hidden: bool [B, seen - q], tokens held that these do not see; None: they see all.
             options: scale and softcap.
 
@@ -310,7 +302,7 @@ class CompressedLayer(CacheLayerMixin):
         ]
 
     @property
-    def blocks(self) -> Sequence[HeadGroup] | Sequence[RaggedRows] | None:
+    def blocks(self) -> Sequence[HeadGroup] | None:
         """The blocks of what is kept; None before eviction."""
         return self.state.blocks if isinstance(self.state, KeptKV) else None
 

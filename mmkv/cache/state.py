@@ -10,12 +10,11 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from mmkv import adapters
-from mmkv.cache.clock import GraphInputs, NotCapturableError, step_of
+from mmkv.cache.clock import GraphInputs, NotCapturableError
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.head_groups import HeadGroup
 from mmkv.cache.layer import CompressedLayer, nbytes
 from mmkv.cache.phases import Decoding, Reading
-from mmkv.cache.ragged_rows import RaggedRows
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.report import CacheReport
 
@@ -27,8 +26,6 @@ class CacheState(Cache):
         # What drives steps that are replayed (`mmkv.attach.graph`), and whether this is one.
         self.clock: GraphInputs | None = None
         self.on_clock = False
-        # The same for all other steps, by device, and the position it was set to.
-        self.clocks: dict[torch.device, tuple[GraphInputs, int]] = {}
         plain = DynamicCache(config=config).layers
         layers = [CompressedLayer() if type(x) is DynamicLayer else x for x in plain]
         super().__init__(layers=layers)
@@ -68,19 +65,9 @@ class CacheState(Cache):
         return isinstance(self.phase, Reading)
 
     @property
-    def blocks(self) -> list[HeadGroup | RaggedRows]:
+    def blocks(self) -> list[HeadGroup]:
         """The blocks of all layers."""
         return [b for layer in self.compressed for b in layer.blocks or ()]
-
-    def _clock_at(self, device: torch.device, position: int) -> GraphInputs:
-        """What tells layers on a device which step this is; set once a step."""
-        clock, there = self.clocks.get(device, (None, -1))
-        if clock is None:
-            clock = GraphInputs.at(device)
-        if there != position:
-            clock.set(step_of(self.blocks), position)
-            self.clocks[device] = clock, position
-        return clock
 
     @property
     def observes_replies(self) -> bool:
@@ -203,7 +190,7 @@ class CacheState(Cache):
         """Drop everything, ready for a new prompt."""
         super().reset()
         self.prompt, self.phase, self.clock, self.sizes_learned = None, Reading(), None, False
-        self.clocks, self.rope_deltas = {}, None
+        self.rope_deltas = None
 
     def check_plan(self, config: Any, plan: CacheConfig) -> None:
         """Whether a model wrapped as `plan` says may continue this cache.

@@ -95,10 +95,6 @@ class SlotSchedule:
         """As `most`, of each row by itself: [R], or [1] for all."""
         return np.array([self.used + steps])
 
-    def ragged(self) -> SlotSchedule:
-        """This schedule before its first step, for rows that need not agree on their slots."""
-        return self
-
     @property
     def pending(self) -> int:
         """Steps that are worked out and not yet made."""
@@ -207,12 +203,6 @@ class GrowingSlots(SlotSchedule):
         super().__init__(**arrays)
         self.shared, self.which = True, None
         self.end, self.given = self.counts.max(keepdims=True), arrays
-
-    def ragged(self) -> SlotSchedule:
-        """One new slot a step, behind each row's own."""
-        SlotSchedule.__init__(self, **self.given)
-        self.end = self.counts
-        return self
 
     def steps(self, n: int) -> tuple[np.ndarray, list[int]]:
         """Behind everything."""

@@ -1,24 +1,20 @@
 """On a real card: replayed steps equal steps for every policy, and a failed capture leaves nothing.
 
 Skipped, with a reason, where there is none. What a CPU can tell of the same code is in
-`test_graph.py`, `test_device.py` and `test_capturing.py`; the kernels' own tests, in
-`test_kernels.py`, run compiled on a card.
+`test_graph.py`, `test_device.py` and `test_capturing.py`.
 """
 
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 
 import pytest
 import torch
 
 import mmkv
-from helpers.models import VOCAB, make_inputs, make_model
+from helpers.models import make_inputs, make_model
 from helpers.oracle import REPLAYED, ROWS, options_of, short
-from helpers.ragged import a_step, twice
 from helpers.reference import generate
-from mmkv import kernels, scores
 from mmkv.attach.capturing import capture
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -73,30 +69,6 @@ def test_replayed_steps_equal_steps(variant, rows, captures):
     assert captures, "nothing was captured"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "llava-llama"])
-def test_fused_steps_equal_plain_ones(monkeypatch, captures, name, dtype):
-    """All tokens but one are suppressed, so rounding cannot change which is generated."""
-    from mmkv.attach import fusing, graph
-
-    model, inputs = here(name, "padded")
-    model, ran = model.to(dtype), []
-    own = kernels.rotate
-    monkeypatch.setattr(
-        kernels, "rotate", lambda *args: ran.append("rotate") or own(*args), raising=False
-    )
-    others = [i for i in range(VOCAB) if i != 50]
-    found = []
-    for fused in (nullcontext, fusing.fused):
-        monkeypatch.setattr(graph, "fused", fused)
-        assert not ran
-        with mmkv.wrapped(model, "streaming", 0.4, **short("streaming")):
-            found.append(generate(model, inputs, new=NEW, suppress_tokens=others)[0])
-    assert len(captures) == 2
-    assert ran
-    torch.testing.assert_close(found[1], found[0], atol=2e-1, rtol=5e-2)
-
-
 @pytest.mark.parametrize("policy", ["prefixkv", "snapkv", "h2o"])
 def test_a_prompt_in_chunks(policy, captures):
     model, inputs = here("llama", "padded")
@@ -130,35 +102,3 @@ def test_a_capture_that_fails_leaves_nothing(monkeypatch, caplog):
     assert torch.cuda.current_stream() == stream
     assert not torch.cuda.is_current_stream_capturing()
     same(*both(model, inputs, "snapkv", 0.4, **short("snapkv")))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_accumulated_attention_by_kernels_equals_plain_torch(dtype, monkeypatch):
-    g = torch.Generator().manual_seed(0)
-    query = torch.randn(2, 8, 700, 64, generator=g).to("cuda", dtype)
-    key = torch.randn(2, 2, 700, 64, generator=g).to("cuda", dtype)
-    valid = torch.ones(2, 700, dtype=torch.bool, device="cuda")
-    valid[1, :90] = False
-    assert kernels.wanted(query, key)
-    found = scores.accumulated_attention(query, key, valid=valid)
-    monkeypatch.setattr(kernels, "wanted", lambda *tensors: False)
-    plain = scores.accumulated_attention(query, key, valid=valid)
-    torch.testing.assert_close(found, plain, atol=2e-2, rtol=2e-2)
-
-
-@pytest.mark.parametrize("lightest", [None, {"recent": [4] * 6}], ids=["", "dropping"])
-def test_decode_attention_equals_its_twin(lightest):
-    from mmkv.kernels import twins
-
-    lengths, own = [900, 1, 513, 64, 65, 300], [900, 1, 7, 64, 0, 299]
-    given = a_step(lengths, own, D=64, dtype=torch.bfloat16, weighted=True, lightest=lightest)
-    mine, other = twice(given, torch.device("cuda"))
-    for _ in range(2):  # the second replaces what the first has left
-        found = kernels.decode_attention(**mine, scale=0.125)
-        plain = twins.decode_attention(**other, scale=0.125)
-        torch.testing.assert_close(found.float(), plain.float(), atol=2e-2, rtol=2e-2)
-    assert torch.equal(mine["store"].lengths, other["store"].lengths)
-    torch.testing.assert_close(mine["store"].keys, other["store"].keys, equal_nan=True)
-    if lightest:
-        torch.testing.assert_close(mine["store"].mass, other["store"].mass, equal_nan=True)
-        assert torch.equal(mine["lightest"].freed, other["lightest"].freed)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from helpers.marks import slow_except
-from mmkv import kernels, scores, tiling
+from mmkv import scores, tiling
 from mmkv.scores import accumulated_attention, recency, residual_similarity, window_attention
 
 LAYOUTS = [(4, 4), (6, 2), (3, 1)]  # (Hq, H): one head each, grouped, one for all
@@ -678,16 +678,3 @@ def test_other_scores_check_their_shapes() -> None:
         recency(torch.ones(2, 4))
     with pytest.raises(ValueError, match=r"\(1, 4, 8\) and \(1, 5, 8\)"):
         residual_similarity(torch.ones(1, 4, 8), torch.ones(1, 5, 8))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_on_the_cpu_no_kernel_is_used(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the type: there, kernels run in an interpreter, if at all."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a kernel was used")
-
-    monkeypatch.setattr(kernels, "column_sums", refuse, raising=False)
-    monkeypatch.setattr(kernels, "row_lse", refuse, raising=False)
-    query, key = random(1, 2, 9, 16, dtype=dtype), random(1, 2, 9, 16, seed=1, dtype=dtype)
-    assert accumulated_attention(query, key).shape == (1, 2, 9)

@@ -11,9 +11,4 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# Triton's interpreter runs the kernels where there is no GPU. What it reads this from is set before
-# transformers imports it; `mmkv` itself uses kernels on a GPU alone.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other

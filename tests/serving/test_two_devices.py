@@ -9,7 +9,6 @@ import mmkv
 from helpers.models import make_inputs, make_model
 from helpers.oracle import Variant, options_of
 from helpers.pretending import CPU, DEVICE, Devices, move
-from mmkv import kernels
 from mmkv.serving import Engine, Sampling
 from mmkv.serving.worker import Worker
 
@@ -24,7 +23,6 @@ VARIANTS = [
 @pytest.fixture
 def spread(monkeypatch):
     """A model whose later layers are on another device, and an engine's thread that knows it."""
-    monkeypatch.setattr(kernels, "DEVICES", ())
     loop = Worker._loop
 
     def with_devices(worker):
