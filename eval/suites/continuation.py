@@ -1,7 +1,7 @@
 """Continuation: the perplexity of what follows the beginning of a text.
 
-Data is a text file, a folder of them, or "stdlib": modules of the Python standard library, which
-every machine has, those that `mmkv.builtin.training.source` does not train on.
+Data is a text file, a folder of them, or "stdlib": one module in twelve of the Python standard
+library, which every machine has.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _paths(data: Path) -> dict[str, Path]:
     if str(data) == STDLIB and not data.exists():
         from mmkv.builtin import source
 
-        return source.files(held_out=True)
+        return source.files()
     if not data.is_dir():
         return {data.name: data}
     found = sorted(path for path in data.rglob("*") if path.suffix in SUFFIXES)

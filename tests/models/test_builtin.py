@@ -12,7 +12,9 @@ from PIL import Image
 from safetensors import safe_open
 
 from mmkv.builtin import WEIGHTS, example_pictures, load_builtin, scenes, texts
-from mmkv.builtin.training import build, curriculum, evaluate, train
+from mmkv.builtin.training import curriculum, evaluate, train
+from mmkv.builtin.training.build import build
+from mmkv.builtin.training.evaluate import encode
 
 SCENE = scenes.Scene(
     objects=(
@@ -31,17 +33,6 @@ def builtin():
 @pytest.fixture(scope="module")
 def processor(builtin):
     return builtin[1]
-
-
-def encode(processor, messages, **kwargs):
-    return processor.apply_chat_template(
-        messages,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        **kwargs,
-    )
 
 
 # Scenes ------------------------------------------------------------------------------------------
@@ -219,7 +210,7 @@ def test_prompts_of_different_length_are_padded_on_the_left(processor):
 def test_training_sequences_are_what_the_chat_template_writes(processor):
     picture = scenes.draw(SCENE)
     writer = curriculum.Writer(processor.tokenizer, 400)
-    assert writer.turn("Describe the picture.", scenes.describe(SCENE), (picture,))
+    assert writer.turn("Describe the picture.", scenes.describe(SCENE), picture)
     assert writer.turn("What is at the center?", "An orange star is at the center.")
     messages = [
         *evaluate.user("Describe the picture.", picture),
@@ -235,8 +226,11 @@ def test_training_sequences_are_what_the_chat_template_writes(processor):
     assert processor.tokenizer.decode(answers) == (
         f" {scenes.describe(SCENE)}</s> An orange star is at the center.</s>"
     )
-    ours = curriculum.pixels([picture])
-    assert torch.allclose(ours, inputs["pixel_values"], atol=1e-2)
+    writer.scenes.append(SCENE)
+    batch = curriculum.collate(processor, [writer])
+    assert torch.equal(batch["pixel_values"], inputs["pixel_values"])
+    assert batch["cells"][0, 0].tolist() == [1 + list(scenes.COLORS).index("red"), 1]
+    assert batch["cells"][0, 1].tolist() == [0, 0]
 
 
 # Model -------------------------------------------------------------------------------------------
@@ -265,8 +259,8 @@ def test_the_model_loads_in_the_dtype_asked_for(builtin):
     assert load_builtin(torch.bfloat16)[0].dtype == torch.bfloat16
 
 
-def test_the_initial_model_attends_to_the_previous_token(processor):
-    model = build.build_model(processor).eval()
+def test_the_initial_model_attends_to_the_previous_token():
+    model = build()[0].eval()
     model.set_attn_implementation("eager")
     ids = torch.randint(260, 1000, (1, 64), generator=torch.Generator().manual_seed(0))
     attention = model(input_ids=ids, output_attentions=True).attentions[0][0]
@@ -274,29 +268,17 @@ def test_the_initial_model_attends_to_the_previous_token(processor):
         assert attention[head].diagonal(-distance)[2:].min() > 0.9
 
 
-def test_the_initial_model_attends_to_the_latest_picture_number(processor):
-    model = build.build_model(processor).eval()
-    model.set_attn_implementation("eager")
-    filler = "The wind and the river are calm today. "
-    text = (
-        f" Picture 1: {filler * 12} Picture 2: {filler * 12} Describe the first picture. {filler}"
-    )
-    inputs = processor.tokenizer(text, return_tensors="pt", add_special_tokens=False)
-    attention = model(**inputs, output_attentions=True).attentions[0][0, 6]
-    marks = processor.tokenizer(" 1 2 first", add_special_tokens=False).input_ids
-    places = [inputs.input_ids[0].tolist().index(mark) for mark in marks]
-    ends = [*places[1:], attention.shape[0]]
-    for place, end in zip(places, ends, strict=True):
-        assert attention[end - 1, place] > 0.8
-
-
 @pytest.mark.slow
 def test_a_smoke_run_trains_resumes_and_can_be_loaded(tmp_path):
-    train.train(tmp_path, steps=2, small=True, compiled=False)
-    before = (tmp_path / "weights" / "model.safetensors").read_bytes()
-    progress = train.train(tmp_path, steps=3, resume=True, small=True, compiled=False)
-    assert progress.step == 3
-    assert (tmp_path / "weights" / "model.safetensors").read_bytes() != before
+    train.train(tmp_path, steps=2, small=True, compile=False)
+    before = torch.load(tmp_path / "checkpoint.pt")
+    # A run that has come to its end takes no further step: what it holds is the checkpoint's.
+    assert train.train(tmp_path, steps=2, resume=True, small=True, compile=False) == 2
+    after = torch.load(tmp_path / "checkpoint.pt")
+    assert all(torch.equal(x, after["model"][name]) for name, x in before["model"].items())
+    assert train.train(tmp_path, steps=3, resume=True, small=True, compile=False) == 3
+    after = torch.load(tmp_path / "checkpoint.pt")
+    assert not all(torch.equal(x, after["model"][name]) for name, x in before["model"].items())
     model, processor = load_builtin(weights=tmp_path / "weights")
     inputs = encode(processor, evaluate.user("Describe the picture.", scenes.draw(SCENE)))
     assert model.generate(**inputs, max_new_tokens=2).shape[1] == inputs["input_ids"].shape[1] + 2
@@ -307,15 +289,16 @@ def test_a_run_needs_either_minutes_or_steps(tmp_path):
         train.train(tmp_path)
 
 
-@pytest.mark.slow
-def test_the_shipped_model_describes_heldout_pictures(builtin):
-    figure = evaluate.descriptions(*builtin, n=12)
-    assert figure.right / figure.total >= 0.8, str(figure)
-
-
-def test_the_shipped_model_looks_values_up(builtin):
-    figure = evaluate.lookups(*builtin, n=20, tokens=256)
-    assert figure.right / figure.total >= 0.9, str(figure)
+@pytest.mark.parametrize(
+    ("name", "n", "least"),
+    [
+        pytest.param("objects described", 12, 0.8, marks=pytest.mark.slow),
+        ("values looked up, 256 tokens", 20, 0.9),
+    ],
+)
+def test_what_the_shipped_model_can_do(builtin, name, n, least):
+    right, total = evaluate.measure(*builtin, name, n)
+    assert right / total >= least
 
 
 def test_example_pictures_are_heldout_scenes():

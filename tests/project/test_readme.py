@@ -312,16 +312,10 @@ class TestCommands:
 
         (line,) = [x for x in lines() if " -m mmkv.builtin.training.evaluate " in x]
         monkeypatch.setattr(evaluate, "load_builtin", reached)
+        app = typer.Typer(pretty_exceptions_enable=False)
+        app.command()(evaluate.main)
         with pytest.raises(Reached):
-            evaluate.main(shlex.split(line)[3:])
-
-    def test_the_language_model_of_source_code(self, monkeypatch):
-        from mmkv.builtin.training import source
-
-        (line,) = [x for x in lines() if " -m mmkv.builtin.training.source " in x]
-        monkeypatch.setattr(source, "train", lambda **options: reached())
-        with pytest.raises(Reached):
-            source.main(shlex.split(line)[3:])
+            app(shlex.split(line)[3:], standalone_mode=False)
 
     def test_the_long_prompt(self, monkeypatch):
         from mmkv.eval.speed import long
