@@ -56,9 +56,9 @@ def checked(policy: Policy, budget: Any) -> float | int | None:
             f"policy {policy.name!r} needs a budget: a float in (0, 1] for a fraction of the "
             "prompt, or an int for a number of tokens"
         )
-    always = policy.observed + policy.sinks
+    always = policy.window_size + policy.sinks
     if isinstance(size, int) and size < always:
-        kept = f"window={policy.observed - policy.postpone}, sinks={policy.sinks}"
+        kept = f"window={policy.window_size - policy.postpone}, sinks={policy.sinks}"
         kept += f", postpone={policy.postpone}" if policy.postpone else ""
         raise ValueError(
             f"budget={size} is below the {always} tokens that {policy.name!r} always keeps "

@@ -16,13 +16,13 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from mmkv import adapters, digest
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache.dense import DenseKV
 from mmkv.cache.evict import evict
 from mmkv.cache.phases import Decoding
+from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.token_masks import HOSTED, MASKS, TokenMasks
 
 FORMAT, VERSION = "mmkv-context", 2
-_DENSE = ("keys", "values", "positions", "scores", "weights", "bias", "leaders")
+_DENSE = ("keys", "values", "positions", "scores", "weights", "bias", "group_index")
 _SEEN = ("input_ids", "attention_mask")
 
 # What a file says of a context beside its tensors; lists have an entry for each row, or, as "sizes"
@@ -181,7 +181,7 @@ def _restored(
             )
         if positions.shape != (B, H, U) or not bool(((positions >= -1) & (positions < T)).all()):
             raise ValueError(f"layer {i} holds positions out of place")
-        held = DenseKV(**{k: found[k] for k in _DENSE})  # type: ignore[arg-type]
+        held = PromptKV(**{k: found[k] for k in _DENSE})  # type: ignore[arg-type]
         with torch.no_grad():
             layer.state = evict(held, cache.plan, prompt, prompt.lengths, 0, i)
         layer.state.sizes = sizes

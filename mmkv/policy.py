@@ -121,7 +121,7 @@ class Policy:
             ValueError: they cannot.
         """
         score, asked = self.score, f"postpone={self.postpone}"
-        if score.repeats or (score.queries == 0 and score.combines != "sum"):
+        if score.repeats or (score.queries == 0 and score.turn_reduction != "sum"):
             raise ValueError(
                 f"{asked} lets the queries of generated tokens observe, and score={score.name!r} "
                 "asks none of them: use postpone=0, or score='window' or 'accumulated'"
@@ -224,9 +224,9 @@ class Policy:
             return {f.name: known.get(f.name, Any) for f in dataclasses.fields(cls)}
 
     @property
-    def observed(self) -> int:
+    def window_size(self) -> int:
         """How many last tokens observe and are themselves always kept."""
-        return 0 if self.keeps_all else self.score.observed + self.postpone
+        return 0 if self.keeps_all else self.score.window_size + self.postpone
 
     @property
     def queries(self) -> int | None:

@@ -222,7 +222,7 @@ def _notes(cache: CacheState) -> list[str]:
         raised = plan.raised(length, len(sizes), sum(sizes))
         if all(n == length for n in sizes):
             whole += 1
-            why = f"window {policy.observed}, " if policy.observed else ""
+            why = f"window {policy.window_size}, " if policy.window_size else ""
             why += f"least={policy.least}, " if raised else ""
             notes.append(f"row {row} lost nothing: {length} prompt tokens, {why}{asked}")
         elif raised:

@@ -24,9 +24,9 @@ from mmkv.around import innermost
 from mmkv.cache import layer_sizes
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.dense import DenseKV
 from mmkv.cache.evict import evict
 from mmkv.cache.layer import CompressedLayer
+from mmkv.cache.prompt_kv import PromptKV
 from mmkv.curves import Curves
 from mmkv.forcing import greedy
 from mmkv.parts.decoding import Grow
@@ -122,14 +122,14 @@ class _Probe(CompressedCache):
         scale, softcap = options["scale"], options.get("softcap")
         layer, prompt = self.layers[layer_idx], self.prompt
         assert isinstance(layer, CompressedLayer)
-        assert isinstance(layer.state, DenseKV)
+        assert isinstance(layer.state, PromptKV)
         assert prompt is not None
         held = layer.state
         first = layer.seen - query.shape[2]
         new = torch.arange(first, layer.seen, device=key.device).expand(len(key), 1, -1)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
 
-        def read(past: DenseKV) -> Tensor:
+        def read(past: PromptKV) -> Tensor:
             past = past.extended(key.float(), value.float(), new)
             return past.attend(query.float(), first, scale=scale, softcap=softcap)
 

@@ -21,9 +21,9 @@ from mmkv import adapters
 from mmkv.around import innermost
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.dense import DenseKV
 from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.phases import Reading
+from mmkv.cache.prompt_kv import PromptKV
 from mmkv.layer_inputs import LayerInputs
 from mmkv.parts.sizing import UniformHeads
 from mmkv.policy import Policy
@@ -87,7 +87,7 @@ class _Probe(CompressedCache):
         self.hits: list[Tensor] = []  # by layer, float64 [H]
 
     def _read(
-        self, layer: CompressedLayer, phase: Reading, held: DenseKV, new: LayerInputs
+        self, layer: CompressedLayer, phase: Reading, held: PromptKV, new: LayerInputs
     ) -> None:
         self.hits.append(head_hits(new, self.regions.to(new.key.device)).cpu())
 

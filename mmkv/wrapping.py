@@ -202,7 +202,7 @@ def planned(
     elif known is not None and known.retrieval is not None:
         chosen = retrieval.sized(chosen, known.retrieval, compressed)
     elif known is not None:
-        if chosen.heads.spans_layers:
+        if chosen.heads.is_global:
             raise ValueError(
                 f"profile={str(profile)!r} gives layer sizes, and heads={chosen.heads.name!r} "
                 "finds them for itself: leave out one of the two"

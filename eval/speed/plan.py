@@ -199,7 +199,7 @@ def plan(
         sliding = sum(x.pair * min(seen, x.window) for x in sizes.layers if x.window)
         return sum(x.pair for x in full) * tokens * bits / 8 + sliding * number
 
-    every = policy.heads.spans_layers or policy.score.repeats
+    every = policy.heads.is_global or policy.score.repeats
     every = every or (policy.layers.needs and not policy.layers.mini_prefill)
     whole = full if every or policy.keeps_all else full[:1]
     prefill = load.prompt * number * (sizes.hidden + sum(x.pair for x in whole))

@@ -29,7 +29,7 @@ def nearest_press(policy: Policy, budget: float | int, prompt: int) -> dict[str,
     score, layers = policy.score, policy.layers
     if policy.keeps_all or layers.name in ("squeeze", "pooled", "geometric"):
         return None
-    if policy.heads.spans_layers:
+    if policy.heads.is_global:
         return None
     if isinstance(score, Recency):
         return {"name": "StreamingLLMPress", "options": options | {"n_sink": policy.sinks}}

@@ -43,7 +43,7 @@ def _comparing(policy: Policy, sized: bool) -> str | None:
     score, layers, heads = policy.score, policy.layers, policy.heads
     if not score.by_head:
         return f"score={score.name!r} looks at all of a layer's: use another, such as 'window'"
-    if score.ranks and score.ranks_once:
+    if score.ranks and score.shared_ranking:
         return "average_heads=True takes the mean of a layer's: use average_heads=False"
     if not sized and layers.needs not in ("", "similarity"):
         name = layers.name or type(layers).__name__

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from mmkv.cache import selection
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache.dense import DenseKV
 from mmkv.cache.forward_pass import ForwardPass
-from mmkv.cache.modes import outliving
+from mmkv.cache.modes import outside_inference_mode
 from mmkv.cache.phases import Reading
+from mmkv.cache.prompt_kv import PromptKV
 from mmkv.parts.repetition import Repetition
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def run(attachment: Attachment, running: ForwardPass, arguments: dict[str, Any])
             f"score={cache.plan.policy.score.name!r} feeds a prompt again, which a "
             f"{type(decoder).__name__} does not allow with pictures: use another score"
         )
-    with outliving(), torch.no_grad():
+    with outside_inference_mode(), torch.no_grad():
         phase.given.append(_given(decoder, cache, arguments))
         if not cache.repeats:
             return
@@ -178,7 +178,7 @@ class _Repeater:
     ) -> Tensor:
         """One layer: its attention output [B, R, Hq, D]."""
         layer: Any = self.cache.layers[layer_idx]
-        held: DenseKV = layer.state
+        held: PromptKV = layer.state
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         (B, _, R, _), device = query.shape, query.device
         present = self.piece.present.to(device)
@@ -192,7 +192,7 @@ class _Repeater:
 
     def _scored(
         self,
-        held: DenseKV,
+        held: PromptKV,
         layer_idx: int,
         query: Tensor,
         key: Tensor,

@@ -45,7 +45,7 @@ def step_of(blocks: Iterable[Any]) -> int:
     rows: set[int] = set()
     for block in blocks:
         block.schedule.prepare()
-        if not block.schedule.weighs:  # one that does has no table
+        if not block.schedule.needs_decode_attention:  # one that does has no table
             rows.add(block.schedule.at)
     if len(rows) > 1:
         raise ValueError(f"the layers are not at the same step, but at {sorted(rows)}")

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmkv.cache.dense import DenseKV
 from mmkv.cache.evict import evict, head_sizes
 from mmkv.cache.forward_pass import NOT_ATTENDED, ForwardPass, current
 from mmkv.cache.hidden import hides, tokens_known
 from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.layer_sizes import sizes_of_rows
-from mmkv.cache.modes import outliving, refuse_gradient
+from mmkv.cache.modes import outside_inference_mode, refuse_gradient
 from mmkv.cache.phases import Decoding, Reading
+from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.state import CacheState
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs
@@ -227,18 +227,18 @@ class CompressedCache(CacheState):
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         options: Any = {"scale": factor, "softcap": softcap}
         if isinstance(self.phase, Decoding):
-            with outliving():
+            with outside_inference_mode():
                 return self._step(layer, running, query, key, value, mask, options), None
         assert self.prompt is not None
         first = layer.seen - query.shape[2]
         new = self.prompt.valid[:, first:]
         view = running.view(mask, new)
-        with outliving():
+        with outside_inference_mode():
             positions = torch.arange(first, layer.seen, device=key.device)
             positions = positions.masked_fill(~new.to(key.device), -1)[:, None]
             held = past = layer.dense()
             if past is None:
-                held = DenseKV(key, value, positions)
+                held = PromptKV(key, value, positions)
             else:
                 if self.phase.hides:
                     past = past.masked(self.prompt.valid)
@@ -249,7 +249,7 @@ class CompressedCache(CacheState):
             inv_freq = self.plan.inv_freq
             attended = held.attend(query, first, among=view, inv_freq=inv_freq, **options)
             out = refuse_gradient(attended), None
-        with outliving(), torch.no_grad():
+        with outside_inference_mode(), torch.no_grad():
             inputs = running.inputs(layer_idx, query=query, mask=view, **held.pairs, **options)
             self._read(layer, self.phase, held, inputs)
         return out
@@ -296,7 +296,7 @@ class CompressedCache(CacheState):
         self,
         layer: CompressedLayer,
         phase: Reading,
-        held: DenseKV,
+        held: PromptKV,
         new: LayerInputs,
     ) -> None:
         """Score what a layer holds; evict at once if its size is known, else hold it whole."""
@@ -319,7 +319,7 @@ class CompressedCache(CacheState):
         if phase.sizes is not None:
             self._evict(layer, phase.sizes[self.compressed.index(layer)])
 
-    def _hold(self, layer: CompressedLayer, held: DenseKV) -> None:
+    def _hold(self, layer: CompressedLayer, held: PromptKV) -> None:
         """The layer holds all its tokens where generated ones come in, until it is evicted."""
         assert self.prompt is not None
         prompt, ahead = self.prompt.to(held.keys.device), self.plan.policy.postpone
@@ -333,12 +333,12 @@ class CompressedCache(CacheState):
         reading = self._reading
         if reading is None or prompt is None or not reading.evicts:
             return
-        waiting = [x.state for x in layers if isinstance(x.state, DenseKV)]
+        waiting = [x.state for x in layers if isinstance(x.state, PromptKV)]
         if waiting:
             scores = [x.scores for x in waiting if x.scores is not None]
             measured = [x.measured for x in waiting if x.measured is not None]
             sizes = self._sizes(prompt, scores, [x.positions for x in waiting], measured)
-            with outliving(), torch.no_grad():
+            with outside_inference_mode(), torch.no_grad():
                 split = head_sizes(waiting, self.plan.policy, prompt, sizes)
                 for layer, size, heads in zip(layers, sizes, split, strict=True):
                     self._evict(layer, size, heads)
@@ -363,7 +363,7 @@ class CompressedCache(CacheState):
         """Whether this pass scores: where it evicts, and always where scores add up."""
         if self.plan.keeps_everything:
             return False
-        adds = self.plan.policy.score.combines == "sum"
+        adds = self.plan.policy.score.turn_reduction == "sum"
         evicts = phase.evicts and not (phase.keeps_all or phase.postpones)
         return adds or (evicts and self.plan.evicts(prompt))
 
@@ -387,7 +387,7 @@ class CompressedCache(CacheState):
 
     def _evict(self, layer: CompressedLayer, sizes: list[int], split: Tensor | None = None) -> None:
         """The layer keeps a copy of what it keeps, and lets go of the rest."""
-        assert isinstance(layer.state, DenseKV)
+        assert isinstance(layer.state, PromptKV)
         assert self.prompt is not None
         expected = max(0, self.max_length - self.prompt.valid.shape[1])
         if isinstance(self.phase, Reading) and self.phase.until is not None:

@@ -104,7 +104,7 @@ class CacheConfig:
     @property
     def needs_all_layers(self) -> bool:
         """Whether sizes depend on the scores of every layer."""
-        needs = self.policy.heads.spans_layers or self.policy.score.repeats
+        needs = self.policy.heads.is_global or self.policy.score.repeats
         sized = self.fractions is not None or self.learned is not None
         needs |= bool(self.policy.layers.needs) and not sized
         return needs and not self.keeps_everything
@@ -136,7 +136,7 @@ class CacheConfig:
         policy, budget, found = self.policy, self.budget, list[str]()
         if budget is None or self.keeps_everything:
             return found
-        always = [f"window {policy.observed}"] if policy.observed else []
+        always = [f"window {policy.window_size}"] if policy.window_size else []
         always += [f"sinks {policy.sinks}"] if policy.sinks else []
         always += ["protected text"] if policy.protect is not None else []
         named = map(sum, zip(prompt.anchored, prompt.windows, strict=True))
@@ -146,7 +146,7 @@ class CacheConfig:
         for row, (length, window, floor) in enumerate(rows):
             total = token_masks.total_kept(policy, budget, n_layers, length)
             free = total - n_layers * floor  # left for tokens that need not be kept
-            holds = window == policy.observed and free >= 0
+            holds = window == policy.window_size and free >= 0
             if holds and (free >= n_layers or floor in (0, length)):
                 continue
             given = f"budget {budget} gives"
@@ -156,7 +156,7 @@ class CacheConfig:
                 f"row {row}: {given} {total / n_layers:.3g} of {length} tokens a "
                 f"layer, {'all' if holds else 'too few'} for {', '.join(always)}"
             )
-            if window != policy.observed:
+            if window != policy.window_size:
                 text += f"; its last {window} observe instead"
             if free < 0:
                 text += f"; {floor} are kept"

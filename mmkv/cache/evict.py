@@ -11,11 +11,11 @@ from torch.nn.functional import pad
 
 from mmkv.cache import selection, splitting, token_masks
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.dense import DenseKV
 from mmkv.cache.group_weights import log_weights
 from mmkv.cache.grouping import Groups
-from mmkv.cache.head_groups import HeadGroup, group_rows, spare
 from mmkv.cache.layer import KeptKV
+from mmkv.cache.padded_blocks import PaddedBlock, group_rows, spare
+from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.quantize import QuantizedKV, Stored, relative_error, squares
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.parts.merging import MergeIntoGroups
@@ -25,7 +25,7 @@ from mmkv.policy import Policy
 
 
 def head_sizes(
-    layers: Sequence[DenseKV], policy: Policy, prompt: TokenMasks, sizes: Sequence[Sequence[int]]
+    layers: Sequence[PromptKV], policy: Policy, prompt: TokenMasks, sizes: Sequence[Sequence[int]]
 ) -> Sequence[Tensor | None]:
     """What each head of each layer keeps, [B, H], where the heads of all layers share the budget.
 
@@ -37,7 +37,7 @@ def head_sizes(
         prompt: what is known of the tokens.
         sizes: [L][B], tokens kept per head if all heads of a layer kept as many.
     """
-    if not policy.heads.spans_layers or any(x.scores is None for x in layers):
+    if not policy.heads.is_global or any(x.scores is None for x in layers):
         return [None] * len(layers)
     scores, free, forced = [], [], []
     for held, size in zip(layers, sizes, strict=True):
@@ -50,7 +50,7 @@ def head_sizes(
 
 
 def evict(
-    held: DenseKV,
+    held: PromptKV,
     plan: CacheConfig,
     prompt: TokenMasks,
     sizes: Sequence[int],
@@ -105,7 +105,7 @@ def evict(
 
     positions = per_token(held.positions, -1).int()
     mass = None
-    if held.scores is not None and (combines := policy.score.combines):
+    if held.scores is not None and (combines := policy.score.turn_reduction):
         mass = per_token(held.scores, 0)
         if slots is not None:
             mass = slots.reduced(held.scores, combines).flatten(0, 1)
@@ -113,7 +113,7 @@ def evict(
             whole_rows = ~torch.tensor(scored).repeat_interleave(H)[:, None]
             whole_rows = whole_rows.to(mass.device, non_blocking=True)
             mass.masked_fill_(whole_rows, 0.0)  # alone, such a row would not be scored
-    elif policy.decode.weighs and not plan.keeps_everything:
+    elif policy.decode.needs_decode_attention and not plan.keeps_everything:
         mass = torch.zeros(positions.shape, device=positions.device)
     if bias is not None:
         bias = bias.masked_fill(indices < 0, 0.0).flatten(0, 1)
@@ -121,10 +121,10 @@ def evict(
     def per_row(x: Tensor) -> np.ndarray:
         return x.expand(B, H).reshape(-1).numpy()
 
-    kept, leaders = per_row(counts), held.leaders
+    kept, group_index = per_row(counts), held.group_index
     if slots is not None:
-        leaders = slots.places(held.leaders, prompt.valid.shape[1])
-    blocks: list[HeadGroup] = []
+        group_index = slots.places(held.group_index, prompt.valid.shape[1])
+    blocks: list[PaddedBlock] = []
     off = torch.zeros(B * H, 2, 2, device=keys.device)
     for rows in group_rows(kept):
         schedule = _schedule(plan, prompt, kept, per_row(anchored), rows)
@@ -143,7 +143,7 @@ def evict(
             stored.append(QuantizedKV.of(exact, plan.kv_dtype))
             off[index, i] = squares(exact, stored[i][:, :], where >= 0)
         blocks.append(
-            HeadGroup.of(
+            PaddedBlock.of(
                 stored[0],
                 stored[1],
                 where,
@@ -155,11 +155,11 @@ def evict(
             )
         )
     error = None if plan.kv_dtype is None else relative_error(off.view(B, H, 2, 2).sum(1))
-    return KeptKV(blocks, B, H, list(sizes), retained, error, leaders)
+    return KeptKV(blocks, B, H, list(sizes), retained, error, group_index)
 
 
 def _known_counts(
-    policy: Policy, held: DenseKV, prompt: TokenMasks, sizes: Sequence[int]
+    policy: Policy, held: PromptKV, prompt: TokenMasks, sizes: Sequence[int]
 ) -> tuple[Tensor, Tensor] | None:
     """What each head will keep, and what of it is protected, where that needs no look at a device.
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from mmkv.cache.dense import DenseKV
 from mmkv.cache.layer import CompressedLayer, KeptKV
+from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.token_masks import TokenMasks
 
 
@@ -50,16 +50,18 @@ def hides(layers: Sequence[Any], known: Tensor, earlier: Tensor) -> bool:
             "attention: keep showing them, or start a new cache"
         )
     states = [x.state for x in layers if isinstance(x, CompressedLayer)]
-    if any(isinstance(x, DenseKV) for x in states):
+    if any(isinstance(x, PromptKV) for x in states):
         raise ValueError(
             "the attention_mask of a later chunk hides tokens of an earlier chunk of the same "
             "prompt: mask them in every chunk"
         )
     for state in states:
-        leaders = state.leaders if isinstance(state, KeptKV) else None
-        if leaders is None:
+        group_index = state.group_index if isinstance(state, KeptKV) else None
+        if group_index is None:
             continue
-        grouped = hidden.to(leaders.device)[:, : leaders.shape[-1]] & (leaders >= 0).any(1)
+        grouped = hidden.to(group_index.device)[:, : group_index.shape[-1]] & (
+            group_index >= 0
+        ).any(1)
         if bool(grouped.any()):
             row, position = grouped.nonzero()[0].tolist()
             raise ValueError(

@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from mmkv.cache.clock import GraphInputs
-from mmkv.cache.dense import DenseKV, Tail, by_age, token_numbers
-from mmkv.cache.head_groups import HeadGroup
+from mmkv.cache.padded_blocks import PaddedBlock
+from mmkv.cache.prompt_kv import PromptKV, Tail, by_age, token_numbers
 from mmkv.layer_inputs import Rotary
 
 
@@ -29,27 +29,27 @@ class KeptKV:
         sizes: tokens kept per head when the prompt was read, for each of the B rows.
         retained: [B], share of the importance kept; None where the policy has no attention score.
         error: [B, 2], what 8 or 4 bits cost keys and values; None where nothing is quantised.
-        leaders: [B, H, T], the group of each token of the prompt, see `grouping.Groups.places`;
+        group_index: [B, H, T], the group of each token of the prompt, see `grouping.Groups.places`;
             None where there is none.
     """
 
-    blocks: Sequence[HeadGroup]
+    blocks: Sequence[PaddedBlock]
     batch: int
     heads: int
     sizes: list[int]
     retained: Tensor | None = None
     error: Tensor | None = field(default=None)
-    leaders: Tensor | None = None
+    group_index: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the storages held for keys and values, and for their groups."""
-        leaders = 0 if self.leaders is None else self.leaders.untyped_storage().nbytes()
-        return sum(b.nbytes for b in self.blocks) + leaders
+        group_index = 0 if self.group_index is None else self.group_index.untyped_storage().nbytes()
+        return sum(b.nbytes for b in self.blocks) + group_index
 
-    def dense(self) -> DenseKV:
+    def dense(self) -> PromptKV:
         """All that is kept, as one rectangle in fresh storage, by age."""
-        return DenseKV.from_blocks(self.blocks, self.batch, self.heads, self.leaders)
+        return PromptKV.from_blocks(self.blocks, self.batch, self.heads, self.group_index)
 
     def kept(self) -> Tensor:
         """Original positions held, int64 [B, H, n], ascending, -1 as filler at the end.
@@ -70,7 +70,9 @@ class KeptKV:
     def _positions(self) -> tuple[Tensor, Tensor | None]:
         """Positions [B, H, U] of all pairs, and how many tokens each stands for."""
         positions, _ = by_age(self.blocks, self.batch, self.heads)
-        return positions, None if self.leaders is None else token_numbers(positions, self.leaders)
+        return positions, None if self.group_index is None else token_numbers(
+            positions, self.group_index
+        )
 
     def groups(self, seen: int) -> tuple[Tensor, Tensor]:
         """The groups held, and where each of the `seen` tokens of the prompts lies.
@@ -80,16 +82,20 @@ class KeptKV:
             group: int64 [B, H, seen], which of the n; -1 for tokens kept alone, gone, or padding.
         """
         positions, sizes = self._positions()
-        if sizes is None or self.leaders is None:
+        if sizes is None or self.group_index is None:
             none = positions.new_full((self.batch, self.heads, seen), -1)
             return none[..., :0], none
         here = sizes > 1
-        places = _ascending(positions.masked_fill(~here, -1))  # of leaders
+        places = _ascending(positions.masked_fill(~here, -1))  # of group_index
         n, far = places.shape[-1], torch.iinfo(torch.int64).max
-        leaders = pad(self.leaders.long(), (0, seen - self.leaders.shape[-1]), value=-1)
+        group_index = pad(self.group_index.long(), (0, seen - self.group_index.shape[-1]), value=-1)
         order = places.masked_fill(places < 0, far)
-        found = torch.searchsorted(order, leaders).clamp(max=max(0, n - 1))
-        same = (leaders >= 0) & (order.gather(-1, found) == leaders) if n else leaders != leaders
+        found = torch.searchsorted(order, group_index).clamp(max=max(0, n - 1))
+        same = (
+            (group_index >= 0) & (order.gather(-1, found) == group_index)
+            if n
+            else group_index != group_index
+        )
         order = positions.masked_fill(~here, far).argsort(dim=-1)[..., :n]
         weights = sizes.masked_fill(~here, 0).gather(-1, order).long()
         return weights, found.masked_fill(~same, -1)
@@ -178,7 +184,7 @@ class KeptKV:
             sizes=[self.sizes[int(b)] for b in chosen],
             retained=chosen_of(self.retained),
             error=chosen_of(self.error),
-            leaders=chosen_of(self.leaders),
+            group_index=chosen_of(self.group_index),
         )
 
     @cached_property
@@ -202,7 +208,7 @@ class CompressedLayer(CacheLayerMixin):
 
     Attributes:
         seen: tokens seen, padding included.
-        state: None before the first prompt; `DenseKV` while a prompt is being read and its tokens
+        state: None before the first prompt; `PromptKV` while a prompt is being read and its tokens
             wait whole; `KeptKV` after eviction. It is replaced whole, so nothing of one state
             outlives it.
         asked: queries [B, Hq, q, D] of generated tokens since the last round, and their rotary
@@ -222,7 +228,7 @@ class CompressedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Drop everything, ready for a new prompt."""
         self.seen = 0
-        self.state: DenseKV | KeptKV | None = None
+        self.state: PromptKV | KeptKV | None = None
         self.asked: list[tuple[Tensor, Rotary | None]] = []
         self.tail = Tail()
         self.is_initialized = False
@@ -302,7 +308,7 @@ class CompressedLayer(CacheLayerMixin):
         ]
 
     @property
-    def blocks(self) -> Sequence[HeadGroup] | None:
+    def blocks(self) -> Sequence[PaddedBlock] | None:
         """The blocks of what is kept; None before eviction."""
         return self.state.blocks if isinstance(self.state, KeptKV) else None
 
@@ -314,7 +320,7 @@ class CompressedLayer(CacheLayerMixin):
         asked += [] if self.tail.query is None else [self.tail.query]
         return held + sum(query.untyped_storage().nbytes() for query in asked)
 
-    def dense(self) -> DenseKV | None:
+    def dense(self) -> PromptKV | None:
         """All that is held of earlier tokens; None before the first."""
         return self.state.dense() if isinstance(self.state, KeptKV) else self.state
 

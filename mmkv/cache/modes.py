@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def outliving() -> AbstractContextManager[None]:
+def outside_inference_mode() -> AbstractContextManager[None]:
     """What is made in here is written to after the pass, which may run in inference mode."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 

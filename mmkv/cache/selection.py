@@ -44,7 +44,7 @@ def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Te
         # A row that is nothing but window loses nothing, so that its scores decide nothing.
         window = min(window, most)
         score = policy.score
-        return (score if window == score.observed else score.observing(window))(rows)
+        return (score if window == score.window_size else score.with_window(window))(rows)
 
     with torch.no_grad():
         if len(set(windows)) == 1:
@@ -110,7 +110,7 @@ def ranked(
     protected = prompt.at("protected", positions).expand(present.shape)
     if split is not None:
         size = split.to(size.device, non_blocking=True)
-    elif not (policy.heads.equal or policy.heads.spans_layers):
+    elif not (policy.heads.equal or policy.heads.is_global):
         by = partial(policy.heads.split_rows, layer_idx=layer_idx)
         size = splitting.within_layer(by, scores, present & ~must, must.sum(-1), size, sizes)
     if isinstance(policy.merge, MergeIntoGroups):

@@ -12,8 +12,8 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 from mmkv import adapters
 from mmkv.cache.clock import GraphInputs, NotCapturableError
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.head_groups import HeadGroup
 from mmkv.cache.layer import CompressedLayer, nbytes
+from mmkv.cache.padded_blocks import PaddedBlock
 from mmkv.cache.phases import Decoding, Reading
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.report import CacheReport
@@ -65,7 +65,7 @@ class CacheState(Cache):
         return isinstance(self.phase, Reading)
 
     @property
-    def blocks(self) -> list[HeadGroup]:
+    def blocks(self) -> list[PaddedBlock]:
         """The blocks of all layers."""
         return [b for layer in self.compressed for b in layer.blocks or ()]
 

@@ -90,7 +90,7 @@ class TokenMasks:
         protected = valid & (order <= policy.sinks)
         if policy.protect is not None:
             protected = protected | policy.protect.marks(valid, asked, image)
-        must = protected | (valid & (order > length - policy.observed))
+        must = protected | (valid & (order > length - policy.window_size))
         before_first = (order == 0).sum(-1)
         counted = torch.stack([length[:, 0], must.sum(-1), protected.sum(-1), before_first])
         lengths, floors, anchored, outer = counted.tolist()
@@ -99,7 +99,7 @@ class TokenMasks:
             _window(policy, budget, n_layers=n_layers, length=n, floor=floor)
             for n, floor in zip(lengths, floors, strict=True)
         ]
-        if any(w < policy.observed for w in windows):
+        if any(w < policy.window_size for w in windows):
             last = torch.tensor(windows, device=valid.device)[:, None]
             must = protected | (valid & (order > length - last))
             floors = must.sum(-1).tolist()
@@ -185,8 +185,8 @@ def _window(
 ) -> int:
     """How many last tokens of one row observe: half of its budget where that is below the floor."""
     if budget is None or keeps_everything(policy, budget):
-        return policy.observed
+        return policy.window_size
     total = total_kept(policy, budget, n_layers, length)
     if total >= n_layers * floor:
-        return policy.observed
-    return min(policy.observed, max(1, total // (2 * n_layers)))
+        return policy.window_size
+    return min(policy.window_size, max(1, total // (2 * n_layers)))

@@ -61,8 +61,8 @@ class Score(Part):
     """What makes a token important: call it with a layer's inputs.
 
     Attributes:
-        combines: how a token's score goes on in later turns: "sum", what later queries find is
-            added, and the scores of a prompt's chunks add up to the score of all; "max", the
+        turn_reduction: how a token's score goes on in later turns: "sum", what later queries find
+            is added, and the scores of a prompt's chunks add up to the score of all; "max", the
             larger one counts; "", it is forgotten, and only the new queries decide.
         ranks: it tells layers and heads apart; a token's position does not.
         uses_rotary: it reads `LayerInputs.rotary`, or queries and keys before it.
@@ -72,7 +72,7 @@ class Score(Part):
     """
 
     kind = "score"
-    combines: ClassVar[Literal["", "sum", "max"]] = ""
+    turn_reduction: ClassVar[Literal["", "sum", "max"]] = ""
     ranks: ClassVar[bool] = True
     uses_rotary: ClassVar[bool] = False
     repeats: ClassVar[bool] = False
@@ -96,11 +96,11 @@ class Score(Part):
         return False
 
     @property
-    def observed(self) -> int:
+    def window_size(self) -> int:
         """How many last tokens observe and are themselves always kept."""
         return 0
 
-    def observing(self, last: int) -> Score:
+    def with_window(self, last: int) -> Score:
         """The same with `last` tokens that observe, for a row too short for more."""
         return self
 
@@ -110,7 +110,7 @@ class Score(Part):
         return None
 
     @property
-    def ranks_once(self) -> bool:
+    def shared_ranking(self) -> bool:
         """Whether a layer's heads share one ranking."""
         return False
 
@@ -193,12 +193,12 @@ class Heads(Part):
 
     Attributes:
         equal: all heads keep as many; nothing is split then.
-        spans_layers: what the heads of all layers keep is shared at once, by `split_all`.
+        is_global: what the heads of all layers keep is shared at once, by `split_all`.
     """
 
     kind = "heads"
     equal: ClassVar[bool] = False
-    spans_layers: ClassVar[bool] = False
+    is_global: ClassVar[bool] = False
 
     def split(self, scores: Tensor, spare: int, *, layer_idx: int) -> Tensor:
         """How many of the competing tokens each head keeps of one row.
@@ -251,11 +251,12 @@ class Decode(Part):
         every: after so many generated tokens they compete with all that is held, as a new turn's
             do, but for the `latest` last ones; 0: they never do.
         latest: see `every`.
-        weighs: what is dropped depends on the attention that slots receive in decode steps.
+        needs_decode_attention: what is dropped depends on the attention that slots receive in
+            decode steps.
     """
 
     kind = "decode"
-    weighs: ClassVar[bool] = False
+    needs_decode_attention: ClassVar[bool] = False
     every: int = 0
     latest: int = 0
 

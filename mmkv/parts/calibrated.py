@@ -62,5 +62,7 @@ def sized(policy: Policy, curves: Curves, layers: tuple[int, ...]) -> Policy:
 
     Heads that share one ranking of tokens keep as many each; only layers are sized then.
     """
-    heads = policy.heads if policy.score.ranks_once else HeadsByCost(curves=curves, layers=layers)
+    heads = (
+        policy.heads if policy.score.shared_ranking else HeadsByCost(curves=curves, layers=layers)
+    )
     return replace(policy, layers=LayersByCost(curves), heads=heads)

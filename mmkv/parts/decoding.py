@@ -70,12 +70,12 @@ class Fixed(Decode):
 
     def check(self, policy: Policy) -> None:
         """Something must say which token goes."""
-        if policy.score.ranks and policy.score.combines != "sum":
+        if policy.score.ranks and policy.score.turn_reduction != "sum":
             raise ValueError(
                 "decode='fixed' drops the lowest accumulated score or the oldest token; "
                 f"score={policy.score.name!r} has neither: use score='accumulated' or 'recency'"
             )
-        if policy.score.ranks and policy.score.ranks_once:
+        if policy.score.ranks and policy.score.shared_ranking:
             raise ValueError(
                 "average_heads=True ranks tokens once per layer, but decode='fixed' drops the "
                 "lightest token of each head: use average_heads=False, or decode='ratio' or 'grow'"
@@ -111,16 +111,16 @@ class Least(Decode):
     The mean over a layer's heads decides, arXiv 2401.06104, section 3; the newest token stays.
     """
 
-    weighs = True
+    needs_decode_attention = True
 
     def check(self, policy: Policy) -> None:
         """All heads of a layer hold the same tokens, and nothing is added up over steps."""
-        if policy.score.combines:
+        if policy.score.turn_reduction:
             raise ValueError(
                 "decode='least' looks at the newest query alone, and "
                 f"score={policy.score.name!r} goes on from step to step: use score='window'"
             )
-        if not (policy.score.ranks_once and policy.heads.equal):
+        if not (policy.score.shared_ranking and policy.heads.equal):
             raise ValueError(
                 "decode='least' drops a token from all heads of a layer: use average_heads=True "
                 f"(score={policy.score.name!r}) and heads='uniform' (heads={policy.heads.name!r})"

@@ -23,7 +23,7 @@ class GlobalHeads(Heads):
     code and that of Layer-DefensiveKV (arXiv 2510.13334).
     """
 
-    spans_layers = True
+    is_global = True
 
     def check(self, policy: Policy) -> None:
         """It sizes the layers too, and scores must tell heads apart."""
@@ -32,7 +32,7 @@ class GlobalHeads(Heads):
                 f"heads='global' shares the budget among all layers and leaves "
                 f"layers={policy.layers.name!r} nothing to decide: use layers='uniform'"
             )
-        if policy.score.ranks_once:
+        if policy.score.shared_ranking:
             raise ValueError(
                 "heads='global' compares heads by their scores; average_heads=True and "
                 "score='recency' give all heads the same"

@@ -32,7 +32,7 @@ class Repetition(Score):
     instruction: str | None = None
     repeated: PositiveInt = 2048
     outputs: bool = False
-    combines = "max"
+    turn_reduction = "max"
     repeats = True
     by_head = True
 

@@ -36,7 +36,7 @@ class RetrievalHeads(Heads):
 
     def check(self, policy: Policy) -> None:
         """Each head has a ranking."""
-        if policy.score.ranks_once:
+        if policy.score.shared_ranking:
             raise ValueError(
                 "heads='retrieval' gives heads of a layer different sizes; average_heads=True and "
                 "score='recency' rank tokens once for all of them"

@@ -42,7 +42,7 @@ class PerHead(Score):
         return found.mean(dim=1, keepdim=True) if self.average_heads else found
 
     @property
-    def ranks_once(self) -> bool:
+    def shared_ranking(self) -> bool:
         """As `average_heads` says."""
         return self.average_heads
 
@@ -53,11 +53,11 @@ class Windowed(Score):
     window: int
 
     @property
-    def observed(self) -> int:
+    def window_size(self) -> int:
         """The window."""
         return self.window
 
-    def observing(self, last: int) -> Score:
+    def with_window(self, last: int) -> Score:
         """With another window."""
         return replace(self, window=last)
 
@@ -188,7 +188,7 @@ class AccumulatedAttention(PerHead):
     """
 
     value: Value | None = None
-    combines = "sum"
+    turn_reduction = "sum"
 
     def check(self, policy: Policy) -> None:
         """While decoding, attention alone is counted."""
@@ -233,7 +233,7 @@ class Recency(Score):
         return 0
 
     @property
-    def ranks_once(self) -> bool:
+    def shared_ranking(self) -> bool:
         """All heads alike."""
         return True
 
@@ -255,7 +255,7 @@ class Observers(PerHead):
     chunk: PositiveInt = 128
     stride: PositiveInt = 1
     whole: NonNegativeInt = 32
-    combines = "max"
+    turn_reduction = "max"
     uses_rotary = True
 
     def of_heads(self, layer: LayerInputs) -> Tensor:

@@ -232,7 +232,7 @@ class AdaptiveHeads(Heads):
 
     def check(self, policy: Policy) -> None:
         """Scores must tell heads apart."""
-        if policy.score.ranks_once:
+        if policy.score.shared_ranking:
             raise ValueError(
                 "heads='adaptive' compares heads by their scores; average_heads=True and "
                 "score='recency' give all heads the same"

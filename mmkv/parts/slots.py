@@ -34,11 +34,11 @@ class SlotSchedule:
         gapless: no slot below `width` is empty during a step, in any row.
         shared: all rows use the same slots.
         drops: tokens are dropped, one a step at the most.
-        weighs: which one depends on the attention that slots accumulate.
+        needs_decode_attention: which one depends on the attention that slots accumulate.
     """
 
     drops = True
-    weighs = False
+    needs_decode_attention = False
     # Whether rows with equal arrays use the same slots, so that they are worked out once.
     alike = False
 

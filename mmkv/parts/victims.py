@@ -19,7 +19,7 @@ class HeavyHitterSlots(SlotSchedule):
     """
 
     rows = ("counts", "protected", "capacity", "recent", "held")
-    weighs = True
+    needs_decode_attention = True
     protected: np.ndarray
     capacity: np.ndarray
     recent: np.ndarray

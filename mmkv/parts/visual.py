@@ -41,7 +41,7 @@ class VisualHeads(Heads):
                 f"heads='visual' sizes the heads of all layers and leaves layers="
                 f"{policy.layers.name!r} nothing to decide: use layers='uniform'"
             )
-        if policy.score.ranks_once:
+        if policy.score.shared_ranking:
             raise ValueError(
                 "heads='visual' gives heads of a layer different sizes; average_heads=True and "
                 "score='recency' rank tokens once for all of them"

@@ -8,7 +8,7 @@ from mmkv import adapters
 from mmkv.cache import token_masks
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.head_groups import HeadGroup, spare
+from mmkv.cache.padded_blocks import PaddedBlock, spare
 from mmkv.parts.slots import AHEAD
 from mmkv.serving.pool import PAGE
 
@@ -66,7 +66,7 @@ class Bounds:
         if not plan.evict_chunks or budget is None or policy.protect is not None:
             return tokens
         total = token_masks.total_kept(policy, budget, self.layers, tokens + new)
-        kept = max(-(-total // self.layers), policy.observed + policy.sinks)
+        kept = max(-(-total // self.layers), policy.window_size + policy.sinks)
         # A layer is as wide as its longest head, which may hold all that its heads keep together.
         return kept * (1 if policy.heads.equal else self.heads) + self.chunk
 
@@ -85,14 +85,14 @@ class Bounds:
         return total
 
 
-def _with_rest(layer: Any) -> list[tuple[int, HeadGroup]]:
+def _with_rest(layer: Any) -> list[tuple[int, PaddedBlock]]:
     """A layer's blocks, the first with the bytes that are of no block and do not grow."""
     blocks = layer.keeping().blocks
     rest = layer.nbytes - sum(block.nbytes for block in blocks)
     return [(rest if i == 0 else 0, block) for i, block in enumerate(blocks)]
 
 
-def _grown(block: HeadGroup, new: int) -> int:
+def _grown(block: PaddedBlock, new: int) -> int:
     """Bytes of a block once `new` more tokens were written, slots set aside included.
 
     In pages too, see `mmkv.serving.pool`.

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache.head_groups import HeadGroup
 from mmkv.cache.layer import KeptKV
-from mmkv.cache.modes import outliving, refuse_gradient
+from mmkv.cache.modes import outside_inference_mode, refuse_gradient
+from mmkv.cache.padded_blocks import PaddedBlock
 from mmkv.cache.phases import Decoding
 from mmkv.parts.slots import SlotSchedule, send
 from mmkv.parts.slots import plan as plan_slots
@@ -253,7 +253,7 @@ class Pool:
         member = Member.of(owner, cache, new)
         states = [x.keeping() for x in cache.compressed]
         H, B = states[0].heads, len(self.members)
-        with outliving(), torch.no_grad():
+        with outside_inference_mode(), torch.no_grad():
             if not self.members:
                 pairs: list[Any] = [x.blocks[0] for x in states]
                 self.layers = [Pages(x.keys, x.values) for x in pairs]
@@ -363,7 +363,7 @@ class Pool:
         factor = D**-0.5 if scale is None else scale
         rows, pages = query.reshape(R, -1, D), self.layers[layer]
         key, value = (x.detach().reshape(R, -1).to(pages.keys.dtype) for x in (key, value))
-        with outliving():
+        with outside_inference_mode():
             out = pages.attend(rows, key, value, self.at[layer], factor, softcap)
         return refuse_gradient(out.view(B, 1, Hq, -1))
 
@@ -381,10 +381,10 @@ def _rows(block: Any) -> np.ndarray:
 def _plain(block: Any) -> bool:
     """Whether a block's attention is that of its pairs with a bias, in the type they lie in."""
     return (
-        isinstance(block, HeadGroup)
+        isinstance(block, PaddedBlock)
         and isinstance(block.keys, Tensor)
         and block.keys.dtype == torch.float32
         and block.inv_freq is None
-        and not block.schedule.weighs
+        and not block.schedule.needs_decode_attention
         and not block.frozen
     )

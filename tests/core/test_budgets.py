@@ -55,7 +55,7 @@ def always_kept(policy, budget, ids):
             | set(range(max(0, n - window), n))
         )
 
-    total, window = asked(budget, n, policy.least), policy.observed
+    total, window = asked(budget, n, policy.least), policy.window_size
     if total < L * len(must(window)):
         window = min(window, max(1, int(total / L / 2)))
     return must(window)
@@ -128,10 +128,10 @@ def test_no_prompt_fails_for_its_length(case):
         assume(False)
     given = {"budget": budget}
     if fractions is not None:
-        assume(not chosen.heads.spans_layers)  # these find layer sizes for themselves
+        assume(not chosen.heads.is_global)  # these find layer sizes for themselves
         budget = sum(fractions) / L
         given = {"profile": mmkv.Profile(tuple(fractions), budget=budget)}
-    least = chosen.observed + chosen.sinks
+    least = chosen.window_size + chosen.sinks
     if isinstance(budget, int) and budget < least:
         with pytest.raises(ValueError, match=rf"budget={budget} .* {least} tokens"):
             mmkv.wrap(MODELS[name], chosen, **given)

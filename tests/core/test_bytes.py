@@ -159,7 +159,7 @@ def test_bytes_after_an_interrupt(model, policy, when, chunk, error):
             hook.remove()
     cache = found[-1]
     assert all(x is cache for x in found)
-    observed = mmkv.get_policy(policy, **short(policy)).observed
+    observed = mmkv.get_policy(policy, **short(policy)).window_size
     tails = 0 if chunk is None or when == "while decoding" else observed
     assert 0 <= held_since(before) - cache.nbytes <= 3 * 2 * HEADS * tails * D * 4
     assert cache.nbytes > 0

@@ -169,7 +169,7 @@ def test_a_prompt_makes_the_host_wait_where_heads_differ_and_no_more(there, gpu,
     policy = cache.plan.policy
     allowed = 3 + bool(policy.layers.needs)
     allowed += 3 * (cache.plan.runs_mini_prefill + policy.score.repeats)  # a second pass
-    allowed += 3 * policy.heads.spans_layers
+    allowed += 3 * policy.heads.is_global
     allowed += L * (2 if isinstance(policy.merge, MergeIntoGroups) else not policy.heads.equal)
     allowed += L * isinstance(policy.heads, ProfiledHeads)
     if policy.layers.needs == "measure":  # how long the text behind a picture is, for two parts

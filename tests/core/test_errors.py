@@ -172,7 +172,7 @@ def test_a_one_token_prompt(text_model, policy):
     inputs = make_inputs("llama", (1,))
     plain, *_ = generate(text_model, inputs, new=3)
     chosen = mmkv.get_policy(policy)
-    with mmkv.wrapped(text_model, policy, max(1, chosen.observed + chosen.sinks)):
+    with mmkv.wrapped(text_model, policy, max(1, chosen.window_size + chosen.sinks)):
         logits, *_ = generate(text_model, inputs, new=3)
     # The first decode step attends to the prompt and to itself at any budget.
     torch.testing.assert_close(logits[:2], plain[:2], atol=1e-4, rtol=0)

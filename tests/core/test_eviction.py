@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mmkv import allocation
-from mmkv.cache.dense import DenseKV
 from mmkv.cache.evict import head_sizes
 from mmkv.cache.layer_sizes import competing, row_sizes, shared_out
+from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.selection import importance, ordered, ranked, retained
 from mmkv.cache.token_masks import TokenMasks, keeps_everything, total_kept
 from mmkv.layer_inputs import LayerInputs
@@ -84,7 +84,7 @@ def test_what_must_stay_of_a_prompt_and_of_the_turn_after_it(options) -> None:
     assert torch.equal(first.valid, valid)
     assert torch.equal(first.image, image)
     assert first.asked.all()
-    check_marks(first, policy, [policy.observed] * 3)
+    check_marks(first, policy, [policy.window_size] * 3)
 
     # Five tokens were generated, and some of all earlier ones are masked now.
     earlier = torch.cat([valid, torch.ones(3, 5, dtype=torch.bool)], 1) & some((3, 19), 0.8, g)
@@ -97,7 +97,7 @@ def test_what_must_stay_of_a_prompt_and_of_the_turn_after_it(options) -> None:
     asked = torch.ones(25, dtype=torch.bool)
     asked[14:19] = False
     assert torch.equal(turn.asked, asked.expand(3, -1))
-    check_marks(turn, policy, [policy.observed] * 3)
+    check_marks(turn, policy, [policy.window_size] * 3)
 
 
 def test_without_pictures_nothing_is_an_image() -> None:
@@ -487,7 +487,7 @@ def test_the_heads_of_all_layers_share_the_total(options, held) -> None:
             scores = torch.randn(2, 3, U, generator=g)
             scores = scores.mul(2).floor() if seed % 2 else scores
             pairs = torch.zeros(2, 3, U, 4)
-            layers.append(DenseKV(pairs, pairs, positions, scores))
+            layers.append(PromptKV(pairs, pairs, positions, scores))
         if seed == 5:
             sizes = [[30, 30]] * 3  # all there is
         got = head_sizes(layers, policy, prompt, sizes)

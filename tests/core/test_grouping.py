@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import mmkv
 from mmkv import tiling
 from mmkv.cache import selection
-from mmkv.cache.grouping import Groups, leaders
+from mmkv.cache.grouping import Groups, group_index
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -88,7 +88,7 @@ def naive(
 
 
 def slots_of(leader: Tensor, rank: Tensor) -> list[list[int]]:
-    """The tokens of each slot, in the order of their leaders' ranks."""
+    """The tokens of each slot, in the order of their group_index' ranks."""
     found: dict[int, list[int]] = {}
     for j, i in enumerate(leader.tolist()):
         if i >= 0:
@@ -124,7 +124,7 @@ def test_equals_the_loop(N, sizes, gone, must, exact, run, rounds, value_weight,
         keys.masked_fill(absent[..., None], math.nan),
         values.masked_fill(absent[..., None], math.inf),
     )
-    found = leaders(*dirty, scores, size, weights, **options)
+    found = group_index(*dirty, scores, size, weights, **options)
     for b in range(2):
         for h in range(2):
             parts = keys[b, h], values[b, h], scores[b, h], int(size[b, h]), weights[b, h]
@@ -222,9 +222,9 @@ def test_does_not_depend_on_how_many_runs_go_together(monkeypatch):
     keys, values, scores = layer(2, 2, 60)
     sizes = torch.tensor([[20, 9], [15, 3]])
     options = {"exact": 0.25, "run": 16, "rounds": 2, "value_weight": 1.0}
-    want = leaders(keys, values, scores, sizes, **options)
+    want = group_index(keys, values, scores, sizes, **options)
     monkeypatch.setattr(tiling, "_CPU_TILE_PER_THREAD", 1)
-    assert torch.equal(leaders(keys, values, scores, sizes, **options), want)
+    assert torch.equal(group_index(keys, values, scores, sizes, **options), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

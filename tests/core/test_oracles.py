@@ -150,7 +150,7 @@ def test_bytes_are_really_freed(policy):
         *_, cache, _ = generate(model, inputs, new=8)
     alive = storages(head_dim=16)
     pairs = sum(n for at, n in alive.items() if at not in others)
-    of_groups = [x.state.leaders for x in cache.layers]
+    of_groups = [x.state.group_index for x in cache.layers]
     of_groups += [b.log_weights for x in cache.layers for b in x.blocks]
     pairs += sum(x.untyped_storage().nbytes() for x in of_groups if x is not None)
     assert pairs == cache.nbytes

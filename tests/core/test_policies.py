@@ -395,7 +395,7 @@ def test_scores_that_are_no_numbers_still_spend_the_budget(
         return s
 
     monkeypatch.setattr(score, "__call__", spoiled)
-    options = {"window": 6} if mmkv.get_policy(policy).observed else {}
+    options = {"window": 6} if mmkv.get_policy(policy).window_size else {}
     kept = kept_after_prefill(text_model, prompt, policy, 0.3, **options)
     assert sum(len(head) for layer in kept for head in layer) == round(0.3 * L * N) * H
 

@@ -110,7 +110,7 @@ def test_extreme_scores(policy, extreme):
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.mul_(extreme)
-    options = {"window": 5} if mmkv.get_policy(policy).observed else {}
+    options = {"window": 5} if mmkv.get_policy(policy).window_size else {}
     with mmkv.wrapped(model, policy, 0.4, **options, **exact_share(policy)):
         logits, tokens, _, held = generate(model, inputs, new=8)
     chosen = mmkv.get_policy(policy, **options)
@@ -132,7 +132,7 @@ SCORED = [x for x in mmkv.list_policies() if mmkv.get_policy(x).score.ranks]
 )
 def test_scores_that_are_no_numbers(policy, share, odd):
     """Infinite scores: still the oracle and the budget. NaN is refused: it ranks nothing."""
-    options = {"window": 5} if mmkv.get_policy(policy).observed else {}
+    options = {"window": 5} if mmkv.get_policy(policy).window_size else {}
     chosen = mmkv.get_policy(policy, **options, **exact_share(policy))
     seen = []
 
@@ -168,7 +168,7 @@ def test_a_model_that_has_overflowed(policy):
     model, inputs = make_model("llama"), make_inputs("llama", (60, 33))
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight.fill_(math.inf)
-    options = {"window": 5} if mmkv.get_policy(policy).observed else {}
+    options = {"window": 5} if mmkv.get_policy(policy).window_size else {}
     with mmkv.wrapped(model, policy, 0.4, **options, **exact_share(policy)):
         logits, *_, held = generate(model, inputs, new=4)
     assert logits.isnan().all()
@@ -219,7 +219,7 @@ def test_a_prompt_of_only_image_tokens():
         "pixel_values": torch.randn(1, 3, 16, 16),
     }
     for policy in mmkv.list_policies():
-        options = {"window": 2} if mmkv.get_policy(policy).observed else {}
+        options = {"window": 2} if mmkv.get_policy(policy).window_size else {}
         options |= exact_share(policy)
         with (
             mmkv.wrapped(model, policy, 0.5, protect="instruction", **options)
@@ -259,7 +259,7 @@ def test_soak():
         policy = rng.choice(mmkv.list_policies())
         lengths = (rng.randrange(14, 40), rng.randrange(30, 60))
         inputs = make_inputs("llama", lengths, seed=i)
-        options = {"window": 4} if mmkv.get_policy(policy).observed else {}
+        options = {"window": 4} if mmkv.get_policy(policy).window_size else {}
         options |= exact_share(policy)
         budget = rng.choice([0.3, 0.6, 1.0, 20])
         asked = {"max_new_tokens": 2, "do_sample": False}

@@ -46,7 +46,7 @@ def closeness(policy):
     The attention weights of H2O and keys turned to new positions are float32: a number of a later
     token that lies halfway between two codes may get either, and is then off by one code.
     """
-    weighed = policy.decode.name == "fixed" and policy.score.combines == "sum"
+    weighed = policy.decode.name == "fixed" and policy.score.turn_reduction == "sum"
     return 1e-2 if weighed or policy.reposition else 1e-4
 
 

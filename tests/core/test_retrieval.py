@@ -269,7 +269,7 @@ def differing() -> list[str]:
 
 
 def _ranks_once(policy: Policy) -> bool:
-    return policy.keeps_all or policy.score.ranks_once
+    return policy.keeps_all or policy.score.shared_ranking
 
 
 @pytest.mark.parametrize("rows", slow_except(ROWS, "padded"))

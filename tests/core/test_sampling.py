@@ -18,7 +18,7 @@ from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import generate
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache.dense import DenseKV
+from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.sampling import SampledSizes
 
 L = 3
@@ -120,7 +120,7 @@ def test_known_sizes_evict_each_layer_as_it_is_read(monkeypatch):
     evict = CompressedCache._evict
 
     def counted(cache, layer, *args):
-        whole[-1] = max(whole[-1], sum(isinstance(x.state, DenseKV) for x in cache.compressed))
+        whole[-1] = max(whole[-1], sum(isinstance(x.state, PromptKV) for x in cache.compressed))
         evict(cache, layer, *args)
 
     monkeypatch.setattr(CompressedCache, "_evict", counted)

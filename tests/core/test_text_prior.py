@@ -51,7 +51,7 @@ def test_any_score_lets_image_tokens_leave_first(policy):
         "rounds": ("adakv", {"decode": "rounds", "every": 4, "latest": 2}),
         "groups": ("snapkv", {"merge": "groups"}),
     }.get(policy, (policy, {}))
-    window = {"window": 4} if mmkv.get_policy(name).observed else {}
+    window = {"window": 4} if mmkv.get_policy(name).window_size else {}
     with mmkv.wrapped(model, name, 0.6, text_prior=True, **window, **options):
         logits, tokens, _, held = generate(model, inputs, new=8)
     merge = mmkv.get_policy(name, **options).merge

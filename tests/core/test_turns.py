@@ -13,7 +13,7 @@ from helpers.marks import slow_except
 from helpers.masking import masked_logits, pairs_of
 from helpers.models import IMAGE, make_inputs, next_turn, row_of
 from helpers.oracle import ROWS, VARIANTS, generate, options_of
-from mmkv.cache.dense import DenseKV
+from mmkv.cache.prompt_kv import PromptKV
 
 FIRST, SECOND = 8, 12  # tokens generated in each turn
 ROUNDS = {"decode": "rounds", "every": 4}
@@ -65,21 +65,21 @@ def test_evicting_after_every_chunk_equals_masking(models, variant, rows, chunk)
             if isinstance(variant.budget, float):
                 most[t] = round(variant.budget * 3 * seen)
             counts = [pairs_of(layer)[b].float().mean().item() for layer in pairs]
-            assert sum(counts) <= max(most[t], 3 * policy.sinks + 3 * policy.observed)
+            assert sum(counts) <= max(most[t], 3 * policy.sinks + 3 * policy.window_size)
 
 
 @pytest.mark.parametrize("policy", ["condense", "snapkv", "h2o"])
 def test_memory_is_the_budget_and_one_chunk_at_any_length(models, policy, monkeypatch):
     model, inputs = models("llama"), make_inputs("llama", (1500,))
     most, sizes = [], []
-    extended = DenseKV.extended
+    extended = PromptKV.extended
 
     def recorded(*args):
         found = extended(*args)
         most.append(found.keys.shape[2])
         return found
 
-    monkeypatch.setattr(DenseKV, "extended", recorded)
+    monkeypatch.setattr(PromptKV, "extended", recorded)
     options = {"window": 8} if policy == "snapkv" else {}
     with mmkv.wrapped(model, policy, 40, evict_chunks=True, **options):
         hook = model.register_forward_hook(lambda *args: sizes.append(held(args[-1])))
@@ -173,7 +173,7 @@ def test_turns_at_full_budget_are_the_plain_conversation(models, policy):
 def test_a_row_that_lost_nothing_before_goes_on_as_alone(models, policy, decode):
     """The first turn of row 0 is as long as the budget, and that of row 1 is longer."""
     model, inputs = models("llama"), make_inputs("llama", (40, 90))
-    options = {"window": 6} if mmkv.get_policy(policy).observed else {}
+    options = {"window": 6} if mmkv.get_policy(policy).window_size else {}
     more = torch.randint(4, 120, (1, 20), generator=torch.Generator().manual_seed(3))
 
     def talk(inputs):

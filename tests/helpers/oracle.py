@@ -34,7 +34,7 @@ class Variant:
 def short(policy: str) -> dict[str, Any]:
     """Options that let a prompt of some tens of tokens be evicted: small windows, no `least`."""
     made = mmkv.get_policy(policy)
-    window = {"window": 6, "kernel_size": 3} if made.observed else {}
+    window = {"window": 6, "kernel_size": 3} if made.window_size else {}
     return window | ({"least": 0} if made.least else {})
 
 
@@ -110,7 +110,7 @@ def _reading(policy: Policy) -> Any:
     """How a prompt is scored, sized and evicted: which parts, not which options."""
     parts = policy.score, policy.layers, policy.heads, policy.merge
     apart = policy.decode.every > 0, policy.reposition, policy.layers.mini_prefill
-    return *map(type, parts), *apart, policy.score.ranks_once
+    return *map(type, parts), *apart, policy.score.shared_ranking
 
 
 def _decoding(policy: Policy) -> Any:

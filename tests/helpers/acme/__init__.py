@@ -45,10 +45,10 @@ class ValueNorm(Score):
         return torch.nn.functional.pad(paid, (0, self.last)) * size
 
     @property
-    def observed(self):
+    def window_size(self):
         return self.last
 
-    def observing(self, last):
+    def with_window(self, last):
         return ValueNorm(last=last)
 
 

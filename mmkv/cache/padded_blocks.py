@@ -1,0 +1,371 @@
+"""Where kept keys and values lie: a few rectangular blocks of rows of similar length.
+
+A row is one key-value head of one sequence, R = B * H of them. Rows that keep about as much share a
+block [R', S, D]; a layer whose rows all agree is a single block. Each block is one attention call,
+so per-head sizes free memory without a loop over heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmkv.cache.attention import attend, causal_view, mixed, weigh
+from mmkv.cache.clock import GraphInputs
+from mmkv.cache.quantize import QuantizedKV, Stored, nbytes, select
+from mmkv.cache.rerotate import reposition
+from mmkv.parts.slots import SlotSchedule
+
+# A position: on the device while a clock drives the steps.
+Place = int | Tensor
+
+
+def spare(width: int, seen: int) -> int:
+    """Slots to set aside behind `width` slots in use, once `seen` tokens were seen.
+
+    An eighth of those in use, so that growing seldom copies, but no more than tokens were dropped:
+    the cache must not outgrow the full one. At least 16.
+    """
+    return max(16, min(width // 8, seen - width))
+
+
+@dataclass(eq=False)
+class PaddedBlock:
+    """Rows of similar length and the slots they share.
+
+    Attributes:
+        rows: int64 [R], index into the layer's B * H rows; None when the block holds all, in order.
+        keys, values: [R, S, D]; S is the capacity, of which the schedule's `width` is in use. In 8
+            or 4 bits they are read and written in the model's type all the same.
+        positions: int32 [R, S], original position of each slot's token, -1 where empty.
+        bias: [R, 1, S], added to the logits: 0 for filled slots, -inf for empty ones; None while
+            all in use are filled. A bool mask would be turned into one in every step.
+        mass: float32 [R, S], attention accumulated by each slot, for policies that score by it;
+            decoding adds to it where it also drops by it (H2O), and then inf marks empty slots.
+        schedule: which slot is next.
+        log_weights: float32 [R, S], the logarithm of what a slot weighs, which the bias adds to
+            its logits; None: every slot stands for one token.
+        inv_freq: [D / 2], to count positions inside the cache; None to keep the original ones.
+    """
+
+    rows: Tensor | None
+    keys: Stored
+    values: Stored
+    positions: Tensor
+    bias: Tensor | None
+    mass: Tensor | None
+    schedule: SlotSchedule
+    inv_freq: Tensor | None = None
+    log_weights: Tensor | None = None
+    # [R] numbers of the rows, and attention weights [R, G, S] of a step; made when first needed.
+    numbers: Tensor | None = None
+    weights: Tensor | None = None
+    # While a clock drives the steps (`freeze`).
+    frozen: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        keys: Stored,
+        values: Stored,
+        positions: Tensor,
+        mass: Tensor | None,
+        schedule: SlotSchedule,
+        *,
+        rows: Tensor | None = None,
+        inv_freq: Tensor | None = None,
+        log_weights: Tensor | None = None,
+    ) -> PaddedBlock:
+        """Take over storage [R, S, D] that holds kept pairs, and after them empty slots."""
+        if mass is not None and schedule.needs_decode_attention:
+            mass = mass.masked_fill(positions < 0, torch.inf)
+        block = cls(rows, keys, values, positions, None, mass, schedule, inv_freq, log_weights)
+        block.thaw()
+        return block
+
+    def freeze(self, seen: int, steps: int) -> None:
+        """Let a clock drive up to `steps` steps: fixed shapes, and all that changes on the device.
+
+        Every slot is looked at then, and the bias says which are empty.
+        """
+        self._ensure(self.schedule.most(steps))
+        self.frozen = True
+        self.bias = self._empty_bias()
+
+    def thaw(self) -> None:
+        """Back to steps that the host drives: shapes follow the schedule's `width`."""
+        self.frozen, self.bias = False, None
+        if self.schedule.gapless and self.log_weights is None:
+            return
+        self.bias = self._empty_bias()
+        if self.schedule.shared:  # what lies behind `width` is never looked at
+            self.bias[:, :, self.schedule.width - 1 :] = 0.0
+
+    def _empty_bias(self) -> Tensor:
+        """[R, 1, S]: -inf where a slot is empty, the logarithm of its weight elsewhere."""
+        empty = self.positions[:, None] < 0
+        bias = torch.zeros(empty.shape, dtype=self.keys.dtype, device=empty.device)
+        if self.log_weights is not None:
+            bias += self.log_weights[:, None]
+        return bias.masked_fill_(empty, -torch.inf)
+
+    @property
+    def taken(self) -> tuple[int, int]:
+        """Slots in use, of rows that all use as many, and the rows."""
+        return len(self.positions) * self.schedule.used, len(self.positions)
+
+    @property
+    def slots(self) -> int:
+        """How many slots there are, empty ones included."""
+        return self.positions.numel()
+
+    def fits(self, seen: int) -> bool:
+        """Whether a clock can drive the next step."""
+        return self.frozen and self.schedule.width <= self.positions.shape[1]
+
+    @property
+    def filling(self) -> bool:
+        """Whether some row has still to drop its first token: from then on victims are slots."""
+        return self.schedule.filling
+
+    @property
+    def mutable(self) -> list[Tensor]:
+        """What a step adds to; all else that it writes, the same step writes again."""
+        found = (self.mass, getattr(self.schedule, "freed", None))
+        return [x for x in found if x is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages held for keys, values and weights, empty slots included."""
+        more = 0 if self.log_weights is None else nbytes(self.log_weights)
+        return nbytes(self.keys) + nbytes(self.values) + more
+
+    @property
+    def held(self) -> Tensor:
+        """Positions [R, S], -1 where empty: where the next token goes, nothing is held any more."""
+        slots = self.schedule.slots(self.keys.device)
+        if isinstance(slots, int):
+            if slots >= self.positions.shape[1]:
+                return self.positions
+            slots = torch.full(self.positions.shape[:1], slots, device=self.positions.device)
+        inside = slots.clamp(max=self.positions.shape[1] - 1)[:, None]
+        kept = self.positions.gather(1, inside).masked_fill((slots[:, None] == inside), -1)
+        return self.positions.scatter(1, inside, kept)
+
+    def step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        first: int,
+        clock: GraphInputs | None,
+        **options: Any,
+    ) -> Tensor:
+        """Write the pairs of q new tokens, attend to all with them, and drop what they displace.
+
+        Args:
+            query: [R, G * q, D].
+            key, value: [R, q, D].
+            first: the position of the first of them.
+            clock: what drives the step in place of the host, or None.
+            options: those of `attend`.
+
+        Returns:
+            [R, G * q, D].
+        """
+        q = key.shape[1]
+        place: Place = first if clock is None else clock.position
+        self.append(key, value, first, clock)
+        out = self.attend(query, q, place, **options)
+        self.advance(place if q == 1 else first + q - 1, q)
+        return out
+
+    def append(
+        self, key: Tensor, value: Tensor, position: int, clock: GraphInputs | None = None
+    ) -> None:
+        """Write the pairs [R, q, D] of q new tokens, the first at `position`, into their slots.
+
+        With a clock one token is written, where and as the clock says.
+        """
+        q = key.shape[1]
+        at: int | Tensor = position
+        if clock is None:
+            if self.frozen:
+                self.thaw()
+            width = self.schedule.width + q - 1
+            self._ensure(width, spare(width, position + q))
+            slots = self.schedule.slots(self.keys.device)
+        else:
+            slots, at = self.schedule.slots_at(clock.row), clock.position
+        if isinstance(slots, int):
+            where: tuple[Any, ...] = (slice(None), slice(slots, slots + q))
+            self.keys[where], self.values[where] = key, value
+            new = torch.arange(position, position + q, device=key.device) if q > 1 else position
+            self.positions[where] = new
+            if self.bias is not None and self.log_weights is not None:
+                self.bias[:, 0, slots : slots + q] = 0.0
+        else:
+            if self.numbers is None:
+                self.numbers = torch.arange(len(self.positions), device=self.keys.device)
+            where = (self.numbers, slots)
+            self.keys[where], self.values[where] = key[:, 0], value[:, 0]
+            self.positions[where] = at
+            if self.bias is not None:
+                self.bias[self.numbers, 0, slots] = 0.0
+        if self.mass is not None and self.schedule.needs_decode_attention:
+            self.mass[where] = 0.0
+        if self.log_weights is not None:
+            self.log_weights[where] = 0.0
+
+    def attend(
+        self,
+        query: Tensor,
+        q: int,
+        position: Place,
+        *,
+        scale: float,
+        softcap: float | None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of q new tokens, appended before, over the slots in use.
+
+        Args:
+            query: [R, G * q, D], the G query heads of each row's group, q tokens each.
+            q: new tokens; more than one see each other causally.
+            position: the first new token's.
+            scale: factor of the query-key products.
+            softcap: bound of the logits (Gemma 2), or None.
+            hidden: bool [R, T], earlier tokens, by position, that the new ones do not see.
+
+        Returns:
+            [R, G * q, D].
+        """
+        width = self.keys.shape[1] if self.frozen else self.schedule.width + q - 1
+
+        def used(x: Stored) -> Any:
+            if isinstance(x, QuantizedKV):
+                return x.up_to(width)
+            return x if width == x.shape[1] else x[:, :width]
+
+        keys, values = used(self.keys), used(self.values)
+        visible = None if self.bias is None else self.bias[:, :, :width]
+        if q > 1 and isinstance(position, int):
+            visible = causal_view(used(self.positions), position, q)
+            if self.log_weights is not None:
+                bias = used(self.log_weights)[:, None].to(query.dtype)
+                visible = bias.masked_fill(~visible, -torch.inf)
+        if hidden is not None:
+            place = used(self.positions).long()
+            known = (place >= 0) & (place < hidden.shape[1])
+            unseen = (hidden.gather(1, place.clamp(0, hidden.shape[1] - 1)) & known)[:, None]
+            if visible is None:
+                visible = torch.zeros(unseen.shape, dtype=query.dtype, device=query.device)
+            gone = False if visible.dtype == torch.bool else -torch.inf
+            visible = visible.masked_fill(unseen, gone)
+        if self.inv_freq is not None:
+            whole = keys[:, :] if isinstance(keys, QuantizedKV) else keys
+            keys = reposition(whole, used(self.positions), position + q - 1, self.inv_freq)
+        weighed = self.mass is not None and self.schedule.needs_decode_attention
+        if self.mass is None or not weighed:
+            return attend(query, keys, values, visible, scale=scale, softcap=softcap)
+        if self.weights is None or self.weights.shape[2] != width:
+            self.weights = torch.empty(*query.shape[:2], width, device=query.device)
+        with torch.no_grad():
+            weigh(query, keys, visible, self.weights, scale=scale, softcap=softcap)
+            R, G, _ = query.shape
+            mean = self.weights.new_full((1, 1, 1), 1 / G).expand(R, 1, G)
+            used(self.mass)[:, None].baddbmm_(mean, self.weights)
+        if query.requires_grad:
+            return attend(query, keys, values, visible, scale=scale, softcap=softcap)
+        return mixed(self.weights, values)
+
+    def advance(self, newest: Place, q: int) -> None:
+        """Count a step of q tokens, the last at `newest`; find what it drops."""
+        if self.mass is not None and self.schedule.needs_decode_attention:
+            self.schedule.drop(self.mass, self.positions, newest)
+        self.schedule.advance(q)
+
+    def select(self, chosen: np.ndarray, rows: Tensor | None) -> PaddedBlock:
+        """A copy holding the block's rows `chosen`, which become the layer's rows `rows`."""
+        if self.frozen:
+            self.thaw()
+        index = torch.from_numpy(chosen).to(self.keys.device)
+        return replace(
+            self,
+            rows=rows,
+            keys=select(self.keys, index),
+            values=select(self.values, index),
+            positions=self.positions[index],
+            bias=None if self.bias is None else self.bias[index],
+            mass=None if self.mass is None else self.mass[index],
+            log_weights=None if self.log_weights is None else self.log_weights[index],
+            schedule=self.schedule.select(chosen),
+            numbers=None,
+            weights=None,
+            frozen=False,
+        )
+
+    def _ensure(self, width: int, ahead: int = 0) -> None:
+        """Have `width` slots; where that means to grow, what `ahead` more tokens need as well."""
+        if width <= self.keys.shape[1]:
+            return
+        steps = width - self.schedule.width + 1 + ahead
+        more = max(width, self.schedule.most(steps)) - self.keys.shape[1]
+
+        def grown(x: Tensor, fill: float) -> Tensor:
+            return torch.cat([x, x.new_full((x.shape[0], more, *x.shape[2:]), fill)], dim=1)
+
+        def longer(x: Stored) -> Stored:
+            return x.grown(more) if isinstance(x, QuantizedKV) else grown(x, 0)
+
+        lightest = self.schedule.needs_decode_attention
+        self.keys, self.values = longer(self.keys), longer(self.values)
+        self.positions = grown(self.positions, -1)
+        if self.mass is not None:
+            self.mass = grown(self.mass, torch.inf if lightest else 0)
+        if self.log_weights is not None:
+            self.log_weights = grown(self.log_weights, 0)
+        if self.bias is not None:
+            self.bias = grown(self.bias[:, 0], 0 if self.schedule.shared else -torch.inf)[:, None]
+
+
+def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = 0.04) -> list[np.ndarray]:
+    """Split rows into as few blocks as hold them with little padding.
+
+    Args:
+        counts: [R], tokens kept by each row.
+        most: blocks at the most; each costs one attention call a step.
+        slack: padding allowed as a share of what is kept; more blocks are tried until it is met.
+
+    Returns:
+        Row indices of each block, each in rising order.
+    """
+    order = np.argsort(-counts, kind="stable")
+    size = counts[order].astype(np.int64)
+    # Cut only where the rounded length changes: at most 33 places, so the search is cheap.
+    rounded = np.ceil(size / max(1, size[0]) * 32)
+    cuts = np.concatenate([[0], np.flatnonzero(np.diff(rounded)) + 1, [len(size)]])
+    allowed = (1 + slack) * size.sum()
+    n = len(cuts) - 1
+    # cost[j]: slots needed for the first cuts[j] rows; `back`: where their last block starts.
+    cost = np.full(n + 1, np.inf)
+    cost[0] = 0.0
+    back: list[np.ndarray] = []
+    for _ in range(min(most, n)):
+        longest = size[np.minimum(cuts, len(size) - 1)]
+        tried = cost[:, None] + (cuts[None, :] - cuts[:, None]) * longest[:, None]
+        tried[np.tril_indices(n + 1)] = np.inf
+        back.append(tried.argmin(0))
+        cost = tried.min(0)
+        if cost[n] <= allowed:
+            break
+    edges = [n]
+    for step in reversed(back):
+        edges.append(int(step[edges[-1]]))
+    edges.reverse()
+    return [np.sort(order[cuts[a] : cuts[b]]) for a, b in pairwise(edges) if a < b]
