@@ -20,6 +20,7 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table as RichTable
 
 # Columns where no terminal says its own: in a file, lines are found by grep, not by eye.
 _FILE_WIDTH = 200
@@ -41,6 +42,12 @@ def console() -> Console:
     found = Console()
     watched = found.is_terminal or "COLUMNS" in os.environ or os.isatty(0) or os.isatty(2)
     return found if watched else Console(width=_FILE_WIDTH)
+
+
+def write(screen: Console, text: Any, style: str | None = None) -> None:
+    """A line as it is, however long; or a table."""
+    how = {"markup": False, "highlight": False, "soft_wrap": isinstance(text, str)}
+    screen.print(text, style=style, **how)
 
 
 def say(text: str) -> None:
@@ -165,53 +172,43 @@ class Table:
         columns: the names of the others.
         rows: the first column's text, and the others'.
         title: above the first part.
-        numbers: whether the other columns hold numbers, which stand on the right.
     """
 
     corner: str
     columns: Sequence[str]
     rows: Sequence[tuple[str, Sequence[str]]]
     title: str = ""
-    numbers: bool = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The parts, none of them wider than the console."""
+        from rich.measure import Measurement
+        from rich.text import Text
+
+        if self.title:
+            yield Text(self.title, style="bold")
+        wide, rest = options.update(width=10_000), list(range(len(self.columns)))
+        while rest:
+            n = 1
+            while n < len(rest):
+                needed = Measurement.get(console, wide, self._part(rest[: n + 1])).maximum
+                if needed > options.max_width:
+                    break
+                n += 1
+            yield self._part(rest[:n])
+            rest = rest[n:]
+
+    def _part(self, columns: Sequence[int]) -> RichTable:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        side = "right" if self.numbers else "left"
-        if self.title:
-            yield Text(self.title, style="bold")
-        for part in self.parts(options.max_width):
-            table = RichTable()
-            table.add_column(Text(self.corner), overflow="fold")
-            for i in part:
-                table.add_column(Text(self.columns[i]), justify=side, overflow="fold")
-            for name, cells in self.rows:
-                # A row may have fewer cells: what is not there is left empty.
-                shown = [Text(cells[i]) if i < len(cells) else Text() for i in part]
-                table.add_row(Text(name), *shown)
-            yield table
-
-    def parts(self, width: int) -> list[list[int]]:
-        """Which columns go into each part of at most `width` terminal columns."""
-        from rich.cells import cell_len
-
-        def space(texts: Sequence[str]) -> int:
-            return max(map(cell_len, texts)) + 3  # a blank on either side, and a line
-
-        first = 1 + min(space([self.corner, *(name for name, _ in self.rows)]), width // 2)
-        found: list[list[int]] = [[]]
-        left = width - first
-        for i, name in enumerate(self.columns):
-            cells = [cells[i] for _, cells in self.rows if i < len(cells)]
-            needed = space([name, *cells])
-            if found[-1] and needed > left:
-                found.append([])
-                left = width - first
-            found[-1].append(i)
-            left -= needed
-        return found
+        table = RichTable()
+        table.add_column(Text(self.corner), overflow="fold")
+        for i in columns:
+            table.add_column(Text(self.columns[i]), justify="right", overflow="fold")
+        for name, cells in self.rows:
+            # A row may have fewer cells: what is not there is left empty.
+            table.add_row(Text(name), *(Text(cells[i]) for i in columns if i < len(cells)))
+        return table
 
 
 @contextmanager

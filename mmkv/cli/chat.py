@@ -1,4 +1,7 @@
-"""The command `mmkv chat`: one question with both caches, or the chat in a terminal."""
+"""`mmkv chat`: one question with both caches or, without one, questions and commands line by line.
+
+With `--context` pictures are read once, kept in a file, and asked about any time.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,12 @@ from mmkv.options import (
     PolicyName,
     ProfileOption,
 )
-from mmkv.terminal import check_place, console, say, told
+from mmkv.terminal import check_place, console, say, told, write
 
 if TYPE_CHECKING:
-    from mmkv.chat import Answer
+    from PIL import Image
+
+    from mmkv.chat import Loaded
 
 # What torch takes as a seed.
 _LEAST_SEED, _MOST_SEED = -(2**63), 2**64 - 1
@@ -80,38 +85,34 @@ def chat(
     """Answer a question with the full cache and with a compressed one, and show what was kept."""
     from mmkv import budgets
     from mmkv import chat as talk
-    from mmkv.builtin import KNOWS
-    from mmkv.cli import context as contexts
     from mmkv.registry import get_policy
 
     pairs = [*(option or []), *([] if protect is None else [f"protect={protect}"])]
     options = talk.parse_options(policy, pairs)
     chosen = get_policy(policy, **options)
     kept = None if budget is None else budgets.parse(budget)
+    how: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+    }
     if not words:
-        from mmkv.cli import repl
+        from mmkv.cli.lines import converse
         from mmkv.demo.values import Settings
 
         alone = {"--profile": profile, "--context": context, "--json": as_json or None}
-        for name, given in alone.items():
-            if given is not None:
-                raise ValueError(f'{name} needs a question: mmkv chat [PICTURE]... "QUESTION"')
+        for name in (name for name, given in alone.items() if given is not None):
+            raise ValueError(f'{name} needs a question: mmkv chat [PICTURE]... "QUESTION"')
         if len(image or []) > 1:
             raise ValueError(
                 f"{len(image or [])} times --image without a question: start with one picture, "
                 "and change it by /image PATH"
             )
-        settings = Settings(
-            policy=policy,
-            budget=talk.DEFAULT_BUDGET if kept is None else kept,
-            options=options,
-            kv_dtype=kv_dtype,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-        )
-        where = {"model": model, "device": device, "dtype": dtype}
-        raise typer.Exit(repl.run(console(), settings, images=image or [], **where))
+        kept = talk.DEFAULT_BUDGET if kept is None else kept
+        settings = Settings(policy=policy, budget=kept, options=options, kv_dtype=kv_dtype, **how)
+        settings.chosen()
+        pictures = [talk.read_picture(path) for path in image or []]
+        raise typer.Exit(converse(talk.load(model, device, dtype), settings, *pictures))
     paths, question = _pictures_and_question(words, image or [])
     kept = talk.budget_or_default(kept, chosen, profile)
     if chosen.keeps_all and budget is not None:
@@ -119,66 +120,37 @@ def chat(
     elif note := budgets.note(kept):
         say(note)
     if context is not None:
-        contexts.check(context, paths)
-    pictures = [talk.read_picture(path) for path in paths]
+        if context.exists() and paths:
+            raise ValueError(
+                f"--context {context} holds what was read: leave {paths[0]} out, or name a new file"
+            )
+        if not context.exists() and not paths:
+            raise ValueError(f"--context {context}: no such file; with a picture it is made")
+        check_place(context.parent)
     if paths:
         _check_out(out, len(paths))
-
+    pictures = [talk.read_picture(path) for path in paths]
     loaded = talk.load(model, device, dtype)
-    more = {"profile": profile, "kv_dtype": kv_dtype}
+    wrap = {"policy": chosen, "budget": kept, "profile": profile, "kv_dtype": kv_dtype}
     if context is not None:
-        generation = talk.generation(max_new_tokens, temperature, seed)
-        asked = (context, loaded, question, pictures, chosen, kept)
-        contexts.answer(*asked, how=more, generation=generation, as_json=as_json)
-        return
-    inputs = talk.encode(loaded, question, pictures)
-    how: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "seed": seed,
-    }
-    # The compressed run first: a budget that cannot be honoured then costs no full run.
-    compressed = talk.ask(loaded, inputs, chosen, kept, **more, **how)
-    full = talk.ask(loaded, inputs, **how)
-    assert compressed.report is not None
-    size = "" if compressed.report.budget is None else f"-{compressed.report.budget}"
-    title = f"{chosen.name}{size.replace('-', ', budget ')}: image patches kept after the prompt"
-    written = _figure_paths(out, paths, f"{chosen.name}{size}")
-    problem = None
-    if pictures:
-        try:
-            talk.draw(loaded, inputs, compressed, pictures, written, title)
-        except ValueError as error:
-            written, problem = [], f"no picture written: {error}"
-
-    n_image = int(talk.image_mask(loaded, inputs).sum())
-    prompt = {"tokens": inputs["input_ids"].shape[1], "image_tokens": n_image}
-    if as_json:
-        data = {
-            "model": model,
-            "question": question,
-            "pictures": [str(path) for path in paths],
-            "prompt": prompt,
-            "full": _numbers(full),
-            "compressed": _numbers(compressed),
-            "report": compressed.report.to_dict(),
-            "png": [str(path) for path in written],
-        }
-        typer.echo(json.dumps(data, indent=2))
+        data, tell = _ask_context(context, loaded, question, pictures, wrap, how)
     else:
-        _show(question, prompt, full, compressed, written)
-        if model == "builtin":
-            console().print(f"({KNOWS}; --model takes another)", style="dim", soft_wrap=True)
-    if problem is not None:
-        say(problem)
+        data, tell = _ask_both(loaded, question, pictures, paths, out, wrap, how)
+    if as_json:
+        typer.echo(json.dumps(data, indent=2))
+        return
+    for text, style in tell:
+        write(console(), text, style)
 
 
 def _pictures_and_question(words: list[str], images: list[Path]) -> tuple[list[Path], str]:
     """Split the arguments: the last is the question."""
     *pictures, question = words
+    suffix = Path(question).suffix
+    a_picture = suffix.lower() in _PICTURES and len(question.split()) == 1
     if question == "-":
         question = sys.stdin.read()
-    elif _names_file(question):
+    elif suffix and (os.path.exists(question) or a_picture):
         raise ValueError(
             f"no question: the last argument is the file {question!r}: put the question behind it, "
             f"or ask several by: mmkv chat --image {shlex.quote(question)}"
@@ -186,19 +158,6 @@ def _pictures_and_question(words: list[str], images: list[Path]) -> tuple[list[P
     if not question.strip():
         raise ValueError("the question is empty")
     return [*images, *map(Path, pictures)], question.strip()
-
-
-def _names_file(text: str) -> bool:
-    """Whether an argument is a file, or the name of a picture that is missing."""
-    suffix = Path(text).suffix
-    return bool(suffix) and (
-        os.path.exists(text) or (suffix.lower() in _PICTURES and len(text.split()) == 1)
-    )
-
-
-def _is_folder(out: Path) -> bool:
-    """Whether --out is a folder: one that is there, or a name without a suffix."""
-    return out.is_dir() or not out.suffix
 
 
 def _check_out(out: Path, pictures: int) -> None:
@@ -209,55 +168,108 @@ def _check_out(out: Path, pictures: int) -> None:
     """
     from mmkv.picture import check_format
 
-    if not _is_folder(out):
-        if pictures > 1:
-            raise ValueError(f"--out {out}: one file for {pictures} pictures; name a folder")
-        try:
-            check_format(out)
-        except ValueError as error:
-            raise ValueError(f"--out {error}, or a folder") from None
-    check_place(out if _is_folder(out) else out.parent)
+    if _is_folder(out):
+        return check_place(out)
+    if pictures > 1:
+        raise ValueError(f"--out {out}: one file for {pictures} pictures; name a folder")
+    try:
+        check_format(out)
+    except ValueError as error:
+        raise ValueError(f"--out {error}, or a folder") from None
+    return check_place(out.parent)
 
 
-def _figure_paths(out: Path, pictures: Sequence[Path], name: str) -> list[Path]:
-    if not _is_folder(out):
-        return [out] * len(pictures)
-    stems = [path.stem for path in pictures]
-    return [
-        out / (f"{stem}-{name}.png" if stems.count(stem) == 1 else f"{stem}-{i}-{name}.png")
-        for i, stem in enumerate(stems, start=1)
-    ]
+def _is_folder(out: Path) -> bool:
+    return out.is_dir() or not out.suffix
 
 
-def _numbers(answer: Answer) -> dict[str, Any]:
-    return {"answer": answer.text, "tokens": answer.tokens, "nbytes": answer.nbytes}
+# What is printed: texts or tables, each with its style.
+Shown = list[tuple[Any, str | None]]
 
 
-def _show(
+def _ask_both(
+    loaded: Loaded,
     question: str,
-    prompt: dict[str, int],
-    full: Answer,
-    compressed: Answer,
-    written: Sequence[Path],
-) -> None:
-    screen = console()
+    pictures: Sequence[Image.Image],
+    paths: Sequence[Path],
+    out: Path,
+    wrap: dict[str, Any],
+    how: dict[str, Any],
+) -> tuple[dict[str, Any], Shown]:
+    """Both answers and what was kept, as JSON and as what is printed; writes the figures."""
+    from mmkv import chat
+    from mmkv.builtin import KNOWS
 
-    def line(text: str = "", style: str | None = None) -> None:
-        screen.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-    report = compressed.report
+    inputs = chat.encode(loaded, question, pictures)
+    # The compressed run first: a budget that cannot be honoured then costs no full run.
+    compressed = chat.ask(loaded, inputs, **wrap, **how)
+    full, report = chat.ask(loaded, inputs, **how), compressed.report
     assert report is not None
-    images = f", {prompt['image_tokens']} of them image tokens" if prompt["image_tokens"] else ""
-    line(question, "bold")
-    line(f"prompt: {prompt['tokens']} tokens{images}", "dim")
-    for name, answer in (
-        ("full cache", full),
-        (f"{report.policy}, budget {report.budget}", compressed),
-    ):
-        line()
-        line(f"{name}: {answer.nbytes / 1024:.1f} KiB after {answer.tokens} tokens", "bold")
-        line(f"  {answer.text}")
-    line()
-    screen.print(report)
-    for path in written:
-        line(f"kept patches: {path}")
+    size = "" if report.budget is None else f"-{report.budget}"
+    written, stems = [out] * len(paths), [path.stem for path in paths]
+    if _is_folder(out):
+        names = [f"{x}-{i}" if stems.count(x) > 1 else x for i, x in enumerate(stems, start=1)]
+        written = [out / f"{name}-{report.policy}{size}.png" for name in names]
+    title = f"{report.policy}{size.replace('-', ', budget ')}: image patches kept after the prompt"
+    try:
+        if pictures:
+            chat.draw(loaded, inputs, compressed, pictures, written, title)
+    except ValueError as error:
+        say(f"no picture written: {error}")
+        written = []
+    tokens, n_image = inputs["input_ids"].shape[1], int(chat.image_mask(loaded, inputs).sum())
+    images = f", {n_image} of them image tokens" if n_image else ""
+    shown: Shown = [(question, "bold"), (f"prompt: {tokens} tokens{images}", "dim")]
+    data: dict[str, Any] = {
+        "model": loaded.name,
+        "question": question,
+        "pictures": list(map(str, paths)),
+        "prompt": {"tokens": tokens, "image_tokens": n_image},
+    }
+    for key, answer in (("full", full), ("compressed", compressed)):
+        name = "full cache" if key == "full" else f"{report.policy}, budget {report.budget}"
+        head = f"{name}: {answer.nbytes / 1024:.1f} KiB after {answer.tokens} tokens"
+        shown += [("", None), (head, "bold"), (f"  {answer.text}", None)]
+        data[key] = {"answer": answer.text, "tokens": answer.tokens, "nbytes": answer.nbytes}
+    data |= {"report": report.to_dict(), "png": list(map(str, written))}
+    shown += [("", None), (report, None), *((f"kept patches: {path}", None) for path in written)]
+    if loaded.name == "builtin":
+        shown.append((f"({KNOWS}; --model takes another)", "dim"))
+    return data, shown
+
+
+def _ask_context(
+    path: Path,
+    loaded: Loaded,
+    question: str,
+    pictures: Sequence[Image.Image],
+    wrap: dict[str, Any],
+    how: dict[str, Any],
+) -> tuple[dict[str, Any], Shown]:
+    """The answer from the context in the file, which is made of the pictures if it is not there."""
+    from PIL import Image
+
+    import mmkv
+    from mmkv import chat as talk
+    from mmkv.loading.quiet import quiet
+
+    made = not path.exists()
+    with mmkv.wrapped(loaded.model, **wrap), quiet():
+        if made:
+            read, asked = talk.split_prompt(loaded, question, pictures)
+            context = mmkv.read(loaded.model, read)
+            context.save(path)
+        else:
+            context = mmkv.load_context(path, loaded.model)
+            # The question as it stands behind pictures, if there are any: these are not needed.
+            pictured = bool(talk.image_mask(loaded, context.inputs).any())
+            blank = [Image.new("RGB", (64, 64))] if pictured else []
+            asked = talk.split_prompt(loaded, question, blank)[1]
+        new = context.ask(asked, **talk.generation(**how))[0]
+    tokens, nbytes = context.inputs["input_ids"].shape[1], context.nbytes
+    text = loaded.processor.decode(new, skip_special_tokens=True).strip()
+    about = {"file": str(path), "made": made, "tokens": tokens, "nbytes": nbytes}
+    what = "read into" if made else "from"
+    held = f"{tokens} tokens {what} {path}, held in {nbytes / 1024:.1f} KiB"
+    data = {"question": question, "answer": text, "tokens": len(new), "context": about}
+    return data, [(question, "bold"), (held, "dim"), (text, None)]

@@ -13,9 +13,10 @@ from typing import Annotated
 import typer
 
 from mmkv.cli.chat import chat
+from mmkv.cli.demo import demo
+from mmkv.cli.policies import policies
 from mmkv.cli.serve import serve
-from mmkv.options import MODELS, DeviceOption, DtypeOption
-from mmkv.terminal import console, show_warnings, told
+from mmkv.terminal import show_warnings, told
 
 app = typer.Typer(
     name="mmkv",
@@ -64,69 +65,6 @@ def _options(
     pass
 
 
-@app.command()
-@told
-def policies(
-    parts: Annotated[
-        bool, typer.Option("--parts", help="List the parts that policies are made of instead.")
-    ] = False,
-    markdown: Annotated[bool, typer.Option(help="Print a Markdown table.")] = False,
-) -> None:
-    """List the policies: their parts, papers, options and defaults."""
-    from mmkv import tables
-
-    if markdown:
-        typer.echo(tables.part_markdown() if parts else tables.policy_markdown(), nl=False)
-        return
-    out = console()
-    table = tables.part_table() if parts else tables.policy_tables(out.width)
-    out.print(table, highlight=False, markup=False)
-
-
-app.command()(chat)
-
-
-@app.command()
-@told
-def demo(
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"{MODELS}; several can be chosen from.",
-            show_default="builtin",
-        ),
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="Where to listen; the default is this computer only.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 7860,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
-    server: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Let the `mmkv serve` at this address answer instead."),
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(envvar="MMKV_API_KEY", help="The key of that server.", show_envvar=True),
-    ] = None,
-) -> None:
-    """Open the image chat in a browser: both answers side by side, and what was kept."""
-    from mmkv.demo import server as page
-
-    if server is not None and (model or device != "auto" or dtype != "auto"):
-        raise ValueError("--server answers with its own models: leave out --model and where it is")
-    page.run(
-        models=model or ["builtin"],
-        host=host,
-        port=port or None,
-        device=device,
-        dtype=dtype,
-        server=server,
-        api_key=api_key or None,
-    )
-
-
 def _mount(package: str, commands: dict[str, str]) -> None:
     """Commands of a package, where it is installed; each imports it only when it runs."""
     if find_spec(package) is None or find_spec(f"{package}.cli") is None:
@@ -146,11 +84,7 @@ def _mount(package: str, commands: dict[str, str]) -> None:
         )(forward)
 
 
-def _mount_evaluation() -> None:
-    """All of them: what measures quality, and what measures speed."""
-    for package, commands in _MOUNTED.items():
-        _mount(package, commands)
-
-
-app.command()(serve)
-_mount_evaluation()
+for command in (policies, chat, demo, serve):
+    app.command()(command)
+for package, commands in _MOUNTED.items():
+    _mount(package, commands)

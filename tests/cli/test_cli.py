@@ -492,7 +492,7 @@ def test_the_evaluation_gets_its_words_unread(monkeypatch):
     fresh.command("chat")(commands.chat)
     monkeypatch.setattr(commands, "app", fresh)
     monkeypatch.setattr(commands, "find_spec", lambda name: True)
-    commands._mount_evaluation()
+    commands._mount("mmkv.eval", {"plot": "", "report": ""})
     with pytest.raises(SystemExit):
         commands.main(["plot", "--dark", "a", "b"])
     assert seen == ["--dark", "a", "b"]

@@ -10,29 +10,28 @@ from rich.console import Console
 from helpers.marks import slow_except
 from mmkv import chat
 from mmkv.builtin import example_pictures
-from mmkv.cli.repl import Repl
-from mmkv.demo.backend import Engine
-from mmkv.demo.session import Engines, Session
+from mmkv.cli.lines import Lines
+from mmkv.demo.backend import Conversation, Engine
 from mmkv.demo.values import Settings
 
 
 @pytest.fixture(scope="module")
-def engines():
-    return Engines(["builtin"], lambda name: Engine(chat.load(name)))
+def engine():
+    return Engine(chat.load())
 
 
-def talk(engines, *lines: str, terminal: bool = False) -> tuple[str, int, Session]:
-    console = Console(file=io.StringIO(), width=200, force_terminal=terminal, color_system=None)
-    session = Session(engines)
+def talk(engine, *lines: str, terminal: bool = False) -> tuple[str, int, Conversation]:
+    screen = Console(file=io.StringIO(), width=200, force_terminal=terminal, color_system=None)
+    conversation = engine.conversation()
     settings = Settings(policy="adakv", budget=0.3, options={"window": 8}, max_new_tokens=12)
-    refused = Repl(session, settings, console).run(lines)
-    return console.file.getvalue(), refused, session
+    refused = Lines(conversation, settings, screen).run(lines)
+    return screen.file.getvalue(), refused, conversation
 
 
 @pytest.mark.parametrize("terminal", slow_except([False, True], True))
-def test_two_turns_about_a_picture(engines, terminal):
-    out, refused, session = talk(
-        engines,
+def test_two_turns_about_a_picture(engine, terminal):
+    out, refused, conversation = talk(
+        engine,
         f"/image {example_pictures()[0]}\n",
         "Describe the picture.\n",
         "\n",
@@ -42,11 +41,11 @@ def test_two_turns_about_a_picture(engines, terminal):
         terminal=terminal,
     )
     assert refused == 0
-    assert [turn.question for turn in session.turns] == [
+    assert [turn.question for turn in conversation.turns] == [
         "Describe the picture.",
         "How many objects are in the picture?",
     ]
-    for turn in session.turns:
+    for turn in conversation.turns:
         assert f"full cache: {turn.full.text.strip()}" in out
         assert f"adakv 0.3: {turn.compressed.text.strip()}" in out
         assert f"{turn.compressed.nbytes / 1024:.1f} of" in out
@@ -54,30 +53,32 @@ def test_two_turns_about_a_picture(engines, terminal):
         assert said in out
         assert turn.compressed.kept == pytest.approx(0.3, abs=0.01)
         assert turn.compressed.nbytes < turn.full.nbytes
-    session.close()
 
 
-def test_commands_change_what_is_used(engines):
-    out, refused, session = talk(
-        engines,
+def test_commands_change_what_is_used(engine):
+    out, refused, conversation = talk(
+        engine,
         f"/image {example_pictures()[1]}",
         "/policy snapkv window=4",
         "/budget 0.5",
         "/kv-dtype int8",
         "Describe the picture.",
         "/clear",
+        "How many objects are in the picture?",
+        "/clear",
         "/help",
     )
     assert refused == 0
+    assert out.count("full cache: ") == 2  # the picture can be asked about again
     assert "from now on snapkv 0.3\n" in out
     assert "from now on snapkv 0.5\n" in out
     assert "snapkv 0.5 in int8: " in out
     assert "/image PATH" in out
-    assert session.turns == []
+    assert conversation.turns == []
 
 
-def test_budgets_that_mean_something_else(engines):
-    out, refused, _ = talk(engines, "/budget 1", "/policy full", "/budget 0.5")
+def test_budgets_that_mean_something_else(engine):
+    out, refused, _ = talk(engine, "/budget 1", "/policy full", "/budget 0.5")
     assert refused == 0
     assert out.splitlines() == [
         "from now on adakv 1",
@@ -103,22 +104,22 @@ def test_budgets_that_mean_something_else(engines):
         several=True,
     ),
 )
-def test_a_refused_line_says_why_and_the_chat_goes_on(engines, line, message):
-    out, refused, session = talk(engines, line, f"/image {example_pictures()[0]}", "Describe it.")
+def test_a_refused_line_says_why_and_the_chat_goes_on(engine, line, message):
+    out, refused, conversation = talk(engine, line, f"/image {example_pictures()[0]}", "Describe it.")
     assert refused == 1
     assert message in out
     assert "Traceback" not in out
-    assert len(session.turns) == 1
+    assert len(conversation.turns) == 1
 
 
-def test_an_unknown_command_is_named_before_the_help(engines):
-    out, refused, session = talk(engines, "/polcy snapkv", "/help", "/budget")
+def test_an_unknown_command_is_named_before_the_help(engine):
+    out, refused, conversation = talk(engine, "/polcy snapkv", "/help", "/budget")
     first, *rest = out.splitlines()
     assert first == "error: unknown command '/polcy'"
     assert refused == 1
     assert sum(line.startswith("/policy NAME") for line in rest) == 3
     assert "error" not in "\n".join(rest)
-    assert session.turns == []
+    assert conversation.turns == []
 
 
 def test_it_works_in_a_pipe(monkeypatch, capsys):

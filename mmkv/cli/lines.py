@@ -1,0 +1,165 @@
+"""`mmkv chat` without a question: questions and commands line by line, from a person or a pipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from mmkv.terminal import console, write
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from rich.console import Console
+    from rich.text import Text
+
+    from mmkv.chat import Loaded
+    from mmkv.demo.backend import Conversation
+    from mmkv.demo.values import Settings, Turn
+
+HELP = """\
+/image PATH               ask about another picture
+/policy NAME [OPTION=VALUE ...]
+/budget 0.2               the fraction kept
+/kv-dtype int8            hold what is kept in 8 or 4 bits (int4); none: in the model's type
+/clear                    forget the conversation and free its caches
+/quit                     (or the end of the input)
+Anything else is a question; Ctrl-C stops an answer."""
+
+
+def converse(loaded: Loaded, settings: Settings, *pictures: Image.Image) -> int:
+    """Chat on standard input; the exit code: 2 when a line of a pipe was refused, else 0."""
+    from mmkv.builtin import KNOWS
+    from mmkv.demo.backend import Engine
+
+    def typed() -> Iterable[str]:
+        while True:
+            try:
+                yield screen.input("[bold]> [/bold]")
+            except (EOFError, KeyboardInterrupt):
+                return
+
+    screen, terminal = console(), sys.stdin.isatty()
+    if terminal:
+        knows = f"\n({KNOWS}; --model takes another)" if loaded.name == "builtin" else ""
+        write(screen, HELP + knows, "dim")
+    lines = Lines(Engine(loaded).conversation(), settings, screen, *pictures)
+    refused = lines.run(typed() if terminal else sys.stdin)
+    return 2 if refused and not terminal else 0
+
+
+class Lines:
+    """Reads lines; each is a command or a question for both caches.
+
+    Attributes:
+        conversation: whose turns the questions are.
+        settings: policy, budget and how to generate.
+        screen: where to write; a terminal gets a live view, a pipe the finished answers.
+        picture: what the next question is about beside the conversation; None: nothing new.
+    """
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        settings: Settings,
+        screen: Console,
+        picture: Image.Image | None = None,
+    ) -> None:
+        self.conversation, self.settings, self.screen = conversation, settings, screen
+        self.picture = self._last = picture
+
+    def run(self, lines: Iterable[str]) -> int:
+        """Serve until the lines end or /quit; the number of lines that were refused."""
+        from mmkv.demo.talk import NoPictureError
+
+        refused = 0
+        for text in filter(None, map(str.strip, lines)):
+            if text == "/quit":
+                break
+            try:
+                self._command(*text[1:].split()) if text.startswith("/") else self._ask(text)
+            except ValueError as error:
+                refused += 1
+                how = ": /image PATH chooses one" if isinstance(error, NoPictureError) else ""
+                write(self.screen, f"error: {error}{how}", "red")
+                if str(error).startswith("unknown command"):
+                    write(self.screen, HELP, "dim")
+        return refused
+
+    def _command(self, name: str = "", *words: str) -> None:
+        from mmkv import budgets, chat
+
+        match name, words:
+            case "image", [_, *_]:
+                self.picture = self._last = chat.read_picture(" ".join(words))
+                write(self.screen, f"picture: {' '.join(words)}", "dim")
+            case "policy", [policy, *options]:
+                self._set(policy=policy, options=chat.parse_options(policy, options))
+            case "budget", [text]:
+                self._set(budget=budgets.parse(text))
+            case "kv-dtype", [text]:
+                self._set(kv_dtype=None if text == "none" else text)
+            case "clear", _:
+                self.conversation.clear()
+                self.picture = self._last  # it can be asked about again
+                write(self.screen, "the conversation is forgotten", "dim")
+            case (("" | "help" | "image" | "policy" | "budget" | "kv-dtype" | "quit"), _):
+                write(self.screen, HELP, "dim")
+            case _:
+                raise ValueError(f"unknown command {'/' + name!r}")
+
+    def _set(self, **changes: Any) -> None:
+        from mmkv import budgets
+
+        settings = dataclasses.replace(self.settings, **changes)
+        write(self.screen, f"from now on {settings.label}", "dim")
+        policy, budget = settings.chosen()
+        if budget is None and "budget" in changes:
+            write(self.screen, f"policy {policy.name} takes no budget: it is ignored", "dim")
+        elif note := budgets.note(changes.get("budget")):
+            write(self.screen, note, "dim")
+        self.settings = settings
+
+    def _ask(self, question: str) -> None:
+        from rich.live import Live
+
+        reads = self.conversation.engine.reads_pictures
+        picture = self.picture if reads else None
+        turns = self.conversation.ask(question, picture, self.settings)
+        if not self.screen.is_terminal:
+            *_, last = turns
+            self.screen.print(_view(last), soft_wrap=True)
+        else:
+            with Live(console=self.screen, refresh_per_second=12) as live:
+                try:
+                    for turn in turns:
+                        live.update(_view(turn))
+                except KeyboardInterrupt:
+                    self.conversation.stop()
+                    for turn in turns:
+                        live.update(_view(turn))
+        if picture is not None:
+            self.picture = None
+
+
+def _view(turn: Turn) -> Text:
+    """A turn as it stands: both answers, and under each a line about its cache."""
+    from rich.text import Text
+
+    text = Text()
+    for name, side in (("full cache", turn.full), (turn.label, turn.compressed)):
+        assert side is not None  # no server answers here
+        bar = "#" * round(20 * min(1.0, side.nbytes / max(1, side.full_nbytes)))
+        rate = "" if side.rate is None else f", {side.rate:.0f} tokens/s"
+        text.append(f"{name}: ", "bold").append(f"{side.text.strip()}\n")
+        text.append(
+            f"  cache [{bar:<20}] {side.nbytes / 1024:.1f} of {side.full_nbytes / 1024:.1f} KiB, "
+            f"{side.kept:.1%} of the prompt kept, {side.tokens} generated tokens{rate}\n",
+            "dim",
+        )
+    if turn.rouge is not None:
+        text.append(f"  ROUGE-L between the answers {turn.rouge:.2f}", "dim")
+    for note in turn.notes:
+        text.append(f"\n  {note}", "dim")
+    return text
