@@ -95,18 +95,18 @@ class PaddedBlock:
         """
         self._ensure(self.schedule.most(steps))
         self.frozen = True
-        self.bias = self._empty_bias()
+        self.bias = self.slot_bias()
 
     def thaw(self) -> None:
         """Back to steps that the host drives: shapes follow the schedule's `width`."""
         self.frozen, self.bias = False, None
         if self.schedule.gapless and self.log_weights is None:
             return
-        self.bias = self._empty_bias()
+        self.bias = self.slot_bias()
         if self.schedule.shared:  # what lies behind `width` is never looked at
             self.bias[:, :, self.schedule.width - 1 :] = 0.0
 
-    def _empty_bias(self) -> Tensor:
+    def slot_bias(self) -> Tensor:
         """[R, 1, S]: -inf where a slot is empty, the logarithm of its weight elsewhere."""
         empty = self.positions[:, None] < 0
         bias = torch.zeros(empty.shape, dtype=self.keys.dtype, device=empty.device)
