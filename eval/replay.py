@@ -96,9 +96,9 @@ class Capture:
                 first = partial(self._scores, running, attachment.plan)
                 cache.begin(running, self.valid, None, self.image, first)
                 for i, (key, value, query, options) in self.calls.items():
-                    held, _ = cache.update(key, value, i)
+                    cache.update(key, value, i)
                     if query is not None:
-                        running.take(held)
+                        running.pending = None
                         cache.attend(i, query, key, value, _nothing, **options)
                 assert isinstance(cache.phase, Reading)
                 cache.phase.similarity = dict(self.similarity)

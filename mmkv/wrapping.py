@@ -17,7 +17,7 @@ from torch import nn
 
 from mmkv import adapters, budgets, profiles
 from mmkv.around import innermost
-from mmkv.attach import attention, configs, parallel
+from mmkv.attach import attention, parallel
 from mmkv.attach.attachment import Attachment, attachment_of
 from mmkv.attach.copy_probe import measure, waits
 from mmkv.cache import quantize, token_masks
@@ -98,7 +98,7 @@ def wrap(
         )
     chosen = policy if isinstance(policy, Policy) else get_policy(policy, **policy_options)
     parts = adapters.find(given)
-    if configs.is_view(parts.config):
+    if attention.is_view(parts.config):
         raise ValueError(
             f"the decoder of this {type(model).__name__} is wrapped already, as a part of another "
             "model: mmkv.unwrap that first"

@@ -14,7 +14,7 @@ from torch import nn
 
 from mmkv.adapters import Adapter
 from mmkv.around import innermost
-from mmkv.attach import attention, configs, copy_probe, graph, hooks
+from mmkv.attach import attention, copy_probe, graph, hooks
 from mmkv.attach.generation import (
     prepare_cache,
     prepare_config,
@@ -69,7 +69,7 @@ class Attachment:
 
     def _attach(self) -> None:
         model, parts = self.model, self.parts
-        view = configs.view(parts.config)
+        view = attention.view(parts.config)
         for module in parts.decoder.modules():
             if vars(module).get("config") is parts.config:
                 self._set(module, "config", view)

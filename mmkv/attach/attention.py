@@ -1,14 +1,17 @@
 """The attention function, registered with transformers' `AttentionInterface`.
 
 It delegates to what the model used before (sdpa, eager, flash) wherever all keys are present, and
-to the cache's own layer in decoding. On a model that is not wrapped it only delegates.
+to the cache's own layer in decoding. On a model that is not wrapped it only delegates. Several
+models may be made with one config object, so wrapping changes none: a wrapped model's decoder looks
+at its config through a view that names our attention function.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -65,8 +68,8 @@ def _attention(
             module.layer_idx, query, key, value, attention_mask, **options
         )
         return delegate() if found is None else (found, None)
-    layer_idx = running.take(key)
-    if layer_idx is None:
+    layer_idx, running.pending = running.pending, None
+    if layer_idx is None:  # its tokens do not go into a compressed layer
         return delegate()
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise ValueError(
@@ -160,3 +163,50 @@ def run_mini_prefill(
     finally:
         running.collector = None
     return collector.scores
+
+
+def is_view(config: Any) -> bool:
+    """Whether it is the view that a wrapped model's decoder has."""
+    return hasattr(type(config), "_mmkv_original")
+
+
+def view(config: Any) -> Any:
+    """The same config, live in both directions, with the attention implementation renamed.
+
+    A copy of a view, deep or pickled, is a view of the copied config.
+    """
+    made = object.__new__(_view_class(type(config)))
+    object.__setattr__(made, "__dict__", vars(config))
+    object.__setattr__(made, "_mmkv_original", config)
+    return made
+
+
+@cache
+def _view_class(kind: type[Any]) -> type[Any]:
+    chosen: property = kind._attn_implementation
+
+    def get(self: Any) -> str | None:
+        name = chosen.__get__(self)
+        return NAMES.get(name, name)
+
+    def put(self: Any, value: Any) -> None:
+        if isinstance(value, dict) and "" not in value:  # names those of sub-configs alone
+            value = {"": chosen.__get__(self), **value}
+        chosen.__set__(self, value)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        return view, (self._mmkv_original,)
+
+    def shallow(self: Any) -> Any:
+        return copy.copy(self._mmkv_original)
+
+    # It must not name `kind` as its __class__: torch.compile would read that one's properties.
+    members = {
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "__slots__": ("_mmkv_original",),
+        "_attn_implementation": property(get, put),
+        "__copy__": shallow,
+        "__reduce_ex__": reduce,
+    }
+    return type(kind.__name__, (kind,), members)

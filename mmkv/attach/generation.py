@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mmkv.attach import graph, hooks
-from mmkv.attach.unsupported import refuse_moved, refuse_other_caches
 from mmkv.cache.compressed import CompressedCache
 
 if TYPE_CHECKING:
@@ -18,6 +17,13 @@ if TYPE_CHECKING:
 # How far pictures move the text of the call in hand, int64 [B, 1], where the model says so.
 _rope_deltas: ContextVar[Tensor | None] = ContextVar("_rope_deltas", default=None)
 _remembered = threading.Lock()
+# Ways that transformers moved into code on the Hub, and the settings that ask for them.
+_MOVED = {
+    "contrastive_search": ("penalty_alpha",),
+    "dola_generation": ("dola_layers",),
+    "group_beam_search": ("num_beam_groups",),
+    "constrained_beam_search": ("force_words_ids", "constraints"),
+}
 
 
 def prepare_cache(
@@ -29,7 +35,7 @@ def prepare_cache(
 ) -> None:
     """In place of `_prepare_cache_for_generation`: make a compressed cache, or continue one."""
     mode = kwargs.get("generation_mode", args[0] if args else "")
-    refuse_other_caches(generation_config, str(getattr(mode, "value", mode)))
+    _refuse_other_caches(generation_config, str(getattr(mode, "value", mode)))
     cache = model_kwargs.get("past_key_values")
     if cache is not None:
         hooks.check_cache(cache, attachment)
@@ -62,7 +68,7 @@ def prepare_config(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
     """In place of `_prepare_generation_config`: refuse what a compressed cache cannot do."""
     model: Any = attachment.model
     found = type(model)._prepare_generation_config(model, *args, **kwargs)
-    refuse_moved(found[0])
+    _refuse_moved(found[0])
     _rope_deltas.set(None)
     return found
 
@@ -115,3 +121,38 @@ def refuse_batching(*args: Any, **kwargs: Any) -> None:
         ValueError: always.
     """
     raise ValueError("continuous batching keeps a paged cache of its own: mmkv.unwrap(model) first")
+
+
+def _refuse_moved(config: Any) -> None:
+    """What needs foreign code, which would treat the cache in ways that nobody here has checked.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    mode = str(getattr(config.get_generation_mode(), "value", ""))
+    for name in _MOVED.get(mode, ()):
+        if (value := getattr(config, name, None)) is not None:
+            raise ValueError(
+                f"{name}={value!r} asks for {mode.replace('_', ' ')}, which transformers leaves to "
+                "code on the Hub: drop it (greedy, sampling and beams work), or "
+                "mmkv.unwrap(model) first"
+            )
+
+
+def _refuse_other_caches(config: Any, mode: str) -> None:
+    """A cache of another kind, or one that tokens are taken back from.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    name = config.cache_implementation
+    if name not in (None, "dynamic"):
+        raise ValueError(
+            f"cache_implementation={name!r} asks for a cache of its own, but this model makes a "
+            "compressed one: drop it, or mmkv.unwrap(model) first"
+        )
+    if "assisted" in mode:
+        raise ValueError(
+            "assisted decoding takes tokens back from the cache, which a compressed cache cannot: "
+            "generate without an assistant, or mmkv.unwrap(model) first"
+        )

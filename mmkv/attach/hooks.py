@@ -134,7 +134,7 @@ def after_decoder(
     running = current.get()
     if running is None or running.cache is None or output is None:
         return
-    running.check_taken()
+    running.check_attended()
     if running.cache.plan.policy.score.repeats:
         repetition.run(attachment, running, kwargs)
     running.cache.finish()

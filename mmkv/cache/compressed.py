@@ -21,7 +21,7 @@ from torch import Tensor
 from mmkv.cache.evict import evict, head_sizes
 from mmkv.cache.forward_pass import NOT_ATTENDED, ForwardPass, current
 from mmkv.cache.hidden import hides, tokens_known
-from mmkv.cache.layer import CompressedLayer
+from mmkv.cache.layer import CompressedLayer, KeptKV
 from mmkv.cache.layer_sizes import sizes_of_rows
 from mmkv.cache.modes import outside_inference_mode, refuse_gradient
 from mmkv.cache.phases import Decoding, Reading
@@ -58,15 +58,17 @@ class CompressedCache(CacheState):
             ValueError: no wrapped model is running with this cache, or the attention function of
                 the layer before did not take up its tokens.
         """
-        if not isinstance(self.layers[layer_idx], CompressedLayer):
+        running, layer = current.get(), self.layers[layer_idx]
+        if running is not None and running.pending is not None:
+            running.check_attended()
+        if not isinstance(layer, CompressedLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        running = current.get()
         if running is None or running.cache is not self:
             raise ValueError(NOT_ATTENDED.format(what="a model that is not wrapped"))
-        running.check_taken()
-        out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        running.hand_over(layer_idx, out[0])
-        return out
+        layer.is_initialized = True
+        layer.seen += key_states.shape[-2]
+        running.pending = layer_idx
+        return key_states, value_states
 
     def begin(
         self,
@@ -140,9 +142,14 @@ class CompressedCache(CacheState):
         """
         self._check_step(running, mask, q)
         running.cache = self
-        plan_slots([b.schedule for b in self.blocks])
+        blocks = self.blocks
+        plan_slots([b.schedule for b in blocks])
+        if not self.on_clock:
+            for block in blocks:
+                block.schedule.look_up(block.positions.device)
         phase, decode = self.phase, self.plan.policy.decode
-        if not isinstance(phase, Decoding) or not self.observes_replies:
+        running.observes = self.observes_replies
+        if not isinstance(phase, Decoding) or not running.observes:
             return
         phase.waiting += q
         if self.due:
@@ -227,6 +234,8 @@ class CompressedCache(CacheState):
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         options: Any = {"scale": factor, "softcap": softcap}
         if isinstance(self.phase, Decoding):
+            if not torch.is_inference_mode_enabled():
+                return self._step(layer, running, query, key, value, mask, options), None
             with outside_inference_mode():
                 return self._step(layer, running, query, key, value, mask, options), None
         assert self.prompt is not None
@@ -272,10 +281,11 @@ class CompressedCache(CacheState):
                 "image tokens that see later ones continue a compressed prompt: give the new "
                 "turn to model.generate(..., past_key_values=cache)"
             )
-        kept, clock = layer.keeping(), self.clock if self.on_clock else None
+        kept, clock = layer.state, self.clock if self.on_clock else None
+        assert isinstance(kept, KeptKV)
         hidden = None if running.hidden is None else running.hidden.to(key.device)
         out = kept.attend(query, key, value, layer.seen, clock=clock, hidden=hidden, **options)
-        if self.observes_replies:
+        if running.observes:
             layer_idx = self.layers.index(layer)
             layer.remember(query, running.rotary.get(layer_idx))
             assert isinstance(self.phase, Decoding)
@@ -290,7 +300,7 @@ class CompressedCache(CacheState):
                 )
                 with torch.no_grad():
                     self._read(layer, self.phase.reading, held, inputs)
-        return refuse_gradient(out)
+        return refuse_gradient(out) if out.requires_grad else out
 
     def _read(
         self,

@@ -42,6 +42,7 @@ class ForwardPass:
         hidden: bool [B, seen], tokens held that the mask hides from this pass; None: none.
         streams: the residual stream [B, q, hidden] that entered each layer, for SqueezeAttention.
         collector: gathers scores in a pass that stores nothing; None otherwise.
+        observes: whether queries of this step are remembered, see `CacheState.observes_replies`.
         parts: the model's; None before the decoder begins.
         rotary: each layer's rotary embedding of the new tokens, where the score needs it.
     """
@@ -55,39 +56,24 @@ class ForwardPass:
     hidden: Tensor | None = None
     streams: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     collector: Any = None
+    observes: bool = False
     parts: Adapter | None = None
     rotary: dict[int, Rotary] = field(default_factory=dict[int, Rotary])
-    # A layer's new tokens between the cache's `update` and the attention function.
-    _handed: tuple[int, Tensor] | None = None
+    # The layer whose new tokens the cache's `update` took, until its attention function runs.
+    pending: int | None = None
     # Per mask that the layers were given: the mask, and what `view` found.
     _views: dict[int, tuple[Tensor, Tensor | None]] = field(
         default_factory=dict[int, "tuple[Tensor, Tensor | None]"]
     )
 
-    def hand_over(self, layer_idx: int, key: Tensor) -> None:
-        """A layer's new tokens [B, H, q, D] go to the attention function that runs next.
-
-        Raises:
-            ValueError: those of the layer before were not taken up.
-        """
-        self.check_taken()
-        self._handed = layer_idx, key
-
-    def take(self, key: Tensor) -> int | None:
-        """The layer whose new tokens these are; None where they do not go into the cache."""
-        if self._handed is None or self._handed[1] is not key:
-            return None
-        layer_idx, self._handed = self._handed[0], None
-        return layer_idx
-
-    def check_taken(self) -> None:
+    def check_attended(self) -> None:
         """Every layer's new tokens were attended to by our attention function.
 
         Raises:
             ValueError: those of one were not.
         """
-        if self._handed is not None:
-            layer_idx, self._handed = self._handed[0], None
+        if self.pending is not None:
+            layer_idx, self.pending = self.pending, None
             raise ValueError(NOT_ATTENDED.format(what=f"layer {layer_idx}"))
 
     def inputs(self, layer_idx: int, **given: Any) -> LayerInputs:

@@ -180,28 +180,33 @@ class PaddedBlock:
         """
         q = key.shape[1]
         place: Place = first if clock is None else clock.position
-        self.append(key, value, first, clock)
+        if clock is None:
+            self.append(key, value, first)
+        else:
+            self._append_at(key, value, clock)
         out = self.attend(query, q, place, **options)
-        self.advance(place if q == 1 else first + q - 1, q)
+        schedule = self.schedule
+        schedule.now = None
+        if self.mass is not None and schedule.needs_decode_attention:
+            schedule.drop(self.mass, self.positions, place if q == 1 else first + q - 1)
+            schedule.advance(q)
+        elif q == 1:
+            schedule.at += 1
+        else:
+            schedule.advance(q)
         return out
 
-    def append(
-        self, key: Tensor, value: Tensor, position: int, clock: GraphInputs | None = None
-    ) -> None:
-        """Write the pairs [R, q, D] of q new tokens, the first at `position`, into their slots.
-
-        With a clock one token is written, where and as the clock says.
-        """
+    def append(self, key: Tensor, value: Tensor, position: int) -> None:
+        """Write the pairs [R, q, D] of q new tokens, the first at `position`, into their slots."""
         q = key.shape[1]
-        at: int | Tensor = position
-        if clock is None:
-            if self.frozen:
-                self.thaw()
-            width = self.schedule.width + q - 1
+        if self.frozen:
+            self.thaw()
+        if self.schedule.now is None:
+            self.schedule.look_up(self.positions.device)
+        assert self.schedule.now is not None
+        slots, width = self.schedule.now
+        if (width := width + q - 1) > self.keys.shape[1]:
             self._ensure(width, spare(width, position + q))
-            slots = self.schedule.slots(self.keys.device)
-        else:
-            slots, at = self.schedule.slots_at(clock.row), clock.position
         if isinstance(slots, int):
             where: tuple[Any, ...] = (slice(None), slice(slots, slots + q))
             self.keys[where], self.values[where] = key, value
@@ -209,14 +214,27 @@ class PaddedBlock:
             self.positions[where] = new
             if self.bias is not None and self.log_weights is not None:
                 self.bias[:, 0, slots : slots + q] = 0.0
+            self._reset(where)
         else:
-            if self.numbers is None:
-                self.numbers = torch.arange(len(self.positions), device=self.keys.device)
-            where = (self.numbers, slots)
-            self.keys[where], self.values[where] = key[:, 0], value[:, 0]
-            self.positions[where] = at
-            if self.bias is not None:
-                self.bias[self.numbers, 0, slots] = 0.0
+            self._write(key, value, slots, position)
+
+    def _append_at(self, key: Tensor, value: Tensor, clock: GraphInputs) -> None:
+        """Write the pairs [R, 1, D] of one token, where and as the clock says."""
+        self._write(key, value, self.schedule.slots_at(clock.row), clock.position)
+
+    def _write(self, key: Tensor, value: Tensor, slots: Tensor, position: Place) -> None:
+        """Write the pair [R, 1, D] of one token into each row's slot [R]."""
+        if self.numbers is None:
+            self.numbers = torch.arange(len(self.positions), device=self.keys.device)
+        where = (self.numbers, slots)
+        self.keys[where], self.values[where] = key[:, 0], value[:, 0]
+        self.positions[where] = position
+        if self.bias is not None:
+            self.bias[self.numbers, 0, slots] = 0.0
+        self._reset(where)
+
+    def _reset(self, where: tuple[Any, ...]) -> None:
+        """A new token stands for itself, and has received no attention."""
         if self.mass is not None and self.schedule.needs_decode_attention:
             self.mass[where] = 0.0
         if self.log_weights is not None:
@@ -245,7 +263,10 @@ class PaddedBlock:
         Returns:
             [R, G * q, D].
         """
-        width = self.keys.shape[1] if self.frozen else self.schedule.width + q - 1
+        width = self.keys.shape[1]
+        if not self.frozen:
+            assert self.schedule.now is not None
+            width = self.schedule.now[1] + q - 1
 
         def used(x: Stored) -> Any:
             if isinstance(x, QuantizedKV):
@@ -283,12 +304,6 @@ class PaddedBlock:
         if query.requires_grad:
             return attend(query, keys, values, visible, scale=scale, softcap=softcap)
         return mixed(self.weights, values)
-
-    def advance(self, newest: Place, q: int) -> None:
-        """Count a step of q tokens, the last at `newest`; find what it drops."""
-        if self.mass is not None and self.schedule.needs_decode_attention:
-            self.schedule.drop(self.mass, self.positions, newest)
-        self.schedule.advance(q)
 
     def select(self, chosen: np.ndarray, rows: Tensor | None) -> PaddedBlock:
         """A copy holding the block's rows `chosen`, which become the layer's rows `rows`."""

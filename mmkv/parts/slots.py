@@ -46,6 +46,8 @@ class SlotSchedule:
     rows: tuple[str, ...] = ("counts",)
     counts: np.ndarray
     table: Tensor | None = None
+    # The next token's `slots` and `width`, once they were looked up for the step.
+    now: tuple[int | Tensor, int] | None = None
     # [R], the entry of each row, on the host and, once asked for, on the device; None: its own.
     which: np.ndarray | None = None
     which_there: Tensor | None = None
@@ -116,6 +118,10 @@ class SlotSchedule:
         if self.shared:
             return int(slots[self.at, 0])
         return self._of_rows(self.on_device(device)[self.at])
+
+    def look_up(self, device: torch.device) -> None:
+        """Set `now`, for a step that the host drives."""
+        self.now = self.slots(device), self.width
 
     def prepare(self) -> None:
         """Work out the steps to come, so that the next one has nothing to send to the device."""

@@ -80,11 +80,11 @@ class RowCaches(CompressedCache):
         """Count one token a row, and hand them to the attention function that runs next."""
         running = current.get()
         assert running is not None
-        running.check_taken()
+        running.check_attended()
         for row in self.rows:
             layer: Any = row.layers[layer_idx]
             layer.update(key_states, value_states)
-        running.hand_over(layer_idx, key_states)
+        running.pending = layer_idx
         return key_states, value_states
 
     def attend(
