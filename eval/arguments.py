@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from mmkv.terminal import say
 
@@ -35,14 +34,6 @@ LengthOption = Annotated[
         "excerpt of documents (900).",
     ),
 ]
-QuestionsOption = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        help="Most questions on each context, of ruler and the built-in mmvet; a context whose "
-        "question is hidden is read once for all of them.",
-    ),
-]
 PromptsOption = Annotated[
     Path | None,
     typer.Option(
@@ -53,24 +44,9 @@ PromptsOption = Annotated[
 ]
 LimitOption = Annotated[int | None, typer.Option(min=1, help="Use the first samples only.")]
 
-
-class _Commands(TyperGroup):
-    """Knows commands of two words, such as `eval matrix`."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        two = " ".join(args[:2])
-        if two in self.commands:
-            return two, self.commands[two], args[2:]
-        return super().resolve_command(ctx, args)
-
-
 # What `mmkv` mounts.
 commands = typer.Typer(
-    name="mmkv",
-    cls=_Commands,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    name="mmkv", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 
 

@@ -5,15 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from mmkv import chat
-from mmkv.terminal import bar, say
+import typer
 
-from . import prompt_files
-from .store import Row, Store, describe_environment, digest, key_of, replace
+from mmkv.options import (
+    DeviceOption,
+    DtypeOption,
+    KvDtypeOption,
+    ModelOption,
+    PairsOption,
+    PolicyName,
+    ProfileOption,
+)
+from mmkv.terminal import bar, check_place, console, say, told
+
+from .arguments import LimitOption, PromptsOption, budget_list, commands
+from .store import Store, describe_environment, digest, key_of, replace
 
 if TYPE_CHECKING:
+    from mmkv.chat import Loaded
     from mmkv.check_report import CheckReport
     from mmkv.policy import Policy
 
@@ -22,9 +33,76 @@ FOLDER = Path("runs/check")
 _EVERY = 10.0
 
 
-def prompts_of(
-    loaded: chat.Loaded, path: Path | None, limit: int | None = None
-) -> list[dict[str, Any]]:
+@commands.command("check")
+@told
+def check_command(
+    model: ModelOption = "builtin",
+    prompts: PromptsOption = None,
+    within: Annotated[
+        float, typer.Option(help="Divergence that is tolerated, nats a token.")
+    ] = 0.05,
+    policy: PolicyName = "condense",
+    budgets: Annotated[
+        str, typer.Option(help="Fractions of the prompt (0.2), or tokens per layer and head (128).")
+    ] = "0.05,0.1,0.2,0.3,0.5",
+    option: PairsOption = None,
+    profile: ProfileOption = None,
+    kv_dtype: KvDtypeOption = None,
+    limit: LimitOption = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of a reply.")] = 48,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the rows and the report, or FILE.json for the report and rows in the "
+            "folder FILE; the same command goes on. [default: one of its own in runs/check]"
+        ),
+    ] = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """Find the smallest cache that serves your prompts, by how far its predictions move.
+
+    Each budget, and the full cache in 8 and in 4 bits, is compared with the full cache on the
+    model's own replies: divergence of the next-token distribution, the share of the same next
+    tokens, and bytes.
+    """
+    from mmkv import chat
+    from mmkv.registry import get_policy
+
+    from . import prompt_files
+
+    chosen = get_policy(policy, **chat.parse_options(policy, option or []))
+    sizes = budget_list(budgets)
+    if prompts is not None:
+        prompt_files.read(prompts)
+    folder = _folder(out or FOLDER)
+    if out is not None and (out.is_dir() if folder != out else out.is_file()):
+        raise ValueError(f"--out {out}: expected a folder, or a file named FILE.json")
+    check_place(folder)
+
+    from mmkv.divergence import check_arguments
+    from mmkv.loading import models
+
+    check_arguments(chosen, sizes, within, max_new_tokens)
+    loaded = chat.load(model, device, dtype)
+    how: dict[str, Any] = {"within": within, "max_new_tokens": max_new_tokens}
+    how |= {"profile": profile, "kv_dtype": kv_dtype, "out": out}
+    try:
+        with models.quiet():
+            inputs = prompts_of(loaded, prompts, limit)
+            report, path = run(loaded, inputs, chosen, sizes, **how)
+    except KeyboardInterrupt:
+        say("stopped; finished rows are kept, the same command goes on")
+        raise typer.Exit(130) from None
+    if as_json:
+        typer.echo(path.read_text(encoding="utf-8"), nl=False)
+        return
+    console().print(report)
+    typer.echo(f"wrote {path}")
+
+
+def prompts_of(loaded: Loaded, path: Path | None, limit: int | None = None) -> list[dict[str, Any]]:
     """Inputs of a file's prompts, or of shipped ones.
 
     The built-in model knows no English: without a file it is asked about drawn pictures.
@@ -32,19 +110,21 @@ def prompts_of(
     Raises:
         ValueError: a file that cannot be read, or a prompt that the model cannot take.
     """
+    from . import prompt_files
+
     if path is None and loaded.name == "builtin":
         from .prompts import Encoder
         from .suites.registry import load_suite
 
         encoder = Encoder.of(loaded.model, loaded.processor)
         samples = load_suite("description", limit=limit or len(prompt_files.shipped()))
-        return list(encoder.each(loaded.model, samples))
+        return [encoder.inputs(loaded.model, [sample]) for sample in samples]
     prompts = prompt_files.shipped() if path is None else prompt_files.read(path)
     return prompt_files.encoded(loaded, prompts[:limit])
 
 
 def run(
-    loaded: chat.Loaded,
+    loaded: Loaded,
     inputs: Sequence[dict[str, Any]],
     policy: Policy,
     budgets: Sequence[float | int],
@@ -90,39 +170,32 @@ def run(
         "device": model.device.type,
     }
     environment = describe_environment(model.device)
-    folder = FOLDER / digest([about, environment])
-    if out is not None:
-        folder = folder_of(out)
+    folder = FOLDER / digest([about, environment]) if out is None else _folder(out)
     store = Store(folder)
     store.check(about)
     store.claim(about, environment)
     order = list(dict.fromkeys(x.label for x in settings)), [x.budget for x in settings]
-    rows = {key_of(row): row for row in store.merge(*order)}
-    if rows:
-        say(f"{len(rows)} of {len(inputs) * len(settings)} rows are in {folder} already")
+    done = {key_of(row) for row in store.merge(*order)}
+    if done:
+        say(f"{len(done)} of {len(inputs) * len(settings)} rows are in {folder} already")
     with bar(len(inputs) * len(settings), every=_EVERY) as advance:
         for i, prompt in enumerate(inputs):
-            missing = [x for x in settings if key_of(_head(x.label, x.budget, i)) not in rows]
+            missing = [x for x in settings if (x.label, json.dumps(x.budget), i) not in done]
             name = f"prompt {i + 1} of {len(inputs)}"
             advance(len(settings) - len(missing), name)
-            if not missing:
-                continue
-            for found in measure(model, prompt, missing, max_new_tokens, first=i):
+            for found in (
+                measure(model, prompt, missing, max_new_tokens, first=i) if missing else ()
+            ):
                 store.append(found)
                 advance(1, name)
     each = store.merge(*order)
     report = summed_up(each, within, notes)
     path = folder / "report.json" if out in (None, folder) else out
-    replace(
-        path, json.dumps(about | environment | report.to_dict() | {"each": each}, indent=2) + "\n"
-    )
+    found = about | environment | report.to_dict() | {"each": each}
+    replace(path, json.dumps(found, indent=2) + "\n")
     return report, path
 
 
-def folder_of(out: Path) -> Path:
+def _folder(out: Path) -> Path:
     """Where rows are kept: `out`, or beside a report's file."""
     return out.with_suffix("") if out.suffix == ".json" else out
-
-
-def _head(policy: str, budget: float | int, index: int) -> Row:
-    return {"policy": policy, "budget": budget, "index": index}

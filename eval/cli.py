@@ -1,4 +1,4 @@
-"""The commands `mmkv eval`, `report`, `calibrate` and `plot`, beside `check` and `eval matrix`.
+"""The commands `mmkv eval`, `report`, `calibrate` and `plot`, beside `check`.
 
 What can be checked without a model is checked before one is loaded: what a user got wrong is one
 line and exit code 2. Ctrl-C keeps every finished row and exits with 130.
@@ -14,7 +14,7 @@ import typer
 from mmkv.options import DeviceOption, DtypeOption, ModelOption
 from mmkv.terminal import check_place, console, say, told
 
-from . import check_cli, matrix_cli  # their commands are among these
+from . import check  # its command is among these
 from .arguments import (
     DataOption,
     ImagesOption,
@@ -23,12 +23,11 @@ from .arguments import (
     MapOption,
     PolicyOption,
     PromptsOption,
-    QuestionsOption,
     budget_list,
     commands,
 )
 
-__all__ = ["check_cli", "commands", "matrix_cli"]
+__all__ = ["check", "commands"]
 
 POLICIES = "full,local,streaming,h2o,elastic,snapkv,pyramidkv,adakv,squeeze,xkv,prefixkv"
 BUDGETS = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9"
@@ -50,7 +49,11 @@ def eval_command(
     model: ModelOption = "builtin",
     data: DataOption = "builtin",
     policies: Annotated[
-        str, typer.Option(help="Names, or name:option=value:option=value, with commas between.")
+        str,
+        typer.Option(
+            help="Names, or name:option=value:option=value, with commas between; all: each that "
+            "the model can have."
+        ),
     ] = POLICIES,
     budgets: Annotated[
         str, typer.Option(help="Fractions of the prompt (0.2), or tokens per layer and head (128).")
@@ -82,7 +85,14 @@ def eval_command(
         ),
     ] = None,
     length: LengthOption = None,
-    questions: QuestionsOption = 1,
+    questions: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Most questions on each context, of ruler and the built-in mmvet; a context whose "
+            "question is hidden is read once for all of them.",
+        ),
+    ] = 1,
     image_folder: ImagesOption = None,
     max_length: Annotated[
         int | None,
@@ -103,48 +113,36 @@ def eval_command(
 ) -> None:
     """Measure policies at budgets on a suite; every finished row is kept.
 
-    `mmkv eval matrix` measures several suites and writes one page, `mmkv eval merge` adds runs of
-    others to it; both have a --help of their own.
-
     The same command goes on with a run that was stopped. Changed options need another --out.
     A policy's window can be larger than a small budget: such rows hold the reason in `error`, and
     the report counts them; --option window=8 makes it smaller.
     """
-    from .loading import load_model, token_counter
-    from .runner import check_arguments
-    from .suites.registry import BUILTIN, SUITES, load_suite
+    from mmkv.registry import list_policies
+
+    from .loading import load_model
+    from .runner import check_arguments, find_processes, fitting, run
     from .variants import parse_options, split, with_question
 
     chosen = parse_options(option or [])
     sizes = budget_list(budgets)
-    names, wanted = with_question(split(policies), question), split(metrics)
+    named = list_policies() if policies == "all" else split(policies)
+    names, wanted = with_question(named, question), split(metrics)
     check_arguments(names, sizes, wanted, chosen, builtin=data == "builtin")
     only = None if tasks is None else split(tasks)
-    counts = suite in SUITES and SUITES[suite].has_length and data != BUILTIN
-    samples = load_suite(
-        suite,
-        data,
-        limit=limit,
-        tasks=only,
-        image_folder=image_folder,
-        length=length,
-        count=token_counter(model) if counts else None,
-        questions=questions,
-    )
+    more: dict[str, Any] = {"tasks": only, "questions": questions, "limit": limit}
+    samples = _samples(suite, data, model, length=length, image_folder=image_folder, **more)
     folder = out or Path("runs") / suite
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder} is a file, not a folder")
     check_place(folder)
-
-    from .processes import find_processes
-    from .runner import run
-
     processes = find_processes(device)
     if processes.count > 1:
         if device_map is not None:
             raise ValueError("--device-map spreads one process over all GPUs: start only one")
         device = str(processes.device)
     loaded, processor = load_model(model, device=device, dtype=dtype, device_map=device_map)
+    if policies == "all":
+        names = with_question(fitting(loaded, sizes), question)
     try:
         run(
             loaded,
@@ -168,7 +166,7 @@ def eval_command(
         say(f"stopped; finished rows are in {folder}, the same command goes on")
         raise typer.Exit(130) from None
     if processes.main:
-        from .report import Report
+        from .tabulate import Report
 
         report = Report(folder)
         console().print(report.main_table())
@@ -178,23 +176,53 @@ def eval_command(
             raise typer.Exit(1)
 
 
+def _samples(suite: str, data: str, model: str, **more: Any) -> list[Any]:
+    """A suite's samples, whose lengths are in tokens of the model."""
+    from .loading import token_counter
+    from .suites.registry import BUILTIN, SUITES, load_suite
+
+    counts = suite in SUITES and SUITES[suite].has_length and data != BUILTIN
+    return load_suite(suite, data, count=token_counter(model) if counts else None, **more)
+
+
 @commands.command("report")
 @told
 def report_command(
-    folder: Annotated[Path, typer.Argument(help="A run's folder, such as runs/description.")],
+    folders: Annotated[
+        list[Path],
+        typer.Argument(
+            help="A run's folder, such as runs/description; or folders of several runs, yours or "
+            "others', which are set side by side."
+        ),
+    ],
     every: Annotated[
         bool, typer.Option("--all", help="Print all tables of report.md, not only the papers'.")
     ] = False,
-    plots: Annotated[bool, typer.Option(help="Draw the curves.")] = True,
+    plots: Annotated[bool, typer.Option(help="Draw the curves, or the fronts.")] = True,
+    out: Annotated[
+        Path | None, typer.Option(help="Where several runs' files go. [default: the first folder]")
+    ] = None,
 ) -> None:
-    """Print a run's tables; write report.md, report.csv and curves.png into its folder."""
-    from .report import Report
+    """Print a run's tables; write report.md, report.csv and curves.png into its folder.
 
-    report = Report(folder)
-    screen = console()
-    for table in report.tables() if every else report.first_tables():
-        screen.print(table)
-    for path in report.write(plots=plots):
+    Of several runs: what quality costs in bytes, in time to the first token and in speed; runs.md,
+    runs.csv and fronts.png.
+    """
+    if len(folders) == 1 and (folders[0] / "run.json").exists():
+        from .tabulate import Report
+
+        report = Report(folders[0])
+        tables, written = report.tables(first=not every), report.write(plots=plots)
+    else:
+        from .compare import Comparison
+
+        place = out or folders[0]
+        check_place(place)
+        runs = Comparison(folders)
+        tables, written = runs.tables(), runs.write(place, plots=plots)
+    for table in tables:
+        console().print(table)
+    for path in written:
         typer.echo(f"wrote {path}")
 
 
@@ -233,27 +261,23 @@ def calibrate_command(
     from mmkv.budgets import parse
 
     from . import prompt_files
-    from .loading import load_model, token_counter
+    from .loading import load_model
     from .prompts import Encoder
-    from .suites.registry import BUILTIN, SUITES, load_suite
     from .variants import parse_options, parse_variants
 
     size = parse(budget)
     if isinstance(size, int):
         raise ValueError(f"--budget {budget}: a profile keeps a fraction, such as 0.2 or 20%")
     chosen = parse_options(option or [])
-    named = suite is not None or data != BUILTIN or (length or image_folder) is not None
+    named = suite is not None or data != "builtin" or (length or image_folder) is not None
     if prompts is not None and named:
         raise ValueError(f"--prompts {prompts} takes the place of a suite and its options")
     own = None if prompts is None else prompt_files.read(prompts)[:limit]
-    suite = suite or "description"
-    (variant,) = parse_variants([policy], chosen, builtin=own is None and data == BUILTIN)
-    samples = []
+    (variant,) = parse_variants([policy], chosen, builtin=own is None and data == "builtin")
+    samples: list[Any] = []
     if own is None:
-        counts = suite in SUITES and SUITES[suite].has_length and data != BUILTIN
-        count = token_counter(model) if counts else None
         more: Any = {"limit": limit, "image_folder": image_folder, "length": length}
-        samples = load_suite(suite, data, count=count, **more)
+        samples = _samples(suite or "description", data, model, **more)
     _check_file(out)
 
     from mmkv.calibration import calibrate
@@ -265,7 +289,7 @@ def calibrate_command(
         own = prompt_files.shipped()[:limit]
         (variant,) = parse_variants([policy], chosen)
     if own is None:
-        inputs = encoder.each(loaded, samples)
+        inputs = [encoder.inputs(loaded, [sample]) for sample in samples]
     else:
         reader = Loaded(model, loaded, processor, reads_pictures=not encoder.reads_text_only)
         inputs = prompt_files.encoded(reader, own)
@@ -317,6 +341,9 @@ def plot_command(
     """Draw what policies keep of one prompt."""
     from mmkv.picture import check_format
 
+    from . import draw
+    from .loading import load_model
+    from .prompts import Encoder
     from .samples import Sample, check_image
     from .suites.registry import load_suite
     from .variants import parse_options, parse_variants, split
@@ -335,46 +362,41 @@ def plot_command(
     except ValueError as error:
         raise ValueError(f"--out {error}") from None
     if kind == "heads":
-        _plot_heads(profile, model, path)
+        typer.echo(f"wrote {draw.save(_heads(profile, model), path)}")
         return
-    names = split(policies)
-    variants = parse_variants(names, parse_options(option or []), builtin=data == "builtin")
+    variants = parse_variants(
+        split(policies), parse_options(option or []), builtin=data == "builtin"
+    )
     if prompt is not None:
         pictures = tuple(image or [])
-        for path in pictures:
-            check_image(path)
+        for picture in pictures:
+            check_image(picture)
         shown = Sample(id="prompt", suite="prompt", task="prompt", prompt=prompt, images=pictures)
     else:
         samples = load_suite(suite, data, limit=sample + 1, image_folder=image_folder)
         if sample >= len(samples):
             raise ValueError(f"--sample {sample}: the suite has {len(samples)}")
         shown = samples[sample]
-
-    from . import figures, plots
-    from .loading import load_model
-    from .prompts import Encoder
-
     loaded, processor = load_model(model, device=device, dtype=dtype, device_map=device_map)
     inputs = Encoder.of(loaded, processor).inputs(loaded, [shown])
     about = f"{Path(model).name}, {shown.suite} {shown.id}"
-    figure = plots.plot_prompt(loaded, inputs, kind, variants, size, about)
-    typer.echo(f"wrote {figures.save(figure, path)}")
+    figure = draw.plot_prompt(loaded, inputs, kind, variants, size, about)
+    typer.echo(f"wrote {draw.save(figure, path)}")
 
 
-def _plot_heads(profile: Path | None, model: str, out: Path) -> None:
-    """Draw a profile of cost curves, that of a model's folder if none is given."""
+def _heads(profile: Path | None, model: str) -> Any:
+    """A profile of cost curves, that of a model's folder if none is given, as a figure."""
     from mmkv.loading import names
     from mmkv.profiles import FILE, Profile
 
-    from . import figures, plots
+    from . import draw
 
     path = profile or Path(names.find(model, convert=False).path) / FILE
     found = Profile.load(path)
     if found.curves is None:
         raise ValueError(f"profile {path}: it has layer sizes alone: use one of condense")
     about = f"{path}: {found.policy}, {found.samples} prompts"
-    figure = plots.head_costs(found.curves, _SHOWN, title=about)
-    typer.echo(f"wrote {figures.save(figure, out)}")
+    return draw.head_costs(found.curves, _SHOWN, title=about)
 
 
 def _check_file(out: Path) -> None:

@@ -19,7 +19,7 @@ from .replay import Capture, applies, behind, continued
 from .replies import ends_of, timed
 from .scoring import rouge_l, score
 from .store import Row
-from .variants import Variant
+from .variants import FULL, Variant
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,24 +28,7 @@ if TYPE_CHECKING:
 
     from .samples import Sample
 
-FULL = "full"
 COMPARED = {"divergence", "next"}  # metrics of next tokens beside the full cache's
-# What a run measures, in words.
-LABELS = {
-    "ppl": "perplexity",
-    "divergence": "divergence from the full cache, nats a token",
-    "next": "share of next tokens that are the full cache's",
-    "rouge": "ROUGE-L",
-    "same": "share of replies identical to the full cache's",
-    "score": "score",
-    "retained": "retained importance",
-    "kept_fraction": "share of pairs kept after the prefill",
-    "cache_bytes": "KiB of kept pairs a sample",
-    "rouge_reference": "ROUGE-L against the reference answer",
-    "held_bytes": "KiB held after the prompt, a sample",
-    "first_token_s": "seconds to a batch's first token",
-    "tokens_per_s": "tokens per second of a batch, prefill included",
-}
 # Encoded batches kept in memory between policies; more are encoded again.
 _REMEMBERED = 8
 # Bytes of the full cache's distributions kept between policies; a batch's own may take more.

@@ -12,6 +12,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+FULL = "full"
 # The built-in prompts are short: with a window of 32 tokens, a tenth of them could not be honoured.
 BUILTIN_WINDOW = 8
 PROFILE, KV_DTYPE, CHUNKS = "profile", "kv_dtype", "evict_chunks"
@@ -89,46 +90,50 @@ def parse_variants(
         ValueError: an unknown policy or option, a bad value, an option that no policy reads, a
             policy named twice, or one that learns from one request for the next.
     """
-    from mmkv.registry import exact_share, get_policy, policy_class
-
-    options, used, variants = dict(options or {}), set(), []
+    options, used = dict(options or {}), set[str]()
+    variants: list[Variant] = []
     for text in policies:
-        label, *parts = text.strip().split(":")
-        cls = policy_class(label)
-        own = parse_options(parts)
-        profile, kv_dtype, chunk = (own.pop(name, None) for name in (PROFILE, KV_DTYPE, CHUNKS))
-        question = own.pop(QUESTION, "visible")
-        if question not in QUESTIONS[:2]:
-            raise ValueError(f"question={question!r}: expected visible or hidden")
-        if chunk is not None and (type(chunk) is not int or chunk < 1):
-            raise ValueError(f"evict_chunks={chunk!r}: expected the tokens of a chunk, 1 or more")
-        if kv_dtype is not None:
-            from mmkv.cache.quantize import check
-
-            check(kv_dtype)
-        reads = get_policy(label, **own)
-        known = reads.flat()
-        shared = {k: v for k, v in options.items() if k in known}
-        used |= shared.keys()
-        if builtin and "window" in known and reads.observed:
-            shared = {"window": BUILTIN_WINDOW} | shared
-        chosen = exact_share(label) | shared | own
-        if get_policy(cls.name, **chosen).layers.learns:
-            raise ValueError(
-                f"policy {text!r}: allocation='sampled' goes by the order of requests, which a run "
-                "that stops and goes on has not: give it a profile of `mmkv calibrate`, or use "
-                "allocation='mini-prefill'"
-            )
-        label = ":".join([cls.name, *parts])
-        if any(v.label == label for v in variants):
-            raise ValueError(f"policy {label!r} is named twice")
-        variants.append(
-            Variant(label, cls.name, chosen, profile, kv_dtype, chunk, question == HIDDEN)
-        )
+        variant, known = _parse(text, options, builtin)
+        used |= known
+        if any(v.label == variant.label for v in variants):
+            raise ValueError(f"policy {variant.label!r} is named twice")
+        variants.append(variant)
     if unread := [name for name in options if name not in used]:
         labels = ", ".join(v.label for v in variants)
         raise ValueError(f"option {unread[0]!r} is read by none of the policies {labels}")
     return variants
+
+
+def _parse(text: str, options: Mapping[str, Any], builtin: bool) -> tuple[Variant, set[str]]:
+    """One policy, and the names of its options."""
+    from mmkv.cache import quantize
+    from mmkv.registry import exact_share, get_policy, policy_class
+
+    name, *parts = text.strip().split(":")
+    name = policy_class(name).name
+    own = parse_options(parts)
+    profile, kv_dtype, chunk = (own.pop(x, None) for x in (PROFILE, KV_DTYPE, CHUNKS))
+    question = own.pop(QUESTION, "visible")
+    if question not in QUESTIONS[:2]:
+        raise ValueError(f"question={question!r}: expected visible or hidden")
+    if chunk is not None and (type(chunk) is not int or chunk < 1):
+        raise ValueError(f"evict_chunks={chunk!r}: expected the tokens of a chunk, 1 or more")
+    if kv_dtype is not None:
+        quantize.check(kv_dtype)
+    reads = get_policy(name, **own)
+    known = set(reads.flat())
+    shared = {k: v for k, v in options.items() if k in known}
+    if builtin and "window" in known and reads.window_size:
+        shared = {"window": BUILTIN_WINDOW} | shared
+    chosen = exact_share(name) | shared | own
+    if get_policy(name, **chosen).layers.learns:
+        raise ValueError(
+            f"policy {text!r}: allocation='sampled' goes by the order of requests, which a run "
+            "that stops and goes on has not: give it a profile of `mmkv calibrate`, or use "
+            "allocation='mini-prefill'"
+        )
+    label = ":".join([name, *parts])
+    return Variant(label, name, chosen, profile, kv_dtype, chunk, question == HIDDEN), known
 
 
 def with_question(policies: Sequence[str], question: str) -> list[str]:

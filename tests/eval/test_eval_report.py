@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 import mmkv
 from helpers.evaluation import make_samples, make_tokenizer, save_model
 from helpers.models import make_model
-from mmkv.eval import figures, measure, plots, runner
-from mmkv.eval.cli import commands
-from mmkv.eval.papers import paper_tables, tables_for
+from mmkv.eval import draw, measure, runner
+from mmkv.eval.cli import PLOTS, commands
+from mmkv.eval.papers import paper_tables
 from mmkv.eval.prompts import Encoder
-from mmkv.eval.report import Report
 from mmkv.eval.store import RunError, read_rows
+from mmkv.eval.tabulate import Report
 from mmkv.eval.variants import percent
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -77,7 +77,7 @@ def test_figures_worked_out_by_hand(report):
     assert (h2o.rouge, h2o.score) == (0.375, 0.25)
     assert (prefix.n, prefix.errors, prefix.rouge) == (2, 1, 0.75)
     assert prefix.ppl == pytest.approx(math.exp(3 / 4))
-    assert prefix.retained is None
+    assert math.isnan(prefix.retained)
     assert report.figures("h2o", 0.2) is None
 
 
@@ -138,7 +138,7 @@ def test_by_task_beside_the_paper(tmp_path):
     ]
     # As in the paper, the average is over tasks.
     assert report.main_table().rows == [("snapkv", ["**37.5**"]), ("paper: SnapKV", ["35.1"])]
-    assert table.title in [t.title for t in report.first_tables()]
+    assert table.title in [t.title for t in report.tables(first=True)]
 
 
 def test_files(report):
@@ -171,7 +171,7 @@ def test_the_full_cache_alone_is_a_row(tmp_path):
     table = report.main_table()
     assert (table.columns, table.rows) == (["100%"], [("full", ["**2.72**"])])
     assert next(t.columns for t in report.tables()) == ["100%"]
-    with report.write_csv().open(newline="") as file:
+    with report.write(plots=False)[1].open(newline="") as file:
         groups = [(x["group"], x["policy"]) for x in csv.DictReader(file)]
     assert len(groups) == len(set(groups))
 
@@ -195,23 +195,25 @@ def test_papers_tables_are_whole():
         assert all(len(r) == 3 + len(table.columns) for r in table.rows)
         for policy in {r[0] for r in table.rows}:
             assert policy.split(":")[0] in mmkv.list_policies()
-    (seven, _) = tables_for("liuhaotian/llava-v1.5-7b", "mmvet")
-    assert seven.figures("prefixkv", "PrefixKV", 0.1) == {"ppl": 7.38, "rouge": 0.39}
-    assert seven.figures("prefixkv", "PrefixKV", 1) == {}
+    seven = next(t for t in paper_tables() if (t.suite, t.model) == ("mmvet", "LLaVA-1.5-7B"))
+    assert seven.of("prefixkv")["PrefixKV"]["0.1"] == {"ppl": 7.38, "rouge": 0.39}
+    assert "1" not in seven.of("prefixkv")["PrefixKV"]
 
 
-def test_a_policy_has_one_colour():
-    colours = [figures.style_of(p)["color"] for p in mmkv.list_policies()]
-    assert len(set(colours)) == len(colours)
-    assert figures.style_of("xkv:layers=uniform")["color"] == figures.style_of("xkv")["color"]
-    assert figures.style_of("a-policy-of-mine")["color"]
+def test_policies_differ_in_colour_or_marker_and_their_options_in_dashes():
+    labels = [*mmkv.list_policies(), "xkv:layers=uniform", "xkv:window=4"]
+    found = draw.styles(labels)
+    assert len({(s["color"], s["marker"]) for s in found.values()}) == len(labels)
+    plain, *dashed = (found[label] for label in ("xkv", *labels[-2:]))
+    assert {s["color"] for s in dashed} == {plain["color"]}
+    assert plain["linestyle"] not in [s["linestyle"] for s in dashed]
 
 
 def test_scores_of_each_layer_are_those_that_evict():
     model, samples = make_model("llama"), make_samples((40,))
     inputs = Encoder(make_tokenizer()).batch(samples)
     policy = mmkv.get_policy("prefixkv")
-    scores = plots.layer_scores(model, inputs, policy)
+    scores = draw.layer_scores(model, inputs, policy)
     assert [tuple(s.shape) for s in scores] == [(1, 1, 40)] * 3
     with mmkv.wrapped(model, "prefixkv", 0.5, layers="uniform"), torch.no_grad():
         cache = model(**inputs, use_cache=True).past_key_values
@@ -219,7 +221,7 @@ def test_scores_of_each_layer_are_those_that_evict():
         kept = cache.kept(layer)[0, 0]
         assert set(kept.tolist()) == set(s[0, 0].topk(len(kept)).indices.tolist())
     with pytest.raises(ValueError, match="no attention score"):
-        plots.layer_scores(model, inputs, mmkv.get_policy("local"))
+        draw.layer_scores(model, inputs, mmkv.get_policy("local"))
 
 
 def test_needle_heat_map(tmp_path):
@@ -296,7 +298,7 @@ def test_commands_end_to_end(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     profile = mmkv.profiles.Profile.load("p.json")
     assert (profile.samples, profile.budget) == (2, 0.3)
-    for kind in plots_of():
+    for kind in PLOTS[:3]:
         done = call("plot", kind, "--policies", "xkv,h2o", "--out", f"{kind}.png")
         assert done.exit_code == 0, done.output
         assert (tmp_path / f"{kind}.png").read_bytes()[:8] == PNG
@@ -333,12 +335,6 @@ def test_nothing_measured_is_exit_code_1(tmp_path, monkeypatch):
         "(no room)."
     )
     assert call(*asked, "--policies", "local,snapkv", "--out", "b").exit_code == 0
-
-
-def plots_of() -> tuple[str, ...]:
-    from mmkv.eval.cli import PLOTS
-
-    return PLOTS
 
 
 def test_models_from_a_folder(tmp_path):

@@ -20,9 +20,8 @@ from helpers.models import make_model
 from mmkv.cache.compressed import CompressedCache
 from mmkv.eval import measure, runner
 from mmkv.eval.perplexity import perplexity
-from mmkv.eval.processes import Processes
-from mmkv.eval.report import Report
 from mmkv.eval.store import MACHINE_FIELDS, RunError, Store, key_of, read_rows, read_settings
+from mmkv.eval.tabulate import Report
 from mmkv.eval.variants import parse_options, parse_variants, plugin_arguments
 
 ASKED = {"policies": ["full", "snapkv", "prefixkv", "h2o"], "budgets": [0.5, 1.0], "batch_size": 2}
@@ -95,7 +94,8 @@ def test_kept_pairs_in_few_bits(model, tokenizer, tmp_path):
         kept = row["kept_fraction"] * row["full_bytes"]
         assert row["cache_bytes"] == pytest.approx(share * kept)
     report = Report(tmp_path)
-    assert report.figures(policies[0], 0.5) == report.figures(policies[0], 0.7) is not None
+    found = [report.figures(policies[0], budget) for budget in (0.5, 0.7)]
+    assert found[0].equals(found[1])
     assert not any("Not finished" in note for note in report.notes())
 
 
@@ -330,11 +330,11 @@ def test_a_line_that_is_no_row_is_named(tmp_path):
 @pytest.mark.slow
 def test_processes_share_the_batches(model, tokenizer, tmp_path, monkeypatch):
     """Each of two processes alone, without a launcher: together they make the rows of one."""
-    monkeypatch.setattr(Processes, "wait", lambda self: None)
+    monkeypatch.setattr(runner.Processes, "wait", lambda self: None)
     whole = run(model, tokenizer, tmp_path / "one")
     merged = []
     for rank in (1, 0):
-        merged = run(model, tokenizer, tmp_path / "two", processes=Processes(rank, 2))
+        merged = run(model, tokenizer, tmp_path / "two", processes=runner.Processes(rank, 2))
     assert without_times(merged) == without_times(whole)
     assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["rows.jsonl", "run.json"]
 

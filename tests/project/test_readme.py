@@ -287,7 +287,7 @@ class TestCommands:
         monkeypatch.setattr("mmkv.eval.loading.load_model", reached)
         monkeypatch.setattr("mmkv.chat.load", reached)
         monkeypatch.setattr("mmkv.eval.loading.token_counter", lambda name: len)
-        monkeypatch.setattr("mmkv.eval.report.Report", reached)
+        monkeypatch.setattr("mmkv.eval.compare.Comparison", reached)
         monkeypatch.setattr("mmkv.eval.speed.cli._run", reached)
         monkeypatch.setattr("mmkv.eval.speed.cli._device", lambda *args, **kwargs: "cuda")
         monkeypatch.setattr("mmkv.eval.speed.processor.use_vectors", lambda: None)

@@ -1,0 +1,378 @@
+"""Pictures: a run's curves, fronts of several, what policies keep of a prompt, what heads cost."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+
+from .variants import FULL, Variant, percent
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from torch import Tensor
+
+    from mmkv.curves import Curves
+
+    from .tabulate import Report
+
+_HINTS = {
+    "ppl": " (lower is better)",
+    "divergence": " (lower is better)",
+    "rouge": " against the full cache's reply",
+    "retained": ", mean over layers",
+}
+_MARKERS = "osD^vP<>Xph*d"
+_GREY, _BLACK = "#c8ccd2", "#222222"
+
+
+def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colours and markers in turn; a label with options is dashed, in its policy's colour."""
+    names = list(dict.fromkeys(label.split(":")[0] for label in labels))
+    # Twenty colours, dark ones first.
+    palette = [mpl.colormaps["tab20"](i) for i in (*range(0, 20, 2), *range(1, 20, 2))]
+    found: dict[str, dict[str, Any]] = {}
+    for label, marker in zip(dict.fromkeys(labels), itertools.cycle(_MARKERS), strict=False):
+        colour = palette[names.index(label.split(":")[0]) % len(palette)]
+        plain = ":" not in label
+        found[label] = {
+            "color": colour,
+            "marker": marker,
+            "linestyle": "-" if plain else (0, (3, 1.5)),
+            "markerfacecolor": colour if plain else "white",
+            "markersize": 4.5,
+            "linewidth": 1.6,
+        }
+    return found
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure in the format of the path's suffix."""
+    # A PNG names no version, so that the same rows give the same file.
+    metadata = {"Software": None} if path.suffix.lower() == ".png" else None
+    figure.savefig(path, dpi=150, metadata=metadata)
+    return path
+
+
+def _panels(across: int, down: int = 1, width: float = 3.7) -> tuple[Figure, list[Axes]]:
+    """A figure of panels, row by row."""
+    figure = Figure(figsize=(1.9 + width * across, 3.7 * down), layout="constrained")
+    axes = list(figure.subplots(down, across, squeeze=False).flat)
+    for axis in axes:
+        axis.grid(True, color="#e6e6e6", linewidth=0.7)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.spines[["left", "bottom"]].set_color("#888888")
+        axis.tick_params(labelsize=8, color="#888888")
+    return figure, axes
+
+
+def _head(axis: Axes, title: str, below: str) -> None:
+    axis.set_title(textwrap.fill(title, 48), fontsize=10, loc="left")
+    axis.set_xlabel(below, fontsize=9)
+
+
+def _finish(figure: Figure, title: str) -> Figure:
+    """Title above, one legend for all panels outside on the right."""
+    shown: dict[str, Any] = {}
+    for axis in figure.axes:
+        for line, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            shown.setdefault(label, line)
+    how: dict[str, Any] = {"loc": "outside right center", "frameon": False, "fontsize": 8}
+    figure.legend(shown.values(), shown.keys(), ncols=1 + (len(shown) - 1) // 20, **how)
+    figure.suptitle(title, fontsize=10.5, x=0.01, ha="left")
+    return figure
+
+
+def _log(axis: Any) -> None:
+    """An axis, x or y, logarithmic with plain numbers at 1, 2, 5, 10, ..."""
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    low, high = axis.get_view_interval()
+    subs = (1.0, 2.0, 5.0) if high / low < 500 else (1.0,)
+    if high / low < 4:
+        subs = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
+    axis.set_major_locator(LogLocator(base=10, subs=subs))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def plot_report(report: Report, folder: Path) -> list[Path]:
+    """A run's curves, and a heat-map where samples lie on a grid of depth and length."""
+    from mmkv.budgets import named
+
+    paths = []
+    if len(report.every) > 1:
+        paths.append(save(curves(report), folder / "curves.png"))
+    if {t.split("=")[0] for t in report.tags} >= {"depth", "length"}:
+        paths += [
+            save(heat_map(report, b), folder / f"needle-{named(b)}.png") for b in report.budgets
+        ]
+    return paths
+
+
+def curves(report: Report) -> Figure:
+    """One panel a metric: the metric against the budget, one line a policy."""
+    from .tabulate import LABELS
+
+    budgets = sorted(report.budgets, key=float)
+    found = {p: [report.figures(p, b) for b in budgets] for p in report.policies}
+    reached = [f for figures in found.values() for f in figures if f is not None]
+    metrics = [*report.shown]
+    metrics += ["retained"] if any(np.isfinite(f["retained"]) for f in reached) else []
+    figure, axes = _panels(len(metrics))
+    full = report.figures(FULL, 1.0)
+    fractions = all(isinstance(b, float) for b in budgets)
+    places = [100 * b if fractions else float(b) for b in budgets]
+    style = styles(report.policies)
+    for axis, metric in zip(axes, metrics, strict=True):
+        top = 100.0 if metric == "score" else 1.0
+        for policy, figures in found.items():
+            values = [np.nan if f is None else top * f[metric] for f in figures]
+            there = [(x, y) for x, y in zip(places, values, strict=True) if np.isfinite(y)]
+            if there:
+                axis.plot(*zip(*there, strict=True), label=policy, **style[policy])
+        if full is not None and np.isfinite(full[metric]):
+            axis.axhline(top * full[metric], label="full cache", color=_BLACK, lw=1.2, ls=":")
+        if metric == "ppl":
+            _log(axis.yaxis)
+        below = "kept, % of the prompt" if fractions else "kept, tokens per head"
+        _head(axis, LABELS[metric] + _HINTS.get(metric, ""), below)
+        axis.set_xticks(places, [f"{x:g}" for x in places])
+    s = report.settings
+    return _finish(figure, f"{s['suite']} ({s['data']}), {s['model']}, n = {s['n']}")
+
+
+def heat_map(report: Report, budget: float | int) -> Figure:
+    """Mean score by depth and length, one panel a policy (needle in a haystack)."""
+    policies = [p for p in report.every if report.figures(p, budget) is not None]
+    across = min(4, len(policies))
+    down = -(-len(policies) // across)
+    size = (1.2 + 2.3 * across, 0.9 + 1.9 * down)
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    image = None
+    rows = report.rows.assign(
+        **{
+            name: [
+                float(next(t for t in tags if t.startswith(f"{name}=")).split("=")[1])
+                for tags in report.rows["tags"]
+            ]
+            for name in ("depth", "length")
+        }
+    )
+    for axis, policy in itertools.zip_longest(grid.flat, policies):
+        if policy is None:
+            axis.set_visible(False)
+            continue
+        kept = repr(1.0 if policy.split(":")[0] == FULL else budget)
+        mine = rows[(rows["policy"] == policy) & (rows["kept"] == kept)]
+        shares = 100 * mine.pivot_table("score", "depth", "length", dropna=False)
+        image = axis.imshow(shares, vmin=0, vmax=100, cmap="YlGnBu", aspect="auto")
+        axis.set_xticks(np.arange(0.5, len(shares.columns) - 1), minor=True)
+        axis.set_yticks(np.arange(0.5, len(shares.index) - 1), minor=True)
+        axis.grid(which="minor", color="white", linewidth=1.2)
+        axis.tick_params(which="both", length=0)
+        axis.spines[:].set_visible(False)
+        axis.set_title(policy, fontsize=9)
+        depths = [f"{100 * depth:g}" for depth in shares.index]
+        axis.set_xticks(range(len(shares.columns)), [f"{n:g}" for n in shares.columns], fontsize=7)
+        axis.set_yticks(range(len(depths)), depths, fontsize=7)
+    figure.supxlabel("length of the text", fontsize=9)
+    figure.supylabel("depth of the needle, %", fontsize=9)
+    assert image is not None
+    figure.colorbar(image, ax=grid, label="found, %", shrink=0.8)
+    s = report.settings
+    title = f"{s['suite']}, {s['model']}, kept: {percent(budget)}"
+    figure.suptitle(title, fontsize=10.5, x=0.01, ha="left")
+    return figure
+
+
+def fronts(sections: Sequence[tuple[str, list[str], pd.DataFrame]]) -> Figure:
+    """Quality against each cost, a row of panels for each section of a `Comparison`.
+
+    What is on the front is in colour, all else in grey; the dotted line is the full cache.
+    """
+    from .compare import COSTS, front
+    from .tabulate import LABELS, LOWER_IS_BETTER
+
+    figure, axes = _panels(len(COSTS), len(sections))
+    every = [str(name) for *_, points in sections for name in points["policy"].unique()]
+    style = styles(every) | {FULL: {"color": _BLACK, "marker": "s", "markersize": 4.5}}
+    panels = itertools.product(sections, COSTS)
+    for axis, ((title, metrics, points), cost) in zip(axes, panels, strict=True):
+        metric = metrics[-1]
+        best = front(points, cost, metric)
+        if best.empty:
+            axis.set_visible(False)
+            continue
+        x, y = 1 / 1024 if cost == "held_bytes" else 1, 100 if metric == "score" else 1
+        rest = points.drop(best.index)
+        axis.plot(x * rest[cost], y * rest[metric], "o", color=_GREY, markersize=3.5, zorder=1)
+        axis.plot(x * best[cost], y * best[metric], color="#9aa3ad", linewidth=1, zorder=2)
+        for name, mine in best.groupby("policy", sort=False):
+            how = style[str(name)] | {"linestyle": "none"}
+            axis.plot(x * mine[cost], y * mine[metric], label=name, zorder=3, **how)
+        for point in best[best["policy"] != FULL].to_dict("records"):
+            place = x * point[cost], y * point[metric]
+            axis.annotate(
+                point["kept"], place, xytext=(4, -8), textcoords="offset points", fontsize=6
+            )
+        full = points[points["policy"] == FULL]
+        if len(full):
+            axis.axhline(y * full[metric].iloc[0], color=_BLACK, lw=1, ls=":", zorder=0)
+        if cost != "tokens_per_s":
+            _log(axis.xaxis)
+        if metric == "ppl":
+            _log(axis.yaxis)
+        if metric in LOWER_IS_BETTER:
+            axis.invert_yaxis()
+        _head(axis, title if cost == next(iter(COSTS)) else "", LABELS[cost])
+        axis.set_ylabel(LABELS[metric], fontsize=9)
+    return _finish(figure, "Coloured: no other reaches this quality at this cost")
+
+
+def plot_prompt(
+    model: Any,
+    inputs: Mapping[str, Any],
+    kind: str,
+    variants: Sequence[Variant],
+    budget: float | int,
+    about: str,
+) -> Figure:
+    """What policies make of one prompt.
+
+    Args:
+        model: not wrapped.
+        inputs: the prompt, one row.
+        kind: "layers" (kept tokens), "lorenz" (of the first policy's score) or "retention".
+        variants: the policies.
+        budget: for "layers" and "retention".
+        about: model and prompt, for the title.
+    """
+    import torch
+
+    from mmkv.registry import get_policy
+
+    if kind == "lorenz":
+        first = variants[0]
+        scores = layer_scores(model, inputs, get_policy(first.name, **first.options))
+        return _lorenz([s[0] for s in scores], first.label, about)
+    figure, (axis,) = _panels(1)
+    full, style = 1.0, styles([v.label for v in variants])
+    for variant in variants:
+        with variant.wrapped(model, budget), torch.no_grad():
+            report = model(**inputs, use_cache=True).past_key_values.report()
+        layers = [x for x in report.layers if x.compressed]
+        values = [x.mean_kept if kind == "layers" else x.retained for x in layers]
+        full = float(report.seen[0]) if kind == "layers" else 1.0
+        known = [(i, value) for i, value in enumerate(values) if value is not None]
+        if known:
+            axis.plot(*zip(*known, strict=True), label=variant.label, **style[variant.label])
+    axis.axhline(full, label="full cache", color=_BLACK, lw=1.2, ls=":")
+    axis.set_ylim(bottom=0)
+    what = "kept tokens per head" if kind == "layers" else "retained importance"
+    _head(axis, f"{what}, by layer", "layer")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return _finish(figure, f"{about}, kept: {percent(budget)}")
+
+
+def _by_depth(n: int) -> list[Any]:
+    """A colour for each of n layers."""
+    return [mpl.colormaps["viridis"](0.92 * i / max(1, n - 1)) for i in range(n)]
+
+
+def _lorenz(scores: Sequence[Tensor], policy: str, about: str) -> Figure:
+    """Share of importance held by the most important tokens, one line a layer.
+
+    Args:
+        scores: importance of one prompt in each layer, [H or 1, C]; heads are averaged after
+            each is sorted, as each keeps its own best.
+        policy: whose score it is.
+        about: model and prompt.
+    """
+    figure, (axis,) = _panels(1)
+    for layer, (s, colour) in enumerate(zip(scores, _by_depth(len(scores)), strict=True)):
+        ranked = s.float().cpu().clamp(min=0).sort(dim=-1, descending=True).values.mean(0)
+        share = np.insert((ranked.cumsum(0) / ranked.sum()).numpy(), 0, 0.0)
+        x = np.linspace(0, 100, len(share))
+        axis.plot(x, 100 * share, color=colour, lw=1.4, label=f"layer {layer}")
+    axis.plot([0, 100], [0, 100], color="#bbbbbb", lw=1, ls=":", label="all alike")
+    what = f"share of importance held, %, by the score of {policy}"
+    _head(axis, what, "most important tokens, % of the prompt")
+    return _finish(figure, about)
+
+
+def head_costs(measured: Curves, budgets: Sequence[float], *, title: str) -> Figure:
+    """What shrinking a head costs, one line a layer, and each head's share at some budgets."""
+    figure, (axis, *maps) = _panels(1 + len(budgets))
+    costs = np.array(measured.costs)  # layers, heads, levels
+    places = 100 * np.array(measured.levels)
+    for layer, (mean, colour) in enumerate(zip(costs.mean(1), _by_depth(len(costs)), strict=True)):
+        known = mean > 0
+        axis.plot(places[known], mean[known], color=colour, lw=1.4, label=f"layer {layer}")
+    axis.set_yscale("log")
+    _head(axis, "cost of one head alone, nats a token", "kept by the head, % of the prompt")
+    image = None
+    for place, budget in zip(maps, budgets, strict=True):
+        shares = 100 * np.array(measured.shares(budget, range(len(costs))))
+        image = place.imshow(shares, vmin=0, vmax=100, cmap="YlGnBu", aspect="auto")
+        place.grid(False)
+        for (y, x), value in np.ndenumerate(shares) if shares.size <= 100 else ():
+            how: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7}
+            place.text(x, y, f"{value:.0f}", color="white" if value > 55 else "black", **how)
+        _head(place, f"kept at a budget of {100 * budget:g} %", "head")
+        place.set_ylabel("layer", fontsize=9)
+        for side in (place.xaxis, place.yaxis):
+            side.set_major_locator(MaxNLocator(integer=True))
+    if image is not None:
+        figure.colorbar(image, ax=maps, label="% of the prompt", shrink=0.8)
+    return _finish(figure, title)
+
+
+def layer_scores(model: Any, inputs: Mapping[str, Any], policy: Any) -> list[Tensor]:
+    """A policy's importance of a prompt's tokens in each layer, [B, H or 1, N].
+
+    Args:
+        model: not wrapped.
+        inputs: what a processor returns.
+        policy: a `Policy` with an attention score.
+
+    Raises:
+        ValueError: the policy has none, or the prompt is too short to lose a token.
+    """
+    import torch
+
+    from mmkv.parts.sizing import UniformHeads, UniformLayers
+    from mmkv.wrapping import comparing, wrapped
+
+    if not policy.score.ranks or policy.keeps_all:
+        raise ValueError(f"policy {policy.name!r} has no attention score")
+    found: list[Tensor] = []
+
+    class Recording(type(policy.score)):  # type: ignore[misc]
+        def __call__(self, layer: Any) -> Tensor:
+            found.append(super().__call__(layer))
+            return found[-1]
+
+    # Equal layers in one pass: each layer is scored once, in order.
+    recording = replace(
+        policy,
+        score=Recording(**policy.score.options()),
+        layers=UniformLayers(),
+        heads=UniformHeads(),
+        least=0,
+    )
+    with comparing(), wrapped(model, recording, 0.9), torch.no_grad():
+        model(**inputs, use_cache=True)
+    if not found:
+        raise ValueError("the prompt is too short to lose a token, so none is scored")
+    return found

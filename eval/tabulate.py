@@ -1,0 +1,395 @@
+"""From a run's rows to tables in the papers' layout: policies by budgets, "ppl / ROUGE" cells."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from mmkv import terminal
+
+from .papers import AVERAGE, PaperTable, paper_tables
+from .store import Row, RunError, Store, key_of, read_settings
+from .variants import FULL, percent
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+NONE = "–"
+METRICS = ("ppl", "divergence", "next", "rouge", "score")
+LOWER_IS_BETTER = ("ppl", "divergence")
+# What a run measures, in words; in which unit and with how many digits it is shown.
+LABELS = {
+    "ppl": "perplexity",
+    "divergence": "divergence from the full cache, nats a token",
+    "next": "share of next tokens that are the full cache's",
+    "rouge": "ROUGE-L",
+    "score": "score",
+    "same": "share of replies identical to the full cache's",
+    "retained": "retained importance",
+    "kept_fraction": "share of pairs kept after the prefill",
+    "cache_bytes": "KiB of kept pairs a sample",
+    "held_bytes": "KiB held after the prompt, a sample",
+    "rouge_reference": "ROUGE-L against the reference answer",
+    "first_token_s": "seconds to a batch's first token",
+    "tokens_per_s": "tokens per second of a batch, prefill included",
+}
+_SHOWN = {
+    **dict.fromkeys(("score", "next", "same"), (100, 1)),
+    **dict.fromkeys(("divergence", "first_token_s", "retained", "kept_fraction"), (1, 3)),
+    **dict.fromkeys(("cache_bytes", "held_bytes"), (1 / 1024, 0)),
+    "tokens_per_s": (1, 0),
+}
+_BY_TASK = ("divergence", "next", "score")  # alone, where there are scores
+_MEANS = ("rouge", "rouge_reference", "same", "kept_fraction", "retained", "cache_bytes")
+_MEANS += ("full_bytes", "held_bytes", "first_token_s", "tokens_per_s")
+_SUMS = ("nll", "answer_tokens", "divergence_sum", "next_sum", "next_tokens")
+FIGURES = ("n", "errors", "ppl", "divergence", "next", *_MEANS[:3], "score", *_MEANS[3:])
+
+
+class _Data(BaseModel):
+    # Other fields stay as they are: nothing reads them.
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+
+_Row = create_model(
+    "_Row",
+    __base__=_Data,
+    **dict.fromkeys(("policy", "task"), str),
+    **{"budget": int | float, "index": int, "n": int, "tags": list[str], "error": (str, "")},
+    **dict.fromkeys((*_SUMS, *_MEANS, "score"), (float | None, None)),
+)
+_Settings = create_model(
+    "_Settings",
+    __base__=_Data,
+    **dict.fromkeys(("model", "suite", "data", "dtype"), str),
+    **{"policies": dict[str, dict[str, Any]], "budgets": list[int | float], "n": int},
+    notes=(list[str], []),
+)
+_Made = create_model(
+    "_Made", __base__=_Data, **dict.fromkeys(("id", "mmkv", "torch", "transformers", "device"), str)
+)
+_Run = create_model("_Run", __base__=_Data, settings=_Settings, made_by=list[_Made])
+
+
+def _check(place: Path | str, schema: type[BaseModel], data: Any) -> None:
+    """Refuse what no run has written: it may be a stranger's."""
+    try:
+        schema.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise RunError(f"{place}: field {name!r}: {first['msg']}") from None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table to print: a title, the first column's name, columns, rows and remarks."""
+
+    title: str
+    corner: str
+    columns: list[str]
+    rows: list[tuple[str, list[str]]]
+    notes: list[str] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        """As Markdown."""
+        rows = [[self.corner, *self.columns], *([name, *cells] for name, cells in self.rows)]
+        lines = [f"| {' | '.join(row)} |" for row in rows]
+        lines.insert(1, "|---" + "|---:" * len(self.columns) + "|")
+        return "\n".join([f"### {self.title}", "", *lines, "", *(f"{x}\n" for x in self.notes)])
+
+    def __rich__(self) -> Group:
+        """For the terminal, in parts where it is narrow."""
+        from rich.console import Group
+        from rich.text import Text
+
+        rows = [(name, [cell.replace("**", "") for cell in cells]) for name, cells in self.rows]
+        shown = terminal.Table(self.corner, self.columns, rows, self.title)
+        notes = [Text(note, style="dim") for note in self.notes]
+        return Group(shown, *notes, Text())
+
+
+def summarise(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """What was reached in each group of rows, `FIGURES`; NaN where nothing was measured.
+
+    Means are over samples. Beside the fields of a row: `n` samples, of which `errors` could not be
+    measured; `ppl`, `divergence` and `next` are over the tokens of all; `score`, in [0, 1], is with
+    several tasks the mean of their means, as LongBench averages; bytes are of one sample,
+    `first_token_s` and `tokens_per_s` of a batch.
+    """
+    groups = rows.groupby(by, sort=False)
+    found, sums = groups[[*_MEANS]].mean(), groups[[*_SUMS]].sum()
+    found["n"], found["errors"] = groups.size(), groups["error"].count()
+    with np.errstate(over="ignore"):
+        found["ppl"] = np.exp(sums["nll"] / sums["answer_tokens"])
+    for name in ("divergence", "next"):
+        found[name] = sums[f"{name}_sum"] / sums["next_tokens"]
+    tasks = [*by, *([] if "task" in by else ["task"])]
+    found["score"] = rows.groupby(tasks, sort=False)["score"].mean().groupby(by, sort=False).mean()
+    return found[[*FIGURES]]
+
+
+class Report:
+    """A run, read back from its folder, or from several that hold parts of it.
+
+    Raises:
+        RunError: no run there, one that is damaged, or no finished row yet.
+    """
+
+    def __init__(self, *folders: str | os.PathLike[str]) -> None:
+        self.folder = Path(folders[0])
+        self.made_by: list[dict[str, Any]] = []
+        rows: dict[Any, Row] = {}
+        for folder in map(Path, folders):
+            run, found = read_settings(folder), Store(folder).rows()
+            _check(f"{folder}: run.json", _Run, run)
+            for i, row in enumerate(found, start=1):
+                _check(f"{folder}: row {i}", _Row, row)
+            self.settings: dict[str, Any] = run["settings"]
+            self.made_by += [made for made in run["made_by"] if made not in self.made_by]
+            rows = {key_of(row): row for row in found} | rows
+        if not rows:
+            raise RunError(f"{self.folder}: no finished row yet")
+        self.policies = [p for p in self.settings["policies"] if p != FULL] or [FULL]
+        self.every = list(dict.fromkeys([FULL, *self.policies]))
+        whole = all(map(_keeps_all, self.policies))
+        self.budgets: list[float | int] = [1.0] if whole else self.settings["budgets"]
+        numbers = [*_MEANS, *_SUMS, "score"]
+        frame = pd.DataFrame(list(rows.values())).reindex(
+            columns=["policy", "task", "tags", "error", *numbers]
+        )
+        frame[numbers] = frame[numbers].astype(float)
+        frame["answer_tokens"] = frame["answer_tokens"].where(frame["nll"].notna())
+        # As it is written: one token and the whole prompt are not the same.
+        frame["kept"] = [repr(row["budget"]) for row in rows.values()]
+        self.rows, by = frame, ["policy", "kept"]
+        tagged = frame.explode("tags").rename(columns={"tags": "tag"})
+        self.tasks: list[str] = list(frame["task"].unique())
+        self.tags: list[str] = list(tagged["tag"].dropna().unique())
+        self._found = {"": summarise(frame, by), "task": summarise(frame, [*by, "task"])}
+        self._found["tag"] = summarise(tagged, [*by, "tag"])
+
+    def figures(self, policy: str, budget: float | int, what: str = "", name: str = "") -> Any:
+        """One cell's `FIGURES`, of all samples or a "task" or "tag"; None where there is no row."""
+        key = (policy, repr(1.0 if _keeps_all(policy) else budget), *([name] if what else []))
+        found = self._found[what]
+        return found.loc[key] if key in found.index else None
+
+    def budgets_of(self, policy: str) -> list[float | int]:
+        """The budgets that a policy ran at: what keeps all has only one."""
+        return [1.0] if _keeps_all(policy) else self.budgets
+
+    @property
+    def shown(self) -> list[str]:
+        """The metrics of the main table's cells."""
+        return [m for m in METRICS if self._found[""][m].notna().any()]
+
+    @property
+    def measured(self) -> bool:
+        """Whether a policy reached any figure at any budget."""
+        mine = self._found[""].loc[lambda f: f.index.get_level_values(0).isin(self.policies)]
+        return bool((mine["errors"] < mine["n"]).any())
+
+    @property
+    def papers(self) -> list[PaperTable]:
+        """What the papers print for this model and suite; nothing where the data are our own."""
+        name = self.settings["model"].lower().replace("_", "-")
+        mine = [t for t in paper_tables() if t.suite == self.settings["suite"]]
+        return [
+            t
+            for t in mine
+            if self.settings["data"] != "builtin" and any(m in name for m in t.models)
+        ]
+
+    def tables(self, *, first: bool = False) -> list[Table]:
+        """All tables; or `first` what papers print: the main one, by task and by capability."""
+        found = [self.main_table(), *([] if first else self.side_tables())]
+        if len(self.tasks) > 1:
+            found += self.group_tables("task", self.tasks)
+        named = any("=" not in t for t in self.tags) or not first
+        if len(self.tags) > 1 and self.tags != self.tasks and named:
+            found += self.group_tables("tag", self.tags)
+        return found
+
+    def main_table(self) -> Table:
+        """Policies by budgets, with the papers' rows below ours."""
+        cells = {p: [self.figures(p, b) for b in self.budgets] for p in self.policies}
+        columns = zip(*cells.values(), strict=True)
+        best = [{m: _best(m, column) for m in self.shown} for column in columns]
+        rows: list[tuple[str, list[str]]] = []
+        for policy, found in cells.items():
+            each = zip(found, best, strict=True)
+            rows.append((policy, [_cell(f, self.shown, b) for f, b in each]))
+            rows += self._paper_rows(policy)
+        title = f"{self.settings['suite']} ({self.settings['data']}), {self.settings['model']}"
+        if self.shown:
+            title += ": " + " / ".join(LABELS[m] for m in self.shown)
+        return Table(title, "kept", list(map(percent, self.budgets)), rows, self.notes())
+
+    def _paper_rows(self, policy: str) -> Iterator[tuple[str, list[str]]]:
+        for table in self.papers:
+            for name, figures in table.of(policy).items():
+                cells: list[str] = []
+                for budget in map(repr, self.budgets):
+                    found = dict(figures.get(budget, {}))
+                    if AVERAGE in found:
+                        found["score"] = found[AVERAGE] / 100
+                    texts = [shown_figure(m, found.get(m)) for m in self.shown]
+                    cells.append(" / ".join(texts) if set(texts) != {NONE} else NONE)
+                if set(cells) != {NONE}:
+                    yield f"paper: {name}", cells
+
+    def side_tables(self) -> list[Table]:
+        """What goes beside quality: one table each."""
+        found: list[Table] = []
+        full = self.figures(FULL, 1.0)
+        for metric in [m for m in LABELS if m not in METRICS]:
+            rows = [
+                (p, [NONE if f is None else shown_figure(metric, f[metric]) for f in each])
+                for p in self.policies
+                for each in [[self.figures(p, b) for b in self.budgets]]
+            ]
+            if all(set(cells) == {NONE} for _, cells in rows):
+                continue
+            known = full is not None and pd.notna(full[metric])
+            notes = [f"Full cache: {shown_figure(metric, full[metric])}."] if known else []
+            if metric == "retained":
+                notes.append(
+                    "A share of what the policy's own score finds: compare policies of one "
+                    "score, such as xkv with xkv:layers=uniform."
+                )
+            columns = list(map(percent, self.budgets))
+            found.append(Table(LABELS[metric], "kept", columns, rows, notes))
+        return found
+
+    def group_tables(self, what: str, names: Sequence[str]) -> list[Table]:
+        """One table a budget: policies by tasks, or by tags such as capabilities."""
+        scored = "score" in self.shown
+        shown = [m for m in self.shown if m in _BY_TASK] if scored else self.shown
+        averaged = what == "task" and scored
+        found: list[Table] = []
+        for budget in self.budgets:
+            rows: list[tuple[str, list[str]]] = []
+            for policy in self.every:
+                group = [self.figures(policy, budget, what, n) for n in names]
+                each = pd.DataFrame([f for f in group if f is not None])
+                if each.empty:
+                    continue
+                cells = [_cell(f, shown) for f in group]
+                if averaged:
+                    cells.append(" / ".join(shown_figure(m, each[m].mean()) for m in shown))
+                rows.append((policy, cells))
+                if what == "task":
+                    rows += self._paper_tasks(policy, budget, names)
+            title = f"{' / '.join(LABELS[m] for m in shown)} by {what}, kept: {percent(budget)}"
+            columns = [*names, AVERAGE] if averaged else [*names]
+            found.append(Table(title, what, columns, rows))
+        return found
+
+    def _paper_tasks(
+        self, policy: str, budget: float | int, names: Sequence[str]
+    ) -> Iterator[tuple[str, list[str]]]:
+        for table in [t for t in self.papers if AVERAGE in t.columns]:
+            for name, found in table.of(policy).items():
+                figures = found.get(repr(1.0 if policy == FULL else budget))
+                if figures:
+                    cells = [figures.get(n) for n in [*names, AVERAGE]]
+                    yield f"paper: {name}", [NONE if x is None else f"{x:.1f}" for x in cells]
+
+    def notes(self) -> list[str]:
+        """What a reader of the tables must know."""
+        s = self.settings
+        full = self.figures(FULL, 1.0)
+        notes = []
+        if full is not None:
+            values = ", ".join(f"{LABELS[m]} {_cell(full, [m])}" for m in self.shown)
+            notes.append(f"Full cache: {values}.")
+        expected = s["n"] * sum(len(self.budgets_of(p)) for p in s["policies"])
+        if len(self.rows) < expected:
+            notes.append(f"Not finished: {len(self.rows)} of {expected} rows.")
+        notes += self.errors()
+        options = [
+            f"{label} with {', '.join(f'{k}={v}' for k, v in chosen.items())}"
+            for label, chosen in s["policies"].items()
+            if chosen and ":" not in label
+        ]
+        if options:
+            notes.append(f"Options: {'; '.join(options)}.")
+        notes += [f"Not comparable with published figures: {note}." for note in s.get("notes", [])]
+        notes += [f"Rows 'paper:' are from {t.source} ({t.model})." for t in self.papers]
+        for m in self.made_by:
+            commit = f", commit {m['commit']}" if m.get("commit") else ""
+            notes.append(
+                f"n = {s['n']}, {s['dtype']} on {m['device']}, mmkv {m['mmkv']}{commit}, "
+                f"torch {m['torch']}, transformers {m['transformers']}; run {m['id']}."
+            )
+        return notes
+
+    def errors(self) -> list[str]:
+        """Which policies could not be measured, and why, one line each."""
+        failed = self.rows[self.rows["error"].notna()].groupby(["policy", "kept"], sort=False)
+        return [
+            f"{policy} at {percent(json.loads(kept))}: {len(rows)} of {self.settings['n']} samples "
+            f"could not be measured ({rows['error'].iloc[0]})."
+            for (policy, kept), rows in failed
+        ]
+
+    def write(self, *, plots: bool = True) -> list[Path]:
+        """Write report.md, report.csv and the curves into the run's folder; returns their paths."""
+        tables = "\n".join(t.markdown() for t in self.tables())
+        text, data = self.folder / "report.md", self.folder / "report.csv"
+        text.write_text(f"# {self.settings['suite']}, {self.settings['model']}\n\n{tables}")
+        groups = [("", ""), *(("task", t) for t in self.tasks), *(("tag", t) for t in self.tags)]
+        found = [
+            {"group": f"{what} {name}".strip() or "all", "policy": p, "budget": repr(b), **figures}
+            for what, name in groups
+            for p in self.every
+            for b in self.budgets_of(p)
+            if (figures := self.figures(p, b, what, name)) is not None
+        ]
+        pd.DataFrame(found).astype({"n": int, "errors": int}).to_csv(data, index=False)
+        if not plots:
+            return [text, data]
+        from .draw import plot_report
+
+        return [text, data, *plot_report(self, self.folder)]
+
+
+def _keeps_all(policy: str) -> bool:
+    """Whether it runs at one budget: the full cache, in 8 or 4 bits too."""
+    return policy.split(":")[0] == FULL
+
+
+def shown_figure(metric: str, value: float | None) -> str:
+    """A figure with its digits, in the unit that tables show it in."""
+    if value is None or np.isnan(value):
+        return NONE
+    if metric == "ppl":  # three digits, as in the papers
+        return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
+    scale, digits = _SHOWN.get(metric, (1, 2))
+    return f"{scale * value:.{digits}f}"
+
+
+def _cell(figures: Any, shown: Sequence[str], best: dict[str, str] | None = None) -> str:
+    """Metrics between slashes; the best are bold; "†" where some samples are missing."""
+    if figures is None or figures["errors"] == figures["n"]:
+        return NONE
+    texts = []
+    for metric in shown:
+        text = shown_figure(metric, figures[metric])
+        texts.append(f"**{text}**" if best and text == best[metric] and text != NONE else text)
+    return " / ".join(texts) + ("†" if figures["errors"] else "")
+
+
+def _best(metric: str, column: Sequence[Any]) -> str:
+    """The best of a column, as it is shown."""
+    values = pd.Series([f[metric] for f in column if f is not None], dtype=float)
+    return shown_figure(metric, values.min() if metric in LOWER_IS_BETTER else values.max())
