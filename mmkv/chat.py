@@ -7,11 +7,13 @@ is one line.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from mmkv.loading import models, untrusted
+from mmkv.loading.quiet import quiet
 from mmkv.registry import option_types, policy_class
 
 if TYPE_CHECKING:
@@ -101,15 +103,11 @@ def parse_value(name: str, text: str, hint: Any) -> Any:
         return text
     if text.lower() == "none" and type(None) in choices:
         return None
-    for kind, expected, read in (
-        (bool, "true or false", _bool),
-        (int, "a whole number", int),
-        (float, "a number", float),
-    ):
+    for kind, expected in ((bool, "true or false"), (int, "a whole number"), (float, "a number")):
         if kind in choices:
             try:
-                return read(text)
-            except ValueError:
+                return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+            except (ValueError, KeyError):
                 raise ValueError(f"option {name}={text!r}: expected {expected}") from None
     return text
 
@@ -118,12 +116,6 @@ def flat(hint: Any) -> list[Any]:
     """The types and literal values of an annotation."""
     args = get_args(hint)
     return [x for arg in args for x in flat(arg)] if args else [hint]
-
-
-def _bool(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError
-    return text.lower() == "true"
 
 
 def read_picture(path: str | Path) -> Image.Image:
@@ -167,11 +159,11 @@ def encode(loaded: Loaded, question: str, pictures: Sequence[Image.Image]) -> di
         ValueError: pictures for a model that reads none, or no chat template to place them.
     """
     check_pictures(loaded, pictures)
-    if not loaded.reads_pictures or loaded.processor.chat_template is None:
-        return encode_messages(loaded, [{"role": "user", "content": question}])
-    parts: list[dict[str, Any]] = [{"type": "image", "image": x} for x in pictures]
-    parts.append({"type": "text", "text": question})
-    return encode_messages(loaded, [{"role": "user", "content": parts}])
+    content: Any = question
+    if loaded.reads_pictures and loaded.processor.chat_template is not None:
+        content = [{"type": "image", "image": x} for x in pictures]
+        content.append({"type": "text", "text": question})
+    return encode_messages(loaded, [{"role": "user", "content": content}])
 
 
 def encode_messages(loaded: Loaded, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -186,23 +178,19 @@ def encode_messages(loaded: Loaded, messages: Sequence[Mapping[str, Any]]) -> di
         ValueError: no chat template, and more than one message.
     """
     processor: Any = loaded.processor
+    how: Any = {"add_generation_prompt": True, "tokenize": False}
     if processor.chat_template is None:
         if len(messages) > 1 or not isinstance(messages[0]["content"], str):
             raise ValueError(f"model {loaded.name!r} has no chat template: give it one text")
         inputs = processor(text=messages[0]["content"], return_tensors="pt")
     elif not loaded.reads_pictures:
         # A tokenizer adds no marks of its own to what a template wrote, a processor does.
-        text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = processor.apply_chat_template(messages, **how)
         marks = adds_special(processor, text)
         inputs = processor(text, add_special_tokens=marks, return_tensors="pt")
     else:
-        inputs = processor.apply_chat_template(
-            messages,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
+        how |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        inputs = processor.apply_chat_template(messages, **how)
     return on_device(loaded.model, inputs)
 
 
@@ -273,10 +261,7 @@ def ask(
     Args:
         loaded: a model that is not wrapped; it is left so.
         inputs: from `encode`.
-        policy: as for `mmkv.wrap`.
-        budget: as for `mmkv.wrap`.
-        profile: as for `mmkv.wrap`.
-        kv_dtype: as for `mmkv.wrap`.
+        policy: as for `mmkv.wrap`; so are `budget`, `profile` and `kv_dtype`.
         max_new_tokens: when to stop at the latest.
         temperature: 0 takes the likeliest token; above, tokens are drawn.
         seed: what the draws start from.
@@ -292,21 +277,14 @@ def ask(
         if not kept:
             kept.extend(_kept(output.past_key_values))
 
-    options = {
-        **inputs,
-        **generation(max_new_tokens, temperature, seed),
-        "return_dict_in_generate": True,
-    }
-    with models.quiet():
-        if policy is None:
-            out = model.generate(**options)
-        else:
-            with wrapped(model, policy, budget, profile=profile, kv_dtype=kv_dtype):
-                hook = model.register_forward_hook(remember)
-                try:
-                    out = model.generate(**options)
-                finally:
-                    hook.remove()
+    how = {**inputs, **generation(max_new_tokens, temperature, seed)}
+    with ExitStack() as stack:
+        stack.enter_context(quiet())
+        if policy is not None:
+            wrap: Any = {"profile": profile, "kv_dtype": kv_dtype}
+            stack.enter_context(wrapped(model, policy, budget, **wrap))
+            stack.callback(model.register_forward_hook(remember).remove)
+        out = model.generate(**how, return_dict_in_generate=True)
     new = out.sequences[0, inputs["input_ids"].shape[1] :]
     cache = out.past_key_values
     return Answer(

@@ -86,5 +86,5 @@ def _mount(package: str, commands: dict[str, str]) -> None:
 
 for command in (policies, chat, demo, serve):
     app.command()(command)
-for package, commands in _MOUNTED.items():
-    _mount(package, commands)
+for package, mounted in _MOUNTED.items():
+    _mount(package, mounted)
