@@ -189,7 +189,7 @@ def test_means_are_over_tokens(model, samples, tmp_path):
     table = dict(report.main_table().rows)
     nats, same = table["snapkv"][0].split(" / ")
     assert nats == f"{found.divergence:.3f}"
-    assert same == f"{100 * found["next"]:.1f}"
+    assert same == f"{100 * found['next']:.1f}"
     # Less divergence is better, more of the same tokens too.
     best = dict(
         zip(report.policies, [report.figures(p, 0.5) for p in report.policies], strict=True)
