@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from mmkv.cache import selection
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache.forward_pass import ForwardPass
-from mmkv.cache.modes import outside_inference_mode
+from mmkv.cache.forward_pass import ForwardPass, outside_inference_mode
 from mmkv.cache.phases import Reading
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.parts.repetition import Repetition

@@ -19,13 +19,17 @@ import torch
 from torch import Tensor
 
 from mmkv.cache.evict import evict, head_sizes
-from mmkv.cache.forward_pass import NOT_ATTENDED, ForwardPass, current
-from mmkv.cache.hidden import hides, tokens_known
+from mmkv.cache.forward_pass import (
+    NOT_ATTENDED,
+    ForwardPass,
+    current,
+    outside_inference_mode,
+    refuse_gradient,
+)
 from mmkv.cache.layer import CompressedLayer, KeptKV
 from mmkv.cache.layer_sizes import sizes_of_rows
-from mmkv.cache.modes import outside_inference_mode, refuse_gradient
 from mmkv.cache.phases import Decoding, Reading
-from mmkv.cache.prompt_kv import PromptKV
+from mmkv.cache.prompt_kv import PromptKV, Tail
 from mmkv.cache.state import CacheState
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs
@@ -97,10 +101,10 @@ class CompressedCache(CacheState):
             self.plan = self.plan.started()
         self.clock, plan = None, self.plan
         self._check_whole()
-        known = tokens_known(self.prompt, seen)
+        known = self._tokens_known(seen)
         if known is not None and earlier is not None:
             earlier = earlier.to(known.device)
-            phase.hides = hides(self.layers, known, earlier)
+            phase.hides = self._hides(known, earlier)
             known = known & earlier
         self.prompt = prompt = self._marked(valid, image, known)
         phase.sizes, running.cache = None, self
@@ -111,6 +115,7 @@ class CompressedCache(CacheState):
         phase.postpones = bool(plan.policy.postpone) and not (
             phase.keeps_all or plan.keeps_everything
         )
+        self._prepare_scores(prompt, phase)
         if not phase.evicts:
             return
         prompt.check_ends()
@@ -155,10 +160,11 @@ class CompressedCache(CacheState):
         if self.due:
             return
         phase.waiting = decode.latest
-        known = tokens_known(self.prompt, self.get_seq_length() + q)
+        known = self._tokens_known(self.get_seq_length() + q)
         assert known is not None
         self.prompt = self._marked(known[:, :0], None, known)
         phase.reading = Reading(evicts=True, similarity=phase.similarity)
+        self._prepare_scores(self.prompt, phase.reading)
         if phase.postponed:
             self.plan.log_shortfalls(self.prompt, len(self.compressed))
         if not self.plan.needs_all_layers:
@@ -195,10 +201,10 @@ class CompressedCache(CacheState):
             raise ValueError(
                 "padding among tokens that continue a compressed cache is not supported"
             )
-        known = tokens_known(self.prompt, mask.shape[1] - q)
+        known = self._tokens_known(mask.shape[1] - q)
         assert known is not None
         earlier = mask[:, :-q].to(known.device)
-        if hides(self.layers, known, earlier):
+        if self._hides(known, earlier):
             running.hidden = known & ~earlier
 
     def attend(
@@ -228,16 +234,16 @@ class CompressedCache(CacheState):
         Returns:
             [B, q, Hq, D], and attention weights where the model's own attention gives them.
         """
-        layer, running = self.layers[layer_idx], current.get()
+        layer, running, phase = self.layers[layer_idx], current.get(), self.phase
         assert isinstance(layer, CompressedLayer)
         assert running is not None
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         options: Any = {"scale": factor, "softcap": softcap}
-        if isinstance(self.phase, Decoding):
+        if isinstance(phase, Decoding):
             if not torch.is_inference_mode_enabled():
-                return self._step(layer, running, query, key, value, mask, options), None
+                return self._step(layer_idx, running, query, key, value, mask, options), None
             with outside_inference_mode():
-                return self._step(layer, running, query, key, value, mask, options), None
+                return self._step(layer_idx, running, query, key, value, mask, options), None
         assert self.prompt is not None
         first = layer.seen - query.shape[2]
         new = self.prompt.valid[:, first:]
@@ -245,12 +251,11 @@ class CompressedCache(CacheState):
         with outside_inference_mode():
             positions = torch.arange(first, layer.seen, device=key.device)
             positions = positions.masked_fill(~new.to(key.device), -1)[:, None]
-            held = past = layer.dense()
-            if past is None:
-                held = PromptKV(key, value, positions)
-            else:
-                if self.phase.hides:
-                    past = past.masked(self.prompt.valid)
+            past = None if layer.state is None else layer.dense()
+            if past is not None and phase.hides:
+                past = past.masked(self.prompt.valid)
+            held = PromptKV(key, value, positions)
+            if past is not None:
                 held = past.extended(key, value, positions)
         if past is None:
             out = delegate()
@@ -259,13 +264,13 @@ class CompressedCache(CacheState):
             attended = held.attend(query, first, among=view, inv_freq=inv_freq, **options)
             out = refuse_gradient(attended), None
         with outside_inference_mode(), torch.no_grad():
-            inputs = running.inputs(layer_idx, query=query, mask=view, **held.pairs, **options)
-            self._read(layer, self.phase, held, inputs)
+            inputs = running.inputs(layer_idx, held, query=query, mask=view, **options)
+            self._read(layer_idx, layer, phase, held, inputs)
         return out
 
     def _step(
         self,
-        layer: CompressedLayer,
+        layer_idx: int,
         running: ForwardPass,
         query: Tensor,
         key: Tensor,
@@ -281,12 +286,12 @@ class CompressedCache(CacheState):
                 "image tokens that see later ones continue a compressed prompt: give the new "
                 "turn to model.generate(..., past_key_values=cache)"
             )
+        layer: Any = self.layers[layer_idx]
         kept, clock = layer.state, self.clock if self.on_clock else None
         assert isinstance(kept, KeptKV)
         hidden = None if running.hidden is None else running.hidden.to(key.device)
         out = kept.attend(query, key, value, layer.seen, clock=clock, hidden=hidden, **options)
         if running.observes:
-            layer_idx = self.layers.index(layer)
             layer.remember(query, running.rotary.get(layer_idx))
             assert isinstance(self.phase, Decoding)
             if self.phase.reading is not None:
@@ -295,15 +300,14 @@ class CompressedCache(CacheState):
                 queries, rotary = layer.remembered()
                 if rotary is not None:
                     running.rotary[layer_idx] = rotary
-                inputs = running.inputs(
-                    layer_idx, query=queries, mask=None, **held.pairs, **options
-                )
+                inputs = running.inputs(layer_idx, held, query=queries, mask=None, **options)
                 with torch.no_grad():
-                    self._read(layer, self.phase.reading, held, inputs)
+                    self._read(layer_idx, layer, self.phase.reading, held, inputs)
         return refuse_gradient(out) if out.requires_grad else out
 
     def _read(
         self,
+        layer_idx: int,
         layer: CompressedLayer,
         phase: Reading,
         held: PromptKV,
@@ -312,29 +316,27 @@ class CompressedCache(CacheState):
         """Score what a layer holds; evict at once if its size is known, else hold it whole."""
         policy, prompt = self.plan.policy, self.prompt
         assert prompt is not None
-        layer.forget()
-        if self._scores(prompt, phase) and not policy.score.repeats:
-            if policy.score.uses_size:
-                sizes = self.plan.mean_sizes(prompt, len(self.compressed))
-                known = None if sizes is None else send(np.array(sizes, np.float32), new.key.device)
+        layer.asked, layer.tail = [], Tail()
+        if phase.scores:
+            if phase.mean_sizes is not None:
+                known = send(np.array(phase.mean_sizes, np.float32), new.key.device)
                 new = replace(new, size=known)
             held.score(policy, new, prompt)
         if phase.evicts and not phase.postpones:
-            held.forget()
+            held.tail = Tail()  # the prompt is complete
         else:
             held.remember(policy, new)
         layer.state = held
         if phase.evicts and phase.postpones:
-            self._hold(layer, held)
+            self._hold(layer_idx, layer, held)
         if phase.sizes is not None:
-            self._evict(layer, phase.sizes[self.compressed.index(layer)])
+            self._evict(layer_idx, layer, phase.sizes[self.ordinal[layer_idx]])
 
-    def _hold(self, layer: CompressedLayer, held: PromptKV) -> None:
+    def _hold(self, layer_idx: int, layer: CompressedLayer, held: PromptKV) -> None:
         """The layer holds all its tokens where generated ones come in, until it is evicted."""
         assert self.prompt is not None
         prompt, ahead = self.prompt.to(held.keys.device), self.plan.policy.postpone
         layer.tail = held.tail.by_age(held.positions)
-        layer_idx = self.layers.index(layer)
         layer.state = evict(held, self.plan.whole, prompt, prompt.lengths, ahead, layer_idx)
 
     def finish(self) -> None:
@@ -350,8 +352,8 @@ class CompressedCache(CacheState):
             sizes = self._sizes(prompt, scores, [x.positions for x in waiting], measured)
             with outside_inference_mode(), torch.no_grad():
                 split = head_sizes(waiting, self.plan.policy, prompt, sizes)
-                for layer, size, heads in zip(layers, sizes, split, strict=True):
-                    self._evict(layer, size, heads)
+                for i, size, heads in zip(self.ordinal, sizes, split, strict=True):
+                    self._evict(i, layers[self.ordinal[i]], size, heads)
         if isinstance(phase, Decoding):
             phase.reading, phase.postponed = None, False
         elif phase.until is None:
@@ -369,13 +371,14 @@ class CompressedCache(CacheState):
         asked = plan.policy.score.repeats and not plan.keeps_everything
         return asked and isinstance(phase, Reading) and phase.evicts and not phase.keeps_all
 
-    def _scores(self, prompt: TokenMasks, phase: Reading) -> bool:
-        """Whether this pass scores: where it evicts, and always where scores add up."""
-        if self.plan.keeps_everything:
-            return False
-        adds = self.plan.policy.score.turn_reduction == "sum"
+    def _prepare_scores(self, prompt: TokenMasks, phase: Reading) -> None:
+        """Say whether this pass scores: where it evicts, and always where scores add up."""
+        plan, score = self.plan, self.plan.policy.score
         evicts = phase.evicts and not (phase.keeps_all or phase.postpones)
-        return adds or (evicts and self.plan.evicts(prompt))
+        adds = score.turn_reduction == "sum" and not plan.keeps_everything
+        phase.scores = (adds or (evicts and plan.evicts(prompt))) and not score.repeats
+        sized = phase.scores and score.uses_size
+        phase.mean_sizes = plan.mean_sizes(prompt, len(self.compressed)) if sized else None
 
     def _sizes(
         self,
@@ -395,14 +398,19 @@ class CompressedCache(CacheState):
             self.plan.learn(sizes, prompt.lengths)
         return [list(layer) for layer in zip(*sizes, strict=True)]
 
-    def _evict(self, layer: CompressedLayer, sizes: list[int], split: Tensor | None = None) -> None:
+    def _evict(
+        self,
+        layer_idx: int,
+        layer: CompressedLayer,
+        sizes: list[int],
+        split: Tensor | None = None,
+    ) -> None:
         """The layer keeps a copy of what it keeps, and lets go of the rest."""
         assert isinstance(layer.state, PromptKV)
         assert self.prompt is not None
         expected = max(0, self.max_length - self.prompt.valid.shape[1])
         if isinstance(self.phase, Reading) and self.phase.until is not None:
             expected = 0  # a chunk of the prompt comes next, which makes new storage
-        prompt = self.prompt.to(layer.state.keys.device)
-        layer.state = evict(
-            layer.state, self.plan, prompt, sizes, expected, self.layers.index(layer), split
-        )
+        device, prompt = layer.state.keys.device, self.prompt
+        prompt = prompt if prompt.valid.device == device else prompt.to(device)
+        layer.state = evict(layer.state, self.plan, prompt, sizes, expected, layer_idx, split)

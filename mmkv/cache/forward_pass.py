@@ -6,6 +6,7 @@ the attention function read it. The next call replaces it, and every way out of 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ from mmkv.layer_inputs import LayerInputs, Rotary
 if TYPE_CHECKING:
     from mmkv.adapters import Adapter
     from mmkv.cache.compressed import CompressedCache
+    from mmkv.cache.prompt_kv import PromptKV
 
 NOT_ATTENDED = (
     "{what} took keys and values into a compressed cache, but the attention function that attends "
@@ -76,8 +78,14 @@ class ForwardPass:
             layer_idx, self.pending = self.pending, None
             raise ValueError(NOT_ATTENDED.format(what=f"layer {layer_idx}"))
 
-    def inputs(self, layer_idx: int, **given: Any) -> LayerInputs:
-        """What a layer's score is given: `given`, and what this call knows of the layer."""
+    def inputs(self, layer_idx: int, held: PromptKV | None = None, **given: Any) -> LayerInputs:
+        """What a layer's score is given: `given`, and what this call knows of the layer.
+
+        Keys, values, bias and which of them are tokens are those that are `held`, or given.
+        """
+        if held is not None:
+            given |= {"key": held.keys, "value": held.values, "bias": held.bias}
+            given["valid"] = held.positions[:, 0] >= 0
         parts = self.parts
         weight = None if parts is None else partial(parts.output_weight, layer_idx)
         rotary = self.rotary.get(layer_idx)
@@ -110,3 +118,28 @@ class ForwardPass:
 
 
 current: ContextVar[ForwardPass | None] = ContextVar("mmkv_forward_pass", default=None)
+
+
+def outside_inference_mode() -> AbstractContextManager[None]:
+    """What is made in here is written to after the pass, which may run in inference mode."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+class _NoGradient(torch.autograd.Function):
+    """The identity, which says at `backward` that gradients do not reach what is cached."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        raise ValueError(
+            "gradients cannot flow through a compressed cache: its keys and values are copies. "
+            "Give the model the whole sequence in one pass, or mmkv.unwrap(model) to train it"
+        )
+
+
+def refuse_gradient(x: Tensor) -> Tensor:
+    """x [B, q, Hq, D] as it is; a gradient that comes back to it is an error."""
+    return _NoGradient.apply(x) if x.requires_grad else x  # type: ignore[return-value]

@@ -293,10 +293,6 @@ class CompressedLayer(CacheLayerMixin):
         known = [x for x in rotaries if x is not None]
         return torch.cat(queries, dim=2), reduce(Rotary.followed_by, known) if known else None
 
-    def forget(self) -> None:
-        """Drop what `remember` kept, and the tail."""
-        self.asked, self.tail = [], Tail()
-
     def select_rows(self, batch: Tensor) -> None:
         """Choose rows of the batch, which may repeat."""
         if self.state is not None:

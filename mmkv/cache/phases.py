@@ -17,6 +17,8 @@ class Reading:
             `CacheConfig.evict_chunks` every one since each row has begun.
         keeps_all: whether everything is kept, a question behind a context.
         postpones: whether everything is held until some tokens are generated.
+        scores: whether this pass scores the tokens of each layer.
+        mean_sizes: [B], tokens that a head keeps in the mean, where the score asks.
         sizes: tokens that each compressed layer keeps of each row, [L][B]; None until known.
         similarity: by layer, the mean similarity [B] of the residual stream around its attention,
             and the tokens [B] it is the mean of, over the chunks so far (SqueezeAttention).
@@ -29,6 +31,8 @@ class Reading:
     evicts: bool = False
     keeps_all: bool = False
     postpones: bool = False
+    scores: bool = False
+    mean_sizes: list[float] | None = None
     sizes: list[list[int]] | None = None
     similarity: dict[int, tuple[Tensor, Tensor]] = field(
         default_factory=dict[int, "tuple[Tensor, Tensor]"]

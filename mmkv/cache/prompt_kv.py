@@ -120,12 +120,6 @@ class PromptKV:
         storages = [x.untyped_storage() for x in (self.keys, self.values)]
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
-    @property
-    def pairs(self) -> dict[str, Tensor | None]:
-        """What a score is given of the tokens held, see `LayerInputs`."""
-        valid = self.positions[:, 0] >= 0
-        return {"key": self.keys, "value": self.values, "valid": valid, "bias": self.bias}
-
     def masked(self, valid: Tensor) -> PromptKV:
         """Without the tokens for which `valid`, bool [B, T] by position, is False."""
         B, P, U = self.positions.shape
@@ -279,10 +273,6 @@ class PromptKV:
             None if layer.mask is None else layer.mask[:, :, -last:].clone(),
             None if layer.rotary is None else layer.rotary.last(last),
         )
-
-    def forget(self) -> None:
-        """Drop what `remember` kept: the prompt is complete."""
-        self.tail = Tail()
 
     def _inputs(self, new: LayerInputs, *, with_tail: bool) -> LayerInputs:
         """A layer's inputs with all tokens held, and with the queries of earlier chunks."""

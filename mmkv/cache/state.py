@@ -12,9 +12,10 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 from mmkv import adapters
 from mmkv.cache.clock import GraphInputs, NotCapturableError
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.layer import CompressedLayer, nbytes
+from mmkv.cache.layer import CompressedLayer, KeptKV, nbytes
 from mmkv.cache.padded_blocks import PaddedBlock
 from mmkv.cache.phases import Decoding, Reading
+from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.report import CacheReport
 
@@ -29,6 +30,11 @@ class CacheState(Cache):
         plain = DynamicCache(config=config).layers
         layers = [CompressedLayer() if type(x) is DynamicLayer else x for x in plain]
         super().__init__(layers=layers)
+        # Of each compressed layer, its place among these.
+        self.ordinal = {
+            i: n
+            for n, i in enumerate(i for i, x in enumerate(layers) if type(x) is CompressedLayer)
+        }
         self.plan = plan
         self.max_length = max_length
         self.phase: Reading | Decoding = Reading()
@@ -209,6 +215,60 @@ class CacheState(Cache):
                 f"wrapped with {plan.describe()} now: continue it under the wrap that made it, or "
                 "start a new one"
             )
+
+    def _tokens_known(self, seen: int) -> Tensor | None:
+        """Which of all tokens seen count, bool [B, seen]; None before the first prompt."""
+        if self.prompt is None:
+            return None
+        valid = self.prompt.valid
+        return torch.cat([valid, valid.new_ones(len(valid), seen - valid.shape[1])], dim=1)
+
+    def _hides(self, known: Tensor, earlier: Tensor) -> bool:
+        """Whether a mask of earlier tokens hides any that is known.
+
+        Args:
+            known: bool [B, seen], see `_tokens_known`.
+            earlier: bool [B, seen], the mask.
+
+        Raises:
+            ValueError: it shows a token that was masked when it came: it was not kept; or it hides
+                a token that a group stands for, or that is in the state of a linear layer.
+        """
+        hidden, shown = known & ~earlier, earlier & ~known
+        any_hidden, any_shown = torch.stack([hidden.any(), shown.any()]).tolist()
+        if any_shown:
+            row, position = shown.nonzero()[0].tolist()
+            raise ValueError(
+                f"attention_mask shows row {row} its token {position}, which was padding or masked "
+                "when it was read and is gone: keep masking it, or start a new cache"
+            )
+        if not any_hidden:
+            return False
+        if any(isinstance(x, LinearAttentionLayer) for x in self.layers):
+            raise ValueError(
+                "attention_mask hides tokens of an earlier pass, which are in the state of linear "
+                "attention: keep showing them, or start a new cache"
+            )
+        states = [x.state for x in self.layers if isinstance(x, CompressedLayer)]
+        if any(isinstance(x, PromptKV) for x in states):
+            raise ValueError(
+                "the attention_mask of a later chunk hides tokens of an earlier chunk of the same "
+                "prompt: mask them in every chunk"
+            )
+        for state in states:
+            group_index = state.group_index if isinstance(state, KeptKV) else None
+            if group_index is None:
+                continue
+            grouped = hidden.to(group_index.device)[:, : group_index.shape[-1]] & (
+                group_index >= 0
+            ).any(1)
+            if bool(grouped.any()):
+                row, position = grouped.nonzero()[0].tolist()
+                raise ValueError(
+                    f"attention_mask hides row {row} its token {position}, which a group holds "
+                    "together with others: keep showing it, or start a new cache"
+                )
+        return True
 
     def _check_whole(self) -> None:
         """Whether every layer has seen every token: not so after an interrupted pass.
