@@ -386,12 +386,12 @@ def plot_command(
 
 def _heads(profile: Path | None, model: str) -> Any:
     """A profile of cost curves, that of a model's folder if none is given, as a figure."""
-    from mmkv.loading import names
+    from mmkv.loading import models
     from mmkv.profiles import FILE, Profile
 
     from . import draw
 
-    path = profile or Path(names.find(model, convert=False).path) / FILE
+    path = profile or Path(models.find(model, convert=False).path) / FILE
     found = Profile.load(path)
     if found.curves is None:
         raise ValueError(f"profile {path}: it has layer sizes alone: use one of condense")

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from mmkv.loading import models, untrusted
-from mmkv.loading.quiet import quiet
+from mmkv.loading import models, quiet, untrusted
 from mmkv.registry import option_types, policy_class
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from mmkv.eval.perplexity import score_answers
 from mmkv.eval.variants import plugin_arguments
-from mmkv.loading import names
+from mmkv.loading import models
 
 # Its metaclass hides its attributes from a type checker.
 _Base: Any = HFLM
@@ -59,7 +59,7 @@ class MMKV(_Base):
         if pretrained == "builtin":
             pretrained, rest["tokenizer"] = builtin_text_model()
         elif isinstance(pretrained, str):
-            source = names.find(pretrained)
+            source = models.find(pretrained)
             pretrained, rest = source.path, {"dtype": source.dtype, **source.options, **rest}
         super().__init__(pretrained, batch_size=int(batch_size), **rest)
         wrap(self.model, policy, size, profile=profile, **mine)

@@ -273,12 +273,12 @@ def _load(name: str, device: str, dtype: str, worker: Worker | None, *, toy: boo
     from mmkv import chat
     from mmkv.eval.speed import models
     from mmkv.eval.speed.rival import WorkerError
-    from mmkv.loading import names
+    from mmkv.loading.models import find
 
     shape = models.SHAPES.get(name)
     if shape is None:
         model = chat.load(name, device, dtype).model
-        there: dict[str, Any] = {"path": names.find(name).path}
+        there: dict[str, Any] = {"path": find(name).path}
     else:
         shape = shape.toy() if toy else shape
         model = models.make(shape, device, dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 from mmkv import digest
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.forward_pass import ForwardPass, current
-from mmkv.loading.cache_folder import cache_folder
+from mmkv.loading import cache_folder
 from mmkv.parts.retrieval import RetrievalHeads, sized
 from mmkv.parts.sizing import UniformHeads
 from mmkv.profiles import Profile, model_shape

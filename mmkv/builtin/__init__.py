@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from mmkv.loading import names
-from mmkv.loading.names import WEIGHTS
+from mmkv.loading import models
+from mmkv.loading.models import WEIGHTS
 
 if TYPE_CHECKING:
     import torch
@@ -58,15 +58,13 @@ def load_builtin(
     import torch
 
     if not isinstance(name, str):
-        name, dtype = names.BUILTIN, name or dtype
-    if name not in names.NAMES:
+        name, dtype = models.BUILTIN, name or dtype
+    if name not in models.NAMES:
         raise ValueError(
-            f"built-in model {name!r}: expected {' or '.join(map(repr, names.NAMES))}; "
+            f"built-in model {name!r}: expected {' or '.join(map(repr, models.NAMES))}; "
             "others are loaded by transformers"
         )
-    if name == names.SMOLLM2:
-        from mmkv.loading import models
-
+    if name == models.SMOLLM2:
         return models.pretrained(name, dtype=dtype or torch.float32)[:2]
     from transformers import LlavaForConditionalGeneration, LlavaProcessor
 

@@ -251,7 +251,7 @@ def _ask_context(
 
     import mmkv
     from mmkv import chat as talk
-    from mmkv.loading.quiet import quiet
+    from mmkv.loading import quiet
 
     made = not path.exists()
     with mmkv.wrapped(loaded.model, **wrap), quiet():

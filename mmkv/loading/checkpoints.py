@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
 IMAGE, PAD = "<image>", "<pad>"
+_SENTENCEPIECE = ("sentencepiece", "google.protobuf")
 _MULTIPLE = 64  # of embedding rows
 _MOST_BYTES = 64 * 2**20  # of a JSON file; an index of shards has the most
 _SYSTEM = (
@@ -45,26 +46,26 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- 'ASSISTANT:' -}}{%- endif -%}"
 )
-# Towers that a checkpoint may bring with it, by name: their configuration is not in it.
-_KNOWN_TOWERS = {
-    "clip-vit-large-patch14-336": {"image_size": 336, "projection_dim": 768},
-    "clip-vit-large-patch14": {"image_size": 224, "projection_dim": 768},
-}
+# Towers that a checkpoint may bring with it, by name, and pictures' sides: their configuration is
+# not in it.
+_KNOWN_TOWERS = {"clip-vit-large-patch14-336": 336, "clip-vit-large-patch14": 224}
 _LARGE = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
     "num_hidden_layers": 24,
     "num_attention_heads": 16,
     "patch_size": 14,
+    "projection_dim": 768,
 }
-_TEXT = {
-    "llava": "LlamaConfig",
-    "llava_llama": "LlamaConfig",
-    "llava_mistral": "MistralConfig",
-}
-_PROJECTOR = {
-    "0": "multi_modal_projector.linear_1",
-    "2": "multi_modal_projector.linear_2",
+_TEXT = {"llava": "LlamaConfig", "llava_llama": "LlamaConfig", "llava_mistral": "MistralConfig"}
+# By the beginnings of names: those of transformers' converted checkpoints, which every version of
+# it reads.
+_RENAMED = {
+    "model.mm_projector.0.": "multi_modal_projector.linear_1.",
+    "model.mm_projector.2.": "multi_modal_projector.linear_2.",
+    "model.mm_projector.": "mm_projector.",
+    "model.vision_tower.vision_tower.": "vision_tower.",
+    "": "language_model.",
 }
 
 
@@ -100,7 +101,8 @@ def load(
     _refuse_what_differs(folder, fields)
     weights = _read_weights(folder)
     tower = _find_tower(folder, fields, vision_tower)
-    state = _renamed(weights)
+    unused = ("rotary_emb.inv_freq", "embeddings.position_ids")
+    state = {_renamed(name): x for name, x in weights.items() if not name.endswith(unused)}
     if not any(name.startswith("vision_tower.") for name in state):
         if tower is None:
             raise ValueError(
@@ -118,8 +120,10 @@ def load(
         )
     rows = -(-max(held, len(tokenizer)) // _MULTIPLE) * _MULTIPLE
     for name in ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight"):
-        if name in state:
-            state[name] = _extended(state[name], rows)
+        if name in state:  # a mean token in the new rows
+            mean = state[name].float().mean(dim=0, keepdim=True).to(state[name].dtype)
+            new = mean.expand(max(0, rows - len(state[name])), -1)
+            state[name] = torch.cat([state[name], new])
     try:
         config = _config(fields, tower, rows=rows, image=image, pad=pad)
         _check_sizes(config, state)
@@ -200,7 +204,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index, files = folder / "model.safetensors.index.json", ["model.safetensors"]
     if index.is_file():
         names = _read_json(index).get("weight_map")
         if not isinstance(names, dict):
@@ -209,19 +213,14 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         for name in files:
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise ValueError(f"{index}: {name!r} is not a safetensors file of this folder")
-    elif single.is_file():
-        files = [single.name]
-    else:
-        found = sorted(p.name for p in folder.glob("*.bin"))
-        raise ValueError(
-            f"{folder} has no model.safetensors"
-            + (
+    elif not (folder / files[0]).is_file():
+        why = f"{folder} has no model.safetensors"
+        if found := sorted(p.name for p in folder.glob("*.bin")):
+            why += (
                 f" but {found[0]}, a pickle, which can run code and is not loaded: convert it to "
                 "safetensors first (safetensors' convert.py, or the Hub's conversion space)"
-                if found
-                else ""
             )
-        )
+        raise ValueError(why)
     tensors: dict[str, Tensor] = {}
     for name in files:
         if not (folder / name).is_file():
@@ -243,34 +242,9 @@ def _find_tower(folder: Path, fields: dict[str, Any], given: str | Path | None) 
     return next((p for p in near if (p / "config.json").is_file()), None)
 
 
-def _renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names of transformers' converted LLaVA checkpoints, which every version of it reads."""
-    state: dict[str, Tensor] = {}
-    for name, x in weights.items():
-        new = f"language_model.{name}"
-        if name.startswith("model.mm_projector."):
-            place, _, kind = name.removeprefix("model.mm_projector.").partition(".")
-            new = f"{_PROJECTOR.get(place, 'mm_projector.' + place)}.{kind}"
-        elif name.startswith("model.vision_tower.vision_tower."):
-            new = "vision_tower." + name.removeprefix("model.vision_tower.vision_tower.")
-        if not name.endswith(("rotary_emb.inv_freq", "embeddings.position_ids")):
-            state[new] = x
-    return state
-
-
-def _extended(x: Tensor, rows: int) -> Tensor:
-    """Rows of a mean token behind those of the vocabulary."""
-    import torch
-
-    mean = x.float().mean(dim=0, keepdim=True).to(x.dtype)
-    return torch.cat([x, mean.expand(max(0, rows - len(x)), -1)])
-
-
-def _installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of a package around it
-        return False
+def _renamed(name: str) -> str:
+    start = next(x for x in _RENAMED if name.startswith(x))
+    return _RENAMED[start] + name.removeprefix(start)
 
 
 def _tokenizer(folder: Path) -> tuple[Any, int, int]:
@@ -278,7 +252,10 @@ def _tokenizer(folder: Path) -> tuple[Any, int, int]:
     from transformers import AddedToken, AutoTokenizer, LlamaConfig
 
     if (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
-        missing = [x for x in ("sentencepiece", "google.protobuf") if not _installed(x)]
+        try:
+            missing = [x for x in _SENTENCEPIECE if importlib.util.find_spec(x) is None]
+        except ModuleNotFoundError:  # of a package around it
+            missing = [*_SENTENCEPIECE]
         if missing:
             raise ValueError(
                 f"{folder} has a SentencePiece tokenizer.model, which needs {' and '.join(missing)}"
@@ -312,7 +289,7 @@ def _config(
         found = _read_json(tower / "config.json")
         vision = found.get("vision_config", found)
     elif name in _KNOWN_TOWERS:
-        vision = {**_LARGE, **_KNOWN_TOWERS[name]}
+        vision = {**_LARGE, "image_size": _KNOWN_TOWERS[name]}
     else:
         raise ValueError(
             f"mm_vision_tower={fields['mm_vision_tower']!r} is none of "

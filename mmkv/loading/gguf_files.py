@@ -18,8 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mmkv.loading.cache_folder import cache_folder
-from mmkv.loading.quiet import quiet
+from mmkv.loading import cache_folder, quiet
 
 logger = logging.getLogger(__name__)
 

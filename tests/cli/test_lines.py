@@ -105,7 +105,9 @@ def test_budgets_that_mean_something_else(engine):
     ),
 )
 def test_a_refused_line_says_why_and_the_chat_goes_on(engine, line, message):
-    out, refused, conversation = talk(engine, line, f"/image {example_pictures()[0]}", "Describe it.")
+    out, refused, conversation = talk(
+        engine, line, f"/image {example_pictures()[0]}", "Describe it."
+    )
     assert refused == 1
     assert message in out
     assert "Traceback" not in out

@@ -17,7 +17,7 @@ from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model
 from helpers.oracle import ROWS, generate, short
 from mmkv.attach import copy_probe
-from mmkv.loading.cache_folder import cache_folder
+from mmkv.loading import cache_folder
 from mmkv.parts.profiled import HeadsByWeight
 from mmkv.policy import Policy
 from mmkv.profiles import Profile, model_shape

@@ -16,8 +16,7 @@ import mmkv
 from helpers.gguf import write_gguf
 from mmkv import chat
 from mmkv.eval.loading import load_model, token_counter
-from mmkv.loading import gguf_files, models, names
-from mmkv.loading.cache_folder import cache_folder
+from mmkv.loading import cache_folder, gguf_files, models
 
 pytest.importorskip("gguf", reason="gguf is not installed")
 IDS = torch.arange(3, 40)[None]
@@ -325,7 +324,7 @@ class TestNames:
         original.to(torch.bfloat16).save_pretrained(hub)
         original.float()
         tokenizer.save_pretrained(hub)
-        monkeypatch.setattr(names, "_HUB", str(hub))
+        monkeypatch.setattr(models, "_HUB", str(hub))
         assert chat.load("smollm2", "cpu").model.dtype == torch.float32
 
     def test_other_names_of_built_in_models_are_refused(self):
