@@ -17,7 +17,7 @@ from torch import nn
 
 from mmkv import adapters, budgets, profiles
 from mmkv.around import innermost
-from mmkv.attach import attention, parallel
+from mmkv.attach import attention
 from mmkv.attach.attachment import Attachment, attachment_of
 from mmkv.attach.copy_probe import measure, waits
 from mmkv.cache import quantize, token_masks
@@ -25,9 +25,11 @@ from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.sampling import SampledSizes
-from mmkv.parts import calibrated, retrieval, visual
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
+from mmkv.sizes.calibrated import sized
+from mmkv.sizes.layers import UniformLayers
+from mmkv.sizes.profiled import sized_by_copying, sized_by_pictures
 
 logger = logging.getLogger(__name__)
 
@@ -196,11 +198,11 @@ def planned(
     else:
         known = _own_profile(model, chosen)
     if known is not None and known.curves is not None:
-        chosen = calibrated.sized(chosen, known.curves, compressed)
+        chosen = sized(chosen, known.curves, compressed)
     elif known is not None and known.visual is not None:
-        chosen = visual.sized(chosen, known.visual, compressed)
+        chosen = sized_by_pictures(chosen, known.visual, compressed)
     elif known is not None and known.retrieval is not None:
-        chosen = retrieval.sized(chosen, known.retrieval, compressed)
+        chosen = sized_by_copying(chosen, known.retrieval, compressed)
     elif known is not None:
         if chosen.heads.is_global:
             raise ValueError(
@@ -210,7 +212,7 @@ def planned(
         fractions, budget = known.fractions, known.budget if budget is None else budget
     kept = budgets.checked(chosen, budget)
     if not token_masks.keeps_everything(chosen, kept):
-        parallel.check(parts, chosen, sized=fractions is not None)
+        _check_spread(parts, chosen, sized=fractions is not None)
     if chosen.protect is not None and not parts.image_token_ids:
         raise ValueError(
             f"protect='instruction' keeps the prompt's text and lets image tokens compete; "
@@ -227,7 +229,8 @@ def planned(
             "after it: use one of them"
         )
     inv_freq = parts.rotary_frequencies() if chosen.reposition else None
-    quantize.check(kv_dtype, adapters.head_dim(parts.config))
+    if kv_dtype is not None:
+        quantize.check(kv_dtype, adapters.head_dim(parts.config))
     learning = SampledSizes(chosen.layers.learns) if chosen.layers.learns else None
     made = CacheConfig(
         chosen,
@@ -244,15 +247,60 @@ def planned(
     return made, compressed
 
 
+def _check_spread(parts: adapters.Adapter, policy: Policy, *, sized: bool) -> None:
+    """Refuse what cannot be decided by a part of the heads (tensor parallelism).
+
+    Each process sees its own key-value heads, and chooses what these keep. A policy that compares
+    heads would choose otherwise in each process, and than in one.
+
+    Args:
+        parts: of the model.
+        policy: as it is used, with the sizes of a profile.
+        sized: whether layer sizes are known before, so that its `layers` part is not asked.
+
+    Raises:
+        ValueError: names the option, and what to use instead.
+    """
+    if parts.ranks == 1:
+        return
+    spread = f"this model's heads are spread over {parts.ranks} processes (tensor parallelism)"
+    heads = adapters.shape(parts.config)["num_key_value_heads"]
+    if heads % parts.ranks:
+        raise ValueError(
+            f"{spread}, which {heads} key-value heads cannot be evenly: use a number of processes "
+            "that divides them"
+        )
+    if (why := _compares_heads(policy, sized)) is not None:
+        raise ValueError(
+            f"{spread}, each of which sees its own alone, and {why}, or load the model in one "
+            "process, with device_map='auto'"
+        )
+
+
+def _compares_heads(policy: Policy, sized: bool) -> str | None:
+    """Which part looks at several heads, and what to use instead; None where none does."""
+    score, layers, heads = policy.score, policy.layers, policy.heads
+    if not score.by_head:
+        return f"score={score.name!r} looks at all of a layer's: use another, such as 'window'"
+    if score.ranks and score.average_heads:
+        return "average_heads=True takes the mean of a layer's: use average_heads=False"
+    if not sized and layers.needs not in ("", "similarity"):
+        name = layers.name or type(layers).__name__
+        return f"layers={name!r} sizes layers by all of them: use layers='uniform' or 'pyramid'"
+    if not heads.equal:
+        name = f"heads={heads.name!r}" if heads.name else "a profile"
+        return f"{name} gives them sizes of their own: use heads='uniform'"
+    return None
+
+
 def _own_profile(model: Any, policy: Policy) -> profiles.Profile | None:
     """What a model comes with of what a policy takes its sizes from."""
-    if calibrated.wants_profile(policy):
-        return profiles.own(model)
-    if not isinstance(policy.heads, visual.VisualHeads):
+    heads = policy.heads
+    if not heads.profile or not isinstance(policy.layers, UniformLayers):
         return None
-    found = profiles.own(model, profiles.VISUAL_FILE)
-    if found is None:
-        logger.warning("%s", visual.WITHOUT_PROFILE.format(policy=policy.name))
+    found = profiles.own(model, heads.profile)
+    if found is None and heads.without_profile:
+        logger.warning("%s", heads.without_profile.format(policy=policy.name))
     return found
 
 
@@ -261,7 +309,7 @@ def _say_equal_heads(model: Any, policy: Policy) -> None:
 
     Not where a profile lies beside the weights, and not of visual heads, which say more.
     """
-    if policy.name in _told or _comparing.get() or isinstance(policy.heads, visual.VisualHeads):
+    if policy.name in _told or _comparing.get() or policy.heads.without_profile:
         return
     try:
         if profiles.own(model) is not None:

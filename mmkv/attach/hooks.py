@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from mmkv import scores
 from mmkv.attach import attention, repetition
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.forward_pass import ForwardPass, current
 from mmkv.cache.phases import Reading
 from mmkv.layer_inputs import Rotary
 from mmkv.policy import Policy
+from mmkv.sizes.squeeze import residual_similarity
 
 if TYPE_CHECKING:
     from mmkv.attach.attachment import Attachment
@@ -134,7 +134,8 @@ def after_decoder(
     running = current.get()
     if running is None or running.cache is None or output is None:
         return
-    running.check_attended()
+    if running.pending is not None:
+        running.check_attended()
     if running.cache.plan.policy.score.repeats:
         repetition.run(attachment, running, kwargs)
     running.cache.finish()
@@ -207,7 +208,7 @@ def after_attention(
     valid = cache.prompt.valid[:, -before.shape[1] :].to(before.device)
     after = before + added
     with torch.no_grad():
-        similarity = scores.residual_similarity(before, after, valid)
+        similarity = residual_similarity(before, after, valid)
     cache.phase.compare(layer_idx, similarity, valid.sum(-1))
 
 

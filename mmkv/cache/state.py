@@ -30,11 +30,10 @@ class CacheState(Cache):
         plain = DynamicCache(config=config).layers
         layers = [CompressedLayer() if type(x) is DynamicLayer else x for x in plain]
         super().__init__(layers=layers)
-        # Of each compressed layer, its place among these.
-        self.ordinal = {
-            i: n
-            for n, i in enumerate(i for i, x in enumerate(layers) if type(x) is CompressedLayer)
-        }
+        # The layers that are compressed, in order, and the place among these of each.
+        self.compressed = [x for x in layers if isinstance(x, CompressedLayer)]
+        numbers = [i for i, x in enumerate(layers) if isinstance(x, CompressedLayer)]
+        self.ordinal = {i: n for n, i in enumerate(numbers)}
         self.plan = plan
         self.max_length = max_length
         self.phase: Reading | Decoding = Reading()
@@ -61,11 +60,6 @@ class CacheState(Cache):
         return super().get_seq_length(layer_idx)
 
     @property
-    def compressed(self) -> list[CompressedLayer]:
-        """The layers that are compressed, in order."""
-        return [x for x in self.layers if isinstance(x, CompressedLayer)]
-
-    @property
     def expects_prompt(self) -> bool:
         """Whether the next pass brings a prompt, or more of one, and not a generated token."""
         return isinstance(self.phase, Reading)
@@ -73,7 +67,8 @@ class CacheState(Cache):
     @property
     def blocks(self) -> list[PaddedBlock]:
         """The blocks of all layers."""
-        return [b for layer in self.compressed for b in layer.blocks or ()]
+        kept = [x.state for x in self.compressed if isinstance(x.state, KeptKV)]
+        return [block for state in kept for block in state.blocks]
 
     @property
     def observes_replies(self) -> bool:
