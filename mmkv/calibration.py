@@ -12,7 +12,7 @@ from mmkv.forcing import checked_inputs
 from mmkv.parts.calibrated import CalibratedHeads
 from mmkv.parts.retrieval import RetrievalHeads
 from mmkv.parts.visual import VisualHeads
-from mmkv.profiles import CLOSE, Profile, model_shape
+from mmkv.profiles import CLOSE, Profile
 from mmkv.registry import exact_share, get_policy
 from mmkv.terminal import bar
 from mmkv.wrapping import comparing, wrapped
@@ -72,10 +72,10 @@ def calibrate(
         )
     if isinstance(chosen.heads, CalibratedHeads | RetrievalHeads):
         curves, n = sensitivity.measure(model, _checked(samples), chosen)
-        return Profile(policy=chosen.name, samples=n, model=model_shape(config), curves=curves)
+        return Profile(policy=chosen.name, samples=n, model=adapters.shape(config), curves=curves)
     if isinstance(chosen.heads, VisualHeads):
         scores, n = visual_heads.measure(model, _checked(samples), chosen)
-        return Profile(policy=chosen.name, samples=n, model=model_shape(config), visual=scores)
+        return Profile(policy=chosen.name, samples=n, model=adapters.shape(config), visual=scores)
     if not chosen.layers.needs:
         raise ValueError(
             f"policy {chosen.name!r} sizes its layers without looking at the prompt "
@@ -98,7 +98,7 @@ def calibrate(
         budget=spent if asked is None or abs(spent - asked) > CLOSE else asked,
         policy=chosen.name,
         samples=len(rows),
-        model=model_shape(config),
+        model=adapters.shape(config),
     )
 
 

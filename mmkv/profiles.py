@@ -68,7 +68,7 @@ class Profile:
             self._check_heads()
             return
         for layer, f in enumerate(self.fractions):
-            if not isinstance(f, int | float) or isinstance(f, bool) or not 0 <= f <= 1:
+            if not 0 <= f <= 1:
                 raise ValueError(f"profile: layer {layer} keeps {f!r}, expected a number in [0, 1]")
         if not self.fractions:
             raise ValueError("profile: no layers")
@@ -76,20 +76,15 @@ class Profile:
             raise ValueError(f"profile: budget={self.budget!r}, expected a number in (0, 1]")
 
     def _check_heads(self) -> None:
-        for name, found in (("visual", self.visual), ("retrieval", self.retrieval)):
-            if found is None:
-                continue
-            scores = [x for layer in found for x in layer]
-            if len({len(layer) for layer in found}) != 1 or not scores:
-                raise ValueError(
-                    f"profile: {name} needs as many heads in every layer, at least one"
-                )
-            if not all(0 <= x < math.inf for x in scores):
-                raise ValueError(f"profile: {name} scores must be 0 or more, got {scores[:9]}")
-        if self.visual is not None and not sum(map(sum, self.visual)):
-            raise ValueError(
-                f"profile: visual scores must be 0 or more and not all 0, got {self.visual[:9]}"
-            )
+        name, found = ("visual", self.visual) if self.visual else ("retrieval", self.retrieval)
+        if found is None:
+            return
+        scores = [x for layer in found for x in layer]
+        if len({len(layer) for layer in found}) != 1 or not scores:
+            raise ValueError(f"profile: {name} needs as many heads in every layer, at least one")
+        if not all(0 <= x < math.inf for x in scores) or not (self.retrieval or sum(scores)):
+            least = "0 or more" if self.retrieval else "0 or more and not all 0"
+            raise ValueError(f"profile: {name} scores must be {least}, got {scores[:9]}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON."""
@@ -146,7 +141,7 @@ class Profile:
         there = len(of_heads or self.fractions)
         if there != n_layers:
             raise ValueError(f"profile: it has {there} layers, this model compresses {n_layers}")
-        mine = model_shape(config)
+        mine = adapters.shape(config)
         known = mine if self.model is None else self.model
         different = [
             f"{name} {known.get(name)!r} there, {value!r} here"
@@ -182,13 +177,12 @@ def read(
     Raises:
         ValueError: no profile, or one of another model or budget; the message names the file.
     """
-    if isinstance(profile, Profile):
-        profile.check(config, n_layers, budget)
-        return profile
-    loaded = Profile.load(profile)
+    loaded = profile if isinstance(profile, Profile) else Profile.load(profile)
     try:
         loaded.check(config, n_layers, budget)
     except ValueError as error:
+        if isinstance(profile, Profile):
+            raise
         raise ValueError(f"profile {os.fspath(profile)}: {_reason(error)}") from None
     return loaded
 
@@ -204,12 +198,7 @@ def own(model: Any, file: str = FILE) -> Profile | None:
     if not folder or not path.is_file():
         return None
     found = Profile.load(path)
-    return found if found.model == model_shape(model.get_decoder().config) else None
-
-
-def model_shape(config: Any) -> dict[str, Any]:
-    """What a profile must agree with: the decoder's type, layers, width and key-value heads."""
-    return adapters.shape(config)
+    return found if found.model == adapters.shape(model.get_decoder().config) else None
 
 
 def _reason(error: ValueError) -> str:

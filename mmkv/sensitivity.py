@@ -93,7 +93,9 @@ class _Probe(CompressedCache):
         self.changes: list[Tensor] = []
         self.heads = 1  # H
 
-    def _evict(self, layer: Any, sizes: list[int], split: Tensor | None = None) -> None:
+    def _evict(
+        self, layer_idx: int, layer: Any, sizes: list[int], split: Tensor | None = None
+    ) -> None:
         """Nothing yet."""
 
     def update_recurrent_state(

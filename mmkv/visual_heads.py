@@ -24,6 +24,7 @@ from mmkv.cache.config import CacheConfig
 from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.phases import Reading
 from mmkv.cache.prompt_kv import PromptKV
+from mmkv.forcing import greedy
 from mmkv.layer_inputs import LayerInputs
 from mmkv.parts.sizing import UniformHeads
 from mmkv.policy import Policy
@@ -63,8 +64,16 @@ def measure(
         reply = _reply(inner, inputs, sample.get(REPLY))
         regions = _regions(parts.image_token_ids, i, inputs["input_ids"], reply, sample)
         cache = _Probe(parts.config, CacheConfig(plain, 1.0), regions)
+        shape, more = inputs["input_ids"].shape, (0, len(reply))
+        followed = {  # masks, and types of tokens, go on behind the prompt
+            name: pad(x, more, value=int("attention_mask" in name))
+            if isinstance(x, Tensor) and x.shape == shape
+            else x
+            for name, x in inputs.items()
+        }
+        followed["input_ids"] = torch.cat([inputs["input_ids"], reply[None]], dim=1)
         with wrapped(model, plain, 1.0), torch.no_grad():
-            inner(**_followed(inputs, reply), past_key_values=cache, use_cache=True)
+            inner(**followed, past_key_values=cache, use_cache=True)
         found = torch.stack(cache.hits)
         total, n = found if total is None else total + found, n + 1
     if total is None:
@@ -87,7 +96,12 @@ class _Probe(CompressedCache):
         self.hits: list[Tensor] = []  # by layer, float64 [H]
 
     def _read(
-        self, layer: CompressedLayer, phase: Reading, held: PromptKV, new: LayerInputs
+        self,
+        layer_idx: int,
+        layer: CompressedLayer,
+        phase: Reading,
+        held: PromptKV,
+        new: LayerInputs,
     ) -> None:
         self.hits.append(head_hits(new, self.regions.to(new.key.device)).cpu())
 
@@ -123,12 +137,8 @@ def _reply(model: Any, inputs: Mapping[str, Any], given: Any) -> Tensor:
         )
     if given is not None:
         return torch.as_tensor(given, device=ids.device).long().flatten()
-    with torch.no_grad():
-        out = model.generate(**inputs, max_new_tokens=_MOST, do_sample=False, num_beams=1)
-    reply = out[0, ids.shape[1] :]
-    ends = model.generation_config.eos_token_id
-    ends = torch.tensor([] if ends is None else ends, device=reply.device)
-    return reply[torch.isin(reply, ends).cumsum(-1) == 0]
+    reply, valid = greedy(model, inputs, _MOST + 1)
+    return reply[valid]
 
 
 def _regions(
@@ -159,15 +169,4 @@ def _regions(
                 f"positions among the {N} tokens of input_ids"
             )
         found[t, places] = True
-    return found
-
-
-def _followed(inputs: Mapping[str, Any], reply: Tensor) -> dict[str, Any]:
-    """A prompt's inputs with the reply behind it."""
-    ids = inputs["input_ids"]
-    found = dict(inputs)
-    for name, x in inputs.items():
-        if isinstance(x, Tensor) and x.shape == ids.shape:  # masks, and types of tokens
-            found[name] = pad(x, (0, len(reply)), value=int("attention_mask" in name))
-    found["input_ids"] = torch.cat([ids, reply[None]], dim=1)
     return found

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmkv import digest
+from mmkv import adapters, digest
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.forward_pass import ForwardPass, current
 from mmkv.loading import cache_folder
 from mmkv.parts.retrieval import RetrievalHeads, sized
 from mmkv.parts.sizing import UniformHeads
-from mmkv.profiles import Profile, model_shape
+from mmkv.profiles import Profile
 
 if TYPE_CHECKING:
     from mmkv.attach.attachment import Attachment
@@ -124,7 +124,7 @@ def measure(attachment: Attachment) -> Profile:
     return Profile(
         policy="condense",
         samples=1,
-        model=model_shape(config),
+        model=adapters.shape(config),
         retrieval=tuple(map(tuple, scores)),
     )
 
@@ -141,7 +141,7 @@ def cached(attachment: Attachment) -> Profile:
     except NotImplementedError:  # weights that accelerate keeps elsewhere cannot be looked at
         return measure(attachment)
     path = cache_folder() / "probes" / f"{known[:32]}-{_VERSION}.json"
-    shape = model_shape(attachment.parts.config)
+    shape = adapters.shape(attachment.parts.config)
     if path.is_file():
         try:
             found = Profile.load(path)

@@ -14,7 +14,8 @@ from torch import Tensor
 import mmkv
 from helpers.models import IMAGE, make_inputs, make_model
 from helpers.oracle import top
-from mmkv.profiles import Profile, model_shape
+from mmkv import adapters
+from mmkv.profiles import Profile
 
 N, L, H, G = 80, 3, 2, 2
 WINDOW = 6
@@ -185,7 +186,7 @@ def test_squeeze_keeps_heavy_hitters_in_layers_of_their_size(plain):
 def test_sparsemm_gives_visual_heads_more_of_what_the_window_reads(plain):
     """A head of the budget's mean b keeps rho * b, and its visual score's share of all the rest."""
     visual = ((0.3, 0.1), (0.2, 0.05), (0.05, 0.3))
-    shape = model_shape(plain.model.config)
+    shape = adapters.shape(plain.model.config)
     profile = Profile(visual=visual, policy="sparsemm", model=shape)
     kept = plain.kept("sparsemm", 26, window=WINDOW, rho=0.1, profile=profile)
     for layer, h in HEADS:

@@ -16,11 +16,12 @@ from helpers.marks import slow_except
 from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model
 from helpers.oracle import ROWS, generate, short
+from mmkv import adapters
 from mmkv.attach import copy_probe
 from mmkv.loading import cache_folder
 from mmkv.parts.profiled import HeadsByWeight
 from mmkv.policy import Policy
-from mmkv.profiles import Profile, model_shape
+from mmkv.profiles import Profile
 
 L, H = 3, 2
 SCORES = ((0.0, 0.02), (0.9, 0.05), (0.2, 0.0))
@@ -46,7 +47,7 @@ def probed(monkeypatch):
 
 def profile_of(model, scores=SCORES):
     return Profile(
-        policy="condense", model=model_shape(model.get_decoder().config), retrieval=scores
+        policy="condense", model=adapters.shape(model.get_decoder().config), retrieval=scores
     )
 
 

@@ -15,17 +15,20 @@ import mmkv
 from helpers.masking import masked_logits
 from helpers.models import IMAGE, make_inputs, make_model
 from helpers.oracle import ROWS, generate
+from mmkv import adapters
 from mmkv.builtin import load_builtin
 from mmkv.parts.profiled import proportional
 from mmkv.parts.visual import VisualHeads
-from mmkv.profiles import VISUAL_FILE, Profile, model_shape
+from mmkv.profiles import VISUAL_FILE, Profile
 
 L, H, G = 3, 2, 2
 SCORES = ((0.05, 0.0), (0.6, 0.1), (0.05, 0.2))
 
 
 def profile_of(model, scores=SCORES):
-    return Profile(policy="sparsemm", model=model_shape(model.get_decoder().config), visual=scores)
+    return Profile(
+        policy="sparsemm", model=adapters.shape(model.get_decoder().config), visual=scores
+    )
 
 
 def with_regions(seed: int = 0):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import random
 
+from mmkv import adapters
 from mmkv.curves import Curves
-from mmkv.profiles import Profile, model_shape
+from mmkv.profiles import Profile
 
 LEVELS = (0.1, 0.2, 0.5, 1.0)
 
@@ -29,4 +30,4 @@ def made_up(seed: int = 0, layers: int = 3, heads: int = 2) -> Curves:
 def profile_of(model, seed: int = 0) -> Profile:
     config = model.get_decoder().config
     curves = made_up(seed, config.num_hidden_layers, config.num_key_value_heads)
-    return Profile(policy="condense", samples=1, model=model_shape(config), curves=curves)
+    return Profile(policy="condense", samples=1, model=adapters.shape(config), curves=curves)
