@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from torch import Tensor
 
-    from mmkv.curves import Curves
+    from mmkv.sizes.calibrated import Curves
 
     from .tabulate import Report
 
@@ -351,7 +351,8 @@ def layer_scores(model: Any, inputs: Mapping[str, Any], policy: Any) -> list[Ten
     """
     import torch
 
-    from mmkv.parts.sizing import UniformHeads, UniformLayers
+    from mmkv.sizes.heads import UniformHeads
+    from mmkv.sizes.layers import UniformLayers
     from mmkv.wrapping import comparing, wrapped
 
     if not policy.score.ranks or policy.keeps_all:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import mmkv
@@ -13,11 +14,11 @@ from mmkv.attach.attachment import attachment_of
 from mmkv.chat import on_device
 from mmkv.report import mean_known
 
-from .perplexity import Scored, log_probabilities, perplexity, score_answers, score_behind
+from .perplexity import Scored, log_probabilities, perplexity, score_answers
 from .prompts import Encoder
 from .replay import Capture, applies, behind, continued
 from .replies import ends_of, timed
-from .scoring import rouge_l, score
+from .scoring import rouge, score
 from .store import Row
 from .variants import FULL, Variant
 
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from .samples import Sample
 
 COMPARED = {"divergence", "next"}  # metrics of next tokens beside the full cache's
-# Encoded batches kept in memory between policies; more are encoded again.
-_REMEMBERED = 8
-# Bytes of the full cache's distributions kept between policies; a batch's own may take more.
-_DISTRIBUTIONS = 2 * 2**30
 
 
 @dataclass
@@ -44,17 +41,12 @@ class Job:
     samples: Sequence[Sample]
     metrics: tuple[str, ...]
     about: dict[str, Any]
-    references: dict[int, str] = field(default_factory=dict)
-    replies: dict[int, list[int]] = field(default_factory=dict)  # the full cache's, as tokens
     # Whether one pass of a batch's prompts serves all policies, see `replay`.
     replays: bool = False
-    _encoded: dict[tuple[int, ...], dict[str, Any]] = field(default_factory=dict)
-    _apart: dict[tuple[int, ...], Any] = field(default_factory=dict)
-    _answers: dict[int, list[int]] = field(default_factory=dict)
-    _full: dict[int, Tensor] = field(default_factory=dict)
-    _captured: dict[bool, tuple[tuple[int, ...], Capture]] = field(default_factory=dict)
+    references: dict[int, str] = field(default_factory=dict)
+    replies: dict[int, list[int]] = field(default_factory=dict)  # the full cache's, as tokens
     # The context that was read last, and of what.
-    _read: tuple[tuple[str, float | int], dict[str, Any], mmkv.Context] | None = None
+    read: tuple[tuple[str, float | int], dict[str, Any], mmkv.Context] | None = None
 
     @property
     def generates(self) -> bool:
@@ -66,98 +58,77 @@ class Job:
         """Whether a metric compares next tokens with the full cache's."""
         return bool(COMPARED & set(self.metrics))
 
-    def inputs(self, batch: tuple[int, ...]) -> dict[str, Any]:
-        """The batch's prompts on the model's device."""
-        found = self._encoded.get(batch)
-        if found is None:
-            found = self.encoder.batch([self.samples[i] for i in batch])
-            if len(self._encoded) < _REMEMBERED:
-                self._encoded[batch] = found
-        return on_device(self.model, found)
 
-    def apart(self, batch: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The batch's prompts before their questions, and the questions."""
-        if batch not in self._apart:
-            found = self.encoder.apart([self.samples[i] for i in batch])
-            if len(self._apart) >= _REMEMBERED:
-                return found
-            self._apart[batch] = found
-        return self._apart[batch]
+class Batch:
+    """Samples of a job by number, and what all policies share of them, made when it is needed."""
 
-    def context(
-        self,
-        variant: Variant,
-        budget: float | int,
-        given: dict[str, Any],
-        captured: Capture | None = None,
-    ) -> mmkv.Context:
-        """The contexts of a batch, compressed; the same again are not read again."""
-        if self._read is not None:
-            how, before, context = self._read
-            if how == (variant.label, budget) and _equal(before, given):
-                return context
-        self.forget()  # before memory is asked for another
-        if captured is not None:
-            shape = given["input_ids"].shape
-            seen = {name: x for name, x in given.items() if x.shape == shape}
-            context = mmkv.Context(self.model, captured.cache(self.model), seen)
-        else:
-            context = mmkv.read(self.model, given, prefill_chunk_size=variant.evict_chunks)
-        self._read = (variant.label, budget), given, context
-        return context
+    def __init__(self, job: Job, indices: Sequence[int]) -> None:
+        self.job, self.indices = job, indices
+        self.samples = [job.samples[i] for i in indices]
 
-    def forget(self) -> None:
-        """Let go of the context that was read last."""
-        self._read = None
+    @cached_property
+    def inputs(self) -> dict[str, Any]:
+        """The prompts on the model's device."""
+        return self.job.encoder.inputs(self.job.model, self.samples)
 
-    def answer(self, index: int) -> list[int]:
-        """Token ids of a sample's reference answer."""
-        if index not in self._answers:
-            self._answers[index] = self.encoder.answer(self.samples[index])
-        return self._answers[index]
+    @cached_property
+    def apart(self) -> list[dict[str, Any]]:
+        """The prompts before their questions, and the questions."""
+        return [on_device(self.job.model, x) for x in self.job.encoder.apart(self.samples)]
 
-    def reply(self, index: int) -> list[int]:
+    @cached_property
+    def answers(self) -> list[list[int]]:
+        """Token ids of the reference answers."""
+        return [self.job.encoder.answer(sample) for sample in self.samples]
+
+    @property
+    def replies(self) -> list[list[int]]:
         """Token ids along which next tokens are compared: how a text goes on, or else the full
         cache's own reply; [] where that is not known."""
-        own = not self.samples[index].goes_on
-        return self.replies.get(index, []) if own else self.answer(index)
+        each = zip(self.indices, self.samples, self.answers, strict=True)
+        return [ids if s.goes_on else self.job.replies.get(i, []) for i, s, ids in each]
 
-    def capture(self, variant: Variant, batch: tuple[int, ...]) -> None:
-        """Take in one pass of the batch's prompts, or what precedes their questions.
+    @cached_property
+    def full(self) -> list[Tensor]:
+        """The full cache's distributions along the replies, by the model unwrapped."""
+        return log_probabilities(self.job.model, self.inputs, self.replies)
 
-        The model is not wrapped yet; what was taken in of the batch before is let go.
-        """
-        known = self._captured.get(variant.hidden)
-        if not self.replays or variant.label == FULL or (known and known[0] == batch):
-            return
-        self._captured.pop(variant.hidden, None)
-        inputs = on_device(
-            self.model, self.apart(batch)[0] if variant.hidden else self.inputs(batch)
-        )
-        self._captured[variant.hidden] = batch, Capture.of(self.model, inputs)
+    @cached_property
+    def captures(self) -> dict[bool, Capture]:
+        """What one pass brought of the prompts; under True, of what precedes their questions."""
+        return {}
 
-    def captured(self, variant: Variant, batch: tuple[int, ...]) -> Capture | None:
-        """What `capture` took in, where it serves the variant that the model is wrapped with."""
-        known = self._captured.get(variant.hidden)
-        if known is None or known[0] != batch or not applies(attachment_of(self.model).plan):
-            return None
-        return known[1]
+    def capture(self, hidden: bool) -> None:
+        """Run that pass, by the model unwrapped."""
+        if hidden not in self.captures:
+            inputs = self.apart[0] if hidden else self.inputs
+            self.captures[hidden] = Capture.of(self.job.model, inputs)
 
-    def full(self, batch: tuple[int, ...]) -> list[Tensor]:
-        """The full cache's distributions along the batch's replies, by the model unwrapped.
+    @cached_property
+    def halves(self) -> list[Batch]:
+        """Two smaller ones."""
+        middle = len(self.indices) // 2
+        return [Batch(self.job, part) for part in (self.indices[:middle], self.indices[middle:])]
 
-        Kept between policies as long as memory allows.
-        """
-        if not self._full.keys() >= set(batch):
-            known = log_probabilities(self.model, self.inputs(batch), list(map(self.reply, batch)))
-            self._full |= dict(zip(batch, known, strict=True))
-        for index in [i for i in self._full if i not in batch]:
-            if sum(x.nbytes for x in self._full.values()) > _DISTRIBUTIONS:
-                del self._full[index]
-        return [self._full[i] for i in batch]
+    def context(
+        self, variant: Variant, budget: float | int, captured: Capture | None
+    ) -> mmkv.Context:
+        """The prompts before their questions, compressed; the same again are not read again."""
+        job, how, given = self.job, (variant.label, budget), self.apart[0]
+        if job.read is not None and job.read[0] == how and _equal(job.read[1], given):
+            return job.read[2]
+        job.read = None  # before memory is asked for another
+        if captured is None:
+            context = mmkv.read(job.model, given, prefill_chunk_size=variant.evict_chunks)
+        else:
+            shape = given["input_ids"].shape
+            seen = {name: x for name, x in given.items() if x.shape == shape}
+            context = mmkv.Context(job.model, captured.cache(job.model), seen)
+        job.read = how, given, context
+        return context
 
 
-def measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, ...]) -> list[Row]:
+def measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
     """One policy and budget on one batch.
 
     Where the core refuses the batch, its halves are tried, down to the one sample whose budget
@@ -165,26 +136,28 @@ def measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, .
     """
     from torch import OutOfMemoryError
 
+    job = batch.job
     try:
-        if job.compares and variant.label != FULL:
-            job.full(batch)  # by the model as it is, before it is wrapped
-        job.capture(variant, batch)
+        if variant.label != FULL:  # by the model as it is, before it is wrapped
+            if job.compares:
+                _ = batch.full
+            if job.replays:
+                batch.capture(variant.hidden)
         with variant.wrapped(job.model, budget):
-            return _measure(job, variant, budget, batch)
+            return _measure(variant, budget, batch)
     except (ValueError, OutOfMemoryError) as error:
-        if len(batch) == 1:
-            row = _new_row(job, variant, budget, batch[0])
+        if len(batch.indices) == 1:
+            (row,) = _new_rows(variant, budget, batch)
             return [row | {"error": str(error).splitlines()[0]}]
-    half = len(batch) // 2
-    return [r for part in (batch[:half], batch[half:]) for r in measure(job, variant, budget, part)]
+    return [row for half in batch.halves for row in measure(variant, budget, half)]
 
 
-def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, ...]) -> list[Row]:
+def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
     start = time.perf_counter()
-    inputs, context = job.inputs(batch), None
+    job, model, context = batch.job, batch.job.model, None
     cache: Any = None
     held = 0
-    rows = [_new_row(job, variant, budget, i) for i in batch]
+    rows = _new_rows(variant, budget, batch)
     perplexed, reference = "ppl" in job.metrics, variant.label == FULL
     if (perplexed or job.compares) and variant.evict_chunks is not None and not variant.hidden:
         what = "perplexity" if perplexed else "divergence"
@@ -192,30 +165,26 @@ def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, 
             f"{what} reads prompts at once, and evict_chunks in chunks: use --metrics rouge, "
             "or --question hidden"
         )
-    captured = job.captured(variant, batch)
+    captured = batch.captures.get(variant.hidden) if not reference else None
+    if captured is not None and not applies(attachment_of(model).plan):
+        captured = None
     if variant.hidden:
-        given, inputs = (on_device(job.model, x) for x in job.apart(batch))
-        context = job.context(variant, budget, given, captured)
+        context = batch.context(variant, budget, captured)
         held = context.cache.nbytes
-    else:
-        job.forget()
 
     def known() -> tuple[dict[str, Any], Read | None]:
-        """All tokens of the prompts, and what reads them from what was taken in."""
-        if context is not None and captured is not None:
-            return behind(context, inputs)
-        return inputs, None if captured is None else captured.read(job.model)
+        """All tokens of the prompts, and what reads those that are not read already."""
+        if context is not None:
+            return behind(context, batch.apart[1])
+        return batch.inputs, None if captured is None else captured.read(model)
 
     def force(replies: list[list[int]], full: list[Tensor] | None) -> Scored:
         whole, read = known()
-        if context is not None and read is None:
-            return score_behind(context, inputs, replies, full)
-        hidden = context is not None
-        return score_answers(job.model, whole, replies, full=full, read=read, hidden=hidden)
+        return score_answers(model, whole, replies, full=full, read=read, hidden=variant.hidden)
 
-    answers = [job.answer(i) for i in batch] if perplexed else None
-    replies = [job.reply(i) for i in batch] if job.compares and not reference else None
-    full = None if replies is None else job.full(batch)
+    answers = batch.answers if perplexed else None
+    replies = batch.replies if job.compares and not reference else None
+    full = None if replies is None else batch.full
     if answers is not None:
         scored = force(answers, full if answers == replies else None)
         cache, held = scored.cache, held or scored.held_bytes
@@ -230,29 +199,31 @@ def _measure(job: Job, variant: Variant, budget: float | int, batch: tuple[int, 
         del scored
     itself = reference and job.compares
     if job.generates or itself:
-        limits = [job.samples[i].max_new_tokens for i in batch]
+        limits = [sample.max_new_tokens for sample in batch.samples]
         if captured is None:
-            pad = job.encoder.tokenizer.pad_token_id
+            inputs = batch.inputs if context is None else batch.apart[1]
             how: dict[str, Any] = {"chunk": variant.evict_chunks, "context": context}
-            found, cache, times, first_bytes = timed(job.model, inputs, limits, pad, **how)
+            pad = job.encoder.tokenizer.pad_token_id
+            found, cache, times, first_bytes = timed(model, inputs, limits, pad, **how)
         else:
             (whole, read), times, first_bytes = known(), dict[str, float](), 0
             assert read is not None
-            found, cache = continued(job.model, whole, read, limits, ends_of(job.model))
-        for row, ids in zip(rows, found, strict=True):
-            index, row["new_tokens"] = row["index"], len(ids)
+            found, cache = continued(model, whole, read, limits, ends_of(model))
+        for row, sample, answer, ids in zip(rows, batch.samples, batch.answers, found, strict=True):
+            row["new_tokens"] = len(ids)
             if itself:
-                along = job.answer(index) if job.samples[index].goes_on else ids
-                n = max(0, len(along) - 1)
+                n = max(0, len(answer if sample.goes_on else ids) - 1)
                 row |= {"reply": ids, "divergence_sum": 0.0, "next_sum": n, "next_tokens": n}
             if job.generates:
                 text = job.encoder.decode(ids).strip()
-                row |= {"text": text, **_text_figures(job, variant, index, text), **times}
+                full_text = text if reference else job.references.get(row["index"])
+                rouged = _rouge(sample, text, full_text) if "rouge" in job.metrics else {}
+                row |= {"text": text, "score": score(sample, text), **rouged, **times}
         held = held or first_bytes
-    seconds = (time.perf_counter() - start) / len(batch)
+    seconds = (time.perf_counter() - start) / len(rows)
     cache = cache if context is None else context.cache  # what was compressed
     return [
-        row | facts | {"held_bytes": held // len(batch), "seconds": round(seconds, 4)}
+        row | facts | {"held_bytes": held // len(rows), "seconds": round(seconds, 4)}
         for row, facts in zip(rows, kept_by_row(cache), strict=True)
     ]
 
@@ -283,18 +254,15 @@ def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
 
 
-def _text_figures(job: Job, variant: Variant, index: int, text: str) -> dict[str, float | None]:
-    sample = job.samples[index]
-    figures: dict[str, float | None] = {"score": score(sample, text)}
-    if "rouge" in job.metrics:
-        # The full cache against itself, then everything else against what it said.
-        full = text if variant.label == FULL else job.references.get(index)
+def _rouge(sample: Sample, text: str, full: str | None) -> dict[str, float | None]:
+    """A reply beside the full cache's, and beside the reference answer."""
+    same = full == text
+    return {
+        "same": None if full is None else float(same),
         # Two empty replies agree, where ROUGE would give 0.
-        same = full == text
-        figures["same"] = None if full is None else float(same)
-        figures["rouge"] = 1.0 if same else None if full is None else rouge_l(text, (full,))
-        figures["rouge_reference"] = rouge_l(text, sample.answers[:1]) if sample.answers else None
-    return figures
+        "rouge": 1.0 if same else None if full is None else rouge(text, full),
+        "rouge_reference": rouge(text, sample.answers[0]) if sample.answers else None,
+    }
 
 
 def kept_by_row(cache: Any) -> list[dict[str, Any]]:
@@ -334,14 +302,16 @@ def head(variant: Variant, budget: float | int, index: int) -> Row:
     return {"policy": variant.label, "budget": budget, "index": index}
 
 
-def _new_row(job: Job, variant: Variant, budget: float | int, index: int) -> Row:
-    sample = job.samples[index]
-    return {
-        **head(variant, budget, index),
-        "sample": sample.id,
-        "suite": sample.suite,
-        "task": sample.task,
-        "tags": list(sample.tags),
-        "options": variant.recorded,
-        **job.about,
-    }
+def _new_rows(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
+    return [
+        {
+            **head(variant, budget, index),
+            "sample": sample.id,
+            "suite": sample.suite,
+            "task": sample.task,
+            "tags": list(sample.tags),
+            "options": variant.recorded,
+            **batch.job.about,
+        }
+        for index, sample in zip(batch.indices, batch.samples, strict=True)
+    ]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mmkv import Context
     from mmkv.forcing import Read
 
 
@@ -43,58 +42,6 @@ class Scored:
     divergence: list[float]
     same: list[int]
     compared: list[int]
-
-
-class _Sums:
-    """Adds up what logits say of answers, and how far they are from the full cache's."""
-
-    def __init__(
-        self, answers: Sequence[Sequence[int]], full: Sequence[Tensor] | None, device: Any
-    ) -> None:
-        import torch
-
-        longest = max(1, max(map(len, answers), default=0))
-        # Padding is a real token to the model: nothing behind a row's answer reaches its figures.
-        padded = [[*answer, *[0] * (longest - len(answer))] for answer in answers]
-        self.wide = torch.tensor(padded, device=device)  # [B, T]
-        self.lengths = torch.tensor([len(answer) for answer in answers])
-        self.full, self.read = full, 0
-        self.nll, self.divergence = torch.zeros(2, len(answers), dtype=torch.float64)
-        self.wrong, self.same, self.compared = torch.zeros(3, len(answers), dtype=torch.int64)
-
-    def add(self, logits: Tensor, *, compare: bool = True) -> None:
-        """Those of the next t tokens, [B, t, V]."""
-        import torch
-
-        from mmkv.divergence import divergence
-
-        start, self.read = self.read, self.read + logits.shape[1]
-        counts = torch.arange(start, self.read) < self.lengths[:, None]
-        target = self.wide[:, start : self.read].to(logits.device)
-        flat, best = logits.float().flatten(0, 1), logits.argmax(-1)
-        nll = torch.nn.functional.cross_entropy(flat, target.flatten(), reduction="none")
-        self.nll += nll.view_as(target).double().cpu().where(counts, 0.0).sum(-1)
-        self.wrong += ((best != target).cpu() & counts).sum(-1)
-        if self.full is None or not compare or not counts.any():
-            return
-        pieces = [x[start : self.read] for x in self.full]
-        wanted = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True).to(logits.device)
-        self.divergence += divergence(wanted, logits).cpu().where(counts, 0.0).sum(-1)
-        self.same += ((best == wanted.argmax(-1)).cpu() & counts).sum(-1)
-        self.compared += counts.sum(-1)
-
-    def scored(self, cache: Any, held: int = 0) -> Scored:
-        """What was added up."""
-        return Scored(
-            nll=self.nll.tolist(),
-            tokens=self.lengths.tolist(),
-            greedy=(self.wrong == 0).tolist(),
-            cache=cache,
-            held_bytes=held,
-            divergence=self.divergence.tolist(),
-            same=self.same.tolist(),
-            compared=self.compared.tolist(),
-        )
 
 
 def perplexity(nll: Iterable[float], tokens: Iterable[int]) -> float | None:
@@ -136,18 +83,44 @@ def score_answers(
         ValueError: as many answers as rows are needed; or what the core refuses, such as a budget
             below what must be kept.
     """
+    import torch
+
+    from mmkv.divergence import divergence
     from mmkv.forcing import forced
 
     ids = inputs["input_ids"]
     if len(answers) != ids.shape[0]:
         raise ValueError(f"{len(answers)} answers for {ids.shape[0]} prompts")
-    sums = _Sums(answers, full, ids.device)
-    cache, held = None, 0
-    for cache, logits in forced(model, inputs, sums.wide[:, :-1], one_pass, read):
-        first = sums.read == 0
-        held = getattr(cache, "nbytes", 0) if first else held
-        sums.add(logits, compare=hidden or not first)
-    return sums.scored(cache, held)
+    wide, lengths = _padded(answers, ids.device), torch.tensor([len(x) for x in answers])
+    nll, nats = torch.zeros(2, len(answers), dtype=torch.float64)
+    wrong, same, compared = torch.zeros(3, len(answers), dtype=torch.int64)
+    cache, held, end = None, 0, 0
+    for cache, logits in forced(model, inputs, wide[:, :-1], one_pass, read):
+        start, end = end, end + logits.shape[1]
+        held = held if start else getattr(cache, "nbytes", 0)
+        counts = torch.arange(start, end) < lengths[:, None]
+        target, best = wide[:, start:end].to(logits.device), logits.argmax(-1)
+        flat = logits.float().flatten(0, 1)
+        losses = torch.nn.functional.cross_entropy(flat, target.flatten(), reduction="none")
+        nll += losses.view_as(target).double().cpu().where(counts, 0.0).sum(-1)
+        wrong += ((best != target).cpu() & counts).sum(-1)
+        if full is None or not (hidden or start) or not counts.any():
+            continue
+        pieces = [x[start:end] for x in full]
+        wanted = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True).to(logits.device)
+        nats += divergence(wanted, logits).cpu().where(counts, 0.0).sum(-1)
+        same += ((best == wanted.argmax(-1)).cpu() & counts).sum(-1)
+        compared += counts.sum(-1)
+    return Scored(
+        nll=nll.tolist(),
+        tokens=lengths.tolist(),
+        greedy=(wrong == 0).tolist(),
+        cache=cache,
+        held_bytes=held,
+        divergence=nats.tolist(),
+        same=same.tolist(),
+        compared=compared.tolist(),
+    )
 
 
 def log_probabilities(
@@ -162,7 +135,7 @@ def log_probabilities(
 
     from mmkv.forcing import forced
 
-    wide = _Sums(answers, None, inputs["input_ids"].device).wide
+    wide = _padded(answers, inputs["input_ids"].device)
     pieces = [
         logits.float().log_softmax(-1).cpu() for _, logits in forced(model, inputs, wide[:, :-1])
     ]
@@ -172,42 +145,9 @@ def log_probabilities(
     ]
 
 
-def score_behind(
-    context: Context,
-    question: Mapping[str, Tensor],
-    answers: Sequence[Sequence[int]],
-    full: Sequence[Tensor] | None = None,
-) -> Scored:
-    """Teacher-force one answer per row behind a context and its question.
-
-    Args:
-        context: read without the question.
-        question: left-padded, one row a row of the context.
-        answers: token ids, one list a row; an empty one scores nothing.
-        full: what `log_probabilities` gives for the whole prompts; all tokens are compared.
-    """
+def _padded(answers: Sequence[Sequence[int]], device: Any) -> Tensor:
+    """Answers, [B, T]; padding is a real token to the model, and what it predicts never counts."""
     import torch
-    from transformers import LogitsProcessor
 
-    sums = _Sums(answers, full, question["input_ids"].device)
-    longest = sums.wide.shape[1]
-    step = iter(range(longest))
-
-    class Forced(LogitsProcessor):
-        def __call__(self, input_ids: Any, scores: Any) -> Any:
-            token = sums.wide[:, next(step), None]
-            return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
-
-    out = context.ask(
-        question,
-        max_new_tokens=longest,
-        pad_token_id=0,
-        do_sample=False,
-        num_beams=1,
-        logits_processor=[Forced()],
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    for logits in out.logits:
-        sums.add(logits[:, None])
-    return sums.scored(out.past_key_values)
+    longest = max(1, max(map(len, answers), default=0))
+    return torch.tensor([[*x, *[0] * (longest - len(x))] for x in answers], device=device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mmkv.chat import adds_special, on_device
@@ -43,10 +43,6 @@ class Encoder:
     def inputs(self, model: Any, samples: Sequence[Sample]) -> dict[str, Any]:
         """`batch`, where the model is."""
         return on_device(model, self.batch(samples))
-
-    def each(self, model: Any, samples: Sequence[Sample]) -> Sequence[dict[str, Any]]:
-        """`inputs` of each sample alone, made when they are asked for: pictures take memory."""
-        return _Each(self, model, samples)
 
     def batch(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """The prompts as one left-padded batch of tensors."""
@@ -145,18 +141,15 @@ class Encoder:
         return self._ids(whole[len(before) :], special=False)
 
     def fit(self, sample: Sample) -> str:
-        """The prompt's text, cut in its middle where the sample allows it and it is too long."""
+        """The prompt's text; its first and last halves, as LongBench cuts it, where the sample
+        allows it and it is too long."""
         if not sample.truncate or self.max_length is None:
             return sample.prompt
-        from .suites.longbench import truncate_middle
-
-        room = self.max_length - sample.max_new_tokens - _TEMPLATE_ROOM
+        room = max(2, self.max_length - sample.max_new_tokens - _TEMPLATE_ROOM)
         ids = self._ids(sample.prompt, special=False)
-        cut = truncate_middle(ids, max(2, room))
-        if len(cut) == len(ids):
+        if len(ids) <= room:
             return sample.prompt
-        half = len(cut) // 2
-        return self.decode(cut[:half]) + self.decode(cut[half:])
+        return self.decode(ids[: room // 2]) + self.decode(ids[-(room // 2) :])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special ones left out."""
@@ -164,19 +157,6 @@ class Encoder:
 
     def _ids(self, text: str, special: bool) -> list[int]:
         return self.tokenizer(text, add_special_tokens=special)["input_ids"]
-
-
-@dataclass
-class _Each(Sequence[Any]):
-    encoder: Encoder
-    model: Any
-    samples: Sequence[Sample]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, i: Any) -> Any:
-        return self.encoder.inputs(self.model, [self.samples[i]])
 
 
 def _before(prompt: str, sample: Sample) -> str:

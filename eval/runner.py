@@ -1,13 +1,14 @@
 """Runs policies x budgets over a suite's samples; each finished row is on disk at once.
 
 The unit of work is a batch at one policy and budget. Batches are the same whatever the number of
-processes, so that a run of several gives the rows of a run of one. Samples that ask about the same
-contexts are in batches that follow each other, so that a context whose question is hidden is read
-once.
+processes, so that a run of several gives the rows of a run of one, and all policies run on a batch
+before the next. Samples that ask about the same contexts are in batches of one group, so that a
+context whose question is hidden is read once.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mmkv.budgets import named, number
 from mmkv.terminal import bar, say
 
-from .measure import COMPARED, Job, head, measure
+from .measure import COMPARED, Batch, Job, head, measure
 from .prompts import Encoder, longest
 from .samples import suite_notes
 from .store import Row, Store, describe_environment, digest, key_of
@@ -26,7 +27,7 @@ from .variants import FULL, Variant, parse_variants
 if TYPE_CHECKING:
     from .samples import Sample
 
-_EVERY = 10.0  # seconds between two lines of progress in a pipe, where policies take turns
+_EVERY = 10.0  # seconds between two lines of progress in a pipe
 METRICS = ("ppl", "divergence", "next", "rouge", "score")
 
 
@@ -164,41 +165,34 @@ def run(
         "model": settings["model"],
         "n": len(samples),
     }
-    job = Job(model, Encoder(processor, max_length), samples, tuple(metrics), about)
-    job.replays = replay
+    job = Job(model, Encoder(processor, max_length), samples, tuple(metrics), about, replay)
     groups = batches_of(samples, batch_size)
-    mine = groups[processes.rank :: processes.count]
     if processes.main and len(groups) < processes.count:
         print(
             f"{processes.count} processes share {len(groups)} batches: some have nothing to do; "
             f"use --batch-size {max(1, len(samples) // processes.count)} or less"
         )
     _try_all(model, variants, budgets)
-    # What all policies share of a prompt is large: they come in a row.
-    parts = [[group] for group in mine] if job.compares or replay else [mine]
-    work = [
-        (variant, budget, batch)
-        for part in parts
-        for variant in variants
-        for budget in variant.budgets(budgets)
-        for group in part
-        for batch in group
-    ]
     torch.manual_seed(seed)
-    total = sum(len(batch) for _, _, batch in work)
-    shown, every = progress and processes.main, _EVERY if job.compares or replay else 0.0
-    with bar(total, shown=shown, every=every) as advance:
-        for variant, budget, batch in work:
-            missing = [i for i in batch if key_of(head(variant, budget, i)) not in rows]
-            if missing:
-                done = [r for r in measure(job, variant, budget, batch) if r["index"] in missing]
-                store.append(done)
-                rows |= {key_of(r): r for r in done}
-            if variant.label == FULL:
-                found = {i: rows[key_of(head(variant, 1.0, i))] for i in batch}
-                job.references |= {i: row["text"] for i, row in found.items() if "text" in row}
-                job.replies |= {i: row["reply"] for i, row in found.items() if "reply" in row}
-            advance(len(batch), f"{variant.label} {named(budget)}")
+    mine = groups[processes.rank :: processes.count]
+    if replay:  # what a pass of one batch brought is large
+        mine = [[batch] for group in mine for batch in group]
+    work = [(variant, budget) for variant in variants for budget in variant.budgets(budgets)]
+    total = len(work) * sum(len(batch) for group in mine for batch in group)
+    with bar(total, shown=progress and processes.main, every=_EVERY) as advance:
+        for group in mine:
+            batches = [Batch(job, indices) for indices in group]
+            for (variant, budget), batch in itertools.product(work, batches):
+                keys = {i: key_of(head(variant, budget, i)) for i in batch.indices}
+                if missing := [i for i, key in keys.items() if key not in rows]:
+                    done = [r for r in measure(variant, budget, batch) if r["index"] in missing]
+                    store.append(done)
+                    rows |= {key_of(r): r for r in done}
+                if variant.label == FULL:
+                    found = {i: rows[key] for i, key in keys.items()}
+                    job.references |= {i: row["text"] for i, row in found.items() if "text" in row}
+                    job.replies |= {i: row["reply"] for i, row in found.items() if "reply" in row}
+                advance(len(keys), f"{variant.label} {named(budget)}")
     processes.wait()
     merged = store.merge(*order) if processes.main else list(rows.values())
     processes.wait()

@@ -24,6 +24,11 @@ class DataError(ValueError):
     """A data file is not what a suite expects; the message names file, entry and field."""
 
 
+def words(text: str) -> int:
+    """How many a text has, where no tokenizer counts."""
+    return len(text.split())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What of a suite is asked for, as in `load_suite`; `data` is None for the built-in data.
@@ -37,8 +42,28 @@ class Request:
     tasks: list[str] | None = None
     image_folder: Path | None = None
     length: int | None = None
-    count: Callable[[str], int] | None = None
+    count: Callable[[str], int] = words
     questions: int = 1
+
+    def chosen(self, known: Iterable[str]) -> list[str]:
+        """The tasks that are asked for, by default all.
+
+        Raises:
+            ValueError: no such task.
+        """
+        names = list(known)
+        if wrong := [name for name in self.tasks or () if name not in names]:
+            raise ValueError(f"tasks must be among {names}, got {wrong}")
+        return list(dict.fromkeys(self.tasks or names))
+
+    def in_turns(
+        self, tasks: Sequence[str], each: int, make: Callable[[str, int], list[Sample]]
+    ) -> list[Sample]:
+        """What `make` gives for numbers 0 to `each` of every task; the tasks take turns."""
+        if self.limit is not None:
+            each = -(-self.limit // len(tasks))
+        made = [[s for number in range(each) for s in make(task, number)] for task in tasks]
+        return interleave(made)[: self.limit]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +146,15 @@ def suite_notes(samples: Iterable[Sample]) -> tuple[str, ...]:
 
 
 def open_images(sample: Sample) -> list[Image.Image]:
-    """The pictures of a sample as RGB, reading those that are paths. Raises DataError."""
-    return [read_image(i) if isinstance(i, str | Path) else i for i in sample.images]
+    """The pictures of a sample as RGB, the first frames of those that are paths.
 
-
-def read_image(path: str | Path) -> Image.Image:
-    """One picture as RGB, its first frame if it has several. Raises DataError."""
-    return _open(Path(path), lambda picture: picture.convert("RGB"))
+    Raises:
+        DataError: one cannot be read.
+    """
+    return [
+        _open(Path(i), lambda picture: picture.convert("RGB")) if isinstance(i, str | Path) else i
+        for i in sample.images
+    ]
 
 
 def check_image(path: str | Path) -> None:

@@ -6,8 +6,9 @@ library, which every machine has.
 
 from __future__ import annotations
 
+import bisect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mmkv.eval.samples import DataError, Request, Sample
@@ -31,17 +32,14 @@ def load(request: Request) -> list[Sample]:
     """
     assert request.data is not None
     length, samples = request.length or LENGTH, []
-    count = request.count or _words
     for name, path in _paths(request.data).items():
         if request.limit is not None and len(samples) == request.limit:
             break
         text = files.read_text(path)[: _MOST_LETTERS * length]
-        words = spaces(text)
         shares = ((1 - _FOLLOWS) * (1 - _QUESTION), 1 - _FOLLOWS, 1)
-        ends = [first_with(words, text, count, share * length) for share in shares]
-        if None in ends:
+        asked, start, end = cuts(text, request.count, [share * length for share in shares])
+        if end is None:
             continue
-        asked, start, end = ends
         samples.append(
             Sample(
                 id=name,
@@ -60,10 +58,6 @@ def load(request: Request) -> list[Sample]:
     return samples
 
 
-def _words(text: str) -> int:
-    return len(text.split())
-
-
 def _paths(data: Path) -> dict[str, Path]:
     """The texts by name."""
     if str(data) == STDLIB and not data.exists():
@@ -76,20 +70,9 @@ def _paths(data: Path) -> dict[str, Path]:
     return {path.relative_to(data).as_posix(): path for path in found}
 
 
-def spaces(text: str) -> list[int]:
-    """Where two words of one line are apart: the places at which a text may be cut."""
-    return [found.start() for found in re.finditer(r"(?<=\S) (?=\S)", text)]
-
-
-def first_with(
-    ends: list[int], text: str, count: Callable[[str], int], tokens: float
-) -> int | None:
-    """The first of these ends with as many tokens before it; None if the text has fewer."""
-    low, high = 0, len(ends)
-    while low < high:
-        middle = (low + high) // 2
-        if count(text[: ends[middle]]) >= tokens:
-            high = middle
-        else:
-            low = middle + 1
-    return ends[low] if low < len(ends) else None
+def cuts(text: str, count: Callable[[str], int], tokens: Sequence[float]) -> list[int | None]:
+    """For each number of tokens the first place with as many before it, between two words of one
+    line; None if the text has fewer."""
+    places = [found.start() for found in re.finditer(r"(?<=\S) (?=\S)", text)]
+    found = [bisect.bisect_left(places, n, key=lambda end: count(text[:end])) for n in tokens]
+    return [places[i] if i < len(places) else None for i in found]

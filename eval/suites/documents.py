@@ -17,7 +17,7 @@ from typing import Any
 
 from mmkv.eval.samples import DataError, Request, Sample, interleave
 from mmkv.eval.suites import files
-from mmkv.eval.suites.continuation import first_with, spaces
+from mmkv.eval.suites.continuation import cuts
 
 NAME = "documents"
 NOTE = "the documents are the user's own, and the questions are worded here"
@@ -50,23 +50,15 @@ def load(request: Request) -> list[Sample]:
         DataError: no document is long enough, or a file is no text in UTF-8.
     """
     assert request.data is not None
-    chosen = list(dict.fromkeys(request.tasks or TASKS))
-    if wrong := [name for name in chosen if name not in TASKS]:
-        raise ValueError(f"tasks must be among {list(TASKS)}, got {wrong}")
-    each = EACH if request.limit is None else -(-request.limit // len(chosen))
-    count = request.count or _words
+    chosen, known = request.chosen(TASKS), list(TASKS)
     sizes = {name: request.length or (TEXT_LENGTH if name == "text" else LENGTH) for name in TASKS}
-    documents = _documents(request.data, max(sizes.values()) + FOLLOWS, count)
-    groups: list[list[Sample]] = []
-    for name in chosen:
-        first = EACH * list(TASKS).index(name)
-        turns = [documents[(first + n) % len(documents)] for n in range(each)]
-        groups.append([_sample(name, n, sizes[name], count, *turn) for n, turn in enumerate(turns)])
-    return interleave(groups)[: request.limit]
+    documents = _documents(request.data, max(sizes.values()) + FOLLOWS, request.count)
 
+    def make(name: str, n: int) -> list[Sample]:
+        turn = documents[(EACH * known.index(name) + n) % len(documents)]
+        return [_sample(name, n, sizes[name], request.count, *turn)]
 
-def _words(text: str) -> int:
-    return len(text.split())
+    return request.in_turns(chosen, EACH, make)
 
 
 def _documents(data: Path, tokens: int, count: Callable[[str], int]) -> list[tuple[str, str]]:
@@ -98,18 +90,11 @@ def _sample(
     starts = [found.end() for found in re.finditer(r"\n+", text[: -_LETTERS * tokens])]
     start = rng.choice([0, *starts])
     text = text[start : start + 2 * _LETTERS * tokens]
-    words = spaces(text)
-    ends = [first_with(words, text, count, n) or len(text) for n in (size, tokens)]
-    made = TASKS[task](text[: ends[0]], text[ends[0] : ends[1]].strip(), number, rng)
+    start, end = (place or len(text) for place in cuts(text, count, (size, tokens)))
+    made = TASKS[task](text[:start], text[start:end].strip(), number, rng)
     folder = name.rpartition("/")[0]
     made["tags"] = (*((f"folder={folder}",) if folder else ()), *made.get("tags", ()))
-    return Sample(
-        id=f"{task}-{number}/{name}",
-        suite=NAME,
-        task=task,
-        note=NOTE,
-        **made,
-    )
+    return Sample(id=f"{task}-{number}/{name}", suite=NAME, task=task, note=NOTE, **made)
 
 
 def _text(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[str, Any]:
@@ -140,17 +125,12 @@ def _question(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[
 def _needle(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[str, Any]:
     """A number, planted where a sentence ends that is nearest to the depth."""
     excerpt, depth = _whole(excerpt), DEPTHS[number % len(DEPTHS)]
-    what, code = (
-        f"{rng.choice(_ADJECTIVES)} {rng.choice(_NOUNS)}",
-        str(rng.randrange(10_000, 100_000)),
-    )
+    what = f"{rng.choice(_ADJECTIVES)} {rng.choice(_NOUNS)}"
+    code = str(rng.randrange(10_000, 100_000))
     places = [0, *(found.end() for found in _SENTENCE_END.finditer(excerpt)), len(excerpt)]
     place = min(places, key=lambda end: abs(end - depth * len(excerpt)))
-    parts = (
-        excerpt[:place],
-        f"The access code for the {what} is {code}.",
-        excerpt[place:].lstrip(),
-    )
+    planted = f"The access code for the {what} is {code}."
+    parts = (excerpt[:place], planted, excerpt[place:].lstrip())
     asked = f"What is the access code for the {what}? Reply with the number."
     return _asked(" ".join(part for part in parts if part), asked) | {
         "answers": (code,),

@@ -15,19 +15,11 @@ from mmkv.loading import untrusted
 # Limits against a wrong file by mistake or a hostile one; the published files are far below them.
 MAX_JSON_BYTES = 256 * 2**20
 MAX_LINE_BYTES = 32 * 2**20
-_KINDS = {
-    dict: "an object",
-    list: "a list",
-    str: "text",
-    bool: "a truth value",
-    type(None): "null",
-}
 
 
 def read_text(path: Path) -> str:
     """A text file. Raises DataError."""
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
+    _require_file(path)
     if path.stat().st_size > MAX_JSON_BYTES:
         raise DataError(f"{path}: has more than {MAX_JSON_BYTES} bytes")
     try:
@@ -61,8 +53,7 @@ class Entry:
 
     def text(self, field: str, *, empty: bool = False) -> str:
         """A text field; blank only where `empty` allows it."""
-        value = self.get(field)
-        self._check_text(field, value)
+        value = self._text(field, self.get(field))
         if not value.strip() and not empty:
             raise self.error(field, "is empty")
         return value
@@ -70,21 +61,18 @@ class Entry:
     def texts(self, field: str) -> tuple[str, ...]:
         """A field that is a list of at least one text."""
         value = self.get(field)
-        if not isinstance(value, list):
-            raise self.error(field, f"expected a list of texts, got {_kind(value)}")
-        for i, item in enumerate(value):
-            self._check_text(field, item, f"item {i}: ")
-        if not value:
-            raise self.error(field, "is an empty list")
-        return tuple(value)
+        if not isinstance(value, list) or not value:
+            raise self.error(field, f"expected a list of texts, got {_shown(value)}")
+        return tuple(self._text(field, item, f"item {i}: ") for i, item in enumerate(value))
 
-    def _check_text(self, field: str, value: Any, item: str = "") -> None:
+    def _text(self, field: str, value: Any, item: str = "") -> str:
         if not isinstance(value, str):
-            raise self.error(field, f"{item}expected text, got {_kind(value)}")
+            raise self.error(field, f"{item}expected text, got {_shown(value)}")
         try:
             value.encode()
         except UnicodeEncodeError as error:  # JSON can escape halves of a surrogate pair
             raise self.error(field, f"{item}has characters that are none: {error}") from error
+        return value
 
     def image(self, field: str, folder: Path) -> Path:
         """The picture that a field names, which must lie inside `folder`.
@@ -149,7 +137,7 @@ def read_lines(path: Path, limit: int | None = None) -> Iterator[Entry]:
 def as_entry(path: Path, place: str, value: Any) -> Entry:
     """`value` as an entry; raises DataError if it is no JSON object."""
     if not isinstance(value, dict):
-        raise DataError(f"{path}: {place}: expected an object, got {_kind(value)}")
+        raise DataError(f"{path}: {place}: expected an object, got {_shown(value)}")
     return Entry(path=path, place=place, fields=value)
 
 
@@ -178,19 +166,16 @@ def find_image_folder(data: Path, image_folder: Path | None) -> Path:
     return image_folder
 
 
-class Names:
+class Names(Counter[str]):
     """Gives each sample of a run an id of its own."""
-
-    def __init__(self) -> None:
-        self._seen: Counter[str] = Counter()
 
     def unique(self, name: str) -> str:
         """`name`, with "#2", "#3" and so on when it was given before."""
         while True:
-            self._seen[name] += 1
-            if self._seen[name] == 1:
+            self[name] += 1
+            if self[name] == 1:
                 return name
-            name = f"{name}#{self._seen[name]}"
+            name = f"{name}#{self[name]}"
 
 
 def _require_file(path: Path) -> None:
@@ -198,5 +183,5 @@ def _require_file(path: Path) -> None:
         raise DataError(f"{path}: no such file")
 
 
-def _kind(value: Any) -> str:
-    return _KINDS.get(type(value), "a number")
+def _shown(value: Any) -> str:
+    return json.dumps(value)[:40]

@@ -111,23 +111,21 @@ def load(request: Request) -> list[Sample]:
     Raises:
         ValueError: a name in `tasks` is not a task.
     """
-    data, limit, wanted = request.data, request.limit, request.tasks
+    data, limit = request.data, request.limit
     if data is None:
-        return longbench_builtin.builtin(limit, wanted)
-    wrong = [name for name in wanted or () if name not in TASKS]
-    if wrong:
-        raise ValueError(f"tasks must be among {list(TASKS)}, got {wrong}")
-    paths = _task_files(data, wanted)
+        return longbench_builtin.load(request)
+    request.chosen(TASKS)
+    paths = _task_files(data, request.tasks)
     folder = next(iter(paths.values())).parent
     prompts = _read_config(folder, PROMPTS_FILE, str, list(paths))
     lengths = _read_config(folder, LENGTHS_FILE, int, list(paths))
     note = "" if prompts and lengths else OWN_WORDING
-    tasks = {name: TASKS[name] for name in paths}
-    for name, prompt in prompts.items():
-        tasks[name] = replace(tasks[name], prompt=prompt)
-    for name, length in lengths.items():
-        tasks[name] = replace(tasks[name], max_new_tokens=length)
-    groups = [_read_task(name, tasks[name], path, limit, note) for name, path in paths.items()]
+    groups: list[list[Sample]] = []
+    for name, path in paths.items():
+        task = TASKS[name]
+        prompt, length = prompts.get(name, task.prompt), lengths.get(name, task.max_new_tokens)
+        task = replace(task, prompt=prompt, max_new_tokens=length)
+        groups.append(_read_task(name, task, path, limit, note))
     return interleave(groups)[:limit]
 
 
@@ -212,16 +210,3 @@ def _read_task(name: str, task: Task, path: Path, limit: int | None, note: str) 
             )
         )
     return samples
-
-
-def truncate_middle(ids: list[int], size: int) -> list[int]:
-    """At most `size` of a prompt's tokens, its first and last halves, as LongBench does.
-
-    Raises ValueError if `size` is below 2.
-    """
-    if size < 2:
-        raise ValueError(f"size must be at least 2 tokens, got {size}")
-    if len(ids) <= size:
-        return ids
-    half = size // 2
-    return ids[:half] + ids[-half:]

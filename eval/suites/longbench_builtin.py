@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from mmkv.eval import scoring
-from mmkv.eval.samples import Sample, interleave
+from mmkv.eval.samples import Request, Sample
 from mmkv.eval.suites.description import BUILTIN_NOTE
 
 if TYPE_CHECKING:
@@ -36,22 +36,12 @@ PICTURE_LENGTHS = (160, 240, 320, 400)  # of a text beside a picture, which take
 WITH_PICTURE = ("summary", "count")
 
 
-def builtin(limit: int | None = None, tasks: list[str] | None = None) -> list[Sample]:
-    """Ten samples of each task, or the first `limit`; the tasks take turns.
-
-    Raises:
-        ValueError: a name in `tasks` is not a kind of task.
-    """
-    wrong = [name for name in tasks or () if name not in BUILDERS]
-    if wrong:
-        raise ValueError(f"built-in tasks must be among {list(BUILDERS)}, got {wrong}")
-    chosen = list(dict.fromkeys(tasks)) if tasks else list(BUILDERS)
-    each = BUILTIN_SIZE if limit is None else -(-limit // len(chosen))
-    groups = [[_build(name, number) for number in range(each)] for name in chosen]
-    return interleave(groups)[:limit]
+def load(request: Request) -> list[Sample]:
+    """Ten samples of each task, or the first; the tasks take turns."""
+    return request.in_turns(request.chosen(BUILDERS), BUILTIN_SIZE, _build)
 
 
-def _build(name: str, number: int) -> Sample:
+def _build(name: str, number: int) -> list[Sample]:
     from mmkv.builtin import texts
 
     # Every task has texts of its own, in turn of each length.
@@ -59,15 +49,9 @@ def _build(name: str, number: int) -> Sample:
     lengths = PICTURE_LENGTHS if name in WITH_PICTURE else LENGTHS
     length = lengths[number % len(lengths)]
     lookup = texts.make_lookup(seed, length)
-    fields = BUILDERS[name](lookup, random.Random(f"longbench:{name}:{number}"))
-    return Sample(
-        id=f"{name}-{number}",
-        suite=NAME,
-        task=name,
-        tags=(f"length={length}",),
-        note=BUILTIN_NOTE,
-        **fields,
-    )
+    made = BUILDERS[name](lookup, random.Random(f"longbench:{name}:{number}"))
+    about: dict[str, Any] = {"suite": NAME, "task": name, "note": BUILTIN_NOTE}
+    return [Sample(id=f"{name}-{number}", tags=(f"length={length}",), **about, **made)]
 
 
 def sentences(text: str) -> list[str]:
@@ -128,7 +112,7 @@ def _few_shot(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
     fair = [
         (question, value)
         for question, (_, value) in zip(lookup.questions, lookup.records, strict=True)
-        if scoring.classification(question.answer, (value,), classes) == 1
+        if scoring.classification(question.answer, value, classes) == 1
     ]
     *shown, (last, value) = rng.sample(fair, 4)
     turns = [f"{question.text} ASSISTANT: {question.answer}" for question, _ in shown]
@@ -174,7 +158,7 @@ def _retrieval(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
         names = tuple(value for _, value in chosen)
         key, name = rng.choice(chosen)
         # As above, no name may be part of another word of the answer.
-        fair = scoring.classification(f"{key} {name}.", (name,), names) == 1
+        fair = scoring.classification(f"{key} {name}.", name, names) == 1
         if fair and len(set(names)) == len(names):
             break
     text = _under_headings(names, (" ".join(parts[a:b]) for a, b in itertools.pairwise(bounds)))

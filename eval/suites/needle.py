@@ -30,18 +30,14 @@ def load(request: Request) -> list[Sample]:
 
     Every cell of the grid comes once before any comes twice. Tags are "depth=0.5" and "length=512".
     """
-    data, lengths = request.data, LENGTHS
-    words: list[str] = []
-    if data is not None:
-        words = read_words(data)
-        lengths = tuple(size for size in FILE_LENGTHS if size <= len(words))
+    data = request.data
+    words = [] if data is None else read_words(data)
+    lengths = [size for size in FILE_LENGTHS if size <= len(words)] if words else LENGTHS
     samples = []
     for repeat, length, depth in itertools.product(range(REPEATS), lengths, DEPTHS):
         cell = f"{depth}:{length}:{repeat}"
-        if data is None:
-            found = _builtin(random.Random(f"needle:{cell}"), length, depth)
-        else:
-            found = _from_words(random.Random(f"needle:{data.name}:{cell}"), words, length, depth)
+        rng = random.Random(f"needle:{cell}" if data is None else f"needle:{data.name}:{cell}")
+        found = _from_words(rng, words, length, depth) if words else _builtin(rng, length, depth)
         samples.append(
             Sample(
                 id=f"depth={depth}/length={length}/{repeat}",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmkv.eval.samples import DataError, Request, Sample, open_images, suite_notes
+from mmkv.eval.samples import Request, Sample, words
 from mmkv.eval.suites import (
     continuation,
     description,
@@ -15,64 +15,38 @@ from mmkv.eval.suites import (
     mmvet,
     needle,
     ruler,
+    summaries,
 )
-from mmkv.eval.suites.summaries import CNN_DAILYMAIL, XSUM
-
-__all__ = ["SUITES", "DataError", "Sample", "Suite", "load_suite", "open_images", "suite_notes"]
 
 BUILTIN = "builtin"
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite: its name, one line on what it is, its loader, and what may be chosen.
+    """A suite's loader, and what may be chosen.
 
     That is its tasks, with `has_length` how many tokens a prompt has, and with `has_questions` how
-    many questions each context has. `builtin`: it has data for the built-in model.
+    many questions each context has. `wants`: what `data` names, where nothing is built in.
     """
 
-    name: str
-    description: str
     load: Callable[[Request], list[Sample]]
     has_tasks: bool = False
     has_length: bool = False
     has_questions: bool = False
-    builtin: bool = True
+    wants: str = ""
 
 
+_CORPUS = "a folder, such as python -m mmkv.eval.corpus FOLDER writes"
 SUITES: dict[str, Suite] = {
-    suite.name: suite
-    for suite in (
-        Suite("description", "describe a picture (LLaVA-Description)", description.load),
-        Suite(
-            "mmvet",
-            "questions about pictures, by capability (MM-Vet)",
-            mmvet.load,
-            has_questions=True,
-        ),
-        Suite(
-            "longbench", "sixteen English tasks over long texts (LongBench)", longbench.load, True
-        ),
-        Suite("needle", "find one record in a long text, over depth and length", needle.load),
-        Suite("ruler", "needles, variables and common words (RULER)", ruler.load, True, True, True),
-        Suite(
-            "continuation",
-            "continue a text (perplexity)",
-            continuation.load,
-            has_length=True,
-            builtin=False,
-        ),
-        Suite(
-            "documents",
-            "real documents: text that goes on, summaries, questions and a planted number",
-            documents.load,
-            has_tasks=True,
-            has_length=True,
-            builtin=False,
-        ),
-        Suite("cnn_dailymail", "summarise an article (CNN/DailyMail)", CNN_DAILYMAIL.load),
-        Suite("xsum", "summarise an article in one sentence (XSum)", XSUM.load),
-    )
+    "description": Suite(description.load),
+    "mmvet": Suite(mmvet.load, has_questions=True),
+    "longbench": Suite(longbench.load, has_tasks=True),
+    "needle": Suite(needle.load),
+    "ruler": Suite(ruler.load, has_tasks=True, has_length=True, has_questions=True),
+    "continuation": Suite(continuation.load, has_length=True, wants="a folder, or stdlib"),
+    "documents": Suite(documents.load, has_tasks=True, has_length=True, wants=_CORPUS),
+    "cnn_dailymail": Suite(summaries.CNN_DAILYMAIL.load),
+    "xsum": Suite(summaries.XSUM.load),
 }
 
 
@@ -106,21 +80,18 @@ def load_suite(
     """
     if name not in SUITES:
         raise ValueError(f"suite must be one of {sorted(SUITES)}, got {name!r}")
+    suite, path = SUITES[name], None if str(data) == BUILTIN else Path(data)
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
-    if tasks and not SUITES[name].has_tasks:
+    if tasks and not suite.has_tasks:
         raise ValueError(f"suite {name!r} has no tasks to select from, got {tasks}")
-    path = None if str(data) == BUILTIN else Path(data)
-    if path is None and not SUITES[name].builtin:
-        made = {documents.NAME: "such as python -m mmkv.eval.corpus FOLDER writes"}
-        more = made.get(name, f"or {continuation.STDLIB}")
-        raise ValueError(f"suite {name!r} has no built-in data: --data names a folder, {more}")
-    if length is not None and (path is None or not SUITES[name].has_length):
-        what = "the built-in data" if SUITES[name].has_length else f"suite {name!r}"
+    if path is None and suite.wants:
+        raise ValueError(f"suite {name!r} has no built-in data: --data names {suite.wants}")
+    if length is not None and (path is None or not suite.has_length):
+        what = "the built-in data" if suite.has_length else f"suite {name!r}"
         raise ValueError(f"length={length}: {what} has lengths of its own")
-    if questions != 1 and (
-        questions < 1 or not SUITES[name].has_questions or (path and name == mmvet.NAME)
-    ):
+    fixed = not suite.has_questions or (path is not None and name == mmvet.NAME)
+    if questions < 1 or (fixed and questions != 1):
         what = f"suite {name!r}" if path is None else f"suite {name!r} of {path}"
         raise ValueError(
             f"questions={questions}: expected 1 or more, of ruler or the built-in mmvet; {what} "
@@ -128,13 +99,13 @@ def load_suite(
         )
     if path is None and image_folder is not None:
         raise ValueError(f"image folder {image_folder}: the built-in data has its own pictures")
-    chosen = Request(
+    request = Request(
         data=path,
         limit=limit,
         tasks=tasks,
         image_folder=image_folder,
         length=length,
-        count=count,
+        count=count or words,
         questions=questions,
     )
-    return SUITES[name].load(chosen)
+    return suite.load(request)

@@ -13,6 +13,7 @@ was trained to answer.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import random
 import string
@@ -23,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmkv.eval.samples import DataError, Request, Sample, interleave
+from mmkv.eval.samples import DataError, Request, Sample
 from mmkv.eval.suites import files, needle
 from mmkv.eval.suites.description import BUILTIN_NOTE
 from mmkv.eval.suites.longbench_builtin import sentences
@@ -56,55 +57,30 @@ def load(request: Request) -> list[Sample]:
         ValueError: no such task, or a length that has no room for one.
         DataError: a file is not what is expected.
     """
-    known = BUILTIN if request.data is None else TASKS
-    chosen = list(dict.fromkeys(request.tasks or known))
-    if wrong := [name for name in chosen if name not in known]:
-        raise ValueError(f"tasks must be among {list(known)}, got {wrong}")
-    each = EACH if request.limit is None else -(-request.limit // len(chosen))
+    chosen = request.chosen(BUILTIN if request.data is None else TASKS)
     if request.data is None:
-        made = [[_builtin(name, n, request.questions) for n in range(each)] for name in chosen]
-        return _in_turns(made, request.limit)
+        return request.in_turns(chosen, EACH, partial(_builtin, request.questions))
     words = needle.read_words(request.data)
-    readings: dict[str, list[Reading]] = {}
-    for name in [name for name in chosen if name in _READINGS]:
-        readings[name] = _readings(request.data, name)
-        if not readings[name]:
-            if request.tasks:
-                file = _READINGS[name][0]
-                raise DataError(f"{request.data}: the task {name} needs a {file} there")
-            chosen.remove(name)
-    length, count = request.length or LENGTH, request.count or _words
-    made = [
-        [
-            _generated(name, n, words, readings.get(name, []), length, count, request.questions)
-            for n in range(each)
-        ]
-        for name in chosen
-    ]
-    return _in_turns(made, request.limit)
+    readings = {name: _readings(request.data, name) for name in chosen if name in _READINGS}
+    lacking = [name for name, found in readings.items() if not found]
+    if lacking and request.tasks:
+        file = _READINGS[lacking[0]][0]
+        raise DataError(f"{request.data}: the task {lacking[0]} needs a {file} there")
 
+    def make(name: str, number: int) -> list[Sample]:
+        if name in lacking:
+            return []
+        return _generated(name, number, words, readings.get(name, []), request)
 
-def _words(text: str) -> int:
-    return len(text.split())
-
-
-def _in_turns(made: list[list[list[Sample]]], limit: int | None) -> list[Sample]:
-    """The contexts' samples `[task][context][question]`; the tasks take turns, question by question
-    where a context has several."""
-    return interleave([[s for context in task for s in context] for task in made])[:limit]
+    return request.in_turns(chosen, EACH, make)
 
 
 def _generated(
-    name: str,
-    number: int,
-    words: list[str],
-    readings: list[Reading],
-    length: int,
-    count: Callable[[str], int],
-    questions: int,
+    name: str, number: int, words: list[str], readings: list[Reading], request: Request
 ) -> list[Sample]:
-    """Context `number` of a task, as long as fits into `length` tokens with its longest question
-    and an answer, with up to `questions` of its questions."""
+    """Context `number` of a task, as long as fits into the length with its longest question and an
+    answer, with up to `request.questions` of its questions."""
+    length, count = request.length or LENGTH, request.count
     make, haystack, new = TASKS[name]
     if name == "cwe" and length < LENGTH:
         make = partial(make, often=10, seldom=1)
@@ -122,22 +98,18 @@ def _generated(
         places = sorted(rng.randrange(len(parts) + 1) for _ in hidden)
         for place, part in reversed(list(zip(places, hidden, strict=True))):
             parts.insert(place, part)
-        return f"{header}{' '.join(parts)}\n\n", asked[:questions]
+        return f"{header}{' '.join(parts)}\n\n", asked[: request.questions]
 
-    def fits(size: int) -> bool:
+    def tokens(size: int) -> int:
         text, asked = context(size)
-        return max(count(text + question) for question, _ in asked) + new <= length
+        return max(count(text + question) for question, _ in asked) + new
 
-    low, high = 0, 8 * length
-    if haystack == "text":
-        high = min(high, len(words))
-    if not fits(low):
+    if tokens(0) > length:
         raise ValueError(f"length={length}: too short for the task {name}")
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    text, asked = context(low)
-    return _samples(name, number, text, asked, length, new, NOTE)
+    most = min(8 * length, len(words)) if haystack == "text" else 8 * length
+    sizes = range(most, 0, -1)
+    size = most - bisect.bisect_left(sizes, True, key=lambda size: tokens(size) <= length)
+    return _samples(name, number, *context(size), length, new, NOTE)
 
 
 def _samples(
@@ -285,7 +257,7 @@ TASKS: dict[str, tuple[Callable[..., Parts], str, int]] = {
 BUILTIN = {"niah_single_1": 1, "niah_multikey_1": 4, "niah_multikey_2": None}
 
 
-def _builtin(name: str, number: int, questions: int) -> list[Sample]:
+def _builtin(questions: int, name: str, number: int) -> list[Sample]:
     from mmkv.builtin import texts
 
     length = BUILTIN_LENGTHS[number % len(BUILTIN_LENGTHS)]

@@ -9,7 +9,8 @@ import mmkv
 from helpers.evaluation import make_samples, make_tokenizer
 from helpers.models import make_inputs, make_model, row_of
 from mmkv.eval import measure, runner
-from mmkv.eval.perplexity import log_probabilities, score_answers, score_behind
+from mmkv.eval.perplexity import log_probabilities, score_answers
+from mmkv.eval.replay import behind
 from mmkv.eval.store import Store
 from mmkv.eval.tabulate import Report
 
@@ -75,7 +76,8 @@ def test_behind_a_context_all_tokens_are_compared(model, inputs):
     nats = {}
     for budget in (1.0, 0.3):
         with mmkv.wrapped(model, "snapkv", budget, window=4):
-            scored = score_behind(mmkv.read(model, before), question, REPLIES, full)
+            whole, read = behind(mmkv.read(model, before), question)
+            scored = score_answers(model, whole, REPLIES, full=full, read=read, hidden=True)
         assert scored.compared == [5, 1, 8]
         nats[budget] = scored.divergence
         if budget == 1.0:
@@ -135,8 +137,8 @@ def test_with_perplexity_the_figures_are_the_same(model, samples, tmp_path, monk
         metrics: run(model, samples, tmp_path / metrics, metrics=metrics.split(), policies=policies)
         for metrics in ("ppl", "divergence next", "ppl divergence next")
     }
-    # The full cache's perplexity, and two budgets' figures, for each of three batches.
-    assert len(calls) == 3 * (3 + 2 + (3 if texts else 5))
+    # The full cache's perplexity, and that of two policies at two budgets, of three batches.
+    assert len(calls) == 3 * (5 + 4 + (5 if texts else 9))
     for one, two, both in zip(*found.values(), strict=True):
         for alone, names in (
             (one, ("nll", "answer_tokens")),
@@ -158,7 +160,7 @@ def test_quantised_full_caches_are_compared_as_others_are(model, samples, tmp_pa
 
 
 def test_distributions_are_computed_once_a_batch(model, samples, tmp_path, monkeypatch):
-    """Also where a run goes on; with no memory for more than a batch nothing else changes."""
+    """Also where a run goes on."""
     calls = []
     real = measure.log_probabilities
     monkeypatch.setattr(
@@ -170,7 +172,6 @@ def test_distributions_are_computed_once_a_batch(model, samples, tmp_path, monke
     kept = [r for r in rows if r["policy"] == "full"]
     Store(tmp_path).rows_file.unlink()
     Store(tmp_path).append(kept)
-    monkeypatch.setattr(measure, "_DISTRIBUTIONS", 0)
     again = run(model, samples, tmp_path)
     assert len(calls) == 2 * batches
     for one, two in zip(rows, again, strict=True):

@@ -105,34 +105,24 @@ def loop_similarity(a: str, b: str) -> float:
     [("token_f1", loop_f1), ("edit_similarity", loop_similarity), ("rouge_l", loop_rouge_l)],
 )
 def test_scorers_agree_with_a_loop(name, oracle):
-    scorer = scoring.SCORERS[name]
     for text, right in PAIRS:
         text, right = (x.translate(_NO_MARKS) for x in (text, right))
-        assert scorer(text, (right,), ()) == pytest.approx(oracle(text, right), abs=1e-12)
-
-
-@pytest.mark.parametrize("name", ["rouge_2", "token_f1", "edit_similarity"])
-def test_the_best_of_several_answers_counts(name):
-    scorer = scoring.SCORERS[name]
-    for (text, right), (other, _) in zip(PAIRS, PAIRS[::-1], strict=True):
-        alone = [scorer(text, (answer,), ()) for answer in (right, other)]
-        assert scorer(text, (right, other), ()) == max(alone)
-
-
-def test_an_unknown_scorer_is_refused_with_the_names_there_are():
-    with pytest.raises(ValueError, match=r"rouge_l.*got 'bleu'"):
-        scoring.get_scorer("bleu")
+        found = scoring.SCORERS[name](text, right)
+        assert found == pytest.approx(oracle(text, right), abs=1e-12)
 
 
 @pytest.mark.parametrize("name", sorted(scoring.SCORERS))
-def test_scorers_stay_in_0_to_1_and_are_best_for_the_answer_itself(name):
-    scorer = scoring.SCORERS[name]
-    for text, right in PAIRS:
-        assert 0 <= scorer(text, (right,), ("red", "circle")) <= 1
+def test_scores_stay_in_0_to_1_and_are_best_for_the_answer_itself(name):
+    classes = ("red", "circle")
+    for (text, right), (other, _) in zip(PAIRS, PAIRS[::-1], strict=True):
+        alone = [scoring.best(name, text, (answer,), classes) for answer in (right, other)]
+        assert all(0 <= x <= 1 for x in alone)
+        expected = sum(alone) / 2 if name == "contains_all" else max(alone)
+        assert scoring.best(name, text, (right, other), classes) == expected
     answer = "12" if name == "count" else "red 12"
-    assert scorer(answer, (answer,), (answer,)) == 1
-    assert scorer("", (answer,), (answer,)) == 0
-    assert scorer(answer, (), (answer,)) == 0
+    assert scoring.best(name, answer, (answer,), (answer,)) == 1
+    assert scoring.best(name, "", (answer,), (answer,)) == 0
+    assert scoring.best(name, answer, (), (answer,)) == 0
 
 
 @pytest.mark.parametrize(
@@ -154,20 +144,18 @@ def test_scorers_stay_in_0_to_1_and_are_best_for_the_answer_itself(name):
         ("edit_similarity", "\n# a comment\nx = 1\ny", ("x = 1",), (), 1),
         ("edit_similarity", "// only a comment", ("x = 1",), (), 0),
         ("edit_similarity", "abcd", ("bcde",), (), 0.75),
-        ("exact", "The Ring.", ("ring",), (), 1),
-        ("exact", "a red ring", ("ring",), (), 0),
         ("contains", "It is a ring.", ("star", "ring"), (), 1),
         ("contains", "It is a string.", ("ring",), (), 0),
         ("contains", "anything", ("the",), (), 0),
     ],
 )
 def test_scorers_on_examples(name, text, answers, classes, value):
-    assert scoring.SCORERS[name](text, answers, classes) == pytest.approx(value)
+    assert scoring.best(name, text, answers, classes) == pytest.approx(value)
 
 
 def test_a_sample_is_scored_by_its_metric_on_its_first_line():
     options = {"id": "1", "suite": "longbench", "task": "trec", "prompt": "", "answers": ("ring",)}
-    sample = Sample(**options, metric="exact", first_line=True)
+    sample = Sample(**options, metric="rouge_l", first_line=True)
     assert scoring.score(sample, "\n\nring\nstar") == 1
-    assert scoring.score(Sample(**options, metric="exact"), "ring\nstar") == 0
+    assert scoring.score(Sample(**options, metric="rouge_l"), "ring\nstar") < 1
     assert scoring.score(Sample(**options), "ring") is None

@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 
 from mmkv.eval import samples
+from mmkv.eval.samples import DataError, open_images, suite_notes
 from mmkv.eval.suites import files
-from mmkv.eval.suites.registry import DataError, load_suite, open_images, suite_notes
+from mmkv.eval.suites.registry import load_suite
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_pictures_may_lie_beside_the_file_or_in_a_given_folder(folder):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("text", r"entry 1: expected an object, got text"),
+        ("text", r"entry 1: expected an object, got .text."),
         (description(image=None), r"entry 1: field 'image': expected text, got null"),
         ({"id": "1", "conversations": description()["conversations"]}, r"'image': is missing"),
         (description(conversations=[]), r"entry 1: field 'conversations'"),
@@ -206,9 +207,9 @@ def test_mmvet_reads_both_published_shapes(folder):
     [
         ({"imagename": "none.png"}, r"entry 'v1_0': field 'imagename': no picture"),
         ({"question": ""}, r"entry 'v1_0': field 'question': is empty"),
-        ({"answer": 3}, r"field 'answer': expected text, got a number"),
+        ({"answer": 3}, r"field 'answer': expected text, got 3"),
         ({"answer": "<OR>"}, r"field 'answer': is empty"),
-        ({"capability": "ocr"}, r"field 'capability': expected a list of texts, got text"),
+        ({"capability": "ocr"}, r"field 'capability': expected a list of texts, got .ocr."),
         ({"capability": ["ocr", 1]}, r"field 'capability': item 1: expected text"),
     ],
 )

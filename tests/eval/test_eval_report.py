@@ -321,10 +321,10 @@ def test_nothing_measured_is_exit_code_1(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     real = measure._measure
 
-    def fail(job, variant, budget, batch):
+    def fail(variant, budget, batch):
         if variant.name == "snapkv":
             raise ValueError("no room")
-        return real(job, variant, budget, batch)
+        return real(variant, budget, batch)
 
     monkeypatch.setattr(measure, "_measure", fail)
     asked = ("eval", "description", "--limit", "1", "--metrics", "ppl", "--budgets", "0.3")

@@ -185,7 +185,7 @@ def test_a_stop_keeps_what_was_finished(model, tokenizer, tmp_path, monkeypatch)
     monkeypatch.setattr(runner, "measure", stop_later)
     with pytest.raises(KeyboardInterrupt):
         run(model, tokenizer, tmp_path)
-    assert len(read_rows(tmp_path / "rows.jsonl")) == 5
+    assert len(read_rows(tmp_path / "rows.jsonl")) == 6  # three batches of two
 
 
 @pytest.mark.parametrize(
@@ -218,10 +218,10 @@ def test_a_sample_that_is_refused_is_a_row_with_its_reason(model, tokenizer, tmp
     """The others of its batch are measured."""
     real = measure._measure
 
-    def refuse(job, variant, budget, batch):
-        if variant.name == "snapkv" and {1, 3} & set(batch):
+    def refuse(variant, budget, batch):
+        if variant.name == "snapkv" and {1, 3} & set(batch.indices):
             raise ValueError("8 must be kept\nand more")
-        return real(job, variant, budget, batch)
+        return real(variant, budget, batch)
 
     monkeypatch.setattr(measure, "_measure", refuse)
     rows = run(model, tokenizer, tmp_path, policies=["snapkv"], budgets=[0.2], batch_size=5)
@@ -240,12 +240,15 @@ def test_a_sample_that_is_refused_is_a_row_with_its_reason(model, tokenizer, tmp
             assert row["nll"] == pytest.approx(other["nll"], rel=1e-4)
 
 
-def test_a_pipe_is_told_of_each_policy_and_budget(model, tokenizer, tmp_path, capsys):
-    asked = {**ASKED, "policies": ["h2o"], "budgets": [0.5, 0.7], "metrics": ["ppl"]}
+def test_a_pipe_is_told_how_far_it_is(model, tokenizer, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(runner, "_EVERY", 0.0)  # whenever what is done has another name
+    asked = {"policies": ["h2o"], "budgets": [0.5, 0.7], "metrics": ["ppl"], "batch_size": 3}
     runner.run(model, tokenizer, make_samples(), out=tmp_path, **asked)
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.splitlines() == ["2 of 10: h2o 0.5", "7 of 10: h2o 0.7"]
+    assert printed.err.splitlines() == [
+        *("3 of 10: h2o 0.5", "6 of 10: h2o 0.7", "8 of 10: h2o 0.5", "10 of 10: h2o 0.7")
+    ]
 
 
 def test_bad_arguments(model, tokenizer, tmp_path):
