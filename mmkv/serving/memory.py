@@ -10,7 +10,7 @@ from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.padded_blocks import PaddedBlock, spare
 from mmkv.parts.slots import AHEAD
-from mmkv.serving.pool import PAGE
+from mmkv.serving.pool import capacity
 
 
 class Bounds:
@@ -36,7 +36,7 @@ class Bounds:
         """While a prompt of `tokens` is read and a reply of `new` tokens is generated.
 
         Every token may be held whole until the prompt is complete, and the reply's after it; the
-        slots set aside for more are an eighth at most, or what fills a page.
+        slots set aside for more are an eighth at most, or 16.
         """
         width = min(tokens, self._held(plan, tokens, new)) + new
         return self._of(plan, [width + spare(width, 2 * width)] * self.layers, tokens)
@@ -93,13 +93,10 @@ def _with_rest(layer: Any) -> list[tuple[int, PaddedBlock]]:
 
 
 def _grown(block: PaddedBlock, new: int) -> int:
-    """Bytes of a block once `new` more tokens were written, slots set aside included.
-
-    In pages too, see `mmkv.serving.pool`.
-    """
+    """Bytes of a block once `new` more tokens were written, slots set aside included."""
     schedule, slots = block.schedule, block.positions.shape[1]
     width = schedule.most(new + 1)
     steps = new + 1 + spare(width, 2 * width)
     # Schedules are worked out some steps ahead, and grow by what they know then.
     most = min(schedule.most(steps + AHEAD), schedule.used + steps)
-    return -(-block.nbytes // slots) * -(-max(slots, most) // PAGE) * PAGE
+    return -(-block.nbytes // slots) * max(slots, most, capacity(width))

@@ -1,145 +1,192 @@
-"""The kept pairs of many requests in pages of one store, so that a step attends to all at once.
+"""The kept pairs of many requests in shared blocks, so that a step attends to all at once.
 
-Each layer's keys and values lie in pages of a few slots, and a table says which pages are a row's,
-a row being one key-value head of one request (PagedAttention, Kwon et al., arXiv 2309.06180). A
-step writes the new pairs of all rows at once, attends page by page, and adds up each row's pages;
-what it costs the host depends on the layers alone. Which slot a token takes is what each request's
-own schedules say.
+A row is one key-value head of one request. Rows of similar length share a padded block of a layer,
+whoever they belong to: attention is one call a block, and the new tokens of all its rows are one
+indexed copy. Which slot a token takes is what each request's own schedules say.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag, pad
 
+from mmkv.cache.attention import attend
 from mmkv.cache.compressed import CompressedCache
+from mmkv.cache.forward_pass import outside_inference_mode, refuse_gradient
 from mmkv.cache.layer import KeptKV
-from mmkv.cache.modes import outside_inference_mode, refuse_gradient
-from mmkv.cache.padded_blocks import PaddedBlock
 from mmkv.cache.phases import Decoding
 from mmkv.parts.slots import SlotSchedule, send
 from mmkv.parts.slots import plan as plan_slots
 
-# Slots of a page.
-PAGE = 16
+# Widths are multiples of it, as fused kernels want of a bias.
+_STEP = 16
 
 
-class Pages:
-    """One layer's pages; all that are in use lie before those that are not.
+def capacity(slots: int, step: int | None = None) -> int:
+    """Slots that are promised to a row of at most `slots`: up to a quarter more, or 31.
+
+    Few different capacities mean few blocks a layer. With a `step` it is the next multiple of that.
+    """
+    step = step or max(2 * _STEP, 1 << max(0, slots.bit_length() - 3))
+    return -(-slots // step) * step
+
+
+class SharedBlock:
+    """Rows of many requests that hold about as much at the most.
 
     Attributes:
-        keys, values: [C, PAGE, D].
-        bias: [C, 1, PAGE], added to the logits: -inf where a slot is empty, elsewhere the logarithm
-            of what its pair weighs.
-        used: pages in use.
-        row: int64 [used], the row of each page.
-        order: int64 [used], the pages row by row.
-        starts: int64 [R], where each row begins in `order`.
-        stale: whether these three do not say what the table says.
+        capacity: slots of a row at the most.
+        stored: keys [C, S, D], values [C, S, Dv] and bias [C, S, 1], of which the first rows are in
+            use. The bias is added to the logits: -inf where a slot is empty, elsewhere the
+            logarithm of what its pair weighs.
+        rows: int64 [n], the rows of the batch that lie here.
+        used: int64 [n], slots of each that are in use.
     """
 
-    row: Tensor
-    order: Tensor
-    starts: Tensor
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys = keys.new_empty(0, PAGE, keys.shape[-1])
-        self.values = values.new_empty(0, PAGE, values.shape[-1])
-        self.bias = keys.new_empty(0, 1, PAGE)
-        self.used, self.stale = 0, True
+    def __init__(self, like: Any, capacity: int) -> None:
+        self.capacity = capacity
+        widths = (like.keys.shape[-1], like.values.shape[-1], 1)
+        self.stored = [like.keys.new_empty(0, 0, width) for width in widths]
+        self.rows = self.used = np.empty(0, dtype=np.int64)
 
     @property
-    def page_bytes(self) -> int:
-        """Of one page's keys and values."""
-        return sum(PAGE * x.shape[-1] * x.element_size() for x in (self.keys, self.values))
+    def device(self) -> torch.device:
+        """Where its pairs are."""
+        return self.stored[0].device
 
-    def add(self, n: int, most: int) -> np.ndarray:
-        """The numbers of n pages more, of which the layer will need `most` in all."""
-        used = self.used + n
-        if used > len(self.keys):
-            self.resize(max(used, min(used + used // 8, most)))
-        new = np.arange(self.used, used)
-        self.used, self.stale = used, True
-        return new
+    @property
+    def slot_bytes(self) -> int:
+        """Of a slot's key and value."""
+        return sum(x.shape[-1] * x.element_size() for x in self.stored[:2])
 
-    def clear(self, first: int) -> None:
-        """Empty the pages from `first` on: what others left there may not even be numbers."""
-        self.keys[first : self.used] = 0.0
-        self.values[first : self.used] = 0.0
-        self.bias[first : self.used] = -torch.inf
+    @property
+    def held(self) -> int:
+        """Bytes held, rows that are nobody's included."""
+        C, S, _ = self.stored[0].shape
+        return C * S * self.slot_bytes
 
-    def remove(self, gone: np.ndarray) -> np.ndarray:
-        """Give back pages; the last ones move to where they were.
+    @property
+    def promised(self) -> int:
+        """Bytes that the rows come to at the most."""
+        return len(self.rows) * self.capacity * self.slot_bytes
 
-        Returns:
-            int32 [pages in use before], the new number of each.
-        """
-        numbers = np.arange(self.used, dtype=np.int32)
-        self.used -= len(gone)
-        stays = np.ones(len(numbers), dtype=bool)
-        stays[gone] = False
-        moved = self.used + np.flatnonzero(stays[self.used :])
-        free = np.flatnonzero(~stays[: self.used])
+    def add(self, rows: np.ndarray, block: Any) -> None:
+        """Copy the pairs of a request's block into rows of this one."""
+        width = min(block.schedule.width, block.keys.shape[1])
+        first, n = len(self.rows), len(self.rows) + len(rows)
+        C, S, _ = self.stored[0].shape
+        if n > C or width > S:
+            self.resize(n, max(width, self.used.max(initial=0)))
+        given = (block.keys, block.values, block.slot_bias().mT)
+        for x, new, empty in zip(self.stored, given, (0, 0, -torch.inf), strict=True):
+            x[first:n, :width] = new[:, :width]
+            x[first:n, width:] = empty  # what others left there may not even be numbers
+        self.rows = np.append(self.rows, rows)
+        self.used = np.append(self.used, np.full(len(rows), width))
+
+    def remove(self, gone: np.ndarray) -> None:
+        """Give back the rows where `gone`, bool [n], is true; the last ones move there."""
+        n = len(gone) - int(gone.sum())
+        free, moved = np.flatnonzero(gone[:n]), n + np.flatnonzero(~gone[n:])
         if len(moved):
-            source, target = send(moved, self.keys.device), send(free, self.keys.device)
-            for x in (self.keys, self.values, self.bias):
+            target, source = send(free, self.device), send(moved, self.device)
+            for x in self.stored:
                 x[target] = x[source]
-        numbers[moved] = free
-        self.stale = True
-        return numbers
+            self.rows[free], self.used[free] = self.rows[moved], self.used[moved]
+        self.rows, self.used = self.rows[:n], self.used[:n]
+        if 0 < 2 * n < len(self.stored[0]):
+            self.resize(n, self.used.max())
 
-    def resize(self, capacity: int) -> None:
-        """Move to memory for `capacity` pages, one tensor after another."""
-        for name in ("keys", "values", "bias"):
-            old: Tensor = getattr(self, name)
-            new = old.new_empty(capacity, *old.shape[1:])
-            new[: self.used] = old[: self.used]
-            setattr(self, name, new)
+    def resize(self, rows: int, width: int) -> None:
+        """Move to memory of so many rows and slots, with an eighth more slots to grow into."""
+        slots = min(self.capacity, -(-(width + width // 8) // _STEP) * _STEP)
+        made: list[Tensor] = []
+        for x, empty in zip(self.stored, (0, 0, -torch.inf), strict=True):
+            kept = x[: len(self.rows), :slots]
+            made.append(new := x.new_full((rows, slots, x.shape[-1]), empty))
+            new[: kept.shape[0], : kept.shape[1]] = kept
+        self.stored = made
 
-    def index(self, table: np.ndarray) -> None:
-        """Take in which pages are whose: table [R, M], -1 where a row has none."""
-        here, device = table >= 0, self.keys.device
-        order, counts = table[here].astype(np.int64), here.sum(1)
-        row = np.empty_like(order)
-        row[order] = np.repeat(np.arange(len(table)), counts)
-        self.row, self.order = send(row, device), send(order, device)
-        self.starts, self.stale = send(np.cumsum(counts) - counts, device), False
+    def advance(self, slots: np.ndarray) -> np.ndarray:
+        """Have the slots [n] of the next tokens; where they lie, counted over all rows."""
+        self.used = np.maximum(self.used, slots + 1)
+        if (width := int(self.used.max())) > self.stored[0].shape[1]:
+            self.resize(len(self.rows), width)
+        return np.arange(len(slots)) * self.stored[0].shape[1] + slots
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, at: Tensor, scale: float, softcap: Any
-    ) -> Tensor:
-        """Write the new pair of each row into its slot, and attend to all that the row holds.
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, at: Tensor, **options: Any) -> Any:
+        """Write new pairs [n, D] where `advance` says; what queries [n, G, D] then find."""
+        keys, values, bias = self.stored
+        keys.flatten(0, 1).index_copy_(0, at, key)
+        values.flatten(0, 1).index_copy_(0, at, value)
+        bias.flatten().index_fill_(0, at, 0.0)
+        width = -(-int(self.used.max()) // _STEP) * _STEP
+        keys, values, bias = (x[: len(at), :width] for x in self.stored)
+        return attend(query, keys, values, bias.mT, **options)
 
-        Args:
-            query: [R, G, D].
-            key, value: [R, D].
-            at: int64 [R], the slot, counted over all pages.
-            scale: factor of the query-key products.
-            softcap: bound of the logits, or None.
 
-        Returns:
-            [R, G, Dv].
-        """
-        self.keys.flatten(0, 1).index_copy_(0, at, key)
-        self.values.flatten(0, 1).index_copy_(0, at, value)
-        self.bias.flatten().index_fill_(0, at, 0.0)
-        keys, values, bias = (x[: self.used] for x in (self.keys, self.values, self.bias))
-        asked = query.index_select(0, self.row)
-        if softcap is None:
-            logits = torch.baddbmm(bias, asked, keys.mT, alpha=scale)
-        else:
-            logits = softcap * torch.tanh((asked * scale) @ keys.mT / softcap) + bias
-        highest = embedding_bag(self.order, logits.amax(-1), self.starts, mode="max")
-        weights = logits.sub_(highest.index_select(0, self.row)[..., None]).exp_()
-        total = embedding_bag(self.order, weights.sum(-1), self.starts, mode="sum")
-        found = (weights @ values).flatten(1)
-        out = embedding_bag(self.order, found, self.starts, mode="sum")
-        return out.view(*total.shape, -1) / total[..., None]
+@dataclass(eq=False)
+class SharedLayer:
+    """One layer's blocks, by their capacity.
+
+    Attributes:
+        rows: int64 [R], the rows of the batch as they lie in the blocks; None: to be found.
+        order: the same on the device, and `back` the way back; None where it is the batch's order.
+        at: int64 [n] for each block, where the next tokens go.
+    """
+
+    blocks: dict[int, SharedBlock] = field(default_factory=dict[int, SharedBlock])
+    rows: np.ndarray | None = None
+    order: Tensor | None = None
+    back: Tensor | None = None
+    at: list[Tensor] = field(default_factory=list[Tensor])
+
+    def __iter__(self) -> Iterator[SharedBlock]:
+        return iter(self.blocks.values())
+
+    @property
+    def device(self) -> torch.device:
+        """Where its pairs are."""
+        return next(iter(self)).device
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each block."""
+        return [len(x.rows) for x in self]
+
+    def remove(self, member: int, last: int, heads: int) -> None:
+        """Give back the rows of a member of the batch, whose place the last one takes."""
+        for block in list(self):
+            block.remove(block.rows // heads == member)
+            block.rows[block.rows // heads == last] -= (last - member) * heads
+            if not len(block.rows):
+                del self.blocks[block.capacity]
+        self.rows = None
+
+    def advance(self, slots: np.ndarray) -> np.ndarray:
+        """Have the slots [R] of the next tokens; where they lie, block by block."""
+        if self.rows is None:
+            self.rows = np.concatenate([x.rows for x in self])
+            self.order = self.back = None
+            if (self.rows[1:] < self.rows[:-1]).any():
+                self.order = send(self.rows, self.device)
+                self.back = send(self.rows.argsort(), self.device)
+        split = np.split(slots[self.rows], np.cumsum(self.sizes)[:-1])
+        return np.concatenate([x.advance(mine) for x, mine in zip(self, split, strict=True)])
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Write the new pairs [R, D], and attend with queries [R, G, D] to what each row holds."""
+        given = [query, key, value]
+        if self.order is not None:
+            given = [x.index_select(0, self.order) for x in given]
+        parts = zip(self, *(x.split(self.sizes) for x in given), self.at, strict=True)
+        out = torch.cat([block.attend(*mine, **options) for block, *mine in parts])
+        return out if self.back is None else out.index_select(0, self.back)
 
 
 @dataclass(eq=False)
@@ -151,7 +198,6 @@ class Member:
         cache: what it was read into; its layers hold nothing any more.
         schedules: of all its blocks.
         columns: [L, H], where the slots of each layer's heads lie in those of `schedules`.
-        most: [L], pages that it takes at the most.
         slots: [n, L, H], the slots of the next steps, from `at` on.
     """
 
@@ -159,29 +205,22 @@ class Member:
     cache: CompressedCache
     schedules: list[SlotSchedule]
     columns: np.ndarray
-    most: np.ndarray
     slots: np.ndarray
     at: int = 0
 
     @classmethod
-    def of(cls, owner: Any, cache: CompressedCache, new: int) -> Member:
-        """A cache whose pairs are going into the pool, where `new` more tokens will come."""
-        schedules = [x.schedule for layer in cache.compressed for x in layer.keeping().blocks]
+    def of(cls, owner: Any, cache: CompressedCache) -> Member:
+        """A cache whose pairs are going into the pool."""
+        kept = [x.keeping() for x in cache.compressed]
+        schedules = [block.schedule for x in kept for block in x.blocks]
         plan_slots(schedules)
-        columns, most, end = list[np.ndarray](), list[int](), 0
-        for layer in cache.compressed:
-            kept = layer.keeping()
-            mine, pages = np.empty(kept.heads, dtype=np.int64), 0
-            for block in kept.blocks:
-                rows, schedule = _rows(block), block.schedule
-                schedule.prepare()
-                mine[rows] = end + schedule.own_columns(len(rows))
-                end += schedule.planned.shape[1]
-                pages += len(rows) * -(-schedule.most(new) // PAGE)
-            columns.append(mine)
-            most.append(pages)
-        slots = np.empty((0, len(columns), len(columns[0])), dtype=np.int64)
-        return cls(owner, cache, schedules, np.stack(columns), np.array(most), slots)
+        columns, end = np.empty((len(kept), kept[0].heads), dtype=np.int64), 0
+        for mine, block in ((columns[i], block) for i, x in enumerate(kept) for block in x.blocks):
+            rows, schedule = _heads(block), block.schedule
+            schedule.prepare()
+            mine[rows] = end + schedule.own_columns(len(rows))
+            end += schedule.planned.shape[1]
+        return cls(owner, cache, schedules, columns, np.empty((0, *columns.shape), dtype=np.int64))
 
     @property
     def due(self) -> bool:
@@ -202,33 +241,44 @@ class Pool:
 
     Attributes:
         members: in the order of the batch's rows.
-        layers: the pages of each.
-        table: int32 [L, B * H, M], the pages of each row, by slot; -1 where it has none.
-        most: bytes that the members may come to.
-        spare: bytes held beyond those, which `trim` gives back.
+        layers: the blocks of each layer.
     """
 
     def __init__(self) -> None:
         self.members: list[Member] = []
-        self.layers: list[Pages] = []
-        self.table = np.empty((0, 0, 0), dtype=np.int32)
-        self.at: list[Tensor] = []
-        self.most = self.spare = 0
-        # Pages of each layer that the members may come to.
-        self._most: list[int] = []
+        self.layers: list[SharedLayer] = []
+
+    @property
+    def blocks(self) -> list[SharedBlock]:
+        """Those of all layers."""
+        return [block for layer in self.layers for block in layer]
 
     @property
     def nbytes(self) -> int:
-        """Bytes held for keys and values, pages that are nobody's included."""
-        return sum(len(x.keys) * x.page_bytes for x in self.layers)
+        """Bytes held for keys and values, rows that are nobody's included."""
+        return sum(x.held for x in self.blocks)
 
-    def _count(self) -> None:
-        """Who is here has changed."""
-        none = np.zeros(len(self.layers), dtype=int)
-        self._most = sum((x.most for x in self.members), none).tolist()
-        pages = list(zip(self.layers, self._most, strict=True))
-        self.most = sum(n * x.page_bytes for x, n in pages)
-        self.spare = sum(max(0, len(x.keys) - n) * x.page_bytes for x, n in pages)
+    @property
+    def most(self) -> int:
+        """Bytes that the members may come to."""
+        return sum(x.promised for x in self.blocks)
+
+    @property
+    def spare(self) -> int:
+        """Bytes held beyond those, which `trim` gives back."""
+        return sum(max(0, x.held - x.promised) for x in self.blocks)
+
+    def trim(self) -> None:
+        """Give back what no member will need."""
+        for block in self.blocks:
+            if block.held > block.promised:
+                block.resize(len(block.rows), block.used.max())
+
+    def bytes_of(self, member: Member) -> int:
+        """Of a member's rows."""
+        at, heads = self.members.index(member), member.columns.shape[1]
+        rows = [(x, int((x.rows // heads == at).sum())) for x in self.blocks]
+        return sum(n * x.stored[0].shape[1] * x.slot_bytes for x, n in rows)
 
     def takes(self, cache: CompressedCache) -> bool:
         """Whether a cache can join: one that attends to what it holds, and does no more."""
@@ -242,149 +292,82 @@ class Pool:
             and all(_plain(block) for x in kept for block in x.blocks)
         )
 
-    def join(self, owner: Any, cache: CompressedCache, new: int) -> Member:
+    def join(
+        self, owner: Any, cache: CompressedCache, new: int, limit: int | None = None
+    ) -> Member:
         """Move what a cache of one row keeps into the pool, layer by layer.
 
         Args:
             owner: whose it is.
             cache: one that the pool `takes`; it holds nothing any more afterwards.
             new: tokens that will be generated, at the most.
+            limit: bytes that it may come to, at least what its pairs need; None: any.
         """
-        member = Member.of(owner, cache, new)
-        states = [x.keeping() for x in cache.compressed]
-        H, B = states[0].heads, len(self.members)
-        with outside_inference_mode(), torch.no_grad():
-            if not self.members:
-                pairs: list[Any] = [x.blocks[0] for x in states]
-                self.layers = [Pages(x.keys, x.values) for x in pairs]
-                self.table = np.empty((len(states), 0, 1), dtype=np.int32)
-            self.members.append(member)
-            self.table = np.pad(self.table, ((0, 0), (0, H), (0, 0)), constant_values=-1)
-            self._count()
-            try:
-                for i, layer in enumerate(cache.compressed):
-                    kept, layer.state = states.pop(0), None
+        member = Member.of(owner, cache)
+        blocks = [block for layer in cache.compressed for block in layer.keeping().blocks]
+        needs = [capacity(x.schedule.most(new)) * x.nbytes // x.positions.shape[1] for x in blocks]
+        step = _STEP if limit is not None and sum(needs) > limit else None
+        self.layers = self.layers or [SharedLayer() for _ in cache.layers]
+        first = len(self.members) * member.columns.shape[1]
+        self.members.append(member)
+        try:
+            with outside_inference_mode(), torch.no_grad():
+                for mine, layer in zip(cache.compressed, self.layers, strict=True):
+                    kept, mine.state, layer.rows = mine.keeping(), None, None
                     for block in kept.blocks:
-                        self._take_in(i, B * H + _rows(block), block)
-            except Exception:
-                self.leave(member)
-                raise
+                        most = capacity(block.schedule.most(new), step)
+                        if most not in layer.blocks:
+                            layer.blocks[most] = SharedBlock(block, most)
+                        layer.blocks[most].add(first + _heads(block), block)
+        except Exception:
+            self.leave(member)
+            raise
         return member
 
-    def _take_in(self, layer: int, rows: np.ndarray, block: Any) -> None:
-        """Copy what a block holds into pages of these rows."""
-        filled = block.positions >= 0
-        missing = -filled.shape[1] % PAGE
-        filled = pad(filled, (0, missing)).unflatten(1, (-1, PAGE))
-        used = filled.any(-1)
-        row, number = (x.cpu().numpy() for x in used.nonzero(as_tuple=True))
-        pages = self.layers[layer]
-        new = pages.add(len(row), self._most[layer])
-        self._widen(filled.shape[1])
-        self.table[layer, rows[row], number] = new
-        empty = ~filled[used]
-
-        def taken(x: Tensor) -> Tensor:
-            x = pad(x, (0,) * (2 * x.ndim - 3) + (missing,))
-            return x.unflatten(1, (-1, PAGE))[used]
-
-        here = slice(pages.used - len(new), pages.used)
-        pages.keys[here] = taken(block.keys).masked_fill_(empty[..., None], 0.0)
-        pages.values[here] = taken(block.values).masked_fill_(empty[..., None], 0.0)
-        weights = block.log_weights
-        pages.bias[here, 0] = 0.0 if weights is None else taken(weights).to(pages.bias.dtype)
-        pages.bias[here, 0] = pages.bias[here, 0].masked_fill(empty, -torch.inf)
-
     def leave(self, member: Member) -> None:
-        """Give back what a member holds; the others' pages may move."""
-        H = member.columns.shape[1]
-        first = self.members.index(member) * H
-        rows = slice(first, first + H)
-        for i, pages in enumerate(self.layers):
-            gone = self.table[i, rows]
-            numbers = np.append(pages.remove(gone[gone >= 0]), np.int32(-1))
-            self.table[i] = numbers[self.table[i]]
-        self.table = np.delete(self.table, rows, axis=1)
-        wide = np.flatnonzero((self.table >= 0).any((0, 1)))
-        self.table = self.table[..., : wide.max(initial=0) + 1]
-        self.members.remove(member)
-        for pages in self.layers:
-            if len(pages.keys) > 2 * pages.used:
-                pages.resize(pages.used)
-        self._count()
-
-    def trim(self) -> None:
-        """Give back the pages that no member will need."""
-        for pages, most in zip(self.layers, self._most, strict=True):
-            if len(pages.keys) > most:
-                pages.resize(most)
-        self._count()
-
-    def bytes_of(self, member: Member) -> int:
-        """Of a member's pages."""
-        H = member.columns.shape[1]
-        first = self.members.index(member) * H
-        taken = (self.table[:, first : first + H] >= 0).sum((1, 2))
-        return sum(int(n) * x.page_bytes for n, x in zip(taken, self.layers, strict=True))
+        """Give back what a member holds; the last one takes its place in the batch."""
+        at, last = self.members.index(member), len(self.members) - 1
+        with outside_inference_mode(), torch.no_grad():
+            for layer in self.layers:
+                layer.remove(at, last, member.columns.shape[1])
+        self.members[at] = self.members[last]
+        self.members.pop()
 
     def step(self) -> None:
-        """Before one token of each member: the slots they take, and pages where these are new."""
+        """Before one token of each member: where the pairs go, on the devices of the layers."""
         plan_slots([x for member in self.members if member.due for x in member.schedules])
         slots = np.concatenate([x.next() for x in self.members], axis=1)  # [L, R]
-        page, inside = np.divmod(slots, PAGE)
-        self._widen(int(page.max()) + 1)
-        found = np.take_along_axis(self.table, page[..., None], axis=2)[..., 0]
-        for i in np.flatnonzero((found < 0).any(1)).tolist():
-            rows, pages = np.flatnonzero(found[i] < 0), self.layers[i]
-            new = pages.add(len(rows), self._most[i])
-            pages.clear(int(new[0]))
-            self.table[i, rows, page[i, rows]] = found[i, rows] = new
-        for pages, table in zip(self.layers, self.table, strict=True):
-            if pages.stale:
-                pages.index(table)
-        places = found.astype(np.int64) * PAGE + inside
-        self.at = [send(x, y.keys.device) for x, y in zip(places, self.layers, strict=True)]
+        with outside_inference_mode(), torch.no_grad():
+            places = np.stack([x.advance(y) for x, y in zip(self.layers, slots, strict=True)])
+        sent = {device: send(places, device) for device in {x.device for x in self.layers}}
+        for i, layer in enumerate(self.layers):
+            layer.at = list(sent[layer.device][i].split(layer.sizes))
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None,
-        softcap: float | None,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: Any, softcap: Any
     ) -> Tensor:
         """One layer's attention of a step: query [B, Hq, 1, D] -> [B, 1, Hq, Dv].
 
         The other arguments are those of `CompressedCache.attend`.
         """
-        (B, Hq, _, D), R = query.shape, self.table.shape[1]
-        factor = D**-0.5 if scale is None else scale
-        rows, pages = query.reshape(R, -1, D), self.layers[layer]
-        key, value = (x.detach().reshape(R, -1).to(pages.keys.dtype) for x in (key, value))
+        B, Hq, _, D = query.shape
+        R = B * key.shape[1]
+        key, value = (x.detach().reshape(R, -1) for x in (key, value))
+        options = {"scale": D**-0.5 if scale is None else scale, "softcap": softcap}
         with outside_inference_mode():
-            out = pages.attend(rows, key, value, self.at[layer], factor, softcap)
+            out = self.layers[layer].attend(query.reshape(R, -1, D), key, value, **options)
         return refuse_gradient(out.view(B, 1, Hq, -1))
 
-    def _widen(self, pages: int) -> None:
-        """Have room in the table for so many pages a row."""
-        if (more := pages - self.table.shape[2]) > 0:
-            self.table = np.pad(self.table, ((0, 0), (0, 0), (0, more)), constant_values=-1)
 
-
-def _rows(block: Any) -> np.ndarray:
+def _heads(block: Any) -> np.ndarray:
     """The heads of a block."""
     return np.arange(len(block.positions)) if block.rows is None else block.rows.cpu().numpy()
 
 
 def _plain(block: Any) -> bool:
-    """Whether a block's attention is that of its pairs with a bias, in the type they lie in."""
+    """Whether a block's attention is that of its pairs with a bias, in the model's type."""
     return (
-        isinstance(block, PaddedBlock)
-        and isinstance(block.keys, Tensor)
-        and block.keys.dtype == torch.float32
+        isinstance(block.keys, Tensor)
         and block.inv_freq is None
         and not block.schedule.needs_decode_attention
-        and not block.frozen
     )

@@ -13,12 +13,14 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mmkv import contexts
 from mmkv.attach.attachment import Attachment
 from mmkv.contexts import Context
+from mmkv.parts.slots import send
 from mmkv.serving.memory import Bounds
 from mmkv.serving.pool import Pool
 from mmkv.serving.reading import Reader, kept
@@ -340,7 +342,8 @@ class Worker:
                     request.apart = True
                     continue
                 new = request.new - len(request.reply.tokens)
-                request.member = self.pool.join(request, cache, new)
+                limit = None if self.cache_memory is None else request.reserved
+                request.member = self.pool.join(request, cache, new, limit)
                 request.cache, request.reserved = None, 0
             except Exception as error:
                 self._end(request, "error", error)
@@ -350,7 +353,7 @@ class Worker:
         batch = RowCaches([x.cache for x in rows if x.cache is not None], self.pool)
         last = [[x.reply.tokens[-1]] for x in rows]
         out = self.model(
-            input_ids=torch.tensor(last, device=self.model.device),
+            input_ids=send(np.array(last), self.model.device),
             position_ids=torch.cat([x.position for x in rows], dim=-2),
             past_key_values=batch,
             **self._options,

@@ -208,7 +208,7 @@ def test_an_error_is_of_its_own_request(models):
         with pytest.raises(Exception, match="channels"):
             broken.result(60)
         if row.finish_reason != "length":  # it was quicker than the damage
-            with pytest.raises(ValueError, match="nothing is kept yet"):
+            with pytest.raises(AssertionError):
                 row.result(60)
         assert engine.submit(inputs=good, max_new_tokens=12).result(60)[0] == wanted
         assert engine.stats().cache_bytes == 0

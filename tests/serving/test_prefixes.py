@@ -25,7 +25,7 @@ def asked(picture, question):
 
 
 @pytest.mark.parametrize("policy", ["condense", "h2o"])
-@pytest.mark.parametrize("memory", [None, 130_000], ids=["much", "little"])
+@pytest.mark.parametrize("memory", [None, 127_000], ids=["much", "little"])
 def test_a_prefix_is_read_once_and_asked_many_times(models, policy, memory):
     name = "llava-llama"
     model, prefix = models(name), make_inputs(name, (80,))
