@@ -114,7 +114,6 @@ def save(
         ValueError: no layers, or a suffix of no known format.
         OSError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     check_format(path)
@@ -125,38 +124,36 @@ def save(
     rows = math.ceil(panels / cols)
     width, height = 2.3 * cols + 0.2, 2.6 * rows + 0.8  # inches
     figure = Figure(figsize=(width, height), dpi=110, facecolor="white")
-    FigureCanvasAgg(figure)
-    figure.subplots_adjust(
-        left=0.15 / width,
-        right=1 - 0.15 / width,
-        bottom=0.25 / height,
-        top=1 - 0.9 / height,
-        wspace=0.06,
-        hspace=0.15,
-    )
     left = 0.15 / width
+    edges = {"left": left, "right": 1 - left, "bottom": 0.25 / height, "top": 1 - 0.9 / height}
+    figure.subplots_adjust(**edges, wspace=0.06, hspace=0.15)
     figure.text(left, 1 - 0.15 / height, title, va="top", fontsize=12, color=_INK)
     legend = (
         "Brightness is the share of heads that hold a patch, in a group of m patches 1/m of it; "
         "counts are means over heads."
     )
     figure.text(left, 1 - 0.42 / height, legend, va="top", fontsize=8.5, color=_QUIET)
-    axes = [figure.add_subplot(rows, cols, i + 1) for i in range(panels)]
-    for axis in axes:
-        axis.set_axis_off()
 
-    axes[0].imshow(picture)
-    _caption(axes[0], "the picture")
-    for axis, (layer, shares) in zip(axes[1:], layers, strict=False):
+    def panel(i: int, caption: str) -> Axes:
+        axis = figure.add_subplot(rows, cols, i + 1)
+        axis.set_axis_off()
+        axis.set_title(caption, fontsize=9, color=_INK, pad=4)
+        return axis
+
+    panel(0, "the picture").imshow(picture)
+    for i, (layer, shares) in enumerate(layers, start=1):
+        axis = panel(i, f"layer {layer}: {shares.sum():.0f} of {shares.size}")
         axis.imshow(_lit(picture, shares))
-        _outline(axis, picture, shares)
-        _caption(axis, f"layer {layer}: {shares.sum():.0f} of {shares.size}")
+        # A thin line around what is kept: a dark object stays apart from a dark patch.
+        held = np.pad(_spread(shares > 0, picture), 1)
+        x, y = np.arange(held.shape[1]) - 1, np.arange(held.shape[0]) - 1
+        axis.contour(x, y, held, levels=[0.5], colors=_LINE, linewidths=0.8, alpha=0.85)
 
     mean = np.mean([shares for _, shares in layers], axis=0)
     extent = (-0.5, picture.width - 0.5, picture.height - 0.5, -0.5)
-    shown = axes[-1].imshow(mean, cmap="cividis", vmin=0, vmax=1, extent=extent)
-    _caption(axes[-1], f"all layers: {mean.mean():.0%} kept")
-    beside = axes[-1].inset_axes((0, -0.05, 1, 0.03))
+    axis = panel(panels - 1, f"all layers: {mean.mean():.0%} kept")
+    shown = axis.imshow(mean, cmap="cividis", vmin=0, vmax=1, extent=extent)
+    beside = axis.inset_axes((0, -0.05, 1, 0.03))
     bar = figure.colorbar(shown, cax=beside, orientation="horizontal", ticks=[0.02, 0.98])
     bar.outline.set_visible(False)  # type: ignore[operator]
     beside.set_xticklabels(["in no layer and head", "in all"])
@@ -177,30 +174,9 @@ def _lit(picture: Image.Image, shares: Shares) -> NDArray[np.uint8]:
     return (light * rgb + (1 - light) * dark).round().astype(np.uint8)
 
 
-def _spread(shares: Shares, picture: Image.Image) -> Shares:
+def _spread(shares: NDArray[Any], picture: Image.Image) -> NDArray[Any]:
     """[rows, cols] to [height, width], each patch its own rectangle."""
     rows, cols = shares.shape
     y = np.arange(picture.height) * rows // picture.height
     x = np.arange(picture.width) * cols // picture.width
     return shares[y[:, None], x[None, :]]
-
-
-def _outline(axis: Axes, picture: Image.Image, shares: Shares) -> None:
-    """A thin line around what is kept: a dark object stays apart from a dark patch."""
-    rows, cols = shares.shape
-    high, wide = picture.height / rows, picture.width / cols
-    held = np.pad(shares > 0, 1)
-    lines: list[tuple[tuple[float, float], tuple[float, float]]] = []
-    for r, c in zip(*np.nonzero(held[:, :-1] != held[:, 1:]), strict=True):
-        x, y = c * wide - 0.5, (r - 1) * high - 0.5
-        lines.append(((x, y), (x, y + high)))
-    for r, c in zip(*np.nonzero(held[:-1] != held[1:]), strict=True):
-        x, y = (c - 1) * wide - 0.5, r * high - 0.5
-        lines.append(((x, y), (x + wide, y)))
-    from matplotlib.collections import LineCollection
-
-    axis.add_collection(LineCollection(lines, colors=_LINE, linewidths=0.8, alpha=0.85))
-
-
-def _caption(axis: Axes, text: str) -> None:
-    axis.set_title(text, fontsize=9, color=_INK, pad=4)

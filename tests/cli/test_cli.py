@@ -10,9 +10,11 @@ import logging
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 from PIL import Image
 from rich.cells import cell_len
 from rich.console import Console
@@ -63,6 +65,19 @@ def load(monkeypatch, builtin):
     monkeypatch.setattr(chat, "load", lambda *args: builtin)
 
 
+@pytest.fixture
+def ask(capsys, picture, tmp_path, load):
+    """The JSON of a question about a picture; the figures go to `tmp_path / "out"`."""
+
+    def run_chat(*words) -> dict:
+        where = ("--out", tmp_path / "out", "--json")
+        out, err, code = run(capsys, "chat", picture, QUESTION, *SHORT, *words, *where)
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    return run_chat
+
+
 @pytest.mark.usefixtures("load")
 class TestChat:
     def test_shows_answers_and_bytes_per_layer_and_writes_a_png(
@@ -70,40 +85,37 @@ class TestChat:
     ):
         out, err, code = run(capsys, "chat", picture, QUESTION, "--out", tmp_path, *SHORT)
         assert (code, err) == (0, "")
-        assert QUESTION in out
-        assert "144 of them image tokens" in out
-        assert "the built-in model knows drawn, coloured shapes" in out
-        assert "full cache: " in out
-        assert "condense, budget 0.2: " in out
-        assert "least=64 keeps 64 of" in out
-        layers = builtin.model.config.text_config.num_hidden_layers
-        rows = [
-            line for line in out.splitlines() if line.strip("│ ").split("│")[0].strip().isdigit()
-        ]
-        assert len(rows) == layers
-        assert "KiB" in out
         (png,) = tmp_path.iterdir()
-        assert f"kept patches: {png}" in out
+        for text in (
+            QUESTION,
+            "144 of them image tokens",
+            "the built-in model knows drawn, coloured shapes",
+            "full cache: ",
+            "condense, budget 0.2: ",
+            "least=64 keeps 64 of",
+            "KiB",
+            f"kept patches: {png}",
+        ):
+            assert text in out
+        layers = builtin.model.config.text_config.num_hidden_layers
+        rows = [x for x in out.splitlines() if x.strip("│ ").split("│")[0].strip().isdigit()]
+        assert len(rows) == layers
         with Image.open(png) as image:
             assert image.format == "PNG"
             assert min(image.size) > 300
 
     @pytest.mark.slow
-    def test_json(self, capsys, picture, tmp_path):
-        words = ("--budget", "60", "--policy", "h2o", "--option", "recent=0.25", "--json", *SHORT)
-        out, err, code = run(capsys, "chat", picture, QUESTION, "--out", tmp_path, *words)
-        assert (code, err) == (0, "")
-        data = json.loads(out)
+    def test_json(self, ask, tmp_path):
+        data = ask("--budget", "60", "--policy", "h2o", "--option", "recent=0.25")
         assert data["report"]["policy"] == "h2o"
         assert data["report"]["budget"] == 60
         assert data["compressed"]["nbytes"] == data["report"]["nbytes"] < data["full"]["nbytes"]
         assert data["prompt"]["image_tokens"] == 144
-        assert [str(path) for path in tmp_path.iterdir()] == data["png"]
+        assert [str(path) for path in (tmp_path / "out").iterdir()] == data["png"]
 
     @pytest.mark.slow
-    def test_full_budget_changes_nothing(self, capsys, picture, tmp_path):
-        words = ("--budget", "1.0", "--json", "--max-new-tokens", "12")
-        data = json.loads(run(capsys, "chat", picture, QUESTION, "--out", tmp_path, *words)[0])
+    def test_full_budget_changes_nothing(self, ask):
+        data = ask("--budget", "1.0", "--max-new-tokens", "12")
         assert data["compressed"]["answer"] == data["full"]["answer"]
 
     @pytest.mark.slow
@@ -136,24 +148,17 @@ class TestChat:
 
     @pytest.mark.slow
     def test_several_pictures(self, capsys, tmp_path):
+        """Two files of the same name make two figures, too."""
         first, second = example_pictures()[:2]
-        words = (
-            "--image",
-            first,
-            second,
-            "Describe the second picture.",
-            "--protect",
-            "instruction",
-        )
-        out, _, code = run(capsys, "chat", *words, "--budget", "0.3", "--out", tmp_path, *SHORT)
-        assert code == 0
-        assert "288 of them image tokens" in out
-        assert len(list(tmp_path.iterdir())) == 2
-
-    @pytest.mark.slow
-    def test_the_same_name_twice_makes_two_files(self, capsys, picture, tmp_path):
-        run(capsys, "chat", picture, picture, QUESTION, "--out", tmp_path, *SHORT)
-        assert len(list(tmp_path.iterdir())) == 2
+        words = ("Describe the second picture.", "--protect", "instruction", "--budget", "0.3")
+        for i, other in enumerate((second, first)):
+            folder = tmp_path / str(i)
+            out, _, code = run(
+                capsys, "chat", "--image", first, other, *words, "--out", folder, *SHORT
+            )
+            assert code == 0
+            assert "288 of them image tokens" in out
+            assert len(list(folder.iterdir())) == 2
 
     def test_text_only_from_standard_input(self, capsys, monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "stdin", io.StringIO("What is it? " * 20))
@@ -165,46 +170,47 @@ class TestChat:
     @pytest.mark.slow
     @pytest.mark.parametrize(
         ("name", "begin"),
-        [("kept.png", b"\x89PNG"), ("kept.jpg", b"\xff\xd8"), ("Kept.PDF", b"%PDF")],
+        [
+            ("deep/kept.png", b"\x89PNG"),
+            ("deep/kept.jpg", b"\xff\xd8"),
+            ("Kept.PDF", b"%PDF"),
+            ("run.v1", b"\x89PNG"),
+        ],
     )
-    def test_out_names_the_file_and_its_format(self, capsys, picture, tmp_path, name, begin):
-        path = tmp_path / "deep" / name
+    def test_out_names_the_file_and_its_format_or_a_folder(
+        self, capsys, picture, tmp_path, name, begin
+    ):
+        path = tmp_path / name
+        if name == "run.v1":
+            path.mkdir()
         out, err, code = run(capsys, "chat", picture, QUESTION, "--out", path, *SHORT)
         assert (code, err) == (0, "")
+        (path,) = path.iterdir() if path.is_dir() else [path]
         assert path.read_bytes().startswith(begin)
         assert f"kept patches: {path}" in out
 
     @pytest.mark.slow
-    def test_a_folder_with_a_dot_in_its_name(self, capsys, picture, tmp_path):
-        out = tmp_path / "run.v1"
-        out.mkdir()
-        assert run(capsys, "chat", picture, QUESTION, "--out", out, *SHORT)[2] == 0
-        assert len(list(out.iterdir())) == 1
-
-    @pytest.mark.slow
-    def test_a_policy_that_keeps_everything_says_that_the_budget_is_ignored(
-        self, capsys, picture, tmp_path
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            ("--policy full --budget 0.2", "policy full keeps everything: --budget 0.2 is ignored"),
+            ("--policy full", ""),
+            ("--budget 1", "a budget of 1 is one token"),
+            ("--budget 1.0", ""),
+            ("--policy snapkv --option window=40", "too few for window 40"),
+        ],
+    )
+    def test_what_a_user_may_not_have_meant_is_a_message(
+        self, capsys, picture, tmp_path, words, said
     ):
-        words = ("chat", picture, QUESTION, "--policy", "full", "--out", tmp_path, *SHORT)
-        out, err, code = run(capsys, *words, "--budget", "0.2")
+        out, err, code = run(
+            capsys, "chat", picture, QUESTION, "--out", tmp_path, *SHORT, *words.split()
+        )
         assert code == 0
-        assert err == "mmkv: policy full keeps everything: --budget 0.2 is ignored\n"
-        assert "full, budget 1.0" in out
-        assert run(capsys, *words)[1] == ""
-
-    @pytest.mark.slow
-    def test_a_budget_of_one_token_says_so(self, capsys, picture, tmp_path):
-        words = ("chat", picture, QUESTION, "--out", tmp_path, *SHORT, "--budget")
-        assert run(capsys, *words, "1")[1].startswith("mmkv: a budget of 1 is one token")
-        assert run(capsys, *words, "1.0")[1] == ""
-
-    @pytest.mark.slow
-    def test_a_warning_of_the_library_is_a_message(self, capsys, picture, tmp_path):
-        words = ("--policy", "snapkv", "--option", "window=40", "--out", tmp_path, *SHORT)
-        err = run(capsys, "chat", picture, QUESTION, *words)[1]
-        assert err.startswith("mmkv: ")
-        assert "too few for window 40" in err
-        assert err.count("\n") == 1
+        assert said in err
+        assert all(line.startswith("mmkv: ") for line in err.splitlines())
+        assert bool(err) == bool(said)
+        assert ("full, budget 1.0" in out) == ("full" in words)
 
     def test_ctrl_c_ends_it_without_a_traceback(self, capsys, picture, monkeypatch):
         def stop(*args, **kwargs):
@@ -234,58 +240,41 @@ class TestChat:
         assert "in fail" in run(capsys, "chat", picture, QUESTION)[1]
 
     @pytest.mark.slow
-    def test_sampling_repeats_with_its_seed(self, capsys, picture, tmp_path):
-        words = ("--temperature", "1.5", "--seed", "3", "--json", "--out", tmp_path)
-        first, second = (
-            json.loads(run(capsys, "chat", picture, QUESTION, *words, *SHORT)[0]) for _ in range(2)
-        )
+    def test_sampling_repeats_with_its_seed(self, ask):
+        first, second = (ask("--temperature", "1.5", "--seed", "3") for _ in range(2))
         assert first["full"]["answer"] == second["full"]["answer"]
 
-    @pytest.mark.slow
-    def test_a_profile_gives_the_budget(self, capsys, picture, tmp_path, builtin):
+    def test_a_profile_gives_the_budget_and_curves_serve_every_one(self, ask, tmp_path, builtin):
+        """... so that without one a fifth is kept, as without a profile."""
         layers = builtin.model.config.text_config.num_hidden_layers
         path = tmp_path / "profile.json"
         mmkv.Profile((0.3,) * layers, budget=0.3).save(path)
-        words = ("--profile", path, "--json", "--out", tmp_path)
-        data = json.loads(run(capsys, "chat", picture, QUESTION, *words, *SHORT)[0])
-        assert data["report"]["budget"] == 0.3
-
-    def test_curves_serve_every_budget(self, capsys, picture, tmp_path):
-        """... so that without one a fifth is kept, as without a profile."""
-        path = WEIGHTS / "mmkv-profile.json"
-        words = ("--profile", path, "--json", "--out", tmp_path)
-        data = json.loads(run(capsys, "chat", picture, QUESTION, *words, *SHORT)[0])
-        assert data["report"]["budget"] == 0.2
+        assert ask("--profile", path)["report"]["budget"] == 0.3
+        assert ask("--profile", WEIGHTS / "mmkv-profile.json")["report"]["budget"] == 0.2
 
     @pytest.mark.slow
-    def test_kept_pairs_in_few_bits(self, capsys, picture, tmp_path):
+    def test_kept_pairs_in_few_bits(self, capsys, ask):
         # No groups, whose weights and members stay as they are.
-        how = ("--policy", "prefixkv", "--budget", "0.5")
-        words = (*how, "--json", "--out", tmp_path, *SHORT)
-        whole = json.loads(run(capsys, "chat", picture, QUESTION, *words)[0])["compressed"]
-        words = ("--kv-dtype", "int8", *words)
-        data = json.loads(run(capsys, "chat", picture, QUESTION, *words)[0])
+        words = ("--policy", "prefixkv", "--budget", "0.5")
+        whole, data = ask(*words), ask("--kv-dtype", "int8", *words)
         assert data["report"]["kv_dtype"] == "int8"
         assert 0 < data["report"]["key_error"] < 0.02
-        assert data["compressed"]["nbytes"] < 0.3 * whole["nbytes"]
-        assert "'int8' or 'int4'" in complaint(capsys, "chat", QUESTION, "--kv-dtype", "8")
-        assert "'int8' or 'int4'" in complaint(capsys, "chat", "--kv-dtype", "8")
+        assert data["compressed"]["nbytes"] < 0.3 * whole["compressed"]["nbytes"]
+        for question in ((QUESTION,), ()):
+            said = complaint(capsys, "chat", *question, "--kv-dtype", "8")
+            assert "'int8' or 'int4'" in said
 
     @pytest.mark.slow
-    def test_the_model_is_left_unwrapped(self, capsys, picture, tmp_path, builtin):
-        run(capsys, "chat", picture, QUESTION, "--out", tmp_path, *SHORT)
+    def test_the_model_is_left_unwrapped(self, ask, builtin):
+        ask()
         assert "_mmkv" not in vars(builtin.model)
 
-    def test_a_budget_below_what_must_be_kept(self, capsys, picture):
-        words = ("--policy", "streaming", "--budget", "3")
+    @pytest.mark.parametrize("budget", ["0", "-5", "0.0", "1.5", "-0.2", "3"])
+    def test_a_budget_out_of_range_or_below_what_must_be_kept(self, capsys, picture, budget):
+        words = ("--policy", "streaming", "--budget", budget)
         said = complaint(capsys, "chat", picture, QUESTION, *words)
-        assert "budget=3" in said
-        assert "4 tokens" in said
-
-    def test_an_unwritable_folder(self, capsys, picture, tmp_path):
-        (tmp_path / "file").touch()
-        out = tmp_path / "file" / "below"
-        assert "file" in complaint(capsys, "chat", picture, QUESTION, "--out", out, *SHORT)
+        assert f"budget={budget}" in said
+        assert ("4 tokens" in said) == (budget == "3")
 
 
 @pytest.mark.parametrize(
@@ -302,55 +291,47 @@ class TestChat:
         (("--model", "/no/such/model"), "cannot load model '/no/such/model': no such folder"),
         (("--model", "./model"), "cannot load model './model': no such folder"),
         (("--model", __file__), "this is a file, and no .gguf file; name the model's folder"),
+        (("--model", "."), "this folder holds no config.json"),
         (("--model", "somebody/nothing"), "it is no folder here, and "),
         (("--device", "abacus"), "device 'abacus'"),
         (("--device", "meta"), "device 'meta'"),
         (("--dtype", "int8"), "dtype 'int8'"),
     ],
 )
-def test_bad_options(capsys, picture, words, expected):
+def test_bad_options(capsys, picture, monkeypatch, tmp_path, words, expected):
+    monkeypatch.chdir(tmp_path)
     assert expected in complaint(capsys, "chat", picture, QUESTION, *words)
 
 
-@pytest.mark.parametrize("budget", ["0", "-5", "0.0", "1.5", "-0.2"])
-@pytest.mark.usefixtures("load")
-def test_budget_out_of_range(capsys, picture, budget):
-    assert f"budget={budget}" in complaint(capsys, "chat", picture, QUESTION, "--budget", budget)
-
-
-def test_missing_picture(capsys, tmp_path):
-    missing = tmp_path / "none.png"
-    assert complaint(capsys, "chat", missing, QUESTION).endswith(
-        f"{str(missing)!r}: no such file\n"
-    )
-
-
-def test_broken_pictures(capsys, picture, tmp_path):
-    text = tmp_path / "text.png"
-    text.write_text("not a picture")
-    assert "not a picture in a known format" in complaint(capsys, "chat", text, QUESTION)
-    cut = tmp_path / "cut.png"
-    cut.write_bytes(picture.read_bytes()[:2000])
-    assert "cut.png" in complaint(capsys, "chat", cut, QUESTION)
-    assert str(tmp_path) in complaint(capsys, "chat", tmp_path, QUESTION)
-
-
-def test_a_folder_without_a_model(capsys, picture, tmp_path):
-    said = complaint(capsys, "chat", picture, QUESTION, "--model", tmp_path)
-    assert "this folder holds no config.json" in said
-
-
 @pytest.mark.parametrize(
-    ("out", "expected"),
-    [("kept.xyz", "kept.xyz: expected a name that ends in .png"), ("file/below", "is a file")],
+    ("words", "expected"),
+    [
+        (("none.png", "x"), "'none.png': no such file\n"),
+        (("text.png", "x"), "not a picture in a known format"),
+        (("cut.png", "x"), "cut.png"),
+        ((".", "x"), "'.'"),
+        (("whole.png", "x", "--out", "kept.xyz"), "kept.xyz: expected a name that ends in .png"),
+        (("whole.png", "x", "--out", "text.png/below"), "is a file"),
+        (("whole.png", "whole.png", "x", "--out", "one.png"), "name a folder"),
+        (("whole.png",), "no question: the last argument is the file 'whole.png'"),
+        (("whole.png",), "mmkv chat --image whole.png"),
+        (("whole.png", "missing.jpg"), "no question"),
+        (("whole.png", "-"), "the question is empty"),
+        (("--json",), "--json needs a question"),
+        (("--profile", "p.json"), "--profile needs a question"),
+        (("--image", "whole.png", "--image", "whole.png"), "2 times --image"),
+    ],
 )
-def test_an_impossible_out_is_refused_before_a_model_is_loaded(
-    capsys, picture, monkeypatch, tmp_path, out, expected
+def test_wrong_use_is_refused_before_a_model_is_loaded(
+    capsys, picture, monkeypatch, tmp_path, words, expected
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
     monkeypatch.setattr(chat, "load", lambda *_: pytest.fail("loaded"))
-    assert expected in complaint(capsys, "chat", picture, QUESTION, "--out", out)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    (tmp_path / "text.png").write_text("not a picture")
+    (tmp_path / "whole.png").write_bytes(picture.read_bytes())
+    (tmp_path / "cut.png").write_bytes(picture.read_bytes()[:2000])
+    assert expected in complaint(capsys, "chat", *words)
 
 
 def test_a_port_in_use_names_the_option(capsys, monkeypatch):
@@ -365,47 +346,19 @@ def test_a_port_in_use_names_the_option(capsys, monkeypatch):
     assert "--host 192.0.2.1" in complaint(capsys, "demo", "--port", 0, "--host", "192.0.2.1")
 
 
-def test_what_only_a_question_uses_is_refused_without_one(capsys, picture):
-    for words in (("--json",), ("--profile", "p.json")):
-        assert f"{words[0]} needs a question" in complaint(capsys, "chat", *words)
-    assert "2 times --image" in complaint(capsys, "chat", "--image", picture, "--image", picture)
-
-
-def test_no_question(capsys, picture, monkeypatch):
-    said = complaint(capsys, "chat", picture)
-    assert "no question" in said
-    assert f"mmkv chat --image {picture}" in said
-    assert "no question" in complaint(capsys, "chat", picture, "missing.jpg")
-    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
-    assert "the question is empty" in complaint(capsys, "chat", picture, "-")
-
-
-def test_two_pictures_do_not_fit_one_file(capsys, picture):
-    words = (picture, picture, QUESTION, "--out", "one.png")
-    assert "name a folder" in complaint(capsys, "chat", *words)
-
-
 @pytest.mark.parametrize("width", ["80", "200"])
-def test_policies_lists_every_policy(capsys, monkeypatch, width):
+@pytest.mark.parametrize("which", ["policies", "--parts"])
+def test_policies_and_parts_are_listed_with_their_options(capsys, monkeypatch, width, which):
     monkeypatch.setenv("COLUMNS", width)
-    out, _, code = run(capsys, "policies")
+    out, _, code = run(capsys, "policies", *([which] if which == "--parts" else []))
     assert code == 0
-    for name in mmkv.list_policies():
-        assert f"│ {name} " in out
-    for text in ("distance=25", "2412.03409", "accumulated", "pyramid", "adaptive", "ratio"):
-        assert text in out
-    assert max(map(cell_len, out.splitlines())) <= int(width)
-
-
-@pytest.mark.parametrize("width", ["80", "200"])
-def test_policies_lists_every_part_with_what_its_options_are(capsys, monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", width)
-    out, _, code = run(capsys, "policies", "--parts")
-    assert code == 0
-    for kind in parts.KINDS:
-        for name in registry.list_parts(kind):
-            assert f"│ {kind}={name} " in out
-    assert "distance=25: how" in out
+    names = [f"{kind}={name}" for kind in parts.KINDS for name in registry.list_parts(kind)]
+    said = ["distance=25: how"]
+    if which == "policies":
+        names = mmkv.list_policies()
+        said = ["distance=25", "2412.03409", "accumulated", "pyramid", "adaptive", "ratio"]
+    assert all(text in out for text in said)
+    assert all(f"│ {name} " in out for name in names)
     assert max(map(cell_len, out.splitlines())) <= int(width)
 
 
@@ -471,28 +424,15 @@ def test_values_of_options_follow_the_fields():
 
 
 def test_the_evaluation_gets_its_words_unread(monkeypatch):
-    """`mmkv eval --help` and all the rest is for mmkv.eval.cli, imported only then."""
-    import types
-
-    import typer
-
-    mounted, seen = typer.Typer(), []
+    """`mmkv plot --help` and all the rest is for mmkv.eval.cli, imported only then."""
+    seen, mounted = [], typer.Typer()
 
     @mounted.command(context_settings={"ignore_unknown_options": True})
     def plot(words: list[str]) -> None:
         seen.extend(words)
 
-    @mounted.command()
-    def report() -> None: ...
-
-    fake = types.ModuleType("mmkv.eval.cli")
-    fake.commands = mounted
-    monkeypatch.setitem(sys.modules, "mmkv.eval.cli", fake)
-    fresh = typer.Typer()
-    fresh.command("chat")(commands.chat)
-    monkeypatch.setattr(commands, "app", fresh)
-    monkeypatch.setattr(commands, "find_spec", lambda name: True)
-    commands._mount("mmkv.eval", {"plot": "", "report": ""})
+    mounted.command("report")(lambda: None)
+    monkeypatch.setitem(sys.modules, "mmkv.eval.cli", SimpleNamespace(commands=mounted))
     with pytest.raises(SystemExit):
         commands.main(["plot", "--dark", "a", "b"])
     assert seen == ["--dark", "a", "b"]

@@ -38,12 +38,11 @@ def processor(builtin):
 # Scenes ------------------------------------------------------------------------------------------
 
 
-def test_scenes_are_deterministic_and_differ_by_seed_and_split():
-    assert scenes.make_scene(3) == scenes.make_scene(3)
-    assert scenes.make_scene(3) != scenes.make_scene(4)
-    assert (
-        scenes.draw(scenes.make_scene(3)).tobytes() == scenes.draw(scenes.make_scene(3)).tobytes()
-    )
+def test_scenes_and_texts_are_deterministic_and_differ_by_seed_and_split():
+    assert scenes.make_scene(3) == scenes.make_scene(3) != scenes.make_scene(4)
+    assert scenes.draw(scenes.make_scene(3)) == scenes.draw(scenes.make_scene(3))
+    assert texts.make_lookup(5, 256) == texts.make_lookup(5, 256)
+    assert texts.make_lookup(5, 256) != texts.make_lookup(5, 256, "train")
 
 
 def test_no_heldout_scene_is_a_training_scene():
@@ -113,25 +112,18 @@ def test_descriptions_are_scored(text, score):
 
 
 def test_short_questions_have_answers_that_hold():
-    for question in scenes.ask(SCENE, random.Random(0), 200):
-        if question.text == "What is at the center?":
-            assert question.answer == "An orange star is at the center."
-        if question.text == "Where is the blue cross?":
-            assert question.answer == "The blue cross is at the bottom center."
-        if question.text == "How many objects are in the picture?":
-            assert question.answer == "There are three objects in the picture."
-        if question.text == "How many crosses are in the picture?":
-            assert question.answer == "There is one cross in the picture."
-        if question.text == "How many red objects are in the picture?":
-            assert question.answer == "There is one red object in the picture."
+    answers = {
+        "What is at the center?": "An orange star is at the center.",
+        "Where is the blue cross?": "The blue cross is at the bottom center.",
+        "How many objects are in the picture?": "There are three objects in the picture.",
+        "How many crosses are in the picture?": "There is one cross in the picture.",
+        "How many red objects are in the picture?": "There is one red object in the picture.",
+    }
+    asked = {x.text: x.answer for x in scenes.ask(SCENE, random.Random(0), 200)}
+    assert {text: asked.get(text) for text in answers} == answers
 
 
 # Texts -------------------------------------------------------------------------------------------
-
-
-def test_texts_are_deterministic_and_split():
-    assert texts.make_lookup(5, 256) == texts.make_lookup(5, 256)
-    assert texts.make_lookup(5, 256) != texts.make_lookup(5, 256, "train")
 
 
 @pytest.mark.parametrize("tokens", [64, 256, 1024])

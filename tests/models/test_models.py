@@ -95,8 +95,6 @@ def test_a_prompt_in_chunks(name, policy):
         logits, got, _ = generate(model, inputs, prefill_chunk_size=33)
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
     assert torch.equal(got, tokens)
-    if "Falcon" in name and policy == "condense":
-        return
     with mmkv.wrapped(model, policy, 0.4, **short(policy)), recorded(model) as held:
         logits, tokens, _ = generate(model, inputs, prefill_chunk_size=33)
     with seeing(model, held, chunks=-(-inputs["input_ids"].shape[1] // 33)):
@@ -104,20 +102,7 @@ def test_a_prompt_in_chunks(name, policy):
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("policy", slow_except(["prefixkv", "h2o"], "h2o"))
-@pytest.mark.parametrize(
-    ("name", "picture"),
-    slow_except(
-        [(n, False) for n in NAMES] + [(n, True) for n in VISION],
-        *((name, False) for name in FEW),
-        several=True,
-    ),
-)
-def test_a_second_turn_equals_masking(name, picture, policy):
-    if "Falcon" in name and policy == "condense":
-        pytest.skip("the reference cannot give Falcon's own attention pairs for its groups")
-    """A conversation goes on: positions count what was said, not what was kept."""
-    model = model_of(name)
+def second_turn(model, policy: str, picture: bool) -> None:
     if picture:
         needs_encoder_outputs(model)
     inputs = inputs_of(model, "one")
@@ -132,6 +117,20 @@ def test_a_second_turn_equals_masking(name, picture, policy):
     torch.testing.assert_close(second, again, atol=2e-4, rtol=0)
 
 
+@pytest.mark.parametrize("policy", slow_except(["prefixkv", "h2o"], "h2o"))
+@pytest.mark.parametrize(
+    ("name", "picture"),
+    slow_except(
+        [(n, False) for n in NAMES] + [(n, True) for n in VISION],
+        *((name, False) for name in FEW),
+        several=True,
+    ),
+)
+def test_a_second_turn_equals_masking(name, picture, policy):
+    """A conversation goes on: positions count what was said, not what was kept."""
+    second_turn(model_of(name), policy, picture)
+
+
 @pytest.mark.parametrize(
     "name",
     slow_except(["Falcon", "Gemma3ForCond", "PaliGemma", "Qwen2VL", "OPT"], "Falcon", "Qwen2VL"),
@@ -139,18 +138,7 @@ def test_a_second_turn_equals_masking(name, picture, policy):
 def test_eager_models_too(name):
     """Masks are numbers there, not bool."""
     name = next(x for x in NAMES if x.startswith(name))
-    model = zoo.make(name, "eager")
-    needs_encoder_outputs(model)
-    inputs = inputs_of(model, "one")
-    with mmkv.wrapped(model, "prefixkv", 0.4, **short("prefixkv")), recorded(model) as held:
-        first, words, cache = generate(model, inputs)
-        turn = zoo.next_turn(model, inputs, words, name in VISION)
-        second, answer, _ = generate(model, turn, past_key_values=cache)
-    with seeing(model, held):
-        plain, _, cache = fed(model, inputs, words)
-        again, _, _ = fed(model, turn, answer, past_key_values=cache)
-    torch.testing.assert_close(first, plain, atol=2e-4, rtol=0)
-    torch.testing.assert_close(second, again, atol=2e-4, rtol=0)
+    second_turn(zoo.make(name, "eager"), "prefixkv", name in VISION)
 
 
 @pytest.mark.parametrize("name", slow_except(NAMES, *FEW))
@@ -289,36 +277,46 @@ def test_repositioning_or_a_reason(name):
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("cls", ["Mistral", "Mixtral", "Phi3"])
-def test_a_model_that_slides_everywhere_is_refused(cls):
-    config = getattr(tf, f"{cls}Config")(**configs.TEXT, sliding_window=16)
-    model = getattr(tf, f"{cls}ForCausalLM")(config).eval()
-    with pytest.raises(ValueError, match="nothing to compress"):
-        mmkv.wrap(model, "prefixkv", 0.5)
+def changed(name: str, **settings):
+    config = configs.CONFIGS[name]()
+    for key, value in settings.items():
+        setattr(config, key, value)
+    return getattr(tf, name)(config)
 
 
-def test_what_cannot_be_wrapped_says_why():
-    bloom = tf.BloomForCausalLM(tf.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=9))
-    with pytest.raises(ValueError, match=r"BloomForCausalLM: its ALiBi.*supported: .*Llama"):
-        mmkv.wrap(bloom, "prefixkv", 0.5)
-    falcon = tf.FalconForCausalLM(tf.FalconConfig(**configs.TEXT, alibi=True))
-    with pytest.raises(ValueError, match="FalconForCausalLM with alibi=True"):
-        mmkv.wrap(falcon, "prefixkv", 0.5)
-    for settings, why in (
-        ({"num_kv_shared_layers": 2}, r"num_kv_shared_layers=2: .*take a checkpoint without"),
-        ({"use_bidirectional_attention": "all"}, r"attention='all': its tokens see later ones"),
-    ):
-        gemma = configs.CONFIGS["Gemma4ForCausalLM"]()
-        for name, value in settings.items():
-            setattr(gemma, name, value)
-        with pytest.raises(ValueError, match=f"Gemma4ForCausalLM with .*{why}"):
-            mmkv.wrap(tf.Gemma4ForCausalLM(gemma), "prefixkv", 0.5)
-    config = tf.LlavaConfig(text_config=tf.Qwen3Config(**configs.TEXT), vision_config=configs.CLIP)
-    llava = tf.LlavaForConditionalGeneration(config)
-    with pytest.raises(
-        ValueError, match=r"decoder is a Qwen3Model.*decoders: llama, mistral, qwen2"
-    ):
-        mmkv.wrap(llava, "prefixkv", 0.5)
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (
+            lambda: tf.BloomForCausalLM(
+                tf.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=9)
+            ),
+            r"BloomForCausalLM: its ALiBi.*supported: .*Llama",
+        ),
+        (lambda: changed("FalconForCausalLM", alibi=True), "FalconForCausalLM with alibi=True"),
+        (
+            lambda: changed("Gemma4ForCausalLM", num_kv_shared_layers=2),
+            r"Gemma4ForCausalLM with num_kv_shared_layers=2: .*take a checkpoint without",
+        ),
+        (
+            lambda: changed("Gemma4ForCausalLM", use_bidirectional_attention="all"),
+            r"Gemma4ForCausalLM with .*attention='all': its tokens see later ones",
+        ),
+        (
+            lambda: changed(
+                "LlavaForConditionalGeneration", text_config=tf.Qwen3Config(**configs.TEXT)
+            ),
+            r"decoder is a Qwen3Model.*decoders: llama, mistral, qwen2",
+        ),
+        *(
+            (lambda cls=cls: changed(f"{cls}ForCausalLM", sliding_window=16), "nothing to compress")
+            for cls in ("Mistral", "Mixtral", "Phi3")
+        ),
+    ],
+)
+def test_what_cannot_be_wrapped_says_why(make, why):
+    with pytest.raises(ValueError, match=why):
+        mmkv.wrap(make().eval(), "prefixkv", 0.5)
 
 
 def test_the_table_covers_what_is_known():
