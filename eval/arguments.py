@@ -12,6 +12,9 @@ from mmkv.terminal import say
 DataOption = Annotated[
     str, typer.Option(help="builtin, or a path to the published file or folder.")
 ]
+BudgetsOption = Annotated[
+    str, typer.Option(help="Fractions of the prompt (0.2), or tokens per layer and head (128).")
+]
 PolicyOption = Annotated[
     list[str] | None,
     typer.Option(

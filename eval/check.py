@@ -20,7 +20,7 @@ from mmkv.options import (
 )
 from mmkv.terminal import bar, check_place, console, say, told
 
-from .arguments import LimitOption, PromptsOption, budget_list, commands
+from .arguments import BudgetsOption, LimitOption, PromptsOption, budget_list, commands
 from .store import Store, describe_environment, digest, key_of, replace
 
 if TYPE_CHECKING:
@@ -42,9 +42,7 @@ def check_command(
         float, typer.Option(help="Divergence that is tolerated, nats a token.")
     ] = 0.05,
     policy: PolicyName = "condense",
-    budgets: Annotated[
-        str, typer.Option(help="Fractions of the prompt (0.2), or tokens per layer and head (128).")
-    ] = "0.05,0.1,0.2,0.3,0.5",
+    budgets: BudgetsOption = "0.05,0.1,0.2,0.3,0.5",
     option: PairsOption = None,
     profile: ProfileOption = None,
     kv_dtype: KvDtypeOption = None,
@@ -82,14 +80,14 @@ def check_command(
     check_place(folder)
 
     from mmkv.divergence import check_arguments
-    from mmkv.loading import models
+    from mmkv.loading import quiet
 
     check_arguments(chosen, sizes, within, max_new_tokens)
     loaded = chat.load(model, device, dtype)
     how: dict[str, Any] = {"within": within, "max_new_tokens": max_new_tokens}
     how |= {"profile": profile, "kv_dtype": kv_dtype, "out": out}
     try:
-        with models.quiet():
+        with quiet():
             inputs = prompts_of(loaded, prompts, limit)
             report, path = run(loaded, inputs, chosen, sizes, **how)
     except KeyboardInterrupt:
@@ -172,7 +170,6 @@ def run(
     environment = describe_environment(model.device)
     folder = FOLDER / digest([about, environment]) if out is None else _folder(out)
     store = Store(folder)
-    store.check(about)
     store.claim(about, environment)
     order = list(dict.fromkeys(x.label for x in settings)), [x.budget for x in settings]
     done = {key_of(row) for row in store.merge(*order)}

@@ -16,6 +16,7 @@ from mmkv.terminal import check_place, console, say, told
 
 from . import check  # its command is among these
 from .arguments import (
+    BudgetsOption,
     DataOption,
     ImagesOption,
     LengthOption,
@@ -30,10 +31,7 @@ from .arguments import (
 __all__ = ["check", "commands"]
 
 POLICIES = "full,local,streaming,h2o,elastic,snapkv,pyramidkv,adakv,squeeze,xkv,prefixkv"
-BUDGETS = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9"
 PLOTS = ("layers", "lorenz", "retention", "heads")
-# Budgets at which head sizes are drawn.
-_SHOWN = (0.1, 0.2, 0.4)
 
 
 @commands.command("eval")
@@ -55,9 +53,7 @@ def eval_command(
             "the model can have."
         ),
     ] = POLICIES,
-    budgets: Annotated[
-        str, typer.Option(help="Fractions of the prompt (0.2), or tokens per layer and head (128).")
-    ] = BUDGETS,
+    budgets: BudgetsOption = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9",
     metrics: Annotated[
         str,
         typer.Option(help="Of ppl, divergence, next, rouge, score; the last two generate replies."),
@@ -132,8 +128,6 @@ def eval_command(
     more: dict[str, Any] = {"tasks": only, "questions": questions, "limit": limit}
     samples = _samples(suite, data, model, length=length, image_folder=image_folder, **more)
     folder = out or Path("runs") / suite
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--out {folder} is a file, not a folder")
     check_place(folder)
     processes = find_processes(device)
     if processes.count > 1:
@@ -362,7 +356,7 @@ def plot_command(
     except ValueError as error:
         raise ValueError(f"--out {error}") from None
     if kind == "heads":
-        typer.echo(f"wrote {draw.save(_heads(profile, model), path)}")
+        typer.echo(f"wrote {draw.save(draw.heads(profile, model), path)}")
         return
     variants = parse_variants(
         split(policies), parse_options(option or []), builtin=data == "builtin"
@@ -382,21 +376,6 @@ def plot_command(
     about = f"{Path(model).name}, {shown.suite} {shown.id}"
     figure = draw.plot_prompt(loaded, inputs, kind, variants, size, about)
     typer.echo(f"wrote {draw.save(figure, path)}")
-
-
-def _heads(profile: Path | None, model: str) -> Any:
-    """A profile of cost curves, that of a model's folder if none is given, as a figure."""
-    from mmkv.loading import models
-    from mmkv.profiles import FILE, Profile
-
-    from . import draw
-
-    path = profile or Path(models.find(model, convert=False).path) / FILE
-    found = Profile.load(path)
-    if found.curves is None:
-        raise ValueError(f"profile {path}: it has layer sizes alone: use one of condense")
-    about = f"{path}: {found.policy}, {found.samples} prompts"
-    return draw.head_costs(found.curves, _SHOWN, title=about)
 
 
 def _check_file(out: Path) -> None:

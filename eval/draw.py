@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from torch import Tensor
 
-    from mmkv.sizes.calibrated import Curves
-
     from .tabulate import Report
 
 _HINTS = {
@@ -311,8 +309,24 @@ def _lorenz(scores: Sequence[Tensor], policy: str, about: str) -> Figure:
     return _finish(figure, about)
 
 
-def head_costs(measured: Curves, budgets: Sequence[float], *, title: str) -> Figure:
-    """What shrinking a head costs, one line a layer, and each head's share at some budgets."""
+def heads(path: Path | None, model: str) -> Figure:
+    """What shrinking a head costs, one line a layer, and each head's share at some budgets.
+
+    Args:
+        path: a profile of cost curves; by default that of the model's folder.
+        model: its name.
+
+    Raises:
+        ValueError: the profile has none.
+    """
+    from mmkv.loading import models
+    from mmkv.profiles import FILE, Profile
+
+    path = path or Path(models.find(model, convert=False).path) / FILE
+    profile = Profile.load(path)
+    measured, budgets = profile.curves, (0.1, 0.2, 0.4)
+    if measured is None:
+        raise ValueError(f"profile {path}: it has layer sizes alone: use one of condense")
     figure, (axis, *maps) = _panels(1 + len(budgets))
     costs = np.array(measured.costs)  # layers, heads, levels
     places = 100 * np.array(measured.levels)
@@ -335,7 +349,7 @@ def head_costs(measured: Curves, budgets: Sequence[float], *, title: str) -> Fig
             side.set_major_locator(MaxNLocator(integer=True))
     if image is not None:
         figure.colorbar(image, ax=maps, label="% of the prompt", shrink=0.8)
-    return _finish(figure, title)
+    return _finish(figure, f"{path}: {profile.policy}, {profile.samples} prompts")
 
 
 def layer_scores(model: Any, inputs: Mapping[str, Any], policy: Any) -> list[Tensor]:

@@ -154,9 +154,8 @@ def run(
     environment = describe_environment(model.device)
     store = Store(out, None if processes.count == 1 else processes.rank)
     order = [v.label for v in variants], [1.0, *(b for b in budgets if named(b) != "1.0")]
-    store.check(settings)
+    store.claim(settings, environment, main=processes.main)
     if processes.main:
-        store.claim(settings, environment)
         store.merge(*order)
     processes.wait()
     rows = {key_of(row): row for row in store.rows()}

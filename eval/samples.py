@@ -146,15 +146,13 @@ def suite_notes(samples: Iterable[Sample]) -> tuple[str, ...]:
 
 
 def open_images(sample: Sample) -> list[Image.Image]:
-    """The pictures of a sample as RGB, the first frames of those that are paths.
+    """The pictures of a sample as RGB, reading those that are paths. Raises DataError."""
+    return [read_image(i) if isinstance(i, str | Path) else i for i in sample.images]
 
-    Raises:
-        DataError: one cannot be read.
-    """
-    return [
-        _open(Path(i), lambda picture: picture.convert("RGB")) if isinstance(i, str | Path) else i
-        for i in sample.images
-    ]
+
+def read_image(path: str | Path) -> Image.Image:
+    """One picture as RGB, its first frame if it has several. Raises DataError."""
+    return _open(Path(path), lambda picture: picture.convert("RGB"))
 
 
 def check_image(path: str | Path) -> None:

@@ -83,30 +83,27 @@ class Store:
         # Where this process appends.
         self.own_file = self.rows_file if rank is None else self.folder / f"rows.{rank}.jsonl"
 
-    def check(self, settings: dict[str, Any]) -> None:
-        """Whether a run may start or go on here; every process asks for itself.
+    def claim(
+        self, settings: dict[str, Any], environment: dict[str, Any], *, main: bool = True
+    ) -> None:
+        """Start a run here, or go on with the one that is here; the `main` process writes that.
 
         Raises:
             RunError: the folder holds a run of other settings; the message names the first.
         """
-        if not self.settings_file.exists():
-            return
-        there, here = read_settings(self.folder)["settings"], json.loads(json.dumps(settings))
-        for name in {**there, **here}:
-            if there.get(name) != here.get(name):
-                raise RunError(
-                    f"{self.folder} holds a run with {name}={there.get(name)!r}, this one has "
-                    f"{name}={here.get(name)!r}: choose another --out for a new run, or the same "
-                    "options to go on with that one"
-                )
-
-    def claim(self, settings: dict[str, Any], environment: dict[str, Any]) -> None:
-        """Start a run here, or go on with the one that is here, after `check`."""
         run: dict[str, Any] = {"settings": settings, "made_by": []}
         if self.settings_file.exists():
             run = read_settings(self.folder)
+            there, here = run["settings"], json.loads(json.dumps(settings))
+            for name in {**there, **here}:
+                if there.get(name) != here.get(name):
+                    raise RunError(
+                        f"{self.folder} holds a run with {name}={there.get(name)!r}, this one has "
+                        f"{name}={here.get(name)!r}: choose another --out for a new run, or the "
+                        "same options to go on with that one"
+                    )
         made_by = {"id": digest([settings, environment]), **environment}
-        if made_by not in run["made_by"]:
+        if main and made_by not in run["made_by"]:
             run["made_by"].append(made_by)
             self.folder.mkdir(parents=True, exist_ok=True)
             replace(self.settings_file, json.dumps(run, indent=2) + "\n")
@@ -114,15 +111,10 @@ class Store:
     def rows(self) -> list[Row]:
         """All rows of all processes, each once, in the order found."""
         found: dict[Key, Row] = {}
-        for path in [self.rows_file, *self._parts()]:
+        for path in [self.rows_file, *sorted(self.folder.glob("rows.*.jsonl"))]:
             for row in read_rows(path):
                 found.setdefault(key_of(row), row)
         return list(found.values())
-
-    def missing(self, rows: Iterable[Row]) -> list[Row]:
-        """Those of these rows that are not here yet."""
-        here = {key_of(row) for row in self.rows()}
-        return [row for row in rows if key_of(row) not in here]
 
     def append(self, rows: Iterable[Row]) -> None:
         """Write rows and see them to the disk."""
@@ -146,15 +138,12 @@ class Store:
             policy, budget, index = key_of(row)
             return rank.get(policy, len(rank)), place.get(budget, len(place)), index
 
-        rows, parts = sorted(self.rows(), key=order), self._parts()
+        rows, parts = sorted(self.rows(), key=order), list(self.folder.glob("rows.*.jsonl"))
         if parts or self.rows_file.exists():
             replace(self.rows_file, "".join(map(_line, rows)))
         for part in parts:
             part.unlink()
         return rows
-
-    def _parts(self) -> list[Path]:
-        return sorted(self.folder.glob("rows.*.jsonl"))
 
 
 def _line(row: Row) -> str:

@@ -70,21 +70,18 @@ def builtin(size: int) -> list[Sample]:
     """Held-out scenes, each with its full description as the reference."""
     from mmkv.builtin import scenes
 
-    samples = []
-    for seed in range(size):
-        scene = scenes.make_scene(seed)
-        rng = random.Random(f"description:{seed}")
-        samples.append(
-            Sample(
-                id=f"scene-{seed}",
-                suite=NAME,
-                task=NAME,
-                prompt=scenes.describe_question("the picture", rng),
-                images=(scenes.draw(scene),),
-                answers=(scenes.describe(scene),),
-                max_new_tokens=96,
-                tags=(f"objects={len(scene.objects)}",),
-                note=BUILTIN_NOTE,
-            )
+    shown = [(seed, scenes.make_scene(seed)) for seed in range(size)]
+    return [
+        Sample(
+            id=f"scene-{seed}",
+            suite=NAME,
+            task=NAME,
+            prompt=scenes.describe_question("the picture", random.Random(f"description:{seed}")),
+            images=(scenes.draw(scene),),
+            answers=(scenes.describe(scene),),
+            max_new_tokens=96,
+            tags=(f"objects={len(scene.objects)}",),
+            note=BUILTIN_NOTE,
         )
-    return samples
+        for seed, scene in shown
+    ]

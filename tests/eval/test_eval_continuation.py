@@ -58,11 +58,6 @@ def test_what_is_no_text_is_said(folder, name, message):
         load_suite("continuation", folder / name)
 
 
-def test_there_is_no_built_in_data():
-    with pytest.raises(ValueError, match="--data names a folder, or stdlib"):
-        load_suite("continuation")
-
-
 @pytest.mark.slow
 def test_the_standard_library_without_its_tests():
     found = source.files()

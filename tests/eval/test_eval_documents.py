@@ -82,25 +82,11 @@ def test_a_document_and_then_its_question(folder, task):
     assert len(set(asked)) == (1 if task == "summary" else 5)
 
 
-def test_a_quoted_word_occurs_once(folder):
-    samples = load_suite("documents", folder, tasks=["question"], limit=13)
-    quoted = [s for s in samples if s.question.startswith("Quote")]
-    assert len(quoted) == 3
-    for sample in quoted:
-        assert sample.prompt.removesuffix(sample.question).count(sample.question.split('"')[1]) == 1
-
-
 def test_a_quoted_word_is_none_that_is_repeated():
     text = "people window bright people window bright lonely street street people"
     for seed in range(5):
         made = documents._question(text, "", 2, random.Random(seed))
         assert made["question"].endswith('the word "lonely".')
-
-
-def test_tasks_have_documents_of_their_own(folder, monkeypatch):
-    monkeypatch.setattr(documents, "EACH", 1)
-    samples = load_suite("documents", folder, limit=3)
-    assert len({s.id.partition("/")[2] for s in samples}) == 3
 
 
 def test_needles_lie_at_every_depth(folder):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import struct
-import zlib
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from mmkv.eval import samples
 from mmkv.eval.samples import DataError, open_images, suite_notes
 from mmkv.eval.suites import files
 from mmkv.eval.suites.registry import load_suite
@@ -100,13 +97,6 @@ def test_a_file_of_another_shape_is_refused(folder, suite, content):
         load_suite(suite, write(folder / "data.json", content))
 
 
-@pytest.mark.parametrize("raw", [b"", b"[{]", b'["\xff"]', b"[" * 100_000])
-def test_a_file_that_is_no_json_is_refused(folder, raw):
-    (folder / "data.json").write_bytes(raw)
-    with pytest.raises(DataError, match=r"data\.json: (not a JSON file|is nested)"):
-        load_suite("description", folder / "data.json")
-
-
 def test_missing_and_doubtful_files_are_refused(folder, monkeypatch):
     with pytest.raises(DataError, match="no such file"):
         load_suite("description", folder / "nothing.json")
@@ -150,42 +140,11 @@ def test_a_link_out_of_the_folder_is_refused(folder):
         load_suite("description", path)
 
 
-def png_of(width: int, height: int) -> bytes:
-    """A PNG whose header claims a size; its data are missing."""
-    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    start = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header
-    return start + struct.pack(">I", zlib.crc32(header)) + b"\0\0\0\0IDAT\x35\xaf\x06\x1e"
-
-
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [
-        (b"no picture", r"not a picture in a known format \(JPEG, PNG"),
-        (b"", r"not a picture in a known format \(JPEG, PNG"),
-        (png_of(8000, 8000), "8000 x 8000 pixels"),
-        (png_of(12_000, 8000), "decompression bomb"),
-        (png_of(60_000, 60_000), "decompression bomb"),
-    ],
-)
-def test_bad_pictures_are_refused_before_they_are_decoded(folder, raw, message):
-    (folder / "images" / "bad.png").write_bytes(raw)
+def test_a_bad_picture_is_refused_with_its_entry(folder):
+    (folder / "images" / "bad.png").write_bytes(b"no picture")
     path = write(folder / "data.json", [description(), description(image="bad.png")])
-    with pytest.raises(DataError, match=rf"entry 1: field 'image': .*bad\.png.*{message}"):
+    with pytest.raises(DataError, match=r"entry 1: field 'image': .*bad\.png.*not a picture"):
         load_suite("description", path)
-
-
-def test_a_picture_that_breaks_in_decoding_names_its_file(folder):
-    (folder / "images" / "cut.png").write_bytes(png_of(64, 64))
-    path = write(folder / "data.json", [description(image="cut.png")])
-    (sample,) = load_suite("description", path)
-    with pytest.raises(DataError, match=r"cut\.png"):
-        open_images(sample)
-
-
-def test_a_picture_of_too_many_bytes_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(samples, "MAX_IMAGE_BYTES", 20)
-    with pytest.raises(DataError, match="larger than"):
-        load_suite("description", write(folder / "data.json", [description()]))
 
 
 def test_mmvet_reads_both_published_shapes(folder):

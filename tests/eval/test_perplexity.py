@@ -67,14 +67,6 @@ def test_full_budget_gives_the_plain_models_perplexity(model, inputs, policy):
     assert perplexity(scored.nll, scored.tokens) == pytest.approx(expected, abs=1e-4, rel=1e-6)
 
 
-def test_pictures_in_the_prompt():
-    model, inputs = make_model("llava-llama"), make_inputs("llava-llama", LENGTHS)
-    expected = plain_nll(model, inputs, ANSWERS)
-    with mmkv.wrapped(model, "prefixkv", 1.0):
-        scored = score_answers(model, inputs, ANSWERS)
-    assert scored.nll == pytest.approx(expected, rel=1e-5)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_pass_equals_token_by_token(model, inputs, policy):
     with mmkv.wrapped(model, policy, 0.5, **short(policy), **grow(policy)):

@@ -108,14 +108,6 @@ def test_continuations_are_scored_behind_the_compressed_context(harness, tasks):
     assert flat(ours["choose"])[0] == pytest.approx(-scored.nll[0], rel=1e-4)
 
 
-def test_the_builtin_text_model(harness):
-    from mmkv.eval.harness.lm_eval import MMKV
-
-    model = MMKV("builtin", policy="h2o", budget=0.5)
-    ((logprob, _),) = model._loglikelihood_tokens([(None, [1, *range(40, 90)], [50, 51])], True)
-    assert logprob < 0
-
-
 def test_arguments():
     assert plugin_arguments("xkv", "0.2", None, {"window": "4", "device": "cpu"}) == (
         0.2,
