@@ -92,9 +92,8 @@ class CheckReport:
         """The smallest budget in a sentence, or that there is none."""
         found = self._smallest()
         if found is None:
-            best = min(
-                (x for x in self.rows if x.policy == self.policy), key=lambda x: x.divergence
-            )
+            own = [x for x in self.rows if x.policy == self.policy]
+            best = min(own, key=lambda x: x.divergence)
             return (
                 f"no budget is within {self.within:g} nats a token: {best.name} is nearest, with "
                 f"{best.divergence:.3g}; try larger budgets, another policy or options, or a "

@@ -115,11 +115,8 @@ class Profile:
                 raise ValueError(f"expected a JSON list, or an object with format={_FORMAT!r}")
             if data.get("version") != _VERSION:
                 raise ValueError(f"version {data.get('version')!r}, expected {_VERSION}")
-            known: dict[str, Any] = {
-                "policy": _typed(data, "policy", str),
-                "samples": _typed(data, "samples", int),
-                "model": _typed(data, "model", dict),
-            }
+            kinds = {"policy": str, "samples": int, "model": dict}
+            known: dict[str, Any] = {k: _typed(data, k, kind) for k, kind in kinds.items()}
             if "costs" in data:
                 levels = _numbers(data.get("levels"), "levels", 1)
                 return cls(curves=Curves(levels, _numbers(data["costs"], "costs", 3)), **known)

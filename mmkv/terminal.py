@@ -46,8 +46,8 @@ def console() -> Console:
 
 def write(screen: Console, text: Any, style: str | None = None) -> None:
     """A line as it is, however long; or a table."""
-    how = {"markup": False, "highlight": False, "soft_wrap": isinstance(text, str)}
-    screen.print(text, style=style, **how)
+    wrap = isinstance(text, str)
+    screen.print(text, style=style, markup=False, highlight=False, soft_wrap=wrap)
 
 
 def say(text: str) -> None:

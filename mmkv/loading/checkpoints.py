@@ -175,28 +175,26 @@ def _refuse_what_differs(folder: Path, fields: dict[str, Any]) -> None:
             f"{folder} is not an original LLaVA checkpoint: its config.json has no mm_vision_tower "
             "and vocab_size; load a converted one with transformers' from_pretrained"
         )
-    kind = fields.get("model_type")
+    kind, projector = fields.get("model_type"), fields.get("mm_projector_type")
+    feature = fields.get("mm_vision_select_feature", "patch")
+    why = None
     if kind not in _TEXT:
-        raise ValueError(f"model_type={kind!r}: expected one of {', '.join(_TEXT)}")
-    if fields.get("mm_projector_type") != "mlp2x_gelu":
-        raise ValueError(
-            f"mm_projector_type={fields.get('mm_projector_type')!r}: transformers' LLaVA has "
-            "'mlp2x_gelu' alone"
-        )
-    if fields.get("mm_vision_select_feature", "patch") not in ("patch", "cls_patch"):
-        raise ValueError(
-            f"mm_vision_select_feature={fields['mm_vision_select_feature']!r}: expected 'patch' "
-            "or 'cls_patch'"
-        )
-    if fields.get("mm_use_im_start_end"):
-        raise ValueError("mm_use_im_start_end=True: tokens around each picture are not supported")
-    if "anyres" in str(fields.get("image_aspect_ratio")) or "unpad" in str(
+        why = f"model_type={kind!r}: expected one of {', '.join(_TEXT)}"
+    elif projector != "mlp2x_gelu":
+        why = f"mm_projector_type={projector!r}: transformers' LLaVA has 'mlp2x_gelu' alone"
+    elif feature not in ("patch", "cls_patch"):
+        why = f"mm_vision_select_feature={feature!r}: expected 'patch' or 'cls_patch'"
+    elif fields.get("mm_use_im_start_end"):
+        why = "mm_use_im_start_end=True: tokens around each picture are not supported"
+    elif "anyres" in str(fields.get("image_aspect_ratio")) or "unpad" in str(
         fields.get("mm_patch_merge_type")
     ):
-        raise ValueError(
+        why = (
             f"{folder} is LLaVA-1.6, which cuts pictures into tiles: load a converted checkpoint "
             "(llava-hf) with transformers' LlavaNextForConditionalGeneration"
         )
+    if why is not None:
+        raise ValueError(why)
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

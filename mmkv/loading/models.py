@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,20 +148,27 @@ def pretrained(name: str, **options: Any) -> tuple[Any, Any, bool]:
     source = find(name)
     if options.get("dtype", "auto") == "auto":
         options["dtype"] = source.dtype
-    try:
+    # Large models load, or are downloaded, for minutes: who looks at a terminal sees it.
+    bars = sys.stderr.isatty() and name != BUILTIN
+    with _in_one_line(source, f"cannot load model {name!r}", bars=bars):
         if source.gguf_file is not None:
             model, tokenizer = gguf_files.read(Path(source.path) / source.gguf_file, **options)
             return model.eval(), tokenizer, False
-        # Large models load, or are downloaded, for minutes: who looks at a terminal sees it.
-        with quiet(bars=sys.stderr.isatty() and name != BUILTIN):
-            _, maker, reads_pictures = _config_and_class(source)
-            reader: Any = hf.AutoProcessor if reads_pictures else hf.AutoTokenizer
-            how: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, **options}
-            model = maker.from_pretrained(source.path, **how).eval()
-            processor = reader.from_pretrained(source.path, trust_remote_code=False)
-            return model, processor, reads_pictures
+        _, maker, reads_pictures = _config_and_class(source)
+        reader: Any = hf.AutoProcessor if reads_pictures else hf.AutoTokenizer
+        how: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, **options}
+        model = maker.from_pretrained(source.path, **how).eval()
+        return model, reader.from_pretrained(source.path, trust_remote_code=False), reads_pictures
+
+
+@contextmanager
+def _in_one_line(source: Source, what: str, *, bars: bool = False) -> Generator[None]:
+    """transformers without its messages, and its errors as `ValueError`s that begin with `what`."""
+    try:
+        with quiet(bars=bars):
+            yield
     except source.errors as error:
-        raise ValueError(f"cannot load model {name!r}: {source.why(error)}") from error
+        raise ValueError(f"{what}: {source.why(error)}") from error
 
 
 def load_tokenizer(name: str) -> Any:
@@ -174,13 +183,8 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     source = find(name)
-    try:
-        with quiet():
-            return AutoTokenizer.from_pretrained(
-                source.path, trust_remote_code=False, **source.options
-            )
-    except source.errors as error:
-        raise ValueError(f"model {name!r}: no tokenizer: {source.why(error)}") from None
+    with _in_one_line(source, f"model {name!r}: no tokenizer"):
+        return AutoTokenizer.from_pretrained(source.path, trust_remote_code=False, **source.options)
 
 
 def empty(name: str, dtype: torch.dtype) -> Any:
@@ -192,12 +196,9 @@ def empty(name: str, dtype: torch.dtype) -> Any:
     import torch
 
     source = find(name, convert=False)
-    try:
-        with quiet(), torch.device("meta"):
-            config, maker, _ = _config_and_class(source)
-            return maker.from_config(config, dtype=dtype)
-    except source.errors as error:
-        raise ValueError(f"model {name!r}: {source.why(error)}") from None
+    with _in_one_line(source, f"model {name!r}"), torch.device("meta"):
+        config, maker, _ = _config_and_class(source)
+        return maker.from_config(config, dtype=dtype)
 
 
 def _config_and_class(source: Source) -> tuple[Any, Any, bool]:
