@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mmkv import adapters, allocation, scores
+    from mmkv import adapters, scores, sizes
     from mmkv.builtin import load_builtin
     from mmkv.cache.compressed import CompressedCache
     from mmkv.cache.sampling import task
@@ -53,7 +53,7 @@ _HOME = {
     "wrap": "mmkv.wrapping",
     "wrapped": "mmkv.wrapping",
 }
-_MODULES = ("adapters", "allocation", "scores")
+_MODULES = ("adapters", "scores", "sizes")
 
 __all__ = [
     "CacheReport",
@@ -63,7 +63,6 @@ __all__ = [
     "Policy",
     "Profile",
     "adapters",
-    "allocation",
     "calibrate",
     "check",
     "get_policy",
@@ -76,6 +75,7 @@ __all__ = [
     "read",
     "register_policy",
     "scores",
+    "sizes",
     "task",
     "unwrap",
     "wrap",

@@ -9,11 +9,10 @@ import torch
 
 from mmkv import adapters, sensitivity, visual_heads
 from mmkv.forcing import checked_inputs
-from mmkv.parts.calibrated import CalibratedHeads
-from mmkv.parts.retrieval import RetrievalHeads
-from mmkv.parts.visual import VisualHeads
 from mmkv.profiles import CLOSE, Profile
 from mmkv.registry import exact_share, get_policy
+from mmkv.sizes.calibrated import CalibratedHeads
+from mmkv.sizes.profiled import RetrievalHeads, VisualHeads
 from mmkv.terminal import bar
 from mmkv.wrapping import comparing, wrapped
 

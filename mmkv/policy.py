@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
@@ -18,33 +17,20 @@ from mmkv.parts import (
     Part,
     Protect,
     Score,
+    at_least,
+    check,
+    discover,
     registered,
+    share,
 )
-from mmkv.parts.checks import at_least, check, share
 from mmkv.parts.decoding import Grow
-from mmkv.parts.scoring import WindowAttention
-from mmkv.parts.sizing import UniformHeads, UniformLayers
+from mmkv.scores.window import WindowAttention
+from mmkv.sizes.heads import UniformHeads
+from mmkv.sizes.layers import UniformLayers
 
 __all__ = ["Decode", "Heads", "Layers", "Merge", "Part", "Policy", "Protect", "Score"]
 
 P = TypeVar("P", bound="Policy")
-# The modules of the built-in parts, which register them; none needs torch before it computes.
-for _name in (
-    "calibrated",
-    "decoding",
-    "defensive",
-    "global_heads",
-    "key_scoring",
-    "merging",
-    "pictures",
-    "protection",
-    "repetition",
-    "retrieval",
-    "scoring",
-    "sizing",
-    "visual",
-):
-    importlib.import_module(f"mmkv.parts.{_name}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +107,7 @@ class Policy:
             ValueError: they cannot.
         """
         score, asked = self.score, f"postpone={self.postpone}"
-        if score.repeats or (score.queries == 0 and score.turn_reduction != "sum"):
+        if score.repeats or (self.queries == 0 and score.turn_reduction != "sum"):
             raise ValueError(
                 f"{asked} lets the queries of generated tokens observe, and score={score.name!r} "
                 "asks none of them: use postpone=0, or score='window' or 'accumulated'"
@@ -226,12 +212,14 @@ class Policy:
     @property
     def window_size(self) -> int:
         """How many last tokens observe and are themselves always kept."""
-        return 0 if self.keeps_all else self.score.window_size + self.postpone
+        return 0 if self.keeps_all else self.score.window + self.postpone
 
     @property
     def queries(self) -> int | None:
         """How many of a prompt's last queries its score needs at the end; None: all of them."""
-        return 0 if self.keeps_all else self.score.queries
+        if self.keeps_all:
+            return 0
+        return self.score.window or None if self.score.queries is None else self.score.queries
 
     @property
     def retention(self) -> float | None:
@@ -250,8 +238,10 @@ def as_part(kind: str, value: Any) -> Any:
             return None
     elif isinstance(value, BASES[kind]):
         return value
-    elif isinstance(value, str) and (cls := registered.get((kind, value))) is not None:
-        return cls()
+    elif isinstance(value, str):
+        discover()
+        if (cls := registered.get((kind, value))) is not None:
+            return cls()
     names = sorted(name for k, name in registered if k == kind)
     names += ["none"] if kind in OPTIONAL else []
     raise ValueError(f"{kind}={value!r}: expected one of {names}, or a {BASES[kind].__name__} part")

@@ -7,9 +7,7 @@ that cannot be had is skipped with a warning, and is an error where its policy i
 from __future__ import annotations
 
 import difflib
-import importlib
 import logging
-import pkgutil
 import re
 import threading
 from collections.abc import Callable, Generator
@@ -19,7 +17,7 @@ from importlib.metadata import EntryPoint, distributions, entry_points
 from numbers import Real
 from typing import Any, Literal, TypeVar, get_type_hints
 
-from mmkv.parts import KINDS, OPTIONAL, Part, register_part, registered
+from mmkv.parts import KINDS, OPTIONAL, Part, discover, register_part, registered
 from mmkv.policy import Policy
 
 log = logging.getLogger(__name__)
@@ -48,7 +46,7 @@ def register_policy(name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[P]
         if not (isinstance(cls, type) and issubclass(cls, Policy)):
             raise TypeError(f"register_policy({name!r}): {cls!r} is not a subclass of mmkv.Policy")
         if not _is_builtin(cls):
-            _load_builtin()  # their names are taken from the start
+            discover()  # their names are taken from the start
         for key in (name, *aliases):
             taken = _find(key)
             if taken is not None and _path(taken) != _path(cls):
@@ -173,21 +171,13 @@ def _is_builtin(cls: type) -> bool:
     return cls.__module__.startswith("mmkv.policies.")
 
 
-@cache
-def _load_builtin() -> None:
-    import mmkv.policies
-
-    for module in pkgutil.iter_modules(mmkv.policies.__path__):
-        importlib.import_module(f"mmkv.policies.{module.name}")
-
-
 def _load_all() -> None:
     """Import every built-in policy file and every installed entry point, once."""
     global _loaded
     with _loading:
         if _loaded:
             return
-        _load_builtin()
+        discover()
         _loaded = True
         # Parts first: policies may be made of them.
         for where, entry in sorted(_entries(), key=lambda x: (x[1].group, x[0], x[1].name)):

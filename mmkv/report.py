@@ -7,9 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mmkv.parts.merging import MergeIntoGroups
-from mmkv.parts.visual import WITHOUT_PROFILE, VisualHeads
-
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -104,7 +101,8 @@ class CacheReport:
                 share = None if state.retained is None else float(state.retained.mean())
                 errors = (None, None) if state.error is None else state.error.mean(0).tolist()
                 groups = None
-                if isinstance(cache.plan.policy.merge, MergeIntoGroups):
+                merge = cache.plan.policy.merge
+                if merge is not None and merge.weighted:
                     weights = cache.groups(i)[0]
                     groups = float((weights > 0).sum(-1).float().mean())
                 layers.append(LayerReport(i, True, counts, held, share, *errors, groups=groups))
@@ -228,7 +226,7 @@ def _notes(cache: CacheState) -> list[str]:
         elif raised:
             kept = f"least={policy.least} keeps {policy.least} of {length} tokens"
             notes.append(f"row {row}: {kept}, more than {asked}")
-    if isinstance(policy.merge, MergeIntoGroups) and whole < len(cache.lengths):
+    if policy.merge is not None and policy.merge.weighted and whole < len(cache.lengths):
         notes.append(
             "tokens that are not kept as they are stand in weighted groups, which retained "
             "importance leaves out"
@@ -244,6 +242,6 @@ def _notes(cache: CacheState) -> list[str]:
             if cache.plan.learned is None
             else f"{named}the mean layer sizes of {n} requests"
         )
-    if isinstance(policy.heads, VisualHeads):
-        notes.append(WITHOUT_PROFILE.format(policy=policy.name))
+    if policy.heads.without_profile:
+        notes.append(policy.heads.without_profile.format(policy=policy.name))
     return notes + cache.plan.shortfalls(prompt, len(cache.compressed))

@@ -21,17 +21,18 @@ from torch.nn.functional import pad
 
 from mmkv import adapters
 from mmkv.around import innermost
-from mmkv.cache import layer_sizes
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.evict import evict
 from mmkv.cache.layer import CompressedLayer
+from mmkv.cache.layer_sizes import sizes_of_rows
 from mmkv.cache.prompt_kv import PromptKV
-from mmkv.curves import Curves
 from mmkv.forcing import greedy
 from mmkv.parts.decoding import Grow
-from mmkv.parts.sizing import UniformHeads, UniformLayers
 from mmkv.policy import Policy
+from mmkv.sizes.calibrated import Curves
+from mmkv.sizes.heads import UniformHeads
+from mmkv.sizes.layers import UniformLayers
 from mmkv.wrapping import wrapped
 
 LEVELS = (0.03, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.55, 0.75, 1.0)
@@ -93,9 +94,7 @@ class _Probe(CompressedCache):
         self.changes: list[Tensor] = []
         self.heads = 1  # H
 
-    def _evict(
-        self, layer_idx: int, layer: Any, sizes: list[int], split: Tensor | None = None
-    ) -> None:
+    def _evict(self, *given: Any) -> None:
         """Nothing yet."""
 
     def update_recurrent_state(
@@ -152,12 +151,7 @@ class _Probe(CompressedCache):
     def _sizes_at(self, level: float) -> list[int]:
         """Each row's tokens at a level."""
         assert self.prompt is not None
-        rows = zip(self.prompt.lengths, self.prompt.floors, strict=True)
-        policy = self.plan.policy
-        return [
-            layer_sizes.row_sizes(policy, level, n_layers=1, length=n, floor=floor)[0]
-            for n, floor in rows
-        ]
+        return [n for (n,) in sizes_of_rows(replace(self.plan, budget=level), self.prompt, 1)]
 
     def costs(self, log_p: Tensor, valid: Tensor, generator: torch.Generator) -> Tensor:
         """Cost curves [L, H, R], in nats, summed over all replies' tokens.

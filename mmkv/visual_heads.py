@@ -26,8 +26,8 @@ from mmkv.cache.phases import Reading
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.forcing import greedy
 from mmkv.layer_inputs import LayerInputs
-from mmkv.parts.sizing import UniformHeads
 from mmkv.policy import Policy
+from mmkv.sizes.heads import UniformHeads
 from mmkv.wrapping import wrapped
 
 # What a sample may have beside the model's inputs.

@@ -6,10 +6,10 @@ Inference", arXiv 2407.11550, section 4 (Ada-Pyramid).
 
 from dataclasses import dataclass
 
-from mmkv.parts.sizing import AdaptiveHeads
 from mmkv.policies.pyramidkv import PyramidKV
 from mmkv.policy import Heads
 from mmkv.registry import register_policy
+from mmkv.sizes.heads import AdaptiveHeads
 
 
 @register_policy("ada-pyramidkv", aliases=("ada-pyramid",))

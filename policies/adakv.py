@@ -9,10 +9,10 @@ the mean over a group; here totals are exact, and as in SnapKV each query head i
 
 from dataclasses import dataclass
 
-from mmkv.parts.sizing import AdaptiveHeads
 from mmkv.policies.snapkv import SnapKV
 from mmkv.policy import Heads
 from mmkv.registry import register_policy
+from mmkv.sizes.heads import AdaptiveHeads
 
 
 @register_policy("adakv", aliases=("ada", "ada-snapkv"))

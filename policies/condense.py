@@ -9,11 +9,11 @@ Attention Matching, arXiv 2602.16284 (weights).
 
 from dataclasses import dataclass
 
-from mmkv.parts.merging import MergeIntoGroups
-from mmkv.parts.retrieval import RetrievalHeads
-from mmkv.parts.scoring import Observers
+from mmkv.merge.groups import MergeIntoGroups
 from mmkv.policy import Heads, Merge, Policy, Score
 from mmkv.registry import register_policy
+from mmkv.scores.observers import Observers
+from mmkv.sizes.profiled import RetrievalHeads
 
 
 @register_policy("condense")

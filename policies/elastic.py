@@ -10,11 +10,11 @@ While decoding, its code drops at a fixed place of the cache, as PrefixKV's does
 
 from dataclasses import dataclass
 
+from mmkv.merge.neighbours import MergeByPosition
 from mmkv.parts.decoding import Ratio
-from mmkv.parts.merging import MergeByPosition
-from mmkv.parts.scoring import AccumulatedAttention
 from mmkv.policy import Decode, Merge, Policy, Score
 from mmkv.registry import register_policy
+from mmkv.scores.accumulated import AccumulatedAttention
 
 
 @register_policy("elastic")

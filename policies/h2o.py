@@ -9,9 +9,9 @@ prompt's tokens compete once, when all its queries have been seen.
 from dataclasses import dataclass
 
 from mmkv.parts.decoding import Fixed
-from mmkv.parts.scoring import AccumulatedAttention
 from mmkv.policy import Decode, Policy, Score
 from mmkv.registry import register_policy
+from mmkv.scores.accumulated import AccumulatedAttention
 
 
 @register_policy("h2o")

@@ -6,11 +6,33 @@ of a prompt, which `wrap(..., evict_chunks=True)` does; by default all tokens co
 kvpress' `KeyDiffPress`.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
-from mmkv.parts.key_scoring import KeyDifference
+import torch
+from torch import Tensor
+
+from mmkv.layer_inputs import LayerInputs
+from mmkv.parts import register_part
 from mmkv.policy import Policy, Score
 from mmkv.registry import register_policy
+from mmkv.scores.values import normalised_keys
+
+
+@register_part("key-difference")
+@dataclass(frozen=True, kw_only=True)
+class KeyDifference(Score):
+    """Keys unlike the mean of all normalised keys (KeyDiff, arXiv 2504.15364, section 3)."""
+
+    queries = 0
+    by_head = True
+
+    def __call__(self, layer: LayerInputs) -> Tensor:
+        """`1 - cos(key, mean)` in [0, 2], of keys as they lie in the cache."""
+        unit, mean = normalised_keys(layer.key, layer.valid)
+        likeness = torch.nn.functional.cosine_similarity(unit, mean, dim=-1)
+        return (1 - likeness).clamp(min=0).masked_fill(~layer.valid[:, None], 0.0)
 
 
 @register_policy("keydiff")

@@ -6,11 +6,29 @@ layers whole (`skip_layers`, none by default) and by default leaves caches of fe
 tokens whole; here, as in kvpress (`KnormPress`), all layers and lengths are alike.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
-from mmkv.parts.key_scoring import KeyNorm
+from torch import Tensor
+
+from mmkv.layer_inputs import LayerInputs
+from mmkv.parts import register_part
 from mmkv.policy import Policy, Score
 from mmkv.registry import register_policy
+
+
+@register_part("key-norm")
+@dataclass(frozen=True, kw_only=True)
+class KeyNorm(Score):
+    """Keys of small norm: much attention goes to these (arXiv 2406.11430, section 3)."""
+
+    queries = 0
+    by_head = True
+
+    def __call__(self, layer: LayerInputs) -> Tensor:
+        """`1 / |k|`, which ranks as the paper's `-|k|`: an importance is not negative."""
+        return (1 / layer.key.float().norm(dim=-1)).masked_fill(~layer.valid[:, None], 0.0)
 
 
 @register_policy("knorm")

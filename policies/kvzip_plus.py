@@ -7,8 +7,7 @@ where h_i, as in that code, is what the attention block is given, behind its nor
 
 from dataclasses import dataclass
 
-from mmkv.parts.repetition import Repetition
-from mmkv.policies.kvzip import KVzip
+from mmkv.policies.kvzip import KVzip, Repetition
 from mmkv.policy import Score
 from mmkv.registry import register_policy
 

@@ -6,10 +6,10 @@ authors' code the window, too, competes with other layers; here every head keeps
 
 from dataclasses import dataclass
 
-from mmkv.parts.global_heads import GlobalHeads
 from mmkv.policies.defensive import Defensive
 from mmkv.policy import Heads
 from mmkv.registry import register_policy
+from mmkv.sizes.heads import GlobalHeads
 
 
 @register_policy("layer-defensive", aliases=("layer-defensivekv",))

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from mmkv.parts.decoding import Fixed
-from mmkv.parts.scoring import Recency
 from mmkv.policy import Decode, Policy, Score
 from mmkv.registry import register_policy
+from mmkv.scores.position import Recency
 
 
 @register_policy("local")

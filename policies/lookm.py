@@ -10,10 +10,10 @@ which the code leaves whole, the accumulated attention alone decides.
 
 from dataclasses import dataclass
 
-from mmkv.parts.merging import MergeByFeature
-from mmkv.parts.scoring import AccumulatedAttention
+from mmkv.merge.neighbours import MergeByFeature
 from mmkv.policy import Merge, Policy, Score
 from mmkv.registry import register_policy
+from mmkv.scores.accumulated import AccumulatedAttention
 
 
 @register_policy("lookm", aliases=("look-m",))

@@ -9,9 +9,9 @@ here the prompt's own keys say it. `diversity=True` mixes for every policy that 
 
 from dataclasses import dataclass
 
-from mmkv.parts.scoring import WindowAttention
 from mmkv.policy import Policy, Score
 from mmkv.registry import register_policy
+from mmkv.scores.window import WindowAttention
 
 
 @register_policy("mixkv")

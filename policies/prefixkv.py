@@ -14,10 +14,10 @@ kept tokens go first; here none of the prompt's do, and tokens leave 25 behind t
 from dataclasses import dataclass
 
 from mmkv.parts.decoding import Ratio
-from mmkv.parts.scoring import AccumulatedAttention
-from mmkv.parts.sizing import PrefixLayers
 from mmkv.policy import Decode, Layers, Policy, Score
 from mmkv.registry import register_policy
+from mmkv.scores.accumulated import AccumulatedAttention
+from mmkv.sizes.retention import PrefixLayers
 
 
 @register_policy("prefixkv")

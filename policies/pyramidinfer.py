@@ -9,10 +9,10 @@ and sizes fall by one factor.
 
 from dataclasses import dataclass
 
-from mmkv.parts.scoring import WindowAttention
-from mmkv.parts.sizing import GeometricLayers
 from mmkv.policy import Layers, Policy, Score
 from mmkv.registry import register_policy
+from mmkv.scores.window import WindowAttention
+from mmkv.sizes.layers import GeometricLayers
 
 
 @register_policy("pyramidinfer")

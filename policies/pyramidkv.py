@@ -14,10 +14,10 @@ moves to later ones. kvpress lets the window fall with the rest.
 
 from dataclasses import dataclass
 
-from mmkv.parts.scoring import WindowAttention
-from mmkv.parts.sizing import PyramidLayers
 from mmkv.policy import Layers, Policy, Score
 from mmkv.registry import register_policy
+from mmkv.scores.window import WindowAttention
+from mmkv.sizes.layers import PyramidLayers
 
 
 @register_policy("pyramidkv", aliases=("pyramid",))

@@ -8,9 +8,9 @@ head, and so a choice of its own; here the query heads of a group share one, by 
 
 from dataclasses import dataclass
 
-from mmkv.parts.scoring import WindowAttention
 from mmkv.policy import Policy, Score
 from mmkv.registry import register_policy
+from mmkv.scores.window import WindowAttention
 
 
 @register_policy("snapkv", aliases=("uniform",))

@@ -9,10 +9,10 @@ head cannot use, because the prompt is shorter, goes to the others; the code lea
 
 from dataclasses import dataclass
 
-from mmkv.parts.scoring import WindowAttention
-from mmkv.parts.visual import VisualHeads
 from mmkv.policy import Heads, Policy, Score
 from mmkv.registry import register_policy
+from mmkv.scores.window import WindowAttention
+from mmkv.sizes.profiled import VisualHeads
 
 
 @register_policy("sparsemm")

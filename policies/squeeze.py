@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mmkv.parts.decoding import Fixed
-from mmkv.parts.scoring import AccumulatedAttention
-from mmkv.parts.sizing import SqueezeLayers
 from mmkv.policy import Decode, Layers, Policy, Score
 from mmkv.registry import policy_class, register_policy
+from mmkv.scores.accumulated import AccumulatedAttention
+from mmkv.sizes.squeeze import SqueezeLayers
 
 
 @register_policy("squeeze", aliases=("squeezeattention",))

@@ -8,9 +8,9 @@ because a prompt shorter than the training length needs no new positions.
 from dataclasses import dataclass
 
 from mmkv.parts.decoding import Fixed
-from mmkv.parts.scoring import Recency
 from mmkv.policy import Decode, Policy, Score
 from mmkv.registry import register_policy
+from mmkv.scores.position import Recency
 
 
 @register_policy("streaming", aliases=("streamingllm",))

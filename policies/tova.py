@@ -10,9 +10,9 @@ stays.
 from dataclasses import dataclass
 
 from mmkv.parts.decoding import Least
-from mmkv.parts.scoring import WindowAttention
 from mmkv.policy import Decode, Policy, Score
 from mmkv.registry import register_policy
+from mmkv.scores.window import WindowAttention
 
 
 @register_policy("tova")

@@ -5,11 +5,119 @@ Inference Acceleration", arXiv 2410.23317, section 4. There is no public code. T
 say what a prompt without text behind a picture does; here all its queries observe.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from mmkv.parts.pictures import PostVision, SparsityLayers
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmkv.layer_inputs import LayerInputs
+from mmkv.parts import PositiveShare, SizeInputs, register_part
 from mmkv.policy import Layers, Policy, Score
 from mmkv.registry import register_policy
+from mmkv.scores import accumulated_attention
+from mmkv.scores.attention import PerHead, window_rows
+
+_BLOCK = 64  # queries looked at at a time
+
+
+@register_part("post-vision")
+@dataclass(frozen=True, kw_only=True)
+class PostVision(PerHead):
+    """Attention from the prompt's text behind its last picture, added up (VL-Cache, section 4.2).
+
+    Without such text all queries observe.
+
+    Options:
+        average_heads: rank tokens once per layer, by the mean over heads.
+    """
+
+    def of_heads(self, layer: LayerInputs) -> Tensor:
+        """In a later turn its own queries decide."""
+        layer = last_queries(layer)
+        return accumulated_attention(layer.query, layer.key, **layer.attention)
+
+
+@register_part("sparsity")
+@dataclass(frozen=True, kw_only=True)
+class SparsityLayers(Layers):
+    """Layers whose text attends to few tokens keep few (VL-Cache, arXiv 2410.23317, section 4.1).
+
+    Options:
+        threshold: attention below this share of a row's largest is none, in (0, 1).
+    """
+
+    threshold: PositiveShare = 0.01
+    needs = "measure"
+
+    def check(self, policy: Policy) -> None:
+        """The queries must be there."""
+        if policy.queries is not None:
+            raise ValueError(
+                "layers='sparsity' looks at the queries of all text behind a picture, and with "
+                f"score={policy.score.name!r} they are not kept: use score='post-vision'"
+            )
+
+    def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
+        """In proportion to what is not sparse; at least a hundredth of the tokens."""
+        assert rows.measured is not None
+        dense = rows.measured.double().clamp(min=1e-6)
+        shares = dense / dense.sum(-1, keepdim=True)
+        return [
+            (share * total).clamp(0.01 * length, length).tolist()
+            for share, total, length in zip(shares, rows.totals, rows.lengths, strict=True)
+        ]
+
+    def measure(self, layer: LayerInputs) -> Tensor:
+        """The share of attention, from the text behind the picture, that is not negligible.
+
+        1 - the paper's sparsity: an entry counts unless it is below `threshold` times the largest
+        of its row. Only pairs that a query sees are counted. 0 where none sees anything.
+        """
+        layer = last_queries(layer)
+        assert layer.mask is not None
+        large = seen = torch.zeros(len(layer.query), device=layer.key.device)
+        options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap}
+        parts = (x.split(_BLOCK, dim=2) for x in (layer.query, layer.mask))
+        for rows, mask in zip(*parts, strict=True):
+            n = rows.shape[2]
+            attention = window_rows(rows, layer.key, n, mask=mask, bias=layer.bias, **options)
+            sees = mask[:, :, None].expand(attention.shape)
+            least = self.threshold * attention.amax(-1, keepdim=True)
+            large = large + ((attention >= least) & sees).sum((1, 2, 3, 4))
+            seen = seen + sees.sum((1, 2, 3, 4))
+        return large / seen.clamp(min=1)
+
+
+def post_vision_queries(layer: LayerInputs) -> Tensor:
+    """Which queries are of text behind the last image token, bool [B, Q].
+
+    Where none is, all of a row's queries observe: a text prompt, or one that ends in its picture.
+    """
+    Q = layer.query.shape[2]
+    valid = layer.valid[:, -Q:]
+    if layer.image is None:
+        return valid
+    image = layer.image[:, -Q:]
+    behind = valid & (image.flip(-1).cumsum(-1).flip(-1) == 0)
+    return torch.where(behind.any(-1, keepdim=True), behind, valid)
+
+
+def last_queries(layer: LayerInputs) -> LayerInputs:
+    """The same with the queries behind the picture alone; the others see nothing."""
+    observing = post_vision_queries(layer)
+    Q, N = layer.query.shape[2], layer.key.shape[2]
+    most = int((Q - observing.int().argmax(-1)).max())
+    query, observing = layer.query[:, :, Q - most :], observing[:, Q - most :]
+    mask = layer.mask
+    if mask is None:
+        mask = torch.ones(most, N, dtype=torch.bool, device=layer.key.device).tril(N - most)
+        mask = mask.expand(len(query), 1, most, N)
+    mask = mask[:, :, -most:] & observing[:, None, :, None] & layer.valid[:, None, None]
+    return replace(layer, query=query, mask=mask)
 
 
 @register_policy("vlcache")

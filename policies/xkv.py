@@ -10,10 +10,10 @@ their shares of the budget, which so holds at any length, and the window is part
 
 from dataclasses import dataclass
 
-from mmkv.parts.scoring import WindowAttention
-from mmkv.parts.sizing import PooledLayers
 from mmkv.policy import Layers, Policy, Score
 from mmkv.registry import register_policy
+from mmkv.scores.window import WindowAttention
+from mmkv.sizes.retention import PooledLayers
 
 
 @register_policy("xkv")

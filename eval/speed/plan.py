@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mmkv.parts.scoring import AccumulatedAttention, Observers
+from mmkv.scores.accumulated import AccumulatedAttention
+from mmkv.scores.observers import Observers
 
 if TYPE_CHECKING:
     from mmkv.policy import Policy

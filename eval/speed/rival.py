@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.eval.speed.measure import Start
-from mmkv.parts.scoring import AccumulatedAttention, Recency, WindowAttention
-from mmkv.parts.sizing import AdaptiveHeads, PyramidLayers
 from mmkv.policy import Policy
+from mmkv.scores.accumulated import AccumulatedAttention
+from mmkv.scores.position import Recency
+from mmkv.scores.window import WindowAttention
+from mmkv.sizes.heads import AdaptiveHeads
+from mmkv.sizes.layers import PyramidLayers
 
 WORKER = Path(__file__).with_name("kvpress_worker.py")
 

@@ -19,9 +19,9 @@ from mmkv import adapters, digest
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.forward_pass import ForwardPass, current
 from mmkv.loading import cache_folder
-from mmkv.parts.retrieval import RetrievalHeads, sized
-from mmkv.parts.sizing import UniformHeads
 from mmkv.profiles import Profile
+from mmkv.sizes.heads import UniformHeads
+from mmkv.sizes.profiled import RetrievalHeads, sized_by_copying
 
 if TYPE_CHECKING:
     from mmkv.attach.attachment import Attachment
@@ -174,7 +174,7 @@ def settled(attachment: Attachment, plan: CacheConfig) -> CacheConfig:
     try:
         scores = cached(attachment).retrieval
         assert scores is not None
-        policy = sized(plan.policy, scores, attachment.compressed)
+        policy = sized_by_copying(plan.policy, scores, attachment.compressed)
     except ValueError as error:
         logger.warning("%s", error)
         policy = replace(plan.policy, heads=UniformHeads())

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmkv.cache.evict import evict, head_sizes
+from mmkv.cache.evict import evict
 from mmkv.cache.forward_pass import (
     NOT_ATTENDED,
     ForwardPass,
@@ -30,6 +30,7 @@ from mmkv.cache.layer import CompressedLayer, KeptKV
 from mmkv.cache.layer_sizes import sizes_of_rows
 from mmkv.cache.phases import Decoding, Reading
 from mmkv.cache.prompt_kv import PromptKV, Tail
+from mmkv.cache.selection import head_sizes
 from mmkv.cache.state import CacheState
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs
@@ -391,7 +392,7 @@ class CompressedCache(CacheState):
         phase, reading = self.phase, self._reading
         found = {} if reading is None else reading.similarity
         similarity = [found[i][0] for i in sorted(found)]
-        known = scores, positions, measured, similarity
+        known = scores, positions, measured or similarity
         sizes = sizes_of_rows(self.plan, prompt, len(self.compressed), *known)
         if isinstance(phase, Reading) and phase.until is None and not self.sizes_learned:
             self.sizes_learned = True

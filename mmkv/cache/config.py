@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -52,10 +52,15 @@ class CacheConfig:
         more += ", evict_chunks=True" if self.evict_chunks else ""
         return f"policy={self.policy.name!r}, budget={self.budget}{more}"
 
-    @property
+    @cached_property
     def keeps_everything(self) -> bool:
         """Whether nothing is ever evicted."""
         return token_masks.keeps_everything(self.policy, self.budget)
+
+    @cached_property
+    def kept_whole(self) -> int:
+        """Up to how many tokens a row loses none."""
+        return token_masks.kept_whole(self.policy, self.budget)
 
     def evicts(self, prompt: TokenMasks) -> bool:
         """Whether any row is long enough to lose a token."""
@@ -63,9 +68,10 @@ class CacheConfig:
 
     def evicting(self, prompt: TokenMasks) -> list[bool]:
         """Which rows are long enough to lose a token."""
-        whole = token_masks.kept_whole(self.policy, self.budget)
+        if self.keeps_everything:
+            return [False] * len(prompt.lengths)
         rows = zip(prompt.lengths, prompt.floors, strict=True)
-        return [not self.keeps_everything and n > max(whole, floor) for n, floor in rows]
+        return [n > max(self.kept_whole, floor) for n, floor in rows]
 
     def started(self) -> CacheConfig:
         """The plan of a cache that begins now."""

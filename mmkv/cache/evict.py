@@ -9,44 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmkv.cache import selection, splitting, token_masks
+from mmkv.cache import selection, token_masks
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.group_weights import log_weights
-from mmkv.cache.grouping import Groups
 from mmkv.cache.layer import KeptKV
 from mmkv.cache.padded_blocks import PaddedBlock, group_rows, spare
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.quantize import QuantizedKV, Stored, relative_error, squares
 from mmkv.cache.token_masks import TokenMasks
-from mmkv.parts.merging import MergeIntoGroups
 from mmkv.parts.slots import GrowingSlots, SlotSchedule, send
 from mmkv.parts.victims import HeavyHitterSlots
-from mmkv.policy import Policy
-
-
-def head_sizes(
-    layers: Sequence[PromptKV], policy: Policy, prompt: TokenMasks, sizes: Sequence[Sequence[int]]
-) -> Sequence[Tensor | None]:
-    """What each head of each layer keeps, [B, H], where the heads of all layers share the budget.
-
-    None where each layer splits its own size, and where nothing was scored: all is kept.
-
-    Args:
-        layers: the tokens of each layer, whole.
-        policy: its `heads` part decides.
-        prompt: what is known of the tokens.
-        sizes: [L][B], tokens kept per head if all heads of a layer kept as many.
-    """
-    if not policy.heads.is_global or any(x.scores is None for x in layers):
-        return [None] * len(layers)
-    scores, free, forced = [], [], []
-    for held, size in zip(layers, sizes, strict=True):
-        here = prompt.to(held.positions.device)
-        s, present, must, _ = selection.contested(policy, held.scores, held.positions, here, size)
-        scores.append(s)
-        free.append(present & ~must)
-        forced.append(must.sum(-1))
-    return splitting.across_layers(policy.heads.split_all, scores, free, forced, sizes)
 
 
 def evict(
@@ -70,65 +41,62 @@ def evict(
         split: what `head_sizes` found for this layer.
     """
     policy, (B, H, U, _) = plan.policy, held.keys.shape
-    given = held.scores, held.positions, prompt, sizes
-    ranking = selection.ranked(policy, *given, layer_idx, split)
+    ranking = selection.ranked(policy, held.scores, held.positions, prompt, sizes, layer_idx, split)
     merge = None if list(sizes) == prompt.lengths else policy.merge
-    keys, values = held.keys.detach(), held.values.detach()
-    slots, weights, bias = None, held.weights, held.bias
-    if isinstance(merge, MergeIntoGroups):
-        groups = Groups.of(merge, keys, values, held.positions, held.weights, *ranking[:2])
-        indices, counts, anchored = selection.ordered(*groups.led(*ranking))
-        slots = groups.slots(indices)
-        means = slots.means(keys, values)
-        weights, bias = slots.weights, log_weights(slots, keys, bias, means[0], held.readers)
-        keys, values = means
-    else:
-        known = _known_counts(policy, held, prompt, sizes) if split is None else None
-        indices, counts, anchored = selection.ordered(*ranking, known)
-        at = indices.expand(B, H, -1).clamp(min=0)
-        weights, bias = (None if x is None else x.gather(2, at) for x in (weights, bias))
-    if slots is None and merge is not None:
-        keys, values = merge(keys, values, indices.expand(B, H, -1), held.positions)
+    kept = ranking.kept(held) if merge is None else merge(held, ranking)
     retained = None
     if held.scores is not None and policy.score.ranks:
-        alone = indices if weights is None else indices.masked_fill(weights > 1, -1)
+        alone = kept.indices
+        if kept.weights is not None:
+            alone = alone.masked_fill(kept.weights > 1, -1)
         retained = selection.retained(held.scores, alone, held.positions, prompt)
-    indices = indices.expand(B, H, -1)
-    tokens = indices.flatten(0, 1)  # [R, M], where each kept token lies in `keys` and `values`
-    if merge is not None:
+    indices = kept.indices.expand(B, H, -1)
+    tokens = indices.flatten(0, 1)  # [R, M], where each slot's pair lies in `keys` and `values`
+    keys, values = held.keys.detach(), held.values.detach()
+    if kept.keys is not None and kept.values is not None:
+        keys, values = kept.keys, kept.values
         whole = torch.arange(indices.shape[-1], device=indices.device)
         tokens = torch.where(indices < 0, -1, whole).flatten(0, 1)
 
     def per_token(x: Tensor, empty: float) -> Tensor:
         found = x.expand(B, H, U).gather(2, indices.clamp(min=0))
-        return found.masked_fill(indices < 0, empty).flatten(0, 1)
+        return found.masked_fill(indices < 0, empty)
 
-    positions = per_token(held.positions, -1).int()
+    stands = per_token(held.positions, -1)
+    positions = stands.flatten(0, 1).int()
     mass = None
-    if held.scores is not None and (combines := policy.score.turn_reduction):
+    if held.scores is not None and (reduction := policy.score.turn_reduction):
         mass = per_token(held.scores, 0)
-        if slots is not None:
-            mass = slots.reduced(held.scores, combines).flatten(0, 1)
-        if combines == "max" and not all(scored := plan.evicting(prompt)):
+        if kept.slot is not None:
+            # Not negative: what a slot stands for is added up, or the largest counts.
+            how = "sum" if reduction == "sum" else "amax"
+            mass = held.scores.new_zeros(B, H, indices.shape[-1] + 1)
+            mass.scatter_reduce_(-1, kept.slot, held.scores.expand(B, H, U), how)
+            mass = mass[..., :-1]
+        mass = mass.flatten(0, 1)
+        if reduction == "max" and not all(scored := plan.evicting(prompt)):
             whole_rows = ~torch.tensor(scored).repeat_interleave(H)[:, None]
             whole_rows = whole_rows.to(mass.device, non_blocking=True)
             mass.masked_fill_(whole_rows, 0.0)  # alone, such a row would not be scored
     elif policy.decode.needs_decode_attention and not plan.keeps_everything:
         mass = torch.zeros(positions.shape, device=positions.device)
+    bias = kept.bias
     if bias is not None:
         bias = bias.masked_fill(indices < 0, 0.0).flatten(0, 1)
 
     def per_row(x: Tensor) -> np.ndarray:
         return x.expand(B, H).reshape(-1).numpy()
 
-    kept, group_index = per_row(counts), held.group_index
-    if slots is not None:
-        group_index = slots.places(held.group_index, prompt.valid.shape[1])
+    counts, anchored = per_row(kept.counts), per_row(kept.anchored)
+    group_index = held.group_index
+    if kept.slot is not None and kept.weights is not None:
+        leads = stands.masked_fill(kept.weights < 2, -1)
+        group_index = _leaders(kept.slot, leads, held, prompt.valid.shape[1])
     blocks: list[PaddedBlock] = []
     off = torch.zeros(B * H, 2, 2, device=keys.device)
-    for rows in group_rows(kept):
-        schedule = _schedule(plan, prompt, kept, per_row(anchored), rows)
-        width = int(kept[rows].max())
+    for rows in group_rows(counts):
+        schedule = _schedule(plan, prompt, counts, anchored, rows)
+        width = int(counts[rows].max())
         ahead = min(expected, spare(width, prompt.valid.shape[1]))
         empty = (0, schedule.most(ahead) - width)
         index = send(rows, keys.device)
@@ -158,20 +126,28 @@ def evict(
     return KeptKV(blocks, B, H, list(sizes), retained, error, group_index)
 
 
-def _known_counts(
-    policy: Policy, held: PromptKV, prompt: TokenMasks, sizes: Sequence[int]
-) -> tuple[Tensor, Tensor] | None:
-    """What each head will keep, and what of it is protected, where that needs no look at a device.
+def _leaders(slot: Tensor, leads: Tensor, held: PromptKV, seen: int) -> Tensor:
+    """In which group each token seen lies, by the position of its leader.
 
-    So it is for a first prompt whose heads keep as many each: both int64 [B, 1 or H]. Else None.
+    Args:
+        slot: int64 [B, H, U], of each token held.
+        leads: int64 [B, H, M], where the leader of each slot stands; -1: it is alone.
+        held: its positions, and in which groups tokens lay in the turn before.
+        seen: T, tokens seen.
+
+    Returns:
+        int16 or int32 [B, H, T]; -1 for a token that is kept alone, gone, or padding.
     """
-    whole = held.positions.shape[1:] == (1, prompt.valid.shape[1])
-    if not whole or not policy.heads.equal:
-        return None
-    heads = 1 if held.scores is None else held.scores.shape[1]
-    counts = torch.tensor(sizes).minimum(torch.tensor(prompt.lengths))
-    anchored = torch.tensor(prompt.anchored)
-    return counts[:, None].expand(-1, heads), anchored[:, None].expand(-1, heads)
+    at, before = pad(leads, (0, 1), value=-1).gather(-1, slot), held.group_index
+    now = at.new_full((*at.shape[:2], seen + 1), -1)
+    positions = held.positions.expand(at.shape)
+    now.scatter_(-1, positions.masked_fill(positions < 0, seen), at)
+    now = now[..., :seen]
+    if before is not None:
+        before = pad(before.long(), (0, seen - before.shape[-1]), value=-1)
+        itself = torch.arange(seen, device=at.device).expand_as(before)
+        now = now.gather(-1, torch.where(before < 0, itself, before))
+    return now.to(torch.int16 if seen < 2**15 else torch.int32)
 
 
 def _gather(x: Tensor, rows: Tensor, at: Tensor) -> Tensor:

@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmkv import allocation
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.token_masks import TokenMasks, keeps_everything, kept_whole, total_kept
-from mmkv.parts.slots import send
-from mmkv.policy import Policy
+from mmkv.cache.token_masks import TokenMasks, total_kept
+from mmkv.parts import SizeInputs
+from mmkv.sizes.layers import fit
 
 
 def sizes_of_rows(
@@ -27,105 +25,45 @@ def sizes_of_rows(
     scores: Sequence[Tensor] = (),
     positions: Sequence[Tensor] = (),
     measured: Sequence[Tensor] = (),
-    similarity: Sequence[Tensor] = (),
 ) -> list[list[int]]:
     """How many tokens each layer keeps of each row, [B][L].
 
     Args:
-        plan: policy, budget and profile.
+        plan: policy, budget and profile, whose kept fractions replace the policy's layer part.
         prompt: what is known of the tokens.
         n_layers: L, the compressed layers.
         scores: [B, 1 or H, U] of each layer, where they are known.
         positions: [B, 1 or H, U] of each layer, with `scores`.
-        measured: [B] of each layer, what the layer part's `measure` found, where it needs that.
-        similarity: [B] of each layer, of the residual stream, where the layer part needs it.
+        measured: [B] of each layer, what the layer part `needs`.
     """
-    shared: Sequence[Sequence[float] | None] = [None] * len(prompt.lengths)
-    if scores and plan.policy.layers.needs == "scores":
-        shared = shared_out(plan.policy, plan.budget, scores, positions, prompt)
-    alike, found = (
-        torch.stack([x.to(each[0].device) for x in each], dim=1).cpu() if each else None
-        for each in (similarity, measured)
-    )
-    return [
-        row_sizes(
-            plan.policy,
-            plan.budget,
-            n_layers=n_layers,
-            length=length,
-            floor=floor,
-            fractions=plan.fractions_of(length, n_layers),
-            shared=shared[row],
-            similarity=None if alike is None else alike[row],
-            measured=None if found is None else found[row],
-        )
-        for row, (length, floor) in enumerate(zip(prompt.lengths, prompt.floors, strict=True))
-    ]
-
-
-def row_sizes(
-    policy: Policy,
-    budget: float | int | None,
-    *,
-    n_layers: int,
-    length: int,
-    floor: int,
-    fractions: Sequence[float] | None = None,
-    shared: Sequence[float] | None = None,
-    similarity: Tensor | None = None,
-    measured: Tensor | None = None,
-) -> list[int]:
-    """How many tokens each layer keeps of one row.
-
-    Args:
-        policy: its `layers` part decides.
-        budget: see `total_kept`; None when `policy.retention` decides the total.
-        n_layers: L, the compressed layers.
-        length: the row's tokens, without padding.
-        floor: how many of them must be kept in every layer.
-        fractions: a profile's kept fraction per layer; it replaces the policy's layer part.
-        shared: [L], what `shared_out` found for the row, where sizes need scores.
-        similarity: [L], of the residual stream around attention, where sizes need it.
-        measured: [L], what the layer part's `measure` found, where sizes need it.
-    """
-    if keeps_everything(policy, budget) or length <= max(floor, kept_whole(policy, budget)):
-        return [length] * n_layers
-    known: Any = {"n_layers": n_layers, "length": length, "floor": floor}
-    total = max(total_kept(policy, budget, n_layers, length), n_layers * floor)
-    if policy.retention is not None and fractions is None:
-        assert shared is not None
-        total = max(total, int(sum(shared)))
-    if total == n_layers * length:
-        return [length] * n_layers
-    sizes = [f * length for f in fractions or ()] or shared
-    if sizes is None:
-        sizes = policy.layers.sizes(total, similarity=similarity, measured=measured, **known)
-    return allocation.fit(sizes, total, floor=floor, max_size=length)
-
-
-def shared_out(
-    policy: Policy,
-    budget: float | int | None,
-    scores: Sequence[Tensor],
-    positions: Sequence[Tensor],
-    prompt: TokenMasks,
-) -> list[list[float]]:
-    """What each layer keeps of each row by the scores of all layers, [B][L], before any bounds.
-
-    Args:
-        policy: its `layers` part decides.
-        budget: see `total_kept`; None when `policy.retention` decides the total.
-        scores: [B, 1 or H, U] of each layer.
-        positions: [B, 1 or H, U] of each layer.
-        prompt: what is known of the tokens.
-    """
-    importance, offered = competing(scores, positions, prompt)
-    L, rows = len(scores), list(zip(prompt.lengths, prompt.floors, strict=True))
-    totals = [total_kept(policy, budget, L, n) - L * floor for n, floor in rows]
-    # In a later turn what competes may be less than there is room for.
-    spare = send(np.array(totals), offered.device).clamp(min=0).minimum(L * offered)
-    found = policy.layers.share_out(importance, spare, offered)
-    return [[f + n for n in row] for (_, f), row in zip(rows, found, strict=True)]
+    policy, found, totals = plan.policy, [[n] * n_layers for n in prompt.lengths], dict[int, int]()
+    for row, loses in enumerate(plan.evicting(prompt)):
+        length, floor = prompt.lengths[row], prompt.floors[row]
+        total = max(total_kept(policy, plan.budget, n_layers, length), n_layers * floor)
+        if loses and total < n_layers * length:
+            totals[row] = total
+    lengths, floors = ([x[row] for row in totals] for x in (prompt.lengths, prompt.floors))
+    fractions = [plan.fractions_of(length, n_layers) for length in lengths]
+    wished = [[x * n for x in known or ()] for known, n in zip(fractions, lengths, strict=True)]
+    if None in fractions:
+        rows: Any = slice(None) if len(totals) == len(found) else list(totals)
+        known = dict[str, Tensor]()
+        if measured:
+            each = [x.to(measured[0].device) for x in measured]
+            known["measured"] = torch.stack(each, dim=1)[rows].cpu()
+        if scores and policy.layers.needs == "scores":
+            best, offered = competing(scores, positions, prompt)
+            known |= {"scores": best[rows], "offered": offered[rows]}
+        spent = list(totals.values())
+        given = SizeInputs(totals=spent, lengths=lengths, floors=floors, n_layers=n_layers, **known)
+        wished = policy.layers(given)
+        if policy.retention is not None:
+            totals = {
+                b: max(n, int(sum(w))) for (b, n), w in zip(totals.items(), wished, strict=True)
+            }
+    for (row, total), sizes, floor in zip(totals.items(), wished, floors, strict=True):
+        found[row] = fit(sizes, total, floor=floor, max_size=prompt.lengths[row])
+    return found
 
 
 def competing(

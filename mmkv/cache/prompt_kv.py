@@ -13,13 +13,12 @@ from torch.nn.functional import pad
 
 from mmkv.cache import selection
 from mmkv.cache.attention import attend
-from mmkv.cache.group_weights import Readers
 from mmkv.cache.rerotate import reposition
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs, Rotary
-from mmkv.parts.merging import MergeIntoGroups
+from mmkv.merge.weights import ReferenceQueries
 from mmkv.policy import Policy
-from mmkv.tiling import tile
+from mmkv.scores.attention import tile
 
 # Elements of masks in flight, on a device that takes more of attention.
 _MASK_TILE = 2**26
@@ -79,7 +78,7 @@ class PromptKV:
         weights: float32 [B, H, U], how many tokens each pair stands for; None: itself alone.
         bias: float32 [B, H, U], added to the logits of each pair; None where `weights` is.
         group_index: [B, H, T], the group of each token seen up to the last turn, see
-            `grouping.Groups.places`; None: there is none.
+            `KeptKV.group_index`; None: there is none.
         measured: float32 [B], what layer sizes follow from (`Layers.measure`); None: nothing.
         readers: queries that the weights of groups are fitted to; None: weights are counted.
     """
@@ -93,7 +92,7 @@ class PromptKV:
     bias: Tensor | None = None
     group_index: Tensor | None = None
     measured: Tensor | None = None
-    readers: Readers | None = None
+    readers: ReferenceQueries | None = None
 
     @classmethod
     def from_blocks(
@@ -154,7 +153,7 @@ class PromptKV:
         """Rows of the batch, which may repeat, in storage of their own."""
 
         def rows(x: Any) -> Any:
-            if isinstance(x, Tail | Readers):
+            if isinstance(x, Tail | ReferenceQueries):
                 return x.select_rows(batch)
             return None if x is None else x[batch.to(x.device)]
 
@@ -236,8 +235,8 @@ class PromptKV:
         """
         windows: Sequence[int] = prompt.windows
         layer = self._inputs(new, with_tail=policy.queries != 0)
-        if isinstance(policy.merge, MergeIntoGroups):
-            self.readers = Readers.of(layer, policy.merge.fit, policy.queries)
+        if policy.merge is not None and policy.merge.fit:
+            self.readers = ReferenceQueries.of(layer, policy.merge.fit, policy.queries)
         if policy.window_size and layer.query.shape[2] < self.keys.shape[2]:
             # A turn shorter than the window is observed by all the queries it has.
             given = (self.positions[:, 0, -layer.query.shape[2] :] >= 0).sum(-1).tolist()
@@ -254,7 +253,7 @@ class PromptKV:
         found = selection.importance(policy, layer, windows)
         if apart:
             found = found.view(self.keys.shape[:3])
-            if policy.score.shared_ranking:
+            if policy.score.average_heads:
                 found = found.mean(dim=1, keepdim=True)
         if self.scores is not None and (combines := policy.score.turn_reduction):
             known = self.scores[:, : found.shape[1]]
@@ -357,7 +356,7 @@ def token_numbers(positions: Tensor, group_index: Tensor) -> Tensor:
 
     Args:
         positions: int64 [B, H, U], -1 where there is no pair.
-        group_index: [B, H, T], the group of each token, see `grouping.Groups.places`.
+        group_index: [B, H, T], the group of each token, see `KeptKV.group_index`.
     """
     T = group_index.shape[-1]
     led = torch.zeros(*group_index.shape[:2], T + 1, device=group_index.device)

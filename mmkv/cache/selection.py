@@ -6,19 +6,78 @@ Shape letters as in `mmkv.scores`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from mmkv.cache import splitting
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs
-from mmkv.parts.merging import MergeIntoGroups
 from mmkv.parts.slots import send
 from mmkv.policy import Policy, Score
+
+if TYPE_CHECKING:
+    from mmkv.cache.prompt_kv import PromptKV
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What one layer's heads have to choose from, and how much of it each keeps.
+
+    Attributes:
+        rank: float [B, 1 or H, U], scores; inf for tokens that must stay, -inf where there is none.
+        size: int64 [B, 1 or H], how many each head keeps.
+        protected: bool [B, 1 or H, U], those that decoding must not drop.
+        known: `counts` and `anchored` of what is kept, where that needs no look at a device.
+    """
+
+    rank: Tensor
+    size: Tensor
+    protected: Tensor
+    known: tuple[Tensor, Tensor] | None = None
+
+    def kept(self, held: PromptKV) -> Kept:
+        """The tokens of the highest rank, in the order in which slots are filled."""
+        (B, H, U, _), device = held.keys.shape, self.rank.device
+        counts, anchored = self.known or torch.stack([self.size, self.protected.sum(-1)]).cpu()
+        M = int(counts.max())
+        chosen = self.rank.argsort(dim=-1, descending=True, stable=True)[..., :M]
+        filler = torch.arange(M, device=device) >= self.size[..., None]
+        late = ~self.protected.gather(-1, chosen)
+        order = (chosen + U * late).masked_fill(filler, 3 * U).argsort(dim=-1)
+        indices = chosen.masked_fill(filler, -1).gather(-1, order)
+        at = indices.expand(B, H, -1).clamp(min=0)
+        weights, bias = (None if x is None else x.gather(2, at) for x in (held.weights, held.bias))
+        return Kept(indices, counts, anchored, weights=weights, bias=bias)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What one layer keeps: M slots a head.
+
+    Attributes:
+        indices: int64 [B, 1 or H, M], tokens among the U, -1 as filler at the end. Those that
+            decoding must not drop come first, then by age.
+        counts: int64 [B, 1 or H], on the host.
+        anchored: int64 [B, 1 or H], how many of them decoding must not drop, on the host.
+        keys, values: [B, H, M, D], the slots' pairs; None: those of the tokens as they are.
+        slot: int64 [B, H, U], which slot each token stands in, M for none; None: only those that
+            are kept stand in one.
+        weights: float32 [B, H, M], how many tokens each stands for; None: itself alone.
+        bias: float32 [B, H, M], what attention adds to its logit; None where `weights` is.
+    """
+
+    indices: Tensor
+    counts: Tensor
+    anchored: Tensor
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    slot: Tensor | None = None
+    weights: Tensor | None = None
+    bias: Tensor | None = None
 
 
 def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Tensor:
@@ -44,7 +103,9 @@ def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Te
         # A row that is nothing but window loses nothing, so that its scores decide nothing.
         window = min(window, most)
         score = policy.score
-        return (score if window == score.window_size else score.with_window(window))(rows)
+        if score.window and window != score.window:
+            score = replace(score, window=window)
+        return score(rows)
 
     with torch.no_grad():
         if len(set(windows)) == 1:
@@ -62,7 +123,7 @@ def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Te
 
 def _check_scores(score: Score, found: Tensor, query: Tensor, key: Tensor) -> None:
     """What a score gave can be ranked."""
-    if type(score).__module__.startswith("mmkv.parts."):
+    if type(score).__module__.startswith(("mmkv.scores.", "mmkv.policies.")):
         return  # is tested, and would make a GPU wait
     B, H, N, _ = key.shape
     name = type(score).__name__
@@ -89,7 +150,7 @@ def ranked(
     sizes: Sequence[int],
     layer_idx: int = 0,
     split: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Ranking:
     """Rank what one layer holds.
 
     Args:
@@ -100,27 +161,94 @@ def ranked(
         sizes: tokens kept per head, for each of the B rows.
         layer_idx: which layer of the model.
         split: int64 [B, H], tokens kept by each head, where all layers shared them out at once.
-
-    Returns:
-        rank: float [B, 1 or H, U], scores; inf for tokens that must stay, -inf where there is none.
-        size: int64 [B, 1 or H], how many each head keeps.
-        protected: bool [B, 1 or H, U], those that decoding must not drop.
     """
+    heads, merge = policy.heads, policy.merge
+    known = None
+    if heads.equal and split is None and positions.shape[1:] == (1, prompt.valid.shape[1]):
+        # A first prompt whose heads keep as many each.
+        lengths, anchored = torch.tensor(prompt.lengths), torch.tensor(prompt.anchored)
+        each = 1 if scores is None else scores.shape[1]
+        counts = torch.tensor(sizes).minimum(lengths)
+        known = counts[:, None].expand(-1, each), anchored[:, None].expand(-1, each)
     scores, present, must, size = contested(policy, scores, positions, prompt, sizes)
     protected = prompt.at("protected", positions).expand(present.shape)
     if split is not None:
         size = split.to(size.device, non_blocking=True)
-    elif not (policy.heads.equal or policy.heads.is_global):
-        by = partial(policy.heads.split_rows, layer_idx=layer_idx)
-        size = splitting.within_layer(by, scores, present & ~must, must.sum(-1), size, sizes)
-    if isinstance(policy.merge, MergeIntoGroups):
+    elif not (heads.equal or heads.is_global):
+        size = _split(policy, scores, present & ~must, must.sum(-1), size, sizes, layer_idx)
+    if merge is not None and merge.newest:
         # Of few slots no more than an eighth: the others need most of them.
-        latest = (size // 8).clamp(max=policy.merge.newest).minimum(size - must.sum(-1))
+        latest = (size // 8).clamp(max=merge.newest).minimum(size - must.sum(-1))
         must = must | _last(latest, present & ~must)
     rank = scores.masked_fill(must, float("inf")).masked_fill(~present, float("-inf"))
     if policy.text_prior:
         rank = _text_first(rank, prompt.at("image", positions).expand(present.shape))
-    return rank, size, protected
+    return Ranking(rank, size, protected, known)
+
+
+def _split(
+    policy: Policy,
+    scores: Tensor,
+    free: Tensor,
+    forced: Tensor,
+    size: Tensor,
+    sizes: Sequence[int],
+    layer_idx: int,
+) -> Tensor:
+    """Split each row's size among its heads: [B, H] tokens, all at most what a head holds.
+
+    Args:
+        policy: its `heads` part decides.
+        scores: [B, H, U].
+        free: bool [B, H, U], which tokens compete.
+        forced: [B, H], how many stay whatever their scores.
+        size: [B, H], how many each head would keep if all kept as many.
+        sizes: [B], tokens kept per head.
+        layer_idx: which layer of the model.
+    """
+    held, H = forced + free.sum(-1), scores.shape[1]
+    spare = send(np.array(sizes), forced.device) - forced.amax(-1)
+    # Where there is room for all that earlier turns left, nothing is split.
+    room = free.sum((1, 2)) <= spare * H
+    splits = ~room & (spare > 0)
+    competing = scores.masked_fill(~free, float("-inf"))
+    totals = torch.where(splits, H * spare, 0)
+    split = forced + policy.heads(competing, totals, layer_idx=layer_idx)
+    split = torch.where(splits[:, None], split, size)
+    return torch.where(room[:, None], held, split.minimum(held))
+
+
+def head_sizes(
+    layers: Sequence[PromptKV], policy: Policy, prompt: TokenMasks, sizes: Sequence[Sequence[int]]
+) -> Sequence[Tensor | None]:
+    """What each head of each layer keeps, [B, H], where the heads of all layers share the budget.
+
+    None where each layer splits its own size, and where nothing was scored: all is kept.
+
+    Args:
+        layers: the tokens of each layer, whole.
+        policy: its `heads` part decides.
+        prompt: what is known of the tokens.
+        sizes: [L][B], tokens kept per head if all heads of a layer kept as many.
+    """
+    if not policy.heads.is_global or any(x.scores is None for x in layers):
+        return [None] * len(layers)
+    wide, device = max(x.keys.shape[2] for x in layers), layers[0].keys.device
+    competing, forced, free = list[Tensor](), list[Tensor](), list[Tensor]()
+    for held, size in zip(layers, sizes, strict=True):
+        here = prompt.to(held.positions.device)
+        s, present, must, _ = contested(policy, held.scores, held.positions, here, size)
+        # By age, the newest last: a row ranks ties as it does alone.
+        s = s.masked_fill(must | ~present, float("-inf"))
+        competing.append(pad(s, (wide - s.shape[-1], 0), value=-torch.inf).to(device))
+        forced.append(must.sum(-1).to(device))
+        free.append((present & ~must).flatten(1).sum(-1).to(device))
+    needed = torch.stack(forced, dim=1)  # [B, L, H]
+    totals = send(np.array(sizes).sum(0) * needed.shape[2], device) - needed.sum((1, 2))
+    # Earlier turns may have left less than there is room for.
+    totals = totals.minimum(torch.stack(free).sum(0))
+    split = policy.heads(torch.cat(competing, dim=1), totals, layer_idx=0)
+    return list((needed + split.view_as(needed)).cpu().unbind(1))
 
 
 def _text_first(rank: Tensor, image: Tensor) -> Tensor:
@@ -169,31 +297,6 @@ def contested(
 def _last(number: Tensor, free: Tensor) -> Tensor:
     """The last `number` [B, H] of the tokens `free`, bool [B, H, U]."""
     return free & (free.flip(-1).cumsum(-1).flip(-1) <= number[..., None])
-
-
-def ordered(
-    rank: Tensor, size: Tensor, protected: Tensor, known: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the tokens one layer keeps, in the order in which slots are filled.
-
-    Args:
-        rank, size, protected: see `ranked`.
-        known: `counts` and `anchored`, where the host knows them.
-
-    Returns:
-        indices: int64 [B, 1 or H, M], among the U, -1 as filler at the end. Those that decoding
-            must not drop come first, then by age.
-        counts: int64 [B, 1 or H], on the host.
-        anchored: int64 [B, 1 or H], how many of them decoding must not drop, on the host.
-    """
-    U, device = rank.shape[-1], rank.device
-    counts, anchored = known or torch.stack([size, protected.sum(-1)]).cpu()
-    M = int(counts.max())
-    chosen = rank.argsort(dim=-1, descending=True, stable=True)[..., :M]
-    filler = torch.arange(M, device=device) >= size[..., None]
-    late = ~protected.gather(-1, chosen)
-    order = (chosen + U * late).masked_fill(filler, 3 * U).argsort(dim=-1)
-    return chosen.masked_fill(filler, -1).gather(-1, order), counts, anchored
 
 
 def retained(scores: Tensor, indices: Tensor, positions: Tensor, prompt: TokenMasks) -> Tensor:

@@ -98,7 +98,7 @@ def chat(
     }
     if not words:
         from mmkv.cli.lines import converse
-        from mmkv.demo.values import Settings
+        from mmkv.demo.conversation import Settings
 
         alone = {"--profile": profile, "--context": context, "--json": as_json or None}
         for name in (name for name, given in alone.items() if given is not None):

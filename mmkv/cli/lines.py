@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from mmkv.chat import Loaded
-    from mmkv.demo.backend import Conversation
-    from mmkv.demo.values import Settings, Turn
+    from mmkv.demo.conversation import Conversation, Settings, Turn
 
 HELP = """\
 /image PATH               ask about another picture
@@ -31,7 +30,7 @@ Anything else is a question; Ctrl-C stops an answer."""
 def converse(loaded: Loaded, settings: Settings, *pictures: Image.Image) -> int:
     """Chat on standard input; the exit code: 2 when a line of a pipe was refused, else 0."""
     from mmkv.builtin import KNOWS
-    from mmkv.demo.backend import Engine
+    from mmkv.demo.conversation import Conversation
 
     def typed() -> Iterable[str]:
         while True:
@@ -44,7 +43,7 @@ def converse(loaded: Loaded, settings: Settings, *pictures: Image.Image) -> int:
     if terminal:
         knows = f"\n({KNOWS}; --model takes another)" if loaded.name == "builtin" else ""
         write(screen, HELP + knows, "dim")
-    lines = Lines(Engine(loaded).conversation(), settings, screen, *pictures)
+    lines = Lines(Conversation(loaded), settings, screen, *pictures)
     refused = lines.run(typed() if terminal else sys.stdin)
     return 2 if refused and not terminal else 0
 
@@ -56,7 +55,7 @@ class Lines:
         conversation: whose turns the questions are.
         settings: policy, budget and how to generate.
         screen: where to write; a terminal gets a live view, a pipe the finished answers.
-        picture: what the next question is about beside the conversation; None: nothing new.
+        picture: what questions are about; the same as before is not read again.
     """
 
     def __init__(
@@ -67,11 +66,11 @@ class Lines:
         picture: Image.Image | None = None,
     ) -> None:
         self.conversation, self.settings, self.screen = conversation, settings, screen
-        self.picture = self._last = picture
+        self.picture = picture
 
     def run(self, lines: Iterable[str]) -> int:
         """Serve until the lines end or /quit; the number of lines that were refused."""
-        from mmkv.demo.talk import NoPictureError
+        from mmkv.demo.conversation import NoPictureError
 
         refused = 0
         for text in filter(None, map(str.strip, lines)):
@@ -92,7 +91,7 @@ class Lines:
 
         match name, words:
             case "image", [_, *_]:
-                self.picture = self._last = chat.read_picture(" ".join(words))
+                self.picture = chat.read_picture(" ".join(words))
                 write(self.screen, f"picture: {' '.join(words)}", "dim")
             case "policy", [policy, *options]:
                 self._set(policy=policy, options=chat.parse_options(policy, options))
@@ -101,8 +100,7 @@ class Lines:
             case "kv-dtype", [text]:
                 self._set(kv_dtype=None if text == "none" else text)
             case "clear", _:
-                self.conversation.clear()
-                self.picture = self._last  # it can be asked about again
+                self.conversation = type(self.conversation)(self.conversation.loaded)
                 write(self.screen, "the conversation is forgotten", "dim")
             case (("" | "help" | "image" | "policy" | "budget" | "kv-dtype" | "quit"), _):
                 write(self.screen, HELP, "dim")
@@ -124,9 +122,7 @@ class Lines:
     def _ask(self, question: str) -> None:
         from rich.live import Live
 
-        reads = self.conversation.engine.reads_pictures
-        picture = self.picture if reads else None
-        turns = self.conversation.ask(question, picture, self.settings)
+        turns = self.conversation.ask(question, self.picture, self.settings)
         if not self.screen.is_terminal:
             *_, last = turns
             self.screen.print(_view(last), soft_wrap=True)
@@ -139,8 +135,6 @@ class Lines:
                     self.conversation.stop()
                     for turn in turns:
                         live.update(_view(turn))
-        if picture is not None:
-            self.picture = None
 
 
 def _view(turn: Turn) -> Text:
@@ -149,7 +143,6 @@ def _view(turn: Turn) -> Text:
 
     text = Text()
     for name, side in (("full cache", turn.full), (turn.label, turn.compressed)):
-        assert side is not None  # no server answers here
         bar = "#" * round(20 * min(1.0, side.nbytes / max(1, side.full_nbytes)))
         rate = "" if side.rate is None else f", {side.rate:.0f} tokens/s"
         text.append(f"{name}: ", "bold").append(f"{side.text.strip()}\n")

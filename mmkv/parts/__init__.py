@@ -2,23 +2,37 @@
 
 There are six kinds: what scores a token, how a budget is spread over layers and over heads, what
 happens while tokens are generated, what becomes of evicted pairs, and what is always kept. A part
-is a dataclass that inherits from its kind and is registered by a name; another package adds one as
-it adds a policy.
+is a dataclass that inherits from its kind and is registered by a name; its file may lie in
+`mmkv.scores`, `mmkv.sizes`, `mmkv.merge`, beside its policy, or in another package.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
-
-from mmkv.parts.checks import check_fields
+from functools import cache, partial
+from numbers import Integral, Real
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from mmkv.cache.prompt_kv import PromptKV
+    from mmkv.cache.selection import Kept, Ranking
     from mmkv.layer_inputs import LayerInputs
     from mmkv.parts.slots import SlotSchedule
     from mmkv.policy import Policy
@@ -61,22 +75,29 @@ class Score(Part):
     """What makes a token important: call it with a layer's inputs.
 
     Attributes:
+        window: so many last tokens observe, and are themselves always kept.
+        queries: how many of a prompt's last queries it needs at the end; None: those of the window,
+            or all of them without one.
         turn_reduction: how a token's score goes on in later turns: "sum", what later queries find
             is added, and the scores of a prompt's chunks add up to the score of all; "max", the
             larger one counts; "", it is forgotten, and only the new queries decide.
+        average_heads: a layer's heads share one ranking.
         ranks: it tells layers and heads apart; a token's position does not.
-        uses_rotary: it reads `LayerInputs.rotary`, or queries and keys before it.
-        repeats: it is given the queries of the prompt fed again, see `mmkv.attach.repetition`.
         by_head: what a head scores follows from that head alone, so that it can be found where the
             layer's other heads are not (tensor parallelism).
+        uses_rotary: it reads `LayerInputs.rotary`, or queries and keys before it.
+        repeats: it is given the queries of the prompt fed again, see `mmkv.attach.repetition`.
     """
 
     kind = "score"
-    turn_reduction: ClassVar[Literal["", "sum", "max"]] = ""
-    ranks: ClassVar[bool] = True
-    uses_rotary: ClassVar[bool] = False
-    repeats: ClassVar[bool] = False
-    by_head: ClassVar[bool] = False
+    window: int = 0
+    queries: int | None = None
+    turn_reduction: Literal["", "sum", "max"] = ""
+    average_heads: bool = False
+    ranks: bool = True
+    by_head: bool = False
+    uses_rotary: bool = False
+    repeats: bool = False
 
     def __call__(self, layer: LayerInputs) -> Tensor:
         """Score the tokens of one layer; higher = keep.
@@ -95,44 +116,43 @@ class Score(Part):
         """Whether it reads `LayerInputs.size`."""
         return False
 
-    @property
-    def window_size(self) -> int:
-        """How many last tokens observe and are themselves always kept."""
-        return 0
 
-    def with_window(self, last: int) -> Score:
-        """The same with `last` tokens that observe, for a row too short for more."""
-        return self
+@dataclass(frozen=True, kw_only=True)
+class SizeInputs:
+    """What the sizes of L layers follow from, for B rows of a batch.
 
-    @property
-    def queries(self) -> int | None:
-        """How many of a prompt's last queries it needs at the end; None: all of them."""
-        return None
+    Attributes:
+        totals: tokens kept over all layers of each row, at least L times its floor; the fewest,
+            with `Layers.retention`.
+        lengths: each row's tokens.
+        floors: how many of them every layer must keep.
+        n_layers: L, the compressed layers.
+        measured: float32 [B, L], on the host, what was measured of each layer.
+        scores: [B, L, C], those of the tokens that compete, largest first.
+        offered: int64 [B], how many of the C there are of each row; the others are 0.
+    """
 
-    @property
-    def shared_ranking(self) -> bool:
-        """Whether a layer's heads share one ranking."""
-        return False
+    totals: Sequence[int]
+    lengths: Sequence[int]
+    floors: Sequence[int]
+    n_layers: int
+    measured: Tensor | None = None
+    scores: Tensor | None = None
+    offered: Tensor | None = None
 
 
 class Layers(Part):
-    """How many tokens each layer keeps.
+    """How many tokens each layer keeps: call it with what is known of all of them.
 
     Attributes:
         needs: what it must know of every layer before it can size any: "scores", "similarity" of
             the residual stream around attention, "measure", what its `measure` finds, or nothing.
-        retention: the share of importance that decides the total in place of a budget, or None.
-        mini_prefill: whether a first pass that stores nothing learns the scores.
-        learns: on how many first requests of a task sizes are learned for all; 0: each has its own.
+        retention: the share of importance that decides the total; None: a budget does.
     """
 
     kind = "layers"
     needs: ClassVar[str] = ""
-
-    @property
-    def retention(self) -> float | None:
-        """The share of importance that decides the total; None: a budget does."""
-        return None
+    retention: float | None = None
 
     @property
     def mini_prefill(self) -> bool:
@@ -141,45 +161,13 @@ class Layers(Part):
 
     @property
     def learns(self) -> int:
-        """On how many first requests sizes are learned for all others; 0: each has its own."""
+        """On how many first requests of a task sizes are learned for all; 0: none."""
         return 0
 
-    def sizes(
-        self,
-        total: int,
-        *,
-        n_layers: int,
-        length: int,
-        floor: int,
-        similarity: Tensor | None = None,
-        measured: Tensor | None = None,
-    ) -> Sequence[float]:
-        """Tokens that each layer keeps of one row, fitted to `total` and the bounds afterwards.
+    def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
+        """Tokens that each layer keeps of each row, [B][L].
 
-        A part that `needs` "scores" has `share_out` in its place.
-
-        Args:
-            total: tokens kept over all layers, at least `n_layers * floor`.
-            n_layers: L, the compressed layers.
-            length: the row's tokens.
-            floor: how many of them every layer must keep.
-            similarity: [L], of the residual stream around each layer's attention.
-            measured: [L], what `measure` found of each layer.
-        """
-        raise NotImplementedError
-
-    def share_out(
-        self, importance: Tensor, spare: Tensor, offered: Tensor
-    ) -> Sequence[Sequence[float]]:
-        """Tokens that each layer keeps of each row beyond those that it must.
-
-        Args:
-            importance: [B, L, C], the scores of tokens that compete, largest first.
-            spare: int64 [B], tokens to share out over all layers; the fewest, with `retention`.
-            offered: int64 [B], how many of the C there are of each row; the others are 0.
-
-        Returns:
-            [B][L].
+        They are fitted to total and bounds afterwards.
         """
         raise NotImplementedError
 
@@ -189,57 +177,31 @@ class Layers(Part):
 
 
 class Heads(Part):
-    """How a layer's size is split among its key-value heads.
+    """How a layer's size is split among its key-value heads: call it with their scores.
 
     Attributes:
-        equal: all heads keep as many; nothing is split then.
-        is_global: what the heads of all layers keep is shared at once, by `split_all`.
+        equal: all heads keep as many; nothing is split.
+        is_global: the heads of all layers are split at once, as if they were one layer's.
+        profile: the file beside a model's weights whose sizes replace these; "": none does.
+        without_profile: what a user is told where there is none; "": nothing.
     """
 
     kind = "heads"
     equal: ClassVar[bool] = False
     is_global: ClassVar[bool] = False
+    profile: ClassVar[str] = ""
+    without_profile: ClassVar[str] = ""
 
-    def split(self, scores: Tensor, spare: int, *, layer_idx: int) -> Tensor:
-        """How many of the competing tokens each head keeps of one row.
+    def __call__(self, scores: Tensor, totals: Tensor, *, layer_idx: int) -> Tensor:
+        """How many of the competing tokens each head keeps.
 
         Args:
-            scores: [H, C]; -inf where a head does not hold the token.
-            spare: the mean over heads.
+            scores: [B, H, C]; -inf for what does not compete.
+            totals: int64 [B], over the heads of each row; 0 where nothing is to be split.
             layer_idx: which layer of the model.
 
         Returns:
-            int64 [H], which adds up to H * spare, each at most C.
-        """
-        raise NotImplementedError
-
-    def split_rows(self, scores: Tensor, spare: Tensor, *, layer_idx: int) -> Tensor:
-        """`split` of B rows, one by one; a part that can do them at once says how.
-
-        Args:
-            scores: [B, H, U]; -inf for what does not compete.
-            spare: int64 [B], the mean over heads of each row, where there is something to split.
-            layer_idx: which layer of the model.
-
-        Returns:
-            int64 [B, H], 0 where `spare` is.
-        """
-        split = scores.new_zeros(scores.shape[:2]).long()
-        for b, n in enumerate(spare.tolist()):
-            if n > 0:
-                row = scores[b][:, (scores[b] > -float("inf")).any(0)]
-                split[b] = self.split(row, n, layer_idx=layer_idx).to(split.device)
-        return split
-
-    def split_all(self, scores: Tensor, spare: int) -> Tensor:
-        """How many of the competing tokens each head of each layer keeps of one row.
-
-        Args:
-            scores: [L, H, C]; -inf where a head does not hold the token.
-            spare: over all heads; there are as many.
-
-        Returns:
-            int64 [L, H], which adds up to `spare`.
+            int64 [B, H], which adds up to `totals`, each at most what competes.
         """
         raise NotImplementedError
 
@@ -286,19 +248,25 @@ class Decode(Part):
 
 
 class Merge(Part):
-    """What becomes of the pairs that are evicted."""
+    """What becomes of evicted pairs: call it with all that a layer holds, and their ranking.
+
+    Attributes:
+        weighted: attention adds the logarithm of a weight to the logits of the pairs it makes.
+        newest: so many of the last tokens are kept as they are.
+        fit: for how many queries of the prompt weights are fitted (`PromptKV.readers`).
+    """
 
     kind = "merge"
+    weighted: ClassVar[bool] = False
+    newest: int = 0
+    fit: int = 0
 
-    def __call__(
-        self, keys: Tensor, values: Tensor, indices: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The kept keys and values [B, H, M, D], with what was evicted merged into them.
+    def __call__(self, held: PromptKV, ranking: Ranking) -> Kept:
+        """The pairs that are kept, with what is evicted merged into them, and their weights.
 
         Args:
-            keys, values: [B, H, N, D], keys after rotary embedding.
-            indices: [B, H, M], kept tokens among the N, -1 as filler at the end.
-            positions: [B, 1 or H, N], where each token stands; -1 for padding.
+            held: the layer's tokens, whole: pairs, positions, and what each stands for already.
+            ranking: which of them are kept, and how many; `ranking.kept(held)` drops the others.
         """
         raise NotImplementedError
 
@@ -349,3 +317,96 @@ def register_part(name: str) -> Callable[[P], P]:
 
 def _path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@cache
+def discover() -> None:
+    """Import every module of the folders that hold parts and policies; each registers its own."""
+    for name in ("scores", "sizes", "merge", "parts", "policies"):
+        package = importlib.import_module(f"mmkv.{name}")
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{package.__name__}.{module.name}")
+
+
+# Checks of options by their annotations: each message shows the value received.
+
+
+def check_fields(value: Any) -> None:
+    """Check every field of a dataclass against its annotation.
+
+    Raises:
+        ValueError: a value of another type, none of a `Literal`'s, or out of its range.
+    """
+    hints = get_type_hints(type(value), include_extras=True)
+    for field in dataclasses.fields(value):
+        check(field.name, getattr(value, field.name), hints[field.name])
+
+
+def check(name: str, value: Any, hint: Any) -> None:
+    """Check one option; `Annotated` may say its range by a `partial` of a check by name.
+
+    Raises:
+        ValueError: it does not fit its annotation.
+    """
+    notes = getattr(hint, "__metadata__", ())
+    hint = hint.__origin__ if notes else hint
+    choices = literals(hint)
+    if choices and value not in choices:
+        raise ValueError(f"{name}={value!r}: expected one of {choices}")
+    if expected := _other_type(value, hint):
+        raise ValueError(f"{name}={value!r}: expected {expected}")
+    for note in notes:
+        if isinstance(note, partial):
+            note(**{name: value})
+
+
+def at_least(least: float, /, **options: float) -> None:
+    """Check options that are `least` or more.
+
+    Raises:
+        ValueError: one is less.
+    """
+    for name, value in options.items():
+        if value < least:
+            raise ValueError(f"{name}={value}: expected {least:g} or more")
+
+
+def share(*, zero: bool, **options: float | None) -> None:
+    """Check options that are at most 1, and above 0 (or 0 where `zero`); None passes.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+    for name, value in options.items():
+        if value is not None and not (0 <= value <= 1 if zero else 0 < value <= 1):
+            raise ValueError(f"{name}={value}: expected a number in {'[' if zero else '('}0, 1]")
+
+
+NonNegativeInt = Annotated[int, partial(at_least, 0)]
+PositiveInt = Annotated[int, partial(at_least, 1)]
+NonNegativeFloat = Annotated[float, partial(at_least, 0)]
+Share = Annotated[float, partial(share, zero=True)]
+PositiveShare = Annotated[float, partial(share, zero=False)]
+
+
+def literals(hint: Any) -> list[Any]:
+    """The allowed values of a Literal, or of a union of one with None; [] for any other hint."""
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    found = [v for arg in get_args(hint) for v in literals(arg)]
+    return [*found, None] if found and type(None) in get_args(hint) else found
+
+
+def _other_type(value: Any, hint: Any) -> str:
+    """What a field takes, where its value is of another type; "" where it fits."""
+    hints = get_args(hint) or (hint,)
+    if value is None and type(None) in hints:
+        return ""
+    for kind, fits, expected in (
+        (bool, isinstance(value, bool), "True or False"),
+        (int, isinstance(value, Integral) and not isinstance(value, bool), "a whole number"),
+        (float, isinstance(value, Real) and not isinstance(value, bool), "a number"),
+    ):
+        if kind in hints:
+            return "" if fits else expected
+    return ""

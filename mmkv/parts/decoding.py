@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mmkv.parts import Decode, register_part
-from mmkv.parts.checks import NonNegativeInt, PositiveInt
-from mmkv.parts.merging import MergeIntoGroups
+from mmkv.parts import Decode, NonNegativeInt, PositiveInt, register_part
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,7 +73,7 @@ class Fixed(Decode):
                 "decode='fixed' drops the lowest accumulated score or the oldest token; "
                 f"score={policy.score.name!r} has neither: use score='accumulated' or 'recency'"
             )
-        if policy.score.ranks and policy.score.shared_ranking:
+        if policy.score.ranks and policy.score.average_heads:
             raise ValueError(
                 "average_heads=True ranks tokens once per layer, but decode='fixed' drops the "
                 "lightest token of each head: use average_heads=False, or decode='ratio' or 'grow'"
@@ -120,12 +118,12 @@ class Least(Decode):
                 "decode='least' looks at the newest query alone, and "
                 f"score={policy.score.name!r} goes on from step to step: use score='window'"
             )
-        if not (policy.score.shared_ranking and policy.heads.equal):
+        if not (policy.score.average_heads and policy.heads.equal):
             raise ValueError(
                 "decode='least' drops a token from all heads of a layer: use average_heads=True "
                 f"(score={policy.score.name!r}) and heads='uniform' (heads={policy.heads.name!r})"
             )
-        if isinstance(policy.merge, MergeIntoGroups):
+        if policy.merge is not None and policy.merge.weighted:
             raise ValueError(
                 "decode='least' needs heads that hold the same tokens, and merge='groups' makes "
                 "groups of each head's own: use one of them"

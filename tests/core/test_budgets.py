@@ -12,7 +12,7 @@ import mmkv
 from helpers.marks import slow_except
 from helpers.models import IMAGE, IMAGE_TOKENS, VOCAB, make_inputs, make_model, row_of
 from helpers.oracle import USUAL, generate, top
-from mmkv.cache.layer_sizes import row_sizes
+from helpers.sizes import row_sizes
 from mmkv.registry import exact_share
 
 L, H, G = 3, 2, 2

@@ -20,15 +20,15 @@ from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import ROWS, generate, short
 from helpers.profiles import LEVELS, made_up, profile_of
+from helpers.sizes import row_sizes
 from mmkv import sensitivity, wrapping
 from mmkv.builtin import WEIGHTS, example_pictures, load_builtin
-from mmkv.curves import Curves
 from mmkv.eval.variants import parse_variants
 from mmkv.forcing import greedy
 from mmkv.parts import Heads, Layers
-from mmkv.parts.calibrated import HeadsByCost, LayersByCost
 from mmkv.profiles import FILE, Profile
 from mmkv.registry import exact_share
+from mmkv.sizes.calibrated import Curves, HeadsByCost, LayersByCost
 
 L, H = 3, 2
 
@@ -98,13 +98,13 @@ def test_sizes_spend_the_total_exactly(seed, length, budget, floor):
     policy = mmkv.Policy(
         layers=LayersByCost(curves), heads=HeadsByCost(curves=curves, layers=(0, 1, 2))
     )
-    sizes = mmkv.cache.layer_sizes.row_sizes(policy, budget, n_layers=L, length=length, floor=floor)
+    sizes = row_sizes(policy, budget, n_layers=L, length=length, floor=floor)
     assert sum(sizes) == max(round(budget * L * length), L * floor)
     for i, n in enumerate(sizes):
         spare = n - floor
         if 0 < spare < length - floor:
-            scores, wanted = torch.zeros(2, H, length - floor), torch.tensor([spare, 0])
-            split, none = policy.heads.split_rows(scores, wanted, layer_idx=i)
+            scores, totals = torch.zeros(2, H, length - floor), torch.tensor([H * spare, 0])
+            split, none = policy.heads(scores, totals, layer_idx=i)
             assert int(split.sum()) == H * spare
             assert 1 <= int(split.min()) <= int(split.max()) <= length - floor
             assert not none.any()
@@ -365,8 +365,11 @@ class OneLayer(Layers):
     layer: int
     size: int
 
-    def sizes(self, total, *, n_layers, length, **known):
-        return [self.size if i == self.layer else length for i in range(n_layers)]
+    def __call__(self, rows):
+        return [
+            [self.size if i == self.layer else n for i in range(rows.n_layers)]
+            for n in rows.lengths
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,9 +380,11 @@ class OneHead(Heads):
     head: int
     size: int
 
-    def split(self, scores, spare, *, layer_idx):
-        H, C = scores.shape
-        return torch.tensor([self.size if h == self.head else C for h in range(H)])
+    def __call__(self, scores, totals, *, layer_idx):
+        assert len(scores) == 1
+        return torch.where(torch.arange(scores.shape[1]) == self.head, self.size, scores.shape[2])[
+            None
+        ]
 
 
 class TestMeasure:

@@ -13,8 +13,7 @@ import mmkv
 from helpers.models import make_inputs, make_model, next_turn
 from helpers.oracle import ROWS, generate
 from mmkv.cache import selection
-from mmkv.observers import observer_scores, output_gram
-from mmkv.parts.scoring import Observers
+from mmkv.scores.observers import Observers, observer_scores, output_gram
 
 
 def slots_of(cache, layer: int, b: int, h: int) -> tuple[set[int], list[list[int]]]:

@@ -11,9 +11,9 @@ import torch
 import mmkv
 from helpers.models import make_inputs, make_model
 from helpers.oracle import top
-from mmkv.defensive import defensive_scores
 from mmkv.layer_inputs import LayerInputs
-from mmkv.value_scores import output_norms
+from mmkv.policies.defensive import DefensiveAttention
+from mmkv.scores.values import output_norms
 
 HQ, H, G, D, HIDDEN = 4, 2, 2, 8, 12
 WINDOW, KERNEL = 4, 5
@@ -114,7 +114,7 @@ def test_the_score_is_the_worst_case_by_output_norms(size, sharp) -> None:
     layer = random_layer(N, padding, sharp)
     if size is not None:
         layer = replace(layer, size=torch.tensor([float(size)] * 3))
-    found = defensive_scores(layer, window=WINDOW, kernel_size=KERNEL)
+    found = DefensiveAttention(window=WINDOW, kernel_size=KERNEL)(layer)
     for b, pad in enumerate(padding):
         want = torch.tensor(naive(alone(layer, b), WINDOW, KERNEL, size)).float()
         torch.testing.assert_close(found[b, :, pad:], want, atol=1e-5, rtol=1e-4)
@@ -123,7 +123,7 @@ def test_the_score_is_the_worst_case_by_output_norms(size, sharp) -> None:
 
 def test_rows_have_sizes_of_their_own() -> None:
     layer = replace(random_layer(24, (0, 0), 0.5), size=torch.tensor([20.0, 6.9]))
-    found = defensive_scores(layer, window=WINDOW, kernel_size=KERNEL)
+    found = DefensiveAttention(window=WINDOW, kernel_size=KERNEL)(layer)
     first = (found == found.amax((1, 2), keepdim=True)).sum(-1)
     assert first[0].min() > 4
     assert first[1].sum() in (4, 5)  # two of each head, and the best if it is another
@@ -139,7 +139,7 @@ def test_where_heads_hold_different_tokens_they_are_rows() -> None:
         valid[b, h, tokens] = False
     image = torch.zeros_like(valid)
     rows = layer.by_head(valid, image)
-    found = defensive_scores(rows, window=WINDOW, kernel_size=1)
+    found = DefensiveAttention(window=WINDOW, kernel_size=1)(rows)
     for b in range(2):
         heads = alone(layer, b)
         for h, head in enumerate(heads):
@@ -154,7 +154,7 @@ def test_where_heads_hold_different_tokens_they_are_rows() -> None:
 def test_norms_are_found_in_parts(monkeypatch) -> None:
     layer = random_layer(30, (0, 7))
     whole = output_norms(layer, 30)
-    monkeypatch.setattr("mmkv.value_scores.tile", lambda device: 3 * 2 * H * HIDDEN)
+    monkeypatch.setattr("mmkv.scores.values.tile", lambda device: 3 * 2 * H * HIDDEN)
     torch.testing.assert_close(output_norms(layer, 30), whole)
     assert not whole[1, :, :7].any()
     found = [float((w @ layer.value[0, 1, 5]).abs().sum()) for w in layer.weight()[G:]]

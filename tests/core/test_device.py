@@ -22,8 +22,7 @@ from helpers.profiles import profile_of
 from helpers.reference import generate
 from mmkv.attach import graph
 from mmkv.parts import slots
-from mmkv.parts.merging import MergeIntoGroups
-from mmkv.parts.profiled import ProfiledHeads
+from mmkv.sizes.profiled import ProfiledHeads
 
 NEW = 20
 
@@ -170,7 +169,9 @@ def test_a_prompt_makes_the_host_wait_where_heads_differ_and_no_more(there, gpu,
     allowed = 3 + bool(policy.layers.needs)
     allowed += 3 * (cache.plan.runs_mini_prefill + policy.score.repeats)  # a second pass
     allowed += 3 * policy.heads.is_global
-    allowed += L * (2 if isinstance(policy.merge, MergeIntoGroups) else not policy.heads.equal)
+    allowed += L * (
+        2 if policy.merge is not None and policy.merge.weighted else not policy.heads.equal
+    )
     allowed += L * isinstance(policy.heads, ProfiledHeads)
     if policy.layers.needs == "measure":  # how long the text behind a picture is, for two parts
         allowed += 2 * L

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from mmkv import allocation
-from mmkv.cache.evict import head_sizes
-from mmkv.cache.layer_sizes import competing, row_sizes, shared_out
+from helpers.sizes import row_sizes
+from mmkv import sizes as allocation
+from mmkv.cache.layer_sizes import competing
 from mmkv.cache.prompt_kv import PromptKV
-from mmkv.cache.selection import importance, ordered, ranked, retained
+from mmkv.cache.selection import head_sizes, importance, ranked, retained
 from mmkv.cache.token_masks import TokenMasks, keeps_everything, total_kept
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policy import Policy, Score
@@ -39,9 +39,12 @@ def some(shape: tuple[int, ...], share: float, g: torch.Generator) -> torch.Tens
     return torch.rand(shape, generator=g) < share
 
 
-def select(*given):
+def select(policy, scores, positions, *given):
     """What one layer keeps: indices, counts and how many are anchored."""
-    return ordered(*ranked(*given))
+    ranking = ranked(policy, scores, positions, *given)
+    pairs = torch.zeros(*ranking.rank.shape, 1)
+    kept = ranking.kept(PromptKV(pairs, pairs, positions))
+    return kept.indices, kept.counts, kept.anchored
 
 
 # What is known of a prompt
@@ -261,20 +264,9 @@ def test_what_keeps_everything() -> None:
     assert keeps_everything(KeepsAll(), 0.2)
 
 
-def sizes(budget, *, length=20, floor=2, n_layers=L, policy=None, more=None, **options):
+def sizes(budget, *, floor=2, policy=None, more=None, **options):
     policy = policy or Policy.of(**{**H2O, **options})
-    return row_sizes(policy, budget, n_layers=n_layers, length=length, floor=floor, **(more or {}))
-
-
-def shared(scores, budget, **options):
-    """What layers share out of [L, C] scores of tokens 2, 3, ... of 20; the first two must stay."""
-    policy = Policy.of(**{**H2O, **options})
-    valid = torch.ones(1, 20, dtype=torch.bool)
-    must = torch.arange(20)[None] < 2
-    prompt = TokenMasks(valid, ~valid, valid, must, must, [20], [0], [2], [2], [0], [1.0])
-    there = 2 + torch.arange(scores.shape[1])[None, None]
-    (row,) = shared_out(policy, budget, [x[None, None] for x in scores], [there] * L, prompt)
-    return row
+    return row_sizes(policy, budget, n_layers=L, length=20, floor=floor, **(more or {}))
 
 
 def test_layers_share_a_rows_total() -> None:
@@ -296,20 +288,19 @@ def test_layers_are_sized_by_what_competes(layers) -> None:
     g = generator(3)
     scores = (2 * torch.randn(L, 18, generator=g)).exp()
     allocate = {"prefix": allocation.prefix, "pooled": allocation.pooled}[layers]
-    got = sizes(0.5, layers=layers, more={"shared": shared(scores, 0.5, layers=layers)})
-    assert got == [2 + n for n in allocate(scores, 30 - L * 2)]
+    got = sizes(0.5, layers=layers, more={"scores": scores})
+    (shared,) = allocate(scores[None], torch.tensor([30 - L * 2]))
+    assert got == [2 + n for n in shared]
     assert len(set(got)) == 3
     # A later turn, where fewer tokens are left than the budget has room for.
-    few = shared(scores[:, :4], 0.5, layers=layers)
-    assert sizes(0.5, layers=layers, more={"shared": few}) == [10, 10, 10]
+    assert sizes(0.5, layers=layers, more={"scores": scores[:, :4]}) == [10, 10, 10]
 
 
 def test_a_retention_adds_to_what_must_stay() -> None:
     scores = torch.tensor([[8.0, 1, 1, 0, 0], [3, 3, 2, 1, 1], [2, 2, 2, 2, 2]])
-    chosen = allocation.pooled(scores, retention=0.6)
+    (chosen,) = allocation.pooled(scores[None], torch.tensor([0]), retention=0.6)
     given = {"score": "window", "layers": "pooled", "retention": 0.6}
-    known = {"shared": shared(scores, None, **given)}
-    got = sizes(None, policy=Policy.of(**given), more=known)
+    got = sizes(None, policy=Policy.of(**given), more={"scores": scores})
     assert got == [2 + n for n in chosen]
     assert got != [max(2, n) for n in chosen]
     # Fractions of a profile come before it.
@@ -606,11 +597,11 @@ def test_of_nothing_that_competes_all_is_retained() -> None:
 
 def test_squeeze_cuts_the_layers_that_change_little() -> None:
     similarity = torch.tensor([0.9, 0.2, 0.5])
-    cut = sizes(0.5, layers="squeeze", p=0.4, more={"similarity": similarity})
+    cut = sizes(0.5, layers="squeeze", p=0.4, more={"measured": similarity})
     assert cut == [4, 13, 13] == allocation.squeeze(similarity, 30, p=0.4, max_size=20)
     # A layer that overflowed changes the stream.
     spoiled = torch.tensor([0.9, math.nan, 0.5])
-    assert sizes(0.5, layers="squeeze", p=0.4, more={"similarity": spoiled}) == cut
+    assert sizes(0.5, layers="squeeze", p=0.4, more={"measured": spoiled}) == cut
 
 
 @pytest.mark.parametrize(("size", "newest"), [(15, 1), (16, 2), (25, 3), (60, 4)])
@@ -621,7 +612,7 @@ def test_groups_keep_the_newest_in_an_eighth_of_few_slots(size: int, newest: int
     prompt = TokenMasks.of(policy, torch.ones(1, N, dtype=torch.bool), budget=size, n_layers=1)
     must = int(prompt.must.sum())
     scores = torch.linspace(1, 0, N).view(1, 1, N)
-    rank, _, _ = ranked(policy, scores, positions, prompt, [size])
+    rank = ranked(policy, scores, positions, prompt, [size]).rank
     room = min(newest, size - must)
     expected = prompt.must[0].clone()
     free = (~expected).nonzero()[:, 0].tolist()

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 import mmkv
-from mmkv.expected import expected_attention
 from mmkv.layer_inputs import LayerInputs, Rotary, turn
-from mmkv.parts.key_scoring import ExpectedAttention
+from mmkv.policies.expected import ExpectedAttention
 
 B, H, G, N, D, R = 3, 2, 3, 22, 8, 6  # the last two dimensions of a head are not turned
 PADDING = (0, 5, 19)  # the last row has fewer tokens than are skipped
@@ -123,31 +122,28 @@ def test_what_is_expected_is_the_mean_over_queries_that_are_normal():
     n, scale = 40_000, 0.1
     key = random(1, 1, 6, D, seed=1)
     query = random(1, 1, n, D, seed=2) * 2 + 1
-    cos, sin, _ = rotary_of(torch.tensor([[11]])).ahead(1)
+    rotary = rotary_of(torch.full((1, n), 11))
+    cos, sin, _ = rotary.ahead(1)
     logits = scale * turn(query, cos, sin)[0, 0] @ key[0, 0].T
     paid = logits.exp().mean(0)
     # Only the last keys can be attended to.
     padded = torch.nn.functional.pad(key, (0, 0, n - 6, 0))
     bias = torch.zeros(1, 1, n).index_fill_(-1, torch.arange(n - 6), -1e9)
-    found = expected_attention(
-        query,
-        padded,
-        torch.ones(1, 1, n, 1),
-        (cos, sin),
-        skip=0,
-        epsilon=0.0,
+    layer = LayerInputs(
+        query=turn(query, rotary.cos, rotary.sin),
+        key=padded,
+        value=torch.ones(1, 1, n, 1),
+        valid=torch.ones(1, n, dtype=torch.bool),
         scale=scale,
         bias=bias,
-    )[0, 0, -6:]
+        rotary=rotary,
+    )
+    found = ExpectedAttention(positions=1, skip=0, epsilon=0.0)(layer)[0, 0, -6:]
     torch.testing.assert_close(found, paid / paid.sum(), atol=0, rtol=0.02)
 
 
-def test_options_and_shapes_are_checked():
+def test_options_are_checked():
     with pytest.raises(ValueError, match="positions=0: expected 1 or more"):
         mmkv.get_policy("expected", positions=0)
     with pytest.raises(ValueError, match=r"epsilon=-0\.1: expected 0 or more"):
         mmkv.get_policy("expected", epsilon=-0.1)
-    with pytest.raises(ValueError, match=r"\(1, 2, 9, 4\), \(1, 2, 8, 4\) and \(1, 2, 8, 4\)"):
-        expected_attention(random(1, 2, 9, 4), random(1, 2, 8, 4), random(1, 2, 8, 4), None)
-    with pytest.raises(ValueError, match=r"\[B, heads, N, D\], got \(2, 9, 4\)"):
-        expected_attention(random(2, 9, 4), random(1, 2, 9, 4), random(1, 2, 9, 4), None)

@@ -318,7 +318,7 @@ class TestPoliciesOfOtherPackages:
     GOOD = """
         from dataclasses import dataclass
         import mmkv
-        from mmkv.parts.scoring import WindowAttention
+        from mmkv.scores.window import WindowAttention
 
         @dataclass(frozen=True, kw_only=True)
         class Mine(mmkv.Policy):

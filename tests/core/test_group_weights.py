@@ -12,11 +12,9 @@ from torch import Tensor
 import mmkv
 from helpers.models import make_inputs
 from helpers.oracle import ROWS
-from mmkv.cache import group_weights
-from mmkv.cache.group_weights import Readers, log_weights
-from mmkv.cache.grouping import Groups, GroupSlots
 from mmkv.layer_inputs import LayerInputs
-from mmkv.parts.averaging import sums
+from mmkv.merge import weights
+from mmkv.merge.weights import ReferenceQueries, log_weights
 
 B, H, G, U, D, M = 2, 2, 3, 14, 4, 5
 
@@ -25,21 +23,11 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def slots_of(slot: Tensor, counts: Tensor) -> GroupSlots:
-    """Slots of tokens [B, H, U] that stand for `counts` each; M and 0 for none.
-
-    What is none has a weight all the same in a cache: that of an empty slot.
-    """
-    positions = torch.where(counts > 0, slot, -1)
-    weights = torch.where(counts > 0, counts, 1.0)
-    return GroupSlots(Groups(slot, positions, weights), slot, sums(counts, slot, M))
-
-
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("together", [2**20, 1])
 def test_weights_equal_the_loop(softcap, together, monkeypatch):
     """Slot 0 is empty, slot 1 one token, and some tokens are none and hold anything."""
-    monkeypatch.setattr(group_weights, "tile", lambda device: together)
+    monkeypatch.setattr(weights, "tile", lambda device: together)
     keys, query = random(B, H, U, D), random(B, H * G, 6, D, seed=1)
     slot = torch.randint(2, M, (B, H, U), generator=torch.Generator().manual_seed(2))
     slot[..., 3] = 1
@@ -52,8 +40,8 @@ def test_weights_equal_the_loop(softcap, together, monkeypatch):
     present[1, 4:] = False
     means = random(B, H, M, D, seed=4) / 2
     dirty = keys.masked_fill((counts == 0)[..., None], math.nan)
-    readers = Readers(query, present, softcap)
-    found = log_weights(slots_of(slot, counts), dirty, bias, means, readers)
+    readers = ReferenceQueries(query, present, softcap)
+    found = log_weights(slot, M, counts > 0, dirty, bias, means, readers)
 
     def logit(q: Tensor, k: Tensor) -> float:
         x = float(q.double() @ k.double())
@@ -86,13 +74,13 @@ def test_what_no_query_reads_weighs_as_many_as_it_has():
     """Attention below the smallest number says nothing of a weight; nor does no query at all."""
     keys = torch.zeros(1, 1, 6, D)
     keys[..., 2:, 0] = -1000.0
-    slots = slots_of(torch.tensor([[[0, 0, 1, 1, 1, 1]]]), torch.ones(1, 1, 6))
+    slot, there = torch.tensor([[[0, 0, 1, 1, 1, 1]]]), torch.ones(1, 1, 6) > 0
     query = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 1, 1, D)
-    readers = Readers(query, torch.ones(1, 1, dtype=torch.bool), None)
+    readers = ReferenceQueries(query, torch.ones(1, 1, dtype=torch.bool), None)
     means = torch.full((1, 1, M, D), -500.0)
     means[..., 0, :] = 0.0
     for given in (readers, None):
-        found = log_weights(slots, keys, None, means, given)
+        found = log_weights(slot, M, there, keys, None, means, given)
         torch.testing.assert_close(found[0, 0].exp(), torch.tensor([2.0, 4.0, 1.0, 1.0, 1.0]))
 
 
@@ -113,15 +101,15 @@ def test_readers_are_spread_over_a_rows_own_queries(number, remembered, want):
     valid = torch.arange(10) >= torch.tensor([[0], [7]])
     keys: Any = torch.zeros(2, H, 10, D)
     layer = LayerInputs(query=query, key=keys, value=keys, valid=valid, scale=0.5)
-    readers = Readers.of(layer, number, remembered)
+    readers = ReferenceQueries.of(layer, number, remembered)
     assert readers is not None
     assert readers.query.shape == (2, H * G, min(number, remembered or 9, 9), D)
     for b in range(2):
         chosen = readers.query[b][:, readers.present[b], 0]
         assert sorted((2 * chosen[0]).tolist()) == want[b]
         assert not readers.query[b][:, ~readers.present[b]].any()
-    assert Readers.of(layer, 0, None) is None
-    assert Readers.of(layer, 3, 0) is None
+    assert ReferenceQueries.of(layer, 0, None) is None
+    assert ReferenceQueries.of(layer, 3, 0) is None
 
 
 @pytest.mark.parametrize(
@@ -130,13 +118,15 @@ def test_readers_are_spread_over_a_rows_own_queries(number, remembered, want):
 def test_readers_ask_behind_the_prompts_end(models, policy, options, monkeypatch):
     """Turned as the next token's query is, where the score knows; the same read in chunks."""
     given: list[tuple[LayerInputs, Any]] = []
-    of = Readers.of
+    of = ReferenceQueries.of
 
-    def recorded(layer: LayerInputs, number: int, remembered: int | None) -> Readers | None:
+    def recorded(
+        layer: LayerInputs, number: int, remembered: int | None
+    ) -> ReferenceQueries | None:
         given.append((layer, of(layer, number, remembered)))
         return given[-1][1]
 
-    monkeypatch.setattr(Readers, "of", recorded)
+    monkeypatch.setattr(ReferenceQueries, "of", recorded)
     model, inputs = models("llama"), make_inputs("llama", (90,))
     with mmkv.wrapped(model, policy, 0.3, merge="groups", **options), torch.no_grad():
         cache = model(**inputs, use_cache=True).past_key_values

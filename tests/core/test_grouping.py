@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import mmkv
-from mmkv import tiling
-from mmkv.cache import selection
-from mmkv.cache.grouping import Groups, group_index
+from mmkv.cache.evict import _leaders
+from mmkv.cache.prompt_kv import PromptKV
+from mmkv.cache.selection import Ranking
+from mmkv.merge.groups import leaders
+from mmkv.scores import attention as tiling
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -88,7 +90,7 @@ def naive(
 
 
 def slots_of(leader: Tensor, rank: Tensor) -> list[list[int]]:
-    """The tokens of each slot, in the order of their group_index' ranks."""
+    """The tokens of each slot, in the order of their leaders' ranks."""
     found: dict[int, list[int]] = {}
     for j, i in enumerate(leader.tolist()):
         if i >= 0:
@@ -124,7 +126,7 @@ def test_equals_the_loop(N, sizes, gone, must, exact, run, rounds, value_weight,
         keys.masked_fill(absent[..., None], math.nan),
         values.masked_fill(absent[..., None], math.inf),
     )
-    found = group_index(*dirty, scores, size, weights, **options)
+    found = leaders(*dirty, scores, size, weights, **options)
     for b in range(2):
         for h in range(2):
             parts = keys[b, h], values[b, h], scores[b, h], int(size[b, h]), weights[b, h]
@@ -140,15 +142,13 @@ def test_equals_the_loop(N, sizes, gone, must, exact, run, rounds, value_weight,
 
 
 def grouped(keys, values, scores, sizes, positions=None, weights=None, **options):
-    """Pairs, weights and indices by slot of a layer's tokens, and the slots themselves."""
-    policy = mmkv.get_policy("condense", **options)
+    """Pairs, weights and indices by slot of a layer's tokens, and the slot of each."""
     if positions is None:
         positions = torch.arange(scores.shape[-1]).expand(scores.shape)
-    groups = Groups.of(policy.merge, keys, values, positions, weights, scores, sizes)
-    ranking = groups.led(scores, sizes, torch.zeros_like(scores, dtype=torch.bool))
-    indices = selection.ordered(*ranking)[0]
-    slots = groups.slots(indices)
-    return *slots.means(keys, values), slots.weights, indices, slots
+    ranking = Ranking(scores, sizes, torch.zeros_like(scores, dtype=torch.bool))
+    held = PromptKV(keys, values, positions, weights=weights)
+    kept = mmkv.get_policy("condense", fit=0, **options).merge(held, ranking)
+    return kept.keys, kept.values, kept.weights, kept.indices, kept.slot
 
 
 def test_groups_of_equal_pairs_read_as_their_tokens_did():
@@ -193,11 +193,11 @@ def test_sums_and_members_are_kept_over_turns():
         scores, sizes = random(*weights.shape, seed=turn + 99).abs(), torch.tensor([[10, 13, 18]])
         scores = scores.masked_fill(weights == 0, -math.inf)
         options = {"positions": positions, "weights": weights, "group_run": 16}
-        keys, values, weights, indices, slots = grouped(keys, values, scores, sizes, **options)
+        keys, values, weights, indices, slot = grouped(keys, values, scores, sizes, **options)
         seen = new * (turn + 1)
-        places = slots.places(places, seen)
-        filled = indices >= 0
+        held, filled = PromptKV(keys, values, positions, group_index=places), indices >= 0
         positions = positions.gather(-1, indices.clamp(min=0)).masked_fill(~filled, -1)
+        places = _leaders(slot, positions.masked_fill(weights < 2, -1), held, seen)
         whole = torch.cat(every, 2)
         for h in range(H):
             assert float(weights[0, h][filled[0, h]].sum()) == seen
@@ -222,9 +222,9 @@ def test_does_not_depend_on_how_many_runs_go_together(monkeypatch):
     keys, values, scores = layer(2, 2, 60)
     sizes = torch.tensor([[20, 9], [15, 3]])
     options = {"exact": 0.25, "run": 16, "rounds": 2, "value_weight": 1.0}
-    want = group_index(keys, values, scores, sizes, **options)
+    want = leaders(keys, values, scores, sizes, **options)
     monkeypatch.setattr(tiling, "_CPU_TILE_PER_THREAD", 1)
-    assert torch.equal(group_index(keys, values, scores, sizes, **options), want)
+    assert torch.equal(leaders(keys, values, scores, sizes, **options), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -10,8 +10,11 @@ from torch import Tensor
 
 import mmkv
 from helpers.models import make_inputs, make_model
-from mmkv.key_scores import inverse_key_norm, key_difference, lag_relative, noise
 from mmkv.layer_inputs import LayerInputs
+from mmkv.policies.keydiff import KeyDifference
+from mmkv.policies.knorm import KeyNorm
+from mmkv.policies.lagkv import LagRelative
+from mmkv.policies.random import Noise
 
 PADDING = (0, 5, 11)  # padding tokens left of each row
 
@@ -30,9 +33,15 @@ def spoiled(x: Tensor, valid: Tensor) -> Tensor:
     return x.masked_fill(~valid[:, None, :, None], math.nan)
 
 
+def inputs_of(key: Tensor, valid: Tensor | None = None, value: Tensor | None = None, **more):
+    valid = torch.ones(len(key), key.shape[2]).bool() if valid is None else valid
+    value = key if value is None else value
+    return LayerInputs(query=key, key=key, value=value, valid=valid, **more)
+
+
 def test_the_norm_ranks_as_the_paper_does():
     key, valid = random(3, 2, 20, 8), left_padded(20)
-    found = inverse_key_norm(spoiled(key, valid), valid)
+    found = KeyNorm()(inputs_of(spoiled(key, valid), valid))
     for b, p in enumerate(PADDING):
         norms = [[math.hypot(*k) for k in head] for head in key[b, :, p:].tolist()]
         torch.testing.assert_close(found[b, :, p:], 1 / torch.tensor(norms))
@@ -55,7 +64,7 @@ def naive_key_difference(key: Tensor) -> Tensor:
 
 def test_key_difference_equals_the_loop_on_each_row_alone():
     key, valid = random(3, 2, 20, 8) + 0.5, left_padded(20)
-    found = key_difference(spoiled(key, valid), valid)
+    found = KeyDifference()(inputs_of(spoiled(key, valid), valid))
     for b, p in enumerate(PADDING):
         torch.testing.assert_close(found[b, :, p:], naive_key_difference(key[b, :, p:]))
         assert not found[b, :, :p].any()
@@ -64,7 +73,7 @@ def test_key_difference_equals_the_loop_on_each_row_alone():
 def test_a_key_that_overflowed_leaves_the_others_their_order():
     key = random(1, 1, 9, 4)
     key[0, 0, 3] = math.inf
-    rest = key_difference(key)[0, 0, torch.arange(9) != 3]
+    rest = KeyDifference()(inputs_of(key))[0, 0, torch.arange(9) != 3]
     assert rest.isfinite().all()
     others = naive_key_difference(key[0][:, torch.arange(9) != 3])[0]
     assert rest.argsort().tolist() == others.argsort().tolist()
@@ -106,7 +115,8 @@ def test_lag_relative_equals_the_loop_on_each_row_alone(N: int, lag: int, skip: 
     key, value = random(3, 2, N, 6), random(3, 2, N, 4, seed=1)
     key[..., 3] = 0.5  # a channel that never differs has no scale
     valid = torch.stack([torch.arange(N) >= min(p, N - 1) for p in PADDING])
-    found = lag_relative(spoiled(key, valid), spoiled(value, valid), valid, lag=lag, skip=skip)
+    layer = inputs_of(spoiled(key, valid), valid, spoiled(value, valid))
+    found = LagRelative(lag=lag, skip=skip)(layer)
     assert found.dtype == torch.float32
     for b, pad in enumerate(PADDING):
         p = min(pad, N - 1)
@@ -129,28 +139,26 @@ def test_lagkv_keeps_sinks_and_the_last_blocks_and_shares_the_rest_among_blocks(
 
 
 def test_noise_of_a_row_is_what_it_is_alone():
-    heads, valid = torch.arange(4), left_padded(40)
+    score, valid = Noise(seed=3), left_padded(40)
+    layer = inputs_of(torch.zeros(3, 4, 40, 1), valid, layer_idx=2)
     before = torch.random.get_rng_state()
-    found = noise(valid, heads, seed=3, layer_idx=2)
+    found = score(layer)
     for b, p in enumerate(PADDING):
-        alone = noise(torch.ones(1, 40 - p, dtype=torch.bool), heads, seed=3, layer_idx=2)
+        alone = score(inputs_of(torch.zeros(1, 4, 40 - p, 1), layer_idx=2))
         assert torch.equal(found[b, :, p:], alone[0])
         assert not found[b, :, :p].any()
-        # As in a later turn, where each head is a row.
-        apart = valid[b].expand(4, -1)
-        assert torch.equal(noise(apart, heads[:, None], seed=3, layer_idx=2)[:, 0], found[b])
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_noise_is_uniform_and_differs_in_all_that_it_depends_on():
-    valid, heads = torch.ones(1, 4096, dtype=torch.bool), torch.arange(2)
+    key = torch.zeros(1, 2, 4096, 1)
     drawn = [
-        noise(valid, heads, seed=seed, layer_idx=layer)[0, h]
+        Noise(seed=seed)(inputs_of(key, layer_idx=layer))[0, h]
         for seed in (0, 1)
         for layer in (0, 1)
         for h in (0, 1)
     ]
-    drawn.append(noise(valid[:, :4095], heads, seed=0, layer_idx=0)[0, 0])  # another length
+    drawn.append(Noise()(inputs_of(key[:, :, :4095]))[0, 0])  # another length
     for x in drawn:
         assert ((x > 0) & (x < 1)).all()
         # Each of 16 bins has 256 +- 16 entries.
@@ -189,18 +197,6 @@ def test_heads_that_are_rows_score_as_heads_side_by_side(policy):
     torch.testing.assert_close(apart.view(2, 3, 12), score(layer))
 
 
-def test_shapes_that_do_not_fit_are_shown():
-    for score in (inverse_key_norm, key_difference):
-        with pytest.raises(ValueError, match=r"\[B, H, N, D\], got \(2, 9, 4\)"):
-            score(torch.ones(2, 9, 4))
-        with pytest.raises(ValueError, match=r"\(2, 9\), got torch.bool \(2, 8\)"):
-            score(torch.ones(2, 1, 9, 4), torch.ones(2, 8).bool())
-    key = torch.ones(2, 1, 9, 4)
-    with pytest.raises(ValueError, match=r"\(2, 1, 9, 4\) and \(2, 1, 8, 4\)"):
-        lag_relative(key, key[:, :, 1:])
-    with pytest.raises(ValueError, match=r"lag=1, skip=0: lag must be 2 or more"):
-        lag_relative(key, key, lag=1, skip=0)
+def test_blocks_have_two_tokens_or_more():
     with pytest.raises(ValueError, match=r"lag=1: expected 2 or more"):
         mmkv.get_policy("lagkv", lag=1)
-    with pytest.raises(ValueError, match=r"valid must be a bool \[B, N\]"):
-        noise(torch.ones(2, 9), torch.arange(2), seed=0, layer_idx=0)

@@ -15,6 +15,7 @@ from helpers.marks import slow_except
 from helpers.masking import masked_logits
 from helpers.models import IMAGE, make_inputs, make_model, next_turn
 from helpers.oracle import Variant, generate, options_of
+from helpers.sizes import of_row
 
 ROWS = (66, 41)
 NEW = 7  # tokens generated in each turn, of which the last is read with the next turn
@@ -234,13 +235,13 @@ class Row:
         most = max(map(len, ranked))
         importance = torch.tensor([r + [0.0] * (most - len(r)) for r in ranked]).double()
         if self.policy.retention is not None:
-            chosen = mmkv.allocation.pooled(importance, retention=self.policy.retention)
+            chosen = of_row(mmkv.sizes.pooled, importance, retention=self.policy.retention)
             return [len(must) + n for n in chosen]
         total = L * min(budget, length) if isinstance(budget, int) else round(budget * L * length)
         if self.policy.layers.name == "uniform":
-            return mmkv.allocation.uniform(L, total, max_size=length)
-        allocate = {"prefix": mmkv.allocation.prefix, "pooled": mmkv.allocation.pooled}
-        chosen = allocate[self.policy.layers.name](importance, total - L * len(must))
+            return mmkv.sizes.uniform(L, total, max_size=length)
+        allocate = {"prefix": mmkv.sizes.prefix, "pooled": mmkv.sizes.pooled}
+        chosen = of_row(allocate[self.policy.layers.name], importance, total - L * len(must))
         return [len(must) + n for n in chosen]
 
     def over_the_model(self, found, total):
@@ -374,7 +375,7 @@ def test_squeeze_sizes_layers_by_the_turn(models):
             ]
             similarity.append(sum(one) / len(one))
         offered, seen = [n + len(one) for n in offered], seen + len(one)
-        wanted = mmkv.allocation.squeeze(similarity, round(0.5 * L * seen), max_size=seen)
+        wanted = mmkv.sizes.squeeze(similarity, round(0.5 * L * seen), max_size=seen)
         assert got == [min(pair) for pair in zip(wanted, offered, strict=True)]
         cut.append(max(range(L), key=similarity.__getitem__))
         offered = got

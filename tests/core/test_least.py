@@ -17,10 +17,9 @@ from helpers.models import make_inputs, next_turn, row_of
 from helpers.oracle import Variant, generate, options_of
 from helpers.profiles import profile_of
 from helpers.serving import alone, watched
+from helpers.sizes import row_sizes
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache import selection
-from mmkv.cache.config import CacheConfig
-from mmkv.cache.layer_sizes import row_sizes
 from mmkv.eval.speed.presets import PRESETS
 from mmkv.eval.speed.rows import make_rows
 from mmkv.eval.variants import parse_variants, plugin_arguments
@@ -225,8 +224,7 @@ def test_sizes_add_up(n_layers, length, least, budget, floor, how):
     policy = Policy.of(least=least, layers="uniform" if how in (None, "profile") else how)
     known = {"n_layers": n_layers, "length": length, "floor": floor}
     if how == "profile" and isinstance(budget, float):
-        plan = CacheConfig(policy, budget, tuple([budget] * n_layers))
-        known["fractions"] = plan.fractions_of(length, n_layers)
+        known["fractions"] = tuple([budget] * n_layers)
     sizes = row_sizes(policy, budget, **known)
     assert all(floor <= n <= length for n in sizes)
     if isinstance(budget, int):

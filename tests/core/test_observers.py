@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmkv import tiling
-from mmkv.observers import observer_scores, output_gram
+from mmkv.scores import attention as tiling
+from mmkv.scores.observers import observer_scores, output_gram
 
 LAYOUTS = [(4, 4), (6, 2), (3, 1)]  # (Hq, H)
 DTYPES = [torch.float32, torch.bfloat16]

@@ -15,10 +15,12 @@ from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model
 from helpers.oracle import generate
 from mmkv.parts import KINDS, Score, register_part
-from mmkv.parts.scoring import AccumulatedAttention, WindowAttention
-from mmkv.parts.sizing import AdaptiveHeads, PooledLayers
 from mmkv.policy import Policy
 from mmkv.registry import list_parts, option_types
+from mmkv.scores.accumulated import AccumulatedAttention
+from mmkv.scores.window import WindowAttention
+from mmkv.sizes.heads import AdaptiveHeads
+from mmkv.sizes.retention import PooledLayers
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 
@@ -132,13 +134,13 @@ def test_a_package_is_found_by_its_entry_points(tmp_path):
         "import mmkv\n"
         "from mmkv.registry import list_parts\n"
         "print('acme' in mmkv.list_policies(), 'profile' in list_parts('heads'))\n"
-        "print(mmkv.get_policy('snapkv', score='value-norm', last=3).score)\n"
+        "print(mmkv.get_policy('snapkv', score='value-norm', window=3).score)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
         "True True",
-        "ValueNorm(last=3)",
+        "ValueNorm(window=3)",
     ]
 
 
@@ -166,7 +168,7 @@ def acme(monkeypatch):
         ("acme", {}),
         ("snapkv", {"score": "plain-keys"}),
         ("snapkv", {"heads": "profile", "first": 0.4, "window": 6}),
-        ("prefixkv", {"score": "value-norm", "last": 5}),
+        ("prefixkv", {"score": "value-norm", "window": 5}),
     ],
 )
 def test_parts_of_others_pass_the_oracle(acme, policy, options):
@@ -195,7 +197,7 @@ def test_the_score_by_value_is_what_its_formula_says(acme):
             seen.append((layer, super().__call__(layer)))
             return seen[-1][1]
 
-    with mmkv.wrapped(model, Policy(score=Recording(last=4)), 0.5), torch.no_grad():
+    with mmkv.wrapped(model, Policy(score=Recording(window=4)), 0.5), torch.no_grad():
         model(**inputs, use_cache=True)
     for layer, found in seen:
         W = model.model.layers[layer.layer_idx].self_attn.o_proj.weight

@@ -15,6 +15,7 @@ import mmkv
 from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model
 from helpers.oracle import generate, measured_similarity, top
+from helpers.sizes import of_row
 
 N, L, H, G = 80, 3, 2, 2
 
@@ -177,10 +178,10 @@ def test_layer_sizes_come_from_the_tokens_that_compete(eager, prompt, attention,
     """Sinks are kept in every layer whatever they weigh, so they do not size the layers."""
     sinks, spare = 20, round(0.5 * L * N) - L * 20
     kept = kept_after_prefill(eager, prompt, "prefixkv", 0.5, sinks=sinks, layers=layers)
-    allocate = {"prefix": mmkv.allocation.prefix, "pooled": mmkv.allocation.pooled}[layers]
+    allocate = {"prefix": mmkv.sizes.prefix, "pooled": mmkv.sizes.pooled}[layers]
     scores = [layer_scores(a) for a in attention]
-    sizes = allocate(torch.tensor([s[sinks:] for s in scores]), spare)
-    assert sizes != allocate(torch.tensor(scores), spare)
+    sizes = of_row(allocate, torch.tensor([s[sinks:] for s in scores]), spare)
+    assert sizes != of_row(allocate, torch.tensor(scores), spare)
     for layer in range(L):
         chosen = {sinks + j for j in top(scores[layer][sinks:], sizes[layer])}
         assert all(head == chosen | set(range(sinks)) for head in kept[layer])
@@ -341,7 +342,7 @@ def test_layers_of_an_int_budget_hold_their_own_size(eager, length):
     """A prompt longer than the budget leaves each layer the size that the allocation gave it."""
     with mmkv.wrapped(eager, "local", 20, layers="pyramid"):
         *_, held = generate(eager, make_inputs("llama", (length,)), new=6)
-    wanted = mmkv.allocation.pyramid(L, L * 20, max_size=length)
+    wanted = mmkv.sizes.pyramid(L, L * 20, max_size=length)
     assert len(set(wanted)) == (1 if length == 20 else 3)
     for step in held:
         assert [len(layer[0, 0]) for layer in step] == wanted
@@ -375,7 +376,7 @@ def test_squeeze_gives_least_to_layers_that_change_least(eager, prompt):
     got = torch.cat([found[i] for i in range(L)])
     torch.testing.assert_close(got, torch.tensor(similarity), atol=1e-5, rtol=0)
     sizes = [int((cache.kept(i)[0, 0] >= 0).sum()) for i in range(L)]
-    assert sizes == mmkv.allocation.squeeze(
+    assert sizes == mmkv.sizes.squeeze(
         torch.tensor(similarity), round(0.3 * L * N), p=0.35, max_size=N
     )
     assert min(range(L), key=sizes.__getitem__) == max(range(L), key=similarity.__getitem__)

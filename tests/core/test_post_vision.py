@@ -6,7 +6,7 @@ import torch
 import mmkv
 from helpers.models import make_inputs, make_model
 from mmkv.layer_inputs import LayerInputs
-from mmkv.post_vision import density, post_vision_attention
+from mmkv.policies import vlcache
 
 B, HQ, H, N, D = 3, 4, 2, 23, 8
 # Where image tokens lie: before text, nowhere, and at the very end.
@@ -47,7 +47,7 @@ def attention_of(layer: LayerInputs, b: int, head: int, i: int) -> torch.Tensor:
 @pytest.mark.parametrize("queries", [N, 9])
 def test_the_score_is_the_attention_of_the_text_behind_the_picture(queries, softcap):
     layer = random_layer(queries, softcap)
-    found = post_vision_attention(layer)
+    found = vlcache.PostVision()(layer)
     for b in range(B):
         for h in range(H):
             expected = torch.zeros(N)
@@ -60,9 +60,10 @@ def test_the_score_is_the_attention_of_the_text_behind_the_picture(queries, soft
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("queries", [N, 9])
 @pytest.mark.parametrize("threshold", [0.01, 0.2])
-def test_density_counts_what_is_not_negligible(queries, softcap, threshold):
+def test_density_counts_what_is_not_negligible(monkeypatch, queries, softcap, threshold):
+    monkeypatch.setattr(vlcache, "_BLOCK", 4)
     layer = random_layer(queries, softcap)
-    found = density(layer, threshold, block=4)
+    found = vlcache.SparsityLayers(threshold=threshold).measure(layer)
     for b in range(B):
         large = seen = 0
         for i in rows_of(layer, b):

@@ -20,7 +20,7 @@ from helpers.marks import slow_except
 from helpers.masking import masked_logits, pairs_of
 from helpers.models import IMAGE, ending, make_inputs, make_model
 from helpers.oracle import USUAL, generate, short
-from mmkv.parts.merging import MergeByFeature
+from mmkv.merge.neighbours import MergeByFeature
 from mmkv.registry import exact_share
 
 MODELS = {name: make_model(name) for name in ("llama", "llama-mha", "llama-mqa", "llava-llama")}

@@ -12,7 +12,7 @@ from helpers import zoo
 from helpers.models import make_inputs, make_model, next_turn, row_of
 from helpers.oracle import top
 from mmkv.layer_inputs import LayerInputs
-from mmkv.repetition import most_attention
+from mmkv.policies.kvzip import Repetition
 
 L, H, G = 3, 2, 2
 
@@ -28,7 +28,7 @@ def test_the_most_attention_of_any_query(outputs) -> None:
     weight, value = torch.randn(H * G, 12, D), torch.randn(B, H, N, D)
     given = {"query": query, "key": key, "value": value, "valid": valid, "hidden": hidden}
     layer = LayerInputs(**given, scale=0.5, softcap=3.0, weight=lambda: weight)
-    found = most_attention(layer, outputs=outputs)
+    found = Repetition(outputs=outputs)(layer)
     for b in range(B):
         for h in range(H):
             most = torch.zeros(N)
@@ -51,10 +51,10 @@ def test_queries_are_looked_at_some_at_a_time(monkeypatch) -> None:
     given = {"query": query, "key": key, "value": key, "valid": torch.ones(1, 20) > 0}
     weight = torch.randn(H * G, 12, 8)
     layer = LayerInputs(**given, hidden=torch.randn(1, 9, 12), weight=lambda: weight)
-    whole = [most_attention(layer, outputs=outputs) for outputs in (False, True)]
-    monkeypatch.setattr("mmkv.repetition.tile", lambda device: H * G * 20 * 2)
-    torch.testing.assert_close(most_attention(layer), whole[0])
-    torch.testing.assert_close(most_attention(layer, outputs=True), whole[1])
+    whole = [Repetition(outputs=outputs)(layer) for outputs in (False, True)]
+    monkeypatch.setattr("mmkv.policies.kvzip.tile", lambda device: H * G * 20 * 2)
+    torch.testing.assert_close(Repetition()(layer), whole[0])
+    torch.testing.assert_close(Repetition(outputs=True)(layer), whole[1])
 
 
 def repeated_scores(model, embeds, size, asked, plus=False, sinks=4):

@@ -19,9 +19,9 @@ from helpers.oracle import ROWS, generate, short
 from mmkv import adapters
 from mmkv.attach import copy_probe
 from mmkv.loading import cache_folder
-from mmkv.parts.profiled import HeadsByWeight
 from mmkv.policy import Policy
 from mmkv.profiles import Profile
+from mmkv.sizes.profiled import HeadsByWeight
 
 L, H = 3, 2
 SCORES = ((0.0, 0.02), (0.9, 0.05), (0.2, 0.0))
@@ -270,7 +270,7 @@ def differing() -> list[str]:
 
 
 def _ranks_once(policy: Policy) -> bool:
-    return policy.keeps_all or policy.score.shared_ranking
+    return policy.keeps_all or policy.score.average_heads
 
 
 @pytest.mark.parametrize("rows", slow_except(ROWS, "padded"))

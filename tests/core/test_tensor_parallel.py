@@ -16,7 +16,7 @@ import mmkv
 from helpers.configs import TEXT
 from helpers.models import make_inputs, make_model
 from helpers.oracle import POSTPONED, READING, Variant, options_of
-from mmkv.parts.scoring import WindowAttention
+from mmkv.scores.window import WindowAttention
 from mmkv.serving import Engine
 
 SPREAD = "spread over 2 processes"

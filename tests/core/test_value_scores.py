@@ -12,9 +12,10 @@ from torch import Tensor
 
 import mmkv
 from mmkv.layer_inputs import LayerInputs
-from mmkv.parts.scoring import AccumulatedAttention, WindowAttention
 from mmkv.scores import accumulated_attention, window_attention
-from mmkv.value_scores import residuals
+from mmkv.scores.accumulated import AccumulatedAttention
+from mmkv.scores.values import residuals
+from mmkv.scores.window import WindowAttention
 
 B, H, G, N, D, DV, HIDDEN, WINDOW = 3, 2, 3, 18, 8, 5, 7, 4
 PADDING = (0, 5, 13)
@@ -104,7 +105,7 @@ def test_residuals_weigh_queries_and_come_in_blocks(monkeypatch: pytest.MonkeyPa
     layer, weights = inputs(), torch.tensor([1.0, 2.0, 3.0, 4.0])
     want = naive_residuals(layer, WINDOW, weights.tolist())
     for elements in (2**20, 3 * B * H * G * N, 1):
-        monkeypatch.setattr("mmkv.value_scores.tile", lambda device, n=elements: n)
+        monkeypatch.setattr("mmkv.scores.values.tile", lambda device, n=elements: n)
         torch.testing.assert_close(residuals(layer, WINDOW, weights), want, atol=1e-6, rtol=1e-4)
 
 

@@ -110,7 +110,7 @@ def _reading(policy: Policy) -> Any:
     """How a prompt is scored, sized and evicted: which parts, not which options."""
     parts = policy.score, policy.layers, policy.heads, policy.merge
     apart = policy.decode.every > 0, policy.reposition, policy.layers.mini_prefill
-    return *map(type, parts), *apart, policy.score.shared_ranking
+    return *map(type, parts), *apart, policy.score.average_heads
 
 
 def _decoding(policy: Policy) -> Any:

@@ -6,8 +6,8 @@ import math
 import random
 
 from mmkv import adapters
-from mmkv.curves import Curves
 from mmkv.profiles import Profile
+from mmkv.sizes.calibrated import Curves
 
 LEVELS = (0.1, 0.2, 0.5, 1.0)
 

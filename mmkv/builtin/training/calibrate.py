@@ -17,7 +17,7 @@ import typer
 from mmkv.builtin import WEIGHTS, load_builtin, scenes, texts
 from mmkv.builtin.training.evaluate import encode, user
 from mmkv.calibration import calibrate
-from mmkv.profiles import FILE, VISUAL_FILE
+from mmkv.sizes.profiled import FILE, VISUAL_FILE
 
 FIRST = 50_000
 

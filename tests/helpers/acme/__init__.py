@@ -29,27 +29,20 @@ class ValueNorm(Score):
     """Attention of the last queries times how far a value moves the residual stream: ||W_O v||.
 
     Options:
-        last: how many last queries observe.
+        window: how many last queries observe.
     """
 
-    last: int = 8
+    window: int = 8
 
     def __call__(self, layer):
         """[B, H, N], the mean over a group's query heads."""
         B, H = layer.key.shape[:2]
-        options = {"window": self.last, "kernel_size": 1, "pooling": None, **layer.attention}
+        options = {"window": self.window, "kernel_size": 1, "pooling": None, **layer.attention}
         paid = window_attention(layer.query, layer.key, **options)
         weight = layer.output_weight.float().unflatten(1, (H, -1))  # [., H, G, hidden, D]
         moved = torch.einsum("bhgcd,bhnd->bhgnc", weight.expand(B, *weight.shape[1:]), layer.value)
         size = moved.norm(dim=-1).mean(2)
-        return torch.nn.functional.pad(paid, (0, self.last)) * size
-
-    @property
-    def window_size(self):
-        return self.last
-
-    def with_window(self, last):
-        return ValueNorm(last=last)
+        return torch.nn.functional.pad(paid, (0, self.window)) * size
 
 
 @register_part("plain-keys")
@@ -77,13 +70,15 @@ class HeadProfile(Heads):
 
     first: float = 0.5
 
-    def split(self, scores, spare, *, layer_idx):
-        """[H]."""
-        H, C = scores.shape
-        total = H * spare
-        lead = min(round(self.first * total), C)
-        rest = [min((total - lead + i) // (H - 1), C) for i in range(H - 1)]
-        return torch.tensor([total - sum(rest), *rest])
+    def __call__(self, scores, totals, *, layer_idx):
+        """[B, H]."""
+        H, sizes = scores.shape[1], []
+        offered = (scores > -torch.inf).any(1).sum(-1).tolist()
+        for total, C in zip(totals.tolist(), offered, strict=True):
+            lead = min(round(self.first * total), C)
+            rest = [min((total - lead + i) // (H - 1), C) for i in range(H - 1)]
+            sizes.append([total - sum(rest), *rest])
+        return torch.tensor(sizes)
 
 
 @register_policy("acme")
@@ -91,5 +86,5 @@ class HeadProfile(Heads):
 class Acme(Policy):
     """All of it together."""
 
-    score: Score = ValueNorm(last=6)
+    score: Score = ValueNorm(window=6)
     heads: Heads = HeadProfile(first=0.6)

@@ -1,8 +1,8 @@
 """Which token stands for which: exact tokens for themselves, and groups of all the others.
 
 A group is one pair, the mean key and the mean value of its `m` tokens, with a weight `w` of about
-`m`, see `group_weights`. Attention adds `log w` to that slot's logit, `softmax(scale * q . k +
-log w)`, so a group of equal pairs reads exactly as its tokens did, and nothing leaves the softmax.
+`m`, see `mmkv.merge.weights`. Attention adds `log w` to that slot's logit, `softmax(scale * q . k +
+log w)`, so a group of equal pairs reads exactly as its tokens did, and no token leaves the softmax.
 A group lies where the best of its tokens stood, its leader. Shape letters are those of
 `mmkv.scores`.
 
@@ -12,143 +12,90 @@ proportional attention, arXiv 2210.09461).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from mmkv.observers import largest, rows, spans
-from mmkv.parts.averaging import Bags, sums
-from mmkv.parts.merging import MergeIntoGroups
-from mmkv.tiling import autocast_off, tile
+from mmkv.merge.weights import log_weights, means, sums
+from mmkv.parts import Merge, NonNegativeFloat, NonNegativeInt, PositiveInt, Share, register_part
+from mmkv.scores.attention import autocast_off, tile
+from mmkv.scores.observers import largest, rows, spans
+
+if TYPE_CHECKING:
+    from mmkv.cache.prompt_kv import PromptKV
+    from mmkv.cache.selection import Kept, Ranking
+    from mmkv.policy import Policy
 
 
-@dataclass(frozen=True)
-class Groups:
-    """The tokens of one layer, and which of them stands for which.
+@register_part("groups")
+@dataclass(frozen=True, kw_only=True)
+class MergeIntoGroups(Merge):
+    """Weighted groups stand for all tokens that are not kept as they are (condense).
 
-    Attributes:
-        leader: int64 [B, H, U], see `leaders`.
-        positions: int64 [B, H, U], where each token stands, -1 where there is none.
-        weights: float32 [B, H, U], how many tokens each stands for already.
+    Attention adds the logarithm of a group's weight to its logit.
+
+    Options:
+        exact: the share of the slots that hold the best-scored tokens, in [0, 1].
+        newest: how many of the last tokens are kept as they are; 0 or more.
+        group_run: groups are formed inside runs of this many positions; 1 or more.
+        rounds: rounds of k-means; 1 or more.
+        value_weight: how much values count beside keys where alike pairs are grouped; 0 or more.
+        fit: a group weighs as much as its tokens do for so many queries, of those that the score
+            remembers; 0: as many as they are.
     """
 
-    leader: Tensor
-    positions: Tensor
-    weights: Tensor
+    exact: Share = 0.3
+    newest: NonNegativeInt = 8
+    group_run: PositiveInt = 512
+    rounds: PositiveInt = 3
+    value_weight: NonNegativeFloat = 0.35
+    fit: NonNegativeInt = 16
+    weighted = True
 
-    @classmethod
-    def of(
-        cls,
-        how: MergeIntoGroups,
-        keys: Tensor,
-        values: Tensor,
-        positions: Tensor,
-        weights: Tensor | None,
-        rank: Tensor,
-        size: Tensor,
-    ) -> Groups:
-        """Group a layer's pairs [B, H, U, D].
+    def check(self, policy: Policy) -> None:
+        """Every key must have one position, if positions are counted anew."""
+        if policy.reposition:
+            raise ValueError(
+                "merge='groups' averages keys of many positions, and reposition=True turns each "
+                "key from its own: use one of them"
+            )
 
-        Args:
-            how: its options decide.
-            keys, values: the pairs.
-            positions: int64 [B, 1 or H, U].
-            weights: float32 [B, H, U], or None where each stands for itself.
-            rank, size: see `selection.ranked`.
-        """
-        B, H, U, _ = keys.shape
-        positions = positions.expand(B, H, U)
+    def __call__(self, held: PromptKV, ranking: Ranking) -> Kept:
+        """Slots for the leaders alone; a slot stands for all tokens of its leader."""
+        B, H, U, _ = held.keys.shape
+        keys, values = held.keys.detach(), held.values.detach()
+        there = held.positions.expand(B, H, U) >= 0
         leader = leaders(
             keys,
             values,
-            rank.expand(B, H, U),
-            size.expand(B, H),
-            weights,
-            exact=how.exact,
-            run=how.group_run,
-            rounds=how.rounds,
-            value_weight=how.value_weight,
+            ranking.rank.expand(B, H, U),
+            ranking.size.expand(B, H),
+            held.weights,
+            exact=self.exact,
+            run=self.group_run,
+            rounds=self.rounds,
+            value_weight=self.value_weight,
         )
-        if weights is None:
-            weights = (positions >= 0).float()
-        return cls(leader, positions, weights)
-
-    def led(self, rank: Tensor, size: Tensor, protected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The ranking of `selection.ranked` in which leaders alone are kept."""
-        B, H, U = self.leader.shape
-        leads = self.leader == _count(self.leader)
-        rank = torch.zeros(B, H, U, device=rank.device).masked_fill(~leads, -torch.inf)
-        return rank, size.expand(B, H), protected.expand(B, H, U)
-
-    def slots(self, indices: Tensor) -> GroupSlots:
-        """The slots of the leaders `indices` [B, H, M] that were kept, -1 as filler at the end."""
-        (B, H, U), M = self.leader.shape, indices.shape[-1]
+        rank = torch.zeros(B, H, U, device=keys.device)
+        rank = rank.masked_fill_(leader != _count(leader), -torch.inf)
+        size, protected = ranking.size.expand(B, H), ranking.protected.expand(B, H, U)
+        ranking = replace(ranking, rank=rank, size=size, protected=protected, known=None)
+        kept = ranking.kept(held)
+        indices, M = kept.indices, kept.indices.shape[-1]
         slot = indices.new_full((B, H, U + 1), M)
         slot.scatter_(-1, indices.masked_fill(indices < 0, U), _count(indices))
         slot[..., U] = M
-        slot = slot.gather(-1, self.leader.masked_fill(self.leader < 0, U))
-        return GroupSlots(self, slot, sums(self.weights, slot, M))
-
-
-@dataclass(frozen=True)
-class GroupSlots:
-    """The slots that a layer's groups, and the tokens that stay alone, were given.
-
-    Attributes:
-        groups: which token stands for which.
-        slot: int64 [B, H, U], the slot of each token; M where it has none.
-        size: float32 [B, H, M], how many tokens each slot stands for; 0 where it is empty.
-    """
-
-    groups: Groups
-    slot: Tensor
-    size: Tensor
-
-    @property
-    def weights(self) -> Tensor:
-        """`size`, with 1 for empty slots: [B, H, M]."""
-        return self.size.masked_fill(self.size == 0, 1.0)
-
-    def means(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The pairs [B, H, M, D] of the slots, of tokens' pairs [B, H, U, D]."""
-        if self.size.shape[-1] == 0:  # nothing to stand in; a token for empty slots to copy
-            return keys[:, :, :1], values[:, :, :1]
-        bags = Bags.of(self.slot, self.groups.weights, self.size)
-        return bags.mean(keys), bags.mean(values)
-
-    def reduced(self, scores: Tensor, how: Literal["sum", "max"]) -> Tensor:
-        """Scores [B, 1 or H, U], not negative, summed or the largest by slot: [B, H, M]."""
-        scores, slots = scores.expand(self.slot.shape).float(), self.size.shape[-1]
-        if how == "sum":
-            return sums(scores, self.slot, slots)
-        found = scores.new_zeros(*scores.shape[:2], slots + 1)
-        return found.scatter_reduce_(-1, self.slot, scores, "amax")[..., :slots]
-
-    def places(self, before: Tensor | None, seen: int) -> Tensor:
-        """In which group each token seen lies, by the position of its leader.
-
-        Args:
-            before: what this found in the turn before, or None.
-            seen: T, tokens seen.
-
-        Returns:
-            int16 or int32 [B, H, T]; -1 for a token that is kept alone, gone, or padding.
-        """
-        leader, positions = self.groups.leader, self.groups.positions
-        size = pad(self.size, (0, 1))  # the last: in no slot
-        at = positions.gather(-1, leader.clamp(min=0))
-        at = at.masked_fill((size.gather(-1, self.slot) < 2) | (leader < 0), -1)
-        now = at.new_full((*leader.shape[:2], seen + 1), -1)
-        now.scatter_(-1, positions.masked_fill(positions < 0, seen), at)
-        now[..., seen] = -1
-        now = now[..., :seen]
-        if before is not None:
-            before = pad(before.long(), (0, seen - before.shape[-1]), value=-1)
-            now = now.gather(-1, torch.where(before < 0, _count(before), before))
-        return now.to(torch.int16 if seen < 2**15 else torch.int32)
+        slot = slot.gather(-1, leader.masked_fill(leader < 0, U))
+        stands_for = there.float() if held.weights is None else held.weights
+        number = sums(stands_for, slot, M)
+        mean_keys, mean_values = means((keys, values), slot, stands_for, M)
+        bias = log_weights(slot, M, there, keys, held.bias, mean_keys, held.readers)
+        weights = number.masked_fill(number == 0, 1.0)
+        return replace(
+            kept, keys=mean_keys, values=mean_values, slot=slot, weights=weights, bias=bias
+        )
 
 
 @torch.no_grad()

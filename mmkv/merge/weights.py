@@ -1,10 +1,11 @@
-"""How much a group weighs in attention: as much as its tokens do for queries of the prompt.
+"""What a slot that several tokens share holds: their mean pair, and what it weighs in attention.
 
 The mean key of m tokens, counted m times, weighs less than they do: a mean of exponentials is above
 the exponential of the mean. So the weight is what makes up for that over some queries of the prompt
 that are asked behind its end: `sum_i p_i / sum_i (exp(l_i) / Z_i)`, with `p_i` the attention of
 query `i` to the group's tokens, `l_i` its logit on their mean key, and `Z_i` the denominator of its
-softmax over all tokens. A group of equal keys weighs m. Shape letters are those of `mmkv.scores`.
+softmax over all tokens. A group of equal keys weighs m. Shape letters are those of `mmkv.scores`; M
+slots a head.
 
 Related: Attention Matching, arXiv 2602.16284, fits one bias per kept key.
 """
@@ -13,24 +14,63 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
-from mmkv.parts.averaging import sums
-from mmkv.tiling import autocast_off, tile
-
-if TYPE_CHECKING:
-    from mmkv.cache.grouping import GroupSlots
-    from mmkv.layer_inputs import LayerInputs
+from mmkv.layer_inputs import LayerInputs
+from mmkv.scores.attention import autocast_off, tile
 
 # A fitted weight is at most so many times the number of tokens, and at least that part of it.
 _MOST = math.log(4)
 
 
+def sums(x: Tensor, slot: Tensor, slots: int) -> Tensor:
+    """Sums over tokens of x [B, H, N, ...], each into its `slot` [B, H, N]: [B, H, M, ...].
+
+    A slot of M, their number, is none.
+    """
+    total = x.new_zeros(*x.shape[:2], slots + 1, *x.shape[3:])
+    at = slot if x.ndim == 3 else slot[..., None].expand_as(x)
+    return total.scatter_add_(2, at, x)[:, :, :slots]
+
+
+def means(pairs: tuple[Tensor, Tensor], slot: Tensor, weight: Tensor, slots: int) -> list[Tensor]:
+    """Weighted means of keys and values [B, H, N, D] by slot: [B, H, M, D], in their types.
+
+    Args:
+        pairs: keys and values.
+        slot: int64 [B, H, N], of each token; M, their number, is none.
+        weight: float32 [B, H, N]; what weighs 0 is in no slot.
+        slots: M. Where it is 0 a token is given for empty slots to copy.
+    """
+    if not slots:
+        return [x[:, :, :1] for x in pairs]
+    B, H, N, _ = pairs[0].shape
+    size = sums(weight, slot, slots).clamp(min=1)[..., None]
+    # The tokens of each slot, one bag behind the other; what padding holds may be anything.
+    found, order = slot.masked_fill(weight <= 0, slots).sort(dim=-1, stable=True)
+    each = torch.arange(slots + 1, device=slot.device).expand(B, H, -1).contiguous()
+    row = torch.arange(B * H, device=slot.device).view(B, H, 1)
+    starts = (row * N + torch.searchsorted(found, each)).flatten()
+    weight = weight.gather(-1, order).flatten()
+    made = list[Tensor]()
+    for x in pairs:
+        if x.transpose(1, 2).is_contiguous():  # as a projection leaves it
+            flat = x.transpose(1, 2).reshape(-1, x.shape[-1])
+            token = (row // H * N + order) * H + row % H
+        else:
+            flat, token = x.reshape(-1, x.shape[-1]), row * N + order
+        total = embedding_bag(
+            token.flatten(), flat.float(), starts, mode="sum", per_sample_weights=weight
+        )
+        made.append((total.view(B, H, slots + 1, -1)[:, :, :-1] / size).to(x.dtype))
+    return made
+
+
 @dataclass(frozen=True)
-class Readers:
+class ReferenceQueries:
     """Queries of a prompt, asked behind its end.
 
     Attributes:
@@ -44,7 +84,7 @@ class Readers:
     softcap: float | None
 
     @classmethod
-    def of(cls, layer: LayerInputs, number: int, remembered: int | None) -> Readers | None:
+    def of(cls, layer: LayerInputs, number: int, remembered: int | None) -> ReferenceQueries | None:
         """`number` of a layer's queries, evenly spread up to the last one; None: there is none.
 
         Padding is none of them, so a padded row has the readers that it has alone.
@@ -72,10 +112,10 @@ class Readers:
         query = (query.float() * scale).masked_fill(~present[:, None, :, None], 0.0)
         return cls(query, present, layer.softcap)
 
-    def select_rows(self, batch: Tensor) -> Readers:
+    def select_rows(self, batch: Tensor) -> ReferenceQueries:
         """Rows of the batch, which may repeat."""
         batch = batch.to(self.present.device)
-        return Readers(self.query[batch], self.present[batch], self.softcap)
+        return ReferenceQueries(self.query[batch], self.present[batch], self.softcap)
 
     def mass(self, keys: Tensor, bias: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
         """What tokens get of these queries' attention, and what means would with a weight of 1.
@@ -111,7 +151,13 @@ class Readers:
 
 
 def log_weights(
-    slots: GroupSlots, keys: Tensor, bias: Tensor | None, means: Tensor, readers: Readers | None
+    slot: Tensor,
+    slots: int,
+    there: Tensor,
+    keys: Tensor,
+    bias: Tensor | None,
+    means: Tensor,
+    queries: ReferenceQueries | None,
 ) -> Tensor:
     """What attention adds to the logit of each slot: float32 [B, H, M], 0 where it is empty.
 
@@ -119,23 +165,23 @@ def log_weights(
     that stays alone has the bias it had.
 
     Args:
-        slots: which tokens each stands for.
+        slot: int64 [B, H, U], of each token; M where it is in none.
+        slots: M.
+        there: bool [B, H, U], where there is a token.
         keys: [B, H, U, D], of the tokens.
         bias: float32 [B, H, U], added to their logits so far; None: nothing.
         means: [B, H, M, D], the keys of the slots.
-        readers: what weights are fitted to; None: the tokens' own weights are added up.
+        queries: what weights are fitted to; None: the tokens' own weights are added up.
     """
-    there, M = slots.groups.positions >= 0, slots.size.shape[-1]
-    bias = torch.zeros_like(slots.groups.weights) if bias is None else bias
+    bias = torch.zeros(there.shape, device=keys.device) if bias is None else bias
     bias = bias.masked_fill(~there, -math.inf)
-    whole = sums(bias.exp(), slots.slot, M)
-    added_up = whole.log()
-    found = added_up
-    if readers is not None and M:
+    whole = sums(bias.exp(), slot, slots)
+    found = added_up = whole.log()
+    if queries is not None and slots:
         with autocast_off(keys):
-            received, alone = readers.mass(keys, bias, means)
-        mass, tiny = sums(received, slots.slot, M), torch.finfo(torch.float32).tiny
-        several = sums(there.float(), slots.slot, M) > 1
+            received, alone = queries.mass(keys, bias, means)
+        mass, tiny = sums(received, slot, slots), torch.finfo(torch.float32).tiny
+        several = sums(there.float(), slot, slots) > 1
         fitted = (mass.log() - alone.log()).clamp(added_up - _MOST, added_up + _MOST)
         found = torch.where(several & (mass > tiny) & (alone > tiny), fitted, added_up)
     return found.masked_fill(whole == 0, 0.0)

@@ -5,17 +5,16 @@ Shape letters and padding are those of `mmkv.scores`; G query heads read one key
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from mmkv.key_scores import normalised_keys
 from mmkv.layer_inputs import LayerInputs
-from mmkv.scores import Pooling, window_rows
-from mmkv.tiling import autocast_off, tile
+from mmkv.scores.attention import autocast_off, tile, window_rows
 
+Pooling = Literal["avg", "max"]
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -191,3 +190,12 @@ def mixed(score: Tensor, layer: LayerInputs) -> Tensor:
     similarity = (every * (middle * middle).sum(-1) - 1) / (every - 1).clamp(min=1)
     found = similarity * scaled(unlike) + (1 - similarity) * (score + scaled(norms))
     return found.masked_fill(~front, 0.0)
+
+
+def normalised_keys(key: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys of length 1, float32 `[B, H, N, D]`, 0 for padding, and their mean `[B, H, 1, D]`."""
+    unit = torch.nn.functional.normalize(key.float(), dim=-1)
+    # What padding holds may be anything; a key that overflowed has no direction.
+    unit = unit.masked_fill(~valid[:, None, :, None], 0.0).nan_to_num(nan=0.0)
+    number = valid.sum(-1).clamp(min=1)[:, None, None, None]
+    return unit, unit.sum(2, keepdim=True) / number

@@ -9,9 +9,64 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+from mmkv.parts import Heads, Layers, SizeInputs, register_part
+from mmkv.sizes.profiled import FILE, ProfiledHeads
+
+if TYPE_CHECKING:
+    from mmkv.policy import Policy
+
+
+@register_part("calibrated")
+@dataclass(frozen=True, kw_only=True)
+class CalibratedHeads(Heads):
+    """Sizes by what each head costs, from a profile of `mmkv.calibrate`; equal without one."""
+
+    equal = True
+    profile = FILE
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsByCost(ProfiledHeads):
+    """A layer's size is split so that its heads lose least, by `curves`."""
+
+    curves: Curves
+    least = 1
+
+    def wished(self, place: int, spare: int, most: int) -> Sequence[float]:
+        """By the layer's own curves."""
+        (shares,) = self.curves.shares(spare / most, [place])
+        return [most * share for share in shares]
+
+
+@dataclass(frozen=True)
+class LayersByCost(Layers):
+    """The total is shared so that all heads together lose least."""
+
+    curves: Curves
+
+    def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
+        """The mean of each layer's heads, of what is not kept anyway."""
+        found = list[list[float]]()
+        for total, length, floor in zip(rows.totals, rows.lengths, rows.floors, strict=True):
+            budget = (total / rows.n_layers - floor) / (length - floor)
+            found.append([floor + (length - floor) * x for x in self.curves.by_layer(budget)])
+        return found
+
+
+def sized(policy: Policy, curves: Curves, layers: tuple[int, ...]) -> Policy:
+    """A policy with the sizes of cost curves, of the compressed `layers`.
+
+    Heads that share one ranking of tokens keep as many each; only layers are sized then.
+    """
+    heads = (
+        policy.heads if policy.score.average_heads else HeadsByCost(curves=curves, layers=layers)
+    )
+    return replace(policy, layers=LayersByCost(curves), heads=heads)
 
 
 @dataclass(frozen=True)

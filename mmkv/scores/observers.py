@@ -12,12 +12,57 @@ Related: observers beyond the window (KVzip, arXiv 2505.23416), the leave-one-ou
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn.functional import max_pool2d
 
-from mmkv.scores import check_valid
-from mmkv.tiling import autocast_off, tile
+from mmkv.parts import NonNegativeInt, PositiveInt, register_part
+from mmkv.scores.attention import PerHead, autocast_off, check_valid, tile
+
+if TYPE_CHECKING:
+    from mmkv.layer_inputs import LayerInputs
+
+
+@register_part("observers")
+@dataclass(frozen=True, kw_only=True)
+class Observers(PerHead):
+    """The most that a query of a token's run, asked at the prompt's end, would lose without it.
+
+    Options:
+        chunk: queries observe runs of about this many tokens; 1 or more.
+        stride: every how many queries one observes; 1 or more.
+        whole: how many queries observe the whole prompt, half of them its last; 0: none.
+        average_heads: rank tokens once per layer, by the mean over heads.
+    """
+
+    chunk: PositiveInt = 128
+    stride: PositiveInt = 1
+    whole: NonNegativeInt = 32
+    turn_reduction = "max"
+    uses_rotary = True
+
+    def of_heads(self, layer: LayerInputs) -> Tensor:
+        """What the layer's output would change by."""
+        query = layer.query
+        if layer.rotary is not None:
+            query = layer.rotary.moved(layer.query, layer.rotary.ahead(1))
+        gram = None if layer.weight is None else output_gram(layer.output_weight)
+        return observer_scores(
+            query,
+            layer.key,
+            layer.value,
+            gram,
+            run=self.chunk,
+            stride=self.stride,
+            whole=self.whole,
+            scale=layer.scale,
+            softcap=layer.softcap,
+            bias=layer.bias,
+            valid=layer.valid,
+        )
 
 
 @torch.no_grad()

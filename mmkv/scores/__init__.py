@@ -1,0 +1,21 @@
+"""Importance of a prompt's tokens: each file is one idea, its formula and its part.
+
+Every score is a pure function of tensors: float32 out, higher = keep, inputs are never written to.
+
+Shape letters, here and in the rest of the package:
+
+- `B` rows of the batch
+- `Hq` query heads, `H` key-value heads; query head `h` reads key-value head `h // G`, `G = Hq // H`
+- `N` prompt tokens, padding included
+- `D` head dimension
+- `L` attention layers
+
+`valid` is a bool `[B, N]`, False for padding. Padding tokens score 0 and influence nothing: a
+left-padded row gives exactly what it gives alone.
+"""
+
+from mmkv.scores.accumulated import accumulated_attention
+from mmkv.scores.position import recency
+from mmkv.scores.window import window_attention
+
+__all__ = ["accumulated_attention", "recency", "window_attention"]

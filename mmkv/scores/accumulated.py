@@ -1,0 +1,195 @@
+"""Attention that tokens receive from all queries, summed (H2O, arXiv 2306.14048, section 4).
+
+Shape letters as in `mmkv.scores`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mmkv.parts import register_part
+from mmkv.scores import values
+from mmkv.scores.attention import (
+    PerHead,
+    Value,
+    autocast_off,
+    check_decoding,
+    checked,
+    scale_of,
+    tile,
+    unless_all,
+)
+
+if TYPE_CHECKING:
+    from mmkv.layer_inputs import LayerInputs
+    from mmkv.policy import Policy
+
+
+@register_part("accumulated")
+@dataclass(frozen=True, kw_only=True)
+class AccumulatedAttention(PerHead):
+    """Attention from all queries, added up (H2O, arXiv 2306.14048, section 4).
+
+    Options:
+        value: what a token's value adds: "norm", times its L1 norm (VATP); "output", times its L1
+            norm behind the output projection (CriticalKV); "residual", how far a query's output
+            moves without the token (DropKV); None: nothing.
+        average_heads: rank tokens once per layer, by the mean over heads.
+    """
+
+    value: Value | None = None
+    turn_reduction = "sum"
+    queries = 0  # what earlier ones paid is added up already
+
+    def check(self, policy: Policy) -> None:
+        """While decoding, attention alone is counted."""
+        check_decoding(policy, value=self.value)
+
+    def of_heads(self, layer: LayerInputs) -> Tensor:
+        """Without `value`, every query adds 1 to its row in total."""
+        if self.value == "residual":
+            return values.residuals(layer, layer.query.shape[2]).mean(2)
+        found = accumulated_attention(layer.query, layer.key, **layer.attention)
+        if self.value == "norm":
+            found = found * values.value_norms(layer, found.shape[2])
+        elif self.value == "output":  # nothing is added: scores of chunks add up
+            found = found * values.output_norms(layer, found.shape[2])
+        return found
+
+
+@torch.no_grad()
+def accumulated_attention(
+    query: Tensor,
+    key: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    valid: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    block: int = 64,
+) -> Tensor:
+    """Attention that each token receives from all queries of the prompt, summed, without `N x N`.
+
+    A causal query row is complete in the keys up to its own block, so one pass over blocks of
+    queries is exact: softmax `block` rows against at most `N` keys, add up the columns. Extra
+    memory is `O(N * block)` per query head in flight. With a mask, each block of queries looks at
+    all keys.
+
+    Args:
+        query: `[B, Hq, Q, D]`, the last `Q <= N` tokens' queries.
+        key: `[B, H, N, D]`.
+        scale: factor of the logits, `D ** -0.5` by default.
+        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
+        valid: bool `[B, N]`, False for padding: such queries are left out, such keys score 0.
+        mask: bool `[B, 1, Q, N]`, True where a query sees a key, in place of the causal rule. A
+            query that sees nothing is left out.
+        bias: float `[B, H, N]`, added to the logits of each key.
+        block: query rows per block.
+
+    Returns:
+        float32 `[B, H, N]`, mean over the query heads of a group; a head's scores add up to its
+        number of valid queries that see anything.
+
+    Raises:
+        ValueError: shapes do not fit or `block` is below 1.
+
+    Source: H2O, arXiv 2306.14048, section 4; also the score of PrefixKV, arXiv 2412.03409.
+    """
+    B, Hq, Q, D = checked(query, key, valid, mask, softcap)
+    valid = unless_all(valid)
+    H, N = key.shape[1], key.shape[2]
+    if Q > N:
+        raise ValueError(
+            f"there are more queries than keys, got {tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    if block < 1:
+        raise ValueError(f"block must be at least 1, got {block}")
+    G = Hq // H
+    block = min(block, max(Q, 1))
+    # Rows and key-value heads in flight; those of one row are read where they lie.
+    chunk = max(1, tile(key.device) // 2 // max(1, G * block * N))
+    several, heads = max(1, chunk // H), math.ceil(H / math.ceil(H / chunk))
+
+    scores = torch.zeros(B, H, N, dtype=torch.float32, device=key.device)
+    future = torch.ones(block, block, dtype=torch.bool, device=key.device).triu(1)
+    grouped = query.unflatten(1, (H, G))
+    with autocast_off(key):
+        for row, head in itertools.product(range(0, B, several), range(0, H, heads)):
+            part = slice(row, row + several), slice(head, head + heads)
+            found = scores[part]
+            b = torch.arange(row, row + len(found), device=key.device)
+            b = b.repeat_interleave(found.shape[1])
+            found[:] = _column_sums(
+                grouped[part].flatten(0, 1),
+                key[part].flatten(0, 1).float(),
+                None if valid is None else ~valid[b],
+                None if mask is None else (mask, b),
+                None if bias is None else bias[part].flatten(0, 1).float()[:, None],
+                future=future,
+                scale=scale_of(D, scale, softcap),
+                softcap=softcap,
+            ).view_as(found)
+    return scores
+
+
+def _column_sums(
+    query: Tensor,
+    key: Tensor,
+    padding: Tensor | None,
+    mask: tuple[Tensor, Tensor] | None,
+    bias: Tensor | None,
+    *,
+    future: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Column sums `[n, N]` of the attention of `query [n, G, Q, D]` on `key [n, N, D]`.
+
+    The queries are those of the last `Q` keys. Causal, without a mask: bool `[B, 1, Q, N]`, and
+    which of its `B` is each of the `n`. `bias` is `[n, 1, N]`, or None.
+    """
+    (n, G, Q, D), N = query.shape, key.shape[1]
+    block, past = future.shape[0], N - Q
+    # The lowest finite number and not -inf: the row of a padding query must stay finite.
+    lowest = torch.finfo(key.dtype).min
+    sums = key.new_zeros(n, N)
+    # Memory for the logits and the attention of every block: what was just used is near.
+    memory = key.new_empty(2, n * G * min(block, Q) * N)
+    for start in range(past, N, block):
+        stop = min(start + block, N)
+        size, seen = stop - start, stop if mask is None else N
+        rows = query[:, :, start - past : stop - past].float() * scale
+        counted = rows.new_full((n, G, size), 1.0 / G)
+        if padding is not None:  # what it holds may be anything, NaN included
+            absent = padding[:, None, start:stop]
+            rows = rows.masked_fill(absent[..., None], 0.0)
+            counted = counted.masked_fill(absent, 0.0)
+        # The group is folded into the rows of the matmul, so keys are never repeated.
+        logits, attention = memory[:, : n * G * size * seen].view(2, n, G * size, seen)
+        torch.bmm(rows.reshape(n, G * size, D), key[:, :seen].mT, out=logits)
+        if softcap is not None:
+            logits.tanh_().mul_(softcap)
+        if bias is not None:
+            logits += bias[..., :seen]
+        if mask is None:
+            diagonal = logits.view(n, G, size, stop)[..., start:]
+            diagonal.masked_fill_(future[:size, :size], lowest)
+            if padding is not None:
+                logits.masked_fill_(padding[:, None, :stop], lowest)
+        else:
+            every, row = mask
+            blocked = ~every[row, 0, start - past : stop - past]
+            if padding is not None:
+                blocked |= padding[:, None]
+            logits.view(n, G, size, N).masked_fill_(blocked[:, None], lowest)
+            counted = counted.masked_fill(blocked.all(-1)[:, None], 0.0)
+        torch.softmax(logits, -1, out=attention)
+        sums[:, :seen] += (counted.view(n, 1, G * size) @ attention)[:, 0]
+    return sums

@@ -1,0 +1,211 @@
+"""Attention that the prompt's last queries pay (SnapKV, arXiv 2404.14469, section 4).
+
+Shape letters as in `mmkv.scores`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmkv.parts import register_part
+from mmkv.scores import values
+from mmkv.scores.attention import (
+    PerHead,
+    Value,
+    autocast_off,
+    check_decoding,
+    checked,
+    unless_all,
+    window_rows,
+)
+from mmkv.scores.values import Pooling
+
+if TYPE_CHECKING:
+    from mmkv.layer_inputs import LayerInputs
+    from mmkv.policy import Policy
+
+# CriticalKV: attention so small that it says less than the value does.
+_EPSILON = 1e-4
+
+
+@register_part("window")
+@dataclass(frozen=True, kw_only=True)
+class WindowAttention(PerHead):
+    """Attention from the prompt's last queries (SnapKV, arXiv 2404.14469, section 4).
+
+    Options:
+        window: how many last queries observe; their own tokens are always kept.
+        kernel_size: scores are pooled over this many neighbouring keys, an odd number.
+        pooling: "max", "avg", or None for none.
+        recency_weighted: weigh the queries by how recent they are (PyramidInfer).
+        value: what a token's value adds: "norm", times its L1 norm (VATP); "output", plus 1e-4,
+            times its L1 norm behind the output projection; "critical", the same for the half of a
+            budget in tokens or as a fraction that attention alone has not filled (CriticalKV);
+            "residual", how far a query's output moves without the token (DropKV); None: nothing.
+        diversity: mix with values and with how unlike others a key is (MixKV).
+        average_heads: rank tokens once per layer, by the mean over heads.
+    """
+
+    window: int = 32
+    kernel_size: int = 7
+    pooling: Pooling | None = "max"
+    recency_weighted: bool = False
+    value: Value | Literal["critical"] | None = None
+    diversity: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        if self.window < 1 or self.kernel_size < 1 or self.kernel_size % 2 == 0:
+            raise ValueError(
+                f"window={self.window}, kernel_size={self.kernel_size}: "
+                "the window must be at least 1, the kernel size odd"
+            )
+
+    @property
+    def uses_size(self) -> bool:
+        """With CriticalKV's two stages."""
+        return self.value == "critical"
+
+    def check(self, policy: Policy) -> None:
+        """While decoding, attention alone is counted; what is mixed has no stages.
+
+        Raises:
+            ValueError: it would be otherwise.
+        """
+        check_decoding(policy, value=self.value, diversity=self.diversity)
+        if self.diversity and self.value == "critical":
+            raise ValueError(
+                "value='critical' has two stages, which diversity=True would mix: use "
+                "value='output', or leave diversity out"
+            )
+
+    def of_heads(self, layer: LayerInputs) -> Tensor:
+        """The window's own tokens, which stay, score 0."""
+        weights = None
+        if self.recency_weighted:
+            weights = torch.arange(1, self.window + 1, dtype=torch.float32)
+        found = self._observed(layer, weights)
+        n = found.shape[2]
+        if self.value == "norm":
+            found = found * values.value_norms(layer, n)
+        elif self.value in ("output", "critical"):
+            attention = found
+            found = (found + _EPSILON) * values.output_norms(layer, n)
+            if self.value == "critical" and layer.size is not None:
+                half = (layer.size / 2).int() - self.window
+                found = values.with_first(found, attention, half)
+        if self.diversity:
+            found = values.mixed(found, layer)
+        return F.pad(found, (0, self.window))
+
+    def _observed(self, layer: LayerInputs, weights: Tensor | None) -> Tensor:
+        """What the window's queries find: float32 [B, H, N - window]."""
+        if self.value == "residual":
+            return values.window_residuals(
+                layer, self.window, self.kernel_size, self.pooling, weights
+            )
+        return window_attention(
+            layer.query,
+            layer.key,
+            window=self.window,
+            kernel_size=self.kernel_size,
+            pooling=self.pooling,
+            weights=weights,
+            **layer.attention,
+        )
+
+
+@torch.no_grad()
+def window_attention(
+    query: Tensor,
+    key: Tensor,
+    *,
+    window: int,
+    kernel_size: int,
+    pooling: Pooling | None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    valid: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Mean attention that the last `window` queries pay to each earlier token, pooled over tokens.
+
+    Args:
+        query: `[B, Hq, Q, D]` with `window <= Q <= N`, of which the last `window` rows are used.
+        key: `[B, H, N, D]`.
+        window: number of queries in the observation window.
+        kernel_size: odd width of the pooling, in tokens; unused without pooling.
+        pooling: "avg" (zeros beyond the edges count), "max", or None. It is done per query head,
+            before the mean over the query heads of a group.
+        scale: factor of the logits, `D ** -0.5` by default.
+        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
+        valid: bool `[B, N]`, False for padding.
+        mask: bool `[B, 1, Q, N]`, True where a query sees a key, in place of the causal rule. A
+            query that sees nothing pays no attention.
+        bias: float `[B, H, N]`, added to the logits of each key.
+        weights: `[window]`, non-negative, for a weighted mean over the window's queries
+            (PyramidInfer's recency weights); uniform by default.
+
+    Returns:
+        float32 `[B, H, N - window]`, in [0, 1].
+
+    Raises:
+        ValueError: shapes do not fit, the prompt is not longer than the window, or an option is
+            out of range.
+
+    Source: SnapKV, arXiv 2404.14469, section 4; weights: PyramidInfer, arXiv 2405.12532, section 3.
+    """
+    B, Hq, Q, _ = checked(query, key, valid, mask, softcap)
+    valid = unless_all(valid)
+    H, N = key.shape[1], key.shape[2]
+    if window < 1:
+        raise ValueError(f"window must be at least 1, got {window}")
+    if window >= N:
+        raise ValueError(f"the prompt has {N} tokens, not more than the window of {window}")
+    if not window <= Q <= N:
+        raise ValueError(
+            f"query must have between window = {window} and N = {N} rows, got {tuple(query.shape)}"
+        )
+    if pooling not in ("avg", "max", None):
+        raise ValueError(f'pooling must be "avg", "max" or None, got {pooling!r}')
+    if pooling is not None and (kernel_size < 1 or kernel_size % 2 == 0):
+        raise ValueError(f"kernel_size must be a positive odd number, got {kernel_size}")
+    per_query = _window_weights(weights, window, query.device)
+
+    if valid is not None:
+        per_query = per_query * valid[:, -window:].float()[:, None, None, None, :]
+    per_query = per_query / per_query.sum(-1, keepdim=True).clamp_min(torch.finfo().tiny)
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "valid": valid}
+    last = query[:, :, -window:]
+    attention = window_rows(last, key, window, mask=mask, bias=bias, **options)
+    with autocast_off(key):
+        scores = (per_query @ attention[..., : N - window]).view(B, Hq, N - window)
+    # Scores are not negative, so the zeros of padding act as either pooling's edge does.
+    if pooling == "avg":
+        scores = F.avg_pool1d(scores, kernel_size, stride=1, padding=kernel_size // 2)
+    elif pooling == "max":
+        scores = F.max_pool1d(scores, kernel_size, stride=1, padding=kernel_size // 2)
+    scores = scores.view(B, H, -1, N - window).mean(2)
+    if valid is not None:
+        scores = scores.masked_fill(~valid[:, None, : N - window], 0.0)
+    return scores
+
+
+def _window_weights(weights: Tensor | None, window: int, device: torch.device) -> Tensor:
+    if weights is None:
+        return torch.ones(window, device=device)
+    if tuple(weights.shape) != (window,):
+        raise ValueError(f"weights must be [window] = ({window},), got {tuple(weights.shape)}")
+    if not (bool(weights.isfinite().all()) and weights.min() >= 0 and weights.max() > 0):
+        raise ValueError(
+            f"weights must be finite, not negative and not all 0, got {weights.tolist()}"
+        )
+    return weights.detach().to(device, torch.float32, non_blocking=True)

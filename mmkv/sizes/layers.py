@@ -1,0 +1,207 @@
+"""Layer sizes that follow from depth alone, and how any wished sizes are made whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+from mmkv.parts import Layers, PositiveShare, SizeInputs, at_least, register_part
+
+# Sizes closer than this to a whole number of tokens are that number, so that the noise of float
+# arithmetic neither takes a token from a layer nor settles a tie.
+NOISE = 1e-6
+
+
+@register_part("uniform")
+@dataclass(frozen=True, kw_only=True)
+class UniformLayers(Layers):
+    """Every layer keeps as many tokens."""
+
+    def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
+        """Equal to one token."""
+        known = zip(rows.totals, rows.lengths, strict=True)
+        return [uniform(rows.n_layers, total, max_size=length) for total, length in known]
+
+
+@register_part("pyramid")
+@dataclass(frozen=True, kw_only=True)
+class PyramidLayers(Layers):
+    """Sizes fall in equal steps with depth (PyramidKV, arXiv 2406.02069, section 4.1).
+
+    What is always kept stays outside the series, as in the paper's own code.
+
+    Options:
+        beta: the slope: the last layer's size is the mean over `beta`; 1 or more.
+    """
+
+    beta: Annotated[float, partial(at_least, 1)] = 20.0
+
+    def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
+        """An arithmetic series over what is not kept anyway."""
+        L, found = rows.n_layers, list[list[float]]()
+        for total, length, floor in zip(rows.totals, rows.lengths, rows.floors, strict=True):
+            free, most = total - L * floor, length - floor
+            found.append([floor + n for n in pyramid(L, free, beta=self.beta, max_size=most)])
+        return found
+
+
+@register_part("geometric")
+@dataclass(frozen=True, kw_only=True)
+class GeometricLayers(Layers):
+    """Sizes fall by one factor with depth (PyramidInfer, arXiv 2405.12532, section 3).
+
+    Options:
+        decay: each layer's size as a share of the one before, in (0, 1].
+    """
+
+    decay: PositiveShare = 0.9
+
+    def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
+        """A geometric series."""
+        L, decay = rows.n_layers, self.decay
+        known = zip(rows.totals, rows.lengths, strict=True)
+        return [geometric(L, total, decay=decay, max_size=length) for total, length in known]
+
+
+def fit(sizes: Sequence[float], total: int, *, floor: int = 0, max_size: int) -> list[int]:
+    """Make wished sizes whole and within bounds, with a sum of exactly `total`.
+
+    Wishes are clipped to the bounds; what is then missing or over is shared equally among the
+    layers that are not at a bound (the smallest change in the least-squares sense), and the largest
+    fractions are rounded up. The order of the wishes is kept.
+
+    Args:
+        sizes: `[L]`, tokens wished per layer, whole or not.
+        total: tokens to spend over all layers.
+        floor: fewest tokens of a layer.
+        max_size: most tokens of a layer.
+
+    Returns:
+        `[L]`, tokens per layer, between `floor` and `max_size`, of sum `total`.
+
+    Raises:
+        ValueError: the bounds leave no room for `total`, or a wish is NaN.
+    """
+    n_layers = len(sizes)
+    if n_layers < 1:
+        raise ValueError("at least one layer is needed, got none")
+    if floor < 0:
+        raise ValueError(f"floor must not be negative, got {floor}")
+    if n_layers * floor > total:
+        raise ValueError(
+            f"a total of {total} tokens is below the {n_layers * floor} that must be kept "
+            f"({n_layers} layers of {floor})"
+        )
+    if total > n_layers * max_size:
+        raise ValueError(
+            f"a total of {total} tokens is above the {n_layers * max_size} there are "
+            f"({n_layers} layers of {max_size})"
+        )
+    if any(math.isnan(size) for size in sizes):
+        raise ValueError(f"sizes must be numbers, got {list(sizes)}")
+    if sum(sizes) == total and all(n == int(n) and floor <= n <= max_size for n in sizes):
+        return [int(n) for n in sizes]
+    wishes = [float(min(max(size, floor), max_size)) for size in sizes]
+
+    def shifted(by: float) -> list[float]:
+        return [min(max(wish + by, floor), max_size) for wish in wishes]
+
+    low, high = float(floor - max_size), float(max_size - floor)
+    for _ in range(100):  # far beyond float64's precision
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(shifted(middle)) <= total else (low, middle)
+    reals = shifted(low)
+    whole = [math.floor(real + NOISE) for real in reals]
+    # Among equal fractions the larger wish, as clipping may have made different wishes equal.
+    by_fraction = sorted(
+        range(n_layers),
+        key=lambda layer: (-round((reals[layer] - whole[layer]) / NOISE), -sizes[layer]),
+    )
+    for layer in by_fraction[: total - sum(whole)]:
+        whole[layer] += 1
+    return whole
+
+
+def uniform(n_layers: int, total: int, *, max_size: int) -> list[int]:
+    """Give every layer the same number of tokens; the first layers take what is left over.
+
+    Args:
+        n_layers: number of layers.
+        total: tokens to spend over all layers.
+        max_size: most tokens of a layer.
+
+    Returns:
+        `[L]`, tokens per layer, of sum `total`.
+
+    Raises:
+        ValueError: `total` does not fit into the layers.
+
+    Source: H2O, arXiv 2306.14048, and SnapKV, arXiv 2404.14469: one budget for all layers.
+    """
+    return fit([total / n_layers] * n_layers, total, max_size=max_size)
+
+
+def pyramid(n_layers: int, total: int, *, beta: float = 20, max_size: int) -> list[int]:
+    """Let the sizes fall in equal steps from the first layer to the last.
+
+    Args:
+        n_layers: number of layers.
+        total: tokens to spend over all layers, beyond the window that every layer keeps.
+        beta: the last layer has the mean size divided by `beta`, unless the first layer would
+            exceed `max_size`: then the first has `max_size`, and the last makes up for it.
+        max_size: most tokens of a layer, without the window.
+
+    Returns:
+        `[L]`, tokens per layer, not increasing, of sum `total`.
+
+    Raises:
+        ValueError: `total` does not fit into the layers or `beta` is below 1.
+
+    Source: PyramidKV, arXiv 2406.02069, section 4.2; see `mmkv.policies.pyramidkv` for its code.
+    """
+    if not beta >= 1:
+        raise ValueError(f"beta must be at least 1, got {beta}")
+    mean = total / n_layers
+    last = mean / beta
+    first = 2 * mean - last
+    if first > max_size:
+        first, last = float(max_size), 2 * mean - max_size
+    step = (first - last) / max(n_layers - 1, 1)
+    if n_layers == 1:
+        first = mean
+    return fit([first - step * layer for layer in range(n_layers)], total, max_size=max_size)
+
+
+def geometric(n_layers: int, total: int, *, decay: float = 0.95, max_size: int) -> list[int]:
+    """Let the kept fraction shrink by the same factor from each layer to the next.
+
+    Layers whose share exceeds `max_size` keep `max_size`, and the series starts after them.
+
+    Args:
+        n_layers: number of layers.
+        total: tokens to spend over all layers.
+        decay: size of a layer over that of the one before, in (0, 1]. By the default the last of
+            32 layers keeps a fifth of what the first keeps.
+        max_size: most tokens of a layer.
+
+    Returns:
+        `[L]`, tokens per layer, not increasing, of sum `total`.
+
+    Raises:
+        ValueError: `total` does not fit into the layers or `decay` is out of range.
+
+    Source: PyramidInfer, arXiv 2405.12532, section 3; the paper lets the fraction decay with depth
+    but spends no fixed total, so the series is scaled to spend it.
+    """
+    if not 0 < decay <= 1:
+        raise ValueError(f"decay must be in (0, 1], got {decay}")
+    for full in range(n_layers):
+        series = [decay**layer for layer in range(n_layers - full)]
+        first = (total - full * max_size) / sum(series)
+        if first <= max_size:
+            sizes = [float(max_size)] * full + [first * term for term in series]
+            return fit(sizes, total, max_size=max_size)
+    return fit([float(max_size)] * n_layers, total, max_size=max_size)

@@ -1,0 +1,101 @@
+"""Layer sizes by how much each layer changes the residual stream (SqueezeAttention)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmkv.parts import Layers, PositiveShare, SizeInputs, register_part
+from mmkv.sizes.layers import fit, uniform
+
+
+@register_part("squeeze")
+@dataclass(frozen=True, kw_only=True)
+class SqueezeLayers(Layers):
+    """Layers that change the residual stream least keep little (SqueezeAttention, section 3).
+
+    Options:
+        p: their size as a share of the mean size, in (0, 1].
+    """
+
+    p: PositiveShare = 0.35
+    needs = "similarity"
+
+    def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
+        """By groups of the layers' similarity; one that overflowed changes the stream."""
+        assert rows.measured is not None
+        known = zip(rows.measured.nan_to_num(nan=0.0), rows.totals, rows.lengths, strict=True)
+        return [squeeze(alike, total, p=self.p, max_size=length) for alike, total, length in known]
+
+
+def squeeze(
+    similarity: Tensor | Sequence[float], total: int, *, p: float = 0.35, max_size: int
+) -> list[int]:
+    """Cut the layers that change the residual stream least to `p` of the mean size.
+
+    What that frees is shared equally by the other layers.
+
+    Args:
+        similarity: `[L]`, cosine similarity of the residual stream before and after each layer's
+            attention block (`residual_similarity`, mean over rows).
+        total: tokens to spend over all layers.
+        p: size of a layer in the cluster of the highest similarity, as a fraction of the mean.
+        max_size: most tokens of a layer.
+
+    Returns:
+        `[L]`, tokens per layer, of sum `total`; uniform if fewer than 3 similarities differ.
+
+    Raises:
+        ValueError: `total` does not fit into the layers, `p` is outside (0, 1], or a similarity is
+            not finite.
+
+    Source: SqueezeAttention, arXiv 2404.04793, algorithm 1: k-means with 3 clusters.
+    """
+    values = torch.as_tensor(similarity).detach().to("cpu").double()
+    if values.ndim != 1 or not len(values):
+        raise ValueError(f"similarity must be [L], got {tuple(values.shape)}")
+    if not bool(values.isfinite().all()):
+        raise ValueError(f"similarity must be finite, got {values.tolist()}")
+    if not 0 < p <= 1:
+        raise ValueError(f"p must be in (0, 1], got {p}")
+    n_layers = len(values)
+    if len(values.unique()) < 3:
+        return uniform(n_layers, total, max_size=max_size)
+
+    from sklearn.cluster import KMeans  # here, because it takes a second to import
+
+    # n_init by name: scikit-learn's annotations infer a str from the default.
+    clusters = KMeans(n_clusters=3, random_state=0).set_params(n_init=10)
+    labels = torch.as_tensor(clusters.fit_predict(values[:, None].numpy()))
+    # k-means in one dimension makes intervals: the highest mean is where the highest value is.
+    cut = labels == labels[values.argmax()]
+    n_cut = int(cut.sum())
+    mean = total / n_layers
+    rest = (total - n_cut * p * mean) / max(n_layers - n_cut, 1)
+    return fit([p * mean if c else rest for c in cut.tolist()], total, max_size=max_size)
+
+
+@torch.no_grad()
+def residual_similarity(before: Tensor, after: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Mean cosine similarity of the residual stream before and after an attention block.
+
+    Args:
+        before: `[B, N, hidden]`, the input of the block.
+        after: `[B, N, hidden]`, the same stream once the block's output was added.
+        valid: bool `[B, N]`, False for padding, which the mean leaves out.
+
+    Returns:
+        float32 `[B]`, in [-1, 1]; 0 for a row that is all padding. High means that the layer
+        changes little.
+
+    Source: SqueezeAttention, arXiv 2404.04793, section 3.
+    """
+    similarity = F.cosine_similarity(before.float(), after.float(), dim=-1)  # [B, N]
+    if valid is None:
+        return similarity.mean(-1)
+    similarity = similarity.masked_fill(~valid, 0.0)
+    return similarity.sum(-1) / valid.sum(-1).clamp_min(1)

@@ -1,0 +1,53 @@
+"""Layer sizes of one row, as the cache finds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mmkv.cache.config import CacheConfig
+from mmkv.cache.layer_sizes import sizes_of_rows
+from mmkv.cache.token_masks import TokenMasks
+
+
+def row_sizes(
+    policy: Any,
+    budget: Any,
+    *,
+    n_layers: int,
+    length: int,
+    floor: int,
+    fractions: Any = None,
+    scores: Any = None,
+    measured: Any = (),
+) -> list[int]:
+    """Tokens that each layer keeps of a row of which the first `floor` tokens must stay.
+
+    Args:
+        policy, budget: as of `mmkv.wrap`.
+        n_layers: L.
+        length: of the row.
+        floor: of each layer.
+        fractions: [L], of a profile.
+        scores: [L, C], of the C tokens behind the floor.
+        measured: [L].
+    """
+    valid = torch.ones(1, length, dtype=torch.bool)
+    must = torch.arange(length)[None] < floor
+    hosted: Any = [length], [0], [floor], [floor], [0], [1.0]
+    prompt = TokenMasks(valid, ~valid, valid, must, must, *hosted)
+    given: Any = ()
+    if scores is not None:
+        there = floor + torch.arange(scores.shape[1])[None, None]
+        given = [x[None, None] for x in scores], [there] * n_layers
+    measured = [x[None] for x in measured]
+    (found,) = sizes_of_rows(
+        CacheConfig(policy, budget, fractions), prompt, n_layers, *given, measured=measured
+    )
+    return found
+
+
+def of_row(by: Any, importance: torch.Tensor, total: int = 0, **options: Any) -> list[int]:
+    """What `mmkv.sizes.prefix` or `pooled` gives each layer of one row's importance [L, N]."""
+    return by(importance[None], torch.tensor([total]), **options)[0]
