@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -76,9 +77,12 @@ class Encoder:
         whole, rest = self.batch(samples), self.batch(empty)
         ids, mask = whole["input_ids"], whole["attention_mask"]
         before: list[int] = []
-        for row, other in zip(_rows(whole), _rows(rest), strict=True):
-            alike = [a == b for a, b in zip(row, other, strict=False)]
-            before.append(alike.index(False) if False in alike else len(alike))
+        names = ("input_ids", "attention_mask")
+        for row, kept, other, there in zip(
+            *(x[n] for x in (whole, rest) for n in names), strict=True
+        ):
+            pairs = zip(row[kept.bool()].tolist(), other[there.bool()].tolist(), strict=False)
+            before.append(len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))))
         parts: list[dict[str, Any]] = [{}, {}]
         for name, x in whole.items():
             if x.shape != ids.shape:
@@ -164,12 +168,6 @@ def _before(prompt: str, sample: Sample) -> str:
     if not prompt.endswith(sample.asked):
         raise ValueError(f"sample {sample.id}: its question is longer than half of the prompt")
     return prompt.removesuffix(sample.asked)
-
-
-def _rows(batch: dict[str, Any]) -> list[list[int]]:
-    """Token ids without padding."""
-    pairs = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
-    return [ids[kept].tolist() for ids, kept in pairs]
 
 
 def longest(model: Any) -> int | None:

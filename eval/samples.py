@@ -72,7 +72,7 @@ class Sample:
 
     Attributes:
         id: unique within a run.
-        suite: its name.
+        suite: its name, which `load_suite` sets.
         task: the LongBench dataset or kind of task, else the suite's name.
         prompt: the user's text, without placeholders for images.
         question: the end of `prompt` that a hidden question leaves out of what is compressed; "":
@@ -90,8 +90,8 @@ class Sample:
     """
 
     id: str
-    suite: str
-    task: str
+    suite: str = ""
+    task: str = ""
     prompt: str
     question: str = ""
     images: tuple[Any, ...] = ()

@@ -14,7 +14,6 @@ from pathlib import Path
 from mmkv.eval.samples import DataError, Request, Sample
 from mmkv.eval.suites import files
 
-NAME = "continuation"
 LENGTH = 1024  # tokens of a prompt and of what follows it
 _FOLLOWS = 0.25  # the share of the text that follows
 _MOST_LETTERS = 12  # of a token, in what is looked at
@@ -43,8 +42,6 @@ def load(request: Request) -> list[Sample]:
         samples.append(
             Sample(
                 id=name,
-                suite=NAME,
-                task=NAME,
                 prompt=text[:start],
                 question=text[asked:start],
                 answers=(text[start:end].strip(),),

@@ -12,7 +12,6 @@ import random
 from mmkv.eval.samples import DataError, Request, Sample
 from mmkv.eval.suites import files
 
-NAME = "description"
 IMAGE_MARK = "<image>"
 BUILTIN_SIZE = 50
 BUILTIN_NOTE = "the data is built in, drawn and composed by the package"
@@ -34,8 +33,6 @@ def load(request: Request) -> list[Sample]:
         samples.append(
             Sample(
                 id=names.unique(entry.name("id")),
-                suite=NAME,
-                task=NAME,
                 prompt=question,
                 images=(entry.image("image", folder),),
                 answers=(answer,),
@@ -74,8 +71,6 @@ def builtin(size: int) -> list[Sample]:
     return [
         Sample(
             id=f"scene-{seed}",
-            suite=NAME,
-            task=NAME,
             prompt=scenes.describe_question("the picture", random.Random(f"description:{seed}")),
             images=(scenes.draw(scene),),
             answers=(scenes.describe(scene),),

@@ -19,7 +19,6 @@ from mmkv.eval.samples import DataError, Request, Sample, interleave
 from mmkv.eval.suites import files
 from mmkv.eval.suites.continuation import cuts
 
-NAME = "documents"
 NOTE = "the documents are the user's own, and the questions are worded here"
 EACH = 20  # samples of each task
 LENGTH = 900  # tokens of an excerpt
@@ -94,7 +93,7 @@ def _sample(
     made = TASKS[task](text[:start], text[start:end].strip(), number, rng)
     folder = name.rpartition("/")[0]
     made["tags"] = (*((f"folder={folder}",) if folder else ()), *made.get("tags", ()))
-    return Sample(id=f"{task}-{number}/{name}", suite=NAME, task=task, note=NOTE, **made)
+    return Sample(id=f"{task}-{number}/{name}", task=task, note=NOTE, **made)
 
 
 def _text(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[str, Any]:

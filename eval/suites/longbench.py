@@ -17,7 +17,6 @@ from typing import TypeVar
 from mmkv.eval.samples import DataError, Request, Sample, interleave
 from mmkv.eval.suites import files, longbench_builtin
 
-NAME = "longbench"
 PROMPTS_FILE, LENGTHS_FILE = "dataset2prompt.json", "dataset2maxlen.json"
 OWN_WORDING = f"prompts are worded here: {PROMPTS_FILE} and {LENGTHS_FILE} are not beside the data"
 T = TypeVar("T")
@@ -194,7 +193,6 @@ def _read_task(name: str, task: Task, path: Path, limit: int | None, note: str) 
         samples.append(
             Sample(
                 id=names.unique(f"{name}/{entry.name('_id')}"),
-                suite=NAME,
                 task=name,
                 prompt="".join(filled),
                 question="".join(filled[behind:]).lstrip(),

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from mmkv.builtin.scenes import Question
     from mmkv.builtin.texts import Lookup
 
-NAME = "longbench"
 BUILTIN_SIZE = 10  # samples of each task
 LENGTHS = (320, 448, 576, 704)  # tokens of the text, in turn
 PICTURE_LENGTHS = (160, 240, 320, 400)  # of a text beside a picture, which takes 144 tokens
@@ -50,7 +49,7 @@ def _build(name: str, number: int) -> list[Sample]:
     length = lengths[number % len(lengths)]
     lookup = texts.make_lookup(seed, length)
     made = BUILDERS[name](lookup, random.Random(f"longbench:{name}:{number}"))
-    about: dict[str, Any] = {"suite": NAME, "task": name, "note": BUILTIN_NOTE}
+    about: dict[str, Any] = {"task": name, "note": BUILTIN_NOTE}
     return [Sample(id=f"{name}-{number}", tags=(f"length={length}",), **about, **made)]
 
 

@@ -15,7 +15,6 @@ from mmkv.eval.samples import DataError, Request, Sample
 from mmkv.eval.suites import files
 from mmkv.eval.suites.description import BUILTIN_NOTE, IMAGE_MARK
 
-NAME = "mmvet"
 BUILTIN_SIZE = 48
 NOTE = "MM-Vet's own score is given by GPT-4; here it is the F1 of the answer's words"
 
@@ -44,8 +43,6 @@ def load(request: Request) -> list[Sample]:
         samples.append(
             Sample(
                 id=names.unique(entry.name("id", "question_id") if listed else key),
-                suite=NAME,
-                task=NAME,
                 prompt=question,
                 images=(entry.image("image" if listed else "imagename", folder),),
                 answers=answers,
@@ -84,8 +81,6 @@ def builtin(size: int, questions: int = 1) -> list[Sample]:
             samples.append(
                 Sample(
                     id=f"question-{seed}" + (f"-{i}" if i else ""),
-                    suite=NAME,
-                    task=NAME,
                     prompt=question.text,
                     images=pictures,
                     answers=(question.answer,),

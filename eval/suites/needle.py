@@ -17,7 +17,6 @@ from mmkv.eval.suites import files
 from mmkv.eval.suites.description import BUILTIN_NOTE
 from mmkv.eval.suites.longbench_builtin import sentences
 
-NAME = "needle"
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LENGTHS = (256, 512, 768, 1024)
 FILE_LENGTHS = (500, 1000, 2000, 4000, 8000, 16000, 32000)
@@ -41,8 +40,6 @@ def load(request: Request) -> list[Sample]:
         samples.append(
             Sample(
                 id=f"depth={depth}/length={length}/{repeat}",
-                suite=NAME,
-                task=NAME,
                 metric="contains",
                 tags=(f"depth={depth}", f"length={length}"),
                 **found,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mmkv.eval.samples import Request, Sample, words
@@ -90,7 +90,7 @@ def load_suite(
     if length is not None and (path is None or not suite.has_length):
         what = "the built-in data" if suite.has_length else f"suite {name!r}"
         raise ValueError(f"length={length}: {what} has lengths of its own")
-    fixed = not suite.has_questions or (path is not None and name == mmvet.NAME)
+    fixed = not suite.has_questions or (path is not None and name == "mmvet")
     if questions < 1 or (fixed and questions != 1):
         what = f"suite {name!r}" if path is None else f"suite {name!r} of {path}"
         raise ValueError(
@@ -108,4 +108,4 @@ def load_suite(
         count=count or words,
         questions=questions,
     )
-    return suite.load(request)
+    return [replace(s, suite=name, task=s.task or name) for s in suite.load(request)]

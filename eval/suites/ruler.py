@@ -29,7 +29,6 @@ from mmkv.eval.suites import files, needle
 from mmkv.eval.suites.description import BUILTIN_NOTE
 from mmkv.eval.suites.longbench_builtin import sentences
 
-NAME = "ruler"
 NOTE = "the haystack is the user's own, and the prompts are worded here"
 EACH = 20  # samples of each task
 LENGTH = 4096  # tokens of a prompt and its answer
@@ -125,7 +124,6 @@ def _samples(
     return [
         Sample(
             id=f"{name}-{number}" + (f"-{i}" if i else ""),
-            suite=NAME,
             task=name,
             prompt=text + question,
             question=question,

@@ -39,8 +39,6 @@ class Articles:
         return [
             Sample(
                 id=names.unique(entry.name("id")),
-                suite=self.name,
-                task=self.name,
                 prompt=f"{entry.text(self.source)}\n\n{self.request}\nSummary:",
                 question=f"{self.request}\nSummary:",
                 answers=(entry.text(self.target).strip(),),
@@ -89,8 +87,6 @@ def _builtin(which: Articles, size: int) -> list[Sample]:
         samples.append(
             Sample(
                 id=f"text-{number}",
-                suite=which.name,
-                task=which.name,
                 prompt=f"{lookup.text} {question}",
                 question=question,
                 images=images,
