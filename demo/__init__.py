@@ -1,4 +1,4 @@
 """The image chat: a page that answers with the full and with a compressed cache, side by side.
 
-`backend` holds the models and the conversations and knows no Gradio; `page` is the Gradio page.
+`session` holds the models and the conversations and knows no Gradio; `page` is the Gradio page.
 """

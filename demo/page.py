@@ -1,222 +1,283 @@
-"""The Gradio page of the image chat: controls, events, and nothing that computes."""
+"""The Gradio page of the image chat."""
 
 from __future__ import annotations
 
-from functools import partial
+import base64
+import io
+import logging
+from collections.abc import Generator
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import gradio as gr
-from gradio.themes import Default
+import jinja2
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.colors import to_hex
+from PIL import Image
 
+from mmkv import chat
 from mmkv.builtin import example_pictures
 from mmkv.cache import quantize
-from mmkv.chat import read_picture
-from mmkv.registry import list_policies
+from mmkv.registry import list_policies, option_types, policy_class
 
-from . import events, options, views
-from .session import Engines, Session
-from .values import MOST_TOKENS
+from . import conversation
+from .answer import Shares
+from .conversation import Conversation, Models, Settings
 
-EXAMPLES = ("three shapes", "four shapes", "five shapes", "six shapes")
-USERS = 8  # whose answers may stream at once
-_POLICY, _BUDGET = "condense", 0.2
-_HERE = Path(__file__).parent
-CSS = (_HERE / "page.css").read_text(encoding="utf-8")
+log = logging.getLogger(__name__)
 
-_ABOUT = "One question, two answers: with the full key-value cache and with a compressed one."
-_ABOUT_SERVER = (
-    "Answered by the server at {}, with a cache that is compressed as chosen here. What it keeps "
-    "of a picture, and the answer of a full cache, a server does not tell."
-)
-_CHOOSE = """element.addEventListener('click', (event) => {
-  const button = event.target.closest('[data-index]');
-  if (button) trigger('chosen', { index: Number(button.dataset.index) });
-});"""
+_QUESTIONS = [
+    ["Describe the picture."],
+    ["How many objects are in the picture?"],
+    ["What is at the top right?"],
+    ["Where is the yellow circle?"],
+]
+CSS = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+# The system's own font: nothing is fetched.
+THEME = gr.themes.Default(primary_hue="teal", neutral_hue="slate", font="system-ui")
+_COLOURS = ["#d72828", "#f5dc32", "#28963c", "#2d55d7", "#191919", "#fcfcfc"]
+_POLICY = "condense"
+_PLAIN = "the model's type"  # what kept pairs are held as where nothing else is chosen
 _ANNOUNCE = "element.setAttribute('role', '{0}'); element.setAttribute('aria-live', '{1}');"
-
-# Quick events: not in the queue, so that they work while an answer streams.
-_quick: dict[str, Any] = {
-    "queue": False,
-    "show_progress": "hidden",
-    "api_visibility": "private",
-    "trigger_mode": "multiple",
-}
+_NAME_EXAMPLES = """() => document.querySelectorAll('#examples button').forEach((x, i) => {
+  x.ariaLabel = `Use example picture ${i + 1}`;
+});"""
+# Events outside the queue, so that they work while an answer streams.
+_quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 
 
-def theme() -> gr.Theme:
-    """Calm greys and the fonts of the system: nothing is fetched."""
-    return Default(
-        primary_hue="teal",
-        neutral_hue="slate",
-        radius_size="md",
-        font=["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"],
-        font_mono=["ui-monospace", "Menlo", "Consolas", "monospace"],
-    ).set(  # the default greys and teal are too pale to read
-        body_text_color_subdued="*neutral_500",
-        block_info_text_color="*neutral_500",
-        input_placeholder_color="*neutral_500",
-        button_primary_background_fill="*primary_700",
-        button_primary_background_fill_hover="*primary_800",
-        slider_color="*primary_700",
-    )
+def _uri(picture: Image.Image, side: int = 96) -> str:
+    """A picture, at most `side` pixels wide and high, as a URI that holds it."""
+    picture = picture.copy()
+    picture.thumbnail((side, side))
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def build(engines: Engines) -> gr.Blocks:
-    """The page for the models on offer.
+def _edges(shares: Shares) -> str:
+    """A thin line around what is kept, as an SVG path: objects stay apart from covered patches."""
+    held = np.pad(shares > 0, 1)
+    across = zip(*np.nonzero(held[:, :-1] != held[:, 1:]), strict=True)
+    down = zip(*np.nonzero(held[:-1] != held[1:]), strict=True)
+    return "".join([f"M{c} {r - 1}v1" for r, c in across] + [f"M{c - 1} {r}h1" for r, c in down])
 
-    Args:
-        engines: the models; the first is chosen.
+
+_environment = jinja2.Environment(
+    loader=jinja2.PackageLoader("mmkv.demo", ""), autoescape=True, undefined=jinja2.StrictUndefined
+)
+_environment.filters |= {"uri": _uri, "edges": _edges}
+_environment.filters["heat"] = lambda share: to_hex(colormaps["cividis"](share))
+views: Any = _environment.get_template("views.html").module  # the page's parts, a macro each
+
+
+def option_hints() -> dict[str, Any]:
+    """The types of all policies' options, without the one that has a control of its own."""
+    hints = [option_types(policy_class(name)) for name in list_policies()]
+    return {name: x for known in hints for name, x in known.items() if name != "protect"}
+
+
+def shown_option(hint: Any, value: Any) -> Any:
+    """An option's value as its control shows it."""
+    return "none" if value is None and "none" in _choices(hint) else value
+
+
+def changed_options(policy: str, shown: dict[str, Any]) -> dict[str, Any]:
+    """What the controls say where it differs from the policy's defaults.
+
+    Options that the policy does not read are ignored.
+
+    Raises:
+        ValueError: an unknown policy, or a control without a value of its type.
     """
-    known, here = options.all_options(), not engines.server
-    samples = [read_picture(path) for path in example_pictures()]
-    named = [(about, x) for about, x in zip(EXAMPLES, samples, strict=False)]
+    hints, known = option_hints(), policy_class(policy).options()
+    texts = {x: "none" if shown[x] in (None, "") else str(shown[x]) for x in known if x in hints}
+    read = {x: chat.parse_value(x, text, hints[x]) for x, text in texts.items()}
+    return {name: value for name, value in read.items() if value != known[name]}
+
+
+def _choices(hint: Any) -> list[str]:
+    kinds = chat.flat(hint)
+    literals = [x for x in kinds if isinstance(x, str)]
+    return [*literals, "none"] if literals and NoneType in kinds else literals
+
+
+def _control(name: str, hint: Any) -> Any:
+    kinds, known = chat.flat(hint), policy_class(_POLICY).options()
+    common: dict[str, Any] = {
+        "value": shown_option(hint, known.get(name)),
+        "label": name.replace("_", " ").capitalize(),
+        "visible": name in known,
+        "elem_id": f"option-{name}",
+    }
+    if choices := _choices(hint):
+        return gr.Dropdown(choices, **common)
+    if bool in kinds:
+        return gr.Checkbox(**common)
+    if int in kinds or float in kinds:
+        info = "Empty for none" if NoneType in kinds else None
+        return gr.Number(precision=0 if int in kinds else None, info=info, **common)
+    return gr.Textbox(**common)
+
+
+def _policy_chosen(policy: str) -> list[Any]:
+    """Show the options that this policy reads, at its defaults."""
+    known = policy_class(policy).options()
+    return [
+        gr.update(visible=True, value=shown_option(hint, known[name]))
+        if name in known
+        else gr.update(visible=False)
+        for name, hint in option_hints().items()
+    ]
+
+
+def _explained(error: Exception) -> str:
+    if isinstance(error, conversation.NoPictureError):
+        return f"{error}: choose an example or upload one"
+    if isinstance(error, ValueError):
+        return str(error)
+    log.error("an answer failed", exc_info=error)
+    return f"the model failed: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+
+
+def _layer(talk: Conversation | None, place: int) -> Any:
+    """Show another layer's patches."""
+    return views.patches(talk.turns[-1].kept, place) if talk and talk.turns else gr.skip()
+
+
+def build(models: Models) -> gr.Blocks:
+    """The page for the models on offer, the first of which is chosen."""
     with gr.Blocks(title="mmkv image chat", analytics_enabled=False, fill_width=True) as page:
-        state: gr.State = gr.State(None, delete_callback=events.leave)
-        about = _ABOUT_SERVER.format(engines.server) if engines.server else _ABOUT
-        gr.HTML(views.header(about))
+        talk = gr.State(None, delete_callback=lambda left: left and left.close())
+        gr.HTML(views.header())
         with gr.Row(elem_id="main"):
             with gr.Column(min_width=0, elem_id="input"):
-                pad = gr.HTML(
-                    "",
-                    html_template=(_HERE / "pad.html").read_text(encoding="utf-8"),
-                    js_on_load=(_HERE / "drawing.js").read_text(encoding="utf-8"),
-                    elem_id="pad",
+                editor = gr.ImageEditor(
+                    label="Picture",
+                    sources=("upload", "clipboard"),
+                    transforms=None,
+                    layers=False,
+                    buttons=[],
+                    brush=gr.Brush(colors=[*_COLOURS], color_mode="fixed"),
+                    canvas_size=(384, 384),
+                    height=360,
+                    elem_id="picture",
                 )
+                pictures = [[str(path)] for path in example_pictures()]
+                gr.Examples(pictures, [editor], label="Example pictures", elem_id="examples")
+                hint = "Ask about the picture"
+                question = gr.Textbox("", label="Question", placeholder=hint, elem_id="question")
+                gr.Examples(_QUESTIONS, [question], label="Example questions", elem_id="chips")
                 with gr.Row():
-                    upload = gr.UploadButton(
-                        "Upload a picture", file_types=["image"], size="sm", elem_id="upload"
-                    )
-                    # Gradio's own hands on the same path and leaves an empty file beside it.
-                    upload.preprocess = events.path_of
-                    blank = gr.Button("Blank sheet", size="sm")
-                examples = gr.HTML(views.examples(named), js_on_load=_CHOOSE, elem_id="examples")
-                question = gr.Textbox(
-                    label="Question",
-                    placeholder="Ask about the picture",
-                    max_lines=6,
-                    elem_id="question",
-                )
-                chips = gr.HTML(
-                    views.questions(events.QUESTIONS), js_on_load=_CHOOSE, elem_id="chips"
-                )
-                with gr.Row():
-                    # Until the page has its session.
-                    ask = gr.Button(
-                        "Ask", variant="primary", interactive=False, min_width=80, elem_id="ask"
-                    )
+                    ask = gr.Button("Ask", variant="primary", min_width=80, elem_id="ask")
                     stop = gr.Button("Stop", interactive=False, min_width=80, elem_id="stop")
                     clear = gr.Button("Clear", min_width=80, elem_id="clear")
-                problem = gr.HTML(
-                    "", js_on_load=_ANNOUNCE.format("alert", "assertive"), elem_id="problem"
-                )
+                alert = _ANNOUNCE.format("alert", "assertive")
+                problem = gr.HTML(js_on_load=alert, elem_id="problem")
             with gr.Column(min_width=0, elem_id="answers"):
-                talk = gr.HTML(views.conversation([]), elem_id="talk")
-                status = gr.HTML(
-                    "", js_on_load=_ANNOUNCE.format("status", "polite"), elem_id="status"
-                )
+                turns = gr.HTML(views.conversation([]), elem_id="talk")
+                polite = _ANNOUNCE.format("status", "polite")
+                status = gr.HTML(js_on_load=polite, elem_id="status")
                 with gr.Column(visible=False, elem_id="outcome") as outcome:
                     layer = gr.Slider(0, 1, value=0, step=1, label="Layer", elem_id="layer")
-                    lit = gr.HTML(elem_id="patches")
+                    patches = gr.HTML(elem_id="patches")
                     bars = gr.HTML(elem_id="bars")
                     words = gr.HTML(elem_id="words")
             with gr.Column(min_width=0, elem_id="settings"):
-                policy = gr.Dropdown(
-                    list_policies(), value=_POLICY, label="Policy", elem_id="policy"
-                )
-                budget = gr.Slider(
-                    0.01,
-                    1,
-                    value=_BUDGET,
-                    step=0.01,
-                    label="Budget",
-                    info="The share of the prompt's cache that is kept",
-                    elem_id="budget",
-                )
-                protect = gr.Checkbox(
-                    label="Protect instructions",
-                    info="Keep the prompt's text; only picture tokens compete",
-                    elem_id="protect",
-                    visible=here,
-                )
+                policies = list_policies()
+                policy = gr.Dropdown(policies, value=_POLICY, label="Policy", elem_id="policy")
+                share = "The share of the prompt's cache that is kept"
+                budget = gr.Slider(0.01, 1, 0.2, step=0.01, label="Budget", info=share)
+                text = "Keep the prompt's text; only picture tokens compete"
+                protect = gr.Checkbox(label="Protect instructions", info=text, elem_id="protect")
                 with gr.Accordion("Length, sampling, model", open=False):
-                    longest = gr.Slider(1, MOST_TOKENS, value=80, step=1, label="Max new tokens")
-                    temperature = gr.Slider(
-                        0, 2, value=0, step=0.05, label="Temperature", info="0 is greedy"
-                    )
-                    held = gr.Dropdown(
-                        [events.FULL, *quantize.BITS],
-                        value=events.FULL,
-                        label="Held as",
-                        info="8 or 4 bits for each number that is kept",
-                        elem_id="held",
-                        visible=here,
-                    )
-                    model = gr.Dropdown(
-                        engines.names,
-                        value=engines.names[0],
-                        label="Model",
-                        info="Another model starts a new conversation",
-                    )
-                with gr.Accordion("Options of the policy", open=False, visible=here):
-                    controls = {x.name: _control(x) for x in known}
+                    most = conversation.MOST_TOKENS
+                    longest = gr.Slider(1, most, 80, step=1, label="Max new tokens")
+                    greedy = "0 is greedy"
+                    temperature = gr.Slider(0, 2, 0, step=0.05, label="Temperature", info=greedy)
+                    bits = "8 or 4 bits for each number that is kept"
+                    held = gr.Dropdown([_PLAIN, *quantize.BITS], label="Held as", info=bits)
+                    other = "Another model starts a new conversation"
+                    model = gr.Dropdown(models.names, label="Model", info=other)
+                with gr.Accordion("Options of the policy", open=False):
+                    controls = [_control(*x) for x in option_hints().items()]
 
-        def example(session: Session | None, event: gr.EventData) -> tuple[Any, str]:
-            return events.example(samples, session, event)
+        idle = {ask: gr.update(interactive=True), stop: gr.update(interactive=False)}
+        busy = {ask: gr.update(interactive=False), stop: gr.update(interactive=True)}
 
-        page.load(partial(events.enter, engines), outputs=[state, ask], **_quick)
-        for event, function, inputs in (
-            (upload.upload, events.uploaded, [state, upload]),
-            (blank.click, events.blank, [state]),
-            (examples.chosen, example, [state]),
-        ):
-            event(function, inputs, [pad, problem], **_quick)
-        pad.drawn(events.drawn, [state], [problem], **_quick)
-        chips.chosen(events.question, None, [question], **_quick)
-        policy.change(
-            partial(events.policy_chosen, [x.name for x in known]),
-            [policy],
-            list(controls.values()),
-            **_quick,
-        )
+        def answer(now: Conversation | None, sent: Any, *values: Any) -> Generator[dict[Any, Any]]:
+            said = dict(zip(simple, values, strict=False))
+            try:
+                yield busy | {problem: "", status: views.status("Answering")}
+                shown = dict(zip(option_hints(), values[len(simple) :], strict=True))
+                options = changed_options(said[policy], shown)
+                if said[protect]:
+                    options["protect"] = "instruction"
+                settings = Settings(
+                    policy=said[policy],
+                    budget=float(said[budget]),
+                    options=options,
+                    kv_dtype=None if said[held] == _PLAIN else said[held],
+                    max_new_tokens=said[longest],
+                    temperature=said[temperature],
+                )
+                drawn = sent and sent["composite"]
+                picture = conversation.read_upload(drawn["path"]) if drawn else None
+                loaded = models.get(said[model])
+                if now is None or now.loaded is not loaded:
+                    now = Conversation(loaded)
+                    yield {talk: now}
+                for turn in now.ask(said[question], picture, settings):
+                    if now.closed:
+                        return
+                    yield {turns: views.conversation([*now.turns, *([] if turn.done else [turn])])}
+                kept, last = turn.kept, max(len(turn.kept.layers) - 1, 1)
+                both = f"Full cache: {turn.full.text} Compressed: {turn.compressed.text}"
+                yield {
+                    **idle,
+                    status: views.status(f"Answered. {both}"),
+                    outcome: gr.update(visible=True),
+                    layer: gr.update(maximum=last, value=0, visible=bool(kept.patches)),
+                    patches: views.patches(kept, 0),
+                    bars: views.layer_bars(kept),
+                    words: views.words(kept),
+                    question: "",
+                }
+            except Exception as error:
+                yield idle | {problem: views.message(_explained(error)), status: ""}
+                yield {turns: views.conversation(now.turns if now else [])}
 
-        simple = [state, question, policy, budget, protect, longest, temperature, held, model]
-        answering = [ask, stop]
-        shown = [talk, problem, status, *answering, outcome, layer, lit, bars, words, question]
+        def forget(left: Conversation | None) -> dict[Any, Any]:
+            if left is not None:
+                left.close()
+            return {
+                **idle,
+                talk: None,
+                turns: views.conversation([]),
+                problem: "",
+                status: views.status("Cleared"),
+                outcome: gr.update(visible=False),
+            }
+
+        simple = [question, policy, budget, protect, longest, temperature, held, model]
+        updated = [talk, turns, problem, status, ask, stop, outcome]
         gr.on(
             [ask.click, question.submit],
-            partial(events.ask, [x.name for x in known]),
-            [*simple, *controls.values()],
-            shown,
-            concurrency_limit=USERS,
-            concurrency_id="ask",
-            show_progress="hidden",
+            answer,
+            [talk, editor, *simple, *controls],
+            [*updated, layer, patches, bars, words, question],
+            concurrency_limit=1,
+            show_progress="minimal",
+            show_progress_on=[problem],
             api_visibility="private",
-            trigger_mode="once",
+            preprocess=False,  # Gradio would decode any picture
         )
-        stop.click(events.stop, [state], None, **_quick)
-        clear.click(events.clear, [state], [talk, problem, status, outcome], **_quick)
-        last: dict[str, Any] = {**_quick, "trigger_mode": "always_last"}
-        layer.input(events.layer, [state, layer], [lit], **last)
-    page.queue(default_concurrency_limit=USERS, max_size=8 * USERS, api_open=False)
+        stop.click(lambda now: now and now.stop(), [talk], None, **_quick)
+        policy.change(_policy_chosen, [policy], controls, **_quick)
+        clear.click(forget, [talk], updated, **_quick)
+        layer.input(_layer, [talk, layer], [patches], **_quick)
+        page.load(js=_NAME_EXAMPLES)
+    page.queue(max_size=64, api_open=False)
     return page
-
-
-def _control(option: options.Option) -> Any:
-    known = options.defaults(_POLICY)
-    value = known.get(option.name, option.choices[0] if option.choices else None)
-    common: dict[str, Any] = {
-        "label": option.label[:1].upper() + option.label[1:],
-        "visible": option.name in known,
-        "elem_id": f"option-{option.name}",
-    }
-    shown = option.shown(value)
-    if option.kind == "choice":
-        return gr.Dropdown(list(option.choices), value=shown, **common)
-    if option.kind == "switch":
-        return gr.Checkbox(value=bool(shown), **common)
-    if option.kind == "text":
-        return gr.Textbox(value=shown, **common)
-    info = "Empty for none" if option.optional else None
-    precision = 0 if option.kind == "whole" else None
-    return gr.Number(value=shown, precision=precision, info=info, **common)

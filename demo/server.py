@@ -7,58 +7,37 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from mmkv import chat
 from mmkv.terminal import bind
-
-if TYPE_CHECKING:
-    from .session import Engines
 
 # Nothing but this server is asked for anything; no other page can hold this one in a frame.
 _HEADERS = (
     (
         b"content-security-policy",
         b"default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval'; "
-        b"style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; form-action 'self'",
+        b"style-src 'self' 'unsafe-inline'; worker-src 'self' blob:; frame-ancestors 'none'; "
+        b"form-action 'self'",
     ),
     (b"referrer-policy", b"no-referrer"),
     (b"x-content-type-options", b"nosniff"),
 )
 
 
-class SafeHeaders:
+def _with_headers(app: Callable[..., Any]) -> Callable[..., Any]:
     """ASGI middleware that adds `_HEADERS` to every answer."""
 
-    def __init__(self, app: Callable[..., Any]) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Handle one connection."""
-
+    async def handle(scope: Any, receive: Any, send: Any) -> None:
         async def add(message: Any) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), *_HEADERS]}
             await send(message)
 
-        await self.app(scope, receive, add)
+        await app(scope, receive, add)
 
-
-def _served(address: str, key: str | None) -> Engines:
-    """The models of a server.
-
-    Raises:
-        ValueError: it is away or refuses, or httpx is missing.
-    """
-    try:
-        from .remote import ServedModel, Server
-    except ModuleNotFoundError as error:
-        raise ValueError(f"the demo needs {error.name}: pip install 'mmkv[demo]'") from None
-    from .session import Engines
-
-    there = Server(address, key)
-    return Engines(there.models(), lambda name: ServedModel(there, name), server=there.address)
+    return handle
 
 
 @contextmanager
@@ -69,8 +48,6 @@ def serving(
     port: int | None = 7860,
     device: str = "auto",
     dtype: str = "auto",
-    server: str | None = None,
-    api_key: str | None = None,
 ) -> Generator[str]:
     """Serve the page for the length of a `with` block; gives its address.
 
@@ -80,52 +57,38 @@ def serving(
         port: None takes a free one.
         device: as for `mmkv.chat.load`, as the dtype.
         dtype: of the models.
-        server: the address of a server that answers with its own models, in place of all these.
-        api_key: what it asks for.
 
     Raises:
-        ValueError: the port is taken, Gradio is missing, a model cannot be loaded, or the server
-            is away or refuses.
+        ValueError: the port is taken, Gradio is missing, or a model cannot be loaded.
         OSError: the port was taken while the model was loaded.
     """
     bind(host, port or 0).close()  # refused before a model is loaded
-    answering = None if server is None else _served(server, api_key)
     with tempfile.TemporaryDirectory(prefix="mmkv-demo-", ignore_cleanup_errors=True) as folder:
         # Gradio reads these while it is imported.
         os.environ.update(GRADIO_TEMP_DIR=folder, GRADIO_ANALYTICS_ENABLED="False")
         try:
-            from . import page
+            from . import conversation, page
         except ModuleNotFoundError as error:
             raise ValueError(f"the demo needs {error.name}: pip install 'mmkv[demo]'") from None
         from starlette.middleware import Middleware
 
-        from .session import MOST_BYTES, Engines
-
-        if answering is None:
-            from .backend import Engine
-
-            engines = Engines(models, lambda name: Engine(chat.load(name, device, dtype)))
-        else:
-            engines = answering
-        engines.get(engines.names[0])
-        blocks = page.build(engines)
+        offered = conversation.Models(models, lambda name: chat.load(name, device, dtype))
+        offered.get(offered.names[0])
+        blocks = page.build(offered)
         try:
             _, address, _ = blocks.launch(
                 server_name=host,
                 server_port=port,
                 share=False,
-                inbrowser=False,
                 prevent_thread_lock=True,
                 quiet=True,
-                footer_links=[],
-                max_file_size=MOST_BYTES,
+                max_file_size=conversation.MOST_BYTES,
                 ssr_mode=False,
                 enable_monitoring=False,
-                pwa=False,
-                theme=page.theme(),
+                theme=page.THEME,
                 css=page.CSS,
                 app_kwargs={
-                    "middleware": [Middleware(SafeHeaders)],
+                    "middleware": [Middleware(_with_headers)],
                     "docs_url": None,
                     "openapi_url": None,
                 },
@@ -137,18 +100,7 @@ def serving(
 
 def run(**options: Any) -> None:
     """Serve until Ctrl-C or a termination signal; takes what `serving` takes."""
-    ended = threading.Event()
-
-    def end(number: int, frame: Any) -> None:
-        ended.set()
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        with serving(**options) as address:
-            print(f"The image chat is at {address} (Ctrl-C ends it)", flush=True)
-            while not ended.wait(1):
-                pass
-    except KeyboardInterrupt:
-        pass
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt), serving(**options) as address:
+        print(f"The image chat is at {address} (Ctrl-C ends it)", flush=True)
+        threading.Event().wait()

@@ -11,27 +11,26 @@ from helpers.marks import slow_except
 from mmkv import chat
 from mmkv.builtin import example_pictures
 from mmkv.cli.lines import Lines
-from mmkv.demo.backend import Conversation, Engine
-from mmkv.demo.values import Settings
+from mmkv.demo.conversation import Conversation, Models, Settings
 
 
 @pytest.fixture(scope="module")
-def engine():
-    return Engine(chat.load())
+def loaded():
+    return Models(["builtin"], chat.load).get("builtin")
 
 
-def talk(engine, *lines: str, terminal: bool = False) -> tuple[str, int, Conversation]:
+def talk(loaded, *lines: str, terminal: bool = False) -> tuple[str, int, Conversation]:
     screen = Console(file=io.StringIO(), width=200, force_terminal=terminal, color_system=None)
-    conversation = engine.conversation()
     settings = Settings(policy="adakv", budget=0.3, options={"window": 8}, max_new_tokens=12)
-    refused = Lines(conversation, settings, screen).run(lines)
-    return screen.file.getvalue(), refused, conversation
+    chatting = Lines(Conversation(loaded), settings, screen)
+    refused = chatting.run(lines)
+    return screen.file.getvalue(), refused, chatting.conversation
 
 
 @pytest.mark.parametrize("terminal", slow_except([False, True], True))
-def test_two_turns_about_a_picture(engine, terminal):
+def test_two_turns_about_a_picture(loaded, terminal):
     out, refused, conversation = talk(
-        engine,
+        loaded,
         f"/image {example_pictures()[0]}\n",
         "Describe the picture.\n",
         "\n",
@@ -55,9 +54,9 @@ def test_two_turns_about_a_picture(engine, terminal):
         assert turn.compressed.nbytes < turn.full.nbytes
 
 
-def test_commands_change_what_is_used(engine):
+def test_commands_change_what_is_used(loaded):
     out, refused, conversation = talk(
-        engine,
+        loaded,
         f"/image {example_pictures()[1]}",
         "/policy snapkv window=4",
         "/budget 0.5",
@@ -77,8 +76,8 @@ def test_commands_change_what_is_used(engine):
     assert conversation.turns == []
 
 
-def test_budgets_that_mean_something_else(engine):
-    out, refused, _ = talk(engine, "/budget 1", "/policy full", "/budget 0.5")
+def test_budgets_that_mean_something_else(loaded):
+    out, refused, _ = talk(loaded, "/budget 1", "/policy full", "/budget 0.5")
     assert refused == 0
     assert out.splitlines() == [
         "from now on adakv 1",
@@ -104,9 +103,9 @@ def test_budgets_that_mean_something_else(engine):
         several=True,
     ),
 )
-def test_a_refused_line_says_why_and_the_chat_goes_on(engine, line, message):
+def test_a_refused_line_says_why_and_the_chat_goes_on(loaded, line, message):
     out, refused, conversation = talk(
-        engine, line, f"/image {example_pictures()[0]}", "Describe it."
+        loaded, line, f"/image {example_pictures()[0]}", "Describe it."
     )
     assert refused == 1
     assert message in out
@@ -114,8 +113,8 @@ def test_a_refused_line_says_why_and_the_chat_goes_on(engine, line, message):
     assert len(conversation.turns) == 1
 
 
-def test_an_unknown_command_is_named_before_the_help(engine):
-    out, refused, conversation = talk(engine, "/polcy snapkv", "/help", "/budget")
+def test_an_unknown_command_is_named_before_the_help(loaded):
+    out, refused, conversation = talk(loaded, "/polcy snapkv", "/help", "/budget")
     first, *rest = out.splitlines()
     assert first == "error: unknown command '/polcy'"
     assert refused == 1

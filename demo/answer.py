@@ -1,0 +1,256 @@
+"""One answer of the image chat, token by token, and what its cache kept of the prompt."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from mmkv import chat, picture
+from mmkv.cache.compressed import CompressedCache
+from mmkv.cache.layer import CompressedLayer
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from .conversation import Settings
+
+Inputs = dict[str, Tensor]  # what a processor returns
+Shares = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two answers as it stands."""
+
+    text: str = ""
+    tokens: int = 0
+    first: float | None = None  # seconds of the model's time to the first token
+    rate: float | None = None  # tokens a second after the first
+    nbytes: int = 0  # of the cache
+    full_nbytes: int = 0  # of a full cache of the same tokens
+    kept: float = 1.0  # the share of the prompt's key-value pairs that is held
+
+
+class Answer:
+    """One side of a turn, token by token, behind this side's last answer.
+
+    Attributes:
+        prompt: inputs of the whole conversation.
+        again: all of it is read again, since the last answer's cache does not fit.
+        cache: the model's `past_key_values`; None before the first token.
+        done: no token will follow.
+    """
+
+    def __init__(
+        self,
+        loaded: chat.Loaded,
+        model: Any,
+        before: Answer | None,
+        question: str,
+        picture: Image.Image | None,
+        settings: Settings,
+    ) -> None:
+        """Begin; `model` is `loaded`'s or a wrapped one of the same weights, `picture` is new.
+
+        Raises:
+            ValueError: more tokens than the model reads.
+        """
+        self.model, self._loaded = model, loaded
+        self.cache: Any = None
+        self.done = self.again = False
+        earlier = [] if before is None else [*before._messages, before._message("assistant")]
+        self._messages = [*earlier, self._message("user", question, picture)]
+        messages = self._messages
+        if loaded.processor.chat_template is None and not loaded.reads_pictures:
+            messages = [{"role": "user", "content": "\n".join(x["content"] for x in messages)}]
+        self.prompt = inputs = chat.encode_messages(loaded, messages)
+        self._ids = ids = inputs["input_ids"][0].cpu()  # then with the answer's tokens
+        self._start, self._seconds = len(ids), list[float]()
+        needed = len(ids) + settings.max_new_tokens
+        most = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
+        if most is not None and needed > most:
+            raise ValueError(
+                f"the conversation and a new answer take up to {needed} tokens, the model reads "
+                f"{most}: clear the conversation, or ask for fewer new tokens"
+            )
+        options: dict[str, Any] = dict.fromkeys(("temperature", "top_p", "top_k"))
+        options |= {"max_new_tokens": settings.max_new_tokens, "do_sample": False}
+        if settings.temperature:
+            draw = _Draw(settings.temperature, settings.seed, loaded.model.device)
+            options["logits_processor"] = [draw]
+        if before is not None:
+            seen = before._ids[:-1]
+            self.again = before.model is not model or not torch.equal(ids[: len(seen)], seen)
+        if before is not None and not self.again:
+            # The cache is a copy, so that an error or a refusal leaves the conversation as it was.
+            options["past_key_values"] = copy.deepcopy(before.cache)
+            # Of what counts pictures along dimension 0, it has seen the earlier ones.
+            new = {} if picture is None else chat.encode(loaded, "", [picture])
+            inputs = {k: x for k, x in inputs.items() if x.shape == (1, len(ids))} | {
+                k: x for k, x in new.items() if x.shape != new["input_ids"].shape
+            }
+        self._steps = _steps(model, {**inputs, **options})
+
+    def _message(
+        self, role: str, text: str | None = None, picture: Image.Image | None = None
+    ) -> dict[str, Any]:
+        """For the chat template; the answer itself where there is no text."""
+        text = self.side().text if text is None else text
+        shown = [] if picture is None else [{"type": "image", "image": picture}]
+        parts = [*shown, {"type": "text", "text": text}]
+        return {"role": role, "content": parts if self._loaded.reads_pictures else text}
+
+    def step(self) -> bool:
+        """One more token; False when the answer had ended and none came."""
+        start = time.perf_counter()
+        if found := next(self._steps, None):
+            self._ids, self.cache = found
+            self._seconds.append(time.perf_counter() - start)
+        self.done = found is None
+        return not self.done
+
+    def close(self) -> None:
+        """End the answer as it is."""
+        self._steps.close()
+
+    def side(self) -> Side:
+        """The answer as it stands."""
+        if self.cache is None:
+            return Side()
+        said, seconds = self._ids[self._start :], self._seconds
+        text: str = self._loaded.processor.decode(said, skip_special_tokens=True)
+        rate = (len(seconds) - 1) / sum(seconds[1:]) if len(seconds) > 1 else None
+        nbytes = full = chat.cache_nbytes(self.cache)
+        kept = 1.0
+        if isinstance(self.cache, CompressedCache):
+            report = self.cache.report()
+            full, kept = report.full_nbytes, report.prompt_fraction
+        text = text.strip().removesuffix("�")
+        return Side(text, len(seconds), seconds[0], rate, nbytes, full, kept)
+
+
+class _Draw(LogitsProcessor):
+    """Leaves one token possible, drawn at a temperature: by equal numbers on both sides."""
+
+    def __init__(self, temperature: float, seed: int, device: torch.device) -> None:
+        self.temperature = temperature
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [B, V]: 0 for the drawn token, -inf for the others."""
+        chances = torch.softmax(scores.float() / self.temperature, dim=-1)
+        drawn = torch.multinomial(chances, 1, generator=self.generator)
+        return torch.full_like(scores, -torch.inf).scatter(-1, drawn, 0.0)
+
+
+def _steps(model: Any, options: dict[str, Any]) -> Generator[tuple[Tensor, Any]]:
+    """Generate; yield the prompt and the answer so far, int64 [N], and the cache at each token.
+
+    `model.generate` runs in a thread that waits after every token until the next one is asked for.
+    """
+    found: SimpleQueue[Tensor | BaseException | None] = SimpleQueue()
+    wanted, ended, cache = threading.Semaphore(0), False, None
+
+    def remember(module: Any, args: Any, output: Any) -> None:
+        nonlocal cache
+        cache = output.past_key_values
+
+    def pause(input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if not ended:
+            found.put(input_ids[0].cpu())  # waits for the device, so that its time counts
+            wanted.acquire()
+        return torch.full((len(input_ids),), ended, device=input_ids.device)
+
+    def run() -> None:
+        try:
+            model.generate(**options, stopping_criteria=[pause])
+            found.put(None)
+        except BaseException as error:
+            found.put(error)
+
+    hook = model.register_forward_hook(remember)
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        while (tokens := found.get()) is not None:
+            if isinstance(tokens, BaseException):
+                raise tokens
+            yield tokens, cache
+            wanted.release()
+    finally:
+        ended = True
+        wanted.release()
+        thread.join()
+        hook.remove()
+
+
+@dataclass(frozen=True)
+class Word:
+    """A token of the prompt, or a picture's `tokens` in a row, whose `text` is ""."""
+
+    text: str
+    layers: int | None  # in which at least one head holds it; None for a picture
+    tokens: int
+    kept: float  # the share of heads and layers that hold it
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a compressed cache kept, after the prompt and before the answer."""
+
+    layers: list[int]  # indices of the compressed ones
+    sizes: list[float]  # for each, the tokens held by a head, mean over heads
+    seen: int  # tokens
+    words: list[Word]  # the prompt in order
+    patches: list[Shares]  # of the last picture for each layer: the share of heads that hold each
+    picture: Image.Image | None  # as the model sees it, where its patches are known
+    problem: str | None  # why they are not
+
+    @property
+    def mean(self) -> Shares:
+        """Float32 [rows, cols], the mean of `patches` over layers."""
+        return np.asarray(np.mean(self.patches, axis=0), dtype=np.float32)
+
+
+def kept_of(
+    loaded: chat.Loaded, prompt: Inputs, cache: Any, pictures: Sequence[Image.Image]
+) -> Kept:
+    """Read a compressed cache that has just been given a prompt with these pictures, in order."""
+    compressed = [i for i, x in enumerate(cache.layers) if isinstance(x, CompressedLayer)]
+    seen = prompt["input_ids"].shape[1]
+    kept = [cache.shares(i)[0, :, :seen].cpu() for i in compressed]
+    image, held = chat.image_mask(loaded, prompt), torch.stack(kept).mean(dim=1)  # [N], [L, N]
+    share, layers = held.mean(dim=0).tolist(), (held > 0).sum(dim=0).tolist()
+    words: list[Word] = []
+    for is_image, run in itertools.groupby(range(seen), image.tolist().__getitem__):
+        places = list(run)
+        if is_image:
+            words.append(Word("", None, len(places), fmean(share[i] for i in places)))
+            continue
+        texts = loaded.processor.batch_decode(prompt["input_ids"][0, places, None])
+        words += [Word(x, layers[i], 1, share[i]) for x, i in zip(texts, places, strict=True)]
+    patches, problem, shown = list[Shares](), None, None
+    if pictures:
+        try:
+            patches = [picture.kept_patches(x, image, len(pictures))[-1] for x in kept]
+            shown, pixels = pictures[-1], prompt.get("pixel_values")
+            if pixels is not None and pixels.ndim == 4 and len(pixels) == len(pictures):
+                processor = loaded.processor.image_processor
+                shown = picture.as_seen(shown, pixels[-1].float().cpu().numpy(), processor)
+        except ValueError as error:
+            problem = str(error)
+    sizes = [x.sum(dim=1).mean().item() for x in kept]
+    return Kept(compressed, sizes, seen, words, patches, shown, problem)

@@ -1,0 +1,248 @@
+"""Models and conversations of the image chat, without its page.
+
+Each turn is answered twice, token by token in turn: by the model as it is, with the full cache, and
+by a wrapped one. Both share weights and nothing else. One conversation is answered at a time: the
+page's queue lets others wait. What a user can get wrong is a `ValueError` of one line.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from PIL import Image
+
+from mmkv import chat
+from mmkv.budgets import named, number
+from mmkv.cache import quantize
+from mmkv.loading import untrusted
+from mmkv.registry import get_policy
+from mmkv.wrapping import comparing, wrap
+
+from .answer import Answer, Kept, Side, kept_of
+
+if TYPE_CHECKING:
+    from mmkv.policy import Policy
+
+MOST_TOKENS = 512  # of one answer
+LONGEST_QUESTION = 4000  # characters
+MOST_BYTES = 20 * 2**20  # of a picture
+MOST_PIXELS = 40_000_000
+LONGEST_SIDE = 1024  # pixels of a picture that is kept
+_INTERVAL = 0.1  # seconds between two looks at the answers
+
+
+class NoPictureError(ValueError):
+    """A question before any picture; how to choose one differs between page and terminal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the controls say."""
+
+    policy: str = "condense"
+    budget: float = 0.2
+    options: dict[str, Any] = field(default_factory=dict[str, Any])  # that differ from defaults
+    kv_dtype: str | None = None  # "int8" or "int4" to hold what is kept in 8 or 4 bits
+    max_new_tokens: int = 80
+    temperature: float = 0.0  # takes the likeliest token
+    seed: int = 0
+
+    @property
+    def label(self) -> str:
+        """What the compressed answer is called."""
+        policy, budget = self.chosen()
+        size = "" if budget is None else f" {named(budget)}"
+        return policy.name + size + ("" if self.kv_dtype is None else f" in {self.kv_dtype}")
+
+    def chosen(self) -> tuple[Policy, float | int | None]:
+        """The policy and its budget; None for a policy that takes none.
+
+        Raises:
+            ValueError: an unknown policy or type, a wrong option, or a number out of range.
+        """
+        quantize.check(self.kv_dtype)
+        if not 1 <= self.max_new_tokens <= MOST_TOKENS:
+            raise ValueError(
+                f"max new tokens {self.max_new_tokens}: expected a number from 1 to {MOST_TOKENS}"
+            )
+        if not 0 <= self.temperature <= 2:
+            raise ValueError(f"temperature {self.temperature}: expected a number from 0 to 2")
+        policy = get_policy(self.policy, **self.options)
+        unsized = policy.keeps_all or policy.retention is not None
+        return policy, None if unsized else number(self.budget)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question, the picture that came with it, and its two answers."""
+
+    question: str
+    picture: Image.Image | None
+    label: str  # of the compressed side: policy and budget
+    full: Side = field(default_factory=Side)
+    compressed: Side = field(default_factory=Side)
+    notes: tuple[str, ...] = ()
+    kept: Kept | None = None  # by the compressed cache, of the prompt; None while answers stream
+    rouge: float | None = None  # ROUGE-L F-measure between the answers; None likewise
+    done: bool = False
+
+
+class Models:
+    """The models on offer, each loaded when it is first asked; `names` are as the page shows."""
+
+    def __init__(self, names: Sequence[str], load: Callable[[str], chat.Loaded]) -> None:
+        # A path goes by its last part: where it lies is nobody's business on the page.
+        short = [Path(x).name if Path(x).exists() else x for x in names]
+        self._paths = {
+            x if short.count(x) == 1 else f"{x} ({i})": path
+            for i, (x, path) in enumerate(zip(short, names, strict=True), start=1)
+        }
+        self.names = list(self._paths)
+        self._load = load
+        self._loaded: dict[str, chat.Loaded] = {}
+
+    def get(self, name: str) -> chat.Loaded:
+        """Load a model once; raises a ValueError if it is not on offer or cannot be loaded."""
+        if name not in self.names:
+            raise ValueError(f"model {name!r} is not on offer here: {', '.join(self.names)}")
+        if name not in self._loaded:
+            self._loaded[name] = loaded = self._load(self._paths[name])
+            # A first run pays for what later ones find ready; its time would be the full cache's.
+            loaded.model.generate(**chat.encode(loaded, "?", []), max_new_tokens=2, do_sample=False)
+        return self._loaded[name]
+
+
+class Conversation:
+    """One user's turns on one model, `loaded`; `ask` continues it.
+
+    The attribute `closed` says that its user has gone or forgot it.
+    """
+
+    def __init__(self, loaded: chat.Loaded) -> None:
+        self.loaded = loaded
+        self.turns: list[Turn] = []
+        self.closed = self._stopped = False
+        self._wrapped: tuple[Policy, float | int | None, str | None] | None = None
+        self._sides: tuple[Answer, Answer] | tuple[None, None] = (None, None)
+
+    def stop(self) -> None:
+        """End the answers that are streaming; what they have said stays."""
+        self._stopped = True
+
+    def close(self) -> None:
+        """End them for good; what the conversation holds goes with it."""
+        self.closed = self._stopped = True
+
+    def ask(
+        self, question: str, picture: Image.Image | None, settings: Settings
+    ) -> Generator[Turn]:
+        """Answer a question: the turn as it grows, and last the whole of it.
+
+        Args:
+            question: of the user.
+            picture: RGB; None, or the same as before, asks on about the earlier ones. Models that
+                read none do not get it.
+            settings: where they differ from before, the conversation is read again.
+
+        Raises:
+            ValueError: an empty question, no picture, a setting out of range, a budget below what
+                must be kept, or more tokens than the model reads. The conversation stays as it was.
+        """
+        loaded, question = self.loaded, _checked(self.loaded, question)
+        pictures = [x.picture for x in self.turns if x.picture is not None]
+        if not loaded.reads_pictures or (pictures and picture == pictures[-1]):
+            picture = None
+        if picture is not None:
+            pictures.append(picture)
+        elif loaded.reads_pictures and not pictures:
+            raise NoPictureError("there is no picture yet")
+        self._stopped = False
+        policy, budget = settings.chosen()
+        wrapped, before = (policy, budget, settings.kv_dtype), self._sides
+        if before[0] is not None and wrapped == self._wrapped:
+            model = before[0].model
+        else:
+            with comparing():
+                model = wrap(_twin(loaded.model), policy, budget, kv_dtype=settings.kv_dtype)
+        compressed = Answer(loaded, model, before[0], question, picture, settings)
+        full = Answer(loaded, loaded.model, before[1], question, picture, settings)
+        notes = ("It read the whole conversation again.",) if compressed.again else ()
+        turn = Turn(question, picture, settings.label, notes=notes)
+        kept, looked = None, 0.0
+        try:
+            yield turn
+            # The compressed one leads: it alone can be refused.
+            while compressed.step() | full.step():
+                # What is held before the first decode step is what the prompt left.
+                kept = kept or kept_of(loaded, compressed.prompt, compressed.cache, pictures)
+                if self._stopped:
+                    break
+                if time.perf_counter() - looked > _INTERVAL:
+                    looked = time.perf_counter()
+                    yield replace(turn, full=full.side(), compressed=compressed.side())
+            notes += tuple(x.removeprefix("row 0: ") for x in compressed.cache.report().notes)
+            if not (full.done and compressed.done):
+                notes += ("Stopped before the end.",)
+        finally:
+            full.close()
+            compressed.close()
+        # From here on the turn counts; before, an error left everything as it was.
+        self._sides, self._wrapped = (compressed, full), wrapped
+        turn = replace(turn, full=full.side(), compressed=compressed.side(), notes=notes, kept=kept)
+        turn = replace(turn, rouge=rouge_l(turn.full.text, turn.compressed.text), done=True)
+        self.turns.append(turn)
+        yield turn
+
+
+def _checked(loaded: chat.Loaded, question: str) -> str:
+    question = question.strip()
+    if not question:
+        raise ValueError("the question is empty")
+    if len(question) > LONGEST_QUESTION:
+        raise ValueError(
+            f"the question has {len(question)} characters: {LONGEST_QUESTION} at most are read"
+        )
+    mark = getattr(loaded.processor, "image_token", None)
+    if mark and mark in question:
+        raise ValueError(f"the question holds {mark!r}, which stands for a picture: reword it")
+    return question
+
+
+def _twin(model: Any) -> Any:
+    """A model of its own structure and state that shares every weight."""
+    shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, cast("dict[int, Any]", shared))
+
+
+def rouge_l(one: str, other: str) -> float:
+    """ROUGE-L F-measure between two texts, in [0, 1]; equal texts have 1, also empty ones."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    if one == other:
+        return 1.0
+    return float(RougeScorer(["rougeL"]).score(one, other)["rougeL"].fmeasure)
+
+
+def read_upload(path: str | Path) -> Image.Image | None:
+    """What the page's editor sent, as RGB, at most `LONGEST_SIDE` wide and high; None if empty.
+
+    Raises:
+        ValueError: too large, broken, or of no known format; the message names the file only.
+    """
+    try:
+        sent = untrusted.read_picture(
+            path, lambda x: x.convert("RGBA"), most_pixels=MOST_PIXELS, most_bytes=MOST_BYTES
+        )
+    except untrusted.PictureError as error:
+        raise ValueError(f"cannot read {Path(path).name!r}: {error}") from None
+    if sent.getchannel("A").getextrema() == (0, 0):
+        return None
+    sheet = Image.new("RGBA", sent.size, "#b4b4b4")
+    sheet.alpha_composite(sent)
+    sheet.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+    return sheet.convert("RGB")

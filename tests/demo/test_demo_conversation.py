@@ -1,0 +1,395 @@
+"""The image chat without its page: two answers a turn, turns, users, and what goes wrong."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from PIL import Image
+from tokenizers.processors import TemplateProcessing
+
+import mmkv
+from helpers.marks import slow_except
+from helpers.models import make_model
+from mmkv import chat
+from mmkv.builtin import example_pictures
+
+pytest.importorskip("gradio", reason="the demo needs gradio: pip install 'mmkv[demo]'")
+
+from mmkv.demo import answer, page
+from mmkv.demo.conversation import (
+    Conversation,
+    Models,
+    NoPictureError,
+    Settings,
+    Turn,
+    read_upload,
+    rouge_l,
+)
+
+QUESTION, NEXT = "Describe the picture.", "How many objects are in the picture?"
+SHORT = Settings(policy="prefixkv", max_new_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return Models(["builtin"], lambda name: chat.load(name, device="cpu")).get("builtin")
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    return [chat.read_picture(path) for path in example_pictures()]
+
+
+def last(turns) -> Turn:
+    *_, turn = turns
+    assert turn.done
+    return turn
+
+
+def texts(turn: Turn) -> tuple[str, str]:
+    return turn.full.text, turn.compressed.text
+
+
+def generated(loaded, ids, pixels, **more):
+    out = loaded.model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        pixel_values=pixels,
+        max_new_tokens=6,
+        return_dict_in_generate=True,
+        **more,
+    )
+    text = loaded.processor.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True)
+    return text.strip(), out.sequences, out.past_key_values
+
+
+@pytest.mark.parametrize("policy", slow_except(mmkv.list_policies(), "h2o"))
+def test_two_turns_are_what_generate_gives(loaded, pictures, policy):
+    """Both sides, on every policy, against plain calls of the wrapped and the unwrapped model."""
+    options = {"window": 8} if "window" in mmkv.get_policy(policy).options() else {}
+    talk = Conversation(loaded)
+    settings = dataclasses.replace(SHORT, policy=policy, budget=0.3, options=options)
+    first = last(talk.ask(QUESTION, pictures[0], settings))
+    second = last(talk.ask(NEXT, pictures[1], settings))
+
+    def reference():
+        inputs = chat.encode(loaded, QUESTION, pictures[:1])
+        one, ids, cache = generated(loaded, inputs["input_ids"], inputs["pixel_values"])
+        between = f"</s>USER: Picture 2:<image> {NEXT} ASSISTANT:"
+        new = loaded.processor(
+            text=between, images=pictures[1:2], return_tensors="pt", add_special_tokens=False
+        )
+        if ids[0, -1] == 2:
+            new["input_ids"] = new["input_ids"][:, 1:]
+        ids = torch.cat([ids, new["input_ids"]], dim=1)
+        two, *_ = generated(loaded, ids, new["pixel_values"], past_key_values=cache)
+        return one, two
+
+    full = reference()
+    with mmkv.wrapped(loaded.model, policy, 0.3, **options):
+        compressed = reference()
+    assert (first.full.text, second.full.text) == full
+    assert (first.compressed.text, second.compressed.text) == compressed
+    assert not any("read the whole" in x for x in second.notes)
+
+
+def test_the_tokens_of_a_conversation_are_the_templates(loaded, pictures):
+    talk = Conversation(loaded)
+    one = last(talk.ask(QUESTION, pictures[0], dataclasses.replace(SHORT, max_new_tokens=60)))
+    kept = last(talk.ask(NEXT, pictures[0], SHORT)).kept  # the same picture is none of its own
+    said = "".join("<image>" if x.layers is None else x.text for x in kept.words)
+    assert said == (
+        f"<s>USER: Picture 1:<image> {QUESTION} ASSISTANT: {one.compressed.text}"
+        f"</s>USER: {NEXT} ASSISTANT:"
+    )
+    assert sum(x.tokens for x in kept.words) == kept.seen
+
+
+def test_another_policy_reads_the_conversation_again(loaded, pictures):
+    talk = Conversation(loaded)
+    last(talk.ask(QUESTION, pictures[0], SHORT))
+    xkv = dataclasses.replace(SHORT, policy="xkv", budget=0.5, kv_dtype="int8")
+    second = last(talk.ask(NEXT, pictures[1], xkv))
+    assert second.notes[0] == "It read the whole conversation again."
+    assert second.label == "xkv 0.5 in int8"
+    prompt = talk._sides[0].prompt
+    with mmkv.wrapped(loaded.model, "xkv", 0.5, kv_dtype="int8"):
+        text, *_ = generated(loaded, prompt["input_ids"], prompt["pixel_values"])
+    assert second.compressed.text == text
+    assert last(talk.ask("And now?", None, xkv)).notes == ()
+
+
+def test_a_cache_that_does_not_fit_is_left(loaded, pictures):
+    """A template that writes earlier answers otherwise than they were: they are read again."""
+    processor = copy.deepcopy(loaded.processor)
+    turn = "{{ m['role'] }}: {% for x in m['content'] %}{{ x.get('text', '<image>') | upper }}"
+    processor.chat_template = "{% for m in messages %}" + turn + "{% endfor %}{% endfor %}A:"
+    processor.chat_template = processor.chat_template.replace("'<image>') | upper", "'<image>')")
+    talk = Conversation(dataclasses.replace(loaded, processor=processor))
+    last(talk.ask(QUESTION, pictures[0], SHORT))
+    processor.chat_template = processor.chat_template.replace("m['role']", "m['role'] | upper")
+    turn = last(talk.ask(NEXT, None, SHORT))
+    assert turn.notes[0] == "It read the whole conversation again."
+    prompt = talk._sides[1].prompt
+    assert turn.full.text == generated(loaded, prompt["input_ids"], prompt["pixel_values"])[0]
+
+
+def test_conversations_that_alternate_keep_to_themselves(loaded, pictures):
+    users = [
+        dataclasses.replace(SHORT, policy=policy, temperature=temperature, seed=seed)
+        for seed, (policy, temperature) in enumerate([("snapkv", 0.9), ("xkv", 0.0), ("h2o", 1.5)])
+    ]
+
+    def turns(user: int, talk: Conversation):
+        yield texts(last(talk.ask(QUESTION, pictures[user], users[user])))
+        yield texts(last(talk.ask(NEXT, None, users[user])))
+
+    alone = [list(turns(i, Conversation(loaded))) for i in range(3)]
+    together = [turns(i, Conversation(loaded)) for i in range(3)]
+    assert list(zip(*[[next(x) for x in together] for _ in range(2)], strict=True)) == [
+        tuple(x) for x in alone
+    ]
+    assert len({x[0] for x in alone}) == 3
+
+
+def test_the_answers_stream_with_their_numbers(loaded, pictures):
+    talk = Conversation(loaded)
+    settings = Settings(max_new_tokens=40, options={"least": 0})
+    turns = list(talk.ask(QUESTION, pictures[0], settings))
+    assert turns[0].full.tokens == 0
+    assert not any(x.done for x in turns[:-1])
+    final = turns[-1]
+    for side in (final.full, final.compressed):
+        assert 0 < side.tokens <= 40
+        assert side.first > 0
+        assert side.rate > 0
+    assert final.full.kept == 1
+    assert final.full.nbytes == final.full.full_nbytes
+    # 8 layers, 4 heads, keys and values of 32 float32: the last token is never read.
+    seen = final.kept.seen + final.full.tokens - 1
+    assert final.full.nbytes == seen * 8 * 4 * 2 * 32 * 4
+    assert final.compressed.nbytes < 0.5 * final.compressed.full_nbytes
+    assert final.compressed.kept == pytest.approx(0.2, abs=0.01)  # of the prompt
+    assert final.rouge == rouge_l(*texts(final))
+    assert talk.turns == [final]
+
+
+def test_what_is_kept_after_the_prompt(loaded, pictures):
+    settings = dataclasses.replace(SHORT, options={"protect": "instruction"})
+    kept = last(Conversation(loaded).ask(QUESTION, pictures[0], settings)).kept
+    assert kept.layers == list(range(8))
+    assert len(kept.sizes) == len(kept.patches) == 8
+    assert sum(kept.sizes) == pytest.approx(round(0.2 * 8 * kept.seen), abs=0.5)
+    assert kept.mean.shape == (12, 12)
+    assert all(x.layers == 8 for x in kept.words if x.layers is not None)
+    (image,) = (x for x in kept.words if x.layers is None)
+    assert image.tokens == 144
+    assert image.kept == pytest.approx(float(kept.mean.mean()), abs=1e-6)
+    held = sum(x.kept * x.tokens for x in kept.words)
+    assert held == pytest.approx(sum(kept.sizes) / 8, abs=1e-3)
+
+
+def test_draws_repeat_with_their_seed_and_are_equal_on_both_sides(loaded, pictures):
+    def said(seed: int) -> tuple[str, str]:
+        settings = Settings(policy="full", max_new_tokens=12, temperature=1.5, seed=seed)
+        return texts(last(Conversation(loaded).ask(QUESTION, pictures[0], settings)))
+
+    assert said(1) == said(1)
+    assert len({said(seed) for seed in range(3)}) > 1
+    full, compressed = said(2)
+    assert full == compressed
+
+
+def test_stop_keeps_what_was_said_and_the_conversation_goes_on(loaded, pictures):
+    talk = Conversation(loaded)
+    long = dataclasses.replace(SHORT, max_new_tokens=200, temperature=2.0)
+    for turn in talk.ask(QUESTION, pictures[0], long):
+        if turn.full.tokens:
+            talk.stop()
+    assert turn.done
+    assert turn.notes == ("Stopped before the end.",)
+    assert 0 < turn.full.tokens < 200
+    assert last(talk.ask(NEXT, None, SHORT)).notes == ()
+    assert len(talk.turns) == 2
+
+
+def test_a_page_that_is_left_ends_its_answer_and_frees_what_it_held(loaded, pictures):
+    talk = Conversation(loaded)
+    last(talk.ask(QUESTION, pictures[0], SHORT))
+    caches = [weakref.ref(x.cache) for x in talk._sides]
+    turns = talk.ask(NEXT, None, Settings(max_new_tokens=200))
+    next(turns)
+    next(turns)
+    turns.close()
+    assert len(talk.turns) == 1
+    assert not [x for x in threading.enumerate() if "(run)" in x.name]
+    del talk, turns
+    gc.collect()
+    assert [x() for x in caches] == [None, None]
+
+
+def test_a_budget_too_small_for_the_window_is_a_note(loaded, pictures):
+    settings = dataclasses.replace(SHORT, policy="snapkv", budget=0.01)
+    (note,) = last(Conversation(loaded).ask(QUESTION, pictures[0], settings)).notes
+    assert note.startswith("budget 0.01 gives ")
+    assert "too few for window 32" in note
+
+
+WRONG = {
+    "empty": ({}, "  \n", "the question is empty"),
+    "long": ({}, "x" * 4001, "4001 characters"),
+    "too long": ({"max_new_tokens": 512}, "7 8 9 " * 660, "the model reads 2048: clear the"),
+    "mark": ({}, "what is <image>?", "stands for a picture"),
+    "policy": ({"policy": "snap"}, "?", "Did you mean 'snapkv'"),
+    "option": ({"options": {"windw": 1}}, "?", "Did you mean 'window'"),
+    "idle option": ({"policy": "streaming", "options": {"window": 4}}, "?", "has no effect"),
+    "budget": ({"budget": 1.5}, "?", "in \\(0, 1\\]"),
+    "no tokens": ({"max_new_tokens": 0}, "?", "from 1 to 512"),
+    "temperature": ({"temperature": -1.0}, "?", "from 0 to 2"),
+}
+
+
+@pytest.mark.parametrize("wrong", slow_except(WRONG, "policy", "too long"))
+def test_errors_are_one_line_and_change_nothing(loaded, pictures, wrong):
+    settings, question, message = WRONG[wrong]
+    talk, other = Conversation(loaded), Conversation(loaded)
+    first = last(talk.ask(QUESTION, pictures[0], SHORT))
+    last(other.ask(QUESTION, pictures[0], SHORT))
+    with pytest.raises(ValueError, match=message) as error:
+        list(talk.ask(question, pictures[1], dataclasses.replace(SHORT, **settings)))
+    assert len(str(error.value).splitlines()) == 1
+    assert talk.turns == [first]
+    assert texts(last(talk.ask(NEXT, None, SHORT))) == texts(last(other.ask(NEXT, None, SHORT)))
+
+
+def test_a_question_before_any_picture_is_refused(loaded):
+    with pytest.raises(NoPictureError, match="no picture yet"):
+        next(Conversation(loaded).ask(QUESTION, None, SHORT))
+
+
+def text_model(loaded):
+    torch.manual_seed(0)
+    model, tokenizer = make_model("llama"), copy.deepcopy(loaded.processor.tokenizer)
+    model.resize_token_embeddings(len(tokenizer))
+    return chat.Loaded("tiny", model.eval(), tokenizer, reads_pictures=False)
+
+
+def test_a_model_that_reads_text_alone(loaded, pictures):
+    """No chat template: the questions are appended as they are; a picture is left out."""
+    tiny = text_model(loaded)
+    tiny.processor.chat_template = None
+    talk = Conversation(tiny)
+    settings = dataclasses.replace(SHORT, policy="local", budget=0.5)
+    first = last(talk.ask(QUESTION, pictures[0], settings))
+    turn = last(talk.ask(NEXT, None, settings))
+    assert (first.picture, turn.kept.patches, turn.kept.problem) == (None, [], None)
+    said = "".join(x.text for x in turn.kept.words)
+    assert QUESTION in said
+    assert NEXT in said
+
+
+@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize("sees", slow_except([True, False], True))
+def test_a_conversation_begins_once(loaded, pictures, sees, written):
+    """The mark of the beginning, whether the chat template writes it or the tokenizer adds it."""
+    model = loaded if sees else text_model(loaded)
+    processor = copy.deepcopy(model.processor)
+    tokenizer = processor.tokenizer if sees else processor
+    bos = tokenizer.bos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+    )
+    template = loaded.processor.chat_template
+    assert template.startswith("{{- bos_token -}}")
+    processor.chat_template = template if written else template.removeprefix("{{- bos_token -}}")
+    talk = Conversation(dataclasses.replace(model, processor=processor))
+    last(talk.ask(QUESTION, pictures[0], SHORT))
+    last(talk.ask(NEXT, None, SHORT))
+    ids = talk._sides[1].prompt["input_ids"][0].tolist()
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_an_error_of_generate_reaches_the_caller():
+    class Broken(torch.nn.Module):
+        def generate(self, **options):
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        next(answer._steps(Broken(), {}))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "score"),
+    [("", "", 1.0), ("a b c d", "a c", 2 / 3), ("a", "", 0.0), ("a b", "b a", 0.5)],
+)
+def test_rouge_l(one, other, score):
+    assert rouge_l(one, other) == pytest.approx(score)
+
+
+def shown_of(policy: str) -> dict:
+    known = mmkv.get_policy(policy).options()
+    return {x: page.shown_option(hint, known.get(x)) for x, hint in page.option_hints().items()}
+
+
+@pytest.mark.parametrize("policy", slow_except(mmkv.list_policies(), "prefixkv"))
+def test_controls_come_from_the_registry(policy):
+    """What they show is the policy's defaults, and what is changed in them is what it gets."""
+    shown, hints = shown_of(policy), page.option_hints()
+    known = mmkv.get_policy(policy).options()
+    assert page.changed_options(policy, shown) == {}
+    for name, value in [(x, known[x]) for x in hints if x in known]:
+        optional = type(None) in chat.flat(hints[name])
+        for choice, _ in getattr(page._control(name, hints[name]), "choices", []):
+            new = None if choice == "none" and optional else choice
+            changed = {} if new == value else {name: new}
+            assert page.changed_options(policy, {**shown, name: choice}) == changed
+        if isinstance(value, bool | int):
+            new = not value if isinstance(value, bool) else value + 1
+            assert page.changed_options(policy, {**shown, name: new}) == {name: new}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("window", None), ("window", 1.5), ("kernel_size", "")]
+)
+def test_a_control_without_a_sensible_value_is_named(name, value):
+    with pytest.raises(ValueError, match=f"option {name}=.*expected a whole number"):
+        page.changed_options("snapkv", {**shown_of("snapkv"), name: value})
+
+
+def test_models_are_known_by_their_last_part_and_loaded_once(loaded, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name / "model").mkdir(parents=True)
+    names, asked = ["builtin", str(tmp_path / "a" / "model"), str(tmp_path / "b" / "model")], []
+    models = Models(names, lambda name: asked.append(name) or loaded)
+    assert models.names == ["builtin", "model (2)", "model (3)"]
+    assert models.get("model (3)") is models.get("model (3)") is loaded
+    assert asked == names[2:]
+    with pytest.raises(ValueError, match="'/etc' is not on offer"):
+        models.get("/etc")
+
+
+def test_what_the_editor_sends(tmp_path):
+    """Nothing on an empty sheet, a stroke on a grey one; large ones shrink."""
+    sheet = Image.new("RGBA", (2048, 1024))
+    sheet.save(tmp_path / "sheet.png")
+    assert read_upload(tmp_path / "sheet.png") is None
+    sheet.paste((215, 40, 40), (0, 0, 1024, 1024))
+    sheet.save(tmp_path / "sheet.png")
+    drawn = read_upload(tmp_path / "sheet.png")
+    assert (drawn.size, drawn.mode) == ((1024, 512), "RGB")
+    assert (drawn.getpixel((9, 9)), drawn.getpixel((999, 9))) == ((215, 40, 40), (180, 180, 180))
+
+
+def test_text_is_escaped(loaded, pictures):
+    turn = last(Conversation(loaded).ask("<b>bold</b> & more", pictures[0], SHORT))
+    for part in (page.views.conversation([turn]), page.views.words(turn.kept)):
+        assert "<b>bold" not in part
+        assert "&lt;" in part
+    assert "<b>" not in page.views.message("<b>")
