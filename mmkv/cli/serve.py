@@ -106,7 +106,7 @@ def serve(
     from mmkv.registry import get_policy
 
     try:
-        from mmkv.serving import running, server
+        from mmkv.serving import server
         from mmkv.serving.settings import EngineSettings, make_engine, parse_size
     except ModuleNotFoundError as error:
         raise ValueError(f"mmkv serve needs {error.name}: pip install 'mmkv[serve]'") from None
@@ -159,7 +159,7 @@ def serve(
         )
         place = f"[{host}]" if ":" in host.strip("[]") else host
         where = f"http://{place}:{listening.getsockname()[1]}/v1"
-        running.run(
+        server.run(
             served,
             listening,
             grace=grace,

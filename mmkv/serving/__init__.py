@@ -2,6 +2,6 @@
 
 from mmkv.serving.engine import Engine
 from mmkv.serving.reply import Busy, Event, Refused, Reply, Sampling, Usage
-from mmkv.serving.stats import EngineStats
+from mmkv.serving.worker import EngineStats
 
 __all__ = ["Busy", "Engine", "EngineStats", "Event", "Refused", "Reply", "Sampling", "Usage"]

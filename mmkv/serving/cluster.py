@@ -39,24 +39,16 @@ class _Replica:
         """What `_Reply` reads: events, and last how it ended. The router has read the key."""
         try:
             reply = await asyncio.to_thread(self._engine.submit, **given)
-        except ValueError as error:
-            yield "refused", str(error)
-            return
-        except Busy as error:
-            yield "full", str(error)
-            return
+            try:
+                async for event in reply:
+                    yield "event", (event.token, event.text, reply.usage)
+            finally:
+                reply.cancel()
         except Exception as error:
-            yield "error", f"{type(error).__name__}: {error}"
+            kinds = {"refused": ValueError, "full": Busy}
+            kind = next((k for k, cls in kinds.items() if isinstance(error, cls)), "error")
+            yield kind, f"{type(error).__name__}: {error}" if kind == "error" else str(error)
             return
-        try:
-            async for event in reply:
-                yield "event", (event.token, event.text, reply.usage)
-        except Exception as error:
-            refused = isinstance(error, ValueError)
-            yield "refused" if refused else "error", f"{type(error).__name__}: {error}"
-            return
-        finally:
-            reply.cancel()
         stats = self._engine.stats()
         held = {name: getattr(stats, name) or 0 for name in _SUMMED}
         yield "end", (reply.finish_reason, reply.usage, self._name, held)
@@ -72,6 +64,7 @@ class _Reply:
         self._replicas, self._key, self._given = replicas, key, given
         self._tokens = list[int]()
         timeout = given.get("timeout")
+        # The clock of the running loop, as `asyncio.timeout_at` takes it.
         self._end = None if timeout is None else time.monotonic() + timeout
         self._answers = replicas.ask(key, given)
 
@@ -121,7 +114,7 @@ class _Reply:
         at, answers = 0, aiter(self._answers)
         while True:
             try:
-                async with asyncio.timeout(self._left()):
+                async with asyncio.timeout_at(self._end):
                     kind, what = await anext(answers)
             except StopAsyncIteration:
                 return
@@ -137,19 +130,13 @@ class _Reply:
                 elif token != self._tokens[at]:
                     raise _lost()
                 at += 1
-            elif kind == "refused":
-                raise Refused(what)
-            elif kind == "full":
-                raise RequestError(what, status=429)
-            elif kind == "error":
-                raise RuntimeError(what)
-            else:
+            elif kind == "end":
                 self.finish_reason, self.usage, name, held = what
                 self._replicas.note(name, held, self.usage)
-
-    def _left(self) -> float | None:
-        """Seconds that the reply may still take."""
-        return None if self._end is None else max(self._end - time.monotonic(), 0)
+            elif kind == "full":
+                raise RequestError(what, status=429)
+            else:
+                raise Refused(what) if kind == "refused" else RuntimeError(what)
 
 
 def _lost() -> RequestError:
@@ -261,25 +248,19 @@ class Replicas:
 def _deployment(
     serve: Any, replicas: int, max_replicas: int | None, target_requests: int, gpus: float
 ) -> Any:
-    scaling: dict[str, Any] = {"num_replicas": replicas}
-    if max_replicas is not None:
-        scaling = {
-            "autoscaling_config": {
-                "min_replicas": replicas,
-                "initial_replicas": replicas,
-                "max_replicas": max_replicas,
-                "target_ongoing_requests": target_requests,
-            }
-        }
     from .routing import PrefixRouter
 
-    kwargs = {"busy": target_requests}
+    scaling: dict[str, Any] = {"num_replicas": replicas}
+    if max_replicas is not None:
+        limits = {"min_replicas": replicas, "initial_replicas": replicas}
+        limits |= {"max_replicas": max_replicas, "target_ongoing_requests": target_requests}
+        scaling = {"autoscaling_config": limits}
     return serve.deployment(
         _Replica,
         name="engine",
         request_router_config={
             "request_router_class": PrefixRouter,
-            "request_router_kwargs": kwargs,
+            "request_router_kwargs": {"busy": target_requests},
         },
         # No processor is set aside, so that any number starts on any computer.
         ray_actor_options={"num_cpus": 0, "num_gpus": gpus},
@@ -292,19 +273,13 @@ def _deployment(
 
 def prefix_key(messages: Sequence[Mapping[str, Any]]) -> str:
     """What requests have in common that begin alike: a hash of system texts and pictures, or ""."""
-    found, any_of_it = hashlib.blake2b(digest_size=16), False
+    found = list[bytes]()
     for message in messages:
         content = message["content"]
-        parts: list[dict[str, Any]] = (
-            [{"type": "text", "text": content}] if isinstance(content, str) else content
-        )
-        for part in parts:
-            if part["type"] == "image":
-                picture = part["image"]
-                found.update(f"{picture.size}".encode() + picture.tobytes())
-            elif message["role"] == "system":
-                found.update(part["text"].encode())
-            else:
-                continue
-            any_of_it = True
-    return found.hexdigest() if any_of_it else ""
+        if message["role"] == "system":
+            texts = [content] if isinstance(content, str) else [x.get("text", "") for x in content]
+            found += [x.encode() for x in texts]
+        parts: list[dict[str, Any]] = [] if isinstance(content, str) else content
+        pictures = [x["image"] for x in parts if x["type"] == "image"]
+        found += [f"{x.size}".encode() + x.tobytes() for x in pictures]
+    return hashlib.blake2b(b"".join(found), digest_size=16).hexdigest() if found else ""

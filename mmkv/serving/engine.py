@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, SupportsFloat
 
 from mmkv import wrapping
@@ -17,14 +18,9 @@ from mmkv.policy import Policy
 from mmkv.registry import get_policy
 from mmkv.serving import prompts
 from mmkv.serving.memory import Bounds
-from mmkv.serving.reply import Refused, Reply, Sampling
+from mmkv.serving.reply import Refused, Reply, Sampling, TextStream
 from mmkv.serving.request import Request
-from mmkv.serving.stats import EngineStats
-from mmkv.serving.text import TextStream
-from mmkv.serving.worker import Limits, Worker
-
-# Plans of requests' own policies and budgets that are remembered.
-_MOST_PLANS = 64
+from mmkv.serving.worker import EngineStats, Limits, Worker
 
 
 class Engine:
@@ -90,7 +86,8 @@ class Engine:
         self._tokenizer = getattr(processor, "tokenizer", processor)
         self.cache_memory, self.share_prefixes = cache_memory, share_prefixes
         self._bounds = Bounds(self._attachment.parts, self.model.dtype.itemsize, prefill_chunk)
-        self._plans: dict[Any, CacheConfig] = {}
+        # 1 (a token) and 1.0 (all of them) are equal, and not the same budget.
+        self._plan = lru_cache(maxsize=64, typed=True)(self._make_plan)
         limits = Limits(
             cache_memory=cache_memory,
             max_batch=max_batch,
@@ -196,7 +193,7 @@ class Engine:
     def __exit__(self, *args: object) -> None:
         self.close()
 
-    def _plan(self, policy: str | Policy | None, budget: SupportsFloat | None) -> CacheConfig:
+    def _make_plan(self, policy: str | Policy | None, budget: SupportsFloat | None) -> CacheConfig:
         """The plan of a request's own policy and budget, or the wrap's.
 
         Raises:
@@ -205,36 +202,30 @@ class Engine:
         wrap = self._attachment.plan
         if policy is None and budget is None:
             return wrap
-        key = policy, budget
-        if key not in self._plans:
-            try:
-                chosen = wrap.policy if policy is None else policy
-                chosen = get_policy(chosen) if isinstance(chosen, str) else chosen
-                plan, _ = wrapping.planned(
-                    self.model,
-                    self._attachment.parts,
-                    chosen,
-                    wrap.budget if budget is None else budget,
-                    kv_dtype=wrap.kv_dtype,
-                    evict_chunks=wrap.evict_chunks,
-                )
-                plan = copy_probe.settled(self._attachment, plan)
-            except ValueError as error:
-                raise Refused(str(error)) from error
-            needs = plan.policy.score.uses_rotary and not wrap.policy.score.uses_rotary
-            compares = plan.needs_all_layers and plan.policy.layers.needs == "similarity"
-            if compares:
-                compares = not (wrap.needs_all_layers and wrap.policy.layers.needs == "similarity")
-            if needs or compares:
-                raise Refused(
-                    f"policy={plan.policy.name!r} looks at what the engine's model does not show: "
-                    f"wrap it with that policy in place of {wrap.policy.name!r}"
-                )
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            self._plans[key] = plan
-            return plan
-        return self._plans[key]
+        try:
+            chosen = wrap.policy if policy is None else policy
+            plan, _ = wrapping.planned(
+                self.model,
+                self._attachment.parts,
+                get_policy(chosen) if isinstance(chosen, str) else chosen,
+                wrap.budget if budget is None else budget,
+                kv_dtype=wrap.kv_dtype,
+                evict_chunks=wrap.evict_chunks,
+            )
+            plan = copy_probe.settled(self._attachment, plan)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+
+        def compares(plan: CacheConfig) -> bool:
+            return plan.needs_all_layers and plan.policy.layers.needs == "similarity"
+
+        needs = plan.policy.score.uses_rotary and not wrap.policy.score.uses_rotary
+        if needs or (compares(plan) and not compares(wrap)):
+            raise Refused(
+                f"policy={plan.policy.name!r} looks at what the engine's model does not show: "
+                f"wrap it with that policy in place of {wrap.policy.name!r}"
+            )
+        return plan
 
     def _check_size(self, tokens: int, new: int, whole: int) -> None:
         most = getattr(self._config, "max_position_embeddings", None)

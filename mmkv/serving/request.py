@@ -13,8 +13,7 @@ from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.contexts import Context
 from mmkv.serving.pool import Member
-from mmkv.serving.reply import Event, Reply, Sampling, Usage
-from mmkv.serving.text import TextStream
+from mmkv.serving.reply import Event, Reply, Sampling, TextStream, Usage
 
 
 @dataclass(eq=False)
@@ -31,7 +30,6 @@ class Request:
         context: what was read of the prefix; it is held by others too, unless taken over.
         cache: what it holds; None before, and once it is a member of the pool.
         member: what it is in the pool, which then counts its bytes and what it may take.
-        apart: whether it keeps its own cache until it ends.
     """
 
     reply: Reply
@@ -50,7 +48,6 @@ class Request:
     shared: bool = False
     cache: CompressedCache | None = None
     member: Member | None = None
-    apart: bool = False
     kept: int = 0
     most: int = 0
     # Set when its prompt is read: what `generate` would choose by, and where the next token goes.

@@ -27,18 +27,18 @@ class RowCaches(CompressedCache):
         pool: requests that come before them.
     """
 
-    def __init__(self, rows: Sequence[CompressedCache], pool: Pool | None = None) -> None:
-        self.pool, self.rows = pool or Pool(), list(rows)
-        every = [*(x.cache for x in self.pool.members), *rows]
+    def __init__(self, rows: Sequence[CompressedCache], pool: Pool) -> None:
+        self.pool, self.first = pool, len(pool.members)
+        every = [*(x.cache for x in pool.members), *rows]
         # Not that of CompressedCache: this one holds no layers of its own.
         Cache.__init__(self, layers=list(every[0].layers))
+        self.rows = dict(enumerate(rows, self.first))
         self._lengths = [x.lengths[0] for x in every]
         self.errors: list[Exception | None] = [None] * len(every)
         self.plan, self.shape = every[0].plan, every[0].shape
         self.phase, self.prompt = Decoding(), None
         self.clock, self.on_clock = None, False
-        self._passes: list[ForwardPass] = []
-        self._observe = [row.observes_replies for row in rows]
+        self._passes: dict[int, ForwardPass] = {}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: rows differ, and the positions are given."""
@@ -58,7 +58,7 @@ class RowCaches(CompressedCache):
     @property
     def observes_replies(self) -> bool:
         """Whether queries of any row will observe."""
-        return any(self._observe)
+        return any(row.observes_replies for row in self.rows.values())
 
     def check_plan(self, config: Any, plan: Any) -> None:
         """Each row was checked when its prompt was read, and may have a plan of its own."""
@@ -68,11 +68,10 @@ class RowCaches(CompressedCache):
         if mask is not None or q != 1:
             raise ValueError("a batch of rows takes one token a row, and no attention_mask")
         running.cache = self
-        self._passes = [ForwardPass(entered=True, parts=running.parts) for _ in self.rows]
-        if self.pool.members:
+        self._passes = {i: ForwardPass(entered=True, parts=running.parts) for i in self.rows}
+        if self.first:
             self.pool.step()
-        for i, (row, own) in enumerate(zip(self.rows, self._passes, strict=True), self._first):
-            self._guarded(i, lambda row=row, own=own: row.step(own, None, 1))
+        self._each(lambda i, row: row.step(self._passes[i], None, 1))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -81,7 +80,7 @@ class RowCaches(CompressedCache):
         running = current.get()
         assert running is not None
         running.check_attended()
-        for row in self.rows:
+        for row in self.rows.values():
             layer: Any = row.layers[layer_idx]
             layer.update(key_states, value_states)
         running.pending = layer_idx
@@ -100,51 +99,44 @@ class RowCaches(CompressedCache):
         softcap: float | None = None,
     ) -> tuple[Tensor, Any]:
         """One layer's attention [B, 1, Hq, D]: the pool's, and of the other rows one by one."""
-        n, pooled = self._first, None
         options: dict[str, Any] = {"scale": scale, "softcap": softcap}
-        if n:
-            pooled = self.pool.attend(layer_idx, query[:n], key[:n], value[:n], **options)
+        pooled = None
+        if self.first:
+            given = [x[: self.first] for x in (query, key, value)]
+            pooled = self.pool.attend(layer_idx, *given, **options)
             if not self.rows:
                 return pooled, None
-        running = current.get()
-        assert running is not None
-        rotary = running.rotary.get(layer_idx)
         B, Hq, q, _ = query.shape
         out = query.new_zeros(B, q, Hq, value.shape[-1])
         if pooled is not None:
-            out[:n] = pooled
+            out[: self.first] = pooled
+        running = current.get()
+        assert running is not None
+        rotary = running.rotary.get(layer_idx)
+
+        def attended(i: int, row: CompressedCache) -> None:
+            own, at = self._passes[i], slice(i, i + 1)
+            if rotary is not None and row.observes_replies:
+                own.rotary[layer_idx] = rotary.rows(torch.tensor([i], device=rotary.cos.device))
+            current.set(own)
+            given = query[at], key[at], value[at]
+            out[at] = row.attend(layer_idx, *given, delegate, mask=mask, **options)[0]
+
         try:
-            for i, (row, own) in enumerate(zip(self.rows, self._passes, strict=True), n):
-                if self.errors[i] is not None:
-                    continue
-                if rotary is not None and self._observe[i - n]:
-                    own.rotary[layer_idx] = rotary.rows(torch.tensor([i], device=rotary.cos.device))
-                current.set(own)
-                at = slice(i, i + 1)
-
-                def attended(row: CompressedCache = row, at: slice = at) -> None:
-                    given = query[at], key[at], value[at]
-                    out[at] = row.attend(layer_idx, *given, delegate, mask=mask, **options)[0]
-
-                self._guarded(i, attended)
+            self._each(attended)
         finally:
             current.set(running)
         return out, None
 
     def finish(self) -> None:
         """After the last layer: each row's own rounds."""
-        for i, row in enumerate(self.rows, self._first):
-            self._guarded(i, row.finish)
+        self._each(lambda i, row: row.finish())
 
-    @property
-    def _first(self) -> int:
-        """The first row that is not the pool's."""
-        return len(self.pool.members)
-
-    def _guarded(self, i: int, function: Callable[[], None]) -> None:
-        """Run what concerns row i alone; its error is its own."""
-        if self.errors[i] is None:
-            try:
-                function()
-            except Exception as error:
-                self.errors[i] = error
+    def _each(self, function: Callable[[int, CompressedCache], None]) -> None:
+        """Run what concerns one row alone; its error is its own, and ends it."""
+        for i, row in self.rows.items():
+            if self.errors[i] is None:
+                try:
+                    function(i, row)
+                except Exception as error:
+                    self.errors[i] = error

@@ -1,4 +1,4 @@
-"""An HTTP server of OpenAI's chat completions around an engine, on loopback by default."""
+"""An HTTP server of OpenAI's chat completions around an engine: its routes, and running it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import asyncio
 import hmac
 import json
 import logging
+import signal
+import socket
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from contextlib import ExitStack
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request, Response
+import uvicorn
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
@@ -49,58 +52,38 @@ def app(
         timeout: seconds that a request may take.
         limits: bounds of what is read.
     """
-    served = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    handlers: Any = {RequestError: _refuse, HTTPException: _other, Exception: _failed}
+    served = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=handlers)
     service = Service(engine, name, allow_hosts, max_new_tokens, timeout, limits or Limits())
     served.state.service = service
 
     def admit(request: Request) -> None:
         _admit(request, api_key)
 
-    known = [Depends(admit)]
-
-    @served.get("/health")
-    async def health() -> Response:
-        if service.closing:
-            raise RequestError("the server is shutting down", status=503)
-        return JSONResponse({"status": "ok"})
-
-    @served.get("/metrics", dependencies=known)
-    async def metrics() -> Response:
-        return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
-
-    @served.get("/v1/models", dependencies=known)
-    async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [service.model]})
-
-    @served.get("/v1/models/{model:path}", dependencies=known)
-    async def model(model: str) -> Response:
-        service.check_model(model)
-        return JSONResponse(service.model)
-
-    @served.post("/v1/chat/completions", dependencies=known)
-    async def chat(request: Request) -> Response:
-        return await service.chat(request)
-
-    @served.exception_handler(RequestError)
-    async def refuse(request: Request, error: RequestError) -> Response:
-        headers = {"retry-after": "1"} if error.status in (429, 503) else {}
-        if error.status == 401:
-            headers["www-authenticate"] = "Bearer"
-        return JSONResponse(error.body(), error.status, headers)
-
-    @served.exception_handler(HTTPException)
-    async def other(request: Request, error: HTTPException) -> Response:
-        told = f"{request.method} {request.url.path}: {error.detail}"
-        return await refuse(request, RequestError(told, status=error.status_code))
-
-    @served.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        return await refuse(
-            request, RequestError("the server failed; its log says how", status=500)
-        )
-
-    assert all((health, metrics, models, model, chat, other, failed))  # FastAPI has them
+    served.add_api_route("/health", service.health)
+    known = APIRouter(dependencies=[Depends(admit)])
+    known.add_api_route("/metrics", service.scrape)
+    known.add_api_route("/v1/models", service.models)
+    known.add_api_route("/v1/models/{model:path}", service.check_model)
+    known.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
+    served.include_router(known)
     return served
+
+
+async def _refuse(request: Request, error: RequestError) -> Response:
+    headers = {"retry-after": "1"} if error.status in (429, 503) else {}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse(error.body(), error.status, headers)
+
+
+async def _other(request: Request, error: HTTPException) -> Response:
+    told = f"{request.method} {request.url.path}: {error.detail}"
+    return await _refuse(request, RequestError(told, status=error.status_code))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return await _refuse(request, RequestError("the server failed; its log says how", status=500))
 
 
 def _admit(request: Request, api_key: str | None) -> None:
@@ -124,30 +107,22 @@ class _Room:
     def __init__(self, size: int) -> None:
         self.left = size
 
-    @contextmanager
-    def share(self) -> Generator[Callable[[int], None]]:
-        """What one request takes of it, given back at the end."""
-        taken = 0
+    def take(self, size: int, ending: ExitStack) -> None:
+        """A request takes some of it, and gives that back at its end."""
+        if size > self.left:
+            raise RequestError("too many large requests at once: try again", status=429)
+        self.left -= size
+        ending.callback(self._give, size)
 
-        def take(size: int) -> None:
-            nonlocal taken
-            if size > self.left:
-                raise RequestError("too many large requests at once: try again", status=429)
-            self.left -= size
-            taken += size
-
-        try:
-            yield take
-        finally:
-            self.left += taken
+    def _give(self, size: int) -> None:
+        self.left += size
 
 
 class _Stream(StreamingResponse):
     """Server-sent events; what the request holds is given back however sending ends."""
 
     def __init__(self, content: AsyncIterator[str], ending: ExitStack) -> None:
-        super().__init__(content, media_type="text/event-stream")
-        self.headers["cache-control"] = "no-cache"
+        super().__init__(content, 200, {"cache-control": "no-cache"}, "text/event-stream")
         self._ending = ending
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -169,36 +144,39 @@ class Service:
     ) -> None:
         self.engine, self.limits, self.closing = engine, limits, False
         self.metrics = Metrics(engine)
-        self.model = {
-            "id": name,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "mmkv",
-        }
+        created = int(time.time())
+        self.model = {"id": name, "object": "model", "created": created, "owned_by": "mmkv"}
         self._hosts = frozenset(x.lower() for x in allow_hosts)
         self._max_new_tokens, self._timeout = max_new_tokens, timeout
         self._room, self._decoders = _Room(limits.held_bytes), asyncio.Semaphore(_DECODERS)
 
-    def check_model(self, name: str) -> None:
-        """Refuse any model but ours.
+    async def health(self) -> dict[str, str]:
+        """Whether new requests are taken."""
+        if self.closing:
+            raise RequestError("the server is shutting down", status=503)
+        return {"status": "ok"}
 
-        Raises:
-            RequestError: 404.
-        """
-        if name != self.model["id"]:
+    async def scrape(self) -> Response:
+        """What Prometheus reads."""
+        return Response(self.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+    async def models(self) -> dict[str, Any]:
+        """All models: ours."""
+        return {"object": "list", "data": [self.model]}
+
+    async def check_model(self, model: str) -> dict[str, Any]:
+        """Our model; any other is refused (404)."""
+        if model != self.model["id"]:
             raise RequestError(
-                f"The model {name[:80]!r} does not exist; this server has {self.model['id']!r}",
+                f"The model {model[:80]!r} does not exist; this server has {self.model['id']!r}",
                 status=404,
                 param="model",
                 code="model_not_found",
             )
+        return self.model
 
     async def chat(self, request: Request) -> Response:
-        """One completion, whole or as a stream.
-
-        Raises:
-            RequestError: in place of a completion.
-        """
+        """One completion, whole or as a stream."""
         try:
             return await self._chat(request)
         except ClientDisconnect:
@@ -211,18 +189,14 @@ class Service:
     async def _chat(self, request: Request) -> Response:
         clock = self.metrics.clock()
         with ExitStack() as ending:
-            take = ending.enter_context(self._room.share())
-            asked = api.parse(await self._body(request, take))
-            self.check_model(asked.model)
-            reply = await self._submit(asked, take)
+            asked = api.parse(await self._body(request, ending))
+            await self.check_model(asked.model)
+            reply = await self._submit(asked, ending)
             ending.callback(reply.cancel)
             watch = asyncio.create_task(_hang_up(request, reply))
             ending.callback(watch.cancel)
-            about = {
-                "id": f"chatcmpl-{uuid.uuid4().hex}",
-                "created": int(time.time()),
-                "model": self.model["id"],
-            }
+            about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
+            about["model"] = asked.model
             texts = self._texts(reply, clock)
             # An answer that fails before its first token is an error, not a stream.
             first = await anext(texts, "")
@@ -234,7 +208,7 @@ class Service:
             return JSONResponse(api.answer(about, text, reply.finish_reason, api.usage(reply)))
         raise AssertionError  # for pyright: an ExitStack might swallow exceptions
 
-    async def _body(self, request: Request, take: Callable[[int], None]) -> bytes:
+    async def _body(self, request: Request, ending: ExitStack) -> bytes:
         # A browser sends this type to another origin only after asking, and gets no leave here.
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -243,7 +217,7 @@ class Service:
         try:
             async with asyncio.timeout(self.limits.read_seconds):
                 async for piece in request.stream():
-                    take(len(piece))
+                    self._room.take(len(piece), ending)
                     raw += piece
                     if len(raw) > most:
                         raise RequestError(
@@ -253,7 +227,7 @@ class Service:
             raise RequestError("the body did not come in time", status=408) from None
         return bytes(raw)
 
-    async def _submit(self, asked: ChatRequest, take: Callable[[int], None]) -> Any:
+    async def _submit(self, asked: ChatRequest, ending: ExitStack) -> Any:
         urls = api.picture_urls(asked)
         if len(urls) > self.limits.pictures:
             raise RequestError(
@@ -266,7 +240,7 @@ class Service:
                     api.read_picture, url, self.limits, self._hosts, left
                 )
             left -= picture.width * picture.height
-            take(3 * picture.width * picture.height)
+            self._room.take(3 * picture.width * picture.height, ending)
             pictures.append(picture)
         sampling = Sampling(
             temperature=asked.temperature or 0.0,
@@ -297,16 +271,13 @@ class Service:
             raise RequestError("the server is shutting down", status=503) from None
 
     async def _texts(self, reply: Any, clock: Any) -> AsyncGenerator[str]:
-        """The pieces of a reply's text.
-
-        Raises:
-            RequestError: it failed, was cut off by the server, or took too long.
-            ClientDisconnect: nobody reads it any more.
-        """
+        """The pieces of a reply's text; ClientDisconnect where nobody reads them any more."""
         try:
             async for event in reply:
                 clock.token()
                 yield event.text
+        except RequestError:
+            raise
         except ValueError as error:
             raise RequestError(str(error)) from None
         except Exception as error:
@@ -362,3 +333,64 @@ async def _hang_up(request: Request, reply: Any) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     reply.cancel()
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens; ends by letting answers finish for a while."""
+
+    def __init__(
+        self, config: uvicorn.Config, service: Service, grace: float, ready: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self._service, self._grace, self._ready = service, grace, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.closing = True
+        ending = asyncio.create_task(self._end())
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    async def _end(self) -> None:
+        await asyncio.sleep(self._grace)
+        await asyncio.to_thread(self._service.engine.close)  # what runs is cancelled by that
+
+
+def run(
+    served: FastAPI,
+    listening: socket.socket,
+    *,
+    grace: float = 30.0,
+    ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve until SIGINT or SIGTERM; from the main thread only.
+
+    Args:
+        served: from `app`.
+        listening: from `bind`.
+        grace: seconds that answers may go on when it ends.
+        ready: called once it listens.
+    """
+    config = uvicorn.Config(
+        served,
+        # The one that bounds a request's headers.
+        http="h11",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=int(grace) + 10,
+    )
+    server = _Server(config, served.state.service, grace, ready)
+    ends = (signal.SIGINT, signal.SIGTERM)
+    # uvicorn raises the signals again that it ended by.
+    before = {x: signal.signal(x, lambda number, frame: None) for x in ends}
+    try:
+        server.run(sockets=[listening])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,10 @@ from mmkv.contexts import Context
 from mmkv.parts.slots import send
 from mmkv.serving.memory import Bounds
 from mmkv.serving.pool import Pool
-from mmkv.serving.reading import Reader, kept
+from mmkv.serving.prompts import Reader, kept
 from mmkv.serving.reply import Busy
 from mmkv.serving.request import Request
 from mmkv.serving.rows import RowCaches
-from mmkv.serving.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +41,25 @@ class Limits:
     share_prefixes: bool
     max_waiting: int
     max_prefixes: int
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine does now (requests and bytes; `None` is no limit), and did so far (counts)."""
+
+    running: int
+    waiting: int
+    prefilling: int
+    cache_bytes: int
+    cache_memory: int | None
+    reserved_bytes: int  # what `cache_bytes` may come to
+    prefixes: int  # held to be shared
+    step_seconds: float  # of the last decode step
+    tokens_generated: int
+    prompt_tokens: int
+    requests_done: int  # for whatever reason
+    prefix_hits: int  # requests that found theirs read
+    steps: int
 
 
 class _Over(Exception):  # noqa: N818 - a signal, not an error
@@ -69,8 +87,8 @@ class Worker:
         self.reading: Request | None = None
         self.prefixes: OrderedDict[str, Context] = OrderedDict()
         self.closed = self._stepping = False
-        self._tokens = self._read_tokens = self._done = self._hits = self._steps = 0
-        self._step_seconds = 0.0
+        counted = ("tokens_generated", "prompt_tokens", "requests_done", "prefix_hits", "steps")
+        self._counts, self._step_seconds = Counter(dict.fromkeys(counted, 0)), 0.0
         options = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
         self._options: dict[str, Any] = {"use_cache": True, "return_dict": True, **options}
         self._hook = self.model.register_forward_pre_hook(self._before_chunk, prepend=True)
@@ -99,9 +117,8 @@ class Worker:
 
     def close(self) -> None:
         """End all requests, and the thread."""
-        with self.wake:
-            self.closed = True
-            self.wake.notify_all()
+        self.closed = True
+        self.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -124,13 +141,9 @@ class Worker:
                 + self.pool.spare
                 + sum(x.reserved for x in live)
                 + sum(x.nbytes for x in held),
-                tokens_generated=self._tokens,
-                prompt_tokens=self._read_tokens,
-                requests_done=self._done,
                 prefixes=len(held),
-                prefix_hits=self._hits,
                 step_seconds=self._step_seconds,
-                steps=self._steps,
+                **self._counts,
             )
 
     def cache_bytes(self) -> int:
@@ -189,9 +202,7 @@ class Worker:
                 return None
             request = self.waiting[0]
         context = self.prefixes.get(request.key)
-        need = request.whole
-        if context is not None:
-            need = self._behind(request, context)
+        need = request.whole if context is None else self._behind(request, context)
         if not self._has_room(need, spared=request.key):
             if self.running:
                 return None
@@ -203,7 +214,7 @@ class Worker:
             request.shared = context is not None
             self.reading = request
         if context is not None:
-            self._hits += 1
+            self._counts["prefix_hits"] += 1
             if request.key in self.prefixes:
                 self.prefixes.move_to_end(request.key)
         return request
@@ -247,7 +258,7 @@ class Worker:
             given = self._given(request)
             cache = request.cache = given["past_key_values"]
             logits = self.reader.read(request, given)
-            self._read_tokens += request.tokens
+            self._counts["prompt_tokens"] += request.tokens
             request.inputs, request.prefix = {}, None  # pictures are large
             request.kept = kept(cache)
             request.weigh()
@@ -319,7 +330,7 @@ class Worker:
         finally:
             self._stepping = False
         self._step_seconds = time.perf_counter() - began
-        self._steps += 1
+        self._counts["steps"] += 1
         for i, request in enumerate(rows):
             try:
                 if (error := batch.errors[i]) is not None:
@@ -335,12 +346,9 @@ class Worker:
         """Requests that are not alone go on in the pool, where they can."""
         for request in list(self.running) if len(self.running) > 1 else ():
             cache = request.cache
-            if cache is None or request.apart or cache.observes_replies:
+            if cache is None or not self.pool.takes(cache):
                 continue
             try:
-                if not self.pool.takes(cache):
-                    request.apart = True
-                    continue
                 new = request.new - len(request.reply.tokens)
                 limit = None if self.cache_memory is None else request.reserved
                 request.member = self.pool.join(request, cache, new, limit)
@@ -362,7 +370,7 @@ class Worker:
 
     def _give(self, request: Request, token: int) -> None:
         reason = request.give(token)
-        self._tokens += 1
+        self._counts["tokens_generated"] += 1
         if reason is not None:
             self._end(request, reason)
 
@@ -379,8 +387,8 @@ class Worker:
                     self.running.remove(request)
                 if self.reading is request:
                     self.reading = None
-                self._done += 1
-            request.cache, request.context, request.reserved = None, None, 0
-            request.member = None
+                self._counts["requests_done"] += 1
+            request.cache = request.context = request.member = None
+            request.reserved = 0
             request.reply.error = error
             request.reply.put(None, reason, request.usage())

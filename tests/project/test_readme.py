@@ -428,7 +428,7 @@ def address():
 class TestServing:
     @pytest.mark.parametrize("words", commands_of("serve"), ids=shown)
     def test_commands_are_right_up_to_the_model(self, words, monkeypatch):
-        pytest.importorskip("mmkv.serving.running", reason="pip install 'mmkv[serve]'")
+        pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
         monkeypatch.setattr("mmkv.cli.serve.bind", reached)
         with pytest.raises(Reached):
             commands.main(words[1:])

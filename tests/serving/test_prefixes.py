@@ -11,7 +11,7 @@ from helpers.models import make_inputs
 from mmkv.builtin import example_pictures, load_builtin
 from mmkv.registry import exact_share
 from mmkv.serving import Engine, Sampling
-from mmkv.serving.text import TextStream
+from mmkv.serving.reply import TextStream
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,6 @@ from mmkv.serving import Busy, Refused, Sampling
 
 openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
 api = pytest.importorskip("mmkv.serving.api", reason="pip install 'mmkv[serve]'")
-pytest.importorskip("mmkv.serving.running", reason="pip install 'mmkv[serve]'")
 server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
 
 LIMITS = api.Limits(body_bytes=2**20, picture_bytes=2**18, pixels=10**6, read_seconds=2)
@@ -405,6 +404,7 @@ class TestRefusals:
         [
             ("error", RuntimeError("secret"), 500),
             ("error", Refused("does not fit"), 400),
+            ("error", api.RequestError("the replica was lost", status=503), 503),
             ("timeout", None, 504),
         ],
     )

@@ -25,7 +25,6 @@ from mmkv.cli import commands, serve
 from mmkv.serving import Engine
 
 openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
-running = pytest.importorskip("mmkv.serving.running", reason="pip install 'mmkv[serve]'")
 server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
 settings = pytest.importorskip("mmkv.serving.settings", reason="pip install 'mmkv[serve]'")
 
@@ -173,7 +172,7 @@ class Ending:
         self.port = self.socket.getsockname()[1]
         app = server.app(engine, name="tiny")
         with self.socket:
-            running.run(app, self.socket, grace=grace, ready=self.start)
+            server.run(app, self.socket, grace=grace, ready=self.start)
         self.ended = True
         self.thread.join(10)
         if self.errors:
