@@ -112,6 +112,9 @@ def test_a_policy_of_a_request_of_its_own(models):
         own.append({"policy": "kvzip", "budget": 0.3})
         replies = [engine.submit(inputs=x, max_new_tokens=10, **options) for options in own]
         assert [x.result(60)[0] for x in replies] == wanted
+        # A count of tokens and a share, which are equal numbers.
+        replies = [engine.submit(inputs=x, max_new_tokens=2, budget=n) for n in (1, 1.0)]
+        assert [y.result(60) and y.usage.kept_tokens for y in replies] == [1, 80]
         with pytest.raises(Refused, match="wrap it with that policy"):
             engine.submit(inputs=x, policy="squeeze", budget=0.3)
         with pytest.raises(Refused, match="nonesuch"):
