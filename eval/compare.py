@@ -6,15 +6,13 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
+from .labels import COSTS, LABELS, METRICS, front
 from .store import RunError, digest, read_settings
-from .tabulate import LABELS, LOWER_IS_BETTER, METRICS, Report, Table, shown_figure, summarise
+from .tabulate import Report, Table, shown_figure, summarise
 from .variants import FULL, HIDDEN, QUESTION, percent
 
-# What quality is set against, and whether less of it is better.
-COSTS = {"held_bytes": True, "first_token_s": True, "tokens_per_s": False}
 _HIDDEN = f":{QUESTION}={HIDDEN}"
 
 
@@ -99,12 +97,3 @@ def _points(report: Report, hidden: bool) -> pd.DataFrame:
     place = {"question": HIDDEN if hidden else "visible", "run": report.made_by[-1]["id"]}
     found = found.assign(**about, **place, policy=policy, kept=kept, label=label)
     return found.set_axis([f"{place}{label}" for label in found["label"]])
-
-
-def front(points: pd.DataFrame, cost: str, metric: str) -> pd.DataFrame:
-    """The points that no other beats in a metric at the same cost or a lower one, by cost."""
-    known = points[np.isfinite(points[[cost, metric]]).all(axis=1)]
-    price = known[cost] * (1 if COSTS[cost] else -1)
-    loss = known[metric] * (1 if metric in LOWER_IS_BETTER else -1)
-    order = known.assign(price=price, loss=loss).sort_values(["price", "loss"], kind="stable")
-    return known.loc[order.index[order["loss"] < order["loss"].cummin().shift(fill_value=np.inf)]]

@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
+from .labels import COSTS, LABELS, LOWER_IS_BETTER, front
 from .variants import FULL, Variant, percent
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _panels(across: int, down: int = 1, width: float = 3.7) -> tuple[Figure, lis
 
 
 def _head(axis: Axes, title: str, below: str) -> None:
-    axis.set_title(textwrap.fill(title, 48), fontsize=10, loc="left")
+    axis.set_title(textwrap.fill(title, 42), fontsize=10, loc="left")
     axis.set_xlabel(below, fontsize=9)
 
 
@@ -86,7 +87,9 @@ def _finish(figure: Figure, title: str) -> Figure:
         for line, label in zip(*axis.get_legend_handles_labels(), strict=True):
             shown.setdefault(label, line)
     how: dict[str, Any] = {"loc": "outside right center", "frameon": False, "fontsize": 8}
-    figure.legend(shown.values(), shown.keys(), ncols=1 + (len(shown) - 1) // 20, **how)
+    columns = 1 + (len(shown) - 1) // 20
+    figure.set_figwidth(figure.get_figwidth() + 2.5 * (columns - 1))
+    figure.legend(shown.values(), shown.keys(), ncols=columns, **how)
     figure.suptitle(title, fontsize=10.5, x=0.01, ha="left")
     return figure
 
@@ -119,8 +122,6 @@ def plot_report(report: Report, folder: Path) -> list[Path]:
 
 def curves(report: Report) -> Figure:
     """One panel a metric: the metric against the budget, one line a policy."""
-    from .tabulate import LABELS
-
     budgets = sorted(report.budgets, key=float)
     found = {p: [report.figures(p, b) for b in budgets] for p in report.policies}
     reached = [f for figures in found.values() for f in figures if f is not None]
@@ -199,9 +200,6 @@ def fronts(sections: Sequence[tuple[str, list[str], pd.DataFrame]]) -> Figure:
 
     What is on the front is in colour, all else in grey; the dotted line is the full cache.
     """
-    from .compare import COSTS, front
-    from .tabulate import LABELS, LOWER_IS_BETTER
-
     figure, axes = _panels(len(COSTS), len(sections))
     every = [str(name) for *_, points in sections for name in points["policy"].unique()]
     style = styles(every) | {FULL: {"color": _BLACK, "marker": "s", "markersize": 4.5}}

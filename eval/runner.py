@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mmkv.budgets import named, number
 from mmkv.terminal import bar, say
 
+from .labels import METRICS
 from .measure import COMPARED, Batch, Job, head, measure
 from .prompts import Encoder, longest
 from .samples import suite_notes
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from .samples import Sample
 
 _EVERY = 10.0  # seconds between two lines of progress in a pipe
-METRICS = ("ppl", "divergence", "next", "rouge", "score")
 
 
 @dataclass(frozen=True)

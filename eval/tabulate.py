@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from mmkv import terminal
 
+from .labels import LABELS, LOWER_IS_BETTER, METRICS
 from .papers import AVERAGE, PaperTable, paper_tables
 from .store import Row, RunError, Store, key_of, read_settings
 from .variants import FULL, percent
@@ -23,24 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 NONE = "–"
-METRICS = ("ppl", "divergence", "next", "rouge", "score")
-LOWER_IS_BETTER = ("ppl", "divergence")
-# What a run measures, in words; in which unit and with how many digits it is shown.
-LABELS = {
-    "ppl": "perplexity",
-    "divergence": "divergence from the full cache, nats a token",
-    "next": "share of next tokens that are the full cache's",
-    "rouge": "ROUGE-L",
-    "score": "score",
-    "same": "share of replies identical to the full cache's",
-    "retained": "retained importance",
-    "kept_fraction": "share of pairs kept after the prefill",
-    "cache_bytes": "KiB of kept pairs a sample",
-    "held_bytes": "KiB held after the prompt, a sample",
-    "rouge_reference": "ROUGE-L against the reference answer",
-    "first_token_s": "seconds to a batch's first token",
-    "tokens_per_s": "tokens per second of a batch, prefill included",
-}
+# In which unit and with how many digits figures are shown.
 _SHOWN = {
     **dict.fromkeys(("score", "next", "same"), (100, 1)),
     **dict.fromkeys(("divergence", "first_token_s", "retained", "kept_fraction"), (1, 3)),
