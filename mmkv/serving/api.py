@@ -299,39 +299,25 @@ def _fetched(url: str, limits: Limits, allow_hosts: Collection[str]) -> bytes:
     return bytes(raw)
 
 
-def answer(
-    about: dict[str, Any], text: str, finish: str, usage: dict[str, Any] | None
-) -> dict[str, Any]:
+def answer(about: dict[str, Any], reply: Any, text: str) -> dict[str, Any]:
     """A whole completion; `about` is its id, time and model."""
     message = {"role": "assistant", "content": text, "refusal": None}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
-    return {**about, "object": "chat.completion", "choices": [choice], **(usage or {})}
+    end = {"logprobs": None, "finish_reason": reply.finish_reason}
+    choices = [{"index": 0, "message": message, **end}]
+    return {**about, "object": "chat.completion", "choices": choices, **usage(reply)}
 
 
-def chunk(
-    about: dict[str, Any], delta: dict[str, Any], finish: str | None = None
-) -> dict[str, Any]:
-    """A piece of a completion in a stream."""
+def chunk(about: dict[str, Any], delta: Any, finish: str | None = None) -> dict[str, Any]:
+    """A piece of a completion in a stream; without a delta the last, for `include_usage`."""
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-    return {**about, "object": "chat.completion.chunk", "choices": [choice]}
-
-
-def usage_chunk(about: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
-    """The last piece, where `include_usage` asks for it."""
-    return {**about, "object": "chat.completion.chunk", "choices": [], **usage}
+    choices = [] if delta is None else [choice]
+    return {**about, "object": "chat.completion.chunk", "choices": choices}
 
 
 def usage(reply: Any) -> dict[str, Any]:
     """Tokens as OpenAI counts them, and what the cache held as `mmkv`."""
     used = reply.usage
-    counts = {
-        "prompt_tokens": used.prompt_tokens,
-        "completion_tokens": used.completion_tokens,
-        "total_tokens": used.prompt_tokens + used.completion_tokens,
-    }
-    held = {
-        "kept_tokens": used.kept_tokens,
-        "cache_bytes": used.cache_bytes,
-        "shared": used.shared,
-    }
+    counts = {"prompt_tokens": used.prompt_tokens, "completion_tokens": used.completion_tokens}
+    counts["total_tokens"] = used.prompt_tokens + used.completion_tokens
+    held = {name: getattr(used, name) for name in ("kept_tokens", "cache_bytes", "shared")}
     return {"usage": counts, "mmkv": held}

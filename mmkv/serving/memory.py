@@ -54,11 +54,10 @@ class Bounds:
         """From now on, while `new` more tokens are generated; None: more may come to be held."""
         if cache.observes_replies or cache.postpones:
             return None
-        return sum(
-            _grown(block, new) + extra
-            for layer in cache.compressed
-            for extra, block in _with_rest(layer)
-        )
+        blocks = [block for layer in cache.compressed for block in layer.keeping().blocks]
+        # What is of no block does not grow.
+        rest = cache.nbytes - sum(block.nbytes for block in blocks)
+        return rest + sum(_grown(block, new) for block in blocks)
 
     def _held(self, plan: CacheConfig, tokens: int, new: int) -> int:
         """Pairs of the prompt that a head holds at the most, mean over layers."""
@@ -83,13 +82,6 @@ class Bounds:
             last = tokens if policy.queries is None else policy.queries
             total += self.layers * self.queries * self.number * (last + waits)
         return total
-
-
-def _with_rest(layer: Any) -> list[tuple[int, PaddedBlock]]:
-    """A layer's blocks, the first with the bytes that are of no block and do not grow."""
-    blocks = layer.keeping().blocks
-    rest = layer.nbytes - sum(block.nbytes for block in blocks)
-    return [(rest if i == 0 else 0, block) for i, block in enumerate(blocks)]
 
 
 def _grown(block: PaddedBlock, new: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -52,28 +52,18 @@ class Metrics:
     def __init__(self, engine: Any) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCounts(engine))
-        where = self.registry
-        self._answers = Counter(
-            "mmkv_answers", "Requests answered, by how they ended", ["ended"], registry=where
-        )
-        self._first = Histogram(
-            "mmkv_time_to_first_token_seconds",
-            "From a request's arrival to its first token",
-            buckets=_SECONDS,
-            registry=where,
-        )
-        self._between = Histogram(
-            "mmkv_time_between_tokens_seconds",
-            "From a token to the next of the same answer",
-            buckets=_TOKEN_SECONDS,
-            registry=where,
-        )
-        self._kept = Histogram(
-            "mmkv_kept_share",
-            "Share of a prompt's tokens that its cache kept",
-            buckets=_SHARES,
-            registry=where,
-        )
+        told = "Requests answered, by how they ended"
+        self._answers = Counter("mmkv_answers", told, ["ended"], registry=self.registry)
+
+        def histogram(name: str, told: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"mmkv_{name}", told, buckets=buckets, registry=self.registry)
+
+        told = "From a request's arrival to its first token"
+        self._first = histogram("time_to_first_token_seconds", told, _SECONDS)
+        told = "From a token to the next of the same answer"
+        self._between = histogram("time_between_tokens_seconds", told, _TOKEN_SECONDS)
+        told = "Share of a prompt's tokens that its cache kept"
+        self._kept = histogram("kept_share", told, _SHARES)
 
     def page(self) -> bytes:
         """All of them in Prometheus's text format."""
@@ -87,17 +77,14 @@ class Metrics:
         """Note what was kept of a prompt."""
         self._kept.observe(tokens / of if of else 1.0)
 
-    def clock(self) -> _Clock:
-        """Starts with a request."""
-        return _Clock(self._first, self._between)
+    def clock(self) -> Callable[[], None]:
+        """Starts with a request; to be called when a token is there."""
+        into, last = self._first, time.monotonic()
 
+        def token() -> None:
+            nonlocal into, last
+            now = time.monotonic()
+            into.observe(now - last)
+            into, last = self._between, now
 
-class _Clock:
-    def __init__(self, first: Histogram, between: Histogram) -> None:
-        self._into, self._between, self._last = first, between, time.monotonic()
-
-    def token(self) -> None:
-        """A token is there."""
-        now = time.monotonic()
-        self._into.observe(now - self._last)
-        self._into, self._last = self._between, now
+        return token

@@ -205,7 +205,7 @@ class Service:
                 return _Stream(sent, ending.pop_all())
             text = "".join([first, *[x async for x in texts]])
             self._note(reply)
-            return JSONResponse(api.answer(about, text, reply.finish_reason, api.usage(reply)))
+            return JSONResponse(api.answer(about, reply, text))
         raise AssertionError  # for pyright: an ExitStack might swallow exceptions
 
     async def _body(self, request: Request, ending: ExitStack) -> bytes:
@@ -274,7 +274,7 @@ class Service:
         """The pieces of a reply's text; ClientDisconnect where nobody reads them any more."""
         try:
             async for event in reply:
-                clock.token()
+                clock()
                 yield event.text
         except RequestError:
             raise
@@ -314,7 +314,7 @@ class Service:
             self._note(reply)
             yield sent({**api.chunk(about, {}, reply.finish_reason), **more})
             if counted:
-                yield sent(api.usage_chunk(about, api.usage(reply)))
+                yield sent({**api.chunk(about, None), **api.usage(reply)})
             yield "data: [DONE]\n\n"
         except RequestError as error:
             self.metrics.ended(str(error.status))

@@ -27,16 +27,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 class EngineSettings:
     """What `make_engine` goes by, also in another process.
 
-    Attributes:
-        model: as for `mmkv.chat.load`, as device and dtype.
-        device: of the model.
-        dtype: of the model.
-        policy: as for `mmkv.wrap`, as budget, options, profile and kv_dtype.
-        budget: what is kept.
-        options: the policy's.
-        profile: measured sizes.
-        kv_dtype: of what is kept.
-        engine: the engine's own options.
+    Model, device and dtype are as for `mmkv.chat.load`; policy, budget, options, profile and
+    kv_dtype as for `mmkv.wrap`; `engine` has the engine's own options.
     """
 
     model: str = "builtin"

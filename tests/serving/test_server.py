@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 import urllib.parse
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 from PIL import Image
@@ -63,28 +63,34 @@ def client(address):
         yield found
 
 
+def connected(address):
+    where = urllib.parse.urlsplit(address)
+    return closing(http.client.HTTPConnection(where.hostname, where.port, timeout=20))
+
+
 def post(address, body, headers=HEADERS, path="/v1/chat/completions"):
     """Status and JSON of an answer; `body` as it stands where it is bytes."""
-    where = urllib.parse.urlsplit(address)
-    connection = http.client.HTTPConnection(where.hostname, where.port, timeout=20)
-    try:
+    with connected(address) as connection:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         connection.request("POST", path, raw, headers)
         answer = connection.getresponse()
         return answer.status, json.loads(answer.read())
-    finally:
-        connection.close()
 
 
 def get(address, path, headers=None):
-    where = urllib.parse.urlsplit(address)
-    connection = http.client.HTTPConnection(where.hostname, where.port, timeout=20)
-    try:
+    with connected(address) as connection:
         connection.request("GET", path, headers=headers or {})
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
-    finally:
-        connection.close()
+
+
+def half_a_body(address):
+    """A connection that has sent a request without its end."""
+    where = urllib.parse.urlsplit(address)
+    raw = socket.create_connection((where.hostname, where.port), timeout=20)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+    raw.sendall(head + b"Content-Type: application/json\r\n\r\n{")
+    return raw
 
 
 def refused(answer, status=400):
@@ -136,15 +142,13 @@ class TestAnswers:
         assert pieces[-1].choices[0].finish_reason == "stop"
 
     def test_streams_end_as_they_should(self, address, engine):
-        where = urllib.parse.urlsplit(address)
-        connection = http.client.HTTPConnection(where.hostname, where.port, timeout=20)
         body = json.dumps({**HELLO, "stream": True})
-        connection.request("POST", "/v1/chat/completions", body, HEADERS)
-        answer = connection.getresponse()
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        *_, last, end = answer.read().decode().split("\n\n")
+        with connected(address) as connection:
+            connection.request("POST", "/v1/chat/completions", body, HEADERS)
+            answer = connection.getresponse()
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            *_, last, end = answer.read().decode().split("\n\n")
         assert (last, end) == ("data: [DONE]", "")
-        connection.close()
 
     def test_what_is_handed_on(self, client, engine):
         client.chat.completions.create(
@@ -230,12 +234,10 @@ class TestAnswers:
             for stream in (False, True):
                 status, _ = post(address, {**HELLO, "n": 2})
                 assert status == 400
-                where = urllib.parse.urlsplit(address)
-                connection = http.client.HTTPConnection(where.hostname, where.port, timeout=20)
-                body = json.dumps({**HELLO, "stream": stream})
-                connection.request("POST", "/v1/chat/completions", body, HEADERS)
-                connection.getresponse().read()
-                connection.close()
+                with connected(address) as connection:
+                    body = json.dumps({**HELLO, "stream": stream})
+                    connection.request("POST", "/v1/chat/completions", body, HEADERS)
+                    connection.getresponse().read()
             families = list(text_string_to_metric_families(get(address, "/metrics")[1]))
         found = {(x.name, *sorted(x.labels.values())): x.value for y in families for x in y.samples}
         assert found["mmkv_requests_running",] == 0
@@ -359,10 +361,7 @@ class TestRefusals:
 
     @pytest.mark.slow
     def test_a_body_without_an_end(self, address, engine):
-        where = urllib.parse.urlsplit(address)
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
-        with socket.create_connection((where.hostname, where.port), timeout=20) as raw:
-            raw.sendall(head + b"Content-Type: application/json\r\n\r\n{")
+        with half_a_body(address) as raw:
             assert raw.recv(100).startswith(b"HTTP/1.1 408 ")
 
     def test_other_content_types(self, address, engine):
@@ -430,21 +429,16 @@ class TestRefusals:
         rng = random.Random(0)
         whole = pictured(data_url(Image.effect_noise((12, 9), 50)), temperature=0.5, stop=["a"])
         raw, kinds = json.dumps(whole).encode(), set()
-        where = urllib.parse.urlsplit(address)
-        connection = http.client.HTTPConnection(where.hostname, where.port, timeout=20)
         for _ in range(1000):
             body = bytearray(raw)
             for _ in range(rng.randrange(1, 8)):
                 body[rng.randrange(len(body))] = rng.randrange(256)
             body = body[: rng.choice([len(body), rng.randrange(len(body))])]
-            connection.request("POST", "/v1/chat/completions", bytes(body), HEADERS)
-            answer = connection.getresponse()
-            text = answer.read()
-            kinds.add(answer.status)
-            assert answer.status in (200, 400, 404), (answer.status, bytes(body))
-            if answer.status != 200:
-                refused((answer.status, json.loads(text)), answer.status)
-        connection.close()
+            status, answer = post(address, bytes(body))
+            kinds.add(status)
+            assert status in (200, 400, 404), (status, bytes(body))
+            if status != 200:
+                refused((status, answer), status)
         assert 400 in kinds
         assert get(address, "/health")[0] == 200
 
@@ -573,27 +567,22 @@ class TestClientsThatLeave:
     @pytest.mark.parametrize("stream", [False, True])
     def test_stop_costing(self, address, engine, stream):
         engine.texts = None
-        where = urllib.parse.urlsplit(address)
-        connection = http.client.HTTPConnection(where.hostname, where.port, timeout=20)
         body = json.dumps({**HELLO, "stream": stream})
-        connection.request("POST", "/v1/chat/completions", body, HEADERS)
-        assert until(lambda: engine.open == 1)
-        if stream:
-            assert connection.getresponse().read(5) == b"data:"
-        else:
-            time.sleep(0.1)
-            assert engine.open == 1
-        connection.close()
+        with connected(address) as connection:
+            connection.request("POST", "/v1/chat/completions", body, HEADERS)
+            assert until(lambda: engine.open == 1)
+            if stream:
+                assert connection.getresponse().read(5) == b"data:"
+            else:
+                time.sleep(0.1)
+                assert engine.open == 1
         assert until(lambda: engine.open == 0)
         assert engine.replies[0].cancelled
         gone = 'mmkv_answers_total{ended="gone"}'
         assert until(lambda: gone in get(address, "/metrics")[1])
 
     def test_before_their_body_is_there(self, address, engine):
-        where = urllib.parse.urlsplit(address)
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
-        with socket.create_connection((where.hostname, where.port), timeout=20) as raw:
-            raw.sendall(head + b"Content-Type: application/json\r\n\r\n{")
+        half_a_body(address).close()
         assert post(address, HELLO)[0] == 200
         assert len(engine.asked) == 1
 
