@@ -63,15 +63,15 @@ class Answer:
         picture: Image.Image | None,
         settings: Settings,
     ) -> None:
-        """Begin; `model` is `loaded`'s or a wrapped one of the same weights, `picture` is new.
-
-        Raises:
-            ValueError: more tokens than the model reads.
-        """
+        """Begin, with a picture that is new; a ValueError if it is more than the model reads."""
         self.model, self._loaded = model, loaded
         self.cache: Any = None
         self.done = self.again = False
-        earlier = [] if before is None else [*before._messages, before._message("assistant")]
+        earlier = (
+            []
+            if before is None
+            else [*before._messages, before._message("assistant", before.side().text)]
+        )
         self._messages = [*earlier, self._message("user", question, picture)]
         messages = self._messages
         if loaded.processor.chat_template is None and not loaded.reads_pictures:
@@ -104,11 +104,7 @@ class Answer:
             }
         self._steps = _steps(model, {**inputs, **options})
 
-    def _message(
-        self, role: str, text: str | None = None, picture: Image.Image | None = None
-    ) -> dict[str, Any]:
-        """For the chat template; the answer itself where there is no text."""
-        text = self.side().text if text is None else text
+    def _message(self, role: str, text: str, picture: Image.Image | None = None) -> dict[str, Any]:
         shown = [] if picture is None else [{"type": "image", "image": picture}]
         parts = [*shown, {"type": "text", "text": text}]
         return {"role": role, "content": parts if self._loaded.reads_pictures else text}

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
@@ -215,8 +215,8 @@ def _checked(loaded: chat.Loaded, question: str) -> str:
 
 def _twin(model: Any) -> Any:
     """A model of its own structure and state that shares every weight."""
-    shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, cast("dict[int, Any]", shared))
+    shared: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
 
 
 def rouge_l(one: str, other: str) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 import gradio as gr
 import jinja2
 import numpy as np
+from gradio.themes import Default
 from matplotlib import colormaps
 from matplotlib.colors import to_hex
 from PIL import Image
@@ -26,8 +27,6 @@ from . import conversation
 from .answer import Shares
 from .conversation import Conversation, Models, Settings
 
-log = logging.getLogger(__name__)
-
 _QUESTIONS = [
     ["Describe the picture."],
     ["How many objects are in the picture?"],
@@ -36,7 +35,7 @@ _QUESTIONS = [
 ]
 CSS = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 # The system's own font: nothing is fetched.
-THEME = gr.themes.Default(primary_hue="teal", neutral_hue="slate", font="system-ui")
+THEME = Default(primary_hue="teal", neutral_hue="slate", font="system-ui")
 _COLOURS = ["#d72828", "#f5dc32", "#28963c", "#2d55d7", "#191919", "#fcfcfc"]
 _POLICY = "condense"
 _PLAIN = "the model's type"  # what kept pairs are held as where nothing else is chosen
@@ -57,6 +56,10 @@ def _uri(picture: Image.Image, side: int = 96) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
+def _heat(share: float) -> str:
+    return to_hex(colormaps["cividis"](share))
+
+
 def _edges(shares: Shares) -> str:
     """A thin line around what is kept, as an SVG path: objects stay apart from covered patches."""
     held = np.pad(shares > 0, 1)
@@ -68,8 +71,7 @@ def _edges(shares: Shares) -> str:
 _environment = jinja2.Environment(
     loader=jinja2.PackageLoader("mmkv.demo", ""), autoescape=True, undefined=jinja2.StrictUndefined
 )
-_environment.filters |= {"uri": _uri, "edges": _edges}
-_environment.filters["heat"] = lambda share: to_hex(colormaps["cividis"](share))
+_environment.filters |= {"uri": _uri, "edges": _edges, "heat": _heat}
 views: Any = _environment.get_template("views.html").module  # the page's parts, a macro each
 
 
@@ -85,9 +87,7 @@ def shown_option(hint: Any, value: Any) -> Any:
 
 
 def changed_options(policy: str, shown: dict[str, Any]) -> dict[str, Any]:
-    """What the controls say where it differs from the policy's defaults.
-
-    Options that the policy does not read are ignored.
+    """What the controls say where it differs from the defaults of what the policy reads.
 
     Raises:
         ValueError: an unknown policy, or a control without a value of its type.
@@ -138,7 +138,7 @@ def _explained(error: Exception) -> str:
         return f"{error}: choose an example or upload one"
     if isinstance(error, ValueError):
         return str(error)
-    log.error("an answer failed", exc_info=error)
+    logging.getLogger(__name__).error("an answer failed", exc_info=error)
     return f"the model failed: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
 
 
@@ -178,8 +178,7 @@ def build(models: Models) -> gr.Blocks:
                 problem = gr.HTML(js_on_load=alert, elem_id="problem")
             with gr.Column(min_width=0, elem_id="answers"):
                 turns = gr.HTML(views.conversation([]), elem_id="talk")
-                polite = _ANNOUNCE.format("status", "polite")
-                status = gr.HTML(js_on_load=polite, elem_id="status")
+                status = gr.HTML(js_on_load=_ANNOUNCE.format("status", "polite"), elem_id="status")
                 with gr.Column(visible=False, elem_id="outcome") as outcome:
                     layer = gr.Slider(0, 1, value=0, step=1, label="Layer", elem_id="layer")
                     patches = gr.HTML(elem_id="patches")
@@ -233,21 +232,26 @@ def build(models: Models) -> gr.Blocks:
                     if now.closed:
                         return
                     yield {turns: views.conversation([*now.turns, *([] if turn.done else [turn])])}
-                kept, last = turn.kept, max(len(turn.kept.layers) - 1, 1)
-                both = f"Full cache: {turn.full.text} Compressed: {turn.compressed.text}"
-                yield {
-                    **idle,
-                    status: views.status(f"Answered. {both}"),
-                    outcome: gr.update(visible=True),
-                    layer: gr.update(maximum=last, value=0, visible=bool(kept.patches)),
-                    patches: views.patches(kept, 0),
-                    bars: views.layer_bars(kept),
-                    words: views.words(kept),
-                    question: "",
-                }
+                    if kept := turn.kept:
+                        last = max(len(kept.layers) - 1, 1)
+                        both = f"Full cache: {turn.full.text} Compressed: {turn.compressed.text}"
+                        yield {
+                            **idle,
+                            status: views.status(f"Answered. {both}"),
+                            outcome: gr.update(visible=True),
+                            layer: gr.update(maximum=last, value=0, visible=bool(kept.patches)),
+                            patches: views.patches(kept, 0),
+                            bars: views.layer_bars(kept),
+                            words: views.words(kept),
+                            question: "",
+                        }
             except Exception as error:
                 yield idle | {problem: views.message(_explained(error)), status: ""}
                 yield {turns: views.conversation(now.turns if now else [])}
+
+        def halt(now: Conversation | None) -> None:
+            if now is not None:
+                now.stop()
 
         def forget(left: Conversation | None) -> dict[Any, Any]:
             if left is not None:
@@ -274,7 +278,7 @@ def build(models: Models) -> gr.Blocks:
             api_visibility="private",
             preprocess=False,  # Gradio would decode any picture
         )
-        stop.click(lambda now: now and now.stop(), [talk], None, **_quick)
+        stop.click(halt, [talk], None, **_quick)
         policy.change(_policy_chosen, [policy], controls, **_quick)
         clear.click(forget, [talk], updated, **_quick)
         layer.input(_layer, [talk, layer], [patches], **_quick)
