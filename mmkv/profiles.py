@@ -184,15 +184,21 @@ def read(
     return loaded
 
 
+def beside(model: Any, file: str = FILE) -> Path | None:
+    """Where a profile lies in the folder that a model was loaded from; None: nowhere."""
+    folder = getattr(model.config, "_name_or_path", None)
+    path = Path(folder or "", file)
+    return path if folder and path.is_file() else None
+
+
 def own(model: Any, file: str = FILE) -> Profile | None:
     """The profile `file` of the folder that a model was loaded from, if it is one of its shape.
 
     Raises:
         ValueError: the file is no profile.
     """
-    folder = getattr(model.config, "_name_or_path", None)
-    path = Path(folder or "", file)
-    if not folder or not path.is_file():
+    path = beside(model, file)
+    if path is None:
         return None
     found = Profile.load(path)
     return found if found.model == adapters.shape(model.get_decoder().config) else None

@@ -311,11 +311,8 @@ def _say_equal_heads(model: Any, policy: Policy) -> None:
     """
     if policy.name in _told or _comparing.get() or policy.heads.without_profile:
         return
-    try:
-        if profiles.own(model) is not None:
-            return
-    except ValueError:
-        return  # a broken file is named where it is used
+    if profiles.beside(model) is not None:
+        return
     _told.add(policy.name)
     logger.warning("%s", EQUAL_HEADS.format(policy=policy.name))
 

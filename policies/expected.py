@@ -17,7 +17,6 @@ from mmkv.layer_inputs import LayerInputs, turn
 from mmkv.parts import NonNegativeFloat, NonNegativeInt, PositiveInt, register_part
 from mmkv.policy import Heads, Policy, Score
 from mmkv.registry import register_policy
-from mmkv.scores.attention import autocast_off
 from mmkv.sizes.heads import AdaptiveHeads
 
 
@@ -51,25 +50,24 @@ class ExpectedAttention(Score):
         (B, Hq, Q, D), (H, N) = layer.query.shape, layer.key.shape[1:3]
         factor, valid = D**-0.5 if layer.scale is None else layer.scale, layer.valid
         counted = valid & (valid.cumsum(-1) > self.skip)
-        with autocast_off(layer.key):
-            mean, spread = _statistics(layer.plain_query.float(), counted[:, N - Q :])
-            if layer.rotary is not None:
-                # A mean of rotations is linear, so it is applied as one rotation is.
-                ahead = layer.rotary.mean_ahead(self.positions)
-                mean = turn(mean[:, :, None], *ahead)[:, :, 0]
-                spread = turn(turn(spread, *ahead).mT, *ahead)
-            k = layer.key.float().masked_fill(~valid[:, None, :, None], 0.0)
-            expected = torch.zeros(B, H, N, device=k.device)
-            # One query head of each group at a time: what is in flight is as large as the keys.
-            means, spreads = (x.unflatten(1, (H, -1)).unbind(2) for x in (mean, spread))
-            for m, s in zip(means, spreads, strict=True):
-                logits = factor * (k @ m[..., None])[..., 0]
-                logits += factor**2 / 2 * ((k @ s) * k).sum(-1)
-                if layer.bias is not None:
-                    logits += layer.bias
-                # Finite, as a row of nothing that counts must stay finite.
-                logits.masked_fill_(~counted[:, None], torch.finfo(logits.dtype).min)
-                expected += logits.softmax(-1)
+        mean, spread = _statistics(layer.plain_query.float(), counted[:, N - Q :])
+        if layer.rotary is not None:
+            # A mean of rotations is linear, so it is applied as one rotation is.
+            ahead = layer.rotary.mean_ahead(self.positions)
+            mean = turn(mean[:, :, None], *ahead)[:, :, 0]
+            spread = turn(turn(spread, *ahead).mT, *ahead)
+        k = layer.key.float().masked_fill(~valid[:, None, :, None], 0.0)
+        expected = torch.zeros(B, H, N, device=k.device)
+        # One query head of each group at a time: what is in flight is as large as the keys.
+        means, spreads = (x.unflatten(1, (H, -1)).unbind(2) for x in (mean, spread))
+        for m, s in zip(means, spreads, strict=True):
+            logits = factor * (k @ m[..., None])[..., 0]
+            logits += factor**2 / 2 * ((k @ s) * k).sum(-1)
+            if layer.bias is not None:
+                logits += layer.bias
+            # Finite, as a row of nothing that counts must stay finite.
+            logits.masked_fill_(~counted[:, None], torch.finfo(logits.dtype).min)
+            expected += logits.softmax(-1)
         found = (expected * (H / Hq) + self.epsilon) * layer.value.float().norm(dim=-1)
         found = found.masked_fill(~counted[:, None], 0.0)
         first = (valid & ~counted)[:, None]

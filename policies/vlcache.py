@@ -19,14 +19,14 @@ from mmkv.parts import PositiveShare, SizeInputs, register_part
 from mmkv.policy import Layers, Policy, Score
 from mmkv.registry import register_policy
 from mmkv.scores import accumulated_attention
-from mmkv.scores.attention import PerHead, window_rows
+from mmkv.scores.attention import window_rows
 
 _BLOCK = 64  # queries looked at at a time
 
 
 @register_part("post-vision")
 @dataclass(frozen=True, kw_only=True)
-class PostVision(PerHead):
+class PostVision(Score):
     """Attention from the prompt's text behind its last picture, added up (VL-Cache, section 4.2).
 
     Without such text all queries observe.
@@ -35,7 +35,10 @@ class PostVision(PerHead):
         average_heads: rank tokens once per layer, by the mean over heads.
     """
 
-    def of_heads(self, layer: LayerInputs) -> Tensor:
+    average_heads: bool = False
+    by_head = True
+
+    def __call__(self, layer: LayerInputs) -> Tensor:
         """In a later turn its own queries decide."""
         layer = last_queries(layer)
         return accumulated_attention(layer.query, layer.key, **layer.attention)

@@ -18,6 +18,7 @@ from mmkv.cache.quantize import QuantizedKV, Stored, relative_error, squares
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.parts.slots import GrowingSlots, SlotSchedule, send
 from mmkv.parts.victims import HeavyHitterSlots
+from mmkv.scores.attention import autocast_off
 
 
 def evict(
@@ -43,7 +44,8 @@ def evict(
     policy, (B, H, U, _) = plan.policy, held.keys.shape
     ranking = selection.ranked(policy, held.scores, held.positions, prompt, sizes, layer_idx, split)
     merge = None if list(sizes) == prompt.lengths else policy.merge
-    kept = ranking.kept(held) if merge is None else merge(held, ranking)
+    with autocast_off(held.keys):
+        kept = ranking.kept(held) if merge is None else merge(held, ranking)
     retained = None
     if held.scores is not None and policy.score.ranks:
         alone = kept.indices

@@ -18,6 +18,7 @@ from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs
 from mmkv.parts.slots import send
 from mmkv.policy import Policy, Score
+from mmkv.scores.attention import autocast_off
 
 if TYPE_CHECKING:
     from mmkv.cache.prompt_kv import PromptKV
@@ -107,7 +108,7 @@ def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Te
             score = replace(score, window=window)
         return score(rows)
 
-    with torch.no_grad():
+    with torch.no_grad(), autocast_off(layer.key):
         if len(set(windows)) == 1:
             found = of_rows(windows[0], layer)
         else:
@@ -118,6 +119,8 @@ def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Te
                 order += rows
             found = torch.cat(parts)[torch.tensor(order, device=device).argsort()]
     _check_scores(policy.score, found, layer.query, layer.key)
+    if policy.score.average_heads and found.shape[1] > 1:
+        found = found.mean(dim=1, keepdim=True)
     return found.nan_to_num(nan=0.0, posinf=1e30, neginf=0.0)
 
 

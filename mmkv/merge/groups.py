@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mmkv.merge.weights import log_weights, means, sums
 from mmkv.parts import Merge, NonNegativeFloat, NonNegativeInt, PositiveInt, Share, register_part
-from mmkv.scores.attention import autocast_off, tile
+from mmkv.scores.attention import tile
 from mmkv.scores.observers import largest, rows, spans
 
 if TYPE_CHECKING:
@@ -162,8 +162,7 @@ def leaders(
             points.masked_fill_(absent[..., None], 0.0)
         heavy = None if weights is None else weights.float().gather(-1, at).view_as(token)
         ranked = place.gather(-1, at).view_as(token).masked_fill(absent, N)
-        with autocast_off(keys):
-            label = _k_means(space, points, heavy, absent, ranked, number, plan.width, rounds)
+        label = _k_means(space, points, heavy, absent, ranked, number, plan.width, rounds)
         label = _without_empty(label, ranked, number, plan.width)
         best = ranked.new_full((*label.shape[:3], plan.width + 1), N)
         best = best.scatter_reduce(-1, label, ranked, "amin").gather(-1, label)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from mmkv.layer_inputs import LayerInputs
-from mmkv.scores.attention import autocast_off, tile
+from mmkv.scores.attention import tile
 
 # A fitted weight is at most so many times the number of tokens, and at least that part of it.
 _MOST = math.log(4)
@@ -178,8 +178,7 @@ def log_weights(
     whole = sums(bias.exp(), slot, slots)
     found = added_up = whole.log()
     if queries is not None and slots:
-        with autocast_off(keys):
-            received, alone = queries.mass(keys, bias, means)
+        received, alone = queries.mass(keys, bias, means)
         mass, tiny = sums(received, slot, slots), torch.finfo(torch.float32).tiny
         several = sums(there.float(), slot, slots) > 1
         fitted = (mass.log() - alone.log()).clamp(added_up - _MOST, added_up + _MOST)

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mmkv.parts import register_part
+from mmkv.parts import Score, register_part
 from mmkv.scores import values
 from mmkv.scores.attention import (
-    PerHead,
     Value,
     autocast_off,
     check_decoding,
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 @register_part("accumulated")
 @dataclass(frozen=True, kw_only=True)
-class AccumulatedAttention(PerHead):
+class AccumulatedAttention(Score):
     """Attention from all queries, added up (H2O, arXiv 2306.14048, section 4).
 
     Options:
@@ -43,15 +42,17 @@ class AccumulatedAttention(PerHead):
         average_heads: rank tokens once per layer, by the mean over heads.
     """
 
+    average_heads: bool = False
     value: Value | None = None
     turn_reduction = "sum"
+    by_head = True
     queries = 0  # what earlier ones paid is added up already
 
     def check(self, policy: Policy) -> None:
         """While decoding, attention alone is counted."""
         check_decoding(policy, value=self.value)
 
-    def of_heads(self, layer: LayerInputs) -> Tensor:
+    def __call__(self, layer: LayerInputs) -> Tensor:
         """Without `value`, every query adds 1 to its row in total."""
         if self.value == "residual":
             return values.residuals(layer, layer.query.shape[2]).mean(2)

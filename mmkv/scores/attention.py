@@ -1,22 +1,19 @@
 """Attention as scores need it: of some queries, in float32, a tile at a time.
 
 Scores by attention follow what the layer computes: its `scale`, its `softcap`, and its `mask` where
-that is not causal. They are float32 inside `torch.autocast` too. Shape letters as in `mmkv.scores`.
+that is not causal. They are float32 inside `torch.autocast` too, which the cache turns off. Shape
+letters as in `mmkv.scores`.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from mmkv.parts import Score
-
 if TYPE_CHECKING:
-    from mmkv.layer_inputs import LayerInputs
     from mmkv.policy import Policy
 
 # What a token's value may add to its attention, see `mmkv.scores.values`.
@@ -26,27 +23,6 @@ Value = Literal["norm", "output", "residual"]
 # wants few large launches.
 _CPU_TILE_PER_THREAD = 2**20
 _DEVICE_TILE = 2**28
-
-
-@dataclass(frozen=True, kw_only=True)
-class PerHead(Score):
-    """A score of each key-value head.
-
-    Options:
-        average_heads: rank tokens once per layer, by the mean over heads.
-    """
-
-    average_heads: bool = False
-    by_head = True
-
-    def of_heads(self, layer: LayerInputs) -> Tensor:
-        """Float32 [B, H, N]."""
-        raise NotImplementedError
-
-    def __call__(self, layer: LayerInputs) -> Tensor:
-        """By head, or their mean."""
-        found = self.of_heads(layer)
-        return found.mean(dim=1, keepdim=True) if self.average_heads else found
 
 
 def check_decoding(policy: Policy, **options: Any) -> None:

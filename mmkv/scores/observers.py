@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool2d
 
-from mmkv.parts import NonNegativeInt, PositiveInt, register_part
-from mmkv.scores.attention import PerHead, autocast_off, check_valid, tile
+from mmkv.parts import NonNegativeInt, PositiveInt, Score, register_part
+from mmkv.scores.attention import tile
 
 if TYPE_CHECKING:
     from mmkv.layer_inputs import LayerInputs
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @register_part("observers")
 @dataclass(frozen=True, kw_only=True)
-class Observers(PerHead):
+class Observers(Score):
     """The most that a query of a token's run, asked at the prompt's end, would lose without it.
 
     Options:
@@ -38,13 +38,15 @@ class Observers(PerHead):
         average_heads: rank tokens once per layer, by the mean over heads.
     """
 
+    average_heads: bool = False
     chunk: PositiveInt = 128
     stride: PositiveInt = 1
     whole: NonNegativeInt = 32
     turn_reduction = "max"
+    by_head = True
     uses_rotary = True
 
-    def of_heads(self, layer: LayerInputs) -> Tensor:
+    def __call__(self, layer: LayerInputs) -> Tensor:
         """What the layer's output would change by."""
         query = layer.query
         if layer.rotary is not None:
@@ -109,11 +111,7 @@ def observer_scores(
 
     Returns:
         float32 `[B, H, N]`, not negative, in units of the layer's output.
-
-    Raises:
-        ValueError: shapes do not fit, `run` or `stride` is below 1, or `whole` below 0.
     """
-    _check(query, key, value, gram, run, stride, whole, bias, valid)
     (B, Hq, Q, D), (H, N), device = query.shape, key.shape[1:3], key.device
     factor = D**-0.5 if scale is None else scale
     if valid is None:
@@ -122,7 +120,8 @@ def observer_scores(
     sliced = device.type == "cpu" and bool(valid.all())
     scores = torch.zeros(B, H, N + 1, device=device)
     C, root = min(run, N), None if gram is None else _root(gram).to(device)
-    together = max(1, tile(device) // (B * Hq * C * C))
+    most = tile(device)
+    together = max(1, most // (B * Hq * C * C))
     for first, last in ((0, N - Q), (N - Q, N)):
         if first == last:
             continue
@@ -153,7 +152,7 @@ def observer_scores(
     k, v = (_taken(x, tokens, sliced=sliced) for x in (key, value))
     biased = None if bias is None else bias[:, :, None, :, None].float()
     found = torch.zeros_like(scores)
-    for some in asking.split(max(1, tile(device) // (B * Hq * N)), dim=1):
+    for some in asking.split(max(1, most // (B * Hq * N)), dim=1):
         q = _taken(query, some[:, None], sliced=False).unflatten(1, (H, -1))
         lost = _lost(q * factor, k, v, root, softcap, biased, absent, some[:, None] >= 0)
         found = torch.maximum(found, lost[:, :, 0])
@@ -184,15 +183,14 @@ def _lost(
         absent: bool [B, n, C], where there is no token; None: nowhere.
         observing: see `_most_lost`.
     """
-    with autocast_off(key):
-        logits = key[:, :, None] @ query.mT
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        if bias is not None:
-            logits += bias[:, :, None]
-        if absent is not None:  # finite: a run of padding must stay finite
-            logits.masked_fill_(absent[:, None, None, ..., None], -1e30)
-        return _most_lost(logits, value, root, None if absent is None else ~absent, observing)
+    logits = key[:, :, None] @ query.mT
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if bias is not None:
+        logits += bias[:, :, None]
+    if absent is not None:  # finite: a run of padding must stay finite
+        logits.masked_fill_(absent[:, None, None, ..., None], -1e30)
+    return _most_lost(logits, value, root, None if absent is None else ~absent, observing)
 
 
 def output_gram(weight: Tensor) -> Tensor:
@@ -205,8 +203,7 @@ def output_gram(weight: Tensor) -> Tensor:
         float32 `[..., Hq, Dv, Dv]`: `|weight[g] x| ** 2 = x' gram[g] x`.
     """
     weight = weight.detach().float()
-    with autocast_off(weight):
-        return weight.mT @ weight
+    return weight.mT @ weight
 
 
 def spans(starts: Tensor, width: int) -> Tensor:
@@ -360,36 +357,3 @@ def _most_lost(
 def _half_square(x: Tensor) -> Tensor:
     """Half the squared length of each row: [..., 1]."""
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(0.5)
-
-
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gram: Tensor | None,
-    run: int,
-    stride: int,
-    whole: int,
-    bias: Tensor | None,
-    valid: Tensor | None,
-) -> None:
-    shapes = f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
-    if not query.ndim == key.ndim == value.ndim == 4:
-        raise ValueError(f"query, key and value must be [B, heads, N, D], got {shapes}")
-    (B, Hq, Q, D), (H, N) = query.shape, key.shape[1:3]
-    if key.shape[0] != B or key.shape[3] != D or value.shape[:3] != key.shape[:3] or Q > N:
-        raise ValueError(f"query, key and value must be of the same tokens, got {shapes}")
-    if H < 1 or Hq < 1 or Hq % H:
-        raise ValueError(f"query heads must be a multiple of key-value heads, got {shapes}")
-    Dv = value.shape[3]
-    if gram is not None and (gram.shape[1:] != (Hq, Dv, Dv) or gram.shape[0] not in (1, B)):
-        raise ValueError(
-            f"gram must be [1 or {B}, Hq, Dv, Dv], Hq = {Hq}, Dv = {Dv}, got {tuple(gram.shape)}"
-        )
-    if run < 1 or stride < 1:
-        raise ValueError(f"run and stride must be at least 1, got {run} and {stride}")
-    if whole < 0:
-        raise ValueError(f"whole must be 0 or more, got {whole}")
-    if bias is not None and tuple(bias.shape) != (B, H, N):
-        raise ValueError(f"bias must be [B, H, N] = ({B}, {H}, {N}), got {tuple(bias.shape)}")
-    check_valid(valid, B, N)

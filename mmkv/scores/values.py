@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from mmkv.layer_inputs import LayerInputs
-from mmkv.scores.attention import autocast_off, tile, window_rows
+from mmkv.scores.attention import tile, window_rows
 
 Pooling = Literal["avg", "max"]
 _TINY = torch.finfo(torch.float32).tiny
@@ -47,12 +47,11 @@ def head_output_norms(layer: LayerInputs, n: int, p: int) -> Tensor:
     G, hidden = weight.shape[2:4]
     found = value.new_zeros(B, H, G, n)
     size = max(1, tile(value.device) // (B * H * hidden))
-    with autocast_off(value):
-        for start in range(0, n, size):
-            part = value[:, :, start : start + size]
-            for g in range(G):
-                output = part @ weight[:, :, g].mT
-                found[:, :, g, start : start + size] = output.norm(p, dim=-1)
+    for start in range(0, n, size):
+        part = value[:, :, start : start + size]
+        for g in range(G):
+            output = part @ weight[:, :, g].mT
+            found[:, :, g, start : start + size] = output.norm(p, dim=-1)
     return found
 
 
@@ -108,28 +107,27 @@ def residuals(layer: LayerInputs, last: int, weights: Tensor | None = None) -> T
     place = torch.arange(N, device=device)
     found = torch.zeros(B, H, G, N, device=device)
     block = max(1, tile(device) // (B * Hq * N))
-    with autocast_off(key):
-        for start in range(Q - last, Q, block):
-            stop = min(start + block, Q)
-            at = place[N - Q :][start:stop]
-            allowed = (place <= at[:, None]) if layer.mask is None else layer.mask[:, 0, start:stop]
-            allowed = (allowed & valid[:, None] & valid[:, at][..., None])[:, None]  # [B, 1, n, N]
-            rows = layer.query[:, :, start:stop]
-            p = window_rows(rows, key, stop - start, mask=allowed, **options)
-            most, first = p.max(-1, keepdim=True)
-            p.scatter_(-1, first, 0.0)
-            others, rest = p @ value, p.sum(-1, keepdim=True)
-            chosen = value.expand(B, H, G, N, -1)
-            chosen = chosen.gather(3, first.expand(*first.shape[:-1], value.shape[-1]))
-            alone = most * (chosen - others / rest.clamp(min=_TINY)).norm(dim=-1, keepdim=True)
-            out = others + most * chosen
-            lost = squares - 2 * (out @ value.mT) + (out * out).sum(-1, keepdim=True)
-            lost = lost.clamp(min=0) * (p / (1 - p)) ** 2
-            lost.scatter_(-1, first, (alone**2).masked_fill(rest == 0, 0.0))
-            lost.masked_fill_(~allowed[:, None], 0.0)
-            if weights is not None:
-                lost *= weights[start - (Q - last) : stop - (Q - last), None]
-            found += lost.sum(3)
+    for start in range(Q - last, Q, block):
+        stop = min(start + block, Q)
+        at = place[N - Q :][start:stop]
+        allowed = (place <= at[:, None]) if layer.mask is None else layer.mask[:, 0, start:stop]
+        allowed = (allowed & valid[:, None] & valid[:, at][..., None])[:, None]  # [B, 1, n, N]
+        rows = layer.query[:, :, start:stop]
+        p = window_rows(rows, key, stop - start, mask=allowed, **options)
+        most, first = p.max(-1, keepdim=True)
+        p.scatter_(-1, first, 0.0)
+        others, rest = p @ value, p.sum(-1, keepdim=True)
+        chosen = value.expand(B, H, G, N, -1)
+        chosen = chosen.gather(3, first.expand(*first.shape[:-1], value.shape[-1]))
+        alone = most * (chosen - others / rest.clamp(min=_TINY)).norm(dim=-1, keepdim=True)
+        out = others + most * chosen
+        lost = squares - 2 * (out @ value.mT) + (out * out).sum(-1, keepdim=True)
+        lost = lost.clamp(min=0) * (p / (1 - p)) ** 2
+        lost.scatter_(-1, first, (alone**2).masked_fill(rest == 0, 0.0))
+        lost.masked_fill_(~allowed[:, None], 0.0)
+        if weights is not None:
+            lost *= weights[start - (Q - last) : stop - (Q - last), None]
+        found += lost.sum(3)
     return found
 
 

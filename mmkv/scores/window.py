@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmkv.parts import register_part
+from mmkv.parts import Score, register_part
 from mmkv.scores import values
 from mmkv.scores.attention import (
-    PerHead,
     Value,
     autocast_off,
     check_decoding,
@@ -35,7 +34,7 @@ _EPSILON = 1e-4
 
 @register_part("window")
 @dataclass(frozen=True, kw_only=True)
-class WindowAttention(PerHead):
+class WindowAttention(Score):
     """Attention from the prompt's last queries (SnapKV, arXiv 2404.14469, section 4).
 
     Options:
@@ -51,12 +50,14 @@ class WindowAttention(PerHead):
         average_heads: rank tokens once per layer, by the mean over heads.
     """
 
+    average_heads: bool = False
     window: int = 32
     kernel_size: int = 7
     pooling: Pooling | None = "max"
     recency_weighted: bool = False
     value: Value | Literal["critical"] | None = None
     diversity: bool = False
+    by_head = True
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -85,7 +86,7 @@ class WindowAttention(PerHead):
                 "value='output', or leave diversity out"
             )
 
-    def of_heads(self, layer: LayerInputs) -> Tensor:
+    def __call__(self, layer: LayerInputs) -> Tensor:
         """The window's own tokens, which stay, score 0."""
         weights = None
         if self.recency_weighted:

@@ -237,11 +237,3 @@ def test_a_token_alone_is_copied_as_it_is(dtype):
     for found, x in ((k, keys), (v, values)):
         own = x.gather(2, indices[..., None].expand(-1, -1, -1, x.shape[3]))
         assert torch.equal(found[alone], own[alone])
-
-
-def test_is_float32_under_autocast():
-    keys, values, scores = layer(2, 4, 400)
-    want = grouped(keys, values, scores, torch.full((2, 4), 60))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = grouped(keys, values, scores, torch.full((2, 4), 60))
-    assert all(torch.equal(a, b) for a, b in zip(got[:4], want[:4], strict=True))

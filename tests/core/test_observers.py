@@ -200,41 +200,8 @@ def test_does_not_depend_on_how_many_runs_go_together(monkeypatch: pytest.Monkey
     torch.testing.assert_close(got, want)
 
 
-def test_is_float32_under_autocast_and_leaves_its_inputs_as_they_are() -> None:
-    query, key, value = (random(1, heads, 20, 8, seed=heads) for heads in (4, 2, 2))
-    before = [x.clone() for x in (query, key, value)]
-    want = observer_scores(query, key, value, run=8)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = observer_scores(query, key, value, run=8)
-    assert torch.equal(got, want)
-    assert all(torch.equal(a, b) for a, b in zip(before, (query, key, value), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("shapes", "message"),
-    [
-        (((1, 4, 9, 8), (1, 3, 9, 8), (1, 3, 9, 8)), r"multiple .*\(1, 4, 9, 8\)"),
-        (((1, 4, 9, 8), (1, 2, 8, 8), (1, 2, 8, 8)), r"same tokens.*\(1, 4, 9, 8\)"),
-        (((1, 4, 9, 8), (1, 2, 9, 8), (1, 2, 7, 8)), r"same tokens.*\(1, 2, 7, 8\)"),
-        (((4, 9, 8), (2, 9, 8), (2, 9, 8)), r"heads, N, D\].*\(4, 9, 8\)"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_shown(
-    shapes: tuple[tuple[int, ...], ...], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        observer_scores(*(random(*shape) for shape in shapes))
-
-
-def test_options_that_do_not_fit_are_shown() -> None:
-    q, k = random(1, 4, 9, 8), random(1, 2, 9, 8)
-    with pytest.raises(ValueError, match=r"gram .*Hq = 4, Dv = 8, got \(4, 6, 6\)"):
-        observer_scores(q, k, k, torch.ones(4, 6, 6))
-    with pytest.raises(ValueError, match=r"run .*got 0"):
-        observer_scores(q, k, k, run=0)
-    with pytest.raises(ValueError, match=r"stride .*got 128 and 0"):
-        observer_scores(q, k, k, stride=0)
-    with pytest.raises(ValueError, match=r"valid .*\(1, 9\), got torch.bool \(1, 8\)"):
-        observer_scores(q, k, k, valid=torch.ones(1, 8).bool())
-    with pytest.raises(ValueError, match=r"bias .*\(1, 2, 9\), got \(1, 9\)"):
-        observer_scores(q, k, k, bias=torch.ones(1, 9))
+def test_leaves_its_inputs_as_they_are() -> None:
+    given = [random(1, heads, 20, 8, seed=heads) for heads in (4, 2, 2)]
+    before = [x.clone() for x in given]
+    observer_scores(*given, run=8)
+    assert all(torch.equal(a, b) for a, b in zip(before, given, strict=True))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import mmkv
+from mmkv.cache.selection import importance
 from mmkv.layer_inputs import LayerInputs
 from mmkv.scores import accumulated_attention, window_attention
 from mmkv.scores.accumulated import AccumulatedAttention
@@ -200,8 +201,8 @@ def test_the_value_option_is_what_its_formula_says(part: str, value: Any):
                 mean = torch.tensor(rows).mean(0)
                 want[b, h, :n] = mean.masked_fill(~layer.valid[b, :n], 0.0)
     torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-4)
-    mean = WindowAttention if part == "window" else AccumulatedAttention
-    averaged = mean(**{**score.options(), "average_heads": True})(layer)
+    policy = mmkv.Policy(score=dataclasses.replace(score, average_heads=True))
+    averaged = importance(policy, layer, [score.window] * B)
     torch.testing.assert_close(averaged, want.mean(1, keepdim=True), atol=1e-5, rtol=1e-4)
     held = layer.valid[:, None].expand(-1, H, -1)
     apart = score(layer.by_head(held, ~held))  # as in a later turn
