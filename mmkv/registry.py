@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Generator
 from dataclasses import fields
 from functools import cache
-from importlib.metadata import EntryPoint, distributions, entry_points
+from importlib.metadata import EntryPoint, entry_points
 from numbers import Real
 from typing import Any, Literal, TypeVar, get_type_hints
 
@@ -225,18 +225,7 @@ def _load(entry: EntryPoint) -> None:
 
 def _entries() -> Generator[tuple[str, EntryPoint]]:
     """The entry points of all installed distributions: "name version" and the entry."""
-    try:
-        found = [x for group in _GROUPS for x in entry_points(group=group)]
-    except Exception:  # metadata of some distribution cannot be read: leave that one out
-        found = []
-        for distribution in distributions():
-            try:
-                for group in _GROUPS:
-                    found += distribution.entry_points.select(group=group)
-            except Exception as error:
-                name = distribution.name
-                log.warning("the entry points of %s cannot be read: %s", name, _reason(error))
-    for entry in found:
+    for entry in (x for group in _GROUPS for x in entry_points(group=group)):
         where = "an unknown distribution"
         if entry.dist is not None:
             where = f"{entry.dist.name} {entry.dist.version}"

@@ -416,13 +416,6 @@ class TestPoliciesOfOtherPackages:
         assert "'mine' of b-two 1.2 is skipped: ValueError" in done.stderr
         assert "'mine' is taken by one.Mine" in done.stderr
 
-    def test_metadata_that_cannot_be_read(self, install, run):
-        install("acme", "no equals sign")
-        install("good", "mine = code:Mine", code=self.GOOD)
-        done = run("import mmkv; print(mmkv.get_policy('mine').score.window)")
-        assert done.stdout == "8\n"
-        assert "the entry points of acme cannot be read" in done.stderr
-
     @pytest.mark.slow
     def test_a_good_one_asks_for_others_while_it_loads(self, install, run):
         """With two names, and registered by itself."""

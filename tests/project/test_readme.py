@@ -201,7 +201,7 @@ class TestCode:
         assert set(groups) == {"mmkv.policies", "mmkv.parts"}
         for entries in groups.values():
             for name, entry in entries.items():
-                assert getattr(module, entry.removeprefix("bookends:")).name == name
+                assert getattr(module, entry.partition(":")[2]).name == name
 
     def test_all_of_it_is_run_here(self):
         pages = ("index", "policies", "behaviour", "extending", "serving")
@@ -289,8 +289,7 @@ class TestCommands:
         monkeypatch.setattr("mmkv.eval.loading.token_counter", lambda name: len)
         monkeypatch.setattr("mmkv.eval.compare.Comparison", reached)
         monkeypatch.setattr("mmkv.eval.speed.cli._run", reached)
-        monkeypatch.setattr("mmkv.eval.speed.cli._device", lambda *args, **kwargs: "cuda")
-        monkeypatch.setattr("mmkv.eval.speed.processor.use_vectors", lambda: None)
+        monkeypatch.setattr("mmkv.loading.models.find_device", lambda name: "cuda")
         monkeypatch.setattr("mmkv.eval.speed.serve.make_requests", reached)
         with pytest.raises(Reached):
             commands.main(words[1:])
@@ -314,17 +313,6 @@ class TestCommands:
         monkeypatch.setattr(evaluate, "load_builtin", reached)
         app = typer.Typer(pretty_exceptions_enable=False)
         app.command()(evaluate.main)
-        with pytest.raises(Reached):
-            app(shlex.split(line)[3:], standalone_mode=False)
-
-    def test_the_long_prompt(self, monkeypatch):
-        from mmkv.eval.speed import long
-
-        (line,) = [x for x in lines() if " -m mmkv.eval.speed.long " in x]
-        monkeypatch.setattr(long, "use_vectors", lambda: None)
-        monkeypatch.setattr(long, "make", reached)
-        app = typer.Typer(pretty_exceptions_enable=False)
-        app.command()(long.main)
         with pytest.raises(Reached):
             app(shlex.split(line)[3:], standalone_mode=False)
 
@@ -369,7 +357,7 @@ class TestCommands:
             rf"\.venv/bin/mmkv ({'|'.join(checked)})\b",
             r"\.venv/bin/accelerate launch ",
             r"\.venv/bin/python -m mmkv\.(builtin\.training\.(evaluate|source)) ",
-            r"\.venv/bin/python -m mmkv\.eval\.(harness\.lm_eval|speed\.long|corpus) ",
+            r"\.venv/bin/python -m mmkv\.eval\.(harness\.lm_eval|corpus) ",
             r"make [a-z -]+$",
             r"pip install \.$",
             r"\.ci/run$",

@@ -1,0 +1,94 @@
+"""A score in one file, word for word that of docs/extending.md, works everywhere by itself."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import test_oracles as oracles
+
+import mmkv
+from helpers.marks import slow_except
+from helpers.models import make_inputs
+from helpers.oracle import Variant
+from mmkv import parts
+from mmkv.serving.engine import Engine
+
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+OPTIONS = (("score", "small-keys"), ("power", 2.0))
+# Every way to size layers and heads, to merge and to drop generated tokens.
+VARIANTS = [
+    Variant("knorm", OPTIONS),
+    Variant("knorm", (*OPTIONS, ("heads", "adaptive"))),
+    Variant("knorm", (*OPTIONS, ("heads", "global"))),
+    Variant("prefixkv", (*OPTIONS, ("distance", 4))),
+    Variant("lookm", OPTIONS),
+    Variant("condense", OPTIONS),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the file, and the metadata by which an installed package would be found."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (code,) = (block for block in blocks if "register_part" in block)
+    entry = re.search(r"^small-keys = .*$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert entry is not None
+    found = tmp_path_factory.mktemp("package")
+    (found / "small_keys.py").write_text(code, encoding="utf-8")
+    info = found / "small_keys-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: small-keys\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[mmkv.parts]\n{entry[0].replace(chr(34), '')}\n")
+    return found
+
+
+@pytest.fixture
+def score(folder, monkeypatch):
+    """The score, registered by an import, for the length of a test."""
+    mmkv.list_policies()  # now all others are known
+    known = dict(parts.registered)
+    monkeypatch.syspath_prepend(folder)
+    sys.modules.pop("small_keys", None)
+    yield importlib.import_module("small_keys").SmallKeys
+    parts.registered.clear()
+    parts.registered.update(known)
+
+
+@pytest.mark.parametrize("variant", slow_except(VARIANTS, VARIANTS[1], VARIANTS[5]), ids=str)
+def test_it_passes_the_oracles(models, score, variant):
+    assert isinstance(mmkv.get_policy(variant.policy, **dict(variant.options)).score, score)
+    oracles.test_eviction_equals_masking(models, variant, "llama-mha", "padded")
+    oracles.test_batch_equals_singles(models, variant)
+    oracles.test_budget_is_spent_exactly(models, variant)
+
+
+def test_the_serving_engine_runs_it(models, score):
+    model, inputs = models("llama"), make_inputs("llama", (60,))
+    with mmkv.wrapped(model, "knorm", 0.3, **dict(OPTIONS)):
+        out = model.generate(**inputs, max_new_tokens=5, do_sample=False)
+        with Engine(model) as engine:
+            reply = engine.submit(inputs=inputs, max_new_tokens=5).result(60)
+    assert reply[0] == out[0, 60:].tolist()
+
+
+@pytest.mark.slow
+def test_mmkv_eval_finds_it_by_its_entry_point(folder, tmp_path):
+    """In a process of its own, as an installed package."""
+    policy = "knorm:score=small-keys:power=2"
+    asked = f"eval description --policies {policy} --budgets 0.3 --limit 2 --metrics ppl --out run"
+    done = subprocess.run(
+        [sys.executable, "-c", "from mmkv.cli.commands import main; main()", *asked.split()],
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "small-keys" in done.stdout
