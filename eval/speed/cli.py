@@ -9,39 +9,27 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmkv.eval.speed.plan_cli import plan_command
-from mmkv.eval.speed.serve_cli import serve_command
+from mmkv.eval.arguments import PolicyOption
 from mmkv.options import MODELS, DeviceOption, DtypeOption
-from mmkv.terminal import Progress, check_place, console, say, told
+from mmkv.terminal import Progress, Table, check_place, console, say, told, wait_asleep, write
 
 if TYPE_CHECKING:
-    from mmkv.eval.speed.presets import Setting
-    from mmkv.eval.speed.report import Result
-    from mmkv.eval.speed.rival import Worker
+    from mmkv.eval.speed.rows import Setting
 
-DEFAULTS: dict[str, Any] = {
-    "model": "builtin",
-    "prompt": 4096,
-    "new": 128,
-    "batch": 4,
-    "policies": "full,snapkv,adakv,prefixkv",
-    "budgets": "0.2",
-}
-_TOY_MEMORY = 64_000_000
-
+_MODELS = (
+    f"{MODELS}; or random weights: llama-120m-random, llama-7b-2-layers-random, llama-8b-random, "
+    "llava-1.5-7b-random, llava-1.5-13b-random, mistral-7b-random."
+)
 commands = typer.Typer(
     name="mmkv", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
-
-
-commands.command("plan")(plan_command)
 bench = typer.Typer(rich_markup_mode=None)
-bench.command("serve")(serve_command)
 commands.add_typer(bench, name="bench")
 
 
@@ -49,254 +37,253 @@ commands.add_typer(bench, name="bench")
 @told
 def bench_command(
     context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help=f"{MODELS}; or random weights: "
-            "llama-120m-random, llama-7b-2-layers-random, llama-8b-random, llava-1.5-7b-random, "
-            "llava-1.5-13b-random, mistral-7b-random. [default: builtin]",
-        ),
-    ] = None,
-    prompt: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the prompt. [default: 4096]")
-    ] = None,
-    new: Annotated[int | None, typer.Option(min=2, help="Tokens generated. [default: 128]")] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(min=0, help="Sequences at once; 0: the largest that fits. [default: 4]"),
-    ] = None,
+    model: Annotated[str, typer.Option(help=_MODELS)] = "builtin",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 4096,
+    new: Annotated[int, typer.Option(min=2, help="Tokens generated in each round.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 4,
     policies: Annotated[
-        str | None,
-        typer.Option(
-            help="Names, or name:option=value:option=value, with commas between. "
-            f"[default: {DEFAULTS['policies']}]"
-        ),
-    ] = None,
+        str, typer.Option(help="Names, or name:option=value:option=value, with commas between.")
+    ] = "full,snapkv,adakv,prefixkv",
     budgets: Annotated[
-        str | None,
-        typer.Option(
-            help="Fractions of the prompt, or tokens per layer and head. "
-            f"[default: {DEFAULTS['budgets']}]"
-        ),
-    ] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(help="Instead of the above: ci, prefixkv, xkv, squeeze; commas between."),
-    ] = None,
-    rounds: Annotated[
-        int | None,
-        typer.Option(min=1, help="Prefills of each row. [default: 5; 20 with --preset ci]"),
-    ] = None,
-    minutes: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            help="Fewer steps and prefills, and if need be a smaller batch, to be done by then. "
-            "[default: 10 with --preset ci]",
-        ),
-    ] = None,
+        str, typer.Option(help="Fractions of the prompt, or tokens per layer and head.")
+    ] = "0.2",
     unwrapped: Annotated[
-        str,
-        typer.Option(
-            help="What else the unwrapped model is measured with: eager attention, a static cache "
-            "(compiled on a GPU), flash attention; commas between."
-        ),
-    ] = "eager",
-    roofline: Annotated[
-        bool, typer.Option("--roofline", help="Add the bound of a step's bytes on a GPU too.")
-    ] = False,
+        str, typer.Option(help="Also measure it with eager, static (a cache), flash; commas.")
+    ] = "",
+    preset: Annotated[
+        str, typer.Option(help="Instead of the above: ci, prefixkv, xkv, squeeze; commas between.")
+    ] = "",
+    rounds: Annotated[
+        int, typer.Option(min=0, help="Replies of each row; 0: 6, or 20 with --preset ci.")
+    ] = 0,
+    minutes: Annotated[
+        float, typer.Option(min=0.0, help="Fewer rounds, to be done by then; 0: all rounds.")
+    ] = 0.0,
     kvpress_python: Annotated[
         Path | None,
         typer.Option(help="Interpreter of an environment with kvpress: its nearest presses."),
     ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
-    out: Annotated[Path, typer.Option(help="The JSON beside the table.")] = Path("out/bench.json"),
-    toy: Annotated[
-        bool, typer.Option("--toy", hidden=True, help="Shrink every model and prompt.")
-    ] = False,
+    out: Annotated[
+        Path, typer.Option(help="The JSON; tables in Markdown stand beside it, as .md.")
+    ] = Path("out/bench.json"),
 ) -> None:
     """Time the unwrapped model, twice, its full cache wrapped, and policies, side by side.
 
-    Each row's prompt is read once; then decode steps of all rows alternate in random order, and
-    ratios are taken pair by pair. Warm-up is not counted, and the device is waited for.
+    In every round each row reads its prompt; then decode steps of all rows alternate in random
+    order, and ratios are taken pair by pair. Warm-up is not counted, and the device is waited for.
     """
-    if context.invoked_subcommand is not None:
-        _check_nothing_before(context)
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, x in sources.items() if x is not None and x.name == "COMMANDLINE"]
+    if command := context.invoked_subcommand:
+        if given:
+            option = given[0].replace("_", "-")
+            raise ValueError(f"--{option} stands before {command!r}, which has options of its own")
         return
-    from mmkv.eval.speed import models, processor
+    from mmkv.budgets import note, parse_list
+    from mmkv.eval.speed.models import SHAPES
+    from mmkv.eval.speed.rows import PRESETS, Setting, make_rows
+    from mmkv.eval.variants import split
+    from mmkv.loading.models import find_device
 
     started = time.monotonic()
-    if minutes is None and preset == "ci":
-        minutes = 10
-    given = {"model": model, "prompt": prompt, "new": new, "batch": batch}
-    given |= {"policies": policies, "budgets": budgets}
-    settings = _settings(given, preset, unwrapped)
-    if rounds is not None:
-        settings = [dataclasses.replace(s, rounds=rounds) for s in settings]
+    if preset:
+        own = ("model", "prompt", "new", "batch", "policies", "budgets", "unwrapped")
+        if doubled := [name for name in own if name in given]:
+            raise ValueError(f"--preset names the {doubled[0]} too: drop --{doubled[0]}")
+        if wrong := [x for x in split(preset) if x not in PRESETS]:
+            raise ValueError(f"preset {wrong[0]!r}: expected {', '.join(PRESETS)}")
+        settings = [setting for name in split(preset) for setting in PRESETS[name]]
+    else:
+        for name, text in (("policies", policies), ("budgets", budgets)):
+            if not split(text):
+                raise ValueError(f"--{name} {text!r} names none")
+        texts, sizes, how = tuple(split(policies)), tuple(parse_list(budgets)), split(unwrapped)
+        for doubt in filter(None, map(note, sizes)):
+            say(doubt)
+        settings = [Setting("bench", model, prompt, new, batch, texts, sizes, unwrapped=tuple(how))]
+    if rounds:
+        settings = [dataclasses.replace(x, rounds=rounds) for x in settings]
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder, not a file")
     check_place(out.parent)
-    for name in {s.model for s in settings}:
-        if name.endswith("-random") and name not in models.SHAPES:
-            raise ValueError(f"model {name!r}: expected one of {', '.join(models.SHAPES)}")
-    where = _device(device, settings, preset, toy=toy)
-    if where == "cpu":
-        processor.use_vectors()
-    _run(
-        [s.toy() for s in settings] if toy else settings,
-        device=where,
-        dtype=dtype,
-        python=kvpress_python,
-        until=math.inf if minutes is None else started + 60 * minutes,
-        roofline=roofline,
-        out=out,
-        toy=toy,
-    )
-
-
-def _check_nothing_before(context: typer.Context) -> None:
-    """Refuse options of `mmkv bench` before the name of a command of its own."""
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option, command = name.replace("_", "-"), context.invoked_subcommand
-            raise ValueError(f"--{option} stands before {command!r}, which has options of its own")
-
-
-def _settings(given: dict[str, Any], preset: str | None, unwrapped: str) -> list[Setting]:
-    """The presets asked for, or one setting of the user's own."""
-    from mmkv.budgets import note, parse_list
-    from mmkv.eval.speed.presets import PRESETS, Setting
-    from mmkv.eval.speed.rows import make_rows
-    from mmkv.eval.variants import split
-
-    asked = {k: v for k, v in given.items() if v is not None}
-    if preset is not None:
-        if asked:
-            name = next(iter(asked))
-            raise ValueError(f"--preset names the {name} too: drop --{name}")
-        names = split(preset)
-        for name in names:
-            if name not in PRESETS:
-                raise ValueError(f"preset {name!r}: expected {', '.join(PRESETS)}")
-        return [setting for name in names for setting in PRESETS[name]]
-    asked = DEFAULTS | asked
-    for name in ("policies", "budgets"):
-        asked[name] = tuple(split(asked[name]))
-        if not asked[name]:
-            raise ValueError(f"--{name} {given[name]!r} names none")
-    asked["budgets"] = tuple(parse_list(",".join(asked["budgets"])))
-    for text in filter(None, map(note, asked["budgets"])):
-        say(text)
-    own = Setting(**asked, unwrapped=tuple(split(unwrapped)))
-    make_rows(own, kvpress=False)
-    return [own]
-
-
-def _device(device: str, settings: list[Setting], preset: str | None, *, toy: bool) -> str:
-    """The device's name; the presets say themselves where they belong."""
-    from mmkv.loading.models import find_device
-
-    found = find_device("cpu" if device == "auto" and preset == "ci" else device)
-    if found.type == "cpu" and not toy and preset is not None and preset != "ci":
-        raise ValueError(
-            f"--preset {preset} is for a GPU ({len(settings)} settings of 7B and more)"
-        )
-    return str(found)
+    where = str(find_device("cpu" if device == "auto" and preset == "ci" else device))
+    if where == "cpu" and preset not in ("", "ci"):
+        raise ValueError(f"--preset {preset} is for a GPU: its models have 7B and more")
+    for setting in settings:
+        make_rows(setting, kvpress=False)
+        if setting.model.endswith("-random") and setting.model not in SHAPES:
+            raise ValueError(f"model {setting.model!r}: expected one of {', '.join(SHAPES)}")
+    limit = minutes or (10 if preset == "ci" else math.inf)
+    _run(settings, where, dtype, kvpress_python, started + 60 * limit, out)
 
 
 def _run(
-    settings: list[Setting],
-    *,
-    device: str,
-    dtype: str,
-    python: Path | None,
-    until: float,
-    roofline: bool,
-    out: Path,
-    toy: bool,
+    settings: list[Setting], device: str, dtype: str, python: Path | None, until: float, out: Path
 ) -> None:
-    """Measure setting after setting; the JSON is written after each."""
-    from mmkv.eval.speed.presets import SAME
-    from mmkv.eval.speed.report import save
+    """Measure setting after setting; the files are written after each."""
+    from mmkv import chat
+    from mmkv.eval.speed import models
+    from mmkv.eval.speed.report import Result, save
     from mmkv.eval.speed.rival import Worker
     from mmkv.eval.speed.runner import Bench
+    from mmkv.loading.models import find
 
-    worker = None if python is None else Worker(python)
-    screen, tell = console(), Progress()
-    results: list[Result] = []
-    verdicts: list[dict[str, Any]] = []
-    model, name = None, ""
-    try:
+    screen, tell, results = console(), Progress(), list[Result]()
+    model: Any = None
+    name = ""
+    with ExitStack() as stack:
+        worker = None if python is None else Worker(python)
+        if worker is not None:
+            stack.callback(worker.close)
         for i, setting in enumerate(settings):
-            if model is None or setting.model != name:
+            if setting.model != name:
                 model = None  # frees the last model before the next one is made
                 name = setting.model
                 tell(f"making {name}")
-                model = _load(name, device, dtype, worker, toy=toy)
+                if shape := models.SHAPES.get(name):
+                    model = models.make(shape, device, dtype)
+                    # Its decoder alone: same speed on text, and known to more libraries.
+                    there = {"shape": shape._replace(kind=shape.kind.replace("llava", "llama"))}
+                else:
+                    model = chat.load(name, device, dtype).model
+                    there = {"path": find(name).path}
+                if worker is not None:
+                    worker.load(device, str(model.dtype).removeprefix("torch."), **there)
             now = time.monotonic()
-            result = Bench(
-                setting,
-                model,
-                device=_in_words(device),
-                dtype=str(model.dtype).removeprefix("torch."),
-                worker=worker,
-                until=now + (until - now) / (len(settings) - i),
-                roofline=roofline,
-                memory=_TOY_MEMORY if toy else None,
-                tell=tell,
-            ).run()
-            results.append(result)
-            judged = [check.judge(result) for check in (*SAME, *setting.checks)]
-            verdicts += [{"setting": setting.name, **dataclasses.asdict(v)} for v in judged]
-            save(out, results, verdicts)
+            end = now + (until - now) / (len(settings) - i)
+            results.append(Bench(setting, model, worker=worker, until=end, tell=tell).run())
+            save(out, results)
             tell("")
-            screen.print(result.table())
-            screen.print(result.conditions, style="dim", markup=False, highlight=False)
-            notes = [f"{row.label}: {row.note}" for row in result.rows if row.note]
-            for line in [*notes, *map(str, judged)]:
-                screen.print(line, markup=False, highlight=False, soft_wrap=True)
-    finally:
-        if worker is not None:
-            worker.close()
+            for shown in (results[-1].table, *results[-1].remarks):
+                write(screen, shown)
     typer.echo(f"wrote {out}")
-    if not any(result.measured for result in results):
+    if all(result.missing for result in results):
         say(f"nothing could be measured: {results[0].missing}")
         raise typer.Exit(1)
 
 
-def _load(name: str, device: str, dtype: str, worker: Worker | None, *, toy: bool) -> Any:
-    """The model, in kvpress's process too."""
-    import torch
+@bench.command("serve")
+@told
+def serve_command(
+    requests: Annotated[int, typer.Option(min=2, help="How many are asked.")] = 40,
+    tokens: Annotated[int, typer.Option(min=64, help="Of a text, about; pictures on top.")] = 1000,
+    pictures: Annotated[int, typer.Option(min=0, help="Before each text.")] = 2,
+    documents: Annotated[
+        int, typer.Option(min=0, help="Texts that all requests ask about; 0: each has its own.")
+    ] = 0,
+    new: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 64,
+    rate: Annotated[float, typer.Option(min=0.01, help="Requests a second, at random.")] = 1.0,
+    clients: Annotated[int, typer.Option(min=0, help="Ask in turn, instead of a rate.")] = 0,
+    budget: Annotated[float, typer.Option(help="Of condense.")] = 0.2,
+    cache_memory: Annotated[float, typer.Option(help="MB for keys and values.")] = 40.0,
+    first_within: Annotated[float, typer.Option(help="Seconds that a first token may take.")] = 5.0,
+    next_within: Annotated[float, typer.Option(help="Seconds a token after it, mean.")] = 0.2,
+    model: Annotated[str, typer.Option(help=_MODELS)] = "builtin",
+    soak: Annotated[
+        float, typer.Option(min=0, help="Seconds to soak instead, with 64 clients or --clients.")
+    ] = 0.0,
+) -> None:
+    """Time an engine under load beside one by one, at equal cache memory; or soak it.
 
+    A soak lets clients come, go and break off: every reply must be the one it is alone.
+    """
+    wait_asleep()
+    import mmkv
     from mmkv import chat
-    from mmkv.eval.speed import models
-    from mmkv.eval.speed.rival import WorkerError
-    from mmkv.loading.models import find
+    from mmkv.eval.speed import models, serve
+    from mmkv.loading.models import find_device
 
-    shape = models.SHAPES.get(name)
-    if shape is None:
-        model = chat.load(name, device, dtype).model
-        there: dict[str, Any] = {"path": find(name).path}
+    if model in models.SHAPES:
+        made = models.make(models.SHAPES[model], str(find_device("auto")))
+        loaded, pictures = chat.Loaded(model, made, None, False), 0
     else:
-        shape = shape.toy() if toy else shape
-        model = models.make(shape, device, dtype)
-        there = {"shape": dataclasses.asdict(shape.decoder)}
-    if worker is not None:
-        found = str(model.dtype).removeprefix("torch.")
-        try:
-            worker.load(there, device, found, torch.get_num_threads())
-        except WorkerError as error:
-            raise ValueError(f"--kvpress-python: {error}") from None
-    return model
+        loaded = chat.load(model)
+    net, memory = loaded.model, int(cache_memory * 1e6)
+    net.generation_config.eos_token_id = None  # every reply is as long as asked for
+    net.generation_config.do_sample = False
+    asked = serve.make_requests(loaded, 8 if soak else requests, tokens, pictures, documents)
+    if soak:
+        load = {"memory": memory, "new": new, "clients": clients or 64}
+        with mmkv.wrapped(net, "condense", budget):
+            write(console(), serve.soak(net, [x.inputs for x in asked], seconds=soak, **load))
+        return
+    rows = serve.compare(
+        net,
+        asked,
+        new=new,
+        budget=budget,
+        memory=memory,
+        rate=rate,
+        clients=clients,
+        within=(first_within, next_within),
+        tell=Progress(),
+    )
+    how = f"{clients} clients" if clients else f"{rate:g} requests a second"
+    what = f"{requests} requests of {tokens // 2:,} to {tokens * 3 // 2:,} tokens"
+    if documents:
+        what = f"{requests} questions about {documents} texts of {tokens:,} tokens"
+    write(
+        console(),
+        f"{models.device_in_words(net.device)}; {what} and {pictures} pictures, {new} new; {how}; "
+        f"{cache_memory:g} MB of cache; in time: first token within {first_within:g} s, "
+        f"then {next_within:g} s a token",
+    )
+    write(console(), Table("", serve.COLUMNS, rows))
 
 
-def _in_words(device: str) -> str:
+@commands.command("plan")
+@told
+def plan_command(
+    model: Annotated[str, typer.Argument(help=_MODELS)],
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 4096,
+    new: Annotated[int, typer.Option(min=1, help="Tokens generated.")] = 256,
+    policy: Annotated[str, typer.Option(help="See mmkv policies.")] = "condense",
+    budget: Annotated[str, typer.Option(help="A share of the prompt, or tokens.")] = "0.2",
+    option: PolicyOption = None,
+    gpu: Annotated[str, typer.Option(help="h200, h100, a100, a100-40, l40s, a6000, rtx4090.")] = (
+        "h100"
+    ),
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    kv_dtype: Annotated[str | None, typer.Option(help="int8 or int4.")] = None,
+) -> None:
+    """Bound bytes, times and batches from a model's config alone.
+
+    Times are the least that a card's published speed allows, and real ones are longer. Only the
+    config is read: no weights.
+    """
     import torch
 
-    from mmkv.eval.speed import processor
+    from mmkv.budgets import parse
+    from mmkv.chat import parse_options
+    from mmkv.eval.speed.models import SHAPES, make
+    from mmkv.eval.speed.plan import CARDS, Load, Sizes, break_even, plan
+    from mmkv.loading.models import empty
+    from mmkv.registry import get_policy
 
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return processor.in_words()
+    if gpu not in CARDS:
+        raise ValueError(f"gpu {gpu!r}: expected one of {', '.join(CARDS)}")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"dtype {dtype!r}: expected bfloat16, float16 or float32")
+    chosen = get_policy(policy, **parse_options(policy, option or []))
+    known = SHAPES.get(model)
+    sizes = Sizes.of(make(known, "meta", dtype) if known else empty(model, getattr(torch, dtype)))
+    load, card = Load(batch=batch, prompt=prompt, new=new), CARDS[gpu]
+    plain = plan(sizes, load, card, get_policy("full"))
+    smaller = plan(sizes, load, card, chosen, parse(budget), kv_dtype)
+    name = " ".join(filter(None, (policy, budget, kv_dtype)))
+    columns = ["cache GB", "peak GB", "prefill s", "ms a token", "tokens/s", "largest batch"]
+    rows = [(label, x.cells(load)) for label, x in (("full cache", plain), (name, smaller))]
+    write(
+        console(),
+        f"{model}, {sizes.weights / 1e9:.1f} GB of weights in {dtype}; {gpu}, "
+        f"{card.memory / 1e9:.0f} GB; {batch} x ({prompt:,} + {new:,}) tokens. Least times.",
+    )
+    write(console(), Table("", columns, rows))
+    if (even := break_even(plain, smaller)) is None:
+        write(console(), "No step is shorter: the weights decide.")
+    else:
+        at = max(1, math.ceil(even))
+        write(console(), f"What scoring costs is won back with generated token {at:,}.")

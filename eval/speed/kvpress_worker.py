@@ -1,21 +1,12 @@
 """kvpress's replies, in an environment of its own: `PYTHON kvpress_worker.py`.
 
 kvpress needs an older transformers, so it cannot be imported beside mmkv, and mmkv is not installed
-where it is. One JSON object a line comes in, one goes out; the other end is
-`mmkv.eval.speed.rival`:
-
-- {"do": "load", "shape": {...} or "path": "...", "device", "dtype", "threads"} -> {"versions"}
-- {"do": "open", "press": {...}, "batch", "prompt", "warm", "trace"} -> {"reply": its number,
-  "start": the fields of a `Start`}
-- {"do": "steps", "reply", "number"} -> {"seconds", "nbytes"}
-- {"do": "close", "reply"} -> {}
-
-A failure is {"error": "...", "memory": whether memory ran out}. The end of the input ends it.
+where it is. `mmkv.eval.speed.rival` sends one JSON object a line, {"do": a method of `Replies`} and
+its arguments, and reads its answer or {"error": "..."}. The end of the input ends it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import os
@@ -37,15 +28,12 @@ def main() -> None:
     sys.path.insert(0, str(here.parent))
     replies = Replies(import_module("speed.measure"), import_module("speed.models"))
     del sys.path[0]
-    requests = {name: getattr(replies, name) for name in ("load", "open", "steps", "close")}
     for line in sys.stdin:
         try:
             asked = json.loads(line)
-            answer = requests[asked.pop("do")](**asked)
+            answer = getattr(replies, asked.pop("do"))(**asked)
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            short = "OutOfMemory" in text or "not enough memory" in text
-            answer = {"error": text, "memory": short}
+            answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
@@ -56,63 +44,55 @@ class Replies:
     def __init__(self, measure: Any, models: Any) -> None:
         self.measure, self.models = measure, models
         self.model: Any = None
-        self.open_replies: dict[int, tuple[Any, ExitStack]] = {}
+        self.replies: dict[int, tuple[Any, ExitStack]] = {}
         self.number = 0
 
     def load(
-        self,
-        device: str,
-        dtype: str,
-        threads: int,
-        shape: dict[str, Any] | None = None,
-        path: str = "",
+        self, device: str, dtype: str, threads: int, shape: Any = None, path: str = ""
     ) -> dict[str, Any]:
-        """Make the model of a shape, or load it from a path."""
+        """Make the model of a shape, or load it from a path; the libraries' versions."""
         import torch
         import transformers as hf
 
         torch.set_num_threads(threads)
-        self.model = None
         if shape is not None:
-            self.model = self.models.make(self.models.Shape(**shape), device, dtype)
+            self.model = self.models.make(self.models.Shape(*shape), device, dtype)
         else:
             config = hf.AutoConfig.from_pretrained(path)
             seeing = hasattr(config, "vision_config")
             maker: Any = hf.AutoModelForImageTextToText if seeing else hf.AutoModelForCausalLM
-            chosen = "auto" if dtype == "auto" else getattr(torch, dtype)
-            model = maker.from_pretrained(path, dtype=chosen, use_safetensors=True)
+            model = maker.from_pretrained(path, dtype=getattr(torch, dtype), use_safetensors=True)
             self.model = model.to(device).eval()
         gc.collect()
         gc.freeze()
-        versions: dict[str, str | None] = dict.fromkeys(("kvpress", "transformers", "torch"))
-        for name in versions:
+        found: dict[str, Any] = dict.fromkeys(("kvpress", "transformers", "torch"))
+        for name in found:
             with suppress(PackageNotFoundError):
-                versions[name] = version(name)
-        return {"versions": versions}
+                found[name] = version(name)
+        return found
 
-    def open(
-        self, press: dict[str, Any], batch: int, prompt: int, warm: int, trace: bool
-    ) -> dict[str, Any]:
-        """Read a prompt with a press, in a model of its own: presses leave state on modules."""
+    def open(self, press: dict[str, Any], batch: int, prompt: int, warm: int) -> dict[str, Any]:
+        """Read a prompt with a press: the reply's number, and what was measured."""
+        # A model of its own: presses leave state on modules.
         model, pressed = self.models.twin(self.model), _press(press)
         ids = self.models.make_prompt(model, batch, prompt)
         if press.get("eager"):
             model.set_attn_implementation("eager")
         with ExitStack() as stack:
             stack.enter_context(pressed(model))
-            reply = self.measure.Reply(model, ids, warm, trace=trace)
+            reply = self.measure.Reply(model, ids, warm)
             self.number += 1
-            self.open_replies[self.number] = reply, stack.pop_all()
-        return {"reply": self.number, "start": dataclasses.asdict(reply.start)}
+            self.replies[self.number] = reply, stack.pop_all()
+        return {"number": self.number, **reply.start}
 
     def steps(self, reply: int, number: int) -> dict[str, Any]:
-        """So many more steps."""
-        found = self.open_replies[reply][0]
+        """Seconds of so many more steps, and bytes held then."""
+        found = self.replies[reply][0]
         return {"seconds": found.steps(number), "nbytes": found.nbytes}
 
     def close(self, reply: int) -> dict[str, Any]:
         """Let go of a reply."""
-        found, stack = self.open_replies.pop(reply)
+        found, stack = self.replies.pop(reply)
         stack.close()
         found.close()
         return {}

@@ -7,8 +7,12 @@ card's published speed. Real steps reach 50 to 80 % of that.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
+from mmkv.cache.token_masks import kept_whole, total_kept
+from mmkv.eval.speed.models import step_bytes, weight_bytes
 from mmkv.scores.accumulated import AccumulatedAttention
 from mmkv.scores.observers import Observers
 
@@ -16,12 +20,8 @@ if TYPE_CHECKING:
     from mmkv.policy import Policy
 
 
-@dataclass(frozen=True)
-class Card:
-    """A GPU: bytes of its memory, bytes a second to and from it, 16-bit operations a second.
-
-    From the makers' data sheets, dense, without sparsity.
-    """
+class Card(NamedTuple):
+    """A GPU by its data sheet: bytes, bytes a second, dense 16-bit operations a second."""
 
     memory: float
     bandwidth: float
@@ -43,40 +43,24 @@ _USABLE = 0.95
 _ROUND = 64
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A layer that holds keys and values.
+class Layer(NamedTuple):
+    """A layer that holds keys and values."""
 
-    Attributes:
-        pair: numbers in the keys and values of one token.
-        queried: numbers in its queries, of all heads.
-        width: numbers in the key of one head.
-        window: tokens that it holds at most; 0: all.
-    """
-
-    pair: int
-    queried: int
-    width: int
-    window: int
+    pair: int  # numbers in the keys and values of one token
+    queried: int  # numbers in its queries, of all heads
+    width: int  # numbers in the key of one head
+    window: int  # tokens that it holds at most; 0: all
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What of a model decides.
+    """What of a model decides."""
 
-    Attributes:
-        weights: bytes of all weights.
-        read: bytes of the weights that a decode step reads; of experts, all.
-        layers: those that hold keys and values.
-        hidden: numbers that one token takes in a layer while it is computed.
-        itemsize: bytes of one number.
-    """
-
-    weights: int
-    read: int
-    layers: tuple[Layer, ...]
-    hidden: int
-    itemsize: int
+    weights: int  # bytes of all
+    read: int  # bytes of those that a decode step reads; of experts, all
+    layers: tuple[Layer, ...]  # those that hold keys and values
+    hidden: int  # numbers that one token takes in a layer while it is computed
+    itemsize: int  # bytes of one number
 
     @classmethod
     def of(cls, model: Any) -> Sizes:
@@ -84,10 +68,6 @@ class Sizes:
 
         What each layer holds is seen in a forward pass, which computes nothing there.
         """
-        import torch
-
-        from mmkv.eval.speed.models import step_bytes, weight_bytes
-
         config = model.config.get_text_config()
         weights, read = weight_bytes(model), step_bytes(model)
         itemsize = next(model.parameters()).element_size()
@@ -104,21 +84,16 @@ class Sizes:
         for kind, layer in zip(kinds, seen.past_key_values.layers, strict=False):
             keys, values = (getattr(layer, name, None) for name in ("keys", "values"))
             if keys is not None and values is not None:
-                pair = keys.shape[1] * (keys.shape[3] + values.shape[3])
-                width = keys.shape[3]
+                pair, width = keys.shape[1] * (keys.shape[3] + values.shape[3]), keys.shape[3]
                 queried = config.num_attention_heads * width
                 layers.append(Layer(pair, queried, width, windows.get(kind, 0)))
+        hidden = 4 * config.hidden_size + 2 * (getattr(config, "intermediate_size", 0) or 0)
         return cls(
-            weights=weights,
-            read=read,
-            layers=tuple(layers),
-            hidden=4 * config.hidden_size + 2 * (getattr(config, "intermediate_size", 0) or 0),
-            itemsize=itemsize,
+            weights=weights, read=read, layers=tuple(layers), hidden=hidden, itemsize=itemsize
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Load:
+class Load(NamedTuple):
     """What is asked of it: sequences at once, tokens of each prompt, tokens generated."""
 
     batch: int
@@ -128,34 +103,31 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Bounds for one policy.
+    """Bounds for one policy."""
 
-    Attributes:
-        cache_bytes: of the batch, at the end of its replies.
-        peak_bytes: weights, and what the prefill or the last step holds.
-        prefill_s, token_s: least seconds; a token's is the mean over the reply.
-        largest_batch: sequences that fit, 0 if not even one does.
-        fits: whether the batch that is asked for does.
-    """
+    cache_bytes: float  # of the batch, at the end of its replies
+    peak_bytes: float  # weights, and what the prefill or the last step holds
+    prefill_s: float  # at least
+    token_s: float  # at least, mean over the reply
+    largest_batch: int  # sequences that fit, 0 if not even one does
+    fits: bool  # whether the batch that is asked for does
 
-    cache_bytes: float
-    peak_bytes: float
-    prefill_s: float
-    token_s: float
-    largest_batch: int
-    fits: bool
-
-    def tokens_per_s(self, load: Load) -> float:
-        """Generated tokens of the batch a second, the prefill included."""
-        return load.batch * load.new / (self.prefill_s + self.token_s * load.new)
+    def cells(self, load: Load) -> list[str]:
+        """Cache and peak in GB, prefill s, ms a token, tokens/s with the prefill, largest batch."""
+        rate = load.batch * load.new / (self.prefill_s + self.token_s * load.new)
+        times = [f"{self.prefill_s:.2f}", f"{1000 * self.token_s:.2f}", f"{rate:,.0f}"]
+        return [
+            f"{self.cache_bytes / 1e9:.2f}",
+            f"{self.peak_bytes / 1e9:.1f}",
+            *(times if self.fits else ["does not fit", "", ""]),
+            f"{self.largest_batch:,}",
+        ]
 
 
 def held(
     policy: Policy, budget: float | int, prompt: int, generated: int, n_layers: int = 1
 ) -> float:
     """Tokens that a layer holds of a sequence, a mean over layers."""
-    from mmkv.cache.token_masks import kept_whole, total_kept
-
     seen = prompt + generated
     if policy.keeps_all:
         return seen

@@ -1,104 +1,126 @@
-"""What takes turns: the unwrapped model, policies at budgets, and their nearest presses."""
+"""What takes turns: the unwrapped model, policies at budgets, their nearest presses; presets."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from mmkv.eval.speed.presets import AGAIN, UNWRAPPED, Setting
+from mmkv.budgets import named
 from mmkv.eval.speed.rival import nearest_press, press_label
+from mmkv.eval.variants import parse_variants
+from mmkv.registry import get_policy
 
-T = TypeVar("T")
-
+# The row that ratios compare with, and the same once more: a bench must not tell them apart.
+UNWRAPPED, AGAIN = "unwrapped sdpa", "unwrapped sdpa again"
 # The attention of what the unwrapped model is measured with, see `Setting.unwrapped`.
 ATTENTION = {"eager": "eager", "static": "sdpa", "flash": "flash_attention_2"}
 
-# What `mmkv.wrap` takes beside a policy's own options.
-_OF_WRAP = ("profile", "graph", "kv_dtype")
-
 
 @dataclass(frozen=True)
-class Row:
-    """What takes turns; the first fields are those of a `RowResult`.
+class Setting:
+    """One model, prompt and batch, and what is compared on them."""
 
-    `options` are the policy's, and of `mmkv.wrap`: profile, graph, kv_dtype. `press` is as
-    kvpress's worker takes it.
-    """
+    name: str
+    model: str
+    prompt: int  # tokens
+    new: int  # tokens generated in each round
+    batch: int  # sequences at once
+    # "name" or "name:option=value:option=value", as for `mmkv eval`; and "graph=false"
+    policies: tuple[str, ...]
+    budgets: tuple[float | int, ...] = (0.2,)
+    rounds: int = 6
+    unwrapped: tuple[str, ...] = ()  # keys of `ATTENTION`
+
+
+@dataclass
+class Row:
+    """What takes turns, and what was measured of it: seconds, and bytes."""
 
     label: str
-    kind: str
-    name: str
-    budget: float | int | None = None
+    kind: str  # "unwrapped", "again", "policy" or "kvpress"
+    policy: str  # its name, or what the unwrapped model has, or the press
+    budget: float | int | None = None  # None: nothing is evicted
     options: dict[str, Any] = field(default_factory=dict[str, Any])
-    press: dict[str, Any] | None = None
+    press: dict[str, Any] | None = None  # as kvpress's worker takes it
+    prefill_s: list[float] = field(default_factory=list[float])  # to the first token
+    step_s: list[float] = field(default_factory=list[float])  # the same steps for all rows
+    warm_s: float | None = None  # these three are `measure.Reply.start`'s of the first reply
+    prefill_cache_bytes: int = 0
+    peak_bytes: int | None = None
+    cache_bytes: int | None = None  # held at the end of a reply
+    note: str = ""  # why there are no numbers
 
 
 def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
-    """A setting's rows, in the order of their turns.
+    """A setting's rows. The full cache, wrapped, is always among them: what it gains or loses is
+    not compression's.
 
     Raises:
         ValueError: an unknown policy or option, or a value out of range.
     """
-    from mmkv.budgets import named
-    from mmkv.registry import exact_share, get_policy
-
-    rows = [Row(UNWRAPPED, "unwrapped", "sdpa"), Row(AGAIN, "again", "sdpa")]
+    rows, presses = [Row(UNWRAPPED, "unwrapped", "sdpa"), Row(AGAIN, "again", "sdpa")], list[Row]()
     for name in setting.unwrapped:
         if name not in ATTENTION:
             raise ValueError(f"unwrapped {name!r}: expected {', '.join(ATTENTION)}")
         rows.append(Row(f"unwrapped {name}", "unwrapped", name))
-    presses: list[Row] = []
-    for text in setting.policies:
-        name, options = parse(text)
-        options = exact_share(name) | options
-        policy = get_policy(name, **{k: v for k, v in options.items() if k not in _OF_WRAP})
-        label = ":".join([policy.name, *text.split(":")[1:]])
-        if policy.keeps_all or policy.retention is not None:
-            rows.append(Row(label, "policy", policy.name, None, options))
-            continue
-        for budget in setting.budgets:
-            rows.append(Row(f"{label} {named(budget)}", "policy", policy.name, budget, options))
-            press = nearest_press(policy, budget, setting.prompt)
-            wanted = setting.presses is None or label in setting.presses
-            if kvpress and wanted and press is not None:
+    texts = setting.policies
+    for text in texts if "full" in texts else ("full", *texts):
+        replayed = text.replace(":graph=false", "")
+        (variant,) = parse_variants([replayed])
+        if variant.hidden or variant.evict_chunks:
+            raise ValueError(f"policy {text!r}: the bench knows neither questions nor chunks")
+        policy = get_policy(variant.name, **variant.options)
+        own = {"profile": variant.profile, "kv_dtype": variant.kv_dtype}
+        options = variant.options | {k: v for k, v in own.items() if v}
+        options |= {} if replayed == text else {"graph": False}
+        whole = policy.keeps_all or policy.retention is not None
+        for budget in (None,) if whole else setting.budgets:
+            label = text if budget is None else f"{text} {named(budget)}"
+            rows.append(Row(label, "policy", policy.name, budget, options))
+            press = nearest_press(policy, budget, setting.prompt) if kvpress and budget else None
+            if press is not None and budget is not None:
                 title = f"kvpress {press_label(press)} {named(budget)}"
-                if all(r.label != title for r in presses):
-                    presses.append(Row(title, "kvpress", press_label(press), budget, {}, press))
-    doubled = {r.label for r in rows if [x.label for x in rows].count(r.label) > 1}
-    if doubled:
-        raise ValueError(f"--policies names a row twice: {', '.join(sorted(doubled))}")
-    return rows + presses
+                presses.append(Row(title, "kvpress", press_label(press), budget, press=press))
+    found = {row.label: row for row in [*rows, *presses]}
+    if len(rows) > len({row.label for row in rows}):
+        raise ValueError(f"--policies {','.join(texts)} names a row twice")
+    return list(found.values())
 
 
-def shuffled(rows: Sequence[T], order: random.Random) -> list[T]:
-    """Every row once, in random order."""
-    return order.sample(rows, len(rows))
-
-
-def falling_profile(layers: int, budget: float | int | None) -> Any:
-    """A made-up profile: the first layer keeps 1.5 times the budget, the last half of it."""
-    from mmkv.profiles import Profile
-
-    if not isinstance(budget, float):
-        raise ValueError(f"profile=falling needs a fraction as its budget, not {budget!r}")
-    spread = min(0.5, 1 / budget - 1)
-    steps = [2 * i / max(1, layers - 1) - 1 for i in range(layers)]
-    return Profile(tuple(budget * (1 - spread * s) for s in steps), budget=budget)
-
-
-def parse(text: str) -> tuple[str, dict[str, Any]]:
-    """A policy's name and options from "name:option=value"."""
-    from mmkv.chat import parse_options, parse_value
-
-    name, *pairs = text.strip().split(":")
-    others = [p for p in pairs if not p.startswith(tuple(f"{own}=" for own in _OF_WRAP))]
-    own: dict[str, Any] = dict(p.split("=", 1) for p in pairs if p not in others)
-    if "graph" in own:
-        own["graph"] = parse_value("graph", own["graph"], bool)
-    if "kv_dtype" in own:
-        from mmkv.cache.quantize import check
-
-        check(own["kv_dtype"])
-    return name, parse_options(name, others) | own
+_CI = ("full", "condense", "snapkv", "adakv", "prefixkv", "h2o", "xkv", "squeeze:base=local")
+_PREFIXKV = ("full", "prefixkv", "prefixkv:graph=false", "condense")
+_GPU = ("static", "flash")
+_MISTRAL, _SHARES = "mistral-7b-random", (0.2, 0.4, 0.6, 0.8)
+PRESETS: dict[str, tuple[Setting, ...]] = {
+    "ci": (Setting("ci", "llama-120m-random", 2048, 33, 1, _CI, rounds=20),),
+    "prefixkv": tuple(
+        Setting(
+            f"prefixkv {batch} x ({n} + {new})",
+            model,
+            n,
+            new,
+            batch,
+            _PREFIXKV,
+            _SHARES,
+            unwrapped=_GPU,
+        )
+        for model, batch, n, new in (
+            ("llava-1.5-7b-random", 16, 1024, 512),
+            ("llava-1.5-7b-random", 48, 624, 256),
+            ("llava-1.5-13b-random", 8, 1024, 512),
+        )
+    ),
+    "xkv": (Setting("xkv", "llama-8b-random", 8192, 128, 16, ("full", "xkv"), unwrapped=_GPU),),
+    "squeeze": tuple(
+        Setting(
+            f"squeeze batch {n}",
+            _MISTRAL,
+            512,
+            1024,
+            n,
+            ("full", "squeeze", "local"),
+            unwrapped=_GPU,
+        )
+        for n in (1, 32, 64, 128, 224)
+    ),
+}

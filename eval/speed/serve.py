@@ -9,13 +9,13 @@ it is alone.
 from __future__ import annotations
 
 import asyncio
-import queue
 import random
-import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,23 +28,18 @@ from mmkv.builtin.texts import make_lookup
 from mmkv.eval.speed.models import make_prompt
 from mmkv.registry import exact_share
 from mmkv.serving import Engine
-from mmkv.serving.pool import Pool
-from mmkv.serving.rows import RowCaches
 
 Inputs = dict[str, Any]
 # Tokens of a question about a text of random tokens.
 _QUESTION = 16
+COLUMNS = (
+    *("first token s, p50 / 90 / 99", "between tokens ms", "tokens/s", "in time/s"),
+    "at once",
+)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """One request.
-
-    Attributes:
-        inputs: all of its prompt.
-        prefix: the part of it that requests share, if any.
-        rest: what stands behind the prefix.
-    """
+class Asked(NamedTuple):
+    """One request: all of its prompt; the part that requests share, if any, and the rest."""
 
     inputs: Inputs
     prefix: Inputs | None = None
@@ -77,15 +72,8 @@ def make_requests(
 ) -> list[Asked]:
     """Questions about long texts with pictures before them, of half to one and a half `tokens`.
 
-    Without a processor, random tokens.
-
-    Args:
-        loaded: the model.
-        number: of requests.
-        tokens: of each text, about.
-        pictures: before each text.
-        documents: so many texts, with their pictures, of `tokens` each, are asked about in turn,
-            and shared; 0: every request has its own.
+    Without a processor, random tokens. With `documents`, so many texts of `tokens` each are asked
+    about in turn, and shared; otherwise every request has its own.
     """
     rng = random.Random(0)
     found: list[Asked] = []
@@ -112,77 +100,23 @@ async def drive(
 ) -> list[Timing]:
     """Ask for all requests: `rate` a second at random, or one after another by each client."""
     timings: list[Timing] = []
+    left, rng = iter(requests), random.Random(1)
 
     async def ask(asked: Asked) -> None:
         timings.append(timing := Timing(time.perf_counter()))
         await serve(asked, timing)
 
-    if not clients:
-        rng, tasks = random.Random(1), list[asyncio.Task[None]]()
-        for asked in requests:
-            tasks.append(asyncio.create_task(ask(asked)))
-            await asyncio.sleep(rng.expovariate(rate))
-        await asyncio.gather(*tasks)
-        return timings
-    left = list(reversed(requests))
-
     async def client() -> None:
-        while left:
-            await ask(left.pop())
+        for asked in left:
+            await ask(asked)
 
-    await asyncio.gather(*(client() for _ in range(clients)))
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(clients):
+            tasks.create_task(client())
+        for asked in () if clients else left:
+            tasks.create_task(ask(asked))
+            await asyncio.sleep(rng.expovariate(rate))
     return timings
-
-
-class ByEngine:
-    """Requests go to an engine.
-
-    Attributes:
-        together: how many replies grew at once, at the most.
-    """
-
-    def __init__(self, engine: Engine, new: int) -> None:
-        self.engine, self.new, self.together = engine, new, 0
-
-    async def serve(self, asked: Asked, timing: Timing) -> None:
-        """Ask, and note when each token comes."""
-        inputs = asked.inputs if asked.rest is None else asked.rest
-        reply = self.engine.submit(inputs=inputs, prefix=asked.prefix, max_new_tokens=self.new)
-        async for _ in reply:
-            timing.tokens.append(time.perf_counter())
-            self.together = max(self.together, self.engine.stats().running)
-
-
-class OneByOne:
-    """Requests wait for `generate`, which answers one after another."""
-
-    together = 1
-
-    def __init__(self, model: Any, new: int) -> None:
-        self.model, self.new = model, new
-        self.waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    async def serve(self, asked: Asked, timing: Timing) -> None:
-        """Wait for the turn, and for the answer."""
-        loop = asyncio.get_running_loop()
-        done = loop.create_future()
-        self.waiting.put(
-            (asked.inputs, timing, lambda: loop.call_soon_threadsafe(done.set_result, None))
-        )
-        await done
-
-    def close(self) -> None:
-        """End the thread."""
-        self.waiting.put(None)
-        self.thread.join()
-
-    def _run(self) -> None:
-        while (asked := self.waiting.get()) is not None:
-            inputs, timing, done = asked
-            self.model.generate(**inputs, max_new_tokens=self.new, streamer=_Clock(timing))
-            done()
 
 
 class _Clock:
@@ -201,7 +135,10 @@ class _Clock:
 
 
 def summary(timings: Sequence[Timing], within: tuple[float, float]) -> list[str]:
-    """Percentiles of what clients waited, tokens a second, and requests in time a second."""
+    """Percentiles of what clients waited, tokens a second, and requests in time a second.
+
+    In time is a first token `within[0]` seconds, and the others `within[1]` apart in the mean.
+    """
     first = [x.first for x in timings]
     between = [s for x in timings for s in x.between]
     took = max(x.tokens[-1] for x in timings) - min(x.asked for x in timings)
@@ -214,46 +151,71 @@ def summary(timings: Sequence[Timing], within: tuple[float, float]) -> list[str]
     return [*shown, f"{tokens / took:.1f}", f"{good / took:.2f}"]
 
 
-@torch.no_grad()
-def overhead(model: Any, rows: int, tokens: int, rounds: int = 5) -> tuple[float, float]:
-    """Seconds of a step of `rows` requests as an engine makes it, and of one cache of `rows`."""
+def compare(
+    model: Any,
+    requests: Sequence[Asked],
+    *,
+    new: int,
+    budget: float,
+    memory: int,
+    rate: float,
+    clients: int,
+    within: tuple[float, float],
+    tell: Callable[[str], None],
+) -> list[tuple[str, list[str]]]:
+    """Condense, the full cache and `generate` under the same load.
 
-    def prompt(batch: int) -> Any:
-        g = torch.Generator().manual_seed(0)
-        ids = torch.randint(8, 200, (batch, tokens), generator=g).to(model.device)
-        return model.generate(ids, max_new_tokens=1, return_dict_in_generate=True).past_key_values
+    Args:
+        model: not wrapped.
+        requests: inputs of the model.
+        new: tokens of each reply.
+        budget: of condense.
+        memory: bytes of keys and values of an engine.
+        rate, clients: as for `drive`.
+        within: as for `summary`.
+        tell: is told what is being measured.
 
-    def step(cache: Any, seen: int) -> None:
-        ids = torch.full((rows, 1), 9, device=model.device)
-        at = torch.full_like(ids, seen)
-        model(input_ids=ids, position_ids=at, past_key_values=cache, logits_to_keep=1)
+    Returns:
+        Each way's name, its `summary`, and how many replies grew at once.
+    """
+    rows: list[tuple[str, list[str]]] = []
+    together: list[int] = []
 
-    one, pool, apart = prompt(rows), Pool(), list[Any]()
-    for cache in (prompt(1) for _ in range(rows)):
-        if pool.takes(cache):
-            pool.join(None, cache, rounds + 1)
-        else:
-            apart.append(cache)
-    taken: list[list[float]] = [[], []]
-    for i in range(rounds + 1):
-        for cache, found in zip((RowCaches(apart, pool), one), taken, strict=True):
-            start = time.perf_counter()
-            step(cache, tokens + i)
-            if torch.device(model.device).type == "cuda":
-                torch.cuda.synchronize()
-            found.append(time.perf_counter() - start)
-    each, together = (float(np.median(x[1:])) for x in taken)
-    return each, together
+    def measured(name: str, serve: Serve) -> None:
+        tell(name)
+        # Warm-up: what is set up once, for new shapes too, is not the load's.
+        asyncio.run(drive(serve, requests[:5], rate=rate, clients=1))
+        together[:] = [1]
+        timings = asyncio.run(drive(serve, requests, rate=rate, clients=clients))
+        rows.append((name, [*summary(timings, within), str(max(together))]))
+
+    async def by_engine(engine: Engine, asked: Asked, timing: Timing) -> None:
+        inputs = asked.inputs if asked.rest is None else asked.rest
+        reply = engine.submit(inputs=inputs, prefix=asked.prefix, max_new_tokens=new)
+        async for _ in reply:
+            timing.tokens.append(time.perf_counter())
+            together.append(engine.stats().running)
+
+    for name, policy, kept in ((f"condense {budget:g}", "condense", budget), ("full", "full", 1.0)):
+        with (
+            mmkv.wrapped(model, policy, kept, **exact_share(policy)),
+            Engine(model, cache_memory=memory, prefill_chunk=256) as engine,
+        ):
+            measured(name, partial(by_engine, engine))
+    turn = asyncio.Semaphore()
+
+    async def one_by_one(asked: Asked, timing: Timing) -> None:
+        async with turn:
+            how = {"max_new_tokens": new, "streamer": _Clock(timing)}
+            await asyncio.to_thread(model.generate, **asked.inputs, **how)
+
+    measured("generate, one by one", one_by_one)
+    tell("")
+    return rows
 
 
 def soak(
-    model: Any,
-    requests: Sequence[Inputs],
-    *,
-    seconds: float,
-    memory: int,
-    new: int,
-    clients: int,
+    model: Any, requests: Sequence[Inputs], *, seconds: float, memory: int, new: int, clients: int
 ) -> str:
     """Clients that come, go and break off; all replies are what they are alone, no byte stays.
 
@@ -265,10 +227,11 @@ def soak(
         for x in requests
     ]
     rng, until = random.Random(2), time.monotonic() + seconds
-    counts = {"whole": 0, "broken off": 0, "late": 0}
-    most = [0]
+    counts, most = Counter[str](), 0
+    how = {"length": "whole", "stop": "whole", "timeout": "late"}
 
     async def client(engine: Engine) -> None:
+        nonlocal most
         while time.monotonic() < until:
             i, breaks = rng.randrange(len(requests)), rng.random()
             timeout = rng.uniform(0.05, 2) if 0.3 < breaks < 0.4 else None
@@ -276,12 +239,11 @@ def soak(
             tokens, last = list[int](), rng.randrange(new) if breaks < 0.3 else new
             async for event in stream:
                 tokens.append(event.token)
-                most[0] = max(most[0], engine.stats().cache_bytes)
+                most = max(most, engine.stats().cache_bytes)
                 if len(tokens) > last:
                     stream.cancel()
             if tokens != wanted[i][: len(tokens)]:
                 raise ValueError(f"request {i}: {tokens}, alone {wanted[i]}")
-            how = {"length": "whole", "stop": "whole", "timeout": "late"}
             counts[how.get(str(stream.finish_reason), "broken off")] += 1
 
     async def run() -> None:
@@ -290,61 +252,7 @@ def soak(
     with Engine(model, cache_memory=memory, prefill_chunk=128) as engine:
         asyncio.run(run())
         left = engine.stats().cache_bytes
-    if left or most[0] > memory:
-        raise ValueError(f"{left} bytes are left, {most[0]} of {memory} were held")
-    told = ", ".join(f"{n} {name}" for name, n in counts.items())
-    return f"soak: {told}; all as alone, at most {most[0] / 1e6:.1f} MB, 0 bytes left"
-
-
-def compare(
-    model: Any,
-    requests: Sequence[Asked],
-    *,
-    new: int,
-    budget: float,
-    memory: int,
-    rate: float,
-    clients: int,
-    within: tuple[float, float],
-    step_tokens: int,
-    tell: Callable[[str], None],
-) -> tuple[list[tuple[str, list[str]]], list[str]]:
-    """Condense, the full cache and `generate` under the same load.
-
-    Args:
-        model: not wrapped.
-        requests: inputs of the model.
-        new: tokens of each reply.
-        budget: of condense.
-        memory: bytes of keys and values of an engine.
-        rate: requests a second, as for `drive`.
-        clients: as for `drive`.
-        within: as for `summary`.
-        step_tokens: of each prompt where a step of 32 requests is timed.
-        tell: is told what is being measured.
-
-    Returns:
-        Each way's `summary`, and how many replies grew at once, beside its name; and in words what
-        a step of 32 requests takes.
-    """
-    rows: list[tuple[str, list[str]]] = []
-
-    def measured(name: str, way: ByEngine | OneByOne) -> None:
-        tell(name)
-        # Warm-up: what is set up once, for new shapes too, is not the load's.
-        asyncio.run(drive(way.serve, requests[:5], rate=rate, clients=1))
-        timings = asyncio.run(drive(way.serve, requests, rate=rate, clients=clients))
-        rows.append((name, [*summary(timings, within), str(way.together)]))
-
-    steps = list[str]()
-    for name, policy, kept in ((f"condense {budget:g}", "condense", budget), ("full", "full", 1.0)):
-        with mmkv.wrapped(model, policy, kept, **exact_share(policy)):
-            with Engine(model, cache_memory=memory, prefill_chunk=256) as engine:
-                measured(name, ByEngine(engine, new))
-            each, one = overhead(model, 32, step_tokens)
-            steps.append(f"{name} {1000 * each:.0f} ms, as one cache {1000 * one:.0f} ms")
-    alone = OneByOne(model, new)
-    measured("generate, one by one", alone)
-    alone.close()
-    tell("")
-    return rows, steps
+    if left or most > memory:
+        raise ValueError(f"{left} bytes are left, {most} of {memory} were held")
+    told = ", ".join(f"{counts[name]} {name}" for name in ("whole", "broken off", "late"))
+    return f"soak: {told}; all as alone, at most {most / 1e6:.1f} MB, 0 bytes left"

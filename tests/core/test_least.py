@@ -20,8 +20,7 @@ from helpers.serving import alone, watched
 from helpers.sizes import row_sizes
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache import selection
-from mmkv.eval.speed.presets import PRESETS
-from mmkv.eval.speed.rows import make_rows
+from mmkv.eval.speed.rows import PRESETS, make_rows
 from mmkv.eval.variants import parse_variants, plugin_arguments
 from mmkv.policy import Policy
 from mmkv.registry import exact_share

@@ -126,9 +126,9 @@ def test_the_command(capsys, monkeypatch):
 
 
 def test_every_card_is_named_in_the_help():
-    from mmkv.eval.speed import plan_cli
+    from mmkv.eval.speed import cli
 
-    hints = get_type_hints(plan_cli.plan_command, include_extras=True)
+    hints = get_type_hints(cli.plan_command, include_extras=True)
     (option,) = hints["gpu"].__metadata__
     assert option.help.rstrip(".").split(", ") == list(CARDS)
 
