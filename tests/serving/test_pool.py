@@ -258,6 +258,14 @@ def test_spare_memory_is_given_back(models):
     assert pool.nbytes == 0
 
 
+@pytest.mark.parametrize(("limit", "slots"), [(None, 192), (200, 192), (180, 176)])
+def test_a_member_comes_to_no_more_than_its_limit(models, limit, slots):
+    pool, (cache,) = Pool(), caches(models("llama"), JOIN[:1], (100,))
+    slot = 3 * 2 * 2 * 16 * 4  # layers, heads, keys and values, numbers, bytes
+    pool.join(None, cache, 70, limit and limit * slot)
+    assert pool.most == slots * slot
+
+
 @pytest.mark.parametrize("variant", APART, ids=str)
 def test_what_cannot_join_keeps_its_own_cache(models, variant):
     (cache,) = caches(models("llama"), [variant], (60,))
