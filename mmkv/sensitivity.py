@@ -94,7 +94,7 @@ class _Probe(CompressedCache):
         self.changes: list[Tensor] = []
         self.heads = 1  # H
 
-    def _evict(self, *given: Any) -> None:
+    def _evict(self, *given: Any, **more: Any) -> None:
         """Nothing yet."""
 
     def update_recurrent_state(

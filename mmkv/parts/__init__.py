@@ -332,11 +332,7 @@ def discover() -> None:
 
 
 def check_fields(value: Any) -> None:
-    """Check every field of a dataclass against its annotation.
-
-    Raises:
-        ValueError: a value of another type, none of a `Literal`'s, or out of its range.
-    """
+    """Check every field of a dataclass against its annotation; a ValueError where one is wrong."""
     hints = get_type_hints(type(value), include_extras=True)
     for field in dataclasses.fields(value):
         check(field.name, getattr(value, field.name), hints[field.name])
@@ -361,22 +357,14 @@ def check(name: str, value: Any, hint: Any) -> None:
 
 
 def at_least(least: float, /, **options: float) -> None:
-    """Check options that are `least` or more.
-
-    Raises:
-        ValueError: one is less.
-    """
+    """Check that options are `least` or more; else a ValueError."""
     for name, value in options.items():
         if value < least:
             raise ValueError(f"{name}={value}: expected {least:g} or more")
 
 
 def share(*, zero: bool, **options: float | None) -> None:
-    """Check options that are at most 1, and above 0 (or 0 where `zero`); None passes.
-
-    Raises:
-        ValueError: one is out of range.
-    """
+    """Check that options are at most 1, and above 0 (or 0 where `zero`), or None; else ValueError."""
     for name, value in options.items():
         if value is not None and not (0 <= value <= 1 if zero else 0 < value <= 1):
             raise ValueError(f"{name}={value}: expected a number in {'[' if zero else '('}0, 1]")
