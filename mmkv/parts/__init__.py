@@ -165,10 +165,7 @@ class Layers(Part):
         return 0
 
     def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
-        """Tokens that each layer keeps of each row, [B][L].
-
-        They are fitted to total and bounds afterwards.
-        """
+        """Tokens that each layer keeps of each row, [B][L], fitted to total and bounds later."""
         raise NotImplementedError
 
     def measure(self, layer: LayerInputs) -> Tensor:
@@ -342,7 +339,7 @@ def check(name: str, value: Any, hint: Any) -> None:
     """Check one option; `Annotated` may say its range by a `partial` of a check by name.
 
     Raises:
-        ValueError: it does not fit its annotation.
+        ValueError: it does not fit.
     """
     notes = getattr(hint, "__metadata__", ())
     hint = hint.__origin__ if notes else hint
@@ -364,7 +361,7 @@ def at_least(least: float, /, **options: float) -> None:
 
 
 def share(*, zero: bool, **options: float | None) -> None:
-    """Check that options are at most 1, and above 0 (or 0 where `zero`), or None; else ValueError."""
+    """Check that options are None or at most 1 and above 0 (or 0, `zero`); else a ValueError."""
     for name, value in options.items():
         if value is not None and not (0 <= value <= 1 if zero else 0 < value <= 1):
             raise ValueError(f"{name}={value}: expected a number in {'[' if zero else '('}0, 1]")
