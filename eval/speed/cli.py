@@ -181,16 +181,9 @@ def serve_command(
     first_within: Annotated[float, typer.Option(help="Seconds that a first token may take.")] = 5.0,
     next_within: Annotated[float, typer.Option(help="Seconds a token after it, mean.")] = 0.2,
     model: Annotated[str, typer.Option(help=_MODELS)] = "builtin",
-    soak: Annotated[
-        float, typer.Option(min=0, help="Seconds to soak instead, with 64 clients or --clients.")
-    ] = 0.0,
 ) -> None:
-    """Time an engine under load beside one by one, at equal cache memory; or soak it.
-
-    A soak lets clients come, go and break off: every reply must be the one it is alone.
-    """
+    """Time an engine under load beside one by one, at equal cache memory."""
     wait_asleep()
-    import mmkv
     from mmkv import chat
     from mmkv.eval.speed import models, serve
     from mmkv.loading.models import find_device
@@ -200,21 +193,15 @@ def serve_command(
         loaded, pictures = chat.Loaded(model, made, None, False), 0
     else:
         loaded = chat.load(model)
-    net, memory = loaded.model, int(cache_memory * 1e6)
+    net = loaded.model
     net.generation_config.eos_token_id = None  # every reply is as long as asked for
     net.generation_config.do_sample = False
-    asked = serve.make_requests(loaded, 8 if soak else requests, tokens, pictures, documents)
-    if soak:
-        load = {"memory": memory, "new": new, "clients": clients or 64}
-        with mmkv.wrapped(net, "condense", budget):
-            write(console(), serve.soak(net, [x.inputs for x in asked], seconds=soak, **load))
-        return
     rows = serve.compare(
         net,
-        asked,
+        serve.make_requests(loaded, requests, tokens, pictures, documents),
         new=new,
         budget=budget,
-        memory=memory,
+        memory=int(cache_memory * 1e6),
         rate=rate,
         clients=clients,
         within=(first_within, next_within),

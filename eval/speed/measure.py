@@ -36,8 +36,9 @@ class Reply:
     """
 
     def __init__(self, model: Any, ids: Tensor, warm: int = 0, cache: Any = None) -> None:
-        self.device, self.seen, self.model = ids.device, ids.shape[1], model
-        self.token, self.cache = ids, cache
+        self.device, self.seen, self.token = ids.device, ids.shape[1], ids
+        self.model: Any = model
+        self.cache: Any = cache
         gpu, before = self.device.type == "cuda", 0
         gc.collect()
         if gpu:
@@ -93,6 +94,5 @@ class Reply:
 
     @torch.no_grad()
     def _forward(self, **inputs: Any) -> None:
-        model: Any = self.model
-        out = model(input_ids=self.token, past_key_values=self.cache, use_cache=True, **inputs)
+        out = self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True, **inputs)
         self.cache, self.token = out.past_key_values, out.logits[:, -1:].argmax(-1)

@@ -92,7 +92,7 @@ class Bench:
         if row.policy == "flash" and not is_flash_attn_2_available():
             row.note = "flash-attn is not installed"
             return
-        reply = self._open(row)
+        reply = self._guarded(row, self._make, row)
         if reply is not None:
             row.warm_s, row.peak_bytes = reply.start["warm_s"], reply.start["peak_bytes"]
             row.prefill_cache_bytes = reply.start["prefill_cache_bytes"]
@@ -102,7 +102,7 @@ class Bench:
         """Prompts of rows in random order, then their steps: each is one pair with the others'."""
         replies: list[tuple[Row, AnyReply]] = []
         for row in rows:
-            reply = self._open(row)
+            reply = self._guarded(row, self._make, row)
             if reply is not None:
                 row.prefill_s.append(reply.start["prefill_s"])
                 replies.append((row, reply))
@@ -119,10 +119,6 @@ class Bench:
 
     def _shuffled(self, found: Sequence[T]) -> list[T]:
         return self.order.sample(found, len(found))
-
-    def _open(self, row: Row) -> AnyReply | None:
-        """A reply of a row; None, and a note, where it does not fit or cannot be done."""
-        return self._guarded(row, self._make, row)
 
     @comparing()
     def _make(self, row: Row) -> AnyReply:
@@ -144,6 +140,7 @@ class Bench:
         return Reply(model, ids, self.warm, cache)
 
     def _guarded(self, row: Row, work: Callable[..., T], *given: Any) -> T | None:
+        """What `work` gives; None, and a note on its row, where it cannot be done."""
         try:
             return work(*given)
         except (RuntimeError, ValueError) as error:

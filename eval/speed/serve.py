@@ -2,8 +2,7 @@
 
 Requests come as a Poisson process, or from clients that each wait for their answer, with the same
 bytes of cache for condense, for the full cache, and for `generate`, which answers one after
-another. A soak lets clients come, go and break off instead, and checks that every reply is the one
-it is alone.
+another.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,16 +50,6 @@ class Timing:
 
     asked: float
     tokens: list[float] = field(default_factory=list[float])
-
-    @property
-    def first(self) -> float:
-        """Seconds until the first token."""
-        return self.tokens[0] - self.asked
-
-    @property
-    def between(self) -> list[float]:
-        """Seconds between tokens."""
-        return np.diff(self.tokens).tolist()
 
 
 Serve = Callable[[Asked, Timing], Awaitable[None]]
@@ -139,13 +127,14 @@ def summary(timings: Sequence[Timing], within: tuple[float, float]) -> list[str]
 
     In time is a first token `within[0]` seconds, and the others `within[1]` apart in the mean.
     """
-    first = [x.first for x in timings]
-    between = [s for x in timings for s in x.between]
+    first = [x.tokens[0] - x.asked for x in timings]
+    gaps = [np.diff(x.tokens) for x in timings]
     took = max(x.tokens[-1] for x in timings) - min(x.asked for x in timings)
-    good = sum(x.first <= within[0] and np.mean(x.between) <= within[1] for x in timings)
+    waits = zip(first, gaps, strict=True)
+    good = sum(a <= within[0] and np.mean(b) <= within[1] for a, b in waits)
     shown = [
         " / ".join(f"{scale * float(np.percentile(x, p)):.{digits}f}" for p in (50, 90, 99))
-        for x, scale, digits in ((first, 1, 2), (between, 1000, 0))
+        for x, scale, digits in ((first, 1, 2), (np.concatenate(gaps), 1000, 0))
     ]
     tokens = sum(len(x.tokens) for x in timings)
     return [*shown, f"{tokens / took:.1f}", f"{good / took:.2f}"]
@@ -163,20 +152,11 @@ def compare(
     within: tuple[float, float],
     tell: Callable[[str], None],
 ) -> list[tuple[str, list[str]]]:
-    """Condense, the full cache and `generate` under the same load.
+    """Each way's name, its `summary`, and how many replies grew at once: condense, the full cache
+    and `generate` under the same load.
 
-    Args:
-        model: not wrapped.
-        requests: inputs of the model.
-        new: tokens of each reply.
-        budget: of condense.
-        memory: bytes of keys and values of an engine.
-        rate, clients: as for `drive`.
-        within: as for `summary`.
-        tell: is told what is being measured.
-
-    Returns:
-        Each way's name, its `summary`, and how many replies grew at once.
+    The model is not wrapped yet; `new` are tokens of each reply, `budget` is condense's, `memory`
+    are bytes of an engine's keys and values.
     """
     rows: list[tuple[str, list[str]]] = []
     together: list[int] = []
@@ -212,47 +192,3 @@ def compare(
     measured("generate, one by one", one_by_one)
     tell("")
     return rows
-
-
-def soak(
-    model: Any, requests: Sequence[Inputs], *, seconds: float, memory: int, new: int, clients: int
-) -> str:
-    """Clients that come, go and break off; all replies are what they are alone, no byte stays.
-
-    Raises:
-        ValueError: a reply differs, or bytes are left.
-    """
-    wanted = [
-        model.generate(**x, max_new_tokens=new)[0, x["input_ids"].shape[1] :].tolist()
-        for x in requests
-    ]
-    rng, until = random.Random(2), time.monotonic() + seconds
-    counts, most = Counter[str](), 0
-    how = {"length": "whole", "stop": "whole", "timeout": "late"}
-
-    async def client(engine: Engine) -> None:
-        nonlocal most
-        while time.monotonic() < until:
-            i, breaks = rng.randrange(len(requests)), rng.random()
-            timeout = rng.uniform(0.05, 2) if 0.3 < breaks < 0.4 else None
-            stream = engine.submit(inputs=requests[i], max_new_tokens=new, timeout=timeout)
-            tokens, last = list[int](), rng.randrange(new) if breaks < 0.3 else new
-            async for event in stream:
-                tokens.append(event.token)
-                most = max(most, engine.stats().cache_bytes)
-                if len(tokens) > last:
-                    stream.cancel()
-            if tokens != wanted[i][: len(tokens)]:
-                raise ValueError(f"request {i}: {tokens}, alone {wanted[i]}")
-            counts[how.get(str(stream.finish_reason), "broken off")] += 1
-
-    async def run() -> None:
-        await asyncio.gather(*(client(engine) for _ in range(clients)))
-
-    with Engine(model, cache_memory=memory, prefill_chunk=128) as engine:
-        asyncio.run(run())
-        left = engine.stats().cache_bytes
-    if left or most > memory:
-        raise ValueError(f"{left} bytes are left, {most} of {memory} were held")
-    told = ", ".join(f"{counts[name]} {name}" for name in ("whole", "broken off", "late"))
-    return f"soak: {told}; all as alone, at most {most / 1e6:.1f} MB, 0 bytes left"
