@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-
-import pandas as pd
+from typing import Any
 
 from .labels import COSTS, LABELS, METRICS, front
 from .store import RunError, digest, read_settings
-from .tabulate import Report, Table, shown_figure, summarise
+from .tabulate import Report, Table, pd, shown_figure, summarise
 from .variants import FULL, HIDDEN, QUESTION, percent
 
 _HIDDEN = f":{QUESTION}={HIDDEN}"
@@ -41,9 +40,9 @@ class Comparison:
         if self.points.empty:
             raise RunError(f"{folders[0]}: no policy but the full cache was measured")
 
-    def sections(self) -> list[tuple[str, list[str], pd.DataFrame]]:
+    def sections(self) -> list[tuple[str, list[str], Any]]:
         """A title, the metrics that all of its runs have, and its points."""
-        found: list[tuple[str, list[str], pd.DataFrame]] = []
+        found: list[tuple[str, list[str], Any]] = []
         for key, points in self.points.groupby(["model", "suite", "data", "question"], sort=False):
             model, suite, data, question = map(str, key)
             counts = points.groupby("run")[[*METRICS]].count().min()
@@ -83,7 +82,7 @@ class Comparison:
         return [text, data, draw.save(draw.fronts(self.sections()), folder / "fronts.png")]
 
 
-def _points(report: Report, hidden: bool) -> pd.DataFrame:
+def _points(report: Report, hidden: bool) -> Any:
     """A run's points with the question visible, or hidden; the full cache counts as both."""
     found = report.rows.pipe(summarise, ["policy", "kept"]).reset_index()
     there = (found["policy"] == FULL) | (found["policy"].str.endswith(_HIDDEN) == hidden)
@@ -91,7 +90,7 @@ def _points(report: Report, hidden: bool) -> pd.DataFrame:
     if (found["policy"] == FULL).all():
         return found.head(0)
     policy = found["policy"].str.removesuffix(_HIDDEN)
-    kept = found["kept"].map(lambda text: percent(json.loads(text)))
+    kept = [percent(json.loads(text)) for text in found["kept"]]
     label = policy.where(policy == FULL, policy + " " + kept)
     about = {name: report.settings[name] for name in ("model", "suite", "data")}
     place = {"question": HIDDEN if hidden else "visible", "run": report.made_by[-1]["id"]}

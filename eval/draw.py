@@ -18,7 +18,6 @@ from .labels import COSTS, LABELS, LOWER_IS_BETTER, front
 from .variants import FULL, Variant, percent
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
     from torch import Tensor
 
@@ -195,7 +194,7 @@ def heat_map(report: Report, budget: float | int) -> Figure:
     return figure
 
 
-def fronts(sections: Sequence[tuple[str, list[str], pd.DataFrame]]) -> Figure:
+def fronts(sections: Sequence[tuple[str, list[str], Any]]) -> Figure:
     """Quality against each cost, a row of panels for each section of a `Comparison`.
 
     What is on the front is in colour, all else in grey; the dotted line is the full cache.
@@ -215,7 +214,7 @@ def fronts(sections: Sequence[tuple[str, list[str], pd.DataFrame]]) -> Figure:
         axis.plot(x * rest[cost], y * rest[metric], "o", color=_GREY, markersize=3.5, zorder=1)
         axis.plot(x * best[cost], y * best[metric], color="#9aa3ad", linewidth=1, zorder=2)
         for name, mine in best.groupby("policy", sort=False):
-            how = style[str(name)] | {"linestyle": "none"}
+            how: Any = style[str(name)] | {"linestyle": "none"}
             axis.plot(x * mine[cost], y * mine[metric], label=name, zorder=3, **how)
         for point in best[best["policy"] != FULL].to_dict("records"):
             place = x * point[cost], y * point[metric]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 METRICS = ("ppl", "divergence", "next", "rouge", "score")
 LOWER_IS_BETTER = ("ppl", "divergence")
@@ -31,7 +28,7 @@ LABELS = {
 COSTS = {"held_bytes": True, "first_token_s": True, "tokens_per_s": False}
 
 
-def front(points: pd.DataFrame, cost: str, metric: str) -> pd.DataFrame:
+def front(points: Any, cost: str, metric: str) -> Any:
     """The points that no other beats in a metric at the same cost or a lower one, by cost."""
     known = points[np.isfinite(points[[cost, metric]]).all(axis=1)]
     price = known[cost] * (1 if COSTS[cost] else -1)

@@ -117,8 +117,9 @@ class Capture:
         for i, (key, value, query, options) in self.calls.items():
             if query is not None:
                 view = running.view(options["mask"], prompt.valid)
-                held = {"key": key, "value": value, "valid": prompt.valid, "image": prompt.image}
-                layer = running.inputs(i, query=query, **held, **{**options, "mask": view})
+                held: Any = {"query": query, "key": key, "value": value, "image": prompt.image}
+                held |= {**options, "valid": prompt.valid, "mask": view}
+                layer = running.inputs(i, **held)
                 found.append(importance(plan.policy, layer, prompt.windows))
         return found
 

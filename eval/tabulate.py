@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+import pandas
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mmkv import terminal
 
@@ -23,6 +23,8 @@ from .variants import FULL, percent
 if TYPE_CHECKING:
     from rich.console import Group
 
+# Its stubs type a cell by all that any frame can hold.
+pd: Any = pandas
 NONE = "–"
 # In which unit and with how many digits figures are shown.
 _SHOWN = {
@@ -32,8 +34,10 @@ _SHOWN = {
     "tokens_per_s": (1, 0),
 }
 _BY_TASK = ("divergence", "next", "score")  # alone, where there are scores
-_MEANS = ("rouge", "rouge_reference", "same", "kept_fraction", "retained", "cache_bytes")
-_MEANS += ("full_bytes", "held_bytes", "first_token_s", "tokens_per_s")
+_MEANS = (
+    *("rouge", "rouge_reference", "same", "kept_fraction", "retained", "cache_bytes"),
+    *("full_bytes", "held_bytes", "first_token_s", "tokens_per_s"),
+)
 _SUMS = ("nll", "answer_tokens", "divergence_sum", "next_sum", "next_tokens")
 FIGURES = ("n", "errors", "ppl", "divergence", "next", *_MEANS[:3], "score", *_MEANS[3:])
 
@@ -43,24 +47,54 @@ class _Data(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
 
-_Row = create_model(
-    "_Row",
-    __base__=_Data,
-    **dict.fromkeys(("policy", "task"), str),
-    **{"budget": int | float, "index": int, "n": int, "tags": list[str], "error": (str, "")},
-    **dict.fromkeys((*_SUMS, *_MEANS, "score"), (float | None, None)),
-)
-_Settings = create_model(
-    "_Settings",
-    __base__=_Data,
-    **dict.fromkeys(("model", "suite", "data", "dtype"), str),
-    **{"policies": dict[str, dict[str, Any]], "budgets": list[int | float], "n": int},
-    notes=(list[str], []),
-)
-_Made = create_model(
-    "_Made", __base__=_Data, **dict.fromkeys(("id", "mmkv", "torch", "transformers", "device"), str)
-)
-_Run = create_model("_Run", __base__=_Data, settings=_Settings, made_by=list[_Made])
+class _Row(_Data):
+    policy: str
+    task: str
+    budget: int | float
+    index: int
+    n: int
+    tags: list[str]
+    error: str = ""
+    nll: float | None = None
+    answer_tokens: float | None = None
+    divergence_sum: float | None = None
+    next_sum: float | None = None
+    next_tokens: float | None = None
+    rouge: float | None = None
+    rouge_reference: float | None = None
+    same: float | None = None
+    kept_fraction: float | None = None
+    retained: float | None = None
+    cache_bytes: float | None = None
+    full_bytes: float | None = None
+    held_bytes: float | None = None
+    first_token_s: float | None = None
+    tokens_per_s: float | None = None
+    score: float | None = None
+
+
+class _Settings(_Data):
+    model: str
+    suite: str
+    data: str
+    dtype: str
+    policies: dict[str, dict[str, Any]]
+    budgets: list[int | float]
+    n: int
+    notes: list[str] = []
+
+
+class _Made(_Data):
+    id: str
+    mmkv: str
+    torch: str
+    transformers: str
+    device: str
+
+
+class _Run(_Data):
+    settings: _Settings
+    made_by: list[_Made]
 
 
 def _check(place: Path | str, schema: type[BaseModel], data: Any) -> None:
@@ -101,7 +135,7 @@ class Table:
         return Group(shown, *notes, Text())
 
 
-def summarise(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+def summarise(rows: Any, by: list[str]) -> Any:
     """What was reached in each group of rows, `FIGURES`; NaN where nothing was measured.
 
     Means are over samples. Beside the fields of a row: `n` samples, of which `errors` could not be
@@ -179,7 +213,8 @@ class Report:
     @property
     def measured(self) -> bool:
         """Whether a policy reached any figure at any budget."""
-        mine = self._found[""].loc[lambda f: f.index.get_level_values(0).isin(self.policies)]
+        found = self._found[""]
+        mine = found[found.index.get_level_values(0).isin(self.policies)]
         return bool((mine["errors"] < mine["n"]).any())
 
     @property
@@ -243,8 +278,9 @@ class Report:
             ]
             if all(set(cells) == {NONE} for _, cells in rows):
                 continue
-            known = full is not None and pd.notna(full[metric])
-            notes = [f"Full cache: {shown_figure(metric, full[metric])}."] if known else []
+            notes = list[str]()
+            if full is not None and pd.notna(full[metric]):
+                notes.append(f"Full cache: {shown_figure(metric, full[metric])}.")
             if metric == "retained":
                 notes.append(
                     "A share of what the policy's own score finds: compare policies of one "
