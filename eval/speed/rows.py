@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from mmkv.budgets import named
@@ -63,16 +64,13 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
         if name not in ATTENTION:
             raise ValueError(f"unwrapped {name!r}: expected {', '.join(ATTENTION)}")
         rows.append(Row(f"unwrapped {name}", "unwrapped", name))
-    texts = setting.policies
-    for text in texts if "full" in texts else ("full", *texts):
+    for text in dict.fromkeys(("full", *setting.policies)):
         replayed = text.replace(":graph=false", "")
         (variant,) = parse_variants([replayed])
         if variant.hidden or variant.evict_chunks:
             raise ValueError(f"policy {text!r}: the bench knows neither questions nor chunks")
         policy = get_policy(variant.name, **variant.options)
-        own = {"profile": variant.profile, "kv_dtype": variant.kv_dtype}
-        options = variant.options | {k: v for k, v in own.items() if v}
-        options |= {} if replayed == text else {"graph": False}
+        options = variant.recorded | ({} if replayed == text else {"graph": False})
         whole = policy.keeps_all or policy.retention is not None
         for budget in (None,) if whole else setting.budgets:
             label = text if budget is None else f"{text} {named(budget)}"
@@ -81,46 +79,28 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
             if press is not None and budget is not None:
                 title = f"kvpress {press_label(press)} {named(budget)}"
                 presses.append(Row(title, "kvpress", press_label(press), budget, press=press))
-    found = {row.label: row for row in [*rows, *presses]}
-    if len(rows) > len({row.label for row in rows}):
-        raise ValueError(f"--policies {','.join(texts)} names a row twice")
-    return list(found.values())
+    if len(setting.policies) > len(set(setting.policies)):
+        raise ValueError(f"--policies {','.join(setting.policies)} names a policy twice")
+    return [*rows, *{press.label: press for press in presses}.values()]
 
 
 _CI = ("full", "condense", "snapkv", "adakv", "prefixkv", "h2o", "xkv", "squeeze:base=local")
 _PREFIXKV = ("full", "prefixkv", "prefixkv:graph=false", "condense")
-_GPU = ("static", "flash")
-_MISTRAL, _SHARES = "mistral-7b-random", (0.2, 0.4, 0.6, 0.8)
+_SQUEEZE, _SHARES = ("full", "squeeze", "local"), (0.2, 0.4, 0.6, 0.8)
+_paper = partial(Setting, unwrapped=("static", "flash"))
 PRESETS: dict[str, tuple[Setting, ...]] = {
     "ci": (Setting("ci", "llama-120m-random", 2048, 33, 1, _CI, rounds=20),),
     "prefixkv": tuple(
-        Setting(
-            f"prefixkv {batch} x ({n} + {new})",
-            model,
-            n,
-            new,
-            batch,
-            _PREFIXKV,
-            _SHARES,
-            unwrapped=_GPU,
-        )
+        _paper(f"prefixkv {batch} x ({n} + {new})", model, n, new, batch, _PREFIXKV, _SHARES)
         for model, batch, n, new in (
             ("llava-1.5-7b-random", 16, 1024, 512),
             ("llava-1.5-7b-random", 48, 624, 256),
             ("llava-1.5-13b-random", 8, 1024, 512),
         )
     ),
-    "xkv": (Setting("xkv", "llama-8b-random", 8192, 128, 16, ("full", "xkv"), unwrapped=_GPU),),
+    "xkv": (_paper("xkv", "llama-8b-random", 8192, 128, 16, ("full", "xkv")),),
     "squeeze": tuple(
-        Setting(
-            f"squeeze batch {n}",
-            _MISTRAL,
-            512,
-            1024,
-            n,
-            ("full", "squeeze", "local"),
-            unwrapped=_GPU,
-        )
+        _paper(f"squeeze batch {n}", "mistral-7b-random", 512, 1024, n, _SQUEEZE)
         for n in (1, 32, 64, 128, 224)
     ),
 }
