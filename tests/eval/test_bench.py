@@ -82,6 +82,11 @@ class TestNumbers:
         assert found["pays_from_steps"] == 4
         assert "to_unwrapped" not in result(base, mine).summary(base)
 
+    def test_a_machine_that_slows_down_between_pairs_does_not_decide_what_pays(self):
+        base = row("u", "unwrapped", prefill_s=[10.0], step_s=[1, 1, 1, 10, 10], cache_bytes=1)
+        mine = row(prefill_s=[10.5], step_s=[0.8, 0.8, 8, 8, 8], cache_bytes=1)
+        assert result(base, mine).summary(mine)["pays_from_steps"] == 3
+
 
 class FakeReply:
     """A reply on a clock of its own: a step takes what its row and the machine's drift say."""
