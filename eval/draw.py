@@ -387,4 +387,4 @@ def layer_scores(model: Any, inputs: Mapping[str, Any], policy: Any) -> list[Ten
         model(**inputs, use_cache=True)
     if not found:
         raise ValueError("the prompt is too short to lose a token, so none is scored")
-    return found
+    return [x.mean(1, keepdim=True) if policy.score.average_heads else x for x in found]

@@ -107,7 +107,7 @@ class Policy:
             ValueError: they cannot.
         """
         score, asked = self.score, f"postpone={self.postpone}"
-        if score.repeats or (self.queries == 0 and score.turn_reduction != "sum"):
+        if score.repeats or (score.queries == 0 and score.turn_reduction != "sum"):
             raise ValueError(
                 f"{asked} lets the queries of generated tokens observe, and score={score.name!r} "
                 "asks none of them: use postpone=0, or score='window' or 'accumulated'"

@@ -154,7 +154,7 @@ def before_attention(
     cache = None if running is None else running.cache
     if running is None or cache is None or found is None:
         return
-    if not (cache.expects_prompt or cache.observes_replies):
+    if not (running.observes or isinstance(cache.phase, Reading)):
         return
     if not getattr(module, "use_rope", True):  # Llama 4's layers with full attention
         return

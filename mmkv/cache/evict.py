@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmkv.cache import selection, token_masks
+from mmkv.cache import selection
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.layer import KeptKV
-from mmkv.cache.padded_blocks import PaddedBlock, group_rows, spare
+from mmkv.cache.padded_blocks import PaddedBlock, gathered, group_rows, spare
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.quantize import QuantizedKV, Stored, relative_error, squares
 from mmkv.cache.token_masks import TokenMasks
@@ -44,8 +44,11 @@ def evict(
     policy, (B, H, U, _) = plan.policy, held.keys.shape
     ranking = selection.ranked(policy, held.scores, held.positions, prompt, sizes, layer_idx, split)
     merge = None if list(sizes) == prompt.lengths else policy.merge
-    with autocast_off(held.keys):
-        kept = ranking.kept(held) if merge is None else merge(held, ranking)
+    if merge is None:
+        kept = ranking.kept(held)
+    else:
+        with autocast_off(held.keys):
+            kept = merge(held, ranking)
     retained = None
     if held.scores is not None and policy.score.ranks:
         alone = kept.indices
@@ -94,19 +97,21 @@ def evict(
     if kept.slot is not None and kept.weights is not None:
         leads = stands.masked_fill(kept.weights < 2, -1)
         group_index = _leaders(kept.slot, leads, held, prompt.valid.shape[1])
+    groups = group_rows(counts)
+    widths = [int(counts[rows].max()) for rows in groups]
+    room = [min(expected, spare(width, prompt.valid.shape[1])) for width in widths]
+    schedules = [_schedule(plan, prompt, counts, anchored, rows) for rows in groups]
+    slots = [x.most(ahead) for x, ahead in zip(schedules, room, strict=True)]
     blocks: list[PaddedBlock] = []
     off = torch.zeros(B * H, 2, 2, device=keys.device)
-    for rows in group_rows(counts):
-        schedule = _schedule(plan, prompt, counts, anchored, rows)
-        width = int(counts[rows].max())
-        ahead = min(expected, spare(width, prompt.valid.shape[1]))
-        empty = (0, schedule.most(ahead) - width)
-        index = send(rows, keys.device)
+    for rows, width, schedule, most in zip(groups, widths, schedules, slots, strict=True):
+        empty = (0, most - width)
+        index = torch.from_numpy(rows).to(keys.device, non_blocking=True)
         at = pad(tokens[index, :width], empty, value=-1)
         where = pad(positions[index, :width], empty, value=-1)
         stored: list[Stored] = []
         for i, x in enumerate((keys, values)):
-            exact = _gather(x, index[:, None], at)
+            exact = gathered(x, index[:, None], at)
             if plan.kv_dtype is None:
                 stored.append(exact)
                 continue
@@ -119,6 +124,7 @@ def evict(
                 where,
                 None if mass is None else pad(mass[index, :width], empty),
                 schedule,
+                width,
                 rows=None if len(rows) == B * H else index,
                 inv_freq=plan.inv_freq,
                 log_weights=None if bias is None else pad(bias[index, :width], empty),
@@ -152,21 +158,6 @@ def _leaders(slot: Tensor, leads: Tensor, held: PromptKV, seen: int) -> Tensor:
     return now.to(torch.int16 if seen < 2**15 else torch.int32)
 
 
-def _gather(x: Tensor, rows: Tensor, at: Tensor) -> Tensor:
-    """The pairs of `rows` [...] at tokens `at` [...] of x [B, H, U, D], in storage of their own.
-
-    [..., D]; where `at` is -1, for an empty slot, any token is copied.
-    """
-    _, H, U, D = x.shape
-    at = at.clamp(min=0)
-    if x.transpose(1, 2).is_contiguous():  # as a projection leaves it
-        place = rows // H * U + at
-        place, flat = place * H + rows % H, x.transpose(1, 2).reshape(-1, D)
-    else:
-        place, flat = rows * U + at, x.reshape(-1, D)
-    return flat.index_select(0, place.flatten()).view(*at.shape, D)
-
-
 def _schedule(
     plan: CacheConfig,
     prompt: TokenMasks,
@@ -188,7 +179,7 @@ def _schedule(
     heads = len(counts) // len(prompt.lengths)
     lengths = np.repeat(prompt.lengths, heads)
     # A prompt that loses nothing fills up what is kept anyway while decoding.
-    whole = token_masks.kept_whole(plan.policy, plan.budget)
+    whole = plan.kept_whole
     capacity, share = np.where(lengths <= whole, whole, counts), None
     if not isinstance(plan.budget, int):
         share = counts / lengths * np.repeat(prompt.granted, heads)

@@ -76,16 +76,17 @@ class PaddedBlock:
         positions: Tensor,
         mass: Tensor | None,
         schedule: SlotSchedule,
+        width: int,
         *,
         rows: Tensor | None = None,
         inv_freq: Tensor | None = None,
         log_weights: Tensor | None = None,
     ) -> PaddedBlock:
-        """Take over storage [R, S, D] that holds kept pairs, and after them empty slots."""
+        """Take over storage [R, S, D] that holds kept pairs, at most `width` of them in a row."""
         if mass is not None and schedule.needs_decode_attention:
             mass = mass.masked_fill(positions < 0, torch.inf)
         block = cls(rows, keys, values, positions, None, mass, schedule, inv_freq, log_weights)
-        block.thaw()
+        block._bias_for(width)
         return block
 
     def freeze(self, seen: int, steps: int) -> None:
@@ -99,12 +100,17 @@ class PaddedBlock:
 
     def thaw(self) -> None:
         """Back to steps that the host drives: shapes follow the schedule's `width`."""
-        self.frozen, self.bias = False, None
+        self.frozen = False
+        self._bias_for(self.schedule.width - 1)
+
+    def _bias_for(self, width: int) -> None:
+        """The bias of steps that look no further than at the new token behind `width` slots."""
+        self.bias = None
         if self.schedule.gapless and self.log_weights is None:
             return
         self.bias = self.slot_bias()
-        if self.schedule.shared:  # what lies behind `width` is never looked at
-            self.bias[:, :, self.schedule.width - 1 :] = 0.0
+        if self.schedule.shared:  # what lies behind is never looked at
+            self.bias[:, :, width:] = 0.0
 
     def slot_bias(self) -> Tensor:
         """[R, 1, S]: -inf where a slot is empty, the logarithm of its weight elsewhere."""
@@ -347,6 +353,21 @@ class PaddedBlock:
             self.log_weights = grown(self.log_weights, 0)
         if self.bias is not None:
             self.bias = grown(self.bias[:, 0], 0 if self.schedule.shared else -torch.inf)[:, None]
+
+
+def gathered(x: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+    """The pairs of `rows` [...] at tokens `at` [...] of x [B, H, U, D], in storage of their own.
+
+    [..., D]; where `at` is -1, for an empty slot, any token is copied.
+    """
+    _, H, U, D = x.shape
+    at = at.clamp(min=0)
+    if x.transpose(1, 2).is_contiguous():  # as a projection leaves it
+        place = rows // H * U + at
+        place, flat = place * H + rows % H, x.transpose(1, 2).reshape(-1, D)
+    else:
+        place, flat = rows * U + at, x.reshape(-1, D)
+    return flat.index_select(0, place.flatten()).view(*at.shape, D)
 
 
 def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = 0.04) -> list[np.ndarray]:

@@ -234,10 +234,10 @@ class PromptKV:
             prompt: what is known of the tokens.
         """
         windows: Sequence[int] = prompt.windows
-        layer = self._inputs(new, with_tail=policy.queries != 0)
+        layer = self._inputs(new)
         if policy.merge is not None and policy.merge.fit:
             self.readers = ReferenceQueries.of(layer, policy.merge.fit, policy.queries)
-        if policy.window_size and layer.query.shape[2] < self.keys.shape[2]:
+        if layer.query.shape[2] < self.keys.shape[2] and policy.window_size:
             # A turn shorter than the window is observed by all the queries it has.
             given = (self.positions[:, 0, -layer.query.shape[2] :] >= 0).sum(-1).tolist()
             windows = [min(w, n) for w, n in zip(windows, given, strict=True)]
@@ -265,7 +265,7 @@ class PromptKV:
         """Keep a chunk's last queries, in storage of their own: the score may need them later."""
         if policy.queries == 0:
             return
-        layer = self._inputs(new, with_tail=True)
+        layer = self._inputs(new)
         last = layer.query.shape[2] if policy.queries is None else policy.queries
         self.tail = Tail(
             layer.query[:, :, -last:].clone(),
@@ -273,14 +273,12 @@ class PromptKV:
             None if layer.rotary is None else layer.rotary.last(last),
         )
 
-    def _inputs(self, new: LayerInputs, *, with_tail: bool) -> LayerInputs:
+    def _inputs(self, new: LayerInputs) -> LayerInputs:
         """A layer's inputs with all tokens held, and with the queries of earlier chunks."""
-        query, rotary = new.query, new.rotary
-        mask = self._mask(query.shape[2], new.mask)
-        if with_tail:
-            query, mask = self._with_tail(query, mask)
-            if rotary is not None and self.tail.rotary is not None:
-                rotary = self.tail.rotary.followed_by(rotary)
+        rotary = new.rotary
+        query, mask = self._with_tail(new.query, self._mask(new.query.shape[2], new.mask))
+        if rotary is not None and self.tail.rotary is not None:
+            rotary = self.tail.rotary.followed_by(rotary)
         return replace(new, query=query, mask=mask, rotary=rotary)
 
     def _mask(self, q: int, among: Tensor | None) -> Tensor | None:

@@ -6,6 +6,7 @@ Shape letters as in `mmkv.scores`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,6 @@ from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs
 from mmkv.parts.slots import send
 from mmkv.policy import Policy, Score
-from mmkv.scores.attention import autocast_off
 
 if TYPE_CHECKING:
     from mmkv.cache.prompt_kv import PromptKV
@@ -108,7 +108,11 @@ def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Te
             score = replace(score, window=window)
         return score(rows)
 
-    with torch.no_grad(), autocast_off(layer.key):
+    # Under autocast, products of float32 would be rounded to 16 bits.
+    exact = nullcontext()
+    if torch.is_autocast_enabled(device.type):
+        exact = torch.autocast(device.type, enabled=False)
+    with torch.no_grad(), exact:
         if len(set(windows)) == 1:
             found = of_rows(windows[0], layer)
         else:
@@ -118,16 +122,15 @@ def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Te
                 parts.append(of_rows(window, layer.rows(torch.tensor(rows, device=device))))
                 order += rows
             found = torch.cat(parts)[torch.tensor(order, device=device).argsort()]
-    _check_scores(policy.score, found, layer.query, layer.key)
+    if not type(policy.score).__module__.startswith(("mmkv.scores.", "mmkv.policies.")):
+        _check_scores(policy.score, found, layer.query, layer.key)
     if policy.score.average_heads and found.shape[1] > 1:
         found = found.mean(dim=1, keepdim=True)
     return found.nan_to_num(nan=0.0, posinf=1e30, neginf=0.0)
 
 
 def _check_scores(score: Score, found: Tensor, query: Tensor, key: Tensor) -> None:
-    """What a score gave can be ranked."""
-    if type(score).__module__.startswith(("mmkv.scores.", "mmkv.policies.")):
-        return  # is tested, and would make a GPU wait
+    """What a score gave can be ranked; not asked of our own, as it makes a GPU wait."""
     B, H, N, _ = key.shape
     name = type(score).__name__
     if not isinstance(found, torch.Tensor) or found.shape not in ((B, H, N), (B, 1, N)):
@@ -173,8 +176,9 @@ def ranked(
         each = 1 if scores is None else scores.shape[1]
         counts = torch.tensor(sizes).minimum(lengths)
         known = counts[:, None].expand(-1, each), anchored[:, None].expand(-1, each)
-    scores, present, must, size = contested(policy, scores, positions, prompt, sizes)
-    protected = prompt.at("protected", positions).expand(present.shape)
+    must, protected = (prompt.at(name, positions) for name in ("must", "protected"))
+    scores, present, must, size = contested(policy, scores, positions, must, sizes)
+    protected = protected.expand(present.shape)
     if split is not None:
         size = split.to(size.device, non_blocking=True)
     elif not (heads.equal or heads.is_global):
@@ -210,7 +214,8 @@ def _split(
         layer_idx: which layer of the model.
     """
     held, H = forced + free.sum(-1), scores.shape[1]
-    spare = send(np.array(sizes), forced.device) - forced.amax(-1)
+    asked = torch.tensor(sizes).to(forced.device, non_blocking=True)
+    spare = asked - forced.amax(-1)
     # Where there is room for all that earlier turns left, nothing is split.
     room = free.sum((1, 2)) <= spare * H
     splits = ~room & (spare > 0)
@@ -240,7 +245,8 @@ def head_sizes(
     competing, forced, free = list[Tensor](), list[Tensor](), list[Tensor]()
     for held, size in zip(layers, sizes, strict=True):
         here = prompt.to(held.positions.device)
-        s, present, must, _ = contested(policy, held.scores, held.positions, here, size)
+        stays = here.at("must", held.positions)
+        s, present, must, _ = contested(policy, held.scores, held.positions, stays, size)
         # By age, the newest last: a row ranks ties as it does alone.
         s = s.masked_fill(must | ~present, float("-inf"))
         competing.append(pad(s, (wide - s.shape[-1], 0), value=-torch.inf).to(device))
@@ -271,10 +277,14 @@ def contested(
     policy: Policy,
     scores: Tensor | None,
     positions: Tensor,
-    prompt: TokenMasks,
+    must: Tensor,
     sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What one layer's heads have to choose from, before sizes are split; arguments as in `ranked`.
+    """What one layer's heads have to choose from, before sizes are split.
+
+    Args:
+        policy, scores, positions, sizes: see `ranked`.
+        must: bool [B, 1 or H, U], which tokens stay.
 
     Returns:
         scores: float [B, 1 or H, U].
@@ -287,9 +297,10 @@ def contested(
         scores = torch.zeros(B, P, U, device=positions.device)
     heads = max(P, scores.shape[1])
     present = (positions >= 0).expand(B, heads, U)
-    must = prompt.at("must", positions).expand(B, heads, U)
+    must = must.expand(B, heads, U)
     # A head cannot keep more than earlier turns left it.
-    size = send(np.array(sizes), positions.device)[:, None].minimum(present.sum(-1))
+    asked = torch.tensor(sizes).to(positions.device, non_blocking=True)
+    size = asked[:, None].minimum(present.sum(-1))
     if policy.recent:
         # The most recent tokens take their share of what is left over by the tokens kept anyway.
         share = torch.minimum((policy.recent * size).long(), size - must.sum(-1))

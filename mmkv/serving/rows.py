@@ -67,7 +67,7 @@ class RowCaches(CompressedCache):
         """Before one token of each row."""
         if mask is not None or q != 1:
             raise ValueError("a batch of rows takes one token a row, and no attention_mask")
-        running.cache = self
+        running.cache, running.observes = self, self.observes_replies
         self._passes = {i: ForwardPass(entered=True, parts=running.parts) for i in self.rows}
         if self.first:
             self.pool.step()
