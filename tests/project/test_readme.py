@@ -453,7 +453,7 @@ class TestServing:
     def test_the_metrics(self, address):
         with urllib.request.urlopen(f"{address}/metrics", timeout=20) as answer:
             page = answer.read().decode()
-        table = between(TEXTS["docs/serving.md"], "## Watch", "## Who may ask")
+        table = between(TEXTS["docs/serving.md"], "## Metrics", "## Access")
         named = set(re.findall(r"`(mmkv_\w+)`", table))
         there = set(re.findall(r"^(mmkv_\w+?)(?:_bucket)?[ {]", page, re.MULTILINE))
         derived = r"_(created|sum|count)$"
