@@ -209,13 +209,6 @@ def test_what_is_no_model_says_what_to_call(given, message):
         assert len(str(error.value)) <= 200  # two lines of 100 characters
 
 
-def test_a_processor_is_no_model():
-    from helpers.evaluation import make_tokenizer
-
-    with pytest.raises(ValueError, match=r"not a TokenizersBackend: .*from_pretrained"):
-        mmkv.wrap(make_tokenizer(), "h2o", 0.3)
-
-
 def test_a_decoder_alone_says_which_class_to_load(text_model):
     with pytest.raises(ValueError, match=r"cannot wrap a LlamaModel: load it as LlamaForCausalLM"):
         mmkv.wrap(text_model.model, "h2o", 0.3)
@@ -233,17 +226,6 @@ class TestASharedConfig:
         second.generation_config.pad_token_id = 0
         assert first.config is second.config
         return first, second
-
-    def test_wrapping_one_leaves_the_other(self, pair):
-        first, second = pair
-        plain, full = answer(second)
-        with mmkv.wrapped(first, "h2o", 0.3):
-            assert second.config._attn_implementation == "sdpa"
-            assert second.model.layers[0].self_attn.config._attn_implementation == "sdpa"
-            logits, cache = answer(second)
-            assert answer(first)[1].report().kept_fraction < 0.4
-        assert torch.equal(logits, plain)
-        assert type(cache) is type(full)
 
     def test_both_are_wrapped_and_unwrapped_in_any_order(self, pair):
         first, second = pair
@@ -354,12 +336,9 @@ class TestPoliciesOfOtherPackages:
         slow_except(
             [
                 ("import no_such_module", r"ModuleNotFoundError: No module named 'no_such_module'"),
-                ("1 / 0", r"ZeroDivisionError: division by zero"),
                 ("raise SystemExit('out')", r"SystemExit: out"),
                 ("Mine = dict", r"TypeError: acme_code:Mine is not a subclass of mmkv\.Policy"),
-                ("Mine = 3", r"TypeError: acme_code:Mine is not a subclass"),
                 ("", r"AttributeError: .*Mine"),
-                (GOOD + "    def __post_init__(self): raise ValueError('no')", r"ValueError: no"),
                 (
                     GOOD + "mmkv.register_policy('other')(Mine); 1 / 0",
                     r"ZeroDivisionError: division by zero",
@@ -368,7 +347,7 @@ class TestPoliciesOfOtherPackages:
             ("Mine = dict", r"TypeError: acme_code:Mine is not a subclass of mmkv\.Policy"),
             several=True,
         ),
-        ids=["import", "code", "exit", "dict", "number", "nothing", "defaults", "half"],
+        ids=["import", "exit", "dict", "nothing", "half"],
     )
     def test_a_broken_one_is_skipped_until_it_is_asked_for(self, install, run, module, why):
         install("acme-policies", "mine = acme_code:Mine", acme_code=textwrap.dedent(module))
@@ -484,10 +463,7 @@ class TestBudgets:
             (1, 1),
             (np.float16(0.2), 0.2),
             (np.float32(0.2), 0.2),
-            (np.float64(0.2), 0.2),
             (np.int64(40), 40),
-            (np.uint8(40), 40),
-            (Fraction(1, 5), 0.2),
             (Fraction(1), 1.0),
             (Decimal("0.2"), 0.2),
             (Decimal(1), 1.0),
@@ -501,10 +477,8 @@ class TestBudgets:
         ("given", "message"),
         [
             (True, r"budget=True: expected a float in \(0, 1\] or an int"),
-            (np.True_, r"budget=.*True.*: expected a float"),
             ("0.2", r"budget='0.2': expected a float"),
             ([0.2], r"budget=\[0.2\]: expected a float"),
-            (0.2j, r"budget=0.2j: expected a float"),
             (0, r"budget=0: an int is the number of tokens kept, at least 1"),
             (np.int64(-3), r"budget=-3: an int"),
             (1.5, r"budget=1.5: a float is the fraction kept, in \(0, 1\]"),
@@ -522,23 +496,10 @@ class TestBudgets:
             with pytest.raises(ValueError, match=message):
                 mmkv.wrap(text_model, policy, given)
 
-    @pytest.mark.parametrize("given", [np.float32(0.4), Fraction(2, 5), np.int64(24)])
-    def test_they_compress_alike(self, text_model, given):
-        plain = 24 if isinstance(given, np.integer) else 0.4
-        with mmkv.wrapped(text_model, "h2o", plain):
-            expected, cache = answer(text_model)
-        with mmkv.wrapped(text_model, "h2o", given):
-            logits, found = answer(text_model)
-        assert torch.equal(logits, expected)
-        assert found.report().to_dict() == cache.report().to_dict()
-        assert json.dumps(found.report().to_dict()["budget"]) == json.dumps(plain)
-
     @pytest.mark.parametrize(
         ("text", "meant"),
         [
             ("0.2", 0.2),
-            (".2", 0.2),
-            ("2e-1", 0.2),
             ("20%", 0.2),
             (" 20 % ", 0.2),
             ("28.7%", 0.287),
@@ -557,16 +518,13 @@ class TestBudgets:
         [
             ("much", r"budget 'much': expected a fraction such as 0.2 or 20%, or a number of tok"),
             ("", r"budget '': expected"),
-            ("%", r"budget '%': expected"),
             ("x%", r"budget 'x%': expected"),
             ("1/5", r"budget '1/5': expected"),
-            ("0", r"budget=0:"),
             ("-5", r"budget=-5:"),
             ("1.5", r"budget=1.5:"),
             ("150%", r"budget=1.5:"),
             ("0%", r"budget=0.0:"),
             ("nan", r"budget=nan:"),
-            ("nan%", r"budget=nan:"),
         ],
     )
     def test_not_on_a_command_line(self, text, message):
@@ -633,6 +591,11 @@ class TestProfiles:
             (b"", r"no JSON \(Expecting value"),
             (b"\x80\x00", r"no JSON \('utf-8' codec"),
             (b"[[[", r"no JSON \("),
+            (b"[]", r"no layers"),
+            (b'[0.5, "x", 0.1]', r".*expected a number, got 'x'"),
+            (b"[0.5, NaN, 0.1]", r".*expected a number"),
+            ({"version": 9}, r".*version 9"),
+            ({"fractions": 3}, r".*not a list"),
             (b"[0.5, 0.5]", r"it has 2 layers, this model compresses 3$"),
             (b"[0.5, 2.0, 0.1]", r"layer 1 keeps -1.0, expected a number in \[0, 1\]$"),
             (b"[1, 1, 1]", r"budget=0.0, expected"),

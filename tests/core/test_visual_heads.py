@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mmkv
-from helpers.masking import masked_logits
 from helpers.models import IMAGE, make_inputs, make_model
-from helpers.oracle import ROWS, generate
+from helpers.oracle import generate
 from mmkv import adapters
 from mmkv.builtin import load_builtin
 from mmkv.profiles import Profile
@@ -133,19 +132,6 @@ def test_every_head_has_its_floor_and_the_rest_goes_by_visual_scores(rho):
             assert abs(counts[h] - wanted) <= 1.5
         total += sum(counts)
     assert total == budget * L * H
-
-
-@pytest.mark.parametrize("budget", [0.3, 40])
-def test_eviction_equals_masking_with_a_profile(budget):
-    model, inputs = make_model("llava-llama"), make_inputs("llava-llama", ROWS["padded"])
-    with mmkv.wrapped(model, "sparsemm", budget, profile=profile_of(model), window=4):
-        logits, tokens, cache, held = generate(model, inputs, new=8)
-        second = torch.cat([inputs["input_ids"], tokens, torch.full((3, 9), 11)], dim=1)
-        generate(model, {"input_ids": second}, new=2, past_key_values=cache)
-    expected = masked_logits(model, inputs, tokens, held)
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-    sizes = [[int(n) for n in (kept[0] >= 0).sum(-1)] for kept in held[0]]
-    assert sizes[1][0] == max(map(max, sizes)) > sizes[0][1] == min(map(min, sizes))
 
 
 def test_without_a_profile_heads_are_equal_and_it_is_said(caplog):
