@@ -1,0 +1,63 @@
+"""How far a prompt travels through the code, from `wrap` to a kept slot and one decode step."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import mmkv
+from mmkv.builtin import example_pictures
+
+HOME = Path(mmkv.__file__).resolve().parent
+OWN = (f"{HOME}/", f"{HOME.parent}/policies/")
+# Files run through, and changes of the running file per layer of a prompt and of a step.
+MOST = {"snapkv": (33, 44, 8), "condense": (38, 82, 13)}
+
+
+def traced(call) -> list[str]:
+    """The files of the package that a call runs through, in order, without repeats in a row."""
+    way: list[str] = []
+
+    def seen(frame, event, _):
+        name = os.path.realpath(frame.f_code.co_filename) if event == "call" else ""
+        if name.startswith(OWN) and name.endswith(".py") and way[-1:] != [name]:
+            way.append(name)
+
+    sys.setprofile(seen)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return way
+
+
+@pytest.mark.parametrize("policy", MOST)
+def test_a_prompts_way_is_no_longer_than_it_was(policy):
+    model, processor = mmkv.load_builtin()
+    picture = Image.open(sorted(example_pictures())[0])
+    parts = [{"type": "image", "image": picture}, {"type": "text", "text": "Describe the picture."}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": parts}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+
+    def generate(new: int) -> torch.Tensor:
+        return model.generate(**inputs, max_new_tokens=new, do_sample=False)
+
+    with mmkv.wrapped(model, policy, 0.2):
+        generate(4)  # what is made once is made
+    wrap = traced(lambda: mmkv.wrap(model, policy, 0.2))
+    prompt, both = (traced(lambda new=new: generate(new)) for new in (1, 2))
+    mmkv.unwrap(model)
+    layers = model.config.get_text_config().num_hidden_layers
+    step = (len(both) - len(prompt)) / layers
+    found = len({*wrap, *prompt, *both}), round(len(prompt) / layers), round(step)
+    assert all(n <= most for n, most in zip(found, MOST[policy], strict=True)), found
