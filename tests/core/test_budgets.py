@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, example, given, settings
@@ -405,16 +404,6 @@ def test_what_a_budget_means_for_generated_tokens(models, policy, options, lengt
                     assert got == wanted
 
 
-@pytest.mark.slow
-def test_an_int_budget_is_a_number_of_tokens_by_ratio_too(models):
-    """Held is the budget, or the prompt and the `distance` most recent tokens."""
-    model = models("llama")
-    for n, distance, most in ((30, 25, 55), (30, 5, 40), (100, 25, 65), (100, 5, 45)):
-        with mmkv.wrapped(model, "elastic", 40, distance=distance):
-            *_, cache, _ = generate(model, make_inputs("llama", (n,)), new=60)
-        assert [int((cache.kept(i) >= 0).sum()) for i in range(L)] == [most * H] * L
-
-
 def test_the_share_of_generated_tokens_is_the_budgets_where_more_had_to_be_kept(models):
     """A prompt of text alone, all of it protected: the answer to it is held by a fifth."""
     model, inputs = models("llava-llama"), make_inputs("llama", (30,))
@@ -422,34 +411,6 @@ def test_the_share_of_generated_tokens_is_the_budgets_where_more_had_to_be_kept(
         *_, held = generate(model, inputs, new=200)
     assert [len(held[t][0][0, 0]) for t in (0, 5, 6, 110, 150)] == [30, 35, 35, 35, 36]
     assert len(held[-1][0][0, 0]) == round(0.2 * 229)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40)), min_size=1, max_size=3),
-    st.none() | st.integers(1, 60),
-    st.integers(0, 12),
-    st.integers(0, 130),
-    st.integers(1, 100),
-)
-@pytest.mark.slow
-def test_a_ratio_schedule_says_how_many_slots_it_will_need(sizes, number, distance, done, steps):
-    counts = np.array([min(kept, seen) for kept, seen in sizes])
-    lengths = np.array([seen for _, seen in sizes])
-    policy = mmkv.get_policy("prefixkv", distance=distance)
-    schedule = policy.decode.schedule(
-        policy,
-        counts=counts,
-        lengths=lengths,
-        protected=counts,
-        capacity=counts if number is None else np.maximum(counts, number),
-        share=counts / lengths if number is None else None,
-    )
-    schedule.advance(done)
-    most = schedule.most(steps)
-    for _ in range(steps):
-        assert schedule.width <= most
-        schedule.advance()
 
 
 def official_pyramid(n_layers, mean, window, n, beta):
@@ -475,65 +436,3 @@ def test_pyramidkv_is_the_official_series(policy, n_layers, mean, window, n, bet
     wanted = official_pyramid(n_layers, mean, window, n, beta)
     assert all(abs(x - y) < 1 for x, y in zip(sizes, wanted, strict=True))
     assert sum(sizes) == n_layers * mean
-
-
-def test_pyramidkv_keeps_the_official_series(models):
-    """In a model: the example of a window of 8 and a mean of 64, and a first layer that is full."""
-    model = models("llama")
-    for n, sizes in ((200, [117, 64, 11]), (100, [100, 64, 28])):
-        with mmkv.wrapped(model, "pyramidkv", 64), torch.no_grad():
-            cache = model(**make_inputs("llama", (n,)), use_cache=True).past_key_values
-        assert [int((cache.kept(i)[0, 0] >= 0).sum()) for i in range(L)] == sizes
-
-
-@pytest.mark.parametrize("retention", [0.3, 0.6, 0.95])
-def test_retention_counts_what_competes_beside_what_must_stay(models, retention):
-    """XKV's target: the fewest tokens beside sinks and window that retain it on average."""
-    model, inputs, n, window, sinks = models("llama"), make_inputs("llama", (60,)), 60, 6, 2
-    with torch.no_grad():
-        attentions = make_model("llama", "eager")(**inputs, output_attentions=True).attentions
-    options = {"window": window, "sinks": sinks, "kernel_size": 3, "retention": retention}
-    with mmkv.wrapped(model, "xkv", **options), torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
-    entries = []  # of each layer the mean over heads of the largest, second largest, ... score
-    for layer in range(L):
-        heads = [
-            window_scores(attentions[layer][0], h, n, window, 3, "avg", False)[sinks:]
-            for h in range(H)
-        ]
-        ranked = [sorted(x, reverse=True) for x in heads]
-        means = [sum(x) / H for x in zip(*ranked, strict=True)]
-        entries += [(x / sum(means), layer) for x in means]
-    entries.sort(reverse=True)
-    reached, counts = 0.0, [0] * L
-    for share, layer in entries:
-        if reached / L >= retention:
-            break
-        reached += share
-        counts[layer] += 1
-    got = [(cache.kept(i)[0] >= 0).sum(-1).tolist() for i in range(L)]
-    assert got == [[window + sinks + count] * H for count in counts]
-
-
-@pytest.mark.parametrize("policy", ["snapkv", "h2o", "prefixkv"])
-def test_a_prompt_one_token_above_an_int_budget_loses_the_least_of_them(models, policy):
-    """At the budget nothing goes; one token more, and each layer and head drops its least one."""
-    model, options = models("llama"), {"window": 4} if policy == "snapkv" else {}
-    if policy == "prefixkv":
-        options = {"layers": "uniform", "average_heads": False}
-    for n in (19, 20, 21):
-        inputs = make_inputs("llama", (n,), seed=3)
-        with mmkv.wrapped(model, policy, 20, **options), torch.no_grad():
-            cache = model(**inputs, use_cache=True).past_key_values
-        with torch.no_grad():
-            attentions = make_model("llama", "eager")(**inputs, output_attentions=True).attentions
-        for layer in range(L):
-            for h in range(H):
-                kept = set(cache.kept(layer)[0, h].tolist())
-                mean = attentions[layer][0, h * G : (h + 1) * G].mean(0)
-                scores = mean.sum(0).tolist()
-                late = {"snapkv": 4, "h2o": 10, "prefixkv": 0}[policy]
-                if policy == "snapkv":
-                    scores = window_scores(attentions[layer][0], h, n, 4, 7, "max", False)
-                least = min(range(n - late), key=lambda j: (scores[j], -j))
-                assert kept == set(range(n)) - ({least} if n == 21 else set())

@@ -110,19 +110,6 @@ def test_many_questions_at_once_are_one_by_one(models, policy):
     assert all(torch.equal(x, held_by(context.cache, i)) for i, x in enumerate(before))
 
 
-@pytest.mark.parametrize("policy", slow_except(POLICIES, "condense"))
-def test_at_full_budget_it_is_the_whole_prompt(models, policy):
-    model, inputs, asked = models("llava-llama"), make_inputs("llava-llama", (70, 33)), question(8)
-    asked = {k: x.expand(2, -1) for k, x in asked.items()}
-    whole = {k: torch.cat([inputs[k], asked[k]], 1) for k in asked}
-    whole["pixel_values"] = inputs["pixel_values"]
-    plain, words, *_ = generate(model, whole, new=NEW)
-    with mmkv.wrapped(model, policy, 1.0):
-        logits, tokens, _ = ask(mmkv.read(model, inputs), asked)
-    torch.testing.assert_close(logits, plain, atol=1e-4, rtol=0)
-    assert torch.equal(tokens, words)
-
-
 @pytest.mark.parametrize("name", slow_except(zoo.FEW, "LlavaForConditionalGeneration"))
 def test_every_kind_of_model(name):
     model = zoo.model_of(name)

@@ -11,8 +11,8 @@ from helpers.sizes import row_sizes
 from mmkv import sizes as allocation
 from mmkv.cache.layer_sizes import competing
 from mmkv.cache.prompt_kv import PromptKV
-from mmkv.cache.selection import head_sizes, importance, ranked, retained
-from mmkv.cache.token_masks import TokenMasks, keeps_everything, total_kept
+from mmkv.cache.selection import importance, ranked, retained
+from mmkv.cache.token_masks import TokenMasks, keeps_everything
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policy import Policy, Score
 from mmkv.registry import get_policy
@@ -103,15 +103,6 @@ def test_what_must_stay_of_a_prompt_and_of_the_turn_after_it(options) -> None:
     check_marks(turn, policy, [policy.window_size] * 3)
 
 
-def test_without_pictures_nothing_is_an_image() -> None:
-    found = TokenMasks.of(EVERYTHING, torch.ones(2, 5, dtype=torch.bool), budget=0.5, n_layers=L)
-    assert not found.image.any()
-    assert not found.must.any()
-    assert found.lengths == [5, 5]
-    assert found.floors == [0, 0]
-    assert found.granted == [1.0, 1.0]
-
-
 @pytest.mark.parametrize("budget", [0.2, 0.5, 0.9, 1.0, 1, 2, 5, 6, 30, None])
 def test_the_window_shrinks_where_the_budget_is_below_what_must_stay(budget) -> None:
     """To half of the budget, at least one token; `granted` is how much of the floor it pays for."""
@@ -132,36 +123,6 @@ def test_the_window_shrinks_where_the_budget_is_below_what_must_stay(budget) -> 
         granted.append(min(1.0, asked / (L * must)))
     check_marks(found, policy, windows)
     assert found.granted == pytest.approx(granted)
-
-
-def test_rows_and_devices_take_all_along() -> None:
-    policy = Policy.of(window=3, sinks=1, protect="instruction")
-    g = generator(1)
-    valid, image = left_padded(4, 12, g), some((4, 12), 0.6, g)
-    found = TokenMasks.of(policy, valid, image, budget=0.3, n_layers=L)
-    assert len(set(found.lengths)) > 1
-    assert found.to(torch.device("cpu")) is found
-    moved = found.to(torch.device("meta"))
-    assert moved.must.device.type == moved.valid.device.type == "meta"
-    assert moved.lengths == found.lengths
-    choice = [3, 0, 0]
-    rows = found.rows(torch.tensor(choice))
-    for name in ("valid", "image", "asked", "must", "protected"):
-        assert torch.equal(getattr(rows, name), getattr(found, name)[choice])
-    for name in ("lengths", "windows", "floors", "granted"):
-        assert getattr(rows, name) == [getattr(found, name)[b] for b in choice]
-
-
-def test_marks_at_positions() -> None:
-    valid = torch.tensor([[False, True, True], [True, True, False]])
-    found = TokenMasks.of(EVERYTHING, valid, budget=1.0, n_layers=L)
-    positions = torch.tensor([[[0, 1, 2, -1], [2, 2, -1, 0]], [[0, -1, 1, 2], [1, 0, 2, -1]]])
-    want = [
-        [[False, True, True, False], [True, True, False, False]],
-        [[True, False, True, False], [True, True, False, False]],
-    ]
-    assert found.at("valid", positions).tolist() == want
-    assert found.at("valid", positions[:, :1]).tolist() == [row[:1] for row in want]
 
 
 # Scores
@@ -227,41 +188,7 @@ def test_scores_are_made_finite_and_need_no_gradient() -> None:
         spoiled[0, 0, 0, 0] = 0.0
 
 
-@pytest.mark.parametrize(
-    ("gives", "message"),
-    [
-        (torch.zeros(1, 4), r"returned \(1, 4\) .*\(1, 2, 4, 8\).*\(1, 2, 4\), or \(1, 1, 4\)"),
-        (torch.zeros(1, 3, 4), r"returned \(1, 3, 4\)"),
-        (torch.zeros(1, 2, 5), r"returned \(1, 2, 5\)"),
-        ([0.0] * 4, r"returned list"),
-        (torch.zeros(1, 2, 4, dtype=torch.long), r"returned torch.int64: expected floating"),
-    ],
-)
-def test_scores_that_cannot_be_ranked_are_refused(gives, message) -> None:
-    query, key = attention_inputs(1, 4)
-    valid = torch.ones(1, 4, dtype=torch.bool)
-    layer = LayerInputs(query=query, key=key, value=key, valid=valid)
-    with pytest.raises(ValueError, match="Own " + message):
-        importance(Policy(score=Own(gives)), layer, [0])
-
-
 # Sizes
-
-
-def test_a_budget_is_a_fraction_or_a_number() -> None:
-    assert total_kept(Policy(), 0.25, 4, 10) == 10
-    assert total_kept(Policy(), 0.26, 4, 10) == 10
-    assert total_kept(Policy(), 1.0, 4, 10) == 40
-    assert total_kept(Policy(), 7, 4, 10) == 28
-    assert total_kept(Policy(), 70, 4, 10) == 40
-
-
-def test_what_keeps_everything() -> None:
-    assert keeps_everything(EVERYTHING, 1.0)
-    assert not keeps_everything(EVERYTHING, 0.99)
-    assert not keeps_everything(EVERYTHING, 1)
-    assert not keeps_everything(EVERYTHING, None)
-    assert keeps_everything(KeepsAll(), 0.2)
 
 
 def sizes(budget, *, floor=2, policy=None, more=None, **options):
@@ -451,56 +378,6 @@ def test_a_layer_keeps_what_must_stay_and_then_the_best(options, heads) -> None:
                 assert anchored[b, h] == int(stays.sum())
         assert torch.equal(scores, kept[0])
         assert torch.equal(positions, kept[1])
-
-
-GLOBAL = [
-    {**H2O, "heads": "global"},
-    {**H2O, "heads": "global", "recent": 0.4, "sinks": 2},
-    {"window": 3, "heads": "global", "protect": "instruction"},
-]
-
-
-@pytest.mark.parametrize("options", GLOBAL, ids=str)
-@pytest.mark.parametrize("held", [1, 3])
-def test_the_heads_of_all_layers_share_the_total(options, held) -> None:
-    """... by their best tokens, older ones first among equals; layers may differ in number."""
-    policy = Policy.of(**options)
-    for seed in range(8):
-        g = generator(seed)
-        prompt = prompt_of(policy, 30, g)
-        layers, sizes = [], []
-        for U in (18, 12, 20):
-            positions = tokens(2, held, U, 30, g)
-            positions = positions.masked_fill(~prompt.at("valid", positions), -1)
-            positions = positions.sort(dim=-1).values
-            must = prompt.at("must", positions).sum(-1).amax(-1)
-            sizes.append([int(m) + int(torch.randint(0, 9, (1,), generator=g)) for m in must])
-            scores = torch.randn(2, 3, U, generator=g)
-            scores = scores.mul(2).floor() if seed % 2 else scores
-            pairs = torch.zeros(2, 3, U, 4)
-            layers.append(PromptKV(pairs, pairs, positions, scores))
-        if seed == 5:
-            sizes = [[30, 30]] * 3  # all there is
-        got = head_sizes(layers, policy, prompt, sizes)
-        for b in range(2):
-            free, forced, offered = [], {}, 0
-            for i, x in enumerate(layers):
-                for h in range(3):
-                    where = x.positions[b, min(h, held - 1)].tolist()
-                    here = [u for u, p in enumerate(where) if p >= 0]
-                    must = [u for u in here if prompt.must[b, where[u]]]
-                    size = min(sizes[i][b], len(here))
-                    rest = [u for u in here if u not in must]
-                    share = max(0, min(int(policy.recent * size), size - len(must)))
-                    must, rest = must + rest[len(rest) - share :], rest[: len(rest) - share]
-                    forced[i, h], back = len(must), len(where)
-                    free += [(-float(x.scores[b, h, u]), u - back, i, h) for u in rest]
-                    offered += len(here)
-            total = min(3 * sum(size[b] for size in sizes), offered)
-            owners = [at[2:] for at in sorted(free)[: total - sum(forced.values())]]
-            for i, h in forced:
-                assert got[i][b, h] == forced[i, h] + owners.count((i, h)), (seed, b, i, h)
-            assert sum(int(x[b].sum()) for x in got) == total
 
 
 def test_without_scores_everything_is_kept_by_age() -> None:

@@ -78,14 +78,6 @@ def test_eviction_equals_masking(doubles, variant, kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", BITS)
-@pytest.mark.parametrize("policy", slow_except(["prefixkv", "h2o"], "h2o"))
-def test_a_full_cache_in_few_bits(doubles, policy, kv_dtype):
-    inputs = exact(make_inputs("llama", ROWS))
-    cache = agrees(doubles("llama"), inputs, Variant(policy, (), 1.0), kv_dtype)
-    assert cache.report().kept_fraction == 1.0
-
-
-@pytest.mark.parametrize("kv_dtype", BITS)
 @pytest.mark.parametrize(
     "policy", slow_except(["prefixkv", "streaming", "adakv", "xkv"], "prefixkv")
 )

@@ -12,14 +12,10 @@ from torch import nn
 
 import mmkv
 from helpers import zoo
-from helpers.marks import slow_except
-from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model
-from helpers.oracle import ROWS, generate, short
 from mmkv import adapters
 from mmkv.attach import copy_probe
 from mmkv.loading import cache_folder
-from mmkv.policy import Policy
 from mmkv.profiles import Profile
 from mmkv.sizes.profiled import HeadsByWeight
 
@@ -82,17 +78,6 @@ def test_copy_scores_equal_the_loop(softcap):
     query, key = (torch.randn(1, h, 17, 8, generator=g) * 2 for h in (4, 2))
     found = copy_probe.copy_scores(query, key, 8, scale=0.5, softcap=softcap)
     assert found.tolist() == pytest.approx(naive_scores(query, key, 8, 0.5, softcap), abs=1e-5)
-
-
-def test_a_head_that_copies_is_found():
-    """Keys are one-hot by token; queries of one head look for the next token's twin."""
-    n, ids = 16, torch.arange(16)
-    ids = torch.cat([torch.tensor([20]), ids, ids])
-    key = torch.stack([torch.eye(32)[ids], torch.eye(32)[ids]])[None]
-    query = torch.stack([torch.eye(32)[(ids + 1) % 16], torch.zeros(33, 32)])[None]
-    copies, idle = copy_probe.copy_scores(query, key, n, scale=50.0, softcap=None).tolist()
-    assert copies > 0.9
-    assert idle < 0.2
 
 
 def test_a_trained_copier_is_found_by_the_probe_of_a_model():
@@ -262,32 +247,6 @@ def test_a_failed_probe_leaves_the_model_as_it_was(monkeypatch):
         mmkv.wrap(model, budget=0.2)
     assert not mmkv.is_wrapped(model)
     assert [dict(vars(x)) for x in model.modules()] == before
-
-
-def differing() -> list[str]:
-    """Policies whose heads may differ."""
-    return [n for n in mmkv.list_policies() if not _ranks_once(mmkv.get_policy(n))]
-
-
-def _ranks_once(policy: Policy) -> bool:
-    return policy.keeps_all or policy.score.average_heads
-
-
-@pytest.mark.parametrize("rows", slow_except(ROWS, "padded"))
-@pytest.mark.parametrize("policy", slow_except(differing(), "condense", "snapkv", "h2o", "kvzip"))
-def test_eviction_equals_masking(policy, rows):
-    """Every policy whose heads may differ, with heads by the probe."""
-    model, inputs = make_model("llama"), make_inputs("llama", ROWS[rows])
-    options = {**short(policy), "heads": "retrieval", "profile": profile_of(model)}
-    if policy == "lookm":
-        options["merge"] = "none"  # what is merged is no key of the full cache
-    with mmkv.wrapped(model, policy, 0.3, **options):
-        assert isinstance(heads_of(model), HeadsByWeight)
-        logits, tokens, _, held = generate(model, inputs, new=8)
-    expected = masked_logits(model, inputs, tokens, held)
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-    sizes = [[int((row >= 0).sum()) for row in layer[0]] for layer in held[0]]
-    assert sizes[1][0] > sizes[1][1], "a head that copies keeps more"
 
 
 def test_policies_that_rank_once_are_refused():

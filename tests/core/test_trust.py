@@ -63,20 +63,6 @@ class TestOurAttentionRuns:
             with pytest.raises(ValueError, match=r"changed to 'flex_attention'.*sdpa.*mmkv.unwrap"):
                 call()
 
-    @pytest.mark.parametrize("change", ["method", "config"])
-    def test_wrapping_again_works(self, text_model, change):
-        inputs = make_inputs("llama", (40,))
-        mmkv.wrap(text_model, "snapkv", 1.0)
-        if change == "method":
-            text_model.set_attn_implementation("eager")
-        else:
-            text_model.config._attn_implementation = "eager"
-        mmkv.unwrap(text_model)
-        assert text_model.config._attn_implementation == "eager"  # the user's choice stays
-        plain = generate(text_model, inputs, new=6)[0]
-        mmkv.wrap(text_model, "snapkv", 1.0)
-        torch.testing.assert_close(generate(text_model, inputs, new=6)[0], plain)
-
     @pytest.mark.parametrize("policy", ["snapkv", "prefixkv"])
     def test_a_cache_that_outlives_its_wrap_is_refused(self, text_model, policy):
         inputs = make_inputs("llama", (40,))
