@@ -11,18 +11,18 @@ MODELS = "builtin, smollm2, a folder, a .gguf file, or an id that transformers l
 ModelOption = Annotated[str, typer.Option(help=f"{MODELS}.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-PolicyName = Annotated[str, typer.Option(help="See `mmkv policies`.")]
+PolicyName = Annotated[str, typer.Option(help="Eviction policy; `mmkv policies` lists them.")]
 BudgetOption = Annotated[
     str | None,
     typer.Option(
-        help="What is kept: 0.2 or 20% is a fraction, 200 a number of tokens per layer and "
-        "head. [default: 0.2, or the profile's]"
+        help="How much to keep: a fraction of the prompt (0.2 or 20%), or the mean number of "
+        "tokens per layer and head (200). [default: 0.2, or the profile's]"
     ),
 ]
 PairsOption = Annotated[
     list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of the policy.")
 ]
-ProfileOption = Annotated[Path | None, typer.Option(help="Measured layer or head sizes.")]
+ProfileOption = Annotated[Path | None, typer.Option(help="File of measured layer or head sizes.")]
 KvDtypeOption = Annotated[
-    str | None, typer.Option(help="int8 or int4: hold what is kept in 8 or 4 bits.")
+    str | None, typer.Option(help="int8 or int4: store kept keys and values in 8 or 4 bits.")
 ]

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
 PICTURES = Path(__file__).parent / "pictures"
-# For whoever shows it a photo.
-KNOWS = "the built-in model knows drawn, coloured shapes and look-ups in made-up texts alone"
+# Printed below its answers, since photos get meaningless ones.
+KNOWS = "the built-in model knows only drawn, coloured shapes and look-ups in made-up texts"
 
 __all__ = ["KNOWS", "PICTURES", "WEIGHTS", "example_pictures", "load_builtin"]
 

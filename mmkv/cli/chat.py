@@ -1,6 +1,6 @@
 """`mmkv chat`: one question with both caches or, without one, questions and commands line by line.
 
-With `--context` pictures are read once, kept in a file, and asked about any time.
+With `--context` pictures are read once and saved compressed, for questions at any later time.
 """
 
 from __future__ import annotations
@@ -43,46 +43,47 @@ def chat(
         list[str] | None,
         typer.Argument(
             metavar="PICTURE|QUESTION",
-            help="Pictures, and last the question; - reads the question from standard input. "
-            "Without any, questions and commands are read line by line.",
+            help="Pictures, then the question; - reads the question from standard input. "
+            "Without arguments, questions and commands are read line by line.",
             show_default=False,
         ),
     ] = None,
     image: Annotated[
-        list[Path] | None, typer.Option(metavar="PATH", help="One more picture, before the others.")
+        list[Path] | None,
+        typer.Option(metavar="PATH", help="A picture before the others."),
     ] = None,
     policy: PolicyName = "condense",
     budget: BudgetOption = None,
     option: PairsOption = None,
     protect: Annotated[
-        str | None, typer.Option(help="instruction keeps the prompt's text; none does not.")
+        str | None, typer.Option(help="instruction: always keep the prompt's text; none: do not.")
     ] = None,
     profile: ProfileOption = None,
     kv_dtype: KvDtypeOption = None,
     model: ModelOption = "builtin",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 80,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 80,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[
         int,
-        typer.Option(min=_LEAST_SEED, max=_MOST_SEED, help="For a temperature above 0."),
+        typer.Option(min=_LEAST_SEED, max=_MOST_SEED, help="Seed of a temperature above 0."),
     ] = 0,
     out: Annotated[
         Path,
-        typer.Option(help="Folder of the figures, or the file of a single one (.png, .jpg, ...)."),
+        typer.Option(help="Folder for the figures, or a file for a single one (.png, .jpg, ...)."),
     ] = Path("out"),
     context: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Read the pictures without the question into this file, and ask about what it "
-            "holds; once it is there, without them.",
+            help="Save the compressed pictures, read without the question, to this file and answer "
+            "from it; if the file exists, answer from it without pictures.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Answer a question with the full cache and with a compressed one, and show what was kept."""
+    """Answer a question with the full and a compressed cache. Show what was kept."""
     from mmkv import budgets
     from mmkv import chat as talk
     from mmkv.registry import get_policy
@@ -183,7 +184,7 @@ def _is_folder(out: Path) -> bool:
     return out.is_dir() or not out.suffix
 
 
-# What is printed: texts or tables, each with its style.
+# What to print: texts or tables, each with its style.
 Shown = list[tuple[Any, str | None]]
 
 
@@ -196,7 +197,7 @@ def _ask_both(
     wrap: dict[str, Any],
     how: dict[str, Any],
 ) -> tuple[dict[str, Any], Shown]:
-    """Both answers and what was kept, as JSON and as what is printed; writes the figures."""
+    """Ask with both caches and write the figures; return the result as JSON and as text."""
     from mmkv import chat
     from mmkv.builtin import KNOWS
 
@@ -246,7 +247,7 @@ def _ask_context(
     wrap: dict[str, Any],
     how: dict[str, Any],
 ) -> tuple[dict[str, Any], Shown]:
-    """The answer from the context in the file, which is made of the pictures if it is not there."""
+    """Answer from the context file, made from the pictures if it does not exist yet."""
     from PIL import Image
 
     import mmkv

@@ -1,6 +1,6 @@
 """The command line. Heavy imports stay inside the commands, so that `mmkv --help` is quick.
 
-Packages add commands by a `commands` in their `cli`, a `typer.Typer`: see `_MOUNTED`.
+The packages of `_MOUNTED` add the commands of `commands`, a `typer.Typer` in their `cli` module.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ app = typer.Typer(
 )
 _MOUNTED = {
     "mmkv.eval": {
-        "eval": "Measure policies on a suite.",
-        "report": "Summarise measured results.",
-        "plot": "Draw measured results.",
-        "check": "Find the smallest cache that serves your prompts.",
+        "eval": "Measure the quality of policies on a suite.",
+        "report": "Summarise the results of mmkv eval.",
+        "plot": "Plot layer sizes, head costs and importance.",
+        "check": "Find the smallest budget for your prompts.",
         "calibrate": "Measure a profile of layer or head sizes.",
     },
     "mmkv.eval.speed": {
-        "bench": "Time policies beside the unwrapped model.",
-        "plan": "Bound bytes, times and batches from a model's config.",
+        "bench": "Measure the speed and memory of policies.",
+        "plan": "Compute bounds on memory, times and batches.",
     },
 }
 
@@ -66,7 +66,7 @@ def _options(
 
 
 def _mount(package: str, commands: dict[str, str]) -> None:
-    """Commands of a package, where it is installed; each imports it only when it runs."""
+    """Add a package's commands if it is installed; each imports the package when it runs."""
     if find_spec(package) is None or find_spec(f"{package}.cli") is None:
         return
 

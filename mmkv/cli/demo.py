@@ -15,18 +15,18 @@ def demo(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{MODELS}; several can be chosen from.",
+            help=f"{MODELS}; repeat to offer several.",
             show_default="builtin",
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Where to listen; the default is this computer only.")
+        str, typer.Option(help="Address to listen on; the default is this computer only.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 7860,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 7860,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
 ) -> None:
-    """Open the image chat in a browser: both answers side by side, and what was kept."""
+    """Serve the image chat as a web page. It shows both answers, and what was kept."""
     from mmkv.demo import server as page
 
     models = model or ["builtin"]

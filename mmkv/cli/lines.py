@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 HELP = """\
 /image PATH               ask about another picture
-/policy NAME [OPTION=VALUE ...]
-/budget 0.2               the fraction kept
-/kv-dtype int8            hold what is kept in 8 or 4 bits (int4); none: in the model's type
+/policy NAME [OPTION=VALUE ...]   use another policy
+/budget 0.2               keep this fraction of the prompt
+/kv-dtype int8            store the cache in 8 or 4 bits (int4); none: in the model's type
 /clear                    forget the conversation and free its caches
-/quit                     (or the end of the input)
+/quit                     leave (or end the input)
 Anything else is a question; Ctrl-C stops an answer."""
 
 
 def converse(loaded: Loaded, settings: Settings, *pictures: Image.Image) -> int:
-    """Chat on standard input; the exit code: 2 when a line of a pipe was refused, else 0."""
+    """Chat on standard input; return the exit code: 2 if a line of a pipe was refused, else 0."""
     from mmkv.builtin import KNOWS
     from mmkv.demo.conversation import Conversation
 
@@ -52,10 +52,10 @@ class Lines:
     """Reads lines; each is a command or a question for both caches.
 
     Attributes:
-        conversation: whose turns the questions are.
+        conversation: the conversation that the questions belong to.
         settings: policy, budget and how to generate.
-        screen: where to write; a terminal gets a live view, a pipe the finished answers.
-        picture: what questions are about; the same as before is not read again.
+        screen: output; a terminal gets a live view, a pipe the finished answers.
+        picture: the picture that questions are about; read again only if it changes.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Lines:
         self.picture = picture
 
     def run(self, lines: Iterable[str]) -> int:
-        """Serve until the lines end or /quit; the number of lines that were refused."""
+        """Run until the lines end or /quit; return the number of refused lines."""
         from mmkv.demo.conversation import NoPictureError
 
         refused = 0
@@ -138,7 +138,7 @@ class Lines:
 
 
 def _view(turn: Turn) -> Text:
-    """A turn as it stands: both answers, and under each a line about its cache."""
+    """Return a turn as text: both answers so far, each with a line about its cache."""
     from rich.text import Text
 
     text = Text()

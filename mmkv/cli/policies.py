@@ -12,7 +12,7 @@ from mmkv.terminal import console, told
 @told
 def policies(
     parts: Annotated[
-        bool, typer.Option("--parts", help="List the parts that policies are made of instead.")
+        bool, typer.Option("--parts", help="List the parts of policies instead.")
     ] = False,
     markdown: Annotated[bool, typer.Option(help="Print a Markdown table.")] = False,
 ) -> None:

@@ -23,7 +23,7 @@ from mmkv.terminal import bind, told, wait_asleep
 
 @told
 def _from_file(context: typer.Context, path: Path | None) -> None:
-    """Let a file say what the command line does not."""
+    """Take defaults from the options file."""
     wait_asleep()
     if path is not None:
         from mmkv.serving.settings import read_config
@@ -45,51 +45,51 @@ def serve(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="What all caches may take, such as 8GiB; requests wait for their share of it. "
+            help="Memory limit of all caches, such as 8GiB; requests wait until theirs fits. "
             "[default: no limit]",
         ),
     ] = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Requests that generate at a time.")] = 32,
+    max_batch: Annotated[int, typer.Option(min=1, help="Most requests in a batch.")] = 32,
     max_waiting: Annotated[
-        int, typer.Option(min=1, help="Requests that wait; more are told to try again.")
+        int, typer.Option(min=1, help="Most requests that wait; further ones get status 429.")
     ] = 1024,
     prefill_chunk: Annotated[
-        int, typer.Option(min=1, help="Prompt tokens that are read between two steps.")
+        int, typer.Option(min=1, help="Prompt tokens to read between two decode steps.")
     ] = 512,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Longest answer to a request that does not say.")
+        int, typer.Option(min=1, help="Longest answer if the request sets no limit, in tokens.")
     ] = 1024,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds that a request may take.")] = 600,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds per request; 0: no limit.")] = 600,
     name: Annotated[
-        str | None, typer.Option(help="What clients call the model. [default: the last of --model]")
+        str | None, typer.Option(help="Model name for clients. [default: the last part of --model]")
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Where to listen; the default is this computer only.")
+        str, typer.Option(help="Address to listen on; the default is this computer only.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="MMKV_API_KEY", help="What clients have to send.", show_envvar=True),
+        typer.Option(envvar="MMKV_API_KEY", help="Key that clients must send.", show_envvar=True),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST", help="A host that pictures may be fetched from."),
+        typer.Option(metavar="HOST", help="A host to fetch pictures from; repeatable."),
     ] = None,
     grace: Annotated[
-        float, typer.Option(min=0, help="Seconds that answers may go on when the server ends.")
+        float, typer.Option(min=0, help="Seconds that answers may continue when the server stops.")
     ] = 30,
     replicas: Annotated[
-        int, typer.Option(min=1, help="Engines, each in a process of its own, through Ray Serve.")
+        int, typer.Option(min=1, help="Engines, each in its own process, through Ray Serve.")
     ] = 1,
     max_replicas: Annotated[
-        int | None, typer.Option(min=1, help="Start up to so many when requests pile up.")
+        int | None, typer.Option(min=1, help="Start up to this many replicas under load.")
     ] = None,
     target_requests: Annotated[
-        int, typer.Option(min=1, help="Requests a replica has before another is started.")
+        int, typer.Option(min=1, help="Requests per replica before another one is started.")
     ] = 16,
-    replica_gpus: Annotated[float, typer.Option(min=0, help="GPUs, or a share of one, each.")] = 0,
+    replica_gpus: Annotated[float, typer.Option(min=0, help="GPUs per replica, or a part.")] = 0,
     ray_address: Annotated[
-        str | None, typer.Option(help="A cluster that runs. [default: one on this computer]")
+        str | None, typer.Option(help="A running cluster's address. [default: start one here]")
     ] = None,
     config: Annotated[
         Path | None,
@@ -97,11 +97,11 @@ def serve(
             metavar="FILE",
             callback=_from_file,
             is_eager=True,
-            help="YAML with these options by name, as in max_batch: 16; the command line wins.",
+            help="YAML file of these options, as in max_batch: 16; the command line overrides it.",
         ),
     ] = None,
 ) -> None:
-    """Serve a model over HTTP as OpenAI's API does: chat completions, with pictures."""
+    """Serve a model with OpenAI's chat completions API. Messages may have pictures."""
     from mmkv import budgets, chat
     from mmkv.registry import get_policy
 
@@ -131,7 +131,7 @@ def serve(
             "prefill_chunk": prefill_chunk,
         },
     )
-    # An address that is taken is told before a model is loaded.
+    # Report an address in use before loading the model.
     listening = bind(host, port)
     with listening, ExitStack() as ending:
         if replicas > 1 or max_replicas is not None or ray_address is not None:

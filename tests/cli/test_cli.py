@@ -89,7 +89,7 @@ class TestChat:
         for text in (
             QUESTION,
             "144 of them image tokens",
-            "the built-in model knows drawn, coloured shapes",
+            "the built-in model knows only drawn, coloured shapes",
             "full cache: ",
             "condense, budget 0.2: ",
             "least=64 keeps 64 of",
