@@ -127,7 +127,7 @@ class TestTables:
             assert cells[2:] == [seconds, token, cache, peak], name
 
     def test_the_readmes_figures_of_a_real_model_are_those_of_the_page(self):
-        shown = rows(between(README, "## On a real model", "## Measured"))
+        shown = rows(between(README, "## On a real model", "## Try it"))
         page = rows(between(QUALITY, "<!-- documents -->", "<!-- /documents -->"))
         names = {
             "chance (`random`)": "random",
@@ -159,8 +159,8 @@ class TestCode:
         (block,) = blocks("README.md", "python")
         names: dict = {}
         exec(shortened(block, "max_new_tokens=80"), names)
-        assert names["out"].past_key_values.report().budget == 0.2
-        assert "condense" in capsys.readouterr().out
+        assert mmkv.is_wrapped(names["model"])
+        assert "ASSISTANT:" in capsys.readouterr().out
 
     def test_of_the_pages(self, tmp_path, monkeypatch, capsys):
         """One after the other: later blocks go on from the first."""
@@ -256,7 +256,7 @@ class TestCommands:
     def test_the_answer_to_ones_own_question_is_right(self, capsys, monkeypatch, tmp_path):
         """What is asked about the shipped picture is what the model knows."""
         monkeypatch.chdir(ROOT)
-        (words,) = [x for x in commands_of("chat") if "--json" not in x]
+        words = next(x for x in commands_of("chat") if "--json" not in x)  # the README's
         with pytest.raises(SystemExit):
             commands.main([*words[1:], "--out", str(tmp_path), "--json"])
         data = json.loads(capsys.readouterr().out)
