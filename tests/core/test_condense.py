@@ -266,17 +266,6 @@ def test_observers_ask_from_behind_the_prompt():
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_several_tokens_at_once_are_that_many_steps(models):
-    model, inputs = models("llama"), make_inputs("llama", (90,))
-    more = torch.arange(10, 15)[None]
-    with mmkv.wrapped(model, "condense", 0.2, least=0), torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
-        twin = copy.deepcopy(cache)
-        together = model(input_ids=more, past_key_values=cache).logits
-        single = [model(input_ids=x[None, None], past_key_values=twin).logits for x in more[0]]
-    torch.testing.assert_close(together, torch.cat(single, dim=1), atol=1e-4, rtol=0)
-
-
 def test_a_group_takes_over_the_attention_its_tokens_received(models):
     """h2o drops what received least; a head's tokens received one for each query."""
     model, inputs = models("llama"), make_inputs("llama", (90,))

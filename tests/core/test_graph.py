@@ -80,39 +80,22 @@ def test_a_cache_goes_on_after_its_replays(models, on_cpu):
         torch.testing.assert_close(replayed, plain, atol=1e-4, rtol=0)
 
 
-def test_a_short_run_is_not_captured(models, on_cpu, caplog):
+@pytest.mark.parametrize(
+    ("wrap", "options", "why"),
+    [
+        ({}, {"new": 8}, "max_new_tokens=8"),
+        ({}, {"num_beams": 2}, "num_beams=2"),
+        ({}, {"disable_compile": True}, "disable_compile=True"),
+        ({"graph": False}, {}, "graph=False"),
+    ],
+)
+def test_what_is_not_captured(models, on_cpu, caplog, wrap, options, why):
     model, inputs = models("llama"), make_inputs("llama", (60,))
     caplog.set_level(logging.INFO, "mmkv.attach.graph")
-    with mmkv.wrapped(model, "snapkv", 0.5, **short("snapkv")):
-        generate(model, inputs, new=8)
+    with mmkv.wrapped(model, "snapkv", 0.5, **wrap, **short("snapkv")):
+        generate(model, inputs, **{"new": NEW, **options})
     assert not on_cpu
-    assert "max_new_tokens=8" in caplog.text
-
-
-def test_beams_are_not_captured(models, on_cpu, caplog):
-    model, inputs = models("llama"), make_inputs("llama", (60,))
-    caplog.set_level(logging.INFO, "mmkv.attach.graph")
-    with mmkv.wrapped(model, "snapkv", 0.5, **short("snapkv")):
-        generate(model, inputs, new=NEW, num_beams=2)
-    assert not on_cpu
-    assert caplog.text.count("num_beams=2") == 1
-
-
-def test_graph_can_be_switched_off(models, on_cpu):
-    model, inputs = models("llama"), make_inputs("llama", (60,))
-    with mmkv.wrapped(model, "snapkv", 0.5, graph=False, **short("snapkv")):
-        generate(model, inputs, new=NEW)
-    assert not on_cpu
-
-
-def test_compilation_can_be_switched_off(models, on_cpu, caplog):
-    """As everywhere in transformers."""
-    model, inputs = models("llama"), make_inputs("llama", (60,))
-    caplog.set_level(logging.INFO, "mmkv.attach.graph")
-    with mmkv.wrapped(model, "snapkv", 0.5, **short("snapkv")):
-        generate(model, inputs, new=NEW, disable_compile=True)
-    assert not on_cpu
-    assert "disable_compile=True" in caplog.text
+    assert caplog.text.count(why) == 1
 
 
 @pytest.mark.parametrize("policy", slow_except(["snapkv", "h2o", "prefixkv"], "snapkv"))

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 import mmkv
 from mmkv.cache.evict import _leaders
@@ -149,32 +148,6 @@ def grouped(keys, values, scores, sizes, positions=None, weights=None, **options
     held = PromptKV(keys, values, positions, weights=weights)
     kept = mmkv.get_policy("condense", fit=0, **options).merge(held, ranking)
     return kept.keys, kept.values, kept.weights, kept.indices, kept.slot
-
-
-def test_groups_of_equal_pairs_read_as_their_tokens_did():
-    B, H, N, D, kinds = 2, 2, 60, 8, 5
-    kind = torch.arange(N) % kinds
-    keys, values = (random(B, H, kinds, D, seed=s)[:, :, kind] for s in (1, 2))
-    # The best are one of each kind, so that each is the centre of its own.
-    scores = torch.zeros(B, H, N)
-    scores[:, :, 10 : 10 + kinds] = 1.0
-    sizes = torch.tensor([[9, 9], [13, 40]])
-    k, v, weights, indices, _ = grouped(keys, values, scores, sizes, exact=0.0)
-    assert int((weights[0, 0] > 1).sum()) == kinds
-    query = random(B, H, 7, D, seed=3)
-    bias = weights.log().masked_fill(indices < 0, -math.inf)[:, :, None]
-    got = scaled_dot_product_attention(query, k, v, attn_mask=bias)
-    want = scaled_dot_product_attention(query, keys, values)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
-def test_empty_groups_give_their_slots_to_the_best_tokens():
-    keys, values = torch.ones(1, 1, 40, 4), torch.ones(1, 1, 40, 4)
-    scores = torch.arange(40.0)[None, None]
-    _, _, weights, indices, _ = grouped(keys, values, scores, torch.tensor([[12]]), exact=0.2)
-    # Ten slots were for groups; as all pairs are equal, nine of them are left empty.
-    assert indices[0, 0].tolist() == [*range(28, 40)]
-    assert weights[0, 0].tolist() == [29.0, *[1.0] * 11]
 
 
 def test_sums_and_members_are_kept_over_turns():

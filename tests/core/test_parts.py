@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +18,6 @@ from mmkv.scores.accumulated import AccumulatedAttention
 from mmkv.scores.window import WindowAttention
 from mmkv.sizes.heads import AdaptiveHeads
 from mmkv.sizes.retention import PooledLayers
-
-HELPERS = Path(__file__).parents[1] / "helpers"
 
 
 class TestRouting:
@@ -113,37 +108,6 @@ class TestListing:
             register_part("x")(int)
 
 
-INSTALLED = """
-[mmkv.parts]
-value-norm = acme:ValueNorm
-plain-keys = acme:PlainKeys
-profile = acme:HeadProfile
-[mmkv.policies]
-acme = acme:Acme
-"""
-
-
-@pytest.mark.slow
-def test_a_package_is_found_by_its_entry_points(tmp_path):
-    info = tmp_path / "acme-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Name: acme\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(INSTALLED)
-    code = (
-        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(HELPERS)!r}]\n"
-        "import mmkv\n"
-        "from mmkv.registry import list_parts\n"
-        "print('acme' in mmkv.list_policies(), 'profile' in list_parts('heads'))\n"
-        "print(mmkv.get_policy('snapkv', score='value-norm', window=3).score)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == [
-        "True True",
-        "ValueNorm(window=3)",
-    ]
-
-
 @pytest.fixture
 def acme(monkeypatch):
     """The package, for the length of a test."""
@@ -185,35 +149,6 @@ def test_parts_of_others_pass_the_oracle(acme, policy, options):
     if options.get("heads") == "profile" or policy == "acme":
         counts = (cache.kept(0)[0] >= 0).sum(-1)
         assert counts[0] != counts[1]
-
-
-def test_the_score_by_value_is_what_its_formula_says(acme):
-    """Against a loop over heads and tokens, with the weights of the model's own projection."""
-    model, inputs = make_model("llama"), make_inputs("llama", (30,))
-    seen = []
-
-    class Recording(acme.ValueNorm):
-        def __call__(self, layer):
-            seen.append((layer, super().__call__(layer)))
-            return seen[-1][1]
-
-    with mmkv.wrapped(model, Policy(score=Recording(window=4)), 0.5), torch.no_grad():
-        model(**inputs, use_cache=True)
-    for layer, found in seen:
-        W = model.model.layers[layer.layer_idx].self_attn.o_proj.weight
-        D, H, Hq = layer.value.shape[-1], layer.key.shape[1], layer.query.shape[1]
-        G, N = Hq // H, layer.key.shape[2]
-        for h in range(H):
-            for n in range(N - 4):
-                paid = moved = 0.0
-                for g in range(h * G, (h + 1) * G):
-                    logits = layer.query[0, g, -4:] @ layer.key[0, h].T * D**-0.5
-                    sees = torch.ones(4, N).tril(N - 4).bool()
-                    weights = logits.masked_fill(~sees, -torch.inf).softmax(-1)
-                    paid += float(weights[:, n].mean()) / G
-                    v = layer.value[0, h, n]
-                    moved += float((W[:, g * D : (g + 1) * D] @ v).norm()) / G
-                assert float(found[0, h, n]) == pytest.approx(paid * moved, rel=1e-3)
 
 
 def test_options_of_a_policy_go_with_the_parts_that_are_asked_for():

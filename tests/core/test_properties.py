@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensor
 import mmkv
 from helpers.marks import slow_except
 from helpers.masking import masked_logits, pairs_of
+from helpers.memory import LargestOutput
 from helpers.models import IMAGE, ending, make_inputs, make_model
 from helpers.oracle import USUAL, generate, short
 from mmkv.merge.neighbours import MergeByFeature
@@ -296,20 +297,6 @@ def test_a_decode_step_allocates_nothing_that_grows(policy):
 
     H2O, which has to look at the attention weights, has them in memory of its own.
     """
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        size = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            inputs = [*args, *(kwargs or {}).values()]
-            given = {x.untyped_storage().data_ptr() for x in inputs if isinstance(x, torch.Tensor)}
-            for x in out if isinstance(out, tuple | list) else (out,):
-                if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given:
-                    self.size = max(self.size, x.numel())
-            return out
-
     sizes = []
     for n in (300, 900):
         model = make_model("llama")
@@ -320,7 +307,7 @@ def test_a_decode_step_allocates_nothing_that_grows(policy):
             for block in (b for x in cache.compressed for b in x.blocks):
                 block._ensure(block.schedule.width)  # no growth within the counted step
             position = torch.tensor([[seen]])
-            with Largest() as largest:
+            with LargestOutput() as largest:
                 model(input_ids=position * 0 + 5, position_ids=position, past_key_values=cache)
-        sizes.append(largest.size)
+        sizes.append(largest.numel)
     assert sizes[0] == sizes[1], f"the largest new tensor grew with the cache: {sizes}"

@@ -8,10 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import mmkv
+from helpers.memory import LargestOutput
 from mmkv.scores import accumulated_attention, recency, window_attention
 from mmkv.scores import attention as tiling
 from mmkv.sizes.squeeze import residual_similarity
@@ -117,24 +116,6 @@ def holes_mask(N: int, seed: int) -> Tensor:
     mask = torch.rand(N, N, generator=g) < torch.ones(N, N).tril() * 0.6 + 0.1
     mask[N - 2] = False
     return mask
-
-
-class LargestOutput(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that any operation makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        found, given = ([x for x in tree_leaves(t) if isinstance(x, Tensor)] for t in (out, args))
-        there = {x.untyped_storage().data_ptr() for x in given}
-        sizes = [x.numel() for x in found if x.untyped_storage().data_ptr() not in there]
-        self.numel = max([self.numel, *sizes])
-        return out
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -17,8 +17,6 @@ from helpers.models import make_inputs, make_model
 from helpers.oracle import generate, short
 from mmkv.policy import Score
 
-ATTENTION = ["sdpa", "eager"]
-
 
 def prefill(model, inputs, **more):
     with torch.no_grad():
@@ -298,28 +296,6 @@ class TestWhatPoliciesAreGiven:
             pytest.raises(ValueError, match="made by another model"),
         ):
             models("llama-mha").generate(**inputs, past_key_values=cache, max_new_tokens=2)
-
-    @pytest.mark.parametrize("chunk", [13, 33])
-    @pytest.mark.parametrize("heads", ["per head", "one ranking"])
-    def test_a_score_of_ones_own_sees_the_whole_prompt_in_chunks(self, models, chunk, heads):
-        """It is called once, with all queries, as for a prompt in one piece."""
-        calls = []
-
-        class Spread(Score):
-            def __call__(self, layer):
-                query, key = layer.query, layer.key
-                calls.append((tuple(query.shape), tuple(key.shape)))
-                G = query.shape[1] // key.shape[1]
-                s = query.unflatten(1, (-1, G)).std(-1).mean((2, 3))[..., None] * key.std(-1)
-                return s.mean(1, keepdim=True) if heads == "one ranking" else s
-
-        model, inputs = models("llama"), make_inputs("llama", (90, 41))
-        with mmkv.wrapped(model, mmkv.Policy(score=Spread()), 0.4):
-            whole = generate(model, inputs, new=2)[2]
-            once, calls[:] = list(calls), []
-            chunked = generate(model, inputs, new=2, prefill_chunk_size=chunk)[2]
-        assert calls == once
-        assert all(torch.equal(whole.kept(i), chunked.kept(i)) for i in range(3))
 
     @pytest.mark.parametrize(
         ("scores", "message"),

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 MOST_MEMORY = 2 * 2**30  # more than any refusal may ask for
 
@@ -22,6 +24,25 @@ def storages(head_dim: int) -> dict[int, int]:
         for x in held
         if x.is_floating_point()
     }
+
+
+class LargestOutput(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that any operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        found, given = (
+            [x for x in tree_leaves(t) if isinstance(x, torch.Tensor)]
+            for t in (out, (args, kwargs))
+        )
+        there = {x.untyped_storage().data_ptr() for x in given}
+        sizes = [x.numel() for x in found if x.untyped_storage().data_ptr() not in there]
+        self.numel = max([self.numel, *sizes])
+        return out
 
 
 @contextmanager
