@@ -9,10 +9,9 @@ import torch
 
 from helpers.sizes import row_sizes
 from mmkv import sizes as allocation
-from mmkv.cache.layer_sizes import competing
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.selection import importance, ranked, retained
-from mmkv.cache.token_masks import TokenMasks, keeps_everything
+from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policy import Policy, Score
 from mmkv.registry import get_policy
@@ -47,84 +46,6 @@ def select(policy, scores, positions, *given):
     return kept.indices, kept.counts, kept.anchored
 
 
-# What is known of a prompt
-
-MARKED = [
-    {**H2O},
-    {**H2O, "sinks": 3},
-    {"score": "window", "window": 4},
-    {"score": "window", "window": 4, "sinks": 2},
-    {**H2O, "protect": "instruction"},
-    {"score": "window", "window": 3, "sinks": 1, "protect": "instruction"},
-    {"score": "recency", "sinks": 40},
-]
-
-
-def check_marks(found: TokenMasks, policy: Policy, windows: list[int]) -> None:
-    """What must stay, of each row: its first and last tokens, and the text that was asked."""
-    for b, window in enumerate(windows):
-        real = found.valid[b].nonzero()[:, 0].tolist()
-        protected = set(real[: policy.sinks])
-        if policy.protect is not None:
-            protected |= {j for j in real if found.asked[b, j] and not found.image[b, j]}
-        must = protected | set(real[max(0, len(real) - window) :])
-        assert set(found.protected[b].nonzero()[:, 0].tolist()) == protected
-        assert set(found.must[b].nonzero()[:, 0].tolist()) == must
-        assert found.lengths[b] == len(real)
-        assert found.windows[b] == window
-        assert found.floors[b] == len(must)
-    for mark in (found.valid, found.image, found.asked, found.must, found.protected):
-        assert mark.dtype == torch.bool
-        assert mark.shape == found.valid.shape
-
-
-@pytest.mark.parametrize("options", MARKED, ids=str)
-def test_what_must_stay_of_a_prompt_and_of_the_turn_after_it(options) -> None:
-    policy, g = Policy.of(**options), generator(0)
-    valid, image = left_padded(3, 14, g), some((3, 14), 0.5, g)
-    given = {"budget": 1.0, "n_layers": L}
-    first = TokenMasks.of(policy, valid, image, **given)
-    assert torch.equal(first.valid, valid)
-    assert torch.equal(first.image, image)
-    assert first.asked.all()
-    check_marks(first, policy, [policy.window_size] * 3)
-
-    # Five tokens were generated, and some of all earlier ones are masked now.
-    earlier = torch.cat([valid, torch.ones(3, 5, dtype=torch.bool)], 1) & some((3, 19), 0.8, g)
-    new, pictures = torch.ones(3, 6, dtype=torch.bool), some((3, 6), 0.5, g)
-    turn = TokenMasks.of(policy, new, pictures, before=first, earlier=earlier, **given)
-    assert torch.equal(turn.valid, torch.cat([earlier, new], 1))
-    assert torch.equal(turn.image[:, :14], image)
-    assert not turn.image[:, 14:19].any()
-    assert torch.equal(turn.image[:, 19:], pictures)
-    asked = torch.ones(25, dtype=torch.bool)
-    asked[14:19] = False
-    assert torch.equal(turn.asked, asked.expand(3, -1))
-    check_marks(turn, policy, [policy.window_size] * 3)
-
-
-@pytest.mark.parametrize("budget", [0.2, 0.5, 0.9, 1.0, 1, 2, 5, 6, 30, None])
-def test_the_window_shrinks_where_the_budget_is_below_what_must_stay(budget) -> None:
-    """To half of the budget, at least one token; `granted` is how much of the floor it pays for."""
-    policy, lengths = Policy.of(window=5, sinks=1), [1, 3, 6, 9, 20, 40]
-    valid = torch.stack([torch.arange(40) >= 40 - n for n in lengths])
-    found = TokenMasks.of(policy, valid, budget=budget, n_layers=L)
-    windows, granted = [], []
-    for n in lengths:
-        floor = min(n, 5 + 1)
-        asked = math.inf
-        if isinstance(budget, float):
-            asked = round(budget * L * n)
-        elif budget is not None:
-            asked = L * min(budget, n)
-        shrinks = not keeps_everything(policy, budget) and asked < L * floor
-        windows.append(min(5, max(1, int(asked / L / 2))) if shrinks else 5)
-        must = min(n, 1 + windows[-1])
-        granted.append(min(1.0, asked / (L * must)))
-    check_marks(found, policy, windows)
-    assert found.granted == pytest.approx(granted)
-
-
 # Scores
 
 
@@ -141,34 +62,6 @@ class Own(Score):
 def attention_inputs(B: int, N: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     g = generator(seed)
     return torch.randn(B, 4, N, 8, generator=g), torch.randn(B, 2, N, 8, generator=g)
-
-
-@pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("windows", [[4, 4, 4], [4, 2, 4], [1, 3, 2], [12, 30, 11]])
-def test_rows_are_scored_by_their_own_window(windows, mask) -> None:
-    """Each row as it is alone, whatever the others' windows; all but one token at most observe."""
-    B, N = 3, 12
-    policy, (query, key) = Policy.of(window=4, kernel_size=3), attention_inputs(B, N)
-    valid = torch.arange(N) >= torch.tensor([[0], [3], [5]])
-    options = {"scale": 0.7, "softcap": 2.0}
-    more = {}
-    if mask:
-        sees = torch.ones(B, 1, N, N, dtype=torch.bool).tril() | some(
-            (B, 1, N, N), 0.3, generator(2)
-        )
-        more = {"mask": sees}
-    layer = LayerInputs(query=query, key=key, value=key, valid=valid, **options, **more)
-    got = importance(policy, layer, windows)
-    assert got.shape == (B, 2, N)
-    assert not got.requires_grad
-    for b, window in enumerate(windows):
-        alone = Policy.of(window=min(window, N - 1), kernel_size=3).score(
-            LayerInputs(
-                query=query[b : b + 1], key=key[b : b + 1], value=key[b : b + 1],
-                valid=valid[b : b + 1], **options, **{k: x[b : b + 1] for k, x in more.items()},
-            )
-        )  # fmt: skip
-        torch.testing.assert_close(got[b : b + 1], alone)
 
 
 def test_scores_are_made_finite_and_need_no_gradient() -> None:
@@ -270,169 +163,6 @@ def prompt_of(policy: Policy, T: int, g: torch.Generator, B: int = 2) -> TokenMa
     return TokenMasks.of(
         policy, left_padded(B, T, g), some((B, T), 0.7, g), budget=1.0, n_layers=L
     )  # fmt: skip
-
-
-CHOOSING = [
-    {**H2O},
-    {**H2O, "sinks": 3},
-    {**H2O, "recent": 0.5},
-    {**H2O, "recent": 0.8, "sinks": 4},
-    {**H2O, "recent": 1.0, "protect": "instruction"},
-    {**H2O, "protect": "instruction"},
-    {"window": 4, "sinks": 1},
-    {**H2O, "heads": "adaptive"},
-    {**H2O, "heads": "adaptive", "recent": 0.3, "alpha": 0.2},
-    {"window": 3, "sinks": 1, "heads": "adaptive", "alpha": 0.0},
-    {**H2O, "heads": "adaptive", "alpha": 1.0, "protect": "instruction"},
-]
-
-
-def naive_select(policy, scores, positions, prompt, sizes):
-    """One head after the other: [B][H] of kept indices, those that stay for good first."""
-    B, H = positions.shape[0], max(positions.shape[1], scores.shape[1])
-    found = []
-    for b in range(B):
-        heads, forced, kept = [], [], []
-        for h in range(H):
-            held = positions[b, min(h, positions.shape[1] - 1)].tolist()
-            here = [u for u, p in enumerate(held) if p >= 0]
-            score = scores[b, min(h, scores.shape[1] - 1)].tolist()
-            must = [u for u in here if prompt.must[b, held[u]]]
-            size = min(sizes[b], len(here))
-            free = [u for u in here if u not in must]
-            share = max(0, min(int(policy.recent * size), size - len(must)))
-            must = must + free[len(free) - share :]
-            stays = [u for u in here if prompt.protected[b, held[u]]]
-            heads.append((here, score, must, size, stays))
-            forced.append(len(must))
-        split = [size for _, _, _, size, _ in heads]
-        if not policy.heads.equal:
-            spare = sizes[b] - max(forced)
-            free = [
-                {u: score[u] for u in here if u not in must} for here, score, must, _, _ in heads
-            ]
-            if sum(map(len, free)) <= H * spare:
-                split = [len(here) for here, *_ in heads]
-            elif spare > 0:
-                best = sorted(((-s, u, h) for h, one in enumerate(free) for u, s in one.items()))[
-                    : H * spare
-                ]
-                owners = [h for _, _, h in best]
-                a = policy.heads.alpha
-                wanted = [(1 - a) * owners.count(h) + a * spare for h in range(H)]
-                whole = [math.floor(w + 1e-6) for w in wanted]
-                by_rest = sorted(range(H), key=lambda h: (round((whole[h] - wanted[h]) * 1e6), h))
-                for h in by_rest[: H * spare - sum(whole)]:
-                    whole[h] += 1
-                split = [f + w for f, w in zip(forced, whole, strict=True)]
-            split = [min(n, len(here)) for n, (here, *_) in zip(split, heads, strict=True)]
-        for n, (here, score, must, _, stays) in zip(split, heads, strict=True):
-            ranked = sorted(here, key=lambda u: (u not in must, -score[u], u))
-            chosen = ranked[:n]
-            kept.append(sorted(chosen, key=lambda u: (u not in stays, u)))
-        found.append(kept)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("options", "heads"),
-    [
-        (options, heads)
-        for options in CHOOSING
-        for heads in ((1, 1), (1, 3), (3, 3), (3, 1))
-        # One ranking for all heads has nothing to split a size by.
-        if heads[1] > 1 or "heads" not in options
-    ],
-    ids=str,
-)
-def test_a_layer_keeps_what_must_stay_and_then_the_best(options, heads) -> None:
-    """... those that stay for good in the first slots, the others behind them by age."""
-    policy, (P, S) = Policy.of(**options), heads
-    for seed in range(12):
-        g = generator(seed)
-        T, U = 30, 18
-        prompt = prompt_of(policy, T, g)
-        positions = tokens(2, P, U, T, g)
-        positions = positions.masked_fill(~prompt.at("valid", positions), -1)
-        must = prompt.at("must", positions).sum(-1).amax(-1)
-        sizes = [int(m) + int(torch.randint(0, 9, (1,), generator=g)) for m in must]
-        scores = torch.randn(2, S, U, generator=g)
-        if seed % 2:
-            scores = scores.mul(2).floor()  # ties go to the older
-        if seed == 5:
-            sizes = [U, U]  # all there is
-        want = naive_select(policy, scores, positions, prompt, sizes)
-        kept = (scores.clone(), positions.clone())
-        indices, counts, anchored = select(policy, scores, positions, prompt, sizes)
-        H = max(P, S)
-        assert counts.shape == anchored.shape == indices.shape[:2] == (2, H)
-        assert indices.shape[2] == int(counts.max())
-        for b in range(2):
-            for h in range(H):
-                mine = want[b][h]
-                got = indices[b, h].tolist()
-                assert got == mine + [-1] * (len(got) - len(mine)), (seed, b, h)
-                assert counts[b, h] == len(mine)
-                here = positions[b, min(h, P - 1)]
-                stays = prompt.at("protected", here[None, None].expand(2, 1, -1))[b, 0]
-                assert anchored[b, h] == int(stays.sum())
-        assert torch.equal(scores, kept[0])
-        assert torch.equal(positions, kept[1])
-
-
-def test_without_scores_everything_is_kept_by_age() -> None:
-    g = generator(4)
-    prompt = prompt_of(EVERYTHING, 10, g)
-    positions = torch.arange(10).expand(2, 1, 10).masked_fill(~prompt.valid[:, None], -1)
-    indices, counts, anchored = select(EVERYTHING, None, positions, prompt, prompt.lengths)
-    for b in range(2):
-        real = prompt.valid[b].nonzero()[:, 0].tolist()
-        assert [u for u in indices[b, 0].tolist() if u >= 0] == real
-        assert counts[b, 0] == len(real)
-    assert not anchored.any()
-
-
-@pytest.mark.parametrize("options", [{**H2O}, {**H2O, "sinks": 3}, {"window": 4}], ids=str)
-@pytest.mark.parametrize("heads", [(1, 1), (1, 3), (3, 3), (3, 1)])
-def test_what_competes_is_ranked_head_by_head(options, heads) -> None:
-    policy, (P, S) = Policy.of(**options), heads
-    g = generator(6)
-    prompt = prompt_of(policy, 30, g)
-    layers = []
-    for i in range(L):
-        positions = tokens(2, P, (18, 12, 15)[i], 30, g)
-        positions = positions.masked_fill(~prompt.at("valid", positions), -1)
-        layers.append((torch.rand(2, S, positions.shape[2], generator=g), positions))
-    got, offered = competing([s for s, _ in layers], [p for _, p in layers], prompt)
-    for b in range(2):
-        rows, most = [], 0
-        for scores, positions in layers:
-            free = [
-                [u for u, p in enumerate(head) if p >= 0 and not prompt.must[b, p]]
-                for head in positions[b].tolist()
-            ]
-            most = max([most, *map(len, free)])
-            ranked = [
-                sorted((float(scores[b, h, u]) for u in free[min(h, P - 1)]), reverse=True)
-                for h in range(S)
-            ]
-            longest = max(map(len, ranked))
-            filled = [r + [0.0] * (longest - len(r)) for r in ranked]
-            rows.append([sum(x) / S for x in zip(*filled, strict=True)])
-        want = [row + [0.0] * (most - len(row)) for row in rows]
-        assert offered[b] == most
-        assert not got[b, :, most:].any()
-        torch.testing.assert_close(got[b, :, :most], torch.tensor(want))
-
-
-def test_a_row_of_which_nothing_competes_offers_zeros() -> None:
-    policy = Policy.of(**H2O, sinks=4)
-    valid = torch.tensor([[False, False, True, True], [True] * 4])
-    prompt = TokenMasks.of(policy, valid, budget=1.0, n_layers=2)
-    positions = torch.arange(4).expand(2, 1, 4).masked_fill(~valid[:, None], -1)
-    got, offered = competing([torch.rand(2, 1, 4)] * 2, [positions] * 2, prompt)
-    assert not got.any()
-    assert offered.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (1, 3), (3, 3)])

@@ -22,7 +22,7 @@ from helpers.models import IMAGE, make_inputs, make_model, next_turn, row_of
 from helpers.oracle import Variant, generate, options_of, short
 from helpers.pretend_cuda import install
 from mmkv.attach import graph
-from mmkv.cache import attention, quantize
+from mmkv.cache import quantize
 from mmkv.cache.quantize import BITS, QuantizedKV
 
 NEW = 10
@@ -263,32 +263,6 @@ def test_tokens_are_read_as_defined(kv_dtype, D, dtype):
     )
 
 
-@pytest.mark.parametrize("D", [16, 64, 128])
-@pytest.mark.parametrize("kv_dtype", BITS)
-def test_attention_reads_codes_as_they_are_defined(monkeypatch, kv_dtype, D):
-    """Some rows and groups at a time, with a softcap, a bias, a mask, and as weights alone."""
-    monkeypatch.setattr(quantize, "_CPU_PIECE", 2 * 9 * D)
-    g = torch.Generator().manual_seed(D)
-    R, G, U = 5, 3, 9
-    keys, values = (torch.randn(R, U + 2, D, generator=g) for _ in range(2))
-    query, bias = torch.randn(R, G, D, generator=g), torch.randn(R, 1, U, generator=g)
-    stored = [QuantizedKV.of(x, kv_dtype).up_to(U) for x in (keys, values)]
-    read = [x[:, :] for x in stored]
-    seen = bias > bias.median()
-    for visible in (None, bias, seen):
-        for softcap in (None, 2.0):
-            options = {"scale": 0.3, "softcap": softcap}
-            got = attention.attend(query, *stored, visible, **options)
-            want = attention.attend(query, *read, visible, **options)
-            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-            if visible is not None and visible.dtype == torch.bool:
-                continue
-            found = torch.zeros(2, R, G, U)
-            for weights, held in zip(found, (stored[0], read[0]), strict=True):
-                attention.weigh(query, held, visible, weights, **options)
-            torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("kv_dtype", BITS)
 @pytest.mark.parametrize("D", [16, 64, 128])
 def test_codes_are_those_of_hqq(kv_dtype, D):
@@ -312,22 +286,6 @@ def test_codes_are_those_of_hqq(kv_dtype, D):
     meta["scale"], meta["zero"] = meta["scale"].half(), meta["zero"].half()
     read = Quantizer.dequantize(codes, meta).T.reshape(x.shape)
     assert torch.equal(read, stored[:, :])
-
-
-@pytest.mark.parametrize("kv_dtype", BITS)
-def test_rows_and_slots(kv_dtype):
-    """A token's code depends on no other; rows are chosen, slots added, and bytes counted."""
-    x = some_tokens(64)
-    stored = QuantizedKV.of(x, kv_dtype)
-    assert torch.equal(QuantizedKV.of(x[2:3, 9:12], kv_dtype)[:, :], stored[2:3, 9:12])
-    chosen = stored.select(torch.tensor([3, 0, 3]))
-    assert torch.equal(chosen[:, :], stored[:, :][[3, 0, 3]])
-    chosen[0:1, 0] = x[:1, 7]
-    assert torch.equal(stored[3:, :1], QuantizedKV.of(x, kv_dtype)[3:, :1]), "a copy, not a view"
-    longer = stored.grown(5)
-    assert longer.shape == (4, 35, 64)
-    assert torch.equal(longer[:, :30], stored[:, :])
-    assert longer.nbytes == 4 * 35 * (64 * BITS[kv_dtype] // 8 + 2 * 2)
 
 
 def test_errors_name_the_value_and_change_nothing(text_model, monkeypatch):
