@@ -123,10 +123,10 @@ def chat(
     if context is not None:
         if context.exists() and paths:
             raise ValueError(
-                f"--context {context} holds what was read: leave {paths[0]} out, or name a new file"
+                f"--context {context} exists already: leave {paths[0]} out, or name a new file"
             )
         if not context.exists() and not paths:
-            raise ValueError(f"--context {context}: no such file; with a picture it is made")
+            raise ValueError(f"--context {context}: no such file; add a picture to create it")
         check_place(context.parent)
     if paths:
         _check_out(out, len(paths))
@@ -153,8 +153,8 @@ def _pictures_and_question(words: list[str], images: list[Path]) -> tuple[list[P
         question = sys.stdin.read()
     elif suffix and (os.path.exists(question) or a_picture):
         raise ValueError(
-            f"no question: the last argument is the file {question!r}: put the question behind it, "
-            f"or ask several by: mmkv chat --image {shlex.quote(question)}"
+            f"no question: the last argument is the file {question!r}: add the question after it, "
+            f"or ask several with: mmkv chat --image {shlex.quote(question)}"
         )
     if not question.strip():
         raise ValueError("the question is empty")
@@ -271,6 +271,6 @@ def _ask_context(
     text = loaded.processor.decode(new, skip_special_tokens=True).strip()
     about = {"file": str(path), "made": made, "tokens": tokens, "nbytes": nbytes}
     what = "read into" if made else "from"
-    held = f"{tokens} tokens {what} {path}, held in {nbytes / 1024:.1f} KiB"
+    held = f"{tokens} tokens {what} {path}, stored in {nbytes / 1024:.1f} KiB"
     data = {"question": question, "answer": text, "tokens": len(new), "context": about}
     return data, [(question, "bold"), (held, "dim"), (text, None)]

@@ -101,7 +101,7 @@ class Lines:
                 self._set(kv_dtype=None if text == "none" else text)
             case "clear", _:
                 self.conversation = type(self.conversation)(self.conversation.loaded)
-                write(self.screen, "the conversation is forgotten", "dim")
+                write(self.screen, "conversation cleared", "dim")
             case (("" | "help" | "image" | "policy" | "budget" | "kv-dtype" | "quit"), _):
                 write(self.screen, HELP, "dim")
             case _:

@@ -137,11 +137,11 @@ class TestChat:
         path = tmp_path / "scene"
         out, _, code = run(capsys, "chat", picture, QUESTION, "--context", path, *SHORT)
         assert (code, path.exists()) == (0, True)
-        assert f"read into {path}, held in" in out
-        assert f"from {path}, held in" in run(capsys, "chat", "What?", "--context", path, *SHORT)[0]
+        assert f"read into {path}, stored in" in out
+        assert f"from {path}, stored in" in run(capsys, "chat", "What?", "--context", path, *SHORT)[0]
         assert f"leave {picture} out" in complaint(capsys, "chat", picture, "x", "--context", path)
         none = complaint(capsys, "chat", "x", "--context", tmp_path / "none")
-        assert "no such file; with a picture it is made" in none
+        assert "no such file; add a picture to create it" in none
         other = complaint(capsys, "chat", "x", "--context", path, "--budget", "0.3")
         assert "read with budget=0.2, and the model is wrapped with budget=0.3 now" in other
         assert len(other) < 300
