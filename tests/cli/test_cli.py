@@ -138,7 +138,9 @@ class TestChat:
         out, _, code = run(capsys, "chat", picture, QUESTION, "--context", path, *SHORT)
         assert (code, path.exists()) == (0, True)
         assert f"read into {path}, stored in" in out
-        assert f"from {path}, stored in" in run(capsys, "chat", "What?", "--context", path, *SHORT)[0]
+        assert (
+            f"from {path}, stored in" in run(capsys, "chat", "What?", "--context", path, *SHORT)[0]
+        )
         assert f"leave {picture} out" in complaint(capsys, "chat", picture, "x", "--context", path)
         none = complaint(capsys, "chat", "x", "--context", tmp_path / "none")
         assert "no such file; add a picture to create it" in none
