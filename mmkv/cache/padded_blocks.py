@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmkv.cache import varlen
 from mmkv.cache.attention import attend, causal_view, mixed, weigh
 from mmkv.cache.clock import GraphInputs
 from mmkv.cache.quantize import QuantizedKV, Stored, nbytes, select
@@ -298,6 +299,11 @@ class PaddedBlock:
             whole = keys[:, :] if isinstance(keys, QuantizedKV) else keys
             keys = reposition(whole, used(self.positions), position + q - 1, self.inv_freq)
         weighed = self.mass is not None and self.schedule.needs_decode_attention
+        plain = q == 1 and softcap is None and not weighed and isinstance(keys, Tensor)
+        if varlen.ENABLED and plain and isinstance(values, Tensor) and varlen.applies(query):
+            slot = torch.arange(1, width + 1, device=query.device, dtype=torch.int32)
+            used_slots = (slot * (used(self.positions) >= 0)).amax(-1)
+            return varlen.varlen_attend(query, keys, values, used_slots, visible, scale)
         if self.mass is None or not weighed:
             return attend(query, keys, values, visible, scale=scale, softcap=softcap)
         if self.weights is None or self.weights.shape[2] != width:
