@@ -255,10 +255,6 @@ class TestEqualHeads:
             assert "\n" not in line
             assert not self.said(caplog, text_model, policy, 0.2)
 
-    def test_heads_that_are_calibrated_without_a_profile_are_equal(self, caplog, text_model):
-        (line,) = self.said(caplog, text_model, "snapkv", heads="calibrated")
-        assert line.startswith("snapkv gives")
-
     @pytest.mark.parametrize(
         ("policy", "budget", "options"),
         [
@@ -285,9 +281,18 @@ class TestEqualHeads:
         (tmp_path / FILE).write_text("{")
         assert not self.said(caplog, loaded, "snapkv")
 
-    def test_visual_heads_have_a_line_of_their_own(self, caplog, text_model):
-        (line,) = self.said(caplog, text_model, "sparsemm")
-        assert "no profile of visual heads" in line
+    @pytest.mark.parametrize(
+        ("policy", "options", "text"),
+        [
+            ("snapkv", {"heads": "calibrated"}, "snapkv gives all heads the same size"),
+            ("sparsemm", {}, "no profile of visual heads"),
+        ],
+    )
+    def test_without_the_profile_that_a_policy_goes_by(
+        self, caplog, text_model, policy, options, text
+    ):
+        (line,) = self.said(caplog, text_model, policy, **options)
+        assert text in line
 
     def test_not_where_policies_are_compared(self, caplog, text_model):
         (variant,) = parse_variants(["snapkv"])
@@ -441,14 +446,10 @@ class TestMeasure:
         assert not mmkv.is_wrapped(model)
         assert all(x.grad is None and x.requires_grad for x in model.parameters())
 
-    def test_a_word_that_can_never_come(self):
-        model = make_model("llama")
-        bias = torch.zeros(120).index_fill(0, torch.tensor([7]), -torch.inf)
-        model.lm_head.bias = torch.nn.Parameter(bias)
-        assert mmkv.calibrate(model, self.samples(1), "condense").samples == 1
-
-    def test_frozen_weights(self):
+    def test_frozen_weights_and_a_word_that_can_never_come(self):
         model = make_model("llama").requires_grad_(False)
+        bias = torch.zeros(120).index_fill(0, torch.tensor([7]), -torch.inf)
+        model.lm_head.bias = torch.nn.Parameter(bias, requires_grad=False)
         assert mmkv.calibrate(model, self.samples(1), "condense").samples == 1
 
     def test_any_policy_with_calibrated_heads(self):

@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import mmkv
-from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import generate
 from mmkv.cache.compressed import CompressedCache
@@ -86,32 +85,6 @@ def test_rows_are_requests_and_short_ones_do_not_count():
         found = model._mmkv.plan.sampling.shares("")
     for i, share in enumerate(found):
         assert share == pytest.approx(sum(sizes[i] / sum(sizes) for sizes in first) / 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "chunk"),
-    [
-        ({}, 80),
-        ({"heads": "adaptive"}, 80),
-        ({"layers": "prefix"}, 80),
-        ({"evict_chunks": True}, 60),
-    ],
-    ids=str,
-)
-def test_eviction_equals_masking_while_sizes_are_learned_and_after(options, chunk):
-    model, inputs = make_model("llama"), make_inputs("llama", (80, 41))
-    found = []
-    with mmkv.wrapped(model, "xkv", 0.3, **{**SAMPLED, **options}):
-        for learned in (False, True):
-            logits, words, cache, held = generate(model, inputs, new=6, prefill_chunk_size=chunk)
-            assert (cache.plan.learned is not None) is learned
-            found.append((logits, words, held))
-    chunks = inputs["input_ids"].split(chunk, dim=1)
-    first = {"input_ids": chunks[0], "attention_mask": inputs["attention_mask"][:, :chunk]}
-    for logits, words, held in found:
-        feeds = [{"input_ids": ids} for ids in (*chunks[1:], *words.split(1, dim=1)[:-1])]
-        expected = masked_logits(model, first, feeds, held)
-        torch.testing.assert_close(logits, expected[len(chunks) - 1 :], atol=1e-4, rtol=0)
 
 
 def test_known_sizes_evict_each_layer_as_it_is_read(monkeypatch):
@@ -268,10 +241,9 @@ def test_copies_of_a_model_go_on_learning():
         assert model._mmkv.plan.sampling.known("") == 0, "a new wrap begins anew"
 
 
-@pytest.mark.parametrize(("options", "n"), [({"requests": 200}, 20), ({"requests": 31}, 4)])
-def test_a_tenth_of_an_announced_number(options, n):
-    policy = mmkv.get_policy("xkv", allocation="sampled", **options)
-    assert policy.layers.learns == n
+@pytest.mark.parametrize(("requests", "n"), [(200, 20), (31, 4)])
+def test_a_tenth_of_an_announced_number(requests, n):
+    assert mmkv.get_policy("xkv", allocation="sampled", requests=requests).layers.learns == n
 
 
 @pytest.mark.parametrize(

@@ -116,24 +116,6 @@ def test_sizes_are_proportional_below_what_there_is(weights, share, most):
         assert all(n <= 1e-6 for n, w in zip(sizes, weights, strict=True) if w == 0)
 
 
-@pytest.mark.parametrize("rho", [0.0, 0.1, 0.6])
-def test_every_head_has_its_floor_and_the_rest_goes_by_visual_scores(rho):
-    """rho * b, and of all that is left a head's share: within the rounding to whole tokens."""
-    model, inputs = make_model("llava-llama"), make_inputs("llava-llama", (300,))
-    window, budget = 8, 40
-    options = {"profile": profile_of(model), "window": window, "rho": rho}
-    with mmkv.wrapped(model, "sparsemm", budget, **options), torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
-    b, total = budget - window, 0
-    for layer in range(L):
-        counts = (cache.kept(layer)[0] >= 0).sum(-1).tolist()
-        for h in range(H):
-            wanted = window + rho * b + (1 - rho) * b * L * H * SCORES[layer][h]
-            assert abs(counts[h] - wanted) <= 1.5
-        total += sum(counts)
-    assert total == budget * L * H
-
-
 def test_without_a_profile_heads_are_equal_and_it_is_said(caplog):
     model, inputs = make_model("llava-llama"), make_inputs("llava-llama", (60,))
     found = []
