@@ -311,12 +311,14 @@ def test_rows_of_a_later_turn_observe_with_the_queries_they_have(models, policy)
             assert (x[b][:, own.shape[-1] :] == -1).all()
 
 
-@pytest.mark.parametrize("layers", ["prefix", "pooled"])
+@pytest.mark.parametrize(
+    "split", [{"layers": "prefix"}, {"layers": "pooled"}, {"layers": "uniform", "heads": "global"}]
+)
 @pytest.mark.parametrize(("protect", "budget"), [("none", 0.5), ("instruction", 0.2)])
-def test_a_later_turn_may_have_fewer_tokens_left_than_its_budget(models, layers, protect, budget):
+def test_a_later_turn_may_have_fewer_tokens_left_than_its_budget(models, split, protect, budget):
     """Long answers count into the budget, but decoding has dropped them: all that is left stays."""
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (40,))
-    options = {"layers": layers, "decode": "fixed", "protect": protect, "average_heads": False}
+    options = {**split, "decode": "fixed", "protect": protect, "average_heads": False}
     with mmkv.wrapped(model, "prefixkv", budget, **options):
         _, words, cache, held = generate(model, inputs, new=60)
         ids = torch.cat([inputs["input_ids"], words, torch.tensor([[7, 8]])], dim=1)

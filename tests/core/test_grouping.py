@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import mmkv
-from mmkv.cache.evict import _leaders
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.selection import Ranking
 from mmkv.merge.groups import leaders
@@ -140,57 +139,6 @@ def test_equals_the_loop(N, sizes, gone, must, exact, run, rounds, value_weight,
                 assert sum(map(len, got)) == present, "nothing is left out"
 
 
-def grouped(keys, values, scores, sizes, positions=None, weights=None, **options):
-    """Pairs, weights and indices by slot of a layer's tokens, and the slot of each."""
-    if positions is None:
-        positions = torch.arange(scores.shape[-1]).expand(scores.shape)
-    ranking = Ranking(scores, sizes, torch.zeros_like(scores, dtype=torch.bool))
-    held = PromptKV(keys, values, positions, weights=weights)
-    kept = mmkv.get_policy("condense", fit=0, **options).merge(held, ranking)
-    return kept.keys, kept.values, kept.weights, kept.indices, kept.slot
-
-
-def test_sums_and_members_are_kept_over_turns():
-    """Weights, and weighted sums of keys and values, survive any number of turns."""
-    H, D, new = 3, 4, 25
-    keys, values, weights = torch.zeros(1, H, 0, D), torch.zeros(1, H, 0, D), torch.zeros(1, H, 0)
-    positions, places = torch.zeros(1, H, 0, dtype=torch.long), None
-    every: list[Tensor] = []
-    for turn in range(4):
-        pairs = [random(1, H, new, D, seed=turn) + 1, random(1, H, new, D, seed=turn + 50)]
-        every.append(torch.cat(pairs, -1))
-        keys, values = torch.cat([keys, pairs[0]], 2), torch.cat([values, pairs[1]], 2)
-        weights = torch.cat([weights, torch.ones(1, H, new)], 2)
-        here = torch.arange(turn * new, turn * new + new).expand(1, H, new)
-        positions = torch.cat([positions, here], 2)
-        scores, sizes = random(*weights.shape, seed=turn + 99).abs(), torch.tensor([[10, 13, 18]])
-        scores = scores.masked_fill(weights == 0, -math.inf)
-        options = {"positions": positions, "weights": weights, "group_run": 16}
-        keys, values, weights, indices, slot = grouped(keys, values, scores, sizes, **options)
-        seen = new * (turn + 1)
-        held, filled = PromptKV(keys, values, positions, group_index=places), indices >= 0
-        positions = positions.gather(-1, indices.clamp(min=0)).masked_fill(~filled, -1)
-        places = _leaders(slot, positions.masked_fill(weights < 2, -1), held, seen)
-        whole = torch.cat(every, 2)
-        for h in range(H):
-            assert float(weights[0, h][filled[0, h]].sum()) == seen
-            for s in filled[0, h].nonzero()[:, 0]:
-                leader = int(positions[0, h, s])
-                members = (places[0, h] == leader).nonzero()[:, 0].tolist() or [leader]
-                assert float(weights[0, h, s]) == len(members)
-                want = whole[0, h, members].mean(0)
-                got = torch.cat([keys[0, h, s], values[0, h, s]])
-                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-        # What the next turn finds is as a cache hands it on: by age, gaps first.
-        order = positions.argsort(dim=-1)
-        positions, weights = positions.gather(-1, order), weights.gather(-1, order)
-        weights = weights.masked_fill(positions < 0, 0.0)
-        keys, values = (x.gather(2, order[..., None].expand_as(x)) for x in (keys, values))
-        gaps = int((positions < 0).sum(-1).min())
-        positions, weights = positions[..., gaps:], weights[..., gaps:]
-        keys, values = keys[:, :, gaps:], values[:, :, gaps:]
-
-
 def test_does_not_depend_on_how_many_runs_go_together(monkeypatch):
     keys, values, scores = layer(2, 2, 60)
     sizes = torch.tensor([[20, 9], [15, 3]])
@@ -204,9 +152,12 @@ def test_does_not_depend_on_how_many_runs_go_together(monkeypatch):
 def test_a_token_alone_is_copied_as_it_is(dtype):
     keys, values, scores = layer(2, 2, 40)
     keys, values, size = keys.to(dtype), values.to(dtype), torch.full((2, 2), 12)
-    k, v, weights, indices, _ = grouped(keys, values, scores, size)
-    alone = weights == 1
+    positions = torch.arange(40).expand(scores.shape)
+    ranking = Ranking(scores, size, torch.zeros_like(scores, dtype=torch.bool))
+    merge = mmkv.get_policy("condense", fit=0).merge
+    kept = merge(PromptKV(keys, values, positions), ranking)
+    alone = kept.weights == 1
     assert 4 <= int(alone.sum()) < 48
-    for found, x in ((k, keys), (v, values)):
-        own = x.gather(2, indices[..., None].expand(-1, -1, -1, x.shape[3]))
+    for found, x in ((kept.keys, keys), (kept.values, values)):
+        own = x.gather(2, kept.indices[..., None].expand(-1, -1, -1, x.shape[3]))
         assert torch.equal(found[alone], own[alone])

@@ -9,7 +9,7 @@ import torch
 
 import mmkv
 from helpers import zoo
-from helpers.models import make_inputs, make_model, next_turn, row_of
+from helpers.models import make_inputs, make_model, next_turn
 from helpers.oracle import top
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policies.kvzip import Repetition
@@ -136,27 +136,6 @@ def test_what_is_kept_is_what_repeating_asks_for(policy, name, size, asked) -> N
     for i in range(L):
         for h in range(H):
             assert set(cache.kept(i)[0, h].tolist()) - {-1} == want[i][h], (i, h)
-
-
-def test_a_row_is_repeated_as_it_is_alone() -> None:
-    """In pieces of its own tokens; where it has ended, nothing observes. Attention is sharp."""
-    model, lengths = make_model("llama"), (50, 27, 33)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight.mul_(20)
-    inputs = make_inputs("llama", lengths)
-    with mmkv.wrapped(model, "kvzip", 0.4, repeated=20), torch.no_grad():
-        cache = model.generate(
-            **inputs, max_new_tokens=1, do_sample=False, return_dict_in_generate=True
-        ).past_key_values
-        for b, n in enumerate(lengths):
-            alone = model.generate(
-                **row_of(inputs, b), max_new_tokens=1, do_sample=False, return_dict_in_generate=True
-            ).past_key_values
-            for i in range(L):
-                for h in range(H):
-                    want = {p + 50 - n for p in alone.kept(i)[0, h].tolist() if p >= 0}
-                    assert set(cache.kept(i)[b, h].tolist()) - {-1} == want
 
 
 def test_a_later_turn_is_repeated_and_earlier_tokens_keep_their_scores() -> None:

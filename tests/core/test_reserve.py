@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import mmkv
@@ -77,22 +75,3 @@ def test_a_constant_size_is_not_set_aside_before_it_is_needed(models):
             found = passes(model, inputs, 90)
         for slots, kept, _ in found:
             assert slots <= kept + LAYERS * HEADS * 17
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("policy", "asked"),
-    [("snapkv", 80), ("snapkv", 512), ("h2o", 512)],
-)
-def test_the_smallest_command_a_user_runs(policy, asked):
-    """`mmkv chat` with the built-in model: a prompt of 161 tokens and a short answer."""
-    from mmkv.chat import ask, encode, load, read_picture
-
-    loaded = load()
-    picture = Path(mmkv.__file__).parent / "builtin" / "pictures" / "scene1.png"
-    inputs = encode(loaded, "Describe the image.", [read_picture(picture)])
-    assert inputs["input_ids"].shape[1] == 161
-    full = ask(loaded, inputs, max_new_tokens=asked)
-    token = full.nbytes / (160 + full.tokens)
-    answer = ask(loaded, inputs, mmkv.get_policy(policy), 0.2, max_new_tokens=asked)
-    assert answer.nbytes <= token * (160 + answer.tokens)

@@ -183,32 +183,6 @@ def test_tasks_are_learned_apart():
             pass
 
 
-def test_threads_learn_together():
-    """Each names its own task; what all of them learn is what they learn one by one."""
-    model, found = make_model("llama"), {}
-    with mmkv.wrapped(model, "xkv", 0.3, **SAMPLED):
-        sampling = model._mmkv.plan.sampling
-
-        def serve(name: str, seeds: range) -> None:
-            with mmkv.task(name):
-                found[name] = [sizes_of(model, prompt(seed))[0] for seed in seeds]
-
-        threads = [
-            threading.Thread(target=serve, args=(f"task {i}", range(i, i + 3))) for i in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        learned = {name: sampling.shares(name) for name in found}
-    with mmkv.wrapped(model, "xkv", 0.3, **SAMPLED):
-        for i in range(4):
-            with mmkv.task(f"task {i}"):
-                again = [sizes_of(model, prompt(seed))[0] for seed in range(i, i + 3)]
-            assert again == found[f"task {i}"]
-            assert model._mmkv.plan.sampling.shares(f"task {i}") == learned[f"task {i}"]
-
-
 def test_many_threads_learn_from_no_more_than_asked_for():
     """Each adds between another's look at the number and its own addition."""
     meeting = threading.Barrier(4)
