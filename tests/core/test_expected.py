@@ -9,17 +9,13 @@ import torch
 from torch import Tensor
 
 import mmkv
+from helpers.models import random
 from mmkv.layer_inputs import LayerInputs, Rotary, turn
 from mmkv.policies.expected import ExpectedAttention
 
 B, H, G, N, D, R = 3, 2, 3, 22, 8, 6  # the last two dimensions of a head are not turned
 PADDING = (0, 5, 19)  # the last row has fewer tokens than are skipped
 FREQUENCIES = torch.tensor([0.9, 0.31, 0.07])
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator)
 
 
 def rotary_of(places: Tensor) -> Rotary:

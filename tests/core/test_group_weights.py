@@ -10,16 +10,12 @@ import torch
 from torch import Tensor
 
 import mmkv
-from helpers.models import make_inputs
+from helpers.models import make_inputs, random
 from mmkv.layer_inputs import LayerInputs
 from mmkv.merge import weights
 from mmkv.merge.weights import ReferenceQueries, log_weights
 
 B, H, G, U, D, M = 2, 2, 3, 14, 4, 5
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])

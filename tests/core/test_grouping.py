@@ -11,14 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import mmkv
+from helpers.models import random
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.selection import Ranking
 from mmkv.merge.groups import leaders
 from mmkv.scores import attention as tiling
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def layer(B: int, H: int, N: int, D: int = 4, Dv: int = 3, seed: int = 0) -> list[Tensor]:

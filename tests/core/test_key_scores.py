@@ -9,18 +9,13 @@ import torch
 from torch import Tensor
 
 import mmkv
-from helpers.models import make_inputs, make_model
+from helpers.models import make_inputs, make_model, random
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policies.keydiff import KeyDifference
 from mmkv.policies.lagkv import LagRelative
 from mmkv.policies.random import Noise
 
 PADDING = (0, 5, 11)  # padding tokens left of each row
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator)
 
 
 def left_padded(N: int) -> Tensor:

@@ -39,7 +39,7 @@ def test_eviction_equals_masking(models, variant, name, rows):
 
 
 @pytest.mark.parametrize(
-    "protect_policy", slow_except(["prefixkv", "h2o", "local", "adakv"], "prefixkv")
+    "protect_policy", slow_except(["prefixkv", "h2o", "local", "adakv"], "prefixkv", "h2o")
 )
 def test_protected_text_is_never_dropped(models, protect_policy):
     """protect="instruction" keeps every text token in every layer, through decoding too."""
@@ -170,6 +170,7 @@ BEAMS = [
     Variant("h2o", (("decode", "ratio"), ("distance", 2))),
     Variant("condense", (("decode", "rounds"), ("every", 3), ("latest", 2))),
     Variant("prefixkv", (("decode", "rounds"), ("every", 3), ("latest", 0))),
+    *(Variant(x, (("kv_dtype", "int4"),)) for x in ("prefixkv", "adakv", "streaming")),
 ]
 
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import mmkv
 from helpers.marks import slow_except
 from helpers.masking import fake_quantise, masked_logits
-from helpers.models import IMAGE, make_inputs, make_model, next_turn, row_of
+from helpers.models import IMAGE, make_inputs, make_model, next_turn
 from helpers.oracle import Variant, generate, options_of, short
 from helpers.pretend_cuda import install
 from mmkv.attach import graph
@@ -99,28 +99,6 @@ def test_turns_equal_masking(doubles, policy, kv_dtype):
     feeds += [turn, *({"input_ids": answer[:, t : t + 1]} for t in range(answer.shape[1] - 1))]
     expected = masked_logits(model, inputs, feeds, held + kept, bits=BITS[kv_dtype])
     torch.testing.assert_close(torch.cat([first, more]).double(), expected, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("kv_dtype", slow_except(BITS, "int4"))
-@pytest.mark.parametrize("policy", slow_except(["prefixkv", "h2o", "adakv", "streaming"], "adakv"))
-def test_beams_copy_codes(doubles, policy, kv_dtype):
-    """The same tokens, fed one by one without beams, give the same score to each sequence."""
-    model, inputs = doubles("llama"), make_inputs("llama", (40, 27))
-    with mmkv.wrapped(model, policy, 0.3, kv_dtype=kv_dtype, **short(policy)):
-        how = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False}
-        out = model.generate(
-            **inputs, **how, max_new_tokens=6, return_dict_in_generate=True, output_scores=True
-        )
-        for i, sequence in enumerate(out.sequences):
-            new = sequence[inputs["input_ids"].shape[1] :]
-            with torch.no_grad():
-                step = model(**row_of(inputs, i // 2), use_cache=True)
-                total = 0.0
-                for token in new:
-                    total += step.logits[0, -1].log_softmax(-1)[token].item()
-                    cache = step.past_key_values
-                    step = model(input_ids=token.view(1, 1), past_key_values=cache)
-            assert out.sequences_scores[i].item() == pytest.approx(total / len(new), abs=1e-3)
 
 
 @pytest.mark.parametrize("kv_dtype", BITS)

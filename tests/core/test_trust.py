@@ -336,12 +336,6 @@ class TestWhatPoliciesAreGiven:
             prefill(model, inputs, past_key_values=cache)  # whole, not a chunk of 60
         assert all(torch.equal(cache.kept(i)[..., :20], expected.kept(i)[..., :20]) for i in (0, 1))
 
-    def test_layers_that_read_no_mini_prefill_run_none(self, models):
-        model, inputs = models("llama"), make_inputs("llama", (60,))
-        with mmkv.wrapped(model, "xkv", 0.3, layers="squeeze"):
-            cache = generate(model, inputs, new=2)[2]
-        assert 0.2 < cache.report().kept_fraction < 0.4
-
     def test_one_ranking_a_layer_and_a_victim_a_head_is_refused(self, text_model):
         with pytest.raises(ValueError, match=r"average_heads=True.*decode='fixed'"):
             mmkv.wrap(text_model, "h2o", 0.5, average_heads=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import mmkv
+from helpers.models import random
 from mmkv.cache.selection import importance
 from mmkv.layer_inputs import LayerInputs
 from mmkv.scores import accumulated_attention, window_attention
@@ -20,10 +21,6 @@ from mmkv.scores.window import WindowAttention
 
 B, H, G, N, D, DV, HIDDEN, WINDOW = 3, 2, 3, 18, 8, 5, 7, 4
 PADDING = (0, 5, 13)
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def inputs(*, Q: int = N, softcap: float | None = None, masked: bool = False) -> LayerInputs:

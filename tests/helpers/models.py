@@ -54,6 +54,10 @@ def make_inputs(name: str, lengths: tuple[int, ...], seed: int = 0) -> dict[str,
     return inputs
 
 
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
 def row_of(inputs: dict[str, torch.Tensor], b: int) -> dict[str, torch.Tensor]:
     """One row of a batch, without its padding."""
     real = inputs["attention_mask"][b].bool()
