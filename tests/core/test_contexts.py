@@ -221,6 +221,12 @@ def test_saved_and_loaded_it_is_the_same(models, policy, kv_dtype, tmp_path):
         context = mmkv.read(model, inputs)
         context.save(path)
         found = mmkv.load_context(path, model)
+        # Slots set aside may differ, and so bytes.
+        one, other = (
+            replace(x, nbytes=0, layers=[replace(y, nbytes=0) for y in x.layers])
+            for x in (context.report(), found.report())
+        )
+        assert one == other
         atol = 1e-4 if kv_dtype is None else 2e-3
         torch.testing.assert_close(ask(found, asked)[0], ask(context, asked)[0], atol=atol, rtol=0)
         more = {k: x.expand(2, -1) for k, x in question(9, seed=8).items()}
@@ -260,20 +266,6 @@ def test_windows_of_sliding_layers_are_saved_too(name, lengths, tmp_path):
             save_file({**tensors, key: tensors[key][:, :, 1:].contiguous()}, path, header)
             with pytest.raises(ValueError, match=r"layer \d holds a window"):
                 mmkv.load_context(path, model)
-
-
-def test_a_loaded_context_reports_what_the_saved_one_did(models, tmp_path):
-    model, inputs = models("llama"), make_inputs("llama", (90, 41))
-    path = tmp_path / "read.safetensors"
-    with mmkv.wrapped(model, "snapkv", 0.4, window=6, kv_dtype="int8"):
-        context = mmkv.read(model, inputs)
-        context.save(path)
-        one, other = context.report(), mmkv.load_context(path, model).report()
-    # Slots set aside may differ, and so bytes.
-    assert [replace(x, nbytes=0) for x in one.layers] == [
-        replace(x, nbytes=0) for x in other.layers
-    ]
-    assert replace(one, layers=[], nbytes=0) == replace(other, layers=[], nbytes=0)
 
 
 def test_a_file_of_another_model_or_wrap_is_refused(models, tmp_path):
