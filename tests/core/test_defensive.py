@@ -121,14 +121,6 @@ def test_the_score_is_the_worst_case_by_output_norms(size, sharp) -> None:
         assert not found[b, :, :pad].any()
 
 
-def test_rows_have_sizes_of_their_own() -> None:
-    layer = replace(random_layer(24, (0, 0), 0.5), size=torch.tensor([20.0, 6.9]))
-    found = DefensiveAttention(window=WINDOW, kernel_size=KERNEL)(layer)
-    first = (found == found.amax((1, 2), keepdim=True)).sum(-1)
-    assert first[0].min() > 4
-    assert first[1].sum() in (4, 5)  # two of each head, and the best if it is another
-
-
 def test_where_heads_hold_different_tokens_they_are_rows() -> None:
     """... each with its own padding; of a layer together are its norms, its bias and its best."""
     N, padding = 20, (0, 3)

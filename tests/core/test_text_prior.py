@@ -86,15 +86,6 @@ def test_the_prior_holds_for_pictures_of_earlier_turns():
             assert not {j for j in head if j < 80 and ids[0, j] == IMAGE}
 
 
-def test_a_prompt_without_pictures_is_accumulated_attention():
-    model, inputs = make_model("llama"), make_inputs("llama", (70,))
-    found = []
-    for options in ({}, {"text_prior": False}):
-        with mmkv.wrapped(model, "lookm", 0.3, **options):
-            found.append(generate(model, inputs, new=4))
-    assert torch.equal(found[0][0], found[1][0])
-
-
 @pytest.mark.parametrize(("policy", "decode"), [("h2o", "fixed"), ("tova", "least")])
 def test_decoding_that_drops_by_attention_is_refused(policy, decode):
     with pytest.raises(ValueError, match=f"text_prior=True .* decode='{decode}'"):
