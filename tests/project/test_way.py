@@ -1,8 +1,9 @@
-"""How far a prompt travels through the code, from `wrap` to a kept slot and one decode step."""
+"""How far a prompt travels through the code, and how much of it there is."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -61,3 +62,12 @@ def test_a_prompts_way_is_no_longer_than_it_was(policy):
     step = (len(both) - len(prompt)) / layers
     found = len({*wrap, *prompt, *both}), round(len(prompt) / layers), round(step)
     assert all(n <= most for n, most in zip(found, MOST[policy], strict=True)), found
+
+
+def test_the_source_is_no_longer_than_the_page_says():
+    root = Path(__file__).parents[2]
+    (said,) = re.findall(r"fewer than ([\d,]+) lines", (root / "docs/architecture.md").read_text())
+    folders = ("mmkv", "policies", "eval", "demo")
+    files = [path for folder in folders for path in (root / folder).rglob("*.py")]
+    lines = sum(path.read_text(encoding="utf-8").count("\n") for path in files)
+    assert 20_000 < lines < int(said.replace(",", ""))
