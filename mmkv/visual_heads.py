@@ -21,7 +21,6 @@ from mmkv import adapters
 from mmkv.around import innermost
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.phases import Reading
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.forcing import greedy
@@ -95,14 +94,7 @@ class _Probe(CompressedCache):
         self.regions = regions  # bool [T, N + T]
         self.hits: list[Tensor] = []  # by layer, float64 [H]
 
-    def _read(
-        self,
-        layer_idx: int,
-        layer: CompressedLayer,
-        phase: Reading,
-        held: PromptKV,
-        new: LayerInputs,
-    ) -> None:
+    def _read(self, layer_idx: int, phase: Reading, held: PromptKV, new: LayerInputs) -> None:
         self.hits.append(head_hits(new, self.regions.to(new.key.device)).cpu())
 
 

@@ -266,7 +266,7 @@ class CompressedCache(CacheState):
             out = refuse_gradient(attended), None
         with outside_inference_mode(), torch.no_grad():
             inputs = running.inputs(layer_idx, held, query=query, mask=view, **options)
-            self._read(layer_idx, layer, phase, held, inputs)
+            self._read(layer_idx, phase, held, inputs)
         return out
 
     def _step(
@@ -303,20 +303,14 @@ class CompressedCache(CacheState):
                     running.rotary[layer_idx] = rotary
                 inputs = running.inputs(layer_idx, held, query=queries, mask=None, **options)
                 with torch.no_grad():
-                    self._read(layer_idx, layer, self.phase.reading, held, inputs)
+                    self._read(layer_idx, self.phase.reading, held, inputs)
         return refuse_gradient(out) if out.requires_grad else out
 
-    def _read(
-        self,
-        layer_idx: int,
-        layer: CompressedLayer,
-        phase: Reading,
-        held: PromptKV,
-        new: LayerInputs,
-    ) -> None:
+    def _read(self, layer_idx: int, phase: Reading, held: PromptKV, new: LayerInputs) -> None:
         """Score what a layer holds; evict at once if its size is known, else hold it whole."""
         policy, prompt = self.plan.policy, self.prompt
         assert prompt is not None
+        layer: Any = self.layers[layer_idx]
         layer.asked, layer.tail = [], Tail()
         if phase.scores:
             if phase.mean_sizes is not None:
@@ -329,13 +323,14 @@ class CompressedCache(CacheState):
             held.remember(policy, new)
         layer.state = held
         if phase.evicts and phase.postpones:
-            self._hold(layer_idx, layer, held)
+            self._hold(layer_idx, held)
         if phase.sizes is not None:
-            self._evict(layer_idx, layer, phase.sizes[self.ordinal[layer_idx]])
+            self._evict(layer_idx, phase.sizes[self.ordinal[layer_idx]])
 
-    def _hold(self, layer_idx: int, layer: CompressedLayer, held: PromptKV) -> None:
+    def _hold(self, layer_idx: int, held: PromptKV) -> None:
         """The layer holds all its tokens where generated ones come in, until it is evicted."""
         assert self.prompt is not None
+        layer: Any = self.layers[layer_idx]
         prompt, ahead = self.prompt.to(held.keys.device), self.plan.policy.postpone
         layer.tail = held.tail.by_age(held.positions)
         layer.state = evict(held, self.plan.whole, prompt, prompt.lengths, ahead, layer_idx)
@@ -354,7 +349,7 @@ class CompressedCache(CacheState):
             with outside_inference_mode(), torch.no_grad():
                 split = head_sizes(waiting, self.plan.policy, prompt, sizes)
                 for i, size, heads in zip(self.ordinal, sizes, split, strict=True):
-                    self._evict(i, layers[self.ordinal[i]], size, heads)
+                    self._evict(i, size, heads)
         if isinstance(phase, Decoding):
             phase.reading, phase.postponed = None, False
         elif phase.until is None:
@@ -399,14 +394,9 @@ class CompressedCache(CacheState):
             self.plan.learn(sizes, prompt.lengths)
         return [list(layer) for layer in zip(*sizes, strict=True)]
 
-    def _evict(
-        self,
-        layer_idx: int,
-        layer: CompressedLayer,
-        sizes: list[int],
-        split: Tensor | None = None,
-    ) -> None:
+    def _evict(self, layer_idx: int, sizes: list[int], split: Tensor | None = None) -> None:
         """The layer keeps a copy of what it keeps, and lets go of the rest."""
+        layer: Any = self.layers[layer_idx]
         assert isinstance(layer.state, PromptKV)
         assert self.prompt is not None
         expected = max(0, self.max_length - self.prompt.valid.shape[1])

@@ -288,7 +288,7 @@ class CompressedLayer(CacheLayerMixin):
         return sum(query.shape[2] for query, _ in self.asked)
 
     def remembered(self) -> tuple[Tensor, Rotary | None]:
-        """All queries [B, Hq, n, D] since `forget`, and their rotary embedding."""
+        """All queries [B, Hq, n, D] since they last observed, and their rotary embedding."""
         queries, rotaries = zip(*self.asked, strict=True)
         known = [x for x in rotaries if x is not None]
         return torch.cat(queries, dim=2), reduce(Rotary.followed_by, known) if known else None
