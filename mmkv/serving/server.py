@@ -381,6 +381,8 @@ def run(
         ws="none",
         lifespan="off",
         access_log=False,
+        # uvicorn's own configuration would close every handler of the process.
+        log_config=None,
         log_level="warning",
         server_header=False,
         timeout_graceful_shutdown=int(grace) + 10,

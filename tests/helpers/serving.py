@@ -92,7 +92,7 @@ def listening(served: Any) -> Generator[str]:
     import uvicorn
 
     socket = terminal.bind("127.0.0.1", 0)
-    config = uvicorn.Config(served, http="h11", lifespan="off", log_level="error")
+    config = uvicorn.Config(served, http="h11", lifespan="off", log_config=None, log_level="error")
     running = uvicorn.Server(config)
     thread = threading.Thread(target=running.run, args=([socket],), daemon=True)
     thread.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import os
 import random
 import re
@@ -235,6 +236,17 @@ class TestEnding:
         Ending(engine, during, grace=0.5)
         assert time.monotonic() - start < 5
         assert (engine.open, capfd.readouterr().err) == (0, "")
+
+    def test_logs_of_the_process_stay_as_they_are(self):
+        closed = []
+
+        class Handler(logging.Handler):
+            def close(self):
+                closed.append(self)
+
+        handler = Handler()
+        Ending(WrittenEngine(), lambda ending: os.kill(os.getpid(), signal.SIGTERM))
+        assert handler not in closed
 
 
 class Told(BaseException):
