@@ -109,6 +109,7 @@ class Engine:
         timeout: float | None = None,
         policy: str | Policy | None = None,
         budget: SupportsFloat | None = None,
+        owner: str | None = None,
     ) -> Reply:
         """Ask for a reply; it begins when its turn comes and memory is free.
 
@@ -122,6 +123,8 @@ class Engine:
             timeout: seconds after which the reply ends, waiting included.
             policy: of this request; the model's own if None.
             budget: of this request; the model's own if both are None.
+            owner: whose it is, such as a client's key: prefixes are shared within one owner (None
+                is one too), so that times tell none what another has sent.
 
         Raises:
             Refused: it can never be served; the message has the numbers.
@@ -171,7 +174,7 @@ class Engine:
         )
         if prefix is not None:
             request.prefix = dict(prefix)
-            request.key = prompts.digest(prefix, repr(plan))
+            request.key = prompts.digest(prefix, repr((owner, plan)))
         self._worker.add(request)
         return request.reply
 

@@ -109,6 +109,19 @@ def test_a_prefix_that_a_request_waits_for_stays(models, limit):
         assert [x.usage.shared for x in replies] == [False, True]
 
 
+def test_owners_do_not_share(models):
+    """Else times tell one client what another has sent."""
+    model, prefix = models("llama"), make_inputs("llama", (60,))
+    with mmkv.wrapped(model, "local", 0.4), Engine(model) as engine:
+        given = {"inputs": make_inputs("llama", (5,), seed=9), "prefix": prefix}
+        shared = []
+        for owner in (None, "a", "b", "a", None):
+            reply = engine.submit(**given, max_new_tokens=2, owner=owner)
+            reply.result(60)
+            shared.append(reply.usage.shared)
+        assert shared == [False, False, False, True, True]
+
+
 def test_prefixes_with_pictures_of_their_own_alternate():
     """Models with three axes of positions remember how far the last call's pictures moved text."""
     model = zoo.model_of("Qwen2_5_VLForConditionalGeneration")
