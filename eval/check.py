@@ -18,7 +18,7 @@ from mmkv.options import (
     PolicyName,
     ProfileOption,
 )
-from mmkv.terminal import bar, check_place, console, say, told
+from mmkv.terminal import check_place, console, say, told
 
 from .arguments import BudgetsOption, LimitOption, PromptsOption, budget_list, commands
 from .store import Store, describe_environment, digest, key_of, replace
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from mmkv.policy import Policy
 
 FOLDER = Path("runs/check")
-# Seconds between two lines of progress, where there is no terminal.
-_EVERY = 10.0
 
 
 @commands.command("check")
@@ -150,7 +148,7 @@ def run(
         ValueError: as `mmkv.check`.
     """
     from mmkv.check_report import summed_up
-    from mmkv.divergence import check_prompts, measure, settings_of
+    from mmkv.divergence import check_prompts, measured, settings_of
 
     model = loaded.model
     check_prompts(model, inputs, max_new_tokens)
@@ -175,16 +173,8 @@ def run(
     done = {key_of(row) for row in store.merge(*order)}
     if done:
         say(f"{len(done)} of {len(inputs) * len(settings)} rows are in {folder} already")
-    with bar(len(inputs) * len(settings), every=_EVERY) as advance:
-        for i, prompt in enumerate(inputs):
-            missing = [x for x in settings if (x.label, json.dumps(x.budget), i) not in done]
-            name = f"prompt {i + 1} of {len(inputs)}"
-            advance(len(settings) - len(missing), name)
-            for found in (
-                measure(model, prompt, missing, max_new_tokens, first=i) if missing else ()
-            ):
-                store.append(found)
-                advance(1, name)
+    for found in measured(model, inputs, settings, max_new_tokens, done):
+        store.append(found)
     each = store.merge(*order)
     report = summed_up(each, within, notes)
     path = folder / "report.json" if out in (None, folder) else out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import mmkv
 from mmkv.attach.attachment import attachment_of
 from mmkv.chat import on_device
+from mmkv.forcing import Scored, ends_of, log_probabilities, score_answers, up_to_end
 from mmkv.report import mean_known
 
-from .perplexity import Scored, log_probabilities, perplexity, score_answers
 from .prompts import Encoder
 from .replay import Capture, applies, behind, continued
-from .replies import ends_of, timed
 from .scoring import rouge, score
 from .store import Row
 from .variants import FULL, Variant
@@ -91,7 +90,7 @@ class Batch:
     @cached_property
     def full(self) -> list[Tensor]:
         """The full cache's distributions along the replies, by the model unwrapped."""
-        return log_probabilities(self.job.model, self.inputs, self.replies)
+        return log_probabilities(self.job.model, self.inputs, self.replies)[0]
 
     @cached_property
     def captures(self) -> dict[bool, Capture]:
@@ -185,18 +184,13 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
     answers = batch.answers if perplexed else None
     replies = batch.replies if job.compares and not reference else None
     full = None if replies is None else batch.full
-    if answers is not None:
-        scored = force(answers, full if answers == replies else None)
-        cache, held = scored.cache, held or scored.held_bytes
-        _add_perplexity(rows, scored)
-        if answers == replies:
-            _add_comparison(rows, scored)
-        del scored
-    if replies is not None and answers != replies:
-        scored = force(replies, full)
-        cache, held = scored.cache, held or scored.held_bytes
-        _add_comparison(rows, scored)
-        del scored
+    # A text that goes on is fed once for both.
+    for ids in [answers] if answers == replies else [answers, replies]:
+        if ids is not None:
+            scored = force(ids, full if ids == replies else None)
+            cache, held = scored.cache, held or scored.held_bytes
+            _add_scores(rows, scored, ids is answers, ids == replies)
+            del scored
     itself = reference and job.compares
     if job.generates or itself:
         limits = [sample.max_new_tokens for sample in batch.samples]
@@ -228,23 +222,83 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
     ]
 
 
-def _add_perplexity(rows: list[Row], scored: Scored) -> None:
-    for row, nll, n in zip(rows, scored.nll, scored.tokens, strict=True):
-        if not math.isfinite(nll):
+def _add_scores(rows: list[Row], scored: Scored, perplexed: bool, compared: bool) -> None:
+    """Perplexity along what was fed, or how near the full cache's predictions are, or both."""
+    for i, row in enumerate(rows):
+        nll, n, nats = scored.nll[i], scored.tokens[i], scored.divergence[i]
+        if perplexed and not math.isfinite(nll):
             row["error"] = f"the answer's log-likelihood is {nll}"
-            continue
-        ppl = perplexity([nll], [n])
-        row |= {"nll": nll, "answer_tokens": n, "ppl": ppl if ppl != math.inf else None}
-
-
-def _add_comparison(rows: list[Row], scored: Scored) -> None:
-    for row, nats, same, n in zip(
-        rows, scored.divergence, scored.same, scored.compared, strict=True
-    ):
-        if not math.isfinite(nats):
+        elif perplexed:
+            row |= {"nll": nll, "answer_tokens": n, "ppl": perplexity(nll, n)}
+        if compared and not math.isfinite(nats):
             row["error"] = f"the divergence from the full cache is {nats}"
-            continue
-        row |= {"divergence_sum": nats, "next_sum": same, "next_tokens": n}
+        elif compared:
+            row |= {"divergence_sum": nats, "next_sum": scored.same[i]}
+            row["next_tokens"] = scored.compared[i]
+
+
+def perplexity(nll: float, tokens: int) -> float | None:
+    """`exp` of the mean over tokens; None without any, or where that is no float."""
+    return math.exp(nll / tokens) if tokens and nll / tokens < 700 else None
+
+
+def timed(
+    model: Any,
+    inputs: Mapping[str, Any],
+    limits: Sequence[int],
+    pad: int,
+    *,
+    chunk: int | None = None,
+    context: mmkv.Context | None = None,
+) -> tuple[list[list[int]], Any, dict[str, float], int]:
+    """Greedy replies by `generate`, each up to an end and its limit, and how fast they came.
+
+    Args:
+        model: wrapped or not.
+        inputs: of left-padded prompts, or of the questions behind a context.
+        limits: most new tokens of each row.
+        pad: the tokenizer's padding token.
+        chunk: how many tokens of a prompt are read at a time; None: all.
+        context: read without the questions, which is in neither time.
+
+    Returns:
+        tokens of each reply; the cache; "first_token_s" and "tokens_per_s"; and the cache's bytes
+        once the prompt was read.
+    """
+    import torch
+    from transformers.generation.streamers import BaseStreamer
+
+    times, caches, held = list[float](), list[Any](), 0
+
+    class Clock(BaseStreamer):
+        """When tokens come: first the prompt, then the first new ones."""
+
+        def put(self, value: Any) -> None:
+            nonlocal held
+            times.append(time.perf_counter())
+            held = caches[-1].nbytes if len(times) == 2 else held
+
+        def end(self) -> None:
+            pass
+
+    def watch(module: Any, args: Any, output: Any) -> None:
+        caches[:] = [output.past_key_values]
+
+    how: dict[str, Any] = {"max_new_tokens": max(limits), "do_sample": False, "num_beams": 1}
+    how |= {"pad_token_id": pad, "return_dict_in_generate": True, "streamer": Clock()}
+    start = time.perf_counter()
+    with torch.no_grad(), model.register_forward_hook(watch):
+        if context is not None:
+            new = context.ask(inputs, **how).sequences
+        else:
+            out = model.generate(**inputs, **how, prefill_chunk_size=chunk)
+            new = out.sequences[:, inputs["input_ids"].shape[1] :]
+    seconds, ends = time.perf_counter() - start, ends_of(model)
+    replies = [up_to_end(ids, ends) for ids in new.tolist()]
+    speed = round(sum(map(len, replies)) / seconds, 2)
+    found = [ids[:limit] for ids, limit in zip(replies, limits, strict=True)]
+    first = {"first_token_s": round(times[1] - start, 4), "tokens_per_s": speed}
+    return found, caches[-1], first, held
 
 
 def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:

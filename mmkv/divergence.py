@@ -8,19 +8,15 @@ say in: a reply's first token is predicted while its prompt is read, before anyt
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from mmkv import budgets as sizes
-from mmkv.cache.layer import nbytes
 from mmkv.cache.quantize import BITS
 from mmkv.check_report import FULL, CheckReport, Row, summed_up
-from mmkv.forcing import checked_inputs, forced, greedy
+from mmkv.forcing import checked_inputs, log_probabilities, replies, score_answers
 from mmkv.registry import get_policy
 from mmkv.terminal import bar
 from mmkv.wrapping import wrapped
@@ -94,15 +90,31 @@ def check(
     samples = [checked_inputs(x, i, "check") for i, x in enumerate(inputs)]
     check_prompts(model, samples, max_new_tokens)
     settings, notes = settings_of(model, chosen, budgets, profile=profile, kv_dtype=kv_dtype)
-    rows = list[Row]()
+    rows = measured(model, samples, settings, max_new_tokens)
+    return summed_up((row for found in rows for row in found), within, notes)
+
+
+def measured(
+    model: Any,
+    samples: Sequence[Mapping[str, Any]],
+    settings: Sequence[Setting],
+    max_new_tokens: int,
+    done: Container[tuple[str, str, int]] = (),
+) -> Iterator[list[Row]]:
+    """The rows of all samples, those of one cache and sample at a time, with a bar of progress.
+
+    What is `done`, by policy, budget and number of the row, is left out.
+    """
+    first = 0
     with bar(len(samples) * len(settings), every=_EVERY) as advance:
-        first = 0
-        for sample in samples:
-            for found in measure(model, sample, settings, max_new_tokens, first):
-                rows += found
-                advance(1, f"{found[0]['policy']} {sizes.named(found[0]['budget'])}")
+        for i, sample in enumerate(samples, start=1):
+            left = [x for x in settings if (x.label, repr(x.budget), first) not in done]
+            name = f"prompt {i} of {len(samples)}"
+            advance(len(settings) - len(left), name)
+            for found in measure(model, sample, left, max_new_tokens, first=first) if left else ():
+                yield found
+                advance(1, name)
             first += len(sample["input_ids"])
-    return summed_up(rows, within, notes)
 
 
 def check_arguments(
@@ -202,54 +214,34 @@ def measure(
     Raises:
         ValueError: a distribution is not finite.
     """
-    reply, valid = greedy(model, inputs, max_new_tokens)
-    full, log_p = 0, list[Tensor]()
-    for step, (cache, logits) in enumerate(forced(model, inputs, reply)):
-        if step:
-            log_p.append(logits.float().log_softmax(-1))
-        else:
-            full = sum(map(nbytes, cache.layers))
-    wanted = torch.cat(log_p, dim=1) if log_p else None
-    del log_p
+    answers = replies(model, inputs, max_new_tokens)
+    full, whole = log_probabilities(model, inputs, answers)
     for setting in settings:
-        held, kept, at = 0, list[float](), 0
-        nats, same = list[Tensor](), list[Tensor]()
         with setting.wrapped(model):
-            for step, (cache, logits) in enumerate(forced(model, inputs, reply)):
-                if not step:
-                    held, kept = cache.nbytes, kept_shares(cache)
-                    continue
-                assert wanted is not None
-                piece = wanted[:, at : at + logits.shape[1]].to(logits.device)
-                nats.append(divergence(piece, logits))
-                same.append(piece.argmax(-1) == logits.argmax(-1))
-                at += logits.shape[1]
+            scored = score_answers(model, inputs, answers, full=full)
+        each = zip(scored.divergence, scored.same, scored.compared, strict=True)
+        if not all(math.isfinite(nats) for nats in scored.divergence):
+            raise ValueError(
+                f"{setting.label} {sizes.named(setting.budget)}: the model's next-token "
+                "probabilities are not finite: use another dtype, such as bfloat16 or float32"
+            )
+        means = [(nats / n, same / n) if n else (None, None) for nats, same, n in each]
+        kept = kept_shares(scored.cache)
         yield [
             {
                 "policy": setting.label,
                 "budget": setting.budget,
                 "index": first + row,
                 "prompt_tokens": n,
-                **_means(nats, same, valid, row, setting),
+                "tokens": scored.compared[row],
+                "divergence": means[row][0],
+                "same": means[row][1],
                 "kept": kept[row],
-                "nbytes": held // len(kept),
-                "full_nbytes": full // len(kept),
+                "nbytes": scored.held_bytes // len(kept),
+                "full_nbytes": whole // len(kept),
             }
             for row, n in enumerate(_lengths(inputs))
         ]
-
-
-def divergence(log_p: Tensor, logits: Tensor) -> Tensor:
-    """Kullback-Leibler divergence of what logits say from `log_p`, nats: float64 [B, T].
-
-    Args:
-        log_p: float32 [B, T, V], logarithms of probabilities.
-        logits: [B, T, V].
-    """
-    terms = log_p.exp() * (log_p - logits.float().log_softmax(-1))
-    # What can never come adds nothing, whatever it has in the other.
-    terms = terms.masked_fill(log_p == -math.inf, 0.0)
-    return terms.sum(-1, dtype=torch.float64).clamp(min=0)
 
 
 def kept_shares(cache: Any) -> list[float]:
@@ -258,24 +250,6 @@ def kept_shares(cache: Any) -> list[float]:
     return [
         sum(x.sizes[row] for x in layers) / (n * len(layers)) for row, n in enumerate(cache.lengths)
     ]
-
-
-def _means(
-    nats: Sequence[Tensor], same: Sequence[Tensor], valid: Tensor, row: int, setting: Setting
-) -> dict[str, Any]:
-    """Of one row's tokens; None where it has none."""
-    counts = valid[row].cpu()
-    n = int(counts.sum())
-    if not n:
-        return {"tokens": 0, "divergence": None, "same": None}
-    mean = float(torch.cat([x[row] for x in nats]).cpu()[counts].mean())
-    if not math.isfinite(mean):
-        raise ValueError(
-            f"{setting.label} {sizes.named(setting.budget)}: the model's next-token probabilities "
-            "are not finite: use another dtype, such as bfloat16 or float32"
-        )
-    alike = float(torch.cat([x[row] for x in same]).cpu()[counts].double().mean())
-    return {"tokens": n, "divergence": mean, "same": alike}
 
 
 def _lengths(inputs: Mapping[str, Any]) -> list[int]:

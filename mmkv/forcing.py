@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Mapping
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from mmkv.cache.layer import nbytes
 from mmkv.cache.token_masks import keeps_everything
 
 # Tokens fed at once where nothing is dropped while decoding; bounds the memory of the logits.
@@ -80,25 +84,154 @@ def forced(
         yield cache, steps.behind(cache, piece)
 
 
+@dataclass(frozen=True)
+class Scored:
+    """Answers scored by a model, one entry a row, and the cache after the last step.
+
+    Attributes:
+        nll: summed negative log-likelihood of the answer's tokens, in nats.
+        tokens: how many there are.
+        greedy: whether each of them was the model's first choice.
+        cache: `past_key_values`.
+        held_bytes: of the cache once the prompt was read.
+        divergence: summed Kullback-Leibler divergence of the next-token distributions from the
+            full cache's, in nats, over the tokens that the compressed prompt has a say in; 0
+            where there was nothing to compare with.
+        same: at how many of them both have the same first choice.
+        compared: how many of them there are.
+    """
+
+    nll: list[float]
+    tokens: list[int]
+    greedy: list[bool]
+    cache: Any
+    held_bytes: int
+    divergence: list[float]
+    same: list[int]
+    compared: list[int]
+
+
+def score_answers(
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    answers: Sequence[Sequence[int]],
+    *,
+    one_pass: bool | None = None,
+    full: Sequence[Tensor] | None = None,
+    read: Read | None = None,
+    hidden: bool = False,
+) -> Scored:
+    """Teacher-force one answer per row behind the prompts.
+
+    As PrefixKV measures perplexity (arXiv 2412.03409, section 4): prefill, evict, then feed the
+    answer token by token, with decode-time pruning. The first token is predicted by the prefill's
+    last position. Rows whose answer has ended keep being fed, and no longer count.
+
+    Args:
+        model, inputs, one_pass, read: as for `forced`.
+        answers: token ids, one list a row; an empty one scores nothing.
+        full: what `log_probabilities` gives for the same answers. The first token is not compared:
+            it is predicted while the prompt is read, before anything is evicted.
+        hidden: the prompt was evicted without its question, so the first token is compared too.
+
+    Raises:
+        ValueError: as many answers as rows are needed; or what the core refuses, such as a budget
+            below what must be kept.
+    """
+    ids = inputs["input_ids"]
+    if len(answers) != ids.shape[0]:
+        raise ValueError(f"{len(answers)} answers for {ids.shape[0]} prompts")
+    wide, lengths = _padded(answers, ids.device), torch.tensor([len(x) for x in answers])
+    nll, nats = torch.zeros(2, len(answers), dtype=torch.float64)
+    wrong, same, compared = torch.zeros(3, len(answers), dtype=torch.int64)
+    cache, held, end = None, 0, 0
+    for cache, logits in forced(model, inputs, wide[:, :-1], one_pass, read):
+        start, end = end, end + logits.shape[1]
+        held = held if start else sum(map(nbytes, cache.layers))
+        counts = torch.arange(start, end) < lengths[:, None]
+        target, best = wide[:, start:end].to(logits.device), logits.argmax(-1)
+        flat = logits.float().flatten(0, 1)
+        losses = torch.nn.functional.cross_entropy(flat, target.flatten(), reduction="none")
+        nll += losses.view_as(target).double().cpu().where(counts, 0.0).sum(-1)
+        wrong += ((best != target).cpu() & counts).sum(-1)
+        if full is None or not (hidden or start) or not counts.any():
+            continue
+        wanted = pad_sequence([x[start:end] for x in full], batch_first=True).to(logits.device)
+        nats += divergence(wanted, logits).cpu().where(counts, 0.0).sum(-1)
+        same += ((best == wanted.argmax(-1)).cpu() & counts).sum(-1)
+        compared += counts.sum(-1)
+    found = (x.tolist() for x in (nll, lengths, wrong == 0))
+    compares = (x.tolist() for x in (nats, same, compared))
+    return Scored(*found, cache, held, *compares)
+
+
+def log_probabilities(
+    model: Any, inputs: Mapping[str, Tensor], answers: Sequence[Sequence[int]]
+) -> tuple[list[Tensor], int]:
+    """Next-token distributions along teacher-forced answers, of a model that is not wrapped.
+
+    Returns:
+        for each row float32 [T, V] on the CPU, T the answer's tokens: logarithms of probabilities;
+        and bytes of the cache once the prompts were read.
+    """
+    wide, held, pieces = _padded(answers, inputs["input_ids"].device), 0, list[Tensor]()
+    for cache, logits in forced(model, inputs, wide[:, :-1]):
+        held = held or sum(map(nbytes, cache.layers))
+        pieces.append(logits.float().log_softmax(-1).cpu())
+    found = [torch.cat([piece[row] for piece in pieces]) for row in range(len(answers))]
+    return [x[: len(answer)].clone() for x, answer in zip(found, answers, strict=True)], held
+
+
+def divergence(log_p: Tensor, logits: Tensor) -> Tensor:
+    """Kullback-Leibler divergence of what logits say from `log_p`, nats: float64 [B, T].
+
+    Args:
+        log_p: float32 [B, T, V], logarithms of probabilities.
+        logits: [B, T, V].
+    """
+    terms = log_p.exp() * (log_p - logits.float().log_softmax(-1))
+    # What can never come adds nothing, whatever it has in the other.
+    terms = terms.masked_fill(log_p == -math.inf, 0.0)
+    return terms.sum(-1, dtype=torch.float64).clamp(min=0)
+
+
+def _padded(answers: Sequence[Sequence[int]], device: Any) -> Tensor:
+    """Answers, [B, T]; padding is a real token to the model, and what it predicts never counts."""
+    longest = max(1, max(map(len, answers), default=0))
+    return torch.tensor([[*x, *[0] * (longest - len(x))] for x in answers], device=device)
+
+
+def replies(model: Any, inputs: Mapping[str, Any], most: int) -> list[list[int]]:
+    """The model's own greedy reply to each prompt, up to its end or `most` tokens."""
+    how: Any = {"max_new_tokens": most, "do_sample": False, "num_beams": 1}
+    with torch.no_grad():
+        ids = model.generate(**inputs, **how, return_dict_in_generate=False)
+    ends = ends_of(model)
+    return [up_to_end(row, ends) for row in ids[:, inputs["input_ids"].shape[1] :].tolist()]
+
+
 def greedy(model: Any, inputs: Mapping[str, Any], most: int) -> tuple[Tensor, Tensor]:
-    """The model's own reply of up to `most` tokens, but for the last: what they are followed by.
+    """The tokens of `replies` but for the last of each: what they are followed by.
 
     Returns:
         ids: [B, T], those tokens.
         valid: bool [B, T], False from a row's end on.
     """
+    found = [reply[:-1] for reply in replies(model, inputs, most)]
+    reply = _padded(found, inputs["input_ids"].device)
+    lengths = torch.tensor([len(x) for x in found], device=reply.device)
+    return reply, torch.arange(reply.shape[1], device=reply.device) < lengths[:, None]
+
+
+def ends_of(model: Any) -> set[int]:
+    """Tokens that end a reply."""
     ends = model.generation_config.eos_token_id
-    with torch.no_grad():
-        ids = model.generate(
-            **inputs,
-            max_new_tokens=most,
-            do_sample=False,
-            num_beams=1,
-            return_dict_in_generate=False,
-        )
-    reply = ids[:, inputs["input_ids"].shape[1] : -1]
-    over = torch.isin(reply, torch.tensor([] if ends is None else ends, device=reply.device))
-    return reply, over.cumsum(-1) == 0
+    return {ends} if isinstance(ends, int) else set(ends or ())
+
+
+def up_to_end(ids: Sequence[int], ends: set[int]) -> list[int]:
+    """Tokens up to the first that ends a reply, which is among them."""
+    return list(ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids)) + 1])
 
 
 def checked_inputs(sample: Any, i: int, what: str) -> Mapping[str, Any]:

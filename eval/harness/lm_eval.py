@@ -6,7 +6,7 @@
 takes what `lm_eval` takes; after `import mmkv.eval.harness.lm_eval` its Python functions know the
 model as well. Replies are generated from the compressed cache. Where lm_eval scores a given
 continuation, the context is the prompt: it is prefilled and compressed, and the continuation is fed
-token by token, as `mmkv.eval.perplexity` does. (A plain forward pass over both would compress
+token by token, as `mmkv.forcing.score_answers` does. (A plain forward pass over both would compress
 nothing.)
 """
 
@@ -19,8 +19,8 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
-from mmkv.eval.perplexity import score_answers
 from mmkv.eval.variants import plugin_arguments
+from mmkv.forcing import score_answers
 from mmkv.loading import models
 
 # Its metaclass hides its attributes from a type checker.

@@ -20,7 +20,7 @@ import mmkv
 from helpers.evaluation import WORDS, make_tokenizer, save_model
 from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import short
-from mmkv import calibration, chat, divergence, sensitivity
+from mmkv import calibration, chat, divergence, forcing, sensitivity
 from mmkv.check_report import CheckReport, CheckRow
 from mmkv.eval import cli, prompt_files
 from mmkv.eval.store import read_rows
@@ -177,7 +177,7 @@ def test_it_is_left_unwrapped_and_a_policy_may_be_a_value(model, prompt, monkeyp
     def stop(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(divergence, "divergence", stop)
+    monkeypatch.setattr(forcing, "divergence", stop)
     with pytest.raises(KeyboardInterrupt):
         checked(model, [prompt])
     assert not mmkv.is_wrapped(model)

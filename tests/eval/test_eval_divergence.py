@@ -9,10 +9,10 @@ import mmkv
 from helpers.evaluation import make_samples, make_tokenizer
 from helpers.models import make_inputs, make_model, row_of
 from mmkv.eval import measure, runner
-from mmkv.eval.perplexity import log_probabilities, score_answers
 from mmkv.eval.replay import behind
 from mmkv.eval.store import Store
 from mmkv.eval.tabulate import Report
+from mmkv.forcing import log_probabilities, score_answers
 
 LENGTHS = (40, 31, 52)
 REPLIES = [[5, 9, 40, 17, 88], [33], [7, 7, 90, 101, 12, 64, 30, 8]]
@@ -45,7 +45,7 @@ def predicted(model, row, reply):
 @pytest.mark.parametrize("policy", ["snapkv", "h2o"])
 def test_divergence_is_what_its_definition_says(model, inputs, policy):
     """Rows of several lengths at once, against each row alone by torch's own divergence."""
-    full = log_probabilities(model, inputs, REPLIES)
+    full, _ = log_probabilities(model, inputs, REPLIES)
     assert [x.shape[0] for x in full] == [5, 1, 8]
     options = {"window": 8} if policy == "snapkv" else {}
     with mmkv.wrapped(model, policy, 0.5, **options):
@@ -69,7 +69,7 @@ def test_divergence_is_what_its_definition_says(model, inputs, policy):
 
 def test_behind_a_context_all_tokens_are_compared(model, inputs):
     """Whole, a context's predictions are the prompt's; cut, they are others, the first one too."""
-    full = log_probabilities(model, inputs, REPLIES)
+    full, _ = log_probabilities(model, inputs, REPLIES)
     before, question = (
         {k: x[:, part] for k, x in inputs.items()} for part in (slice(-4), slice(-4, None))
     )

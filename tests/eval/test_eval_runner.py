@@ -16,7 +16,7 @@ from helpers.marks import slow_except
 from helpers.models import make_model
 from mmkv.cache.compressed import CompressedCache
 from mmkv.eval import measure, runner
-from mmkv.eval.perplexity import perplexity
+from mmkv.eval.measure import perplexity
 from mmkv.eval.store import MACHINE_FIELDS, RunError, key_of, read_rows, read_settings
 from mmkv.eval.tabulate import Report
 from mmkv.eval.variants import parse_options, parse_variants, plugin_arguments
@@ -57,7 +57,7 @@ def test_rows(model, tokenizer, tmp_path):
         assert row["n"] == 5
         assert row["model"] == settings["model"]
         assert row["options"] == ({"window": 8} if row["policy"] == "snapkv" else {})
-        assert row["ppl"] == pytest.approx(perplexity([row["nll"]], [row["answer_tokens"]]))
+        assert row["ppl"] == pytest.approx(perplexity(row["nll"], row["answer_tokens"]))
         assert row["tokens_per_s"] > 0
         assert row["new_tokens"] == 6
         # 3 layers, 2 key-value heads of width 16, keys and values in float32.

@@ -15,8 +15,8 @@ import mmkv
 from helpers.evaluation import make_samples, make_tokenizer
 from helpers.models import make_model
 from mmkv.eval.harness import lmms_eval as plugin
-from mmkv.eval.perplexity import score_answers
 from mmkv.eval.variants import plugin_arguments
+from mmkv.forcing import score_answers
 
 NO_LM_EVAL = "lm_eval is not installed"
 
