@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mmkv.policy import Policy
 
+_MOST = 2**31  # far more tokens than any prompt has, and few enough to calculate with
+
 
 def number(budget: Any) -> float | int:
     """A budget as a plain float, the fraction kept, or int, the tokens kept per layer and head.
@@ -24,6 +26,8 @@ def number(budget: Any) -> float | int:
     if isinstance(budget, Integral):
         if budget < 1:
             raise ValueError(f"budget={budget}: an int is the number of tokens kept, at least 1")
+        if budget > _MOST:
+            raise ValueError(f"budget: an int is the number of tokens kept, at most {_MOST}")
         return int(budget)
     # A float32 of 0.2 says 0.2; as a float it would be 0.20000000298.
     exact = isinstance(budget, float | Fraction)

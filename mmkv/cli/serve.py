@@ -57,7 +57,10 @@ def serve(
         int, typer.Option(min=1, help="Prompt tokens to read between two decode steps.")
     ] = 512,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Longest answer if the request sets no limit, in tokens.")
+        int,
+        typer.Option(
+            min=1, help="Longest answer in tokens if the request sets no limit and there is room."
+        ),
     ] = 1024,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds per request; 0: no limit.")] = 600,
     name: Annotated[
@@ -129,6 +132,7 @@ def serve(
             "max_batch": max_batch,
             "max_waiting": max_waiting,
             "prefill_chunk": prefill_chunk,
+            "max_new_tokens": max_new_tokens,
         },
     )
     # Report an address in use before loading the model.
@@ -154,7 +158,6 @@ def serve(
             name=called,
             api_key=api_key or None,
             allow_hosts=allow_host or [],
-            max_new_tokens=max_new_tokens,
             timeout=timeout or None,
         )
         place = f"[{host}]" if ":" in host.strip("[]") else host

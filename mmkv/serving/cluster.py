@@ -47,7 +47,8 @@ class _Replica:
         except Exception as error:
             kinds = {"refused": ValueError, "full": Busy}
             kind = next((k for k, cls in kinds.items() if isinstance(error, cls)), "error")
-            yield kind, f"{type(error).__name__}: {error}" if kind == "error" else str(error)
+            told = f"{type(error).__name__}: {error}" if kind == "error" else str(error)
+            yield kind, (told, getattr(error, "code", None)) if kind == "refused" else told
             return
         stats = self._engine.stats()
         held = {name: getattr(stats, name) or 0 for name in _SUMMED}
@@ -136,7 +137,7 @@ class _Reply:
             elif kind == "full":
                 raise RequestError(what, status=429)
             else:
-                raise Refused(what) if kind == "refused" else RuntimeError(what)
+                raise Refused(*what) if kind == "refused" else RuntimeError(what)
 
 
 def _lost() -> RequestError:

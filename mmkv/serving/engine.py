@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, SupportsFloat
@@ -41,6 +42,7 @@ class Engine:
         prefill_chunk: tokens of a prompt that are read between two steps of the running replies.
         share_prefixes: read once what requests begin with: of messages, all before the last text of
             the user's last turn, if that is more than the template; of inputs, their `prefix`.
+        max_new_tokens: of a reply whose request does not say: so many, or what room is left.
         max_waiting: requests that may wait.
         max_prefixes: shared prefixes that are held, at the most; the least recently used one that
             no request waits for goes first.
@@ -59,12 +61,14 @@ class Engine:
         max_batch: int = 32,
         prefill_chunk: int = 512,
         share_prefixes: bool = True,
+        max_new_tokens: int = 1024,
         max_waiting: int = 1024,
         max_prefixes: int = 32,
     ) -> None:
         self.model = innermost(model)
         self._attachment = attachment_of(self.model)
-        for name, value in (("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
+        least = {"max_batch": max_batch, "prefill_chunk": prefill_chunk}
+        for name, value in {**least, "max_new_tokens": max_new_tokens}.items():
             if value < 1:
                 raise ValueError(f"{name}={value}: expected 1 or more")
         self._config = self._attachment.parts.config
@@ -85,6 +89,7 @@ class Engine:
         self._loaded = Loaded(type(self.model).__name__, self.model, processor, reads)
         self._tokenizer = getattr(processor, "tokenizer", processor)
         self.cache_memory, self.share_prefixes = cache_memory, share_prefixes
+        self.max_new_tokens = max_new_tokens
         self._bounds = Bounds(self._attachment.parts, self.model.dtype.itemsize, prefill_chunk)
         # 1 (a token) and 1.0 (all of them) are equal, and not the same budget.
         self._plan = lru_cache(maxsize=64, typed=True)(self._make_plan)
@@ -105,7 +110,7 @@ class Engine:
         *,
         prefix: Mapping[str, Any] | None = None,
         sampling: Sampling | None = None,
-        max_new_tokens: int = 256,
+        max_new_tokens: int | None = None,
         timeout: float | None = None,
         policy: str | Policy | None = None,
         budget: SupportsFloat | None = None,
@@ -119,7 +124,8 @@ class Engine:
             inputs: of the model, one row, instead of messages; with `prefix` those behind it.
             prefix: inputs that others may share.
             sampling: how tokens are chosen; greedily if None.
-            max_new_tokens: of the reply, at the most.
+            max_new_tokens: of the reply, at the most; None: the engine's `max_new_tokens`, or what
+                the model's positions and the memory leave, if that is less.
             timeout: seconds after which the reply ends, waiting included.
             policy: of this request; the model's own if None.
             budget: of this request; the model's own if both are None.
@@ -129,11 +135,11 @@ class Engine:
         Raises:
             Refused: it can never be served; the message has the numbers.
             Busy: too many requests wait.
-            RuntimeError: the engine is closed.
+            Closed: the engine is.
         """
         if (messages is None) == (inputs is None):
             raise Refused("give either messages or inputs")
-        if max_new_tokens < 1:
+        if max_new_tokens is not None and max_new_tokens < 1:
             raise Refused(f"max_new_tokens={max_new_tokens}: expected 1 or more")
         sampling = sampling or Sampling()
         if sampling.stop and self._tokenizer is None:
@@ -159,13 +165,14 @@ class Engine:
                 )
             prefix = prompts.checked(prefix, device)
             tokens += prefix["input_ids"].shape[1]
-        whole = self._bounds.prompt(plan, tokens, max_new_tokens)
-        self._check_size(tokens, max_new_tokens, whole)
+        new = max_new_tokens or self._room(plan, tokens)
+        whole = self._bounds.prompt(plan, tokens, new)
+        self._check_size(tokens, new, whole)
         request = Request(
             Reply(self._worker.notify),
             inputs,
             sampling,
-            max_new_tokens,
+            new,
             plan,
             tokens,
             whole,
@@ -230,12 +237,31 @@ class Engine:
             )
         return plan
 
+    @property
+    def positions(self) -> int | None:
+        """Tokens of a prompt and its reply that the model has positions for; None: any number."""
+        return getattr(self._config, "max_position_embeddings", None)
+
+    def _room(self, plan: CacheConfig, tokens: int) -> int:
+        """The longest reply to a prompt whose request does not say; 1 where there is no room."""
+        most = self.max_new_tokens
+        if self.positions is not None:
+            most = min(most, self.positions - tokens)
+        if self.cache_memory is not None:
+
+            def need(new: int) -> int:
+                return self._bounds.prompt(plan, tokens, new)
+
+            most = bisect_right(range(1, most + 1), self.cache_memory, key=need)
+        return max(1, most)
+
     def _check_size(self, tokens: int, new: int, whole: int) -> None:
-        most = getattr(self._config, "max_position_embeddings", None)
+        most = self.positions
         if most is not None and tokens + new > most:
             raise Refused(
                 f"a prompt of {tokens} tokens and max_new_tokens={new} are more than the "
-                f"{most} positions of the model"
+                f"{most} positions of the model",
+                code="context_length_exceeded",
             )
         if self.cache_memory is not None and whole > self.cache_memory:
             raise Refused(

@@ -30,6 +30,11 @@ def encode(
     Raises:
         Refused: messages that the model cannot be given.
     """
+    parts = [part for x in messages if not isinstance(x["content"], str) for part in x["content"]]
+    try:
+        chat.check_pictures(loaded, [x for x in parts if x.get("type") == "image"])
+    except ValueError as error:
+        raise Refused(str(error)) from None
     try:
         whole = chat.encode_messages(loaded, messages)
         empty = _without_question(messages) if split else None
@@ -149,7 +154,7 @@ class Reader:
 
         sampling = request.sampling
         drawn: dict[str, Any] = {"temperature": None, "top_p": None, "top_k": None}
-        if sampling.temperature > 0:
+        if sampling.draws:
             drawn = {k: getattr(sampling, k) for k in drawn}
             request.generator = torch.Generator(self.model.device)
             if sampling.seed is None:
@@ -159,7 +164,7 @@ class Reader:
         self.model.generate(
             **given,
             **drawn,
-            do_sample=sampling.temperature > 0,
+            do_sample=sampling.draws,
             max_new_tokens=request.new,
             use_cache=True,
             num_beams=1,

@@ -11,11 +11,22 @@ from typing import Any, NamedTuple
 
 
 class Refused(ValueError):  # noqa: N818 - an answer, not a fault
-    """A request that can never be served: too long, too large for the memory, or not valid."""
+    """A request that can never be served; `code` is OpenAI's where its clients know one."""
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message, code)
+        self.code = code
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Busy(RuntimeError):  # noqa: N818 - as above
     """Too many requests wait: it may be asked again later."""
+
+
+class Closed(RuntimeError):  # noqa: N818 - as above
+    """The engine was closed: it takes no more requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +34,8 @@ class Sampling:
     """How a reply's tokens are chosen.
 
     Args:
-        temperature: 0 takes the likeliest token; above, tokens are drawn.
+        temperature: 0 takes the likeliest token, as does less than a millionth, which float32
+            cannot divide by; above, tokens are drawn.
         top_p: draw from the likeliest tokens that have this much probability together.
         top_k: draw from so many likeliest tokens; 0: all.
         seed: what the draws start from, as `torch.manual_seed(seed)` before `generate`; None: any.
@@ -50,6 +62,11 @@ class Sampling:
             raise Refused(f"top_k={self.top_k}: expected 0 or more")
         if isinstance(self.stop, str) or not all(isinstance(x, str) and x for x in self.stop):
             raise Refused(f"stop={self.stop!r}: expected texts, such as stop=('END',)")
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn."""
+        return self.temperature >= 1e-6
 
 
 class Event(NamedTuple):
@@ -211,7 +228,9 @@ class TextStream:
             return ""
         self._tokens.append(token)
         text = self._decode()
-        if text.endswith("\ufffd"):  # an incomplete character
+        # An incomplete character is not certain, but a stop text may stand before it.
+        whole = self._held + text.rstrip("\ufffd")
+        if text.endswith("\ufffd") and not any(stop in whole for stop in self.stop):
             return ""
         return self._certain(text)
 

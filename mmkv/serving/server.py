@@ -21,7 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from . import Busy, Sampling, api
+from . import Busy, Closed, Refused, Sampling, api
 from .api import ChatRequest, Limits, RequestError
 from .metrics import Metrics
 
@@ -37,7 +37,6 @@ def app(
     name: str,
     api_key: str | None = None,
     allow_hosts: Collection[str] = (),
-    max_new_tokens: int = 1024,
     timeout: float | None = 600.0,
     limits: Limits | None = None,
 ) -> FastAPI:
@@ -48,13 +47,12 @@ def app(
         name: the model's, as clients ask for it.
         api_key: what a client has to send; None lets everybody in who reaches the port.
         allow_hosts: as for `api.read_picture`.
-        max_new_tokens: of an answer whose request does not say.
         timeout: seconds that a request may take.
         limits: bounds of what is read.
     """
     handlers: Any = {RequestError: _refuse, HTTPException: _other, Exception: _failed}
     served = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=handlers)
-    service = Service(engine, name, allow_hosts, max_new_tokens, timeout, limits or Limits())
+    service = Service(engine, name, allow_hosts, timeout, limits or Limits())
     served.state.service = service
 
     def admit(request: Request) -> None:
@@ -138,7 +136,6 @@ class Service:
         engine: Any,
         name: str,
         allow_hosts: Collection[str],
-        max_new_tokens: int,
         timeout: float | None,
         limits: Limits,
     ) -> None:
@@ -147,13 +144,13 @@ class Service:
         created = int(time.time())
         self.model = {"id": name, "object": "model", "created": created, "owned_by": "mmkv"}
         self._hosts = frozenset(x.lower() for x in allow_hosts)
-        self._max_new_tokens, self._timeout = max_new_tokens, timeout
+        self._timeout = timeout
         self._room, self._decoders = _Room(limits.held_bytes), asyncio.Semaphore(_DECODERS)
 
     async def health(self) -> dict[str, str]:
         """Whether new requests are taken."""
         if self.closing:
-            raise RequestError("the server is shutting down", status=503)
+            raise _closing()
         return {"status": "ok"}
 
     async def scrape(self) -> Response:
@@ -249,7 +246,7 @@ class Service:
             seed=asked.seed,
             stop=asked.stops,
         )
-        longest = asked.max_completion_tokens or asked.max_tokens or self._max_new_tokens
+        longest = asked.max_completion_tokens or asked.max_tokens
         try:
             # Tokenising and preparing pictures takes its time.
             return await asyncio.to_thread(
@@ -262,13 +259,11 @@ class Service:
                 budget=asked.mmkv.budget,
             )
         except ValueError as error:
-            raise RequestError(str(error)) from None
+            raise _refused(error) from None
         except Busy as error:
             raise RequestError(str(error), status=429) from None
-        except RuntimeError:
-            if not self.closing:
-                raise
-            raise RequestError("the server is shutting down", status=503) from None
+        except Closed:
+            raise _closing() from None
 
     async def _texts(self, reply: Any, clock: Any) -> AsyncGenerator[str]:
         """The pieces of a reply's text; ClientDisconnect where nobody reads them any more."""
@@ -279,7 +274,7 @@ class Service:
         except RequestError:
             raise
         except ValueError as error:
-            raise RequestError(str(error)) from None
+            raise _refused(error) from None
         except Exception as error:
             _log.exception("a request failed", exc_info=error)
             raise RequestError("the engine failed; the server's log says how", status=500) from None
@@ -287,8 +282,8 @@ class Service:
             return
         if reply.finish_reason == "timeout":
             raise RequestError(f"took more than {self._timeout:g} s", status=504)
-        if self.closing:
-            raise RequestError("the server is shutting down", status=503)
+        if not reply.cancelled or self.closing:
+            raise _closing()
         raise ClientDisconnect
 
     async def _events(
@@ -326,6 +321,15 @@ class Service:
     def _note(self, reply: Any) -> None:
         self.metrics.ended(reply.finish_reason)
         self.metrics.kept(reply.usage.kept_tokens, reply.usage.prompt_tokens)
+
+
+def _refused(error: ValueError) -> RequestError:
+    code = error.code if isinstance(error, Refused) else None
+    return RequestError(str(error), code=code)
+
+
+def _closing() -> RequestError:
+    return RequestError("the server is shutting down", status=503)
 
 
 async def _hang_up(request: Request, reply: Any) -> None:

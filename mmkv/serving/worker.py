@@ -24,7 +24,7 @@ from mmkv.parts.slots import send
 from mmkv.serving.memory import Bounds
 from mmkv.serving.pool import Pool
 from mmkv.serving.prompts import Reader, kept
-from mmkv.serving.reply import Busy
+from mmkv.serving.reply import Busy, Closed
 from mmkv.serving.request import Request
 from mmkv.serving.rows import RowCaches
 
@@ -100,11 +100,11 @@ class Worker:
 
         Raises:
             Busy: too many wait.
-            RuntimeError: the engine is closed.
+            Closed: the engine is.
         """
         with self.wake:
             if self.closed:
-                raise RuntimeError("the engine is closed")
+                raise Closed("the engine is closed")
             if len(self.waiting) >= self.limits.max_waiting:
                 raise Busy(f"{len(self.waiting)} requests wait already: try again later")
             self.waiting.append(request)

@@ -15,7 +15,9 @@ from helpers import zoo
 from helpers.models import make_inputs
 from helpers.oracle import Variant, options_of
 from helpers.serving import alone, watched
-from mmkv.serving import Busy, Engine, Refused, Sampling
+from mmkv.attach.attachment import attachment_of
+from mmkv.serving import Busy, Closed, Engine, Refused, Sampling
+from mmkv.serving.memory import Bounds
 from mmkv.serving.request import Request
 
 SEEDED = Sampling(temperature=0.9, top_p=0.9, top_k=20, seed=7)
@@ -187,10 +189,38 @@ def test_what_can_never_be_served_is_refused(models):
             engine.submit([{"role": "user", "content": "Hi"}])
         with pytest.raises(Refused, match="top_p"):
             Sampling(top_p=0.0)
+        for budget in (2**31 + 1, 10**400):
+            with pytest.raises(Refused, match="at most 2147483648"):
+                engine.submit(inputs=x, budget=budget, policy="snapkv")
     sliding = zoo.make("Gemma3ForCausalLM")
     mmkv.wrap(sliding, "snapkv", 0.4, window=6)
     with pytest.raises(ValueError, match="gemma3_text has layers with a sliding window"):
         Engine(sliding)
+
+
+def test_a_reply_whose_request_does_not_say_may_use_what_room_is_left(models):
+    model = models("llama")
+    with mmkv.wrapped(model, "snapkv", 0.4, window=6):
+        with Engine(model, max_new_tokens=3) as engine:
+            assert len(engine.submit(inputs=make_inputs("llama", (30,))).result(60)[0]) == 3
+        with Engine(model, cache_memory=2**22) as engine:
+            reply = engine.submit(inputs=make_inputs("llama", (2043,)))
+            assert len(reply.result(60)[0]) == 5  # of 2048 positions
+            with pytest.raises(Refused) as error:
+                engine.submit(inputs=make_inputs("llama", (2048,)))
+            assert error.value.code == "context_length_exceeded"
+        most = Bounds(attachment_of(model).parts, 4, 512).prompt(attachment_of(model).plan, 60, 9)
+        with Engine(model, cache_memory=most) as engine:
+            assert 9 <= len(engine.submit(inputs=make_inputs("llama", (60,))).result(60)[0]) < 12
+
+
+@pytest.mark.parametrize("temperature", [1e-7, 1e-40, 1e-320])
+def test_a_temperature_that_float32_cannot_divide_by(models, temperature):
+    model, x = models("llama"), make_inputs("llama", (30,))
+    with mmkv.wrapped(model, "snapkv", 0.4, window=6), Engine(model) as engine:
+        sampling = Sampling(temperature=temperature, seed=1)
+        reply = engine.submit(inputs=x, sampling=sampling, max_new_tokens=4)
+        assert reply.result(60)[0] == alone(model, x, 4)
 
 
 def test_an_error_is_of_its_own_request(models):
@@ -243,7 +273,7 @@ def test_ends(models):
         engine.close()
         assert long.finish_reason == waits[1].finish_reason == "cancelled"
         assert engine.stats().cache_bytes == 0
-        with pytest.raises(RuntimeError, match="closed"):
+        with pytest.raises(Closed):
             engine.submit(inputs=x)
 
 

@@ -214,3 +214,21 @@ def test_text_is_given_out_when_it_is_certain(text, stop, wanted):
         if stream.stopped:
             break
     assert "".join(given) + stream.end() == wanted
+
+
+class Pieces:
+    """A tokenizer whose tokens are pieces of bytes."""
+
+    def __init__(self, *pieces):
+        self.pieces = pieces
+
+    def decode(self, tokens, skip_special_tokens):
+        return b"".join(self.pieces[t] for t in tokens).decode("utf-8", errors="replace")
+
+
+def test_a_stop_text_that_ends_in_the_token_of_an_incomplete_character():
+    stream = TextStream(Pieces(b"one EN", b"D\xe2", b"\x82\xac"), ("END",))
+    assert (stream.add(0), stream.stopped) == ("one ", False)
+    assert (stream.add(1), stream.stopped) == ("", True)
+    whole = TextStream(Pieces(b"one EM", b"D\xe2", b"\x82\xac"), ("END",))
+    assert "".join(map(whole.add, range(3))) + whole.end() == "one EMD€"

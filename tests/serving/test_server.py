@@ -23,7 +23,7 @@ from PIL import Image
 from helpers.memory import bounded
 from helpers.serving import WrittenEngine, data_url, listening, until
 from mmkv import terminal
-from mmkv.serving import Busy, Refused, Sampling
+from mmkv.serving import Busy, Closed, Refused, Sampling
 
 openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
 api = pytest.importorskip("mmkv.serving.api", reason="pip install 'mmkv[serve]'")
@@ -189,7 +189,7 @@ class TestAnswers:
         client.chat.completions.create(**HELLO)
         (asked,) = engine.asked
         assert asked["sampling"] == Sampling()
-        assert (asked["max_new_tokens"], asked["policy"], asked["budget"]) == (1024, None, None)
+        assert (asked["max_new_tokens"], asked["policy"], asked["budget"]) == (None, None, None)
         client.chat.completions.create(**HELLO, max_tokens=9, stop="END")
         assert engine.asked[1]["max_new_tokens"] == 9
         assert engine.asked[1]["sampling"].stop == ("END",)
@@ -381,8 +381,10 @@ class TestRefusals:
             assert get(address, path)[0] == 404
 
     def test_a_request_that_the_engine_refuses(self, address, engine):
-        engine.refusal = Refused("99 tokens do not fit")
-        assert refused(post(address, HELLO)) == "99 tokens do not fit"
+        engine.refusal = Refused("99 tokens do not fit", code="context_length_exceeded")
+        answer = post(address, HELLO)
+        assert refused(answer) == "99 tokens do not fit"
+        assert answer[1]["error"]["code"] == "context_length_exceeded"
         engine.refusal = Refused("x" * 10_000)
         assert refused(post(address, HELLO)).endswith("x ...")
         engine.refusal = Busy("1024 requests wait already")
@@ -393,9 +395,11 @@ class TestRefusals:
     def test_while_it_ends(self, engine):
         app = server.app(engine, name="tiny")
         with listening(app) as address:
-            app.state.service.closing = True
-            engine.refusal = RuntimeError("the engine is closed")
+            engine.refusal = Closed("the engine is closed")
             assert "shutting down" in refused(post(address, HELLO), 503)
+            engine.refusal, engine.texts, engine.finish = None, [], "cancelled"
+            assert "shutting down" in refused(post(address, HELLO), 503)
+            app.state.service.closing = True
             assert get(address, "/health")[0] == 503
 
     @pytest.mark.parametrize(
