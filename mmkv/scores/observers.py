@@ -140,7 +140,8 @@ def observer_scores(
             full = sliced and bool((tokens >= 0).all())
             biased = None if bias is None else _taken(bias[..., None], tokens, sliced=sliced)
             absent = None if full else tokens < 0
-            lost = _lost(q * factor, k, v, root, softcap, biased, absent, asking >= 0)
+            table = _table(v, Hq // H, root, absent)
+            lost = _lost(q * factor, k, table, softcap, biased, absent, asking >= 0)
             at = tokens.masked_fill(tokens < 0, N).flatten(1)[:, None].expand(-1, H, -1)
             scores.scatter_(-1, at, lost.flatten(2))
     scores = scores[..., :N]
@@ -151,10 +152,10 @@ def observer_scores(
     absent = None if sliced else tokens < 0
     k, v = (_taken(x, tokens, sliced=sliced) for x in (key, value))
     biased = None if bias is None else bias[:, :, None, :, None].float()
-    found = torch.zeros_like(scores)
+    found, table = torch.zeros_like(scores), _table(v, Hq // H, root, absent)
     for some in asking.split(max(1, most // (B * Hq * N)), dim=1):
         q = _taken(query, some[:, None], sliced=False).unflatten(1, (H, -1))
-        lost = _lost(q * factor, k, v, root, softcap, biased, absent, some[:, None] >= 0)
+        lost = _lost(q * factor, k, table, softcap, biased, absent, some[:, None] >= 0)
         found = torch.maximum(found, lost[:, :, 0])
     tiny = torch.finfo(torch.float32).tiny
     found *= scores.sum(-1, keepdim=True) / found.sum(-1, keepdim=True).clamp(min=tiny)
@@ -165,23 +166,22 @@ def observer_scores(
 def _lost(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
-    root: Tensor | None,
+    table: Tensor,
     softcap: float | None,
     bias: Tensor | None,
     absent: Tensor | None,
     observing: Tensor,
 ) -> Tensor:
-    """Scores [B, H, n, C] of runs, see `_most_lost`.
+    """Scores [B, H, n, C] of runs.
 
     Args:
-        query: [B, H, G, n, O, D], times the scale.
-        key, value: [B, H, n, C, D].
-        root: see `_most_lost`.
+        query: [B, H, G, n, O, D], times the scale, of O observers.
+        key: [B, H, n, C, D].
+        table: from `_table`.
         softcap: bound of the logits, or None.
         bias: [B, H, n, C, 1], added to the logits of each key, or None.
         absent: bool [B, n, C], where there is no token; None: nowhere.
-        observing: see `_most_lost`.
+        observing: bool [B, n or 1, O], where there is an observer, as everywhere if tokens are.
     """
     logits = key[:, :, None] @ query.mT
     if softcap is not None:
@@ -190,7 +190,53 @@ def _lost(
         logits += bias[:, :, None]
     if absent is not None:  # finite: a run of padding must stay finite
         logits.masked_fill_(absent[:, None, None, ..., None], -1e30)
-    return _most_lost(logits, value, root, None if absent is None else ~absent, observing)
+    tiny = torch.finfo(torch.float32).tiny
+    # One token may have nearly all of an observer's attention: what the others then give is summed
+    # without it, so that 1 - p and v - o keep their digits. No other has more than a half.
+    most, first = largest(logits)
+    weight = logits.sub_(most).exp_().scatter_(-2, first, 0.0)  # the largest's is 1
+    others, rest = (weight.mT @ table[..., :-1]).split([table.shape[-1] - 2, 1], dim=-1)
+    chosen, total = rows(table, first[..., 0, :])[..., :-2], rest + 1
+    apart = torch.addcdiv(chosen, others, rest.clamp(min=tiny), value=-1)
+    out = torch.addcmul(chosen, apart, rest / total, value=-1)
+    lost_first = -_half_square(apart) / total.square()
+    # Halves of negative squares, and in place: the elements [B, H, G, n, C, O] are what this costs.
+    lost = table @ torch.cat([out, -_half_square(out), -torch.ones_like(rest)], dim=-1).mT
+    odds = weight.div_(total.mT - weight)
+    lost.mul_(odds).mul_(odds).scatter_(-2, first, lost_first.mT)
+    if absent is not None:
+        lost.masked_fill_(~observing[:, None, None, :, None], 0.0)
+    found = lost.amin(-1).amin(2).mul_(-2).clamp_(min=0).sqrt_()
+    return found if absent is None else found.masked_fill_(absent[:, None], 0.0)
+
+
+def _table(value: Tensor, groups: int, root: Tensor | None, absent: Tensor | None) -> Tensor:
+    """Values where lengths are those of the layer's output, a one, and half their squared length.
+
+    Two products with these give sums of values and distances from a value.
+
+    Args:
+        value: [B, H, n, C, Dv].
+        groups: G, query heads that read each key-value head.
+        root: [1 or B, H * G, Dv, Dv], of the gram matrices; None: lengths are the values' own.
+        absent: bool [B, n, C], where there is no token; None: nowhere.
+
+    Returns:
+        float32 [B, H, G, n, C, Dv + 2], of values about the mean of their run.
+    """
+    # About their mean: differences of nearly equal values keep their digits.
+    if absent is None:
+        value = value - value.mean(-2, keepdim=True)
+    else:
+        number = (~absent).sum(-1).clamp(min=1)[:, None, :, None, None]
+        value = value - value.sum(-2, keepdim=True) / number
+        value.masked_fill_(absent[:, None, :, :, None], 0.0)
+    n, C = value.shape[2:4]
+    value = value.flatten(2, 3)[:, :, None]  # [B, H, 1 or G, n * C, Dv]
+    if root is not None:
+        value = value @ root.unflatten(1, (value.shape[1], -1))
+    value = value.unflatten(3, (n, C)).expand(-1, -1, groups, -1, -1, -1)
+    return torch.cat([value, torch.ones_like(value[..., :1]), _half_square(value)], dim=-1)
 
 
 def output_gram(weight: Tensor) -> Tensor:
@@ -306,52 +352,6 @@ def _root(gram: Tensor) -> Tensor:
     largest = found.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True).clamp(min=1e-30)
     found.diagonal(dim1=-2, dim2=-1).add_(1e-6 * largest)
     return torch.linalg.cholesky_ex(found)[0].float()
-
-
-def _most_lost(
-    logits: Tensor, value: Tensor, root: Tensor | None, present: Tensor | None, observing: Tensor
-) -> Tensor:
-    """Scores [B, H, n, C] of runs.
-
-    Args:
-        logits: [B, H, G, n, C, O], of O observers; very low where there is no token. Overwritten.
-        value: [B, H, n, C, Dv].
-        root: [1 or B, H * G, Dv, Dv], of the gram matrices, or None.
-        present: bool [B, n, C], where there is a token; None: everywhere.
-        observing: bool [B, n or 1, O], where there is an observer, as everywhere if tokens are.
-    """
-    tiny = torch.finfo(torch.float32).tiny
-    # About their mean: differences of nearly equal values keep their digits.
-    if present is None:
-        value = value - value.mean(-2, keepdim=True)
-    else:
-        number = present.sum(-1).clamp(min=1)[:, None, :, None, None]
-        value = value - value.sum(-2, keepdim=True) / number
-        value.masked_fill_(~present[:, None, :, :, None], 0.0)
-    # Where lengths are those of the layer's output.
-    value = value.flatten(2, 3)[:, :, None]  # [B, H, 1 or G, n * C, Dv]
-    if root is not None:
-        value = value @ root.unflatten(1, (value.shape[1], -1))
-    value = value.unflatten(3, logits.shape[3:5]).expand(*logits.shape[:5], -1)
-    # Beside each value a one and half its squared length: two products give sums and distances.
-    table = torch.cat([value, torch.ones_like(value[..., :1]), _half_square(value)], dim=-1)
-    # One token may have nearly all of an observer's attention: what the others then give is summed
-    # without it, so that 1 - p and v - o keep their digits. No other has more than a half.
-    most, first = largest(logits)
-    weight = logits.sub_(most).exp_().scatter_(-2, first, 0.0)  # the largest's is 1
-    others, rest = (weight.mT @ table[..., :-1]).split([value.shape[-1], 1], dim=-1)
-    chosen, total = rows(value, first[..., 0, :]), rest + 1
-    apart = torch.addcdiv(chosen, others, rest.clamp(min=tiny), value=-1)
-    out = torch.addcmul(chosen, apart, rest / total, value=-1)
-    lost_first = -_half_square(apart) / total.square()
-    # Halves of negative squares, and in place: the elements [B, H, G, n, C, O] are what this costs.
-    lost = table @ torch.cat([out, -_half_square(out), -torch.ones_like(rest)], dim=-1).mT
-    odds = weight.div_(total.mT - weight)
-    lost.mul_(odds).mul_(odds).scatter_(-2, first, lost_first.mT)
-    if present is not None:
-        lost.masked_fill_(~observing[:, None, None, :, None], 0.0)
-    found = lost.amin(-1).amin(2).mul_(-2).clamp_(min=0).sqrt_()
-    return found if present is None else found.masked_fill_(~present[:, None], 0.0)
 
 
 def _half_square(x: Tensor) -> Tensor:
