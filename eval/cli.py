@@ -206,16 +206,24 @@ def report_command(
         from .tabulate import Report
 
         report = Report(folders[0])
-        tables, written = report.tables(first=not every), report.write(plots=plots)
+        tables, written = report.tables(first=not every), report.write()
+        if plots:
+            from . import draw
+
+            written += draw.plot_report(report, folders[0])
     else:
         from .compare import Comparison
 
         place = out or folders[0]
         check_place(place)
         runs = Comparison(folders)
-        tables, written = runs.tables(), runs.write(place, plots=plots)
+        tables, written = runs.tables(), runs.write(place)
+        if plots:
+            from . import draw
+
+            written.append(draw.save(draw.fronts(runs.sections()), place / "fronts.png"))
     for table in tables:
-        console().print(table)
+        console().print(table, "")
     for path in written:
         typer.echo(f"wrote {path}")
 

@@ -7,11 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .labels import COSTS, LABELS, METRICS, front
-from .store import RunError, digest, read_settings
-from .tabulate import Report, Table, pd, shown_figure, summarise
-from .variants import FULL, HIDDEN, QUESTION, percent
+import numpy as np
 
+from mmkv.terminal import Table
+
+from .store import RunError, digest, read_settings
+from .tabulate import LABELS, LOWER_IS_BETTER, Report, pd, shown_figure, summarise
+from .variants import FULL, HIDDEN, METRICS, QUESTION, percent
+
+# What quality is set against, and whether less of it is better.
+COSTS = {"held_bytes": True, "first_token_s": True, "tokens_per_s": False}
 _HIDDEN = f":{QUESTION}={HIDDEN}"
 
 
@@ -59,27 +64,23 @@ class Comparison:
             names, rows = [*metrics, *COSTS], list[tuple[str, list[str]]]()
             for i, point in points.iterrows():
                 label = f"**{point['label']}**" if i in best else str(point["label"])
-                cells = [shown_figure(name, point[name]) for name in names]
+                cells = [shown_figure(name, point) for name in names]
                 rows.append((label, [*cells, str(point["n"] - point["errors"]), point["run"]]))
             columns = [*(LABELS[name] for name in names), "prompts", "run"]
-            found.append(Table(title, "policy, kept", columns, rows))
+            found.append(Table("policy, kept", columns, rows, title))
         return found
 
-    def write(self, folder: Path, *, plots: bool = True) -> list[Path]:
-        """Write runs.md, runs.csv and fronts.png into a folder; returns their paths."""
+    def write(self, folder: Path) -> list[Path]:
+        """Write runs.md and runs.csv into a folder; returns their paths."""
         folder.mkdir(parents=True, exist_ok=True)
         text, data = folder / "runs.md", folder / "runs.csv"
-        parts = [table.markdown() for table in self.tables()]
+        parts = [table.markdown for table in self.tables()]
         for report in self.reports:
             title = f"## {report.settings['suite']}, {report.settings['model']}\n"
             parts.append("\n".join([title, *(f"- {note}" for note in report.notes()), ""]))
         text.write_text("\n".join(parts), encoding="utf-8")
         self.points.to_csv(data, index=False)
-        if not plots:
-            return [text, data]
-        from . import draw
-
-        return [text, data, draw.save(draw.fronts(self.sections()), folder / "fronts.png")]
+        return [text, data]
 
 
 def _points(report: Report, hidden: bool) -> Any:
@@ -96,3 +97,12 @@ def _points(report: Report, hidden: bool) -> Any:
     place = {"question": HIDDEN if hidden else "visible", "run": report.made_by[-1]["id"]}
     found = found.assign(**about, **place, policy=policy, kept=kept, label=label)
     return found.set_axis([f"{place}{label}" for label in found["label"]])
+
+
+def front(points: Any, cost: str, metric: str) -> Any:
+    """The points that no other beats in a metric at the same cost or a lower one, by cost."""
+    known = points[np.isfinite(points[[cost, metric]]).all(axis=1)]
+    price = known[cost] * (1 if COSTS[cost] else -1)
+    loss = known[metric] * (1 if metric in LOWER_IS_BETTER else -1)
+    order = known.assign(price=price, loss=loss).sort_values(["price", "loss"], kind="stable")
+    return known.loc[order.index[order["loss"] < order["loss"].cummin().shift(fill_value=np.inf)]]

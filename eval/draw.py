@@ -14,14 +14,13 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
-from .labels import COSTS, LABELS, LOWER_IS_BETTER, front
+from .compare import COSTS, front
+from .tabulate import LABELS, LOWER_IS_BETTER, Report
 from .variants import FULL, Variant, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from torch import Tensor
-
-    from .tabulate import Report
 
 _HINTS = {
     "ppl": " (lower is better)",

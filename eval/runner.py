@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 from mmkv.budgets import named, number
 from mmkv.terminal import bar, say
 
-from .labels import METRICS
 from .measure import COMPARED, Batch, Job, head, measure
 from .prompts import Encoder, longest
 from .samples import suite_notes
 from .store import Row, Store, describe_environment, digest, key_of
-from .variants import FULL, Variant, parse_variants
+from .variants import FULL, METRICS, Variant, parse_variants
 
 if TYPE_CHECKING:
     from .samples import Sample

@@ -5,24 +5,36 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from mmkv import terminal
+from mmkv.terminal import Table
 
-from .labels import LABELS, LOWER_IS_BETTER, METRICS
 from .papers import AVERAGE, PaperTable, paper_tables
 from .store import Row, RunError, Store, key_of, read_settings
-from .variants import FULL, percent
+from .variants import FULL, METRICS, percent
 
-if TYPE_CHECKING:
-    from rich.console import Group
-
+LOWER_IS_BETTER = ("ppl", "divergence")
+# What a run measures, in words.
+LABELS = {
+    "ppl": "perplexity",
+    "divergence": "divergence from the full cache, nats a token",
+    "next": "share of next tokens that are the full cache's",
+    "rouge": "ROUGE-L",
+    "score": "score",
+    "same": "share of replies identical to the full cache's",
+    "retained": "retained importance",
+    "kept_fraction": "share of pairs kept after the prefill",
+    "cache_bytes": "KiB of kept pairs a sample",
+    "held_bytes": "KiB held after the prompt, a sample",
+    "rouge_reference": "ROUGE-L against the reference answer",
+    "first_token_s": "seconds to a batch's first token",
+    "tokens_per_s": "tokens per second of a batch, prefill included",
+}
 # Its stubs type a cell by all that any frame can hold.
 pd: Any = pandas
 NONE = "–"
@@ -47,30 +59,15 @@ class _Data(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
 
-class _Row(_Data):
-    policy: str
-    task: str
-    budget: int | float
-    index: int
-    n: int
-    tags: list[str]
-    error: str = ""
-    nll: float | None = None
-    answer_tokens: float | None = None
-    divergence_sum: float | None = None
-    next_sum: float | None = None
-    next_tokens: float | None = None
-    rouge: float | None = None
-    rouge_reference: float | None = None
-    same: float | None = None
-    kept_fraction: float | None = None
-    retained: float | None = None
-    cache_bytes: float | None = None
-    full_bytes: float | None = None
-    held_bytes: float | None = None
-    first_token_s: float | None = None
-    tokens_per_s: float | None = None
-    score: float | None = None
+_NUMBERS = [*_MEANS, *_SUMS, "score"]
+_Row: Any = create_model(
+    "_Row",
+    __base__=_Data,
+    **dict.fromkeys(("policy", "task"), (str, ...)),
+    **dict.fromkeys(("index", "n"), (int, ...)),
+    **{"budget": (int | float, ...), "tags": (list[str], ...), "error": (str, "")},
+    **dict.fromkeys(_NUMBERS, (float | None, None)),
+)
 
 
 class _Settings(_Data):
@@ -105,34 +102,6 @@ def _check(place: Path | str, schema: type[BaseModel], data: Any) -> None:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
         raise RunError(f"{place}: field {name!r}: {first['msg']}") from None
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table to print: a title, the first column's name, columns, rows and remarks."""
-
-    title: str
-    corner: str
-    columns: list[str]
-    rows: list[tuple[str, list[str]]]
-    notes: list[str] = field(default_factory=list)
-
-    def markdown(self) -> str:
-        """As Markdown."""
-        rows = [[self.corner, *self.columns], *([name, *cells] for name, cells in self.rows)]
-        lines = [f"| {' | '.join(row)} |" for row in rows]
-        lines.insert(1, "|---" + "|---:" * len(self.columns) + "|")
-        return "\n".join([f"### {self.title}", "", *lines, "", *(f"{x}\n" for x in self.notes)])
-
-    def __rich__(self) -> Group:
-        """For the terminal, in parts where it is narrow."""
-        from rich.console import Group
-        from rich.text import Text
-
-        rows = [(name, [cell.replace("**", "") for cell in cells]) for name, cells in self.rows]
-        shown = terminal.Table(self.corner, self.columns, rows, self.title)
-        notes = [Text(note, style="dim") for note in self.notes]
-        return Group(shown, *notes, Text())
 
 
 def summarise(rows: Any, by: list[str]) -> Any:
@@ -180,11 +149,9 @@ class Report:
         self.every = list(dict.fromkeys([FULL, *self.policies]))
         whole = all(map(_keeps_all, self.policies))
         self.budgets: list[float | int] = [1.0] if whole else self.settings["budgets"]
-        numbers = [*_MEANS, *_SUMS, "score"]
-        frame = pd.DataFrame(list(rows.values())).reindex(
-            columns=["policy", "task", "tags", "error", *numbers]
-        )
-        frame[numbers] = frame[numbers].astype(float)
+        columns = ["policy", "task", "tags", "error", *_NUMBERS]
+        frame = pd.DataFrame(list(rows.values())).reindex(columns=columns)
+        frame[_NUMBERS] = frame[_NUMBERS].astype(float)
         frame["answer_tokens"] = frame["answer_tokens"].where(frame["nll"].notna())
         # As it is written: one token and the whole prompt are not the same.
         frame["kept"] = [repr(row["budget"]) for row in rows.values()]
@@ -220,13 +187,11 @@ class Report:
     @property
     def papers(self) -> list[PaperTable]:
         """What the papers print for this model and suite; nothing where the data are our own."""
+        if self.settings["data"] == "builtin":
+            return []
         name = self.settings["model"].lower().replace("_", "-")
         mine = [t for t in paper_tables() if t.suite == self.settings["suite"]]
-        return [
-            t
-            for t in mine
-            if self.settings["data"] != "builtin" and any(m in name for m in t.models)
-        ]
+        return [t for t in mine if any(m in name for m in t.models)]
 
     def tables(self, *, first: bool = False) -> list[Table]:
         """All tables; or `first` what papers print: the main one, by task and by capability."""
@@ -251,7 +216,7 @@ class Report:
         title = f"{self.settings['suite']} ({self.settings['data']}), {self.settings['model']}"
         if self.shown:
             title += ": " + " / ".join(LABELS[m] for m in self.shown)
-        return Table(title, "kept", list(map(percent, self.budgets)), rows, self.notes())
+        return Table("kept", list(map(percent, self.budgets)), rows, title, self.notes())
 
     def _paper_rows(self, policy: str) -> Iterator[tuple[str, list[str]]]:
         for table in self.papers:
@@ -261,33 +226,29 @@ class Report:
                     found = dict(figures.get(budget, {}))
                     if AVERAGE in found:
                         found["score"] = found[AVERAGE] / 100
-                    texts = [shown_figure(m, found.get(m)) for m in self.shown]
+                    texts = [shown_figure(m, found) for m in self.shown]
                     cells.append(" / ".join(texts) if set(texts) != {NONE} else NONE)
                 if set(cells) != {NONE}:
                     yield f"paper: {name}", cells
 
     def side_tables(self) -> list[Table]:
         """What goes beside quality: one table each."""
-        found: list[Table] = []
-        full = self.figures(FULL, 1.0)
+        found, full = list[Table](), self.figures(FULL, 1.0)
+        columns = list(map(percent, self.budgets))
         for metric in [m for m in LABELS if m not in METRICS]:
-            rows = [
-                (p, [NONE if f is None else shown_figure(metric, f[metric]) for f in each])
-                for p in self.policies
-                for each in [[self.figures(p, b) for b in self.budgets]]
-            ]
+            each = {p: [self.figures(p, b) for b in self.budgets] for p in self.policies}
+            rows = [(p, [shown_figure(metric, f) for f in figures]) for p, figures in each.items()]
             if all(set(cells) == {NONE} for _, cells in rows):
                 continue
-            notes = list[str]()
-            if full is not None and pd.notna(full[metric]):
-                notes.append(f"Full cache: {shown_figure(metric, full[metric])}.")
+            whole, notes = shown_figure(metric, full), list[str]()
+            if whole != NONE:
+                notes.append(f"Full cache: {whole}.")
             if metric == "retained":
                 notes.append(
                     "A share of what the policy's own score finds: compare policies of one "
                     "score, such as xkv with xkv:layers=uniform."
                 )
-            columns = list(map(percent, self.budgets))
-            found.append(Table(LABELS[metric], "kept", columns, rows, notes))
+            found.append(Table("kept", columns, rows, LABELS[metric], notes))
         return found
 
     def group_tables(self, what: str, names: Sequence[str]) -> list[Table]:
@@ -300,18 +261,19 @@ class Report:
             rows: list[tuple[str, list[str]]] = []
             for policy in self.every:
                 group = [self.figures(policy, budget, what, n) for n in names]
-                each = pd.DataFrame([f for f in group if f is not None])
-                if each.empty:
+                known = [f for f in group if f is not None]
+                if not known:
                     continue
                 cells = [_cell(f, shown) for f in group]
                 if averaged:
-                    cells.append(" / ".join(shown_figure(m, each[m].mean()) for m in shown))
+                    means = pd.DataFrame(known)[shown].mean()
+                    cells.append(" / ".join(shown_figure(m, means) for m in shown))
                 rows.append((policy, cells))
                 if what == "task":
                     rows += self._paper_tasks(policy, budget, names)
             title = f"{' / '.join(LABELS[m] for m in shown)} by {what}, kept: {percent(budget)}"
             columns = [*names, AVERAGE] if averaged else [*names]
-            found.append(Table(title, what, columns, rows))
+            found.append(Table(what, columns, rows, title))
         return found
 
     def _paper_tasks(
@@ -362,9 +324,9 @@ class Report:
             for (policy, kept), rows in failed
         ]
 
-    def write(self, *, plots: bool = True) -> list[Path]:
-        """Write report.md, report.csv and the curves into the run's folder; returns their paths."""
-        tables = "\n".join(t.markdown() for t in self.tables())
+    def write(self) -> list[Path]:
+        """Write report.md and report.csv into the run's folder; returns their paths."""
+        tables = "\n".join(t.markdown for t in self.tables())
         text, data = self.folder / "report.md", self.folder / "report.csv"
         text.write_text(f"# {self.settings['suite']}, {self.settings['model']}\n\n{tables}")
         groups = [("", ""), *(("task", t) for t in self.tasks), *(("tag", t) for t in self.tags)]
@@ -376,11 +338,7 @@ class Report:
             if (figures := self.figures(p, b, what, name)) is not None
         ]
         pd.DataFrame(found).astype({"n": int, "errors": int}).to_csv(data, index=False)
-        if not plots:
-            return [text, data]
-        from .draw import plot_report
-
-        return [text, data, *plot_report(self, self.folder)]
+        return [text, data]
 
 
 def _keeps_all(policy: str) -> bool:
@@ -388,8 +346,9 @@ def _keeps_all(policy: str) -> bool:
     return policy.split(":")[0] == FULL
 
 
-def shown_figure(metric: str, value: float | None) -> str:
-    """A figure with its digits, in the unit that tables show it in."""
+def shown_figure(metric: str, figures: Any) -> str:
+    """One of some figures with its digits, in the unit that tables show it in."""
+    value = None if figures is None else figures.get(metric)
     if value is None or np.isnan(value):
         return NONE
     if metric == "ppl":  # three digits, as in the papers
@@ -404,7 +363,7 @@ def _cell(figures: Any, shown: Sequence[str], best: dict[str, str] | None = None
         return NONE
     texts = []
     for metric in shown:
-        text = shown_figure(metric, figures[metric])
+        text = shown_figure(metric, figures)
         texts.append(f"**{text}**" if best and text == best[metric] and text != NONE else text)
     return " / ".join(texts) + ("†" if figures["errors"] else "")
 
@@ -412,4 +371,5 @@ def _cell(figures: Any, shown: Sequence[str], best: dict[str, str] | None = None
 def _best(metric: str, column: Sequence[Any]) -> str:
     """The best of a column, as it is shown."""
     values = pd.Series([f[metric] for f in column if f is not None], dtype=float)
-    return shown_figure(metric, values.min() if metric in LOWER_IS_BETTER else values.max())
+    top = values.min() if metric in LOWER_IS_BETTER else values.max()
+    return shown_figure(metric, {metric: top})

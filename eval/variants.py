@@ -13,6 +13,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 FULL = "full"
+# What a run can measure.
+METRICS = ("ppl", "divergence", "next", "rouge", "score")
 # The built-in prompts are short: with a window of 32 tokens, a tenth of them could not be honoured.
 BUILTIN_WINDOW = 8
 PROFILE, KV_DTYPE, CHUNKS = "profile", "kv_dtype", "evict_chunks"

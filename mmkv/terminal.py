@@ -170,14 +170,24 @@ class Table:
     Attributes:
         corner: what the first column is called; every part begins with that column.
         columns: the names of the others.
-        rows: the first column's text, and the others'.
+        rows: the first column's text, and the others'; the terminal shows no "**" of Markdown.
         title: above the first part.
+        notes: below the last one.
     """
 
     corner: str
     columns: Sequence[str]
     rows: Sequence[tuple[str, Sequence[str]]]
     title: str = ""
+    notes: Sequence[str] = ()
+
+    @property
+    def markdown(self) -> str:
+        """The table in Markdown, with its title and notes."""
+        rows = [(self.corner, *self.columns), *((name, *cells) for name, cells in self.rows)]
+        lines = [f"| {' | '.join(row)} |" for row in rows]
+        lines.insert(1, "| --- |" + " ---: |" * len(self.columns))
+        return "\n\n".join([f"### {self.title}", "\n".join(lines), *self.notes]) + "\n"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The parts, none of them wider than the console."""
@@ -196,6 +206,7 @@ class Table:
                 n += 1
             yield self._part(rest[:n])
             rest = rest[n:]
+        yield from (Text(note, style="dim") for note in self.notes)
 
     def _part(self, columns: Sequence[int]) -> RichTable:
         from rich.table import Table as RichTable
@@ -207,7 +218,8 @@ class Table:
             table.add_column(Text(self.columns[i]), justify="right", overflow="fold")
         for name, cells in self.rows:
             # A row may have fewer cells: what is not there is left empty.
-            table.add_row(Text(name), *(Text(cells[i]) for i in columns if i < len(cells)))
+            shown = (name, *(cells[i] for i in columns if i < len(cells)))
+            table.add_row(*(Text(text.replace("**", "")) for text in shown))
         return table
 
 

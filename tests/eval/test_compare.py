@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from helpers.models import make_model
 from mmkv.eval.cli import commands
-from mmkv.eval.compare import Comparison
-from mmkv.eval.labels import front
+from mmkv.eval.compare import Comparison, front
 from mmkv.eval.runner import fitting
 from mmkv.eval.store import RunError
 

@@ -141,8 +141,8 @@ def test_by_task_beside_the_paper(tmp_path):
     assert table.title in [t.title for t in report.tables(first=True)]
 
 
-def test_files(report):
-    written = {p.name: p for p in report.write()}
+def test_files(report, tmp_path):
+    written = {p.name: p for p in (*report.write(), *draw.plot_report(report, tmp_path))}
     assert set(written) == {"report.md", "report.csv", "curves.png"}
     assert "| h2o | 12.2 / 0.38 / 25.0 |" in written["report.md"].read_text()
     assert written["curves.png"].read_bytes()[:8] == PNG
@@ -171,7 +171,7 @@ def test_the_full_cache_alone_is_a_row(tmp_path):
     table = report.main_table()
     assert (table.columns, table.rows) == (["100%"], [("full", ["**2.72**"])])
     assert next(t.columns for t in report.tables()) == ["100%"]
-    with report.write(plots=False)[1].open(newline="") as file:
+    with report.write()[1].open(newline="") as file:
         groups = [(x["group"], x["policy"]) for x in csv.DictReader(file)]
     assert len(groups) == len(set(groups))
 
@@ -232,7 +232,7 @@ def test_needle_heat_map(tmp_path):
         for i, (d, n) in enumerate([(0.0, 256), (0.0, 512), (1.0, 256), (1.0, 512)])
     ]
     report = Report(write_run(tmp_path, rows, suite="needle", policies={"full": {}, "h2o": {}}))
-    assert "needle-0.1.png" in {p.name for p in report.write()}
+    assert "needle-0.1.png" in {p.name for p in draw.plot_report(report, tmp_path)}
 
 
 def call(*arguments: str) -> Any:
