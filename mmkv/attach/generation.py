@@ -103,6 +103,9 @@ def prepare_positions(
             f"past_key_values has seen {known.get_seq_length()} tokens, and there are "
             f"{found.shape[-1]}: give all that it has seen, and at least one more"
         )
+    ids = model_kwargs.get("input_ids", inputs)
+    if known is not None and ids.ndim == 2 and ids.shape[1] == found.shape[-1]:
+        known.check_read(ids, model_kwargs.get("attention_mask"))
     return found
 
 
@@ -110,6 +113,9 @@ def prepare_inputs(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
     """In place of `prepare_inputs_for_generation`: the call that follows is `generate`'s."""
     model: Any = attachment.model
     found = type(model).prepare_inputs_for_generation(model, *args, **kwargs)
+    ids, mask, cache = args[0], kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    if isinstance(cache, CompressedCache) and mask is not None and mask.ndim == 2:
+        cache.remember(ids, mask.shape[1])
     hooks.generated_mask.set(found.get("attention_mask"))
     return found
 

@@ -116,6 +116,8 @@ def before_decoder(
         first = partial(attention.run_mini_prefill, *given)
         image = _image_tokens(attachment, policy, running, valid)
         cache.begin(running, valid, earlier, image, first)
+        if running.ids is not None and running.ids.shape == valid.shape and not running.generating:
+            cache.remember(running.ids, seen + q)
     else:
         # `generate` only ever adds ones to its mask: to look at it would make a GPU wait.
         looks = q > 1 or tokens.device.type == "cpu" or not running.generating

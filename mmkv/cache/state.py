@@ -47,6 +47,8 @@ class CacheState(Cache):
         self.prompt: TokenMasks | None = None
         # How far pictures moved the text of each row, int64 [B, 1]; None: not known, or not moved.
         self.rope_deltas: Tensor | None = None
+        # Ids of the first tokens seen, int64 [B, t], as far as they are known; None: none is.
+        self.ids: Tensor | None = None
         self.shape = _shape(config)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -185,13 +187,50 @@ class CacheState(Cache):
             self.prompt = self.prompt.rows(batch)
         if self.rope_deltas is not None:
             self.rope_deltas = self.rope_deltas[batch.to(self.rope_deltas.device)]
+        if self.ids is not None:
+            self.ids = self.ids[batch.to(self.ids.device)]
         self.phase.select_rows(batch)
 
     def reset(self) -> None:
         """Drop everything, ready for a new prompt."""
         super().reset()
         self.prompt, self.phase, self.clock, self.sizes_learned = None, Reading(), None, False
-        self.rope_deltas = None
+        self.rope_deltas = self.ids = None
+
+    def remember(self, ids: Tensor, total: int) -> None:
+        """Take down the ids [B, n] of tokens that come now, the last of `total`."""
+        first = total - ids.shape[1]
+        if first == 0:  # a prompt's may be the caller's own, to write into
+            self.ids = ids if self.get_query_offset() else ids.clone()
+        elif self.ids is not None and self.ids.shape[1] >= first:
+            self.ids = torch.cat([self.ids[:, :first], ids], dim=1)
+
+    def check_read(self, ids: Tensor, mask: Tensor | None) -> None:
+        """Whether a prompt begins with what was read; padding and hidden tokens may differ.
+
+        Args:
+            ids: int64 [B, T], the prompt.
+            mask: [B, T], 0 for tokens that it hides; None: it hides none.
+
+        Raises:
+            ValueError: it has other tokens.
+        """
+        known, prompt = self.ids, self.prompt
+        if known is None or prompt is None or len(known) % len(ids):
+            return
+        n = min(known.shape[1], self.get_seq_length(), ids.shape[1])
+        ids, counts = ids[:, :n], prompt.valid[:, :n].to(ids.device)
+        differ = ids.repeat_interleave(len(known) // len(ids), 0) != known[:, :n].to(ids.device)
+        differ[:, : counts.shape[1]] &= counts
+        if mask is not None:
+            hidden = mask[:, :n] == 0
+            differ &= ~hidden.repeat_interleave(len(known) // len(hidden), 0)
+        if bool(differ.any()):
+            row, place = differ.nonzero()[0].tolist()
+            raise ValueError(
+                f"past_key_values has read another prompt: row {row} differs at token {place}; "
+                "give all that it has read as it was, and new tokens behind it, or start without it"
+            )
 
     def check_plan(self, config: Any, plan: CacheConfig) -> None:
         """Whether a model wrapped as `plan` says may continue this cache.

@@ -176,7 +176,8 @@ def test_tasks_are_learned_apart():
         assert "learning layer sizes, 1 of 2 requests so far" in other.report().notes
         # A cache goes on with what it began with, whatever task goes on with it.
         assert cache.plan.learned is not None
-        generate(model, {"input_ids": torch.full((1, 110), 9)}, new=2, past_key_values=cache)
+        ids = torch.cat([prompt(5)["input_ids"], torch.full((1, 30), 9)], 1)
+        generate(model, {"input_ids": ids}, new=2, past_key_values=cache)
         assert "task 'qa': the mean layer sizes of 2 requests" in cache.report().notes
     for name in ("", 3):
         with pytest.raises(ValueError, match="expected the name of a task"), mmkv.task(name):

@@ -218,3 +218,49 @@ def test_several_tokens_without_generate_are_that_many_steps(models, policy, opt
     torch.testing.assert_close(together, torch.cat(single, dim=1), atol=1e-4, rtol=0)
     for i in range(3):
         assert torch.equal(cache.kept(i), twin.kept(i))
+
+
+@pytest.mark.parametrize("how", ["generate", "chunks", "forward", "beams", "new tokens alone"])
+def test_another_prompt_behind_what_was_read_is_refused(models, how):
+    model, inputs = models("llama"), make_inputs("llama", (40, 23))
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    turn = torch.full((2, 5), 9)
+    with mmkv.wrapped(model, "condense", 0.4, least=0):
+        if how == "forward":
+            with torch.no_grad():
+                cache, words = model(**inputs, use_cache=True).past_key_values, turn[:, :0]
+        else:
+            beams = {"num_beams": 2, "num_return_sequences": 2} if how == "beams" else {}
+            chunks = {"prefill_chunk_size": 15} if how == "chunks" else {}
+            out = model.generate(**inputs, **options, **chunks, **beams)
+            cache, words = out.past_key_values, out.sequences[:, 40:]
+        known = inputs["input_ids"].repeat_interleave(len(words) // 2, 0)
+        turn = turn.repeat_interleave(len(words) // 2, 0)
+        ids = torch.cat([known, words, turn], 1)
+        mask = torch.ones_like(ids)
+        mask[:, :40] = inputs["attention_mask"].repeat_interleave(len(words) // 2, 0)
+        if how == "beams":  # those that were running, in whatever order, are the cache's
+            ids[:, : cache.ids.shape[1]] = cache.ids
+        if how == "new tokens alone":
+            mask, ids = mask[:, :46], ids[:, :46]
+            given = ids[:, 43:], mask
+            out = model.generate(given[0], attention_mask=mask, past_key_values=cache, **options)
+            cache, more = out.past_key_values, out.sequences[:, 3:]
+            ids = torch.cat([ids, more, turn], 1)
+            mask = torch.cat([mask, torch.ones_like(ids[:, 46:])], 1)
+
+        def goes_on(row, place):
+            other = ids.clone()
+            other[row, place] += 1
+            twin = copy.deepcopy(cache)
+            return model.generate(other, attention_mask=mask, past_key_values=twin, **options)
+
+        seen, padded = cache.get_seq_length(), len(ids) - 1
+        goes_on(padded, 3)  # padding may be anything
+        assert torch.equal(goes_on(0, seen).sequences[0, :seen], ids[0, :seen])
+        last = 39 if how == "forward" else seen - 1
+        for row, place in ((0, 0), (padded, 17), (0, 38), (padded, last)):
+            with pytest.raises(ValueError, match=rf"read another prompt: row {row} .* {place}; "):
+                goes_on(row, place)
+        cache.reset()
+        goes_on(0, 0)
