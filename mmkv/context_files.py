@@ -152,7 +152,7 @@ def _restored(
             f"it was read with {_difference(about['plan'], _plan(cache))} now: wrap it as it was"
         )
     if about["weights"] != _digest(model):
-        raise ValueError("it was read by a model with other weights")
+        raise ValueError("it was read by a model with other weights or adapters")
     config, T, B = attachment.parts.config, about["seen"], len(about["lengths"])
     H, D = adapters.shape(config)["num_key_value_heads"], adapters.head_dim(config)
     if len(about["sizes"]) != len(cache.compressed):

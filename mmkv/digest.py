@@ -1,4 +1,4 @@
-"""What tells models apart: a hash of a few of their numbers."""
+"""What tells models apart: a hash of a few of their numbers, and which adapters are active."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def of_model(model: Any, config: Any) -> str:
-    """A hash of 64 numbers of each tensor of a model, adapters included, and of rotary options.
+    """A hash of 64 numbers of each tensor of a model, active adapters included, and of its options.
 
     Args:
         model: its tensors are read, wherever they are.
@@ -17,10 +17,42 @@ def of_model(model: Any, config: Any) -> str:
     Raises:
         NotImplementedError: some tensors are on the meta device and have no numbers.
     """
-    rotary = getattr(config, "rope_parameters", None)
-    found = hashlib.sha256(json.dumps(rotary, default=str, sort_keys=True).encode())
+    rotary, active = getattr(config, "rope_parameters", None), adapters(model)
+    about = json.dumps([rotary, active], default=str, sort_keys=True)
+    found = hashlib.sha256(about.encode())
+    apart = tuple(
+        f"{name}.{kind}.{adapter}."
+        for name, module in model.named_modules()
+        for kind, adapter in _held(module)
+        if adapter not in _active(module)
+    )
     for name, x in model.state_dict().items():
-        found.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        if f"{name}.".startswith(apart):
+            continue
+        found.update(f"{name.replace('.base_layer', '')} {x.dtype} {tuple(x.shape)}".encode())
         some = x.detach().flatten()[:: max(1, x.numel() // 64)][:64].cpu()
         found.update(some.float().numpy().tobytes())
     return found.hexdigest()
+
+
+def adapters(model: Any) -> dict[str, dict[str, Any]]:
+    """The active adapters (PEFT) of each module that has any, each with its scale."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, module in model.named_modules():
+        held = {adapter for _, adapter in _held(module)}
+        scale = getattr(module, "scaling", {})
+        if active := {x: scale.get(x) for x in _active(module) if x in held}:
+            found[name] = active
+    return found
+
+
+def _held(module: Any) -> list[tuple[str, str]]:
+    """The adapters that a module has weights of, with the names of these."""
+    kinds = getattr(module, "adapter_layer_names", ())
+    return [(kind, adapter) for kind in kinds for adapter in getattr(module, kind, {})]
+
+
+def _active(module: Any) -> list[str]:
+    if not _held(module) or module.disable_adapters:
+        return []
+    return module.merged_adapters or module.active_adapters

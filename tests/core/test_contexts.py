@@ -301,6 +301,39 @@ def test_a_file_of_another_model_or_wrap_is_refused(models, tmp_path):
             mmkv.load_context(path, one)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+def test_a_file_belongs_to_the_active_adapter(tmp_path):
+    """An adapter that is loaded and not active makes no difference."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model, inputs = make_model("llama"), make_inputs("llama", (40,))
+    config = peft.LoraConfig(target_modules=["v_proj"], init_lora_weights=False)
+    base, path = tmp_path / "base", tmp_path / "read"
+    with mmkv.wrapped(model, "condense", 0.4, least=0):
+        mmkv.read(model, inputs).save(base)
+    lora = peft.get_peft_model(model, config, "one").eval()
+    with mmkv.wrapped(lora, "condense", 0.4, least=0):
+        mmkv.read(lora, inputs).save(path)
+        lora.add_adapter("other", config)
+        mmkv.load_context(path, lora)
+
+        def refused(path):
+            with pytest.raises(ValueError, match="other weights or adapters"):
+                mmkv.load_context(path, lora)
+
+        refused(base)
+        lora.set_adapter("other")
+        refused(path)
+        lora.set_adapter("one")
+        layer = lora.get_submodule("base_model.model.model.layers.1.self_attn.v_proj")
+        layer.set_scale("one", 0.5)
+        refused(path)
+        layer.set_scale("one", 1.0)
+        mmkv.load_context(path, lora)
+        with lora.disable_adapter():
+            refused(path)
+            mmkv.load_context(base, lora)
+
+
 def test_a_broken_file_is_named(models, tmp_path):
     model, inputs, path = models("llama"), make_inputs("llama", (40,)), tmp_path / "read"
     with mmkv.wrapped(model, "condense", 0.4, least=0):
