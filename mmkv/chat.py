@@ -6,6 +6,7 @@ is one line.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -129,7 +130,9 @@ def read_picture(path: str | Path) -> Image.Image:
         raise ValueError(f"cannot read picture {str(path)!r}: {error}") from error
 
 
-def load(name: str = "builtin", device: str = "auto", dtype: str = "auto") -> Loaded:
+def load(
+    name: str = "builtin", device: str = "auto", dtype: str = "auto", device_map: str | None = None
+) -> Loaded:
     """A model by its name: the built-in one, SmolLM2, or one that transformers loads.
 
     Args:
@@ -137,6 +140,7 @@ def load(name: str = "builtin", device: str = "auto", dtype: str = "auto") -> Lo
         device: "auto" is the GPU where there is one.
         dtype: one of `DTYPES`; "auto" is what the model was saved in (float32 for the first two
             names and for GGUF files).
+        device_map: in place of a device, as transformers takes it; "auto" spreads over all GPUs.
 
     Raises:
         ValueError: a model that cannot be loaded, or an unknown device or dtype.
@@ -146,9 +150,10 @@ def load(name: str = "builtin", device: str = "auto", dtype: str = "auto") -> Lo
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     chosen: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
-    where = models.find_device(device)
-    model, processor, reads_pictures = models.pretrained(name, dtype=chosen)
-    return Loaded(name, model.to(where), processor, reads_pictures)
+    where = models.find_device(device) if device_map is None else None
+    more = {} if device_map is None else {"device_map": device_map}
+    model, processor, reads_pictures = models.pretrained(name, dtype=chosen, **more)
+    return Loaded(name, model if where is None else model.to(where), processor, reads_pictures)
 
 
 def encode(loaded: Loaded, question: str, pictures: Sequence[Image.Image]) -> dict[str, Any]:
@@ -165,30 +170,42 @@ def encode(loaded: Loaded, question: str, pictures: Sequence[Image.Image]) -> di
     return encode_messages(loaded, [{"role": "user", "content": content}])
 
 
-def encode_messages(loaded: Loaded, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def encode_messages(
+    loaded: Loaded,
+    messages: Sequence[Mapping[str, Any]],
+    template: Mapping[str, Any] | None = None,
+    *,
+    sanitize: bool = False,
+) -> dict[str, Any]:
     """The model's inputs for a conversation, as its chat template writes it.
 
     Args:
         loaded: the model and its processor.
         messages: {"role": ..., "content": a text, or parts {"type": "text", "text": ...} and
             {"type": "image", "image": a picture}}.
+        template: what the template is given beside the messages, such as tools.
+        sanitize: encode control tokens that the messages spell as the text that they are.
 
     Raises:
         ValueError: no chat template, and more than one message.
     """
     processor: Any = loaded.processor
-    how: Any = {"add_generation_prompt": True, "tokenize": False}
+    how: Any = {"add_generation_prompt": True, **(template or {}), "tokenize": False}
+    marked: Any = {"sanitize_control_tokens": True} if sanitize else {}
+    if not {*marked} <= {*inspect.signature(processor.apply_chat_template).parameters}:
+        raise ValueError("the text spells a control token: leave it out, or update transformers")
     if processor.chat_template is None:
         if len(messages) > 1 or not isinstance(messages[0]["content"], str):
             raise ValueError(f"model {loaded.name!r} has no chat template: give it one text")
-        inputs = processor(text=messages[0]["content"], return_tensors="pt")
-    elif not loaded.reads_pictures:
+        whole: Any = {"split_special_tokens": True} if sanitize else {}
+        inputs = processor(text=messages[0]["content"], return_tensors="pt", **whole)
+    elif not loaded.reads_pictures and not sanitize:
         # A tokenizer adds no marks of its own to what a template wrote, a processor does.
         text = processor.apply_chat_template(messages, **how)
         marks = adds_special(processor, text)
         inputs = processor(text, add_special_tokens=marks, return_tensors="pt")
     else:
-        how |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        how |= {"tokenize": True, "return_dict": True, "return_tensors": "pt", **marked}
         inputs = processor.apply_chat_template(messages, **how)
     return on_device(loaded.model, inputs)
 

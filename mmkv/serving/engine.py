@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, SupportsFloat
 
+from transformers import LogitsProcessor
+
 from mmkv import wrapping
 from mmkv.around import innermost
 from mmkv.attach import copy_probe
@@ -17,9 +19,9 @@ from mmkv.cache.config import CacheConfig
 from mmkv.chat import Loaded
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
-from mmkv.serving import prompts
+from mmkv.serving import choose, prompts
 from mmkv.serving.memory import Bounds
-from mmkv.serving.reply import Refused, Reply, Sampling, TextStream
+from mmkv.serving.reply import Event, Refused, Reply, Sampling, TextStream
 from mmkv.serving.request import Request
 from mmkv.serving.worker import EngineStats, Limits, Worker
 
@@ -101,6 +103,7 @@ class Engine:
             max_waiting=max_waiting,
             max_prefixes=max_prefixes,
         )
+        self._grammars = choose.Grammars(self.model, self._tokenizer)
         self._worker = Worker(self._attachment, limits, self._bounds)
 
     def submit(
@@ -108,7 +111,10 @@ class Engine:
         messages: Sequence[Mapping[str, Any]] | None = None,
         inputs: Mapping[str, Any] | None = None,
         *,
+        prompt: str | Sequence[int] | None = None,
         prefix: Mapping[str, Any] | None = None,
+        template: Mapping[str, Any] | None = None,
+        repeated: bool = False,
         sampling: Sampling | None = None,
         max_new_tokens: int | None = None,
         timeout: float | None = None,
@@ -122,7 +128,11 @@ class Engine:
             messages: in the form of Hugging Face's chat templates; content is a text, or parts
                 {"type": "text", "text": ...} and {"type": "image", "image": a picture}.
             inputs: of the model, one row, instead of messages; with `prefix` those behind it.
+            prompt: a text, or its tokens, instead of messages: no template is written around it.
             prefix: inputs that others may share.
+            template: what the chat template is given beside the messages, such as tools.
+            repeated: whether the same is asked again at once, for another reply: it is read once,
+                its last token apart, which is kept whole.
             sampling: how tokens are chosen; greedily if None.
             max_new_tokens: of the reply, at the most; None: the engine's `max_new_tokens`, or what
                 the model's positions and the memory leave, if that is less.
@@ -137,8 +147,8 @@ class Engine:
             Busy: too many requests wait.
             Closed: the engine is.
         """
-        if (messages is None) == (inputs is None):
-            raise Refused("give either messages or inputs")
+        if sum(x is not None for x in (messages, inputs, prompt)) != 1:
+            raise Refused("give either messages, inputs or a prompt")
         if max_new_tokens is not None and max_new_tokens < 1:
             raise Refused(f"max_new_tokens={max_new_tokens}: expected 1 or more")
         sampling = sampling or Sampling()
@@ -146,15 +156,12 @@ class Engine:
             raise Refused("stop texts need an engine with a processor")
         plan = self._plan(policy, budget)
         device = self.model.device
-        if messages is not None:
-            if self._tokenizer is None:
-                raise Refused("messages need an engine with a processor: give inputs")
-            if not messages:
-                raise Refused("messages=[]: expected one at least")
-            split = self.share_prefixes and not plan.policy.postpone
-            given, prefix, rest = prompts.encode(self._loaded, messages, split=split)
-            inputs = given if rest is None else rest
-        assert inputs is not None
+        split = self.share_prefixes and not plan.policy.postpone and not sampling.echo
+        if inputs is None:
+            whole, prefix, rest = self.encode(messages, prompt, template, split=split)
+            if repeated and split:
+                prefix, rest = prompts.split_last(whole) or (None, None)
+            inputs = whole if rest is None else rest
         inputs = prompts.checked(inputs, device)
         tokens = inputs["input_ids"].shape[1]
         if prefix is not None:
@@ -166,8 +173,8 @@ class Engine:
             prefix = prompts.checked(prefix, device)
             tokens += prefix["input_ids"].shape[1]
         new = max_new_tokens or self._room(plan, tokens)
-        whole = self._bounds.prompt(plan, tokens, new)
-        self._check_size(tokens, new, whole)
+        most = self._bounds.prompt(plan, tokens, new)
+        self._check_size(tokens, new, most)
         request = Request(
             Reply(self._worker.notify),
             inputs,
@@ -175,15 +182,55 @@ class Engine:
             new,
             plan,
             tokens,
-            whole,
+            most,
             TextStream(self._tokenizer, sampling.stop),
             None if timeout is None else time.monotonic() + timeout,
         )
         if prefix is not None:
             request.prefix = dict(prefix)
             request.key = prompts.digest(prefix, repr((owner, plan)))
+        request.custom = self._custom(sampling, tokens)
+        if sampling.echo and prefix is None and self._tokenizer is not None:
+            text = self._tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True)
+            request.echo = Event(-1, text)
         self._worker.add(request)
         return request.reply
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        prompt: str | Sequence[int] | None = None,
+        template: Mapping[str, Any] | None = None,
+        *,
+        split: bool = False,
+    ) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None]:
+        """The model's inputs for messages or a prompt; see `prompts.encode`.
+
+        Raises:
+            Refused: what cannot be turned into a prompt, or an engine without a processor.
+        """
+        if self._tokenizer is None:
+            raise Refused("messages and texts need an engine with a processor: give inputs")
+        if prompt is not None:
+            return prompts.encode_prompt(self._loaded, prompt), None, None
+        if not messages:
+            raise Refused("messages=[]: expected one at least")
+        return prompts.encode(self._loaded, messages, template, split=split)
+
+    def _custom(self, sampling: Sampling, tokens: int) -> list[LogitsProcessor]:
+        """What tokens are chosen by behind a prompt, beside what `generate` has."""
+        found = list[LogitsProcessor]()
+        if sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias:
+            size = self.model.config.get_text_config().vocab_size
+            if wrong := [x for x in sampling.logit_bias if not 0 <= x < size]:
+                raise Refused(f"logit_bias of token {wrong[0]}: the model has {size} tokens")
+            found.append(choose.Penalties(sampling, tokens))
+        if sampling.grammar is not None:
+            if self._tokenizer is None:
+                raise Refused("formats of replies need an engine with a processor")
+            self._grammars.check(sampling.grammar)
+            found.append(self._grammars.processor(sampling.grammar, tokens))
+        return found
 
     def stats(self) -> EngineStats:
         """What the engine does now, and did so far."""

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from mmkv import chat
 from mmkv.attach.attachment import Attachment
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
-from mmkv.serving.reply import Refused
+from mmkv.serving import choose
+from mmkv.serving.reply import Logprob, Refused, TokenLogprobs
 from mmkv.serving.request import Request
 
 Message = Mapping[str, Any]
 
 
 def encode(
-    loaded: chat.Loaded, messages: Sequence[Message], *, split: bool
+    loaded: chat.Loaded,
+    messages: Sequence[Message],
+    template: Mapping[str, Any] | None = None,
+    *,
+    split: bool,
 ) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None]:
     """The inputs of a conversation; and, cut before its last text, what to read and what to ask.
 
     There is a cut where something stands before the last text of the last turn, which is the
     user's: other turns, a system text, or pictures; and no picture behind it.
+
+    What the messages spell is text: a control token in them is encoded as its letters.
 
     Raises:
         Refused: messages that the model cannot be given.
@@ -35,17 +44,64 @@ def encode(
         chat.check_pictures(loaded, [x for x in parts if x.get("type") == "image"])
     except ValueError as error:
         raise Refused(str(error)) from None
+    _check_template(loaded.processor, template or {})
+    tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
+    given, marks = str([messages, template]), filter(str.strip, tokenizer.get_added_vocab())
+    how = {"sanitize": any(mark in given for mark in marks)}
     try:
-        whole = chat.encode_messages(loaded, messages)
+        whole = chat.encode_messages(loaded, messages, template, **how)
         empty = _without_question(messages) if split else None
         if empty is None:
             return whole, None, None
-        prefix, rest = chat.split_inputs(whole, chat.encode_messages(loaded, empty))
+        other = chat.encode_messages(loaded, empty, template, **how)
+        prefix, rest = chat.split_inputs(whole, other)
     except Exception as error:  # of templates and processors, which raise what they like
         raise Refused(f"messages that cannot be turned into a prompt: {error}") from error
     if rest["input_ids"].shape[1] == 0 or prefix["input_ids"].shape[1] == 0:
         return whole, None, None
     return whole, prefix, rest
+
+
+def _check_template(processor: Any, template: Mapping[str, Any]) -> None:
+    """Refuse what a chat template does not read, and what is an option of its renderer."""
+    options = inspect.signature(processor.apply_chat_template).parameters
+    if taken := sorted({*template} & {*options} - {"tools", "documents"}):
+        raise Refused(f"chat_template_kwargs: {taken[0]!r} is no variable of a chat template")
+    if template.get("tools") and "tools" not in str(processor.chat_template):
+        raise Refused("tools: the model's chat template has no place for them")
+
+
+def encode_prompt(loaded: chat.Loaded, prompt: str | Sequence[int]) -> dict[str, Any]:
+    """The inputs of a prompt that is no conversation: its text, in which control tokens count.
+
+    Raises:
+        Refused: it is empty, has tokens that the model has not, or such as stand for a picture.
+    """
+    tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
+    if isinstance(prompt, str):
+        marks = chat.adds_special(tokenizer, prompt)
+        ids = tokenizer(prompt, add_special_tokens=marks, return_tensors="pt")["input_ids"]
+    else:
+        size = loaded.model.config.get_text_config().vocab_size
+        if not all(type(token) is int and 0 <= token < size for token in prompt):
+            raise Refused(f"a prompt of tokens: expected whole numbers from 0 to {size - 1}")
+        ids = torch.tensor([prompt], dtype=torch.long)
+    if ids.shape[1] == 0:
+        raise Refused("the prompt is empty: give some text")
+    inputs = {"input_ids": ids}
+    if bool(chat.image_mask(loaded, inputs).any()):
+        raise Refused("the prompt has tokens that stand for pictures: send those as messages")
+    return inputs
+
+
+def split_last(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """A prompt without its last token, which several replies may share, and that token."""
+    ids = inputs["input_ids"]
+    if ids.shape[1] < 2:
+        return None
+    by_token = [k for k, x in inputs.items() if isinstance(x, Tensor) and x.shape == ids.shape]
+    prefix = {k: x[:, :-1] if k in by_token else x for k, x in inputs.items()}
+    return prefix, {k: inputs[k][:, -1:] for k in by_token}
 
 
 def _without_question(messages: Sequence[Message]) -> list[Message] | None:
@@ -155,16 +211,33 @@ class Reader:
         sampling = request.sampling
         drawn: dict[str, Any] = {"temperature": None, "top_p": None, "top_k": None}
         if sampling.draws:
-            drawn = {k: getattr(sampling, k) for k in drawn}
+            drawn = {k: getattr(sampling, k) for k in drawn} | {"min_p": sampling.min_p or None}
             request.generator = torch.Generator(self.model.device)
             if sampling.seed is None:
                 request.generator.seed()
             else:
                 request.generator.manual_seed(sampling.seed)
+        if sampling.repetition_penalty is not None:
+            drawn["repetition_penalty"] = sampling.repetition_penalty
+        hook = None
+        if sampling.echo and sampling.logprobs is not None:
+            hook = self._scores(request, given)
+            given = {**given, "logits_to_keep": 0}
+        try:
+            self._generate(given, drawn, request, read)
+        finally:
+            if hook is not None:
+                hook.remove()
+        return found[0]
+
+    def _generate(
+        self, given: dict[str, Any], drawn: dict[str, Any], request: Request, read: Any
+    ) -> None:
         self.model.generate(
             **given,
             **drawn,
-            do_sample=sampling.draws,
+            logits_processor=LogitsProcessorList(request.custom),
+            do_sample=request.sampling.draws,
             max_new_tokens=request.new,
             use_cache=True,
             num_beams=1,
@@ -173,7 +246,22 @@ class Reader:
             disable_compile=True,
             custom_generate=read,
         )
-        return found[0]
+
+    def _scores(self, request: Request, given: dict[str, Any]) -> Any:
+        """A hook that notes how likely the prompt's tokens are, chunk by chunk."""
+        ids: list[int] = given["input_ids"][0].tolist()
+        tokenizer, top = request.text.tokenizer, request.sampling.logprobs or 0
+        first = "" if tokenizer is None else tokenizer.decode(ids[:1])
+        found = [TokenLogprobs(Logprob(ids[0], first, None), ())]
+
+        def note(module: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+            if kwargs.get("past_key_values") is given["past_key_values"]:  # not a step of others
+                following = ids[len(found) :][: out.logits.shape[1]]
+                logits = out.logits[0, : len(following)]
+                found.extend(choose.logprobs(logits, following, top, tokenizer))
+                request.echo = request.echo._replace(logprobs=tuple(found))
+
+        return self.model.register_forward_hook(note, with_kwargs=True)
 
 
 def kept(cache: CompressedCache) -> int:

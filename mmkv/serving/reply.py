@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+MOST_LOGPROBS = 20
 
 
 class Refused(ValueError):  # noqa: N818 - an answer, not a fault
@@ -40,6 +42,14 @@ class Sampling:
         top_k: draw from so many likeliest tokens; 0: all.
         seed: what the draws start from, as `torch.manual_seed(seed)` before `generate`; None: any.
         stop: texts that end the reply, and are no part of its text.
+        min_p: draw from tokens at least this likely, relative to the likeliest.
+        repetition_penalty: above 1, tokens of prompt and reply are less likely; None: the model's.
+        presence_penalty: taken from the scores of tokens that the reply has.
+        frequency_penalty: taken from a token's score each time that the reply has it.
+        logit_bias: added to the scores of tokens, by their ids.
+        logprobs: tell each token's log probability, and so many of the likeliest; None: do not.
+        echo: the reply's text begins with the prompt, and so do its log probabilities.
+        grammar: of llguidance, which the text has to match; None: any text.
     """
 
     temperature: float = 0.0
@@ -47,6 +57,14 @@ class Sampling:
     top_k: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    min_p: float = 0.0
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
+    logprobs: int | None = None
+    echo: bool = False
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -62,6 +80,15 @@ class Sampling:
             raise Refused(f"top_k={self.top_k}: expected 0 or more")
         if isinstance(self.stop, str) or not all(isinstance(x, str) and x for x in self.stop):
             raise Refused(f"stop={self.stop!r}: expected texts, such as stop=('END',)")
+        if not 0 <= self.min_p <= 1:
+            raise Refused(f"min_p={self.min_p}: expected a number from 0 to 1")
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < float("inf"):
+            raise Refused(f"repetition_penalty={self.repetition_penalty}: expected more than 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not abs(value := getattr(self, name)) < float("inf"):
+                raise Refused(f"{name}={value}: expected a number such as 0.5")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            raise Refused(f"logprobs={self.logprobs}: expected 0 to {MOST_LOGPROBS}")
 
     @property
     def draws(self) -> bool:
@@ -69,11 +96,30 @@ class Sampling:
         return self.temperature >= 1e-6
 
 
-class Event(NamedTuple):
-    """A token, and the text that is certain with it: "" while a character or stop is incomplete."""
+class Logprob(NamedTuple):
+    """A token, its text and its log probability; None: of a prompt's first token."""
 
     token: int
     text: str
+    logprob: float | None
+
+
+class TokenLogprobs(NamedTuple):
+    """A token that was taken, and the likeliest ones in its place."""
+
+    taken: Logprob
+    top: tuple[Logprob, ...]
+
+
+class Event(NamedTuple):
+    """A token, and the text that is certain with it: "" while a character or stop is incomplete.
+
+    With `Sampling.logprobs` also what was likely; with `echo`, the first one has the prompt's.
+    """
+
+    token: int
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)

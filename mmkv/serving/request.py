@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
 
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.contexts import Context
+from mmkv.serving import choose
 from mmkv.serving.pool import Member
-from mmkv.serving.reply import Event, Reply, Sampling, TextStream, Usage
+from mmkv.serving.reply import Event, Reply, Sampling, TextStream, TokenLogprobs, Usage
 
 
 @dataclass(eq=False)
@@ -30,6 +32,10 @@ class Request:
         context: what was read of the prefix; it is held by others too, unless taken over.
         cache: what it holds; None before, and once it is a member of the pool.
         member: what it is in the pool, which then counts its bytes and what it may take.
+        unread: tokens of its prompt that are not read.
+        turns: chunks of its prompt that are read before a shorter prompt may come between.
+        echo: what the reply begins with: the prompt's text, and what was likely in it.
+        custom: what its tokens are chosen by beside what `generate` has.
     """
 
     reply: Reply
@@ -48,11 +54,16 @@ class Request:
     shared: bool = False
     cache: CompressedCache | None = None
     member: Member | None = None
+    echo: Event = Event(-1, "")
+    custom: list[LogitsProcessor] = field(default_factory=list["LogitsProcessor"])
     kept: int = 0
     most: int = 0
+    unread: int = 0
+    turns: int = 0
     # Set when its prompt is read: what `generate` would choose by, and where the next token goes.
     ids: Tensor = field(default_factory=lambda: torch.empty(0))
     processors: Any = ()
+    likely: tuple[TokenLogprobs, ...] = ()
     eos: frozenset[int] = frozenset()
     generator: torch.Generator | None = None
     position: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -68,7 +79,8 @@ class Request:
     @property
     def plain(self) -> bool:
         """Whether its next token is the likeliest, and nothing else counts."""
-        return self.generator is None and not len(self.processors)
+        asks = self.sampling.logprobs is not None
+        return self.generator is None and not len(self.processors) and not asks
 
     @property
     def seen(self) -> int:
@@ -79,9 +91,13 @@ class Request:
         """The next token from logits float32 [1, V], chosen as `generate` does."""
         scores = self.processors(self.ids[:, : self.seen], logits)
         if self.generator is None:
-            return int(scores.argmax(-1))
-        probs = torch.softmax(scores, dim=-1)
-        return int(torch.multinomial(probs, num_samples=1, generator=self.generator))
+            token = int(scores.argmax(-1))
+        else:
+            probs = torch.softmax(scores, dim=-1)
+            token = int(torch.multinomial(probs, num_samples=1, generator=self.generator))
+        if (top := self.sampling.logprobs) is not None:
+            self.likely = tuple(choose.logprobs(logits, [token], top, self.text.tokenizer))
+        return token
 
     def give(self, token: int) -> str | None:
         """Send the next token; why the reply ends with it, or None."""
@@ -94,7 +110,9 @@ class Request:
             reason = "length"
         if reason is not None:
             text += self.text.end()
-        self.reply.put(Event(token, text), None, self.usage(1))
+        event = Event(token, self.echo.text + text, self.echo.logprobs + self.likely)
+        self.echo, self.likely = Event(-1, ""), ()
+        self.reply.put(event, None, self.usage(1))
         return reason
 
     def weigh(self) -> None:

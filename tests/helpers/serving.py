@@ -162,7 +162,7 @@ def text_chat() -> tuple[Any, Any]:
         chat_template=CHATML,
     )
     sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.15}
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=264, eos_token_id=1, bos_token_id=None, pad_token_id=2, **sizes, **heads
