@@ -9,9 +9,7 @@ import typer
 
 from mmkv.terminal import say
 
-DataOption = Annotated[
-    str, typer.Option(help="builtin, or a path to the published file or folder.")
-]
+DataOption = Annotated[str, typer.Option(help="builtin, or a published file or folder.")]
 BudgetsOption = Annotated[
     str, typer.Option(help="Fractions of the prompt (0.2), or tokens per layer and head (128).")
 ]
@@ -26,9 +24,7 @@ PolicyOption = Annotated[
 MapOption = Annotated[
     str | None, typer.Option(help="auto spreads a model over all GPUs of this machine.")
 ]
-ImagesOption = Annotated[
-    Path | None, typer.Option(help="Where pictures lie, if not beside the data.")
-]
+ImagesOption = Annotated[Path | None, typer.Option(help="Pictures that are not beside the data.")]
 LengthOption = Annotated[
     int | None,
     typer.Option(

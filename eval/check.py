@@ -36,9 +36,7 @@ FOLDER = Path("runs/check")
 def check_command(
     model: ModelOption = "builtin",
     prompts: PromptsOption = None,
-    within: Annotated[
-        float, typer.Option(help="Divergence that is tolerated, nats a token.")
-    ] = 0.05,
+    within: Annotated[float, typer.Option(help="Tolerated divergence, nats a token.")] = 0.05,
     policy: PolicyName = "condense",
     budgets: BudgetsOption = "0.05,0.1,0.2,0.3,0.5",
     option: PairsOption = None,
@@ -70,8 +68,7 @@ def check_command(
 
     chosen = get_policy(policy, **chat.parse_options(policy, option or []))
     sizes = budget_list(budgets)
-    if prompts is not None:
-        prompt_files.read(prompts)
+    own = None if prompts is None else prompt_files.read(prompts)
     folder = _folder(out or FOLDER)
     if out is not None and (out.is_dir() if folder != out else out.is_file()):
         raise ValueError(f"--out {out}: expected a folder, or a file named FILE.json")
@@ -86,7 +83,8 @@ def check_command(
     how |= {"profile": profile, "kv_dtype": kv_dtype, "out": out}
     try:
         with quiet():
-            inputs = prompts_of(loaded, prompts, limit)
+            # The built-in model knows no English.
+            inputs = prompt_files.inputs(loaded, own, limit, drawn=model == "builtin")
             report, path = run(loaded, inputs, chosen, sizes, **how)
     except KeyboardInterrupt:
         say("stopped; finished rows are kept, the same command goes on")
@@ -96,27 +94,6 @@ def check_command(
         return
     console().print(report)
     typer.echo(f"wrote {path}")
-
-
-def prompts_of(loaded: Loaded, path: Path | None, limit: int | None = None) -> list[dict[str, Any]]:
-    """Inputs of a file's prompts, or of shipped ones.
-
-    The built-in model knows no English: without a file it is asked about drawn pictures.
-
-    Raises:
-        ValueError: a file that cannot be read, or a prompt that the model cannot take.
-    """
-    from . import prompt_files
-
-    if path is None and loaded.name == "builtin":
-        from .prompts import Encoder
-        from .suites.registry import load_suite
-
-        encoder = Encoder.of(loaded.model, loaded.processor)
-        samples = load_suite("description", limit=limit or len(prompt_files.shipped()))
-        return [encoder.inputs(loaded.model, [sample]) for sample in samples]
-    prompts = prompt_files.shipped() if path is None else prompt_files.read(path)
-    return prompt_files.encoded(loaded, prompts[:limit])
 
 
 def run(

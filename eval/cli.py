@@ -32,6 +32,9 @@ __all__ = ["check", "commands"]
 
 POLICIES = "full,local,streaming,h2o,elastic,snapkv,pyramidkv,adakv,squeeze,xkv,prefixkv"
 PLOTS = ("layers", "lorenz", "retention", "heads")
+_SUITES = (
+    "description, mmvet, longbench, needle, ruler, continuation, documents, cnn_dailymail, xsum"
+)
 
 
 @commands.command("eval")
@@ -60,10 +63,7 @@ def eval_command(
     ] = "ppl,rouge",
     question: Annotated[
         str,
-        typer.Option(
-            help="visible: prompts are compressed with their questions, as they are given; hidden: "
-            "without them, which are asked afterwards; both."
-        ),
+        typer.Option(help="visible: compressed with the prompt; hidden: asked afterwards; both."),
     ] = "visible",
     limit: LimitOption = None,
     out: Annotated[
@@ -76,18 +76,11 @@ def eval_command(
     option: PolicyOption = None,
     tasks: Annotated[
         str | None,
-        typer.Option(
-            help="Tasks of longbench, ruler or documents, with commas between. [default: all]"
-        ),
+        typer.Option(help="Of longbench, ruler or documents; commas between. [default: all]"),
     ] = None,
     length: LengthOption = None,
     questions: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Most questions on each context, of ruler and the built-in mmvet; a context whose "
-            "question is hidden is read once for all of them.",
-        ),
+        int, typer.Option(min=1, help="Most on each context, of ruler and the built-in mmvet.")
     ] = 1,
     image_folder: ImagesOption = None,
     max_length: Annotated[
@@ -100,11 +93,7 @@ def eval_command(
     seed: Annotated[int, typer.Option(help="Recorded with the run.")] = 0,
     replay: Annotated[
         bool,
-        typer.Option(
-            "--replay",
-            help="Run each prompt through the model once for all policies: many times faster; "
-            "nothing is timed.",
-        ),
+        typer.Option("--replay", help="Read each prompt once for all policies; nothing is timed."),
     ] = False,
 ) -> None:
     """Measure policies at budgets on a suite; every finished row is kept.
@@ -113,20 +102,19 @@ def eval_command(
     A policy's window can be larger than a small budget: such rows hold the reason in `error`, and
     the report counts them; --option window=8 makes it smaller.
     """
+    from mmkv import chat
     from mmkv.registry import list_policies
 
-    from .loading import load_model
     from .runner import check_arguments, find_processes, fitting, run
     from .variants import parse_options, split, with_question
 
-    chosen = parse_options(option or [])
-    sizes = budget_list(budgets)
+    chosen, sizes = parse_options(option or []), budget_list(budgets)
     named = list_policies() if policies == "all" else split(policies)
     names, wanted = with_question(named, question), split(metrics)
     check_arguments(names, sizes, wanted, chosen, builtin=data == "builtin")
-    only = None if tasks is None else split(tasks)
-    more: dict[str, Any] = {"tasks": only, "questions": questions, "limit": limit}
-    samples = _samples(suite, data, model, length=length, image_folder=image_folder, **more)
+    more: dict[str, Any] = {"tasks": None if tasks is None else split(tasks), "limit": limit}
+    more |= {"length": length, "image_folder": image_folder, "questions": questions}
+    samples = _samples(suite, data, model, **more)
     folder = out or Path("runs") / suite
     check_place(folder)
     processes = find_processes(device)
@@ -134,28 +122,14 @@ def eval_command(
         if device_map is not None:
             raise ValueError("--device-map spreads one process over all GPUs: start only one")
         device = str(processes.device)
-    loaded, processor = load_model(model, device=device, dtype=dtype, device_map=device_map)
+    loaded = chat.load(model, device, dtype, device_map)
     if policies == "all":
-        names = with_question(fitting(loaded, sizes), question)
+        names = with_question(fitting(loaded.model, sizes), question)
+    how: dict[str, Any] = {"options": chosen, "batch_size": batch_size, "model_name": model}
+    how |= {"data": data, "limit": limit, "max_length": max_length, "seed": seed, "replay": replay}
+    how |= {"policies": names, "budgets": sizes, "metrics": wanted, "processes": processes}
     try:
-        run(
-            loaded,
-            processor,
-            samples,
-            policies=names,
-            budgets=sizes,
-            metrics=wanted,
-            out=folder,
-            options=chosen,
-            batch_size=batch_size,
-            model_name=model,
-            data=data,
-            limit=limit,
-            max_length=max_length,
-            seed=seed,
-            processes=processes,
-            replay=replay,
-        )
+        run(loaded.model, loaded.processor, samples, out=folder, **how)
     except KeyboardInterrupt:
         say(f"stopped; finished rows are in {folder}, the same command goes on")
         raise typer.Exit(130) from None
@@ -163,7 +137,7 @@ def eval_command(
         from .tabulate import Report
 
         report = Report(folder)
-        console().print(report.main_table())
+        console().print(report.main_table(), "")
         typer.echo(f"mmkv report {folder}  for all tables and curves")
         if not report.measured:
             say(f"nothing could be measured: {report.errors()[0]}")
@@ -172,7 +146,7 @@ def eval_command(
 
 def _samples(suite: str, data: str, model: str, **more: Any) -> list[Any]:
     """A suite's samples, whose lengths are in tokens of the model."""
-    from .loading import token_counter
+    from .prompts import token_counter
     from .suites.registry import BUILTIN, SUITES, load_suite
 
     counts = suite in SUITES and SUITES[suite].has_length and data != BUILTIN
@@ -184,10 +158,7 @@ def _samples(suite: str, data: str, model: str, **more: Any) -> list[Any]:
 def report_command(
     folders: Annotated[
         list[Path],
-        typer.Argument(
-            help="A run's folder, such as runs/description; or folders of several runs, yours or "
-            "others', which are set side by side."
-        ),
+        typer.Argument(help="A run's folder; or folders of several, yours or others', to compare."),
     ],
     every: Annotated[
         bool, typer.Option("--all", help="Print all tables of report.md, not only the papers'.")
@@ -263,8 +234,6 @@ def calibrate_command(
     from mmkv.budgets import parse
 
     from . import prompt_files
-    from .loading import load_model
-    from .prompts import Encoder
     from .variants import parse_options, parse_variants
 
     size = parse(budget)
@@ -274,28 +243,25 @@ def calibrate_command(
     named = suite is not None or data != "builtin" or (length or image_folder) is not None
     if prompts is not None and named:
         raise ValueError(f"--prompts {prompts} takes the place of a suite and its options")
-    own = None if prompts is None else prompt_files.read(prompts)[:limit]
+    own = None if prompts is None else prompt_files.read(prompts)
     (variant,) = parse_variants([policy], chosen, builtin=own is None and data == "builtin")
     samples: list[Any] = []
-    if own is None:
+    if named:
         more: Any = {"limit": limit, "image_folder": image_folder, "length": length}
         samples = _samples(suite or "description", data, model, **more)
     _check_file(out)
 
+    from mmkv import chat
     from mmkv.calibration import calibrate
-    from mmkv.chat import Loaded
 
-    loaded, processor = load_model(model, device=device, dtype=dtype, device_map=device_map)
-    encoder = Encoder.of(loaded, processor)
-    if own is None and not named and encoder.reads_text_only:
-        own = prompt_files.shipped()[:limit]
-        (variant,) = parse_variants([policy], chosen)
-    if own is None:
-        inputs = [encoder.inputs(loaded, [sample]) for sample in samples]
+    loaded = chat.load(model, device, dtype, device_map)
+    if named:
+        inputs = prompt_files.of_samples(loaded, samples)
     else:
-        reader = Loaded(model, loaded, processor, reads_pictures=not encoder.reads_text_only)
-        inputs = prompt_files.encoded(reader, own)
-    profile = calibrate(loaded, inputs, variant.name, size, **variant.options)
+        inputs = prompt_files.inputs(loaded, own, limit, drawn=loaded.reads_pictures)
+        if not loaded.reads_pictures:
+            (variant,) = parse_variants([policy], chosen)
+    profile = calibrate(loaded.model, inputs, variant.name, size, **variant.options)
     profile.save(out)
     kept, what = profile.fractions, "kept by layer"
     if profile.curves is not None:
@@ -341,11 +307,11 @@ def plot_command(
     device_map: MapOption = None,
 ) -> None:
     """Draw what policies keep of one prompt."""
+    from mmkv import chat
     from mmkv.picture import check_format
 
     from . import draw
-    from .loading import load_model
-    from .prompts import Encoder
+    from .prompt_files import of_samples
     from .samples import Sample, check_image
     from .suites.registry import load_suite
     from .variants import parse_options, parse_variants, split
@@ -366,9 +332,8 @@ def plot_command(
     if kind == "heads":
         typer.echo(f"wrote {draw.save(draw.heads(profile, model), path)}")
         return
-    variants = parse_variants(
-        split(policies), parse_options(option or []), builtin=data == "builtin"
-    )
+    chosen = parse_options(option or [])
+    variants = parse_variants(split(policies), chosen, builtin=data == "builtin")
     if prompt is not None:
         pictures = tuple(image or [])
         for picture in pictures:
@@ -379,10 +344,10 @@ def plot_command(
         if sample >= len(samples):
             raise ValueError(f"--sample {sample}: the suite has {len(samples)}")
         shown = samples[sample]
-    loaded, processor = load_model(model, device=device, dtype=dtype, device_map=device_map)
-    inputs = Encoder.of(loaded, processor).inputs(loaded, [shown])
+    loaded = chat.load(model, device, dtype, device_map)
+    (inputs,) = of_samples(loaded, [shown])
     about = f"{Path(model).name}, {shown.suite} {shown.id}"
-    figure = draw.plot_prompt(loaded, inputs, kind, variants, size, about)
+    figure = draw.plot_prompt(loaded.model, inputs, kind, variants, size, about)
     typer.echo(f"wrote {draw.save(figure, path)}")
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from mmkv import chat
 
-from .samples import DataError
+from .prompts import Encoder, longest
+from .samples import DataError, Sample
 from .suites import files
 
 Prompt = list[dict[str, Any]]
@@ -67,16 +68,27 @@ def shipped() -> list[Prompt]:
     ]
 
 
-def encoded(loaded: chat.Loaded, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+def inputs(
+    loaded: chat.Loaded, prompts: Sequence[Prompt] | None, limit: int | None, *, drawn: bool = False
+) -> list[dict[str, Any]]:
     """What the model takes for each prompt, as its chat template writes it.
+
+    Args:
+        loaded: the model.
+        prompts: None: of the shipped ones, or, with `drawn`, about drawn pictures.
+        limit: how many at most.
 
     Raises:
         ValueError: the template refuses one; says which.
     """
     from jinja2 import TemplateError
 
+    from .suites.registry import load_suite
+
+    if prompts is None and drawn:
+        return of_samples(loaded, load_suite("description", limit=limit or len(_SHIPPED)))
     found = list[dict[str, Any]]()
-    for i, prompt in enumerate(prompts, start=1):
+    for i, prompt in enumerate((shipped() if prompts is None else prompts)[:limit], start=1):
         if loaded.reads_pictures and loaded.processor.chat_template is not None:
             prompt = [x | {"content": [{"type": "text", "text": x["content"]}]} for x in prompt]
         try:
@@ -84,6 +96,12 @@ def encoded(loaded: chat.Loaded, prompts: Sequence[Prompt]) -> list[dict[str, An
         except (ValueError, TemplateError) as error:
             raise ValueError(f"prompt {i}: {error}") from None
     return found
+
+
+def of_samples(loaded: chat.Loaded, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """What the model takes for each sample of a suite."""
+    encoder = Encoder(loaded.processor, longest(loaded.model))
+    return [encoder.inputs(loaded.model, [sample]) for sample in samples]
 
 
 def _said(text: str) -> Prompt:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mmkv.chat import adds_special, on_device
+from mmkv.chat import adds_special, on_device, split_inputs
+from mmkv.loading.models import load_tokenizer
 
 from .samples import open_images
 
@@ -30,11 +30,6 @@ class Encoder:
         self.max_length = max_length
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-
-    @classmethod
-    def of(cls, model: Any, processor: Any) -> Encoder:
-        """One that cuts prompts to the model's own length."""
-        return cls(processor, longest(model))
 
     @property
     def reads_text_only(self) -> bool:
@@ -71,33 +66,30 @@ class Encoder:
         Raises:
             ValueError: a sample has no question apart from its context.
         """
-        import torch
+        from torch.nn.utils.rnn import pad_sequence
 
         empty = [replace(s, prompt=_before(self.fit(s), s), truncate=False) for s in samples]
         whole, rest = self.batch(samples), self.batch(empty)
-        ids, mask = whole["input_ids"], whole["attention_mask"]
-        before: list[int] = []
-        names = ("input_ids", "attention_mask")
-        for row, kept, other, there in zip(
-            *(x[n] for x in (whole, rest) for n in names), strict=True
-        ):
-            pairs = zip(row[kept.bool()].tolist(), other[there.bool()].tolist(), strict=False)
-            before.append(len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))))
-        parts: list[dict[str, Any]] = [{}, {}]
-        for name, x in whole.items():
-            if x.shape != ids.shape:
-                parts[0][name] = x
-                continue
-            fill = self.tokenizer.pad_token_id if name == "input_ids" else 0
-            rows = [
-                row[kept].tensor_split([n])
-                for row, kept, n in zip(x, mask.bool(), before, strict=True)
-            ]
-            for part, pieces in zip(parts, zip(*rows, strict=True), strict=True):
-                part[name] = torch.nn.utils.rnn.pad_sequence(
-                    list(pieces), batch_first=True, padding_value=fill, padding_side="left"
+        by_token = [name for name, x in whole.items() if x.shape == whole["input_ids"].shape]
+
+        def row(found: dict[str, Any], i: int) -> dict[str, Any]:
+            kept = found["attention_mask"][i].bool()
+            return {name: found[name][i : i + 1, kept] for name in by_token}
+
+        pairs = [split_inputs(row(whole, i), row(rest, i)) for i in range(len(samples))]
+        how: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
+        before, behind = (
+            {
+                name: pad_sequence(
+                    [x[name][0] for x in part],
+                    padding_value=self.tokenizer.pad_token_id if name == "input_ids" else 0,
+                    **how,
                 )
-        return parts[0], parts[1]
+                for name in by_token
+            }
+            for part in zip(*pairs, strict=True)
+        )
+        return {**whole, **before}, behind
 
     def render(self, sample: Sample, prompt: str, answer: str | None = None) -> str:
         """The prompt as text, up to where the reply starts; with `answer`, also the reply."""
@@ -174,3 +166,14 @@ def longest(model: Any) -> int | None:
     """The longest sequence a model was made for, from its text config."""
     config = model.config.get_text_config()
     return getattr(config, "max_position_embeddings", None)
+
+
+def token_counter(name: str) -> Callable[[str], int]:
+    """How many tokens a text has for a model, by its tokenizer alone.
+
+    Raises:
+        ValueError: no tokenizer can be loaded.
+    """
+    tokenizer = load_tokenizer(name)
+    tokenizer.model_max_length = 10**9  # no warning: nothing is run on these texts
+    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])

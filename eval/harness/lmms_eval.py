@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from mmkv.chat import adds_special, on_device
-from mmkv.eval.loading import load_model
+from mmkv.chat import adds_special, load, on_device
 from mmkv.eval.prompts import longest
 from mmkv.eval.variants import plugin_arguments
 
@@ -39,10 +38,9 @@ def make_class(base: type, messages: type) -> type:
         """A model of transformers with a compressed cache.
 
         Args:
-            pretrained: a model's name, as for `mmkv.chat.load`.
+            pretrained, device, dtype, device_map: as for `mmkv.chat.load`.
             policy, budget, profile: as for `mmkv.wrap`.
             batch_size: requests at once.
-            device, dtype, device_map: as for `mmkv.eval.loading.load_model`.
             options: the policy's.
         """
 
@@ -72,9 +70,8 @@ def make_class(base: type, messages: type) -> type:
             self._rank = self.accelerator.process_index
             self._world_size = self.accelerator.num_processes
             place = str(self.accelerator.device) if self._world_size > 1 else device or "auto"
-            self.model, self.processor = load_model(
-                pretrained, device=place, dtype=dtype, device_map=device_map
-            )
+            loaded = load(pretrained, place, dtype, device_map)
+            self.model, self.processor = loaded.model, loaded.processor
             self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
             self.max_length = longest(self.model) or 2048
             self.device, self.batch_size = self.model.device, int(batch_size)

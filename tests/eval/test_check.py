@@ -496,7 +496,7 @@ class TestCalibrate:
     def test_own_prompts(self, folder):
         found = self.profile("--prompts", "p.txt", "--policy", "prefixkv", "--budget", "0.4")
         loaded = chat.load("tiny", "cpu")
-        inputs = prompt_files.encoded(loaded, prompt_files.read(folder / "p.txt"))
+        inputs = prompt_files.inputs(loaded, prompt_files.read(folder / "p.txt"), None)
         assert found == mmkv.calibrate(loaded.model, inputs, "prefixkv", 0.4)
         assert (
             self.profile("--prompts", "p.txt", "--policy", "prefixkv", "--limit", "2").samples == 2
@@ -535,7 +535,7 @@ class TestCalibrate:
         ],
     )
     def test_one_line_before_a_model_is_loaded(self, words, message, monkeypatch):
-        monkeypatch.setattr("mmkv.eval.loading.load_model", lambda *_, **__: pytest.fail("loaded"))
+        monkeypatch.setattr("mmkv.chat.load", lambda *_, **__: pytest.fail("loaded"))
         done = call(*self.ASKED, *words)
         assert done.exit_code == 2
         assert message in done.stderr

@@ -265,7 +265,7 @@ def test_what_is_wrong_is_one_line_before_a_model_is_loaded(
     arguments, message, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mmkv.eval.loading.load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("mmkv.chat.load", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setattr("mmkv.eval.suites.description.BUILTIN_SIZE", 2)
     if "3000000" in arguments:
         monkeypatch.setattr("mmkv.eval.suites.description.builtin", lambda size: [])

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import mmkv
 from helpers.gguf import write_gguf
 from mmkv import chat
-from mmkv.eval.loading import load_model, token_counter
+from mmkv.eval.prompts import token_counter
 from mmkv.loading import cache_folder, gguf_files, models
 
 pytest.importorskip("gguf", reason="gguf is not installed")
@@ -94,9 +94,9 @@ class TestConversion:
 
     def test_it_is_dequantised_once(self, original, path, cache, reads):
         for name in (path, path.parent):
-            assert differs(load_model(str(name), device="cpu")[0], original) < 1e-5
+            assert differs(chat.load(str(name), device="cpu").model, original) < 1e-5
         assert token_counter(str(path))("he he") == 3
-        assert differs(load_model(str(path), device_map="cpu")[0], original) < 1e-5
+        assert differs(chat.load(str(path), device_map="cpu").model, original) < 1e-5
         assert reads == ["tiny.gguf"]
 
     def test_later_the_package_gguf_is_not_needed(self, path, cache, monkeypatch):
@@ -294,10 +294,11 @@ class TestNames:
         monkeypatch.syspath_prepend(folder.parent)
 
     def test_the_package_is_found_and_not_imported(self, original, packaged, cache, reads):
-        for model, tokenizer in (mmkv.load_builtin("smollm2"), load_model("smollm2", device="cpu")):
+        loaded = chat.load("smollm2", "cpu")
+        for model, tokenizer in (mmkv.load_builtin("smollm2"), (loaded.model, loaded.processor)):
             assert differs(model, original) < 1e-5
             assert tokenizer.eos_token == "</s>"
-        assert chat.load("smollm2", "cpu").name == "smollm2"
+        assert loaded.name == "smollm2"
         assert token_counter("smollm2")("he he") == 3
         assert models.empty("smollm2", torch.float32).config.hidden_size == 32
         assert mmkv.load_builtin("smollm2", dtype=torch.float16)[0].dtype == torch.float16

@@ -17,7 +17,7 @@ import mmkv
 from helpers.memory import bounded
 from helpers.models import make_model
 from mmkv import chat
-from mmkv.eval import loading, store
+from mmkv.eval import store
 from mmkv.eval.speed import kvpress_worker
 from mmkv.eval.suites.registry import load_suite
 
@@ -54,7 +54,7 @@ def test_sources_run_nothing_they_read():
     assert found == []
 
 
-@pytest.mark.parametrize("load", [chat.load, lambda x: loading.load_model(x, device_map="cpu")])
+@pytest.mark.parametrize("load", [chat.load, lambda x: chat.load(x, device_map="cpu")])
 def test_pickled_weights_are_not_loaded(tmp_path, load):
     model = make_model("llama")
     model.save_pretrained(tmp_path / "m")
@@ -78,7 +78,7 @@ def test_the_rivals_process_loads_no_pickled_weights(tmp_path):
         rival.load(**asked, threads=torch.get_num_threads())
 
 
-@pytest.mark.parametrize("load", [chat.load, lambda x: loading.load_model(x, device_map="cpu")])
+@pytest.mark.parametrize("load", [chat.load, lambda x: chat.load(x, device_map="cpu")])
 def test_code_beside_weights_is_not_run(tmp_path, load):
     folder = tmp_path / "m"
     make_model("llama").save_pretrained(folder)

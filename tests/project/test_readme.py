@@ -284,9 +284,8 @@ class TestCommands:
         for folder in ("texts", "texts/novels"):  # what mmkv.eval.corpus writes
             Path(folder).mkdir()
             Path(folder, "text.txt").write_text("Some words of this text are these. " * 900)
-        monkeypatch.setattr("mmkv.eval.loading.load_model", reached)
         monkeypatch.setattr("mmkv.chat.load", reached)
-        monkeypatch.setattr("mmkv.eval.loading.token_counter", lambda name: len)
+        monkeypatch.setattr("mmkv.eval.prompts.token_counter", lambda name: len)
         monkeypatch.setattr("mmkv.eval.compare.Comparison", reached)
         monkeypatch.setattr("mmkv.eval.speed.cli._run", reached)
         if "--preset" in words:  # those of papers are for a GPU
@@ -303,7 +302,7 @@ class TestCommands:
 
         launch_command_parser().parse_args([*shlex.split(before)[2:], "script.py"])
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr("mmkv.eval.loading.load_model", reached)
+        monkeypatch.setattr("mmkv.chat.load", reached)
         with pytest.raises(Reached):
             commands.main(["eval", *shlex.split(after)])
 
