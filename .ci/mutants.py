@@ -25,7 +25,6 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-import sklearn.cluster  # noqa: F401 - at hand in every process: it takes long to import
 import torch
 from cosmic_ray.commands.init import _all_work_items
 from cosmic_ray.mutating import use_mutation

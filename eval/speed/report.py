@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from scipy.stats import binom
 
 from mmkv.eval.speed.models import device_in_words
 from mmkv.eval.speed.rows import Row, Setting
@@ -36,7 +36,8 @@ def ratio(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
     """
     found = sorted(a / b for a, b in zip(values, base, strict=True))
     n = len(found)
-    k = int(binom.ppf(0.025, n, 0.5))
+    below = itertools.accumulate(math.comb(n, i) for i in range(n + 1))
+    k = next(i for i, count in enumerate(below) if 40 * count >= 2**n)
     low, high = (found[k - 1], found[n - k]) if k else (None, None)
     return {"median": median(found), "low": low, "high": high, "n": n}
 
@@ -88,16 +89,15 @@ class Result:
 
     @property
     def table(self) -> Table:
-        """A table for the terminal."""
+        """The rows' figures, and what a reader must know of them."""
         cells = {row.label: self._cells(row) for row in self.rows}
         columns = list(dict.fromkeys(name for found in cells.values() for name in found))
         rows = [(label, [x.get(name, "") for name in columns]) for label, x in cells.items()]
         x = self.setting
         title = f"{x.name}: {x.model}, {x.batch} x ({x.prompt:,} + {x.new:,}) tokens"
-        return Table("", columns, rows, title)
+        return Table("", columns, rows, title, self._notes())
 
-    @property
-    def remarks(self) -> list[str]:
+    def _notes(self) -> list[str]:
         """What a reader of the table must know."""
         rounds = max(len(row.prefill_s) for row in self.rows)
         steps = max(len(row.step_s) for row in self.rows)
@@ -112,15 +112,6 @@ class Result:
         ]
         return ["; ".join(texts), *(f"{row.label}: {row.note}" for row in self.rows if row.note)]
 
-    @property
-    def markdown(self) -> str:
-        """The table and what stands below it."""
-        table = self.table
-        rows = [[table.corner, *table.columns], *([name, *cells] for name, cells in table.rows)]
-        lines = [f"| {' | '.join(row)} |" for row in rows]
-        lines.insert(1, "| --- |" + " ---: |" * len(table.columns))
-        return "\n\n".join([f"## {table.title}", "\n".join(lines), *self.remarks]) + "\n"
-
     def _cells(self, row: Row) -> dict[str, str]:
         """By column, in the order of columns."""
         found = self.summary(row)
@@ -133,18 +124,18 @@ class Result:
             "tokens/s": f"{found['tokens_per_s']:.1f}",
             **{name: f"{size / 1e6:,.1f}" for name, size in sizes.items() if size is not None},
         }
+        if "to_unwrapped" not in found:
+            return cells
         for column, name in _RATIOS.items():
-            value = found.get("to_unwrapped", {}).get(name)
+            value = found["to_unwrapped"][name]
             if isinstance(value, dict):
                 low, high = value["low"], value["high"]
                 between = "" if low is None else f" ({low:.3g}-{high:.3g})"
                 cells[column] = f"{value['median']:.3g}{between}"
             elif value is not None:
                 cells[column] = f"{value:.2f}"
-        if "pays_from_steps" in found:
-            pays = found["pays_from_steps"]
-            cells["pays from"] = "never" if pays is None else str(pays)
-        return cells
+        pays = found["pays_from_steps"]
+        return cells | {"pays from": "never" if pays is None else str(pays)}
 
 
 def about(model: Any) -> dict[str, Any]:
@@ -160,13 +151,14 @@ def about(model: Any) -> dict[str, Any]:
 
 def save(path: Path, results: Sequence[Result]) -> None:
     """Write results as JSON, and their tables beside it as Markdown."""
-    settings: list[dict[str, Any]] = []
-    for result in results:
-        rows = [asdict(row) | {"summary": result.summary(row)} for row in result.rows]
-        more = {"about": result.about, "notes": result.notes, "rows": rows}
-        settings.append(asdict(result.setting) | more)
+    settings = [
+        asdict(x.setting)
+        | {"about": x.about, "notes": x.notes}
+        | {"rows": [asdict(row) | {"summary": x.summary(row)} for row in x.rows]}
+        for x in results
+    ]
     data = {"format": "mmkv-bench", "version": 3, "settings": settings}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    tables = "\n".join(result.markdown for result in results)
+    tables = "\n".join(result.table.markdown for result in results)
     path.with_suffix(".md").write_text(tables, encoding="utf-8")

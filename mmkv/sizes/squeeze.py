@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mmkv.parts import Layers, PositiveShare, SizeInputs, register_part
@@ -53,7 +55,7 @@ def squeeze(
         ValueError: `total` does not fit into the layers, `p` is outside (0, 1], or a similarity is
             not finite.
 
-    Source: SqueezeAttention, arXiv 2404.04793, algorithm 1: k-means with 3 clusters.
+    Source: SqueezeAttention, arXiv 2404.04793, algorithm 1: k-means with 3 clusters (here exact).
     """
     values = torch.as_tensor(similarity).detach().to("cpu").double()
     if values.ndim != 1 or not len(values):
@@ -66,17 +68,24 @@ def squeeze(
     if len(values.unique()) < 3:
         return uniform(n_layers, total, max_size=max_size)
 
-    from sklearn.cluster import KMeans  # here, because it takes a second to import
-
-    # n_init by name: scikit-learn's annotations infer a str from the default.
-    clusters = KMeans(n_clusters=3, random_state=0).set_params(n_init=10)
-    labels = torch.as_tensor(clusters.fit_predict(values[:, None].numpy()))
-    # k-means in one dimension makes intervals: the highest mean is where the highest value is.
-    cut = labels == labels[values.argmax()]
+    cut = values >= _highest_cluster(values.numpy())
     n_cut = int(cut.sum())
     mean = total / n_layers
     rest = (total - n_cut * p * mean) / max(n_layers - n_cut, 1)
     return fit([p * mean if c else rest for c in cut.tolist()], total, max_size=max_size)
+
+
+def _highest_cluster(values: NDArray[np.float64]) -> float:
+    """The least value in the highest of the 3 clusters that k-means looks for, the best ones.
+
+    In one dimension clusters are intervals, so all pairs of cuts are tried: the squares within
+    clusters are least where the sum of (cluster's sum) ** 2 / size, of centred values, is largest.
+    """
+    ordered, n = np.sort(values), len(values)
+    sums = np.concatenate([[0.0], np.cumsum(ordered - ordered.mean())])
+    i, j = 1 + np.array(np.triu_indices(n - 1, 1))
+    between = sums[i] ** 2 / i + (sums[j] - sums[i]) ** 2 / (j - i) + sums[j] ** 2 / (n - j)
+    return float(ordered[j[between.argmax()]])
 
 
 @torch.no_grad()
