@@ -111,7 +111,7 @@ def test_the_floor_is_on_all_tokens_seen(models, name, options):
         _, words, cache, held = generate(model, first, new=5)
         assert totals(held[0]) == [L * 30, L * 40]
         second = next_turn(first, torch.cat([first["input_ids"], words], 1), image=False, new=20)
-        *_, held = generate(model, second, new=2, past_key_values=cache)
+        _, words, _, held = generate(model, second, new=5, past_key_values=cache)
         assert totals(held[0]) == [L * 40, L * 40]
         assert [x["input_ids"].shape[1] for x in (first, second)] == [45, 70]
         third = next_turn(second, torch.cat([second["input_ids"], words], 1), False, new=175)
