@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmkv.eval.arguments import PolicyOption
+from mmkv.eval.arguments import BudgetsOption, PolicyOption, budget_list
 from mmkv.options import MODELS, DeviceOption, DtypeOption
 from mmkv.terminal import Progress, Table, check_place, console, say, told, wait_asleep, write
 
@@ -26,6 +26,8 @@ _MODELS = (
     f"{MODELS}; or random weights: llama-120m-random, llama-7b-2-layers-random, llama-8b-random, "
     "llava-1.5-7b-random, llava-1.5-13b-random, mistral-7b-random."
 )
+_CARDS = ("h200", "h100", "a100", "a100-40", "l40s", "a6000", "rtx4090")
+_Model = Annotated[str, typer.Option(help=_MODELS)]
 commands = typer.Typer(
     name="mmkv", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
@@ -37,37 +39,27 @@ commands.add_typer(bench, name="bench")
 @told
 def bench_command(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help=_MODELS)] = "builtin",
+    model: _Model = "builtin",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 4096,
     new: Annotated[int, typer.Option(min=2, help="Tokens generated in each round.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 4,
     policies: Annotated[
         str, typer.Option(help="Names, or name:option=value:option=value, with commas between.")
     ] = "full,snapkv,adakv,prefixkv",
-    budgets: Annotated[
-        str, typer.Option(help="Fractions of the prompt, or tokens per layer and head.")
-    ] = "0.2",
-    unwrapped: Annotated[
-        str, typer.Option(help="Also measure it with eager, static (a cache), flash; commas.")
-    ] = "",
-    preset: Annotated[
-        str, typer.Option(help="Instead of the above: ci, prefixkv, xkv, squeeze; commas between.")
-    ] = "",
-    rounds: Annotated[
-        int, typer.Option(min=0, help="Replies of each row; 0: 6, or 20 with --preset ci.")
-    ] = 0,
-    minutes: Annotated[
-        float, typer.Option(min=0.0, help="Fewer rounds, to be done by then; 0: all rounds.")
-    ] = 0.0,
+    budgets: BudgetsOption = "0.2",
+    unwrapped: Annotated[str, typer.Option(help="With eager, static (a cache), flash too.")] = "",
+    preset: Annotated[str, typer.Option(help="ci, prefixkv, xkv, squeeze, not the above.")] = "",
+    rounds: Annotated[int, typer.Option(min=0, help="Replies of each row; 0: 6, 20 for ci.")] = 0,
+    minutes: Annotated[float, typer.Option(min=0.0, help="Fewer rounds, to end by then.")] = 0.0,
     kvpress_python: Annotated[
         Path | None,
         typer.Option(help="Interpreter of an environment with kvpress: its nearest presses."),
     ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
-    out: Annotated[
-        Path, typer.Option(help="The JSON; tables in Markdown stand beside it, as .md.")
-    ] = Path("out/bench.json"),
+    out: Annotated[Path, typer.Option(help="The JSON, with tables in Markdown beside it.")] = Path(
+        "out/bench.json"
+    ),
 ) -> None:
     """Time the unwrapped model, twice, its full cache wrapped, and policies, side by side.
 
@@ -81,7 +73,6 @@ def bench_command(
             option = given[0].replace("_", "-")
             raise ValueError(f"--{option} stands before {command!r}, which has options of its own")
         return
-    from mmkv.budgets import note, parse_list
     from mmkv.eval.speed.models import SHAPES
     from mmkv.eval.speed.rows import PRESETS, Setting, make_rows
     from mmkv.eval.variants import split
@@ -99,10 +90,9 @@ def bench_command(
         for name, text in (("policies", policies), ("budgets", budgets)):
             if not split(text):
                 raise ValueError(f"--{name} {text!r} names none")
-        texts, sizes, how = tuple(split(policies)), tuple(parse_list(budgets)), split(unwrapped)
-        for doubt in filter(None, map(note, sizes)):
-            say(doubt)
-        settings = [Setting("bench", model, prompt, new, batch, texts, sizes, unwrapped=tuple(how))]
+        texts, how = tuple(split(policies)), tuple(split(unwrapped))
+        sizes = tuple(budget_list(budgets))
+        settings = [Setting("bench", model, prompt, new, batch, texts, sizes, unwrapped=how)]
     if rounds:
         settings = [dataclasses.replace(x, rounds=rounds) for x in settings]
     if out.is_dir():
@@ -147,8 +137,7 @@ def _run(
                     # Its decoder alone: same speed on text, and known to more libraries.
                     there = {"shape": shape._replace(kind=shape.kind.replace("llava", "llama"))}
                 else:
-                    model = chat.load(name, device, dtype).model
-                    there = {"path": find(name).path}
+                    model, there = chat.load(name, device, dtype).model, {"path": find(name).path}
                 if worker is not None:
                     worker.load(device, str(model.dtype).removeprefix("torch."), **there)
             now = time.monotonic()
@@ -156,8 +145,7 @@ def _run(
             results.append(Bench(setting, model, worker=worker, until=end, tell=tell).run())
             save(out, results)
             tell("")
-            for shown in (results[-1].table, *results[-1].remarks):
-                write(screen, shown)
+            write(screen, results[-1].table)
     typer.echo(f"wrote {out}")
     if all(result.missing for result in results):
         say(f"nothing could be measured: {results[0].missing}")
@@ -180,7 +168,7 @@ def serve_command(
     cache_memory: Annotated[float, typer.Option(help="MB for keys and values.")] = 40.0,
     first_within: Annotated[float, typer.Option(help="Seconds that a first token may take.")] = 5.0,
     next_within: Annotated[float, typer.Option(help="Seconds a token after it, mean.")] = 0.2,
-    model: Annotated[str, typer.Option(help=_MODELS)] = "builtin",
+    model: _Model = "builtin",
 ) -> None:
     """Time an engine under load beside one by one, at equal cache memory."""
     wait_asleep()
@@ -196,28 +184,20 @@ def serve_command(
     net = loaded.model
     net.generation_config.eos_token_id = None  # every reply is as long as asked for
     net.generation_config.do_sample = False
-    rows = serve.compare(
-        net,
-        serve.make_requests(loaded, requests, tokens, pictures, documents),
-        new=new,
-        budget=budget,
-        memory=int(cache_memory * 1e6),
-        rate=rate,
-        clients=clients,
-        within=(first_within, next_within),
-        tell=Progress(),
-    )
+    asked = serve.make_requests(loaded, requests, tokens, pictures, documents)
+    load: Any = {"rate": rate, "clients": clients, "within": (first_within, next_within)}
+    size: Any = {"new": new, "budget": budget, "memory": int(cache_memory * 1e6)}
+    rows = serve.compare(net, asked, **size, **load, tell=Progress())
     how = f"{clients} clients" if clients else f"{rate:g} requests a second"
     what = f"{requests} requests of {tokens // 2:,} to {tokens * 3 // 2:,} tokens"
     if documents:
         what = f"{requests} questions about {documents} texts of {tokens:,} tokens"
-    write(
-        console(),
+    title = (
         f"{models.device_in_words(net.device)}; {what} and {pictures} pictures, {new} new; {how}; "
         f"{cache_memory:g} MB of cache; in time: first token within {first_within:g} s, "
-        f"then {next_within:g} s a token",
+        f"then {next_within:g} s a token"
     )
-    write(console(), Table("", serve.COLUMNS, rows))
+    write(console(), Table("", serve.COLUMNS, rows, title))
 
 
 @commands.command("plan")
@@ -230,9 +210,9 @@ def plan_command(
     policy: Annotated[str, typer.Option(help="See mmkv policies.")] = "condense",
     budget: Annotated[str, typer.Option(help="A share of the prompt, or tokens.")] = "0.2",
     option: PolicyOption = None,
-    gpu: Annotated[str, typer.Option(help="h200, h100, a100, a100-40, l40s, a6000, rtx4090.")] = (
-        "h100"
-    ),
+    gpu: Annotated[
+        str, typer.Option(help="h200, h100, a100, a100-40, l40s, a6000, rtx4090.")
+    ] = "h100",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     kv_dtype: Annotated[str | None, typer.Option(help="int8 or int4.")] = None,
 ) -> None:
@@ -263,14 +243,12 @@ def plan_command(
     name = " ".join(filter(None, (policy, budget, kv_dtype)))
     columns = ["cache GB", "peak GB", "prefill s", "ms a token", "tokens/s", "largest batch"]
     rows = [(label, x.cells(load)) for label, x in (("full cache", plain), (name, smaller))]
-    write(
-        console(),
+    title = (
         f"{model}, {sizes.weights / 1e9:.1f} GB of weights in {dtype}; {gpu}, "
-        f"{card.memory / 1e9:.0f} GB; {batch} x ({prompt:,} + {new:,}) tokens. Least times.",
+        f"{card.memory / 1e9:.0f} GB; {batch} x ({prompt:,} + {new:,}) tokens. Least times."
     )
-    write(console(), Table("", columns, rows))
-    if (even := break_even(plain, smaller)) is None:
-        write(console(), "No step is shorter: the weights decide.")
-    else:
+    even, note = break_even(plain, smaller), "No step is shorter: the weights decide."
+    if even is not None:
         at = max(1, math.ceil(even))
-        write(console(), f"What scoring costs is won back with generated token {at:,}.")
+        note = f"What scoring costs is won back with generated token {at:,}."
+    write(console(), Table("", columns, rows, title, [note]))

@@ -28,7 +28,6 @@ T = TypeVar("T")
 AnyReply = Reply | RemoteReply
 # Steps of a warm-up: enough for kernels to be compiled and for runs in graphs to begin.
 _WARM_GPU, _WARM_CPU = 48, 3
-_NO_MEMORY = "out of memory"
 
 
 class Bench:
@@ -89,9 +88,6 @@ class Bench:
 
     def _warm_up(self, row: Row) -> None:
         """Read a row's prompt once, and note what it takes."""
-        if row.policy == "flash" and not is_flash_attn_2_available():
-            row.note = "flash-attn is not installed"
-            return
         reply = self._guarded(row, self._make, row)
         if reply is not None:
             row.warm_s, row.peak_bytes = reply.start["warm_s"], reply.start["peak_bytes"]
@@ -126,6 +122,8 @@ class Bench:
         if self.worker is not None and row.kind == "kvpress":
             asked = {"press": row.press, "batch": setting.batch, "prompt": setting.prompt}
             return RemoteReply(self.worker, **asked, warm=self.warm)
+        if row.policy == "flash" and not is_flash_attn_2_available():
+            raise ValueError("flash-attn is not installed")
         model = models.twin(self.model)
         # `generate` knows how long a reply may become, too.
         most = setting.prompt + self.warm + setting.new
@@ -145,10 +143,12 @@ class Bench:
             return work(*given)
         except (RuntimeError, ValueError) as error:
             text = f"{type(error).__name__}: {error}"
-            short = "OutOfMemory" in text or "not enough memory" in text
-            if not short and not isinstance(error, ValueError | WorkerError):
+            if "OutOfMemory" in text or "not enough memory" in text:
+                row.note = "out of memory"
+            elif isinstance(error, ValueError | WorkerError):
+                row.note = " ".join(str(error).split())
+            else:
                 raise
-            row.note = _NO_MEMORY if short else " ".join(str(error).split())
         row.prefill_s, row.step_s = [], []
         return None
 
