@@ -8,8 +8,9 @@ that PrefixKV reports perplexity and ROUGE on (arXiv 2412.03409). Built-in data 
 from __future__ import annotations
 
 import random
+from typing import Any
 
-from mmkv.eval.samples import DataError, Request, Sample
+from mmkv.eval.samples import Request, Sample
 from mmkv.eval.suites import files
 
 IMAGE_MARK = "<image>"
@@ -21,24 +22,12 @@ def load(request: Request) -> list[Sample]:
     """The built-in samples, or those of a published file."""
     if request.data is None:
         return builtin(request.limit or BUILTIN_SIZE)
-    path = files.find_file(request.data, ".json")
-    content = files.read_json(path)
-    if not isinstance(content, list) or not content:
-        raise DataError(f"{path}: expected a list of entries")
-    folder = files.find_image_folder(path, request.image_folder)
-    names, samples = files.Names(), []
-    for i, value in enumerate(content[: request.limit]):
-        entry = files.as_entry(path, f"entry {i}", value)
+    entries, folder = files.read_entries(request)
+    samples: list[Sample] = []
+    for name, entry in entries.items():
         question, answer = _turns(entry)
-        samples.append(
-            Sample(
-                id=names.unique(entry.name("id")),
-                prompt=question,
-                images=(entry.image("image", folder),),
-                answers=(answer,),
-                max_new_tokens=512,
-            )
-        )
+        shown: Any = {"images": (entry.image("image", folder),), "max_new_tokens": 512}
+        samples.append(Sample(id=name, prompt=question, answers=(answer,), **shown))
     return samples
 
 

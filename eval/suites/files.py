@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from mmkv.eval.samples import DataError, check_image
+from mmkv.eval.samples import DataError, Request, check_image
 from mmkv.loading import untrusted
 
 # Limits against a wrong file by mistake or a hostile one; the published files are far below them.
@@ -154,6 +154,26 @@ def find_file(data: str | Path, suffix: str, *names: str) -> Path:
     if len(found) != 1:
         raise DataError(f"{path}: expected one {suffix} file in this folder, found {len(found)}")
     return found[0]
+
+
+def read_entries(request: Request, *names: str) -> tuple[dict[str, Entry], Path]:
+    """The entries of a JSON list or of an object by id, each with a name of its own, and the folder
+    of their pictures.
+
+    `names` are what the file may be called in a folder of several.
+    """
+    assert request.data is not None
+    path = find_file(request.data, ".json", *names)
+    content = read_json(path)
+    if not isinstance(content, dict | list) or not content:
+        raise DataError(f"{path}: expected a list of entries, or an object of entries by id")
+    listed = isinstance(content, list)
+    numbered: list[tuple[Any, Any]] = list(enumerate(content) if listed else content.items())
+    unique, found = Names(), dict[str, Entry]()
+    for key, value in numbered[: request.limit]:
+        entry = as_entry(path, f"entry {key!r}", value)
+        found[unique.unique(entry.name("id", "question_id") if listed else key)] = entry
+    return found, find_image_folder(path, request.image_folder)
 
 
 def find_image_folder(data: Path, image_folder: Path | None) -> Path:

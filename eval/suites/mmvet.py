@@ -11,7 +11,7 @@ import itertools
 import random
 from typing import Any
 
-from mmkv.eval.samples import DataError, Request, Sample
+from mmkv.eval.samples import Request, Sample
 from mmkv.eval.suites import files
 from mmkv.eval.suites.description import BUILTIN_NOTE, IMAGE_MARK
 
@@ -23,16 +23,9 @@ def load(request: Request) -> list[Sample]:
     """The built-in samples, or those of a published file."""
     if request.data is None:
         return builtin(request.limit or BUILTIN_SIZE, request.questions)
-    path = files.find_file(request.data, ".json", "mm-vet.json")
-    content = files.read_json(path)
-    if not isinstance(content, dict | list) or not content:
-        raise DataError(f"{path}: expected an object of entries by id, or a list of entries")
-    folder = files.find_image_folder(path, request.image_folder)
-    listed = isinstance(content, list)
-    numbered: list[tuple[Any, Any]] = list(enumerate(content) if listed else content.items())
-    names, samples = files.Names(), []
-    for key, value in numbered[: request.limit]:
-        entry = files.as_entry(path, f"entry {key!r}", value)
+    entries, folder = files.read_entries(request, "mm-vet.json")
+    samples: list[Sample] = []
+    for name, entry in entries.items():
         question = entry.text("question").replace(IMAGE_MARK, "").strip()
         if not question:
             raise entry.error("question", "is empty beside the image mark")
@@ -40,18 +33,10 @@ def load(request: Request) -> list[Sample]:
         answers = tuple(" ".join(text.split()) for text in given if text.strip())
         if not answers:
             raise entry.error("answer", "is empty beside its marks")
-        samples.append(
-            Sample(
-                id=names.unique(entry.name("id", "question_id") if listed else key),
-                prompt=question,
-                images=(entry.image("image" if listed else "imagename", folder),),
-                answers=answers,
-                max_new_tokens=256,
-                metric="token_f1",
-                tags=entry.texts("capability") if "capability" in entry.fields else (),
-                note=NOTE,
-            )
-        )
+        picture = entry.image("imagename" if "imagename" in entry.fields else "image", folder)
+        tags = entry.texts("capability") if "capability" in entry.fields else ()
+        how: Any = {"max_new_tokens": 256, "metric": "token_f1", "tags": tags, "note": NOTE}
+        samples.append(Sample(id=name, prompt=question, images=(picture,), answers=answers, **how))
     return samples
 
 
@@ -72,24 +57,16 @@ def builtin(size: int, questions: int = 1) -> list[Sample]:
         about = rng.randrange(number)
         which = "the picture" if number == 1 else f"the {scenes.ORDINALS[about]} picture"
         asked = scenes.ask(shown[about], rng, 1 if questions == 1 else 4 * questions, which)
-        different = list({question.text: question for question in asked}.values())
+        different = {question.text: question.answer for question in asked}
         pictures = tuple(scenes.draw(scene) for scene in shown)
-        for i, question in enumerate(different[:questions]):
+        how: Any = {"max_new_tokens": 24, "metric": "token_f1", "note": BUILTIN_NOTE}
+        for i, (text, answer) in enumerate([*different.items()][:questions]):
             if len(samples) == size:
                 return samples
-            tags = _capabilities(question.text)
-            samples.append(
-                Sample(
-                    id=f"question-{seed}" + (f"-{i}" if i else ""),
-                    prompt=question.text,
-                    images=pictures,
-                    answers=(question.answer,),
-                    max_new_tokens=24,
-                    metric="token_f1",
-                    tags=(*tags, "several") if number > 1 else tags,
-                    note=BUILTIN_NOTE,
-                )
-            )
+            name = f"question-{seed}" + (f"-{i}" if i else "")
+            tags = _capabilities(text) + (("several",) if number > 1 else ())
+            how |= {"images": pictures, "answers": (answer,), "tags": tags}
+            samples.append(Sample(id=name, prompt=text, **how))
     return samples
 
 

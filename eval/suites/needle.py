@@ -32,23 +32,20 @@ def load(request: Request) -> list[Sample]:
     data = request.data
     words = [] if data is None else read_words(data)
     lengths = [size for size in FILE_LENGTHS if size <= len(words)] if words else LENGTHS
-    samples = []
+    samples: list[Sample] = []
     for repeat, length, depth in itertools.product(range(REPEATS), lengths, DEPTHS):
         cell = f"{depth}:{length}:{repeat}"
         rng = random.Random(f"needle:{cell}" if data is None else f"needle:{data.name}:{cell}")
-        found = _from_words(rng, words, length, depth) if words else _builtin(rng, length, depth)
-        samples.append(
-            Sample(
-                id=f"depth={depth}/length={length}/{repeat}",
-                metric="contains",
-                tags=(f"depth={depth}", f"length={length}"),
-                **found,
-            )
-        )
+        made = _from_words(rng, words, length, depth) if words else _builtin(rng, length, depth)
+        text, question, made["answers"] = made.pop("parts")
+        made |= {"prompt": text + question, "question": question, "metric": "contains"}
+        made["tags"] = (f"depth={depth}", f"length={length}")
+        samples.append(Sample(id=f"depth={depth}/length={length}/{repeat}", **made))
     return samples[: request.limit]
 
 
 def _builtin(rng: random.Random, length: int, depth: float) -> dict[str, Any]:
+    """The text, the question and its answers (`parts`), and more of a sample."""
     from mmkv.builtin import texts
 
     lookup = texts.make_lookup(400_000 + rng.randrange(100_000), length)
@@ -56,15 +53,8 @@ def _builtin(rng: random.Random, length: int, depth: float) -> dict[str, Any]:
     needle = texts.answer(key, value)
     rest = sentences(lookup.text)
     rest.remove(needle)
-    text = " ".join(_insert(rest, needle, depth))
-    question = texts.phrase(key, rng)
-    return {
-        "prompt": f"{text} {question}",
-        "question": question,
-        "answers": (needle, value),
-        "max_new_tokens": 8,
-        "note": BUILTIN_NOTE,
-    }
+    parts = f"{' '.join(_insert(rest, needle, depth))} ", texts.phrase(key, rng), (needle, value)
+    return {"parts": parts, "max_new_tokens": 8, "note": BUILTIN_NOTE}
 
 
 def _from_words(rng: random.Random, words: list[str], length: int, depth: float) -> dict[str, Any]:
@@ -74,14 +64,8 @@ def _from_words(rng: random.Random, words: list[str], length: int, depth: float)
     key, value = rng.choice(texts.KEYS), rng.choice(texts.VALUES)
     needle = f"The secret word of {key} is {value}."
     text = " ".join(_insert(words[start : start + length], needle, depth))
-    question = f"What is the secret word of {key}?"
-    return {
-        "prompt": f"{text}\n\n{question}",
-        "question": question,
-        "answers": (needle, value),
-        "max_new_tokens": 24,
-        "note": NOTE,
-    }
+    parts = f"{text}\n\n", f"What is the secret word of {key}?", (needle, value)
+    return {"parts": parts, "max_new_tokens": 24, "note": NOTE}
 
 
 def _insert(parts: list[str], needle: str, depth: float) -> list[str]:

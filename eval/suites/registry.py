@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from mmkv.eval.samples import Request, Sample, words
 from mmkv.eval.suites import (
@@ -71,8 +72,7 @@ def load_suite(
         image_folder: by default `images` beside the data file, else the file's own folder.
         length: tokens of a prompt and its answer, for suites that make prompts of any length.
         count: how many tokens a text has; words by default.
-        questions: most questions on each context, for suites that make them. Of published data,
-            all questions are asked.
+        questions: most on each context, for suites that make them; published data has its own.
 
     Raises:
         ValueError: the suite, a task or the limit is not possible.
@@ -99,13 +99,6 @@ def load_suite(
         )
     if path is None and image_folder is not None:
         raise ValueError(f"image folder {image_folder}: the built-in data has its own pictures")
-    request = Request(
-        data=path,
-        limit=limit,
-        tasks=tasks,
-        image_folder=image_folder,
-        length=length,
-        count=count or words,
-        questions=questions,
-    )
+    more: Any = {"image_folder": image_folder, "length": length, "questions": questions}
+    request = Request(data=path, limit=limit, tasks=tasks, count=count or words, **more)
     return [replace(s, suite=name, task=s.task or name) for s in suite.load(request)]

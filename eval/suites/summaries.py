@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from mmkv.eval.samples import Request, Sample
 from mmkv.eval.suites import files
@@ -19,7 +20,7 @@ BUILTIN_SIZE = 20
 NOTE = "prompts are worded here; papers do not agree on any"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Articles:
     """A set of articles: its fields, how a summary is asked for, and where built-in seeds begin."""
 
@@ -35,65 +36,43 @@ class Articles:
         if request.data is None:
             return _builtin(self, request.limit or BUILTIN_SIZE)
         path = files.find_file(request.data, ".jsonl", f"{self.name}.jsonl", "test.jsonl")
-        names = files.Names()
+        names, question = files.Names(), f"{self.request}\nSummary:"
+        how: Any = {"metric": "rouge_2", "truncate": True, "note": NOTE}
         return [
             Sample(
                 id=names.unique(entry.name("id")),
-                prompt=f"{entry.text(self.source)}\n\n{self.request}\nSummary:",
-                question=f"{self.request}\nSummary:",
+                prompt=f"{entry.text(self.source)}\n\n{question}",
+                question=question,
                 answers=(entry.text(self.target).strip(),),
                 max_new_tokens=self.max_new_tokens,
-                metric="rouge_2",
-                truncate=True,
-                note=NOTE,
+                **how,
             )
             for entry in files.read_lines(path, request.limit)
         ]
 
 
-CNN_DAILYMAIL = Articles(
-    name="cnn_dailymail",
-    source="article",
-    target="highlights",
-    request="Summarise the article above in three or four sentences.",
-    max_new_tokens=128,
-    seed=200_000,
-)
-XSUM = Articles(
-    name="xsum",
-    source="document",
-    target="summary",
-    request="Summarise the article above in one sentence.",
-    max_new_tokens=64,
-    seed=300_000,
-)
+_CNN = "Summarise the article above in three or four sentences."
+_XSUM = "Summarise the article above in one sentence."
+CNN_DAILYMAIL = Articles("cnn_dailymail", "article", "highlights", _CNN, 128, seed=200_000)
+XSUM = Articles("xsum", "document", "summary", _XSUM, 64, seed=300_000)
 
 
 def _builtin(which: Articles, size: int) -> list[Sample]:
     from mmkv.builtin import scenes, texts
 
-    samples = []
+    samples: list[Sample] = []
     for number in range(size):
         rng = random.Random(f"{which.name}:{number}")
         if which is CNN_DAILYMAIL:
             lookup = texts.make_lookup(which.seed + number, rng.choice((160, 240, 320)))
             scene = scenes.make_scene(which.seed + number)
-            images, question = (scenes.draw(scene),), scenes.describe_question("the picture", rng)
-            answer, length = scenes.describe(scene), 96
+            question = scenes.describe_question("the picture", rng)
+            made: Any = {"images": (scenes.draw(scene),), "max_new_tokens": 96}
+            made["answers"] = (scenes.describe(scene),)
         else:
             lookup = texts.make_lookup(which.seed + number, rng.choice((384, 512, 640)))
             asked = rng.choice(lookup.questions)
-            images, question, answer, length = (), asked.text, asked.answer, 8
-        samples.append(
-            Sample(
-                id=f"text-{number}",
-                prompt=f"{lookup.text} {question}",
-                question=question,
-                images=images,
-                answers=(answer,),
-                max_new_tokens=length,
-                metric="rouge_2",
-                note=BUILTIN_NOTE,
-            )
-        )
+            question, made = asked.text, {"answers": (asked.answer,), "max_new_tokens": 8}
+        made |= {"metric": "rouge_2", "note": BUILTIN_NOTE, "question": question}
+        samples.append(Sample(id=f"text-{number}", prompt=f"{lookup.text} {question}", **made))
     return samples
