@@ -116,25 +116,6 @@ def highest_of_three_clusters(values: list[float]) -> set[int]:
 
 
 @quick
-@given(st.data())
-def test_fit_spends_the_total_within_the_bounds_in_the_order_of_the_wishes(
-    data: st.DataObject,
-) -> None:
-    wishes = data.draw(st.lists(st.floats(-1e6, 1e6) | st.integers(-5, 50), min_size=1, max_size=9))
-    floor = data.draw(st.integers(0, 20))
-    max_size = floor + data.draw(st.integers(0, 2000))
-    total = data.draw(st.integers(floor * len(wishes), max_size * len(wishes)))
-    sizes = fit(wishes, total, floor=floor, max_size=max_size)
-    assert sum(sizes) == total
-    assert all(type(size) is int and floor <= size <= max_size for size in sizes)
-    for (wish, size), (other_wish, other) in itertools.permutations(
-        zip(wishes, sizes, strict=True), 2
-    ):
-        if wish > other_wish + 1e-3:
-            assert size >= other
-
-
-@quick
 @given(
     st.lists(st.floats(-1, 6).map(lambda wish: round(wish, 2)), min_size=3, max_size=3),
     st.integers(0, 12),
@@ -182,13 +163,6 @@ def test_every_formula_spends_its_total_and_never_grows_with_depth(
         assert sum(sizes) == total
         assert all(type(size) is int and 0 <= size <= max_size for size in sizes)
         assert sizes == sorted(sizes, reverse=True)
-
-
-@quick
-@given(st.integers(1, 80), st.integers(0, 5000))
-def test_uniform_sizes_differ_by_at_most_one(n_layers: int, total: int) -> None:
-    sizes = uniform(n_layers, total, max_size=total)
-    assert max(sizes) - min(sizes) == (1 if total % n_layers else 0)
 
 
 @pytest.mark.parametrize(("n_layers", "total", "beta"), [(32, 32 * 128, 20), (7, 501, 3.5)])
@@ -244,13 +218,6 @@ def test_squeeze_cuts_the_cluster_of_the_highest_similarity(seed: int, p: float)
     assert sizes == squeeze(similarity.tolist(), total, p=p, max_size=10**6)
 
 
-def test_squeeze_by_hand() -> None:
-    # The mean is 17.17: a layer that is cut gets 0.35 * 17.17 = 6.01, and each of the others
-    # (103 - 2 * 6.01) / 4 = 22.75, of which three are rounded up.
-    sizes = squeeze([0.1, 0.12, 0.5, 0.52, 0.9, 0.91], 103, max_size=50)
-    assert sizes == [23, 23, 23, 22, 6, 6]
-
-
 @pytest.mark.parametrize("similarity", [[0.5] * 6, [0.1, 0.9, 0.1, 0.9, 0.9, 0.1], [0.3], [0.1, 1]])
 def test_squeeze_is_uniform_without_three_distinct_values(similarity: list[float]) -> None:
     n_layers = len(similarity)
@@ -268,19 +235,6 @@ def test_prefix_equals_bisection_and_pooled_equals_the_greedy_loop(seed: int) ->
     for total in range(0, 61, 3):
         assert of_row(prefix, importance, total) == naive_prefix(importance.tolist(), total)
         assert of_row(pooled, importance, total) == naive_pooled(importance.tolist(), total)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_no_split_has_a_higher_lowest_or_mean_retention(seed: int) -> None:
-    n_layers, n = 3, 5
-    importance = random(n_layers, n, seed=seed)
-    layers = importance.tolist()
-    for total in range(n_layers * n + 1):
-        kept = [retention(layers, split) for split in splits(n_layers, total, n)]
-        lowest = min(retention(layers, of_row(prefix, importance, total)))
-        assert lowest == pytest.approx(max(min(shares) for shares in kept), abs=1e-12)
-        mean = sum(retention(layers, of_row(pooled, importance, total)))
-        assert mean == pytest.approx(max(sum(shares) for shares in kept), abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -404,12 +358,6 @@ def test_adaptive_heads_spends_each_rows_budget_within_bounds(
     assert (sizes <= N).all()
     # The even share is a promise, up to the rounding.
     assert (sizes >= math.floor(alpha * total / H - 1e-9)).all()
-
-
-def test_adaptive_heads_is_uniform_where_nothing_tells_heads_apart() -> None:
-    for scores in (torch.zeros(2, 4, 10), torch.full((2, 4, 10), math.nan)):
-        for alpha in (0.0, 0.5, 1.0):
-            assert (adaptive_heads(scores, torch.tensor([12, 12]), alpha=alpha) == 3).all()
 
 
 def test_adaptive_heads_takes_nan_as_nothing_and_inf_as_most() -> None:

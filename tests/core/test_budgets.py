@@ -2,192 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, example, given, settings
-from hypothesis import strategies as st
 
 import mmkv
 from helpers.marks import slow_except
-from helpers.models import IMAGE, IMAGE_TOKENS, VOCAB, make_inputs, make_model, row_of
-from helpers.oracle import USUAL, generate, top
+from helpers.models import IMAGE, VOCAB, make_inputs, make_model, row_of
+from helpers.oracle import USUAL, generate, top, window_scores
 from helpers.sizes import row_sizes
 from mmkv.registry import exact_share
 
 L, H, G = 3, 2, 2
-MODELS = {name: make_model(name) for name in ("llama", "llava-llama")}
-PICTURE_FROM = 24  # tokens of the shortest row that holds a picture
-
-
-def rows_of(name, lengths, seed):
-    """A left-padded batch; of a model with pictures, each row that has room holds one."""
-    inputs = make_inputs("llama", lengths, seed)
-    if name == "llama":
-        return inputs
-    ids, pictures = inputs["input_ids"], [n >= PICTURE_FROM for n in lengths]
-    for b, n in enumerate(lengths):
-        if pictures[b]:
-            start = ids.shape[1] - n + 4
-            ids[b, start : start + IMAGE_TOKENS] = IMAGE
-    if any(pictures):
-        g = torch.Generator().manual_seed(seed)
-        inputs["pixel_values"] = torch.randn(sum(pictures), 3, 16, 16, generator=g)
-    return inputs
-
-
-def asked(budget, n, least=0):
-    """Tokens over all layers, per head."""
-    if isinstance(budget, int):
-        return min(budget, n) * L
-    return max(round(budget * L * n), L * min(least, n))
-
-
-def always_kept(policy, budget, ids):
-    """Places in one row, without padding, that every layer keeps: as the rule reads."""
-    n = len(ids)
-
-    def must(window):
-        text = range(n) if policy.protect is not None else ()
-        return (
-            {j for j in text if ids[j] != IMAGE}
-            | set(range(min(policy.sinks, n)))
-            | set(range(max(0, n - window), n))
-        )
-
-    total, window = asked(budget, n, policy.least), policy.window_size
-    if total < L * len(must(window)):
-        window = min(window, max(1, int(total / L / 2)))
-    return must(window)
-
-
-def alone(inputs, b):
-    """One row of a batch, without its padding."""
-    row = row_of(inputs, b)
-    return {k: v for k, v in row.items() if len(v)}  # no pixels where it holds no picture
-
-
-def tokens_of(inputs, b):
-    real = inputs["attention_mask"][b].bool()
-    return inputs["input_ids"][b][real].tolist()
-
-
-OPTIONS = {
-    "window": st.integers(1, 64),
-    "sinks": st.integers(0, 12),
-    "least": st.integers(0, 90),
-    "merge": st.sampled_from([None, "position", "feature"]),
-    "heads": st.sampled_from(["uniform", "adaptive"]),
-    "protect": st.sampled_from(["none", "instruction"]),
-    "layers": st.sampled_from(["uniform", "pyramid", "geometric", "squeeze", "prefix", "pooled"]),
-    "decode": st.sampled_from(["grow", "ratio", "fixed"]),
-    "allocation": st.sampled_from(["one-pass", "mini-prefill"]),
-    "average_heads": st.booleans(),
-    "recency_weighted": st.booleans(),
-    "distance": st.integers(0, 9),
-}
-
-
-@st.composite
-def cases(draw):
-    name = draw(st.sampled_from(sorted(MODELS)))
-    # Most prompts are short ones: those are where a budget and what must be kept meet.
-    length = st.integers(1, 40) | st.integers(1, 300)
-    lengths = tuple(draw(st.lists(length, min_size=1, max_size=3)))
-    chosen = draw(st.lists(st.sampled_from(sorted(OPTIONS)), max_size=5, unique=True))
-    options = {key: draw(OPTIONS[key]) for key in chosen}
-    if name == "llama":
-        options.pop("protect", None)
-    budget = draw(st.floats(0.01, 1) | st.sampled_from([0.1, 0.2, 0.5]) | st.integers(1, 120))
-    fractions = draw(st.none() | st.lists(st.floats(0.01, 1), min_size=L, max_size=L))
-    policy = draw(st.sampled_from([x for x in mmkv.list_policies() if x != "full"]))
-    chunk = draw(st.none() | st.integers(2, 50))
-    return name, lengths, policy, budget, fractions, options, chunk, draw(st.integers(0, 99))
-
-
-@pytest.mark.slow
-@settings(
-    max_examples=80,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
-@example(("llama", (33, 300), "snapkv", 0.2, None, {}, None, 0))
-@example(("llama", (20, 39, 5), "pyramidkv", 0.2, None, {"heads": "adaptive"}, None, 0))
-@example(("llama", (1, 19), "streaming", 0.2, None, {}, None, 0))
-@example(("llama", (1,), "condense", 0.2, None, {}, None, 0))  # no slot in some layers
-@example(("llama", (5, 20), "snapkv", 0.97, None, {}, None, 0))  # one row keeps all, the other not
-@example(("llava-llama", (30, 9), "prefixkv", 0.2, None, {"protect": "instruction"}, None, 0))
-@given(cases())
-def test_no_prompt_fails_for_its_length(case):
-    """Any prompt is generated from; the budget is spent where it can be; rows are as if alone."""
-    name, lengths, policy, budget, fractions, options, chunk, seed = case
-    try:
-        chosen = mmkv.get_policy(policy, **options)
-    except ValueError:  # a combination that means nothing
-        assume(False)
-    given = {"budget": budget}
-    if fractions is not None:
-        assume(not chosen.heads.is_global)  # these find layer sizes for themselves
-        budget = sum(fractions) / L
-        given = {"profile": mmkv.Profile(tuple(fractions), budget=budget)}
-    least = chosen.window_size + chosen.sinks
-    if isinstance(budget, int) and budget < least:
-        with pytest.raises(ValueError, match=rf"budget={budget} .* {least} tokens"):
-            mmkv.wrap(MODELS[name], chosen, **given)
-        return
-    model, inputs = MODELS[name], rows_of(name, lengths, seed)
-    more = torch.randint(4, VOCAB, (1, 7), generator=torch.Generator().manual_seed(seed))
-    with mmkv.wrapped(model, chosen, **given):
-        held = [two_turns(model, inputs, more, chunk)]
-        if len(lengths) > 1:
-            held += [two_turns(model, alone(inputs, b), more, None) for b in range(len(lengths))]
-    for b, n in enumerate(lengths):
-        shift, ids = max(lengths) - n, tokens_of(inputs, b)
-        must = always_kept(chosen, budget, ids)
-        heads = [set(h[h >= 0].tolist()) for layer in held[0][0] for h in layer[b]]
-        assert all({j + shift for j in must} <= head for head in heads)
-        wanted = max(asked(budget, n, chosen.least), L * len(must))
-        spent = sum(len(head) for head in heads)
-        if chosen.merge is not None and chosen.merge.name == "groups":
-            assert spent <= H * wanted  # groups take the other slots
-        else:
-            assert spent == H * wanted
-        for together, single in zip(held[0], held[1 + b] if held[1:] else held[0], strict=True):
-            for x, y in zip(together, single, strict=True):
-                own = torch.where(y[0] < 0, -1, y[0] + shift)
-                assert torch.equal(x[b][:, : own.shape[-1]], own)
-                assert (x[b][:, own.shape[-1] :] == -1).all()
-
-
-def two_turns(model, inputs, more, chunk):
-    """What each layer held after each pass of a turn and of one more of a few tokens."""
-    chunks = {} if chunk is None else {"prefill_chunk_size": chunk}
-    _, words, cache, held = generate(model, inputs, new=3, **chunks)
-    ids = torch.cat([inputs["input_ids"], words, more.expand(len(words), -1)], dim=1)
-    mask = torch.cat([inputs["attention_mask"], torch.ones_like(ids[:, : words.shape[1] + 7])], 1)
-    second = {"input_ids": ids, "attention_mask": mask}
-    return held + generate(model, second, new=3, past_key_values=cache)[-1]
-
-
-def window_scores(weights, h, n, window, kernel, pooling, recent):
-    """One key-value head's scores of the n - window tokens before the window, one at a time."""
-    scores = []
-    share = [i + 1 if recent else 1 for i in range(window)]
-    for g in range(G):
-        a = weights[h * G + g]
-        mean = [
-            sum(share[i] * a[n - window + i, j].item() for i in range(window)) / sum(share)
-            for j in range(n - window)
-        ]
-        pooled = []
-        for j in range(n - window):
-            near = [
-                mean[i] if 0 <= i < n - window else 0.0
-                for i in range(j - kernel // 2, j + kernel // 2 + 1)
-            ]
-            pooled.append({"max": max(near), "avg": sum(near) / kernel, None: mean[j]}[pooling])
-        scores.append(pooled)
-    return [sum(x) / G for x in zip(*scores, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -206,15 +33,12 @@ def test_a_short_row_keeps_what_its_shrunk_window_attends_to(models, policy, poo
         with torch.no_grad():
             attentions = eager(**row_of(inputs, b), output_attentions=True).attentions
         kept = 0
-        for layer in range(L):
-            for h in range(H):
-                head = cache.kept(layer)[b, h]
-                found = {j - max(lengths) + n for j in head[head >= 0].tolist()}
-                scores = window_scores(
-                    attentions[layer][0], h, n, window, 7, pooling, policy == "pyramidinfer"
-                )
-                assert found == top(scores, len(found) - window) | set(range(n - window, n))
-                kept += len(found)
+        for layer, h in itertools.product(range(L), range(H)):
+            found = {j - max(lengths) + n for j in cache.kept(layer)[b, h].tolist() if j >= 0}
+            paid = attentions[layer][0, h * G : (h + 1) * G]
+            scores = window_scores(paid, window, 7, pooling, recent=policy == "pyramidinfer")
+            assert found == top(scores, len(found) - window) | set(range(n - window, n))
+            kept += len(found)
         assert kept == H * max(total, L * window)
 
 

@@ -168,22 +168,6 @@ def test_bytes_after_an_interrupt(model, policy, when, chunk):
     assert held_since(before) == 0
 
 
-def test_the_reports_title_says_what_the_kept_share_is_of(model):
-    """Generated tokens stay, so that the share of all tokens is above the prompt's."""
-    inputs = make_inputs("llama", (60,))
-    with mmkv.wrapped(model, "snapkv", 0.2, window=4):
-        with torch.no_grad():
-            cache = model(**inputs, use_cache=True).past_key_values
-        assert cache.report().__rich__().title == "snapkv, budget 0.2: 20.0% of the prompt kept"
-        out = model.generate(
-            **inputs, max_new_tokens=13, do_sample=False, return_dict_in_generate=True
-        )
-    # The last token is not read: 12 prompt tokens and 12 generated ones of 60 and 12.
-    assert out.past_key_values.report().__rich__().title == (
-        "snapkv, budget 0.2: 20.0% of the prompt kept, 12 generated tokens beside it"
-    )
-
-
 @pytest.mark.parametrize(
     ("policy", "options"),
     [

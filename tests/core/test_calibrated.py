@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import math
 from dataclasses import dataclass
 
 import pytest
@@ -95,40 +93,6 @@ def test_sizes_spend_the_total_exactly(seed, length, budget, floor):
             assert not none.any()
 
 
-@pytest.mark.parametrize(
-    ("levels", "costs", "message"),
-    [
-        ((), (((),),), r"rise in \(0, 1\], got \[\]"),
-        ((0.2, 0.1), (((1.0, 0.0),),), r"rise .* got \[0.2, 0.1\]"),
-        ((0.0, 0.1), (((1.0, 0.0),),), r"rise"),
-        ((0.5, 1.5), (((1.0, 0.0),),), r"rise"),
-        ((0.5, 1.0), (), r"as many heads"),
-        ((0.5, 1.0), (((1.0, 0.0),), ()), r"as many heads"),
-        ((0.5, 1.0), (((1.0,),),), r"head \(0, 0\): 1 costs for 2 levels"),
-        ((0.5, 1.0), (((1.0, -0.5),),), r"0 or more, got \[1.0, -0.5\]"),
-        ((0.5, 1.0), (((math.nan, 0.0),),), r"0 or more, got \[nan"),
-        ((0.5, 1.0), (((math.inf, 0.0),),), r"0 or more, got \[inf"),
-    ],
-)
-def test_curves_that_are_none(levels, costs, message):
-    with pytest.raises(ValueError, match=message):
-        Curves(levels, costs)
-
-
-@pytest.mark.slow
-def test_few_slots_and_short_prompts(models):
-    """Nothing fails where a layer or a head gets next to nothing."""
-    model = models("llama")
-    profile = profile_of(model)
-    for policy in ("condense", "snapkv", "streaming"):
-        for lengths in ((1,), (2, 9), (33, 5, 16)):
-            for budget in (0.01, 0.05, 0.2, 0.97):
-                exact = exact_share(policy)
-                with mmkv.wrapped(model, policy, budget, profile=profile, **exact):
-                    logits, _, _, _ = generate(model, make_inputs("llama", lengths), new=3)
-                assert bool(logits.isfinite().all())
-
-
 def test_each_head_has_its_own_size(models):
     """To a token or two of rounding, each head of each layer keeps its share of a long prompt."""
     model, profile = models("llama"), profile_of(models("llama"), seed=8)
@@ -150,45 +114,6 @@ def test_heads_of_one_ranking_share_their_layers_size(models):
     assert sum(map(sum, kept)) == H * round(0.3 * L * 90)
     assert all(len(set(heads)) == 1 for heads in kept)
     assert len({heads[0] for heads in kept}) > 1
-
-
-class TestProfile:
-    def test_it_needs_a_budget(self, models):
-        with pytest.raises(ValueError, match="'condense' needs a budget"):
-            mmkv.wrap(models("llama"), "condense", profile=profile_of(models("llama")))
-
-    def test_other_numbers_of_layers_and_heads(self, models):
-        for layers, heads, message in ((2, 2, "2 layers, .* 3"), (3, 4, "4 heads a layer, .* 2")):
-            profile = Profile(curves=made_up(0, layers, heads))
-            with (
-                pytest.raises(ValueError, match=message),
-                mmkv.wrapped(models("llama"), "condense", 0.2, profile=profile),
-                torch.no_grad(),
-            ):
-                models("llama")(**make_inputs("llama", (90,)), use_cache=True)
-
-    def test_fractions_beside_curves(self):
-        with pytest.raises(ValueError, match="give one"):
-            Profile((0.5,), budget=0.5, curves=made_up())
-
-    @pytest.mark.parametrize(
-        ("changed", "message"),
-        [
-            ({"costs": 3}, "'costs' is not a list of lists of lists"),
-            ({"costs": [[3]]}, "'costs' is not a list$"),
-            ({"costs": [[["x"]]]}, "costs: expected a number, got 'x'"),
-            ({"costs": [[[math.nan, 0.0]]]}, "costs: expected a number, got 'nan'"),
-            ({"costs": [[[1.0]]]}, r"1 costs for 2 levels"),
-            ({"levels": None}, "'levels' is not a list"),
-            ({"model": 3}, "'model' is '3', expected dict"),
-        ],
-    )
-    def test_bad_files_are_named(self, models, tmp_path, changed, message):
-        good = {"format": "mmkv-profile", "version": 1, "levels": [0.5, 1.0]}
-        data = good | {"costs": [[[1.0, 0.0]]]} | changed
-        (tmp_path / "p.json").write_text(json.dumps(data))
-        with pytest.raises(ValueError, match=rf"p\.json: .*{message}"):
-            mmkv.wrap(models("llama"), "condense", 0.2, profile=tmp_path / "p.json")
 
 
 class TestOwnProfile:

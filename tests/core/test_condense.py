@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from itertools import chain
 
 import pytest
@@ -79,16 +78,6 @@ def test_the_report_counts_groups_apart(models):
     assert "of them groups" not in [x.header for x in report.__rich__().columns]
 
 
-def test_no_such_layer(models):
-    model, inputs = models("llama"), make_inputs("llama", (20,))
-    with mmkv.wrapped(model, "condense", 0.3, least=0), torch.no_grad():
-        cache = model(**inputs).past_key_values
-    for read in (cache.kept, cache.groups, cache.shares):
-        with pytest.raises(ValueError, match="layer 99: the cache has layers 0 to 2"):
-            read(99)
-    assert torch.equal(cache.kept(-1), cache.kept(2))
-
-
 def test_a_token_keeps_the_largest_score_of_all_turns(models, monkeypatch):
     """What an earlier turn's observers would miss most stays, though no later one asks for it."""
     model, inputs = models("llama"), make_inputs("llama", (60,))
@@ -148,23 +137,6 @@ def test_a_mask_that_hides_a_token_of_a_group_is_refused(models):
             model(**step, past_key_values=cache)
 
 
-def test_rows_and_copies_take_groups_along(models):
-    model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
-    with mmkv.wrapped(model, "condense", 0.3, least=0), torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
-        chosen = copy.deepcopy(cache)
-        chosen.reorder_cache(torch.tensor([2, 0, 2]))
-        for i in range(3):
-            weights, member = cache.groups(i)
-            mine, of = chosen.groups(i)
-            assert torch.equal(of, member[[2, 0, 2]])
-            assert torch.equal(mine, weights[[2, 0, 2]][..., : mine.shape[-1]])
-        ids = torch.full((3, 1), 9)
-        whole = model(input_ids=ids, past_key_values=cache).logits
-        some = model(input_ids=ids, past_key_values=chosen).logits
-    torch.testing.assert_close(some, whole[[2, 0, 2]], atol=1e-4, rtol=0)
-
-
 def test_a_token_written_over_a_group_stands_for_itself(models):
     """decode="fixed" drops groups too: what takes their slot weighs one."""
     model, inputs = models("llama"), make_inputs("llama", (90,))
@@ -191,11 +163,6 @@ def test_a_layer_that_is_not_compressed_has_no_groups(models):
     weights, member = cache.groups(1)
     assert weights.shape == (1, 2, 0)
     assert torch.equal(member, torch.full((1, 2, 40), -1))
-    with pytest.raises(ValueError, match="reposition=True turns"):
-        mmkv.get_policy("condense", reposition=True)
-    for name, value in (("exact", 1.5), ("chunk", 0), ("stride", 0), ("value_weight", -1.0)):
-        with pytest.raises(ValueError, match=f"{name}={value}"):
-            mmkv.get_policy("condense", **{name: value})
 
 
 def test_a_later_score_is_told_what_groups_weigh(models):
@@ -223,20 +190,6 @@ def test_a_later_score_is_told_what_groups_weigh(models):
         assert (before.bias > 0).sum() > 10
         assert torch.equal(bias[..., :n], before.bias)
         assert not bias[..., n:].any()
-
-
-@pytest.mark.parametrize("name", ["llama", "llava-llama"])
-def test_mini_prefill_observes_too(models, name):
-    """A score that needs values, projection and rotary embedding has them in either pass."""
-    model, inputs = models(name), make_inputs(name, ROWS["padded"])
-    options = {"score": "observers", "merge": "groups"}
-    found = []
-    for allocation in ("mini-prefill", "one-pass"):
-        with mmkv.wrapped(model, "xkv", 0.3, allocation=allocation, **options), torch.no_grad():
-            found.append(model(**inputs, use_cache=True).past_key_values)
-    for i in range(3):
-        assert torch.equal(found[0].kept(i), found[1].kept(i))
-        assert torch.equal(found[0].groups(i)[1], found[1].groups(i)[1])
 
 
 def test_observers_ask_from_behind_the_prompt():

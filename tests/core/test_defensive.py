@@ -183,16 +183,3 @@ def test_the_best_of_the_layer_or_of_the_model_stay(policy) -> None:
             kept = set(cache.kept(i)[0, h].tolist()) - {-1}
             best = top([round(s, 7) for s in scores[i][h][: N - WINDOW]], owners.count((i, h)))
             assert kept == best | set(range(N - WINDOW, N))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kernel_size": 4}, "kernel_size=4: expected an odd number"),
-        ({"window": 0}, "window=0: expected 1 or more"),
-        ({"mass": 1.5}, r"mass=1.5: expected a number in \[0, 1\]"),
-    ],
-)
-def test_options_out_of_range(options, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        mmkv.get_policy("defensive", **options)

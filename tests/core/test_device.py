@@ -14,12 +14,12 @@ import torch
 
 import mmkv
 from helpers.marks import slow_except
+from helpers.masking import generate
 from helpers.models import make_inputs, make_model
 from helpers.oracle import DECODING, READING, REPLAYED, ROWS, Variant, options_of, short
 from helpers.pretend_cuda import install
 from helpers.pretending import DEVICE, Devices, OnDevice, move
 from helpers.profiles import profile_of
-from helpers.reference import generate
 from mmkv.attach import graph
 from mmkv.parts import slots
 from mmkv.sizes.profiled import ProfiledHeads

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import mmkv
 from helpers.models import random
 from mmkv.layer_inputs import LayerInputs, Rotary, turn
 from mmkv.policies.expected import ExpectedAttention
@@ -110,36 +109,3 @@ def test_expected_attention_equals_the_loop_on_each_row_alone(Q: int):
     held = valid[:, None].expand(-1, H, -1)
     apart = score(layer.by_head(held, ~held))
     torch.testing.assert_close(apart.view(B, H, N), found)
-
-
-def test_what_is_expected_is_the_mean_over_queries_that_are_normal():
-    """Not the formula: queries are drawn, turned to where they are asked from, and averaged."""
-    # Of one position, and so little spread that the softmax's denominator is about the same.
-    n, scale = 40_000, 0.1
-    key = random(1, 1, 6, D, seed=1)
-    query = random(1, 1, n, D, seed=2) * 2 + 1
-    rotary = rotary_of(torch.full((1, n), 11))
-    cos, sin, _ = rotary.ahead(1)
-    logits = scale * turn(query, cos, sin)[0, 0] @ key[0, 0].T
-    paid = logits.exp().mean(0)
-    # Only the last keys can be attended to.
-    padded = torch.nn.functional.pad(key, (0, 0, n - 6, 0))
-    bias = torch.zeros(1, 1, n).index_fill_(-1, torch.arange(n - 6), -1e9)
-    layer = LayerInputs(
-        query=turn(query, rotary.cos, rotary.sin),
-        key=padded,
-        value=torch.ones(1, 1, n, 1),
-        valid=torch.ones(1, n, dtype=torch.bool),
-        scale=scale,
-        bias=bias,
-        rotary=rotary,
-    )
-    found = ExpectedAttention(positions=1, skip=0, epsilon=0.0)(layer)[0, 0, -6:]
-    torch.testing.assert_close(found, paid / paid.sum(), atol=0, rtol=0.02)
-
-
-def test_options_are_checked():
-    with pytest.raises(ValueError, match="positions=0: expected 1 or more"):
-        mmkv.get_policy("expected", positions=0)
-    with pytest.raises(ValueError, match=r"epsilon=-0\.1: expected 0 or more"):
-        mmkv.get_policy("expected", epsilon=-0.1)

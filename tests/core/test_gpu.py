@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import mmkv
+from helpers.masking import generate
 from helpers.models import make_inputs, make_model
 from helpers.oracle import REPLAYED, ROWS, options_of, short
-from helpers.reference import generate
 from mmkv.attach.capturing import capture
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")

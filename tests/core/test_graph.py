@@ -18,10 +18,10 @@ from packaging.version import Version
 
 import mmkv
 from helpers.marks import slow_except
+from helpers.masking import generate
 from helpers.models import make_inputs, make_model
 from helpers.oracle import POSTPONED, REPLAYED, ROWS, Variant, options_of, short
 from helpers.pretend_cuda import install
-from helpers.reference import generate
 from helpers.zoo import NAMES, inputs_of, model_of
 from mmkv.attach import graph
 from mmkv.parts import slots

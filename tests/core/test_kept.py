@@ -1,6 +1,6 @@
-"""Which tokens a prompt keeps, against loops from the papers over the plain model's own tensors.
+"""Which tokens are kept, against loops from the papers over the plain model's own tensors.
 
-Of the policies that `test_policies` and the tests of their scores do not follow to the end.
+Of the policies that `test_later_turns` and the tests of their scores do not follow to the end.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import mmkv
+from helpers.masking import masked_logits
 from helpers.models import IMAGE, make_inputs, make_model
-from helpers.oracle import top
+from helpers.oracle import generate, top, window_scores
 from mmkv import adapters
 from mmkv.profiles import Profile
 
@@ -52,15 +53,18 @@ class Plain:
             cache = self.model(**self.inputs, use_cache=True).past_key_values
         return [[set(h[h >= 0].tolist()) for h in cache.kept(i)[0]] for i in range(L)]
 
-    def window(self, layer: int, h: int, kernel: int, pooling: str) -> list[float]:
-        """SnapKV's score of the tokens before the window."""
-        total = [0.0] * (N - WINDOW)
-        for head in range(h * G, (h + 1) * G):
-            seen = self.attention[layer][head, -WINDOW:, :-WINDOW].mean(0).tolist()
-            for j in range(len(seen)):
-                near = seen[max(0, j - kernel // 2) : j + kernel // 2 + 1]
-                total[j] += (max(near) if pooling == "max" else sum(near) / kernel) / G
-        return total
+    def group(self, layer: int, h: int) -> Tensor:
+        """The attention [G, N, N] of a key-value head's queries."""
+        return self.attention[layer][h * G : (h + 1) * G]
+
+    def followed(self, policy: str, budget: int, new: int, **options):
+        """By step, what is held by layer and head, and the attention [Hq, S] of what was held."""
+        with mmkv.wrapped(self.model, policy, budget, **options):
+            _, tokens, _, held = generate(self.model, self.inputs, new=new)
+        weights: list[list[Tensor]] = []
+        masked_logits(self.model, self.inputs, tokens, held, record=weights)
+        sets = [[[set(h.tolist()) for h in layer[0]] for layer in step] for step in held]
+        return sets, [[a[0, :, 0] for a in step] for step in weights]
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +131,7 @@ def test_expected_attention_keeps_what_coming_queries_would_read(plain):
 def test_mixkv_keeps_what_is_read_long_or_unlike_the_others(plain):
     kept = plain.kept("mixkv", 24, window=WINDOW)
     for layer, h in HEADS:
-        attention = plain.window(layer, h, 5, "avg")
+        attention = window_scores(plain.group(layer, h), WINDOW, 5, "avg")
         keys = plain.keys[layer][h]
         unit = keys / keys.norm(dim=-1, keepdim=True)
         alike = (unit @ unit.T).triu(1).sum().item() / (N * (N - 1) / 2)
@@ -145,44 +149,6 @@ def test_mixkv_keeps_what_is_read_long_or_unlike_the_others(plain):
         assert kept[layer][h] == top(mixed, 24 - WINDOW) | LAST
 
 
-def test_pyramidkv_keeps_fewer_in_later_layers(plain):
-    """Of a mean of 24: the window of 6, and 18 on average, the last layer a 20th of that."""
-    kept = plain.kept("pyramidkv", 24, window=WINDOW)
-    spare = [18 * 2 - 18 / 20, 18, 18 / 20]
-    assert [len(layer[0]) - WINDOW for layer in kept] == [round(n) for n in spare]
-    for layer, h in HEADS:
-        scores = plain.window(layer, h, 7, "max")
-        assert kept[layer][h] == top(scores, round(spare[layer])) | LAST
-
-
-def test_xkv_spends_a_budget_token_by_token_where_it_retains_most(plain):
-    """Algorithm 1, whose layers' n-th entry is the mean over heads of each head's n-th best."""
-    kept = plain.kept("xkv", 24, window=WINDOW, kernel_size=3)
-    scores = {at: plain.window(*at, 3, "avg") for at in HEADS}
-    ranked = []
-    for layer in range(L):
-        best = [sorted(scores[layer, h], reverse=True) for h in range(H)]
-        whole = sum(sum(x) for x in best)
-        ranked.append([sum(x) / whole for x in zip(*best, strict=True)])
-    sizes = [0] * L
-    for _ in range(L * (24 - WINDOW)):
-        sizes[max(range(L), key=lambda i: ranked[i][sizes[i]])] += 1
-    assert len(set(sizes)) > 1
-    for layer, h in HEADS:
-        assert kept[layer][h] == top(scores[layer, h], sizes[layer]) | LAST
-
-
-def test_squeeze_keeps_heavy_hitters_in_layers_of_their_size(plain):
-    kept = plain.kept("squeeze", 20)
-    sizes = [len(layer[0]) for layer in kept]
-    assert len(set(sizes)) > 1
-    for layer, h in HEADS:
-        recent = sizes[layer] // 2
-        paid = plain.attention[layer][h * G : (h + 1) * G].sum((0, 1)).tolist()
-        heavy = top(paid[: N - recent], sizes[layer] - recent)
-        assert kept[layer][h] == heavy | set(range(N - recent, N))
-
-
 def test_sparsemm_gives_visual_heads_more_of_what_the_window_reads(plain):
     """A head of the budget's mean b keeps rho * b, and its visual score's share of all the rest."""
     visual = ((0.3, 0.1), (0.2, 0.05), (0.05, 0.3))
@@ -193,7 +159,8 @@ def test_sparsemm_gives_visual_heads_more_of_what_the_window_reads(plain):
         wanted = 2 + 18 * L * H * visual[layer][h]
         size = len(kept[layer][h]) - WINDOW
         assert abs(size - wanted) < 1
-        assert kept[layer][h] == top(plain.window(layer, h, 7, "max"), size) | LAST
+        scores = window_scores(plain.group(layer, h), WINDOW, 7, "max")
+        assert kept[layer][h] == top(scores, size) | LAST
 
 
 def test_vlcache_keeps_what_the_text_behind_the_picture_reads():
@@ -206,3 +173,38 @@ def test_vlcache_keeps_what_the_text_behind_the_picture_reads():
         paid = plain.attention[layer][h * G : (h + 1) * G, last + 1 :].sum((0, 1)).tolist()
         best = top(paid[: N - recent], size - recent)
         assert kept[layer][h] == best | set(range(N - recent, N))
+
+
+def test_h2o_decoding_drops_the_lightest(plain):
+    """Accumulated over prompt and steps, as the masked full cache attends."""
+    n = 20
+    held, weights = plain.followed("h2o", n, 40)
+    for layer, h in HEADS:
+        mass = plain.group(layer, h).sum(1).mean(0).tolist()
+        alive = held[0][layer][h]
+        for t, attention in enumerate(weights):
+            alive = alive | {N + t}
+            mass.append(0.0)
+            for j, w in enumerate(attention[layer][h * G : (h + 1) * G].mean(0).tolist()):
+                mass[j] += w
+            older = [j for j in alive if j <= N + t - n // 2]
+            alive = alive - {min(older, key=mass.__getitem__)}
+            assert held[t + 1][layer][h] == alive
+
+
+@pytest.mark.parametrize("window", [1, 6])
+def test_tova_drops_what_the_newest_query_attends_to_least(plain, window):
+    """... over all heads of a layer, in the prompt's eviction and in every step."""
+    held, weights = plain.followed("tova", 20, 30, window=window)
+    for layer in range(L):
+        paid = plain.attention[layer].mean(0)[-window:].mean(0)
+        paid[-window:] = torch.inf
+        alive = set(paid.topk(20).indices.tolist())
+        assert held[0][layer] == [alive] * H
+        for t, attention in enumerate(weights):
+            seen = attention[layer].mean(0)
+            # A token that attends to all alike leaves the choice open.
+            (victim,) = alive - held[t + 1][layer][0]
+            assert seen[victim].item() == pytest.approx(min(seen[list(alive)]).item(), abs=1e-7)
+            alive = alive - {victim} | {N + t}
+            assert held[t + 1][layer] == [alive] * H

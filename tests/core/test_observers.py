@@ -172,15 +172,6 @@ def test_what_has_nearly_all_attention_keeps_its_digits(logit: float) -> None:
     torch.testing.assert_close(got[0], want, rtol=1e-4, atol=1e-5)
 
 
-def test_what_has_all_attention_matters() -> None:
-    key = torch.zeros(1, 1, 4, 2)
-    key[0, 0, 1, 0] = 1000.0
-    value = torch.tensor([[0.0, 0.0], [3.0, 4.0], [0.0, 0.0], [0.0, 0.0]])[None, None]
-    got = observer_scores(torch.ones(1, 1, 4, 2), key, value)
-    assert 3 < float(got[0, 0, 1]) <= 5
-    assert not got[0, 0, [0, 2, 3]].any()
-
-
 def test_does_not_depend_on_how_many_runs_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = (random(2, heads, 50, 8, seed=heads) for heads in (4, 2, 2))
     valid, factor = left_padded(50, (0, 13)), gram_of(random(12, 32), 4)

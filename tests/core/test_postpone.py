@@ -8,8 +8,8 @@ import torch
 import mmkv
 from helpers.marks import slow_except
 from helpers.masking import masked_logits
-from helpers.models import make_inputs, make_model, next_turn, row_of
-from helpers.oracle import POSTPONED, ROWS, generate, options_of, top
+from helpers.models import make_inputs, make_model, next_turn
+from helpers.oracle import generate, top
 from mmkv.attach import graph
 from mmkv.registry import exact_share
 
@@ -49,20 +49,6 @@ def test_queries_of_generated_tokens_observe_the_whole_prompt(policy):
             assert held_sets(held[AFTER][layer])[h] == wanted
 
 
-@pytest.mark.parametrize("variant", slow_except(POSTPONED, *map(str, POSTPONED[:1])), ids=str)
-def test_eviction_equals_masking(models, variant):
-    """A full cache at first, and then one in which what was evicted is masked."""
-    model, inputs = models("llava-llama"), make_inputs("llava-llama", ROWS["padded"])
-    policy = mmkv.get_policy(variant.policy, **options_of(variant))
-    with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
-        logits, tokens, cache, held = generate(model, inputs, new=16)
-    expected = masked_logits(
-        model, inputs, tokens, held, merge=policy.merge, postpone=policy.postpone
-    )
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-    assert cache.report().kept_fraction < 0.7
-
-
 def test_bytes_and_report_are_of_the_whole_cache_meanwhile(models):
     model, inputs = models("llama"), make_inputs("llama", (70, 40))
     found = {}
@@ -87,23 +73,6 @@ def test_bytes_and_report_are_of_the_whole_cache_meanwhile(models):
     counts = [n for x in found[AFTER + 1][0].layers for row in x.kept for n in row]
     totals = [round(0.3 * L * (n + AFTER)) for n in (70, 40)]
     assert sum(counts) == H * sum(totals)
-
-
-@pytest.mark.parametrize(
-    "policy", slow_except(["snapkv", "prefixkv", "vlcache", "expected", "defensive"], "snapkv")
-)
-def test_rows_of_a_batch_keep_what_they_keep_alone(policy):
-    model, inputs = make_model("llava-llama"), make_inputs("llava-llama", (70, 33, 52))
-    options = {"window": 4} if policy in ("snapkv", "defensive") else {}
-    with mmkv.wrapped(model, policy, 0.3, postpone=AFTER, **options):
-        _, tokens, _, held = generate(model, inputs, new=AFTER + 2)
-        for b, n in enumerate((70, 33, 52)):
-            row = row_of(inputs, b)
-            _, alone, _, kept = generate(model, row, new=AFTER + 2)
-            assert torch.equal(alone, tokens[b : b + 1])
-            for layer in range(L):
-                mine = [{j - (70 - n) for j in x} for x in held_sets(held[-1][layer], b)]
-                assert mine == held_sets(kept[-1][layer])
 
 
 @pytest.mark.parametrize("new", [3, AFTER + 3])
@@ -155,23 +124,6 @@ def test_steps_are_replayed_once_the_prompt_is_evicted(models, monkeypatch):
         for _ in range(3):
             model(**one)
         assert graph._decodes(cache, one)
-
-
-@pytest.mark.parametrize(
-    ("policy", "options", "why"),
-    [
-        ("snapkv", {"postpone": -1}, "postpone=-1: expected 0 or more"),
-        ("kvzip", {"postpone": 8}, "score='repetition' asks none"),
-        ("streaming", {"postpone": 8}, "score='recency' asks none"),
-        ("knorm", {"postpone": 8}, "score='key-norm' asks none"),
-        ("xkv", {"postpone": 8}, "use allocation='one-pass'"),
-        ("snapkv", {"postpone": 8, "decode": "rounds"}, "decode='rounds' both let"),
-        ("full", {"postpone": 8}, "no effect"),
-    ],
-)
-def test_what_cannot_be_postponed(policy, options, why):
-    with pytest.raises(ValueError, match=why):
-        mmkv.get_policy(policy, **options)
 
 
 def test_where_nothing_can_wait(models):

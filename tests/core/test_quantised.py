@@ -195,23 +195,6 @@ def test_the_reported_error(doubles, policy, kv_dtype):
     assert f"{report.key_error:.2%}, {report.value_error:.2%}" in table.getvalue()
 
 
-def test_no_error_without_quantisation(models):
-    with mmkv.wrapped(models("llama"), "snapkv", 0.3, **short("snapkv")):
-        *_, cache, _ = generate(models("llama"), make_inputs("llama", ROWS), new=2)
-    report = cache.report()
-    assert report.kv_dtype is report.key_error is report.layers[0].value_error is None
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("kv_dtype", BITS)
-def test_every_type_of_model(kv_dtype, dtype):
-    model, inputs = make_model("llama").to(dtype), make_inputs("llama", ROWS)
-    with mmkv.wrapped(model, "prefixkv", 0.3, kv_dtype=kv_dtype):
-        logits, *_, cache, _ = generate(model, inputs, new=4)
-    assert logits.isfinite().all()
-    assert all(b.keys.dtype == dtype for x in cache.compressed for b in x.blocks)
-
-
 def some_tokens(D, dtype=torch.float32):
     """Ordinary tokens, and at slots 0 to 4 some that are hard: level, zero, tiny, narrow, wide."""
     x = torch.randn(4, 30, D, generator=torch.Generator().manual_seed(D))

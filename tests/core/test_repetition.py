@@ -184,33 +184,3 @@ def test_positions_of_a_picture_go_on_behind_the_prompt(name) -> None:
     assert again[:, :2].tolist() == [[last + 1, last + 2]] * 3
     assert (first.amax(0) != first.amin(0)).any(), "no picture: the test saw nothing"
     assert torch.equal(again[:, 2:], first - first[:, :1].min() + last + 3)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"repeated": 0}, "repeated=0: expected 1 or more"),
-        ({"instruction": "Repeat"}, "instruction='Repeat': expected ids of tokens"),
-        (
-            {"heads": "uniform", "layers": "pooled", "allocation": "mini-prefill"},
-            "allocation='mini-prefill' sizes layers before the prompt is repeated",
-        ),
-        ({"decode": "rounds"}, "decode='rounds' scores generated tokens"),
-    ],
-)
-def test_what_does_not_go_together(options, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        mmkv.get_policy("kvzip", **options)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("Gemma3ForCausal", r"\d of \d layers .* have a sliding window or linear attention"),
-        ("OPT", "no positions left"),
-    ],
-)
-def test_models_that_cannot_be_fed_a_prompt_again(kind, message) -> None:
-    model = zoo.model_of(next(x for x in zoo.NAMES if x.startswith(kind)))
-    with pytest.raises(ValueError, match=message):
-        mmkv.wrap(model, "kvzip", 0.5)

@@ -8,7 +8,6 @@ import logging
 import peft
 import pytest
 import torch
-from torch import nn
 
 import mmkv
 from helpers import zoo
@@ -249,14 +248,6 @@ def test_a_failed_probe_leaves_the_model_as_it_was(monkeypatch):
     assert [dict(vars(x)) for x in model.modules()] == before
 
 
-def test_policies_that_rank_once_are_refused():
-    with pytest.raises(ValueError, match="heads='retrieval' gives heads of a layer different"):
-        mmkv.get_policy("streaming", heads="retrieval")
-    model = make_model("llama")
-    with pytest.raises(ValueError, match="average_heads=True"):
-        mmkv.wrap(model, "tova", 0.3, profile=profile_of(model))
-
-
 def test_layers_of_a_policy_stay_and_heads_are_split(probed):
     """PyramidKV's layers: their sizes are the paper's, each split by copy scores."""
     model, inputs = make_model("llama"), make_inputs("llama", (300,))
@@ -268,31 +259,3 @@ def test_layers_of_a_policy_stay_and_heads_are_split(probed):
         sizes.append([sum(x) for x in counts])
     assert sizes[0] == sizes[1]
     assert counts[1][0] > counts[1][1]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "why"),
-    [
-        ([[0.1, -1.0]] * 3, "retrieval scores must be 0 or more"),
-        ([[0.1], [0.1, 0.2], [0.1]], "as many heads"),
-        ([[0.1, 0.2]] * 2, "2 layers"),
-    ],
-)
-def test_profiles_that_are_none(wrong, why, tmp_path):
-    model, path = make_model("llama"), tmp_path / "p.json"
-    profile_of(model).save(path)
-    assert Profile.load(path) == profile_of(model)
-    text = path.read_text().replace(str([list(x) for x in SCORES]), str(wrong))
-    path.write_text(text)
-    with pytest.raises(ValueError, match=why):
-        mmkv.wrap(model, budget=0.3, profile=path)
-
-
-def test_both_kinds_of_scores_are_one_too_many():
-    with pytest.raises(ValueError, match="visual and retrieval: give one"):
-        Profile(visual=SCORES, retrieval=SCORES)
-
-
-def test_a_module_that_is_no_model():
-    with pytest.raises(ValueError, match="cannot wrap a Linear"):
-        mmkv.probe(nn.Linear(2, 2))

@@ -107,13 +107,6 @@ def test_nothing_is_remembered_where_nothing_is_evicted(models):
         assert cache.compressed[0].asked == []
 
 
-def test_what_rounds_cannot_do(models):
-    with pytest.raises(ValueError, match="layers='squeeze' measures them on prompts alone"):
-        mmkv.get_policy("snapkv", layers="squeeze", decode="rounds")
-    with pytest.raises(ValueError, match="every=0"):
-        mmkv.get_policy("condense", decode="rounds", every=0)
-
-
 def test_steps_are_not_replayed(models, monkeypatch):
     monkeypatch.setattr(graph, "_capturable", lambda device: True)
     model, inputs = models("llama"), make_inputs("llama", (40,))

@@ -221,22 +221,6 @@ def test_a_tenth_of_an_announced_number(requests, n):
     assert mmkv.get_policy("xkv", allocation="sampled", requests=requests).layers.learns == n
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"allocation": "sampled"}, "samples=None, requests=None: give one"),
-        ({"allocation": "sampled", "samples": 2, "requests": 9}, "samples=2, requests=9: give one"),
-        ({"allocation": "sampled", "samples": 0}, "samples=0: expected 1 or more"),
-        ({"samples": 5}, "samples=5 is read with allocation='sampled'"),
-        ({"allocation": "sampled", "samples": 2, "retention": 0.5}, "retention=0.5 gives none"),
-        ({"allocation": "sampled", "samples": 2, "postpone": 4}, "allocation='sampled' before it"),
-    ],
-)
-def test_options_that_do_not_go_together(options, why):
-    with pytest.raises(ValueError, match=why):
-        mmkv.get_policy("xkv", **options)
-
-
 def test_other_sizes_leave_nothing_to_learn():
     model = make_model("llama")
     with pytest.raises(ValueError, match="allocation='sampled' learns them"):

@@ -84,19 +84,3 @@ def test_the_prior_holds_for_pictures_of_earlier_turns():
     for layer in range(L):
         for head in kept_sets(cache, layer):
             assert not {j for j in head if j < 80 and ids[0, j] == IMAGE}
-
-
-@pytest.mark.parametrize(("policy", "decode"), [("h2o", "fixed"), ("tova", "least")])
-def test_decoding_that_drops_by_attention_is_refused(policy, decode):
-    with pytest.raises(ValueError, match=f"text_prior=True .* decode='{decode}'"):
-        mmkv.get_policy(policy, text_prior=True)
-
-
-def test_embeddings_alone_do_not_say_what_is_an_image():
-    model = make_model("llava-llama")
-    embeds = torch.randn(1, 40, 64)
-    with (
-        mmkv.wrapped(model, "lookm", 0.5),
-        pytest.raises(ValueError, match="text_prior=True tells text from image tokens"),
-    ):
-        model(inputs_embeds=embeds, use_cache=True)

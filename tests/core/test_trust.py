@@ -15,7 +15,6 @@ from helpers.marks import slow_except
 from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model
 from helpers.oracle import generate, short
-from mmkv.policy import Score
 
 
 def prefill(model, inputs, **more):
@@ -297,35 +296,6 @@ class TestWhatPoliciesAreGiven:
         ):
             models("llama-mha").generate(**inputs, past_key_values=cache, max_new_tokens=2)
 
-    @pytest.mark.parametrize(
-        ("scores", "message"),
-        [
-            (lambda k: k.mean(-1)[..., 1:], r"Odd returned \(1, 2, 59\).*\(1, 2, 60\)"),
-            (lambda k: k.mean(-1)[0], r"Odd returned \(2, 60\)"),
-            (lambda k: None, r"Odd returned NoneType"),
-            (lambda k: (k > 0).all(-1), r"Odd returned torch.bool"),
-            (lambda k: k.mean(-1) * torch.nan, r"Odd returned NaN for 120 of 120"),
-        ],
-    )
-    def test_scores_that_cannot_be_ranked_are_refused(self, models, scores, message):
-        class Odd(Score):
-            def __call__(self, layer):
-                return scores(layer.key)
-
-        model, inputs = models("llama"), make_inputs("llama", (60,))
-        odd = mmkv.Policy(score=Odd())
-        with mmkv.wrapped(model, odd, 0.6), pytest.raises(ValueError, match=message):
-            generate(model, inputs, new=2)
-
-    def test_text_cannot_be_protected_in_embeddings_alone(self, models):
-        model, inputs = models("llava-llama"), make_inputs("llava-llama", (60,))
-        embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
-        with (
-            mmkv.wrapped(model, "h2o", 0.5, protect="instruction"),
-            pytest.raises(ValueError, match=r"protect='instruction'.*inputs_embeds alone.*'none'"),
-        ):
-            model(inputs_embeds=embeds, use_cache=True)
-
     def test_reset_after_a_chunked_prompt(self, models):
         model, inputs = models("llama"), make_inputs("llama", (60,))
         with mmkv.wrapped(model, "squeeze", 0.5):
@@ -335,10 +305,6 @@ class TestWhatPoliciesAreGiven:
             assert cache.nbytes == 0
             prefill(model, inputs, past_key_values=cache)  # whole, not a chunk of 60
         assert all(torch.equal(cache.kept(i)[..., :20], expected.kept(i)[..., :20]) for i in (0, 1))
-
-    def test_one_ranking_a_layer_and_a_victim_a_head_is_refused(self, text_model):
-        with pytest.raises(ValueError, match=r"average_heads=True.*decode='fixed'"):
-            mmkv.wrap(text_model, "h2o", 0.5, average_heads=True)
 
 
 class TestModes:

@@ -193,16 +193,6 @@ def test_conversations_of_one_model_may_alternate():
         torch.testing.assert_close(talk(between=True), alone, atol=1e-4, rtol=0)
 
 
-def test_a_turn_without_new_tokens_is_refused(models):
-    model, inputs = models("llama"), make_inputs("llama", (40,))
-    with mmkv.wrapped(model, "condense", 0.4, least=0):
-        _, _, cache, _ = generate(model, inputs, new=3)
-        for n in (40, 20):
-            given = {"input_ids": inputs["input_ids"][:, :n]}
-            with pytest.raises(ValueError, match=f"has seen 42 tokens, and there are {n}"):
-                model.generate(**given, past_key_values=cache, max_new_tokens=2)
-
-
 @pytest.mark.parametrize(
     ("policy", "options"), [("adakv", {"window": 6}), ("condense", {"least": 0})]
 )

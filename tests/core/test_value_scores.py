@@ -99,14 +99,6 @@ def test_residuals_equal_the_loop(Q: int, last: int, masked: bool, softcap: floa
     torch.testing.assert_close(found, naive_residuals(layer, last), atol=1e-6, rtol=1e-4)
 
 
-def test_residuals_weigh_queries_and_come_in_blocks(monkeypatch: pytest.MonkeyPatch):
-    layer, weights = inputs(), torch.tensor([1.0, 2.0, 3.0, 4.0])
-    want = naive_residuals(layer, WINDOW, weights.tolist())
-    for elements in (2**20, 3 * B * H * G * N, 1):
-        monkeypatch.setattr("mmkv.scores.values.tile", lambda device, n=elements: n)
-        torch.testing.assert_close(residuals(layer, WINDOW, weights), want, atol=1e-6, rtol=1e-4)
-
-
 def test_nearly_all_attention_on_one_token_keeps_its_digits():
     """1 - p is below float32's last digit: what the token gives is as large as its value."""
     query, key = torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2)
@@ -247,28 +239,3 @@ def test_where_no_token_or_one_competes_all_scores_are_numbers():
         found = WindowAttention(window=N - 1, value=value, diversity=True)(layer)
         assert found.isfinite().all()
         assert not found[2].any()
-
-
-def test_what_cannot_be_honoured_is_refused_by_name():
-    for policy, decode in (("h2o", "fixed"), ("squeeze", "fixed"), ("tova", "least")):
-        message = rf"value='norm' weighs attention, but decode='{decode}' goes on by attention"
-        with pytest.raises(ValueError, match=message):
-            mmkv.get_policy(policy, value="norm")
-    with pytest.raises(ValueError, match=r"diversity=True weighs attention, but decode='least'"):
-        mmkv.get_policy("tova", diversity=True)
-    assert mmkv.get_policy("h2o", value="norm", decode="grow").score.value == "norm"
-    for policy in ("keydiff", "condense", "streaming"):
-        with pytest.raises(ValueError, match=r"option 'value' has no effect on policy"):
-            mmkv.get_policy(policy, value="norm")
-    with pytest.raises(ValueError, match=r"option 'diversity' has no effect on policy 'prefixkv'"):
-        mmkv.get_policy("prefixkv", diversity=True)
-    with pytest.raises(ValueError, match="which diversity=True would mix"):
-        mmkv.get_policy("snapkv", value="critical", diversity=True)
-    with pytest.raises(ValueError, match=r"value='critical': expected one of"):
-        mmkv.get_policy("prefixkv", value="critical")
-    with pytest.raises(ValueError, match=r"value='l2': expected one of \['norm', 'output'"):
-        mmkv.get_policy("snapkv", value="l2")
-    x = random(1, 1, 9, 4)
-    alone = LayerInputs(query=x, key=x, value=x, valid=torch.ones(1, 9).bool())
-    with pytest.raises(ValueError, match="output_weight is not known here"):
-        WindowAttention(window=2, value="output")(alone)

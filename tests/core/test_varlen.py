@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import mmkv
+from helpers.masking import generate
 from helpers.models import make_inputs
 from helpers.oracle import ROWS
-from helpers.reference import generate
 from mmkv.cache import varlen
 
 kernel = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has none")

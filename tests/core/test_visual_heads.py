@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import math
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from helpers.oracle import generate
 from mmkv import adapters
 from mmkv.builtin import load_builtin
 from mmkv.profiles import Profile
-from mmkv.sizes.profiled import VISUAL_FILE, VisualHeads, proportional
+from mmkv.sizes.profiled import VISUAL_FILE, proportional
 
 L, H, G = 3, 2, 2
 SCORES = ((0.05, 0.0), (0.6, 0.1), (0.05, 0.2))
@@ -134,35 +132,3 @@ def test_the_built_in_model_has_a_profile_of_its_own(caplog):
         assert not model._mmkv.plan.policy.heads.equal
     assert "profile" not in caplog.text
     assert len(Profile.load(mmkv.builtin.WEIGHTS / VISUAL_FILE).visual) == 8
-
-
-def test_a_profile_is_saved_and_read(tmp_path):
-    model = make_model("llava-llama")
-    profile = profile_of(model)
-    profile.save(path := tmp_path / "heads.json")
-    assert Profile.load(path) == profile
-    with mmkv.wrapped(model, "adakv", 0.3, profile=path):  # as cost curves do, for any policy
-        assert not isinstance(model._mmkv.plan.policy.heads, VisualHeads)
-    with pytest.raises(ValueError, match="average_heads=True"):
-        mmkv.wrap(model, "tova", 0.3, profile=path)
-    data = json.loads(path.read_text())
-    for wrong, why in (
-        ([[1.0, -1.0]] * 3, "0 or more"),
-        ([[0.0, 0.0]] * 3, "not all 0"),
-        ([[1.0], [1.0, 2.0], [1.0]], "as many heads"),
-        ([1.0, 2.0, 3.0], "'visual' is not a list"),
-        ([[1.0, 2.0]] * 2, "2 layers"),
-        ([[1.0, math.nan]] * 3, "number|no JSON|0 or more"),
-    ):
-        path.write_text(json.dumps({**data, "visual": wrong}))
-        with pytest.raises(ValueError, match=why):
-            mmkv.wrap(model, "sparsemm", 0.3, profile=path)
-
-
-def test_what_visual_heads_leave_nothing_to_decide():
-    with pytest.raises(ValueError, match="leaves layers='pyramid' nothing to decide"):
-        mmkv.get_policy("sparsemm", layers="pyramid")
-    with pytest.raises(ValueError, match="average_heads=True"):
-        mmkv.get_policy("sparsemm", average_heads=True)
-    with pytest.raises(ValueError, match="rho=2"):
-        mmkv.get_policy("sparsemm", rho=2)

@@ -12,9 +12,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import mmkv
 from helpers.marks import slow_except
+from helpers.masking import fed, generate, recorded, seeing
 from helpers.models import IMAGE, make_inputs, make_model, next_turn
 from helpers.oracle import short
-from helpers.reference import seeing
 
 ROWS = (90, 66, 41)
 SOME = ["prefixkv", "adakv", "h2o", "streaming", "xkv"]
@@ -272,3 +272,30 @@ def test_two_threads_share_a_wrapped_model(models, policy):
         assert len(runs) == 3
         for run in runs:
             same(run, alone[i])
+
+
+@pytest.mark.parametrize(
+    "policy", slow_except(mmkv.list_policies(), "prefixkv", "adakv", "h2o", "squeeze")
+)
+def test_every_policy_under_autocast(models, policy):
+    """Scores are float32 there; of logits up to 5, held in steps of 1/32, evicting is masking."""
+    model, inputs = models("llava-llama"), make_inputs("llava-llama", ROWS)
+
+    def talk(**options):
+        words, cache = said(model, inputs, suppress_tokens=[IMAGE], **options)
+        more = next_turn(inputs, words[0], image=False)
+        second, cache = said(model, more, past_key_values=cache, suppress_tokens=[IMAGE])
+        assert second[1].isfinite().all()
+        return torch.tensor([x.kept for x in cache.report().layers]).sum((0, 2)).tolist()
+
+    with mmkv.wrapped(model, policy, 0.4, **short(policy)):
+        plain = talk(prefill_chunk_size=33)
+        with torch.autocast("cpu", torch.bfloat16), recorded(model) as held:
+            logits, tokens, _ = generate(model, inputs)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = talk(prefill_chunk_size=33)
+    assert found == plain
+    if mmkv.get_policy(policy).merge is None:  # merged pairs are not what a mask leaves
+        with torch.autocast("cpu", torch.bfloat16), seeing(model, held):
+            expected = fed(model, inputs, tokens)[0]
+        torch.testing.assert_close(logits, expected, atol=0.2, rtol=0)

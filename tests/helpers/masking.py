@@ -1,74 +1,93 @@
 """The reference of the main oracle: a full cache in which evicted keys are masked.
 
 Written to be read, not to be fast. It shares no code with the package: a plain model with
-transformers' own DynamicCache, and an attention function that is told, per layer and head, which
-keys it may see.
+transformers' own cache, and an attention function that is told, per layer and head, which earlier
+keys it may still see. `masked_logits` feeds a model of the LLaMA family by itself; `seeing` leaves
+it to the model's own `generate` or forward, for every class, which finds positions (multimodal ones
+too) and masks for itself. Layers with a sliding window are left as they are.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, LogitsProcessor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-_state: dict[str, Any] = {}
+NEW = 6  # tokens generated at a time
+# By layer: the positions kept before a pass, and pairs that were merged; for all: codes of so many
+# bits, frequencies to reposition by, and where to note attention weights.
+_NOTHING: dict[str, Any] = {
+    "kept": {},
+    "edited": {},
+    "bits": None,
+    "inv_freq": None,
+    "record": None,
+}
+_state: dict[str, Any] = dict(_NOTHING)
 
 
-def _masked_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    B, H, S, D = key.shape
-    G = query.shape[1] // H
-    scale = D**-0.5 if scaling is None else scaling
-    allowed = _state["allowed"]
-    if allowed is not None:
-        visible = allowed[module.layer_idx]  # [B, H, q, S]
-        plain = key, value
-        edited = _state["edited"][module.layer_idx]
-        if edited is not None:
-            n = edited[0].shape[2]
-            key = torch.cat([edited[0], key[:, :, n:]], dim=2)
-            value = torch.cat([edited[1], value[:, :, n:]], dim=2)
-        if _state["bits"] is not None:
-            # The tokens of a new turn are whole until they are stored.
-            n = S if query.shape[2] == 1 else S - query.shape[2]
-            key = torch.cat([fake_quantise(key[:, :, :n], _state["bits"]), key[:, :, n:]], dim=2)
-            stored = fake_quantise(value[:, :, :n], _state["bits"])
-            value = torch.cat([stored, value[:, :, n:]], dim=2)
-        if _state["inv_freq"] is not None:
-            key = naive_reposition(key, visible[:, :, -1], _state["inv_freq"])
-        if (groups := _state["groups"][module.layer_idx]) is not None:
-            pairs = [naive_means(x, *groups[:2]) for x in plain]
-            if _state["bits"] is not None:
-                pairs = [fake_quantise(x, _state["bits"]) for x in pairs]
-            key, value = (torch.cat(x, 2) for x in zip(pairs, (key, value), strict=True))
-            bias = groups[2][:, :, None].expand(-1, -1, query.shape[2], -1)
-            visible = torch.cat([bias > -math.inf, visible], dim=-1)
-        attention_mask = None
-    else:
-        groups = None
-    out = torch.zeros(B, query.shape[1], query.shape[2], D, dtype=query.dtype)
-    seen: list[Tensor] = []
-    for h in range(query.shape[1]):
-        logits = query[:, h] @ key[:, h // G].transpose(-1, -2) * scale
-        if attention_mask is not None:
-            logits = logits + attention_mask[:, 0, :, :S]
-        if groups is not None:
-            logits[..., : bias.shape[-1]] += bias[:, h // G]
-        if allowed is not None:
-            logits = logits.masked_fill(~visible[:, h // G], -math.inf)
-        weights = logits.softmax(-1)
-        out[:, h] = weights @ value[:, h // G]
-        seen.append(weights)
-    if allowed is not None and _state["record"] is not None:
-        _state["record"][-1].append(torch.stack(seen, dim=1))
-    return out.transpose(1, 2).contiguous(), None
+def _attention(module, query, key, value, attention_mask, scaling=None, softcap=None, **kwargs):
+    G, q, S = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
+    kept, bias, n = _state["kept"].get(module.layer_idx), None, 0
+    if kept is not None:
+        key, value, bias = _as_stored(module.layer_idx, kept, key, value, q)
+        n = 0 if bias is None else bias.shape[-1]
+    key, value = key.repeat_interleave(G, dim=1), value.repeat_interleave(G, dim=1)
+    logits = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if bias is not None:
+        logits[..., :n] += bias.repeat_interleave(G, dim=1)[:, :, None]
+    if attention_mask is not None:
+        # Not in place: in 16 bits the mask's lowest number would be -inf.
+        logits = torch.cat([logits[..., :n], logits[..., n:] + attention_mask[..., :S]], dim=-1)
+    if kept is not None:
+        gone = ~seen_by(kept, S - q).repeat_interleave(G, dim=1)
+        logits[..., n : n + S - q].masked_fill_(gone[:, :, None], -math.inf)
+    weights = logits.softmax(-1)
+    if kept is not None and _state["record"] is not None:
+        _state["record"][-1].append(weights)
+    return (weights @ value).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register("test_masked", _masked_attention)
+def _as_stored(layer: int, kept: Tensor, key: Tensor, value: Tensor, q: int):
+    """Keys, values and bias as a layer stores them: merged, in few bits, turned, or in groups."""
+    plain, bits, inv_freq, groups = (key, value), _state["bits"], _state["inv_freq"], None
+    if (edited := _state["edited"].get(layer)) is not None:
+        n = edited[0].shape[2]
+        key, value = (torch.cat([x, y[:, :, n:]], 2) for x, y in zip(edited, plain, strict=True))
+    if bits is not None:
+        # The tokens of a new turn are whole until they are stored.
+        n = key.shape[2] - (q if q > 1 else 0)
+        key, value = (
+            torch.cat([fake_quantise(x[:, :, :n], bits), x[:, :, n:]], dim=2) for x in (key, value)
+        )
+    if inv_freq is not None:
+        new = torch.ones(*kept.shape[:2], q, dtype=torch.bool)
+        visible = torch.cat([seen_by(kept, key.shape[2] - q), new], dim=-1)
+        key = naive_reposition(key, visible, inv_freq)
+    if (groups := getattr(kept, "groups", None)) is None:
+        return key, value, None
+    pairs = [naive_means(x, *groups[:2]) for x in plain]
+    if bits is not None:
+        pairs = [fake_quantise(x, bits) for x in pairs]
+    key, value = (torch.cat(x, dim=2) for x in zip(pairs, (key, value), strict=True))
+    return key, value, groups[2]
+
+
+def seen_by(kept: Tensor, seen: int) -> Tensor:
+    """Positions kept [B, H, n], -1 as filler -> bool [B, H, seen]."""
+    found = torch.zeros(*kept.shape[:2], seen + 1, dtype=torch.bool)
+    return found.scatter_(-1, kept.masked_fill(kept < 0, seen), True)[..., :seen]
+
+
+AttentionInterface.register("test_masked", _attention)
 AttentionMaskInterface.register("test_masked", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
@@ -108,21 +127,6 @@ def naive_means(x: Tensor, weights: Tensor, member: Tensor) -> Tensor:
     return means
 
 
-def allowed_from(kept: list[Tensor], seen: int, q: int = 1) -> list[Tensor]:
-    """Positions kept by each layer [B, H, n] -> bool [B, H, q, seen + q] for q tokens more.
-
-    Each of them sees what was kept, those before it, and itself.
-    """
-    masks = []
-    for positions in kept:
-        B, H, _ = positions.shape
-        old = torch.zeros(B, H, seen + 1, dtype=torch.bool)
-        old.scatter_(-1, positions.masked_fill(positions < 0, seen), True)
-        new = torch.ones(q, q, dtype=torch.bool).tril().expand(B, H, q, q)
-        masks.append(torch.cat([old[:, :, None, :seen].expand(B, H, q, seen), new], dim=-1))
-    return masks
-
-
 def masked_logits(
     model: torch.nn.Module,
     inputs: dict[str, Tensor],
@@ -148,9 +152,7 @@ def masked_logits(
     decoder = model.get_decoder()
     before = decoder.config._attn_implementation
     decoder.config._attn_implementation_internal = "test_masked"
-    layers = range(len(decoder.layers))
-    nothing = [None for _ in layers]
-    _state.update(allowed=None, edited=[*nothing], groups=nothing, record=record, bits=bits)
+    _state.update(_NOTHING, edited={}, record=record, bits=bits)
     _state["inv_freq"] = decoder.rotary_emb.inv_freq if reposition else None
     mask = inputs["attention_mask"]
     try:
@@ -160,13 +162,11 @@ def masked_logits(
             logits = [out.logits[:, -1]]
             averages = merge is not None and merge.name != "groups"
             if averages and not postpone:
-                H = kept[0][0].shape[1]
-                candidates = mask.bool()[:, None].expand(-1, H, -1)
-                _merge_all(cache, kept[0], [candidates for _ in layers], merge.name)
+                everything = mask.bool()[:, None].expand(-1, kept[0][0].shape[1], -1)
+                _merge_all(cache, kept[0], [everything for _ in kept[0]], merge.name)
             for t, feed in enumerate(feeds):
                 q, seen = feed["input_ids"].shape[1], mask.shape[1]
-                _state["allowed"] = allowed_from(kept[t], seen, q)
-                _state["groups"] = [getattr(k, "groups", None) for k in kept[t]]
+                _state["kept"] = dict(enumerate(kept[t]))
                 if record is not None:
                     record.append([])
                 mask = torch.cat([mask, torch.ones_like(mask[:, :1]).expand(-1, q)], dim=1)
@@ -179,11 +179,12 @@ def masked_logits(
                 )
                 logits.append(out.logits[:, -1])
                 if averages and (q > 1 or t + 1 == postpone):
-                    last = [m[:, :, -1] for m in _state["allowed"]]
-                    _merge_all(cache, kept[t + 1], last, merge.name)
+                    pad = torch.nn.functional.pad
+                    there = [pad(seen_by(k, seen), (0, q), value=True) for k in kept[t]]
+                    _merge_all(cache, kept[t + 1], there, merge.name)
     finally:
         decoder.config._attn_implementation_internal = before
-        _state.update(allowed=None, inv_freq=None, record=None, bits=None)
+        _state.update(_NOTHING)
     return torch.stack(logits)
 
 
@@ -191,8 +192,7 @@ def _merge_all(cache: Any, kept: list[Tensor], candidates: list[Tensor], how: st
     """Merge every layer's candidates into what it keeps, on top of earlier merges."""
     for i, layer in enumerate(cache.layers):
         keys, values = layer.keys.clone(), layer.values.clone()
-        edited = _state["edited"][i]
-        if edited is not None:
+        if (edited := _state["edited"].get(i)) is not None:
             n = edited[0].shape[2]
             keys[:, :, :n], values[:, :, :n] = edited
         _state["edited"][i] = naive_merge(keys, values, kept[i], candidates[i], how)
@@ -261,3 +261,85 @@ def naive_merge(
 
 def _positions(mask: Tensor) -> Tensor:
     return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+class Feed(LogitsProcessor):
+    """Makes `generate` choose given tokens [B, T]."""
+
+    def __init__(self, tokens: Tensor, start: int) -> None:
+        self.tokens, self.start = tokens, start
+
+    def __call__(self, input_ids, scores):
+        t = input_ids.shape[1] - self.start
+        return torch.full_like(scores, -1e9).scatter(1, self.tokens[:, t : t + 1], 0.0)
+
+
+def generate(model, inputs, new=NEW, **kwargs):
+    """Greedy: logits [T, B, V], tokens and the cache."""
+    out = model.generate(
+        **inputs,
+        max_new_tokens=new,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **kwargs,
+    )
+    return torch.stack(out.logits), out.sequences[:, -new:], out.past_key_values
+
+
+@contextmanager
+def recorded(model):
+    """What each compressed layer held after each of a wrapped model's passes."""
+    held: list[dict[int, Tensor]] = []
+
+    def record(module, args, output):
+        cache = output.past_key_values
+        if not cache.expects_prompt:
+            layers = [i for i, x in enumerate(cache.layers) if hasattr(x, "blocks")]
+            held.append({i: held_by(cache, i) for i in layers})
+
+    hook = model.register_forward_hook(record)
+    try:
+        yield held
+    finally:
+        hook.remove()
+
+
+def hide(attn, args, kwargs):
+    """Put what a layer no longer holds into its mask."""
+    kept = _state["kept"].get(attn.layer_idx)
+    if kept is None:
+        return None
+    mask = kwargs["attention_mask"]
+    gone = ~seen_by(kept, mask.shape[-1] - mask.shape[-2])
+    mask = mask.expand(-1, gone.shape[1], -1, -1).clone()
+    mask[..., : gone.shape[-1]].masked_fill_(gone[:, :, None], -math.inf)
+    return args, {**kwargs, "attention_mask": mask}
+
+
+@contextmanager
+def seeing(model, held, inv_freq=None, chunks=1):
+    """The plain model, its passes after the prompt's seeing only what was `held` before them."""
+    decoder = model.get_decoder()
+    before = decoder.config._attn_implementation
+    kept = iter([{}] * chunks + held)
+    _state.update(_NOTHING, inv_freq=inv_freq)
+    hooks = [decoder.register_forward_pre_hook(lambda *_: _state.update(kept=next(kept)))]
+    decoder.config._attn_implementation_internal = "test_masked"
+    if decoder.config.model_type == "falcon":  # does not ask for an attention function
+        decoder.config._attn_implementation_internal = "eager"
+        blocks = [layer.self_attention for layer in decoder.h]
+        hooks += [x.register_forward_pre_hook(hide, with_kwargs=True) for x in blocks]
+    try:
+        yield model
+    finally:
+        for hook in hooks:
+            hook.remove()
+        decoder.config._attn_implementation_internal = before
+        _state.update(_NOTHING)
+
+
+def fed(model, inputs, tokens, **kwargs):
+    """`generate` that chooses `tokens`."""
+    feed = Feed(tokens, inputs["input_ids"].shape[1])
+    return generate(model, inputs, logits_processor=[feed], **kwargs)

@@ -78,6 +78,10 @@ COMPOSED = [
     Variant("lagkv", (("lag", 9), ("heads", "adaptive"))),
     Variant("adakv", (("value", "critical"),)),
     Variant("prefixkv", (("value", "residual"), ("average_heads", False), ("distance", 4))),
+    # A floor that some rows are above, and some are not.
+    Variant("xkv", (("least", 60), ("heads", "adaptive")), 0.2),
+    Variant("kvzip", (("least", 60),), 0.2),
+    Variant("condense", (("least", 60), ("decode", "rounds"), ("every", 4), ("latest", 3)), 0.2),
 ]
 # Their prompts are evicted some steps late, which tests of prompts alone do not see.
 POSTPONED = [
@@ -87,8 +91,11 @@ POSTPONED = [
     Variant("prefixkv", (("postpone", 3), ("distance", 4))),
     Variant("condense", (("postpone", 4), ("chunk", 13))),
     Variant("lookm", (("postpone", 4),), 0.5),
+    Variant("snapkv", (("postpone", 3), ("least", 60)), 0.2),
+    *(Variant(name, (("postpone", 4),)) for name in ("vlcache", "expected", "defensive")),
 ]
 VARIANTS = [Variant(name) for name in mmkv.list_policies()] + COMPOSED
+EVERY = VARIANTS + POSTPONED
 # Rounds of generated tokens are scored on the host's word: their steps are not replayed.
 REPLAYED = [v for v in VARIANTS if ("decode", "rounds") not in v.options]
 
@@ -169,6 +176,18 @@ def measured_similarity():
         yield found
     finally:
         Reading.compare = compare
+
+
+def window_scores(attention, window, kernel, pooling, recent=False) -> list[float]:
+    """SnapKV's scores of the tokens before the window, by one head's group [G, N, N]."""
+    shares = torch.arange(1.0, window + 1) if recent else torch.ones(window)
+    seen = shares.to(attention.dtype) @ attention[:, -window:, :-window] / shares.sum()
+    total = torch.zeros_like(seen[0])
+    for j in range(seen.shape[1]):
+        near = seen[:, max(0, j - kernel // 2) : j + kernel // 2 + 1]
+        pooled = {"max": near.amax(1, keepdim=True), "avg": near.sum(1, keepdim=True) / kernel}
+        total[j] = pooled.get(pooling, seen[:, j : j + 1]).mean()
+    return total.tolist()
 
 
 def top(scores: list[float], n: int) -> set[int]:

@@ -13,7 +13,6 @@ from safetensors import safe_open
 
 from mmkv.builtin import WEIGHTS, example_pictures, load_builtin, scenes, texts
 from mmkv.builtin.training import curriculum, evaluate, train
-from mmkv.builtin.training.build import build
 from mmkv.builtin.training.evaluate import encode
 
 SCENE = scenes.Scene(
@@ -36,13 +35,6 @@ def processor(builtin):
 
 
 # Scenes ------------------------------------------------------------------------------------------
-
-
-def test_scenes_and_texts_are_deterministic_and_differ_by_seed_and_split():
-    assert scenes.make_scene(3) == scenes.make_scene(3) != scenes.make_scene(4)
-    assert scenes.draw(scenes.make_scene(3)) == scenes.draw(scenes.make_scene(3))
-    assert texts.make_lookup(5, 256) == texts.make_lookup(5, 256)
-    assert texts.make_lookup(5, 256) != texts.make_lookup(5, 256, "train")
 
 
 def test_no_heldout_scene_is_a_training_scene():
@@ -78,21 +70,6 @@ def test_the_picture_shows_the_objects_colours_where_they_are():
     assert picture.getpixel((150, 150)) == scenes.COLORS["orange"]
     assert picture.getpixel((150, 250)) == scenes.COLORS["blue"]
     assert picture.getpixel((250, 50)) == SCENE.background
-
-
-def test_every_shape_is_drawn():
-    drawn = set()
-    for shape in scenes.SHAPES:
-        one = scenes.Object(color="red", shape=shape, place="center")
-        drawn.add(scenes.draw(scenes.Scene(objects=(one,)), 96).tobytes())
-    assert len(drawn) == len(scenes.SHAPES)
-
-
-def test_the_description_is_written_out():
-    assert scenes.describe(SCENE) == (
-        "There are three objects in the picture. A red circle is at the top left. "
-        "An orange star is at the center. A blue cross is at the bottom center."
-    )
 
 
 @pytest.mark.parametrize(
@@ -133,16 +110,6 @@ def test_texts_have_the_length_asked_for(processor, tokens):
         length = len(processor.tokenizer.encode(f" {text}", add_special_tokens=False))
         assert tokens - 20 < length <= tokens
         assert length == texts.estimate(text)
-
-
-def test_every_record_stands_in_the_text_once_and_answers_its_question():
-    lookup = texts.make_lookup(1, 512)
-    assert len(lookup.records) == 32
-    for (key, value), question in zip(lookup.records, lookup.questions, strict=True):
-        assert lookup.text.split().count(key) == 1
-        assert f"{key} {value}." in lookup.text
-        assert key in question.text
-        assert question.answer == f"{key} {value}."
 
 
 def test_answers_to_lookups_are_scored_by_the_value():
@@ -192,13 +159,6 @@ def test_turns_and_plain_text_follow_the_template(processor):
     )
 
 
-def test_prompts_of_different_length_are_padded_on_the_left(processor):
-    conversations = [evaluate.user("A longer question than the other?"), evaluate.user("Why?")]
-    inputs = encode(processor, conversations, processor_kwargs={"padding": True})
-    assert inputs["attention_mask"][1, 0] == 0
-    assert inputs["attention_mask"][:, -1].tolist() == [1, 1]
-
-
 def test_training_sequences_are_what_the_chat_template_writes(processor):
     picture = scenes.draw(SCENE)
     writer = curriculum.Writer(processor.tokenizer, 400)
@@ -240,21 +200,6 @@ def test_the_shipped_weights_are_a_small_grouped_query_llava_in_bfloat16():
     assert text["max_position_embeddings"] >= 2048
 
 
-def test_the_model_loads_in_the_dtype_asked_for(builtin):
-    assert builtin[0].dtype == torch.float32
-    assert not builtin[0].training
-    assert load_builtin(torch.bfloat16)[0].dtype == torch.bfloat16
-
-
-def test_the_initial_model_attends_to_the_previous_token():
-    model = build()[0].eval()
-    model.set_attn_implementation("eager")
-    ids = torch.randint(260, 1000, (1, 64), generator=torch.Generator().manual_seed(0))
-    attention = model(input_ids=ids, output_attentions=True).attentions[0][0]
-    for head, distance in ((0, 1), (1, 2)):
-        assert attention[head].diagonal(-distance)[2:].min() > 0.9
-
-
 @pytest.mark.slow
 def test_a_smoke_run_trains_resumes_and_can_be_loaded(tmp_path):
     train.train(tmp_path, steps=2, small=True, compile=False)
@@ -269,12 +214,6 @@ def test_a_smoke_run_trains_resumes_and_can_be_loaded(tmp_path):
     model, processor = load_builtin(weights=tmp_path / "weights")
     inputs = encode(processor, evaluate.user("Describe the picture.", scenes.draw(SCENE)))
     assert model.generate(**inputs, max_new_tokens=2).shape[1] == inputs["input_ids"].shape[1] + 2
-
-
-@pytest.mark.parametrize("given", [{}, {"minutes": 1.0, "steps": 1}])
-def test_a_run_needs_either_minutes_or_steps(tmp_path, given):
-    with pytest.raises(ValueError, match="minutes or steps"):
-        train.train(tmp_path, **given)
 
 
 @pytest.mark.parametrize(

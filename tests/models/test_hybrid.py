@@ -30,19 +30,6 @@ def words(rows, n, seed=3):
     return torch.randint(8, VOCAB, (rows, n), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("rows", ["one", "padded"])
-def test_states_are_the_plain_models(rows):
-    """A prompt is read whole, and nothing of a state is evicted."""
-    model, inputs = model_of(NAME), inputs_of(model_of(NAME), rows)
-    plain = prefilled(model, inputs)
-    with mmkv.wrapped(model, "prefixkv", 0.3, **short("prefixkv")):
-        cache = prefilled(model, inputs)
-    for layer in LINEAR:
-        for mine, want in zip(states(cache, layer), states(plain, layer), strict=True):
-            torch.testing.assert_close(mine, want)
-    assert [x.layer for x in cache.report().layers if x.compressed] == list(FULL)
-
-
 def test_a_report_counts_their_bytes():
     model = model_of(NAME)
     with mmkv.wrapped(model, "prefixkv", 0.3, **short("prefixkv")):
@@ -63,27 +50,6 @@ def test_a_context_of_it_is_not_saved(tmp_path):
         context = mmkv.read(model, inputs_of(model, "one"))
         with pytest.raises(ValueError, match="linear-attention layers cannot be saved"):
             context.save(tmp_path / "read.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("choose", "rows"),
-    [
-        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
-        (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
-        (lambda cache: cache.reorder_cache(torch.tensor([1, 1])), [1, 1]),
-    ],
-)
-def test_rows_take_their_states_along(choose, rows):
-    model = model_of(NAME)
-    ids = words(2, 40)
-    with mmkv.wrapped(model, "prefixkv", 1.0, **short("prefixkv")), torch.no_grad():
-        cache = prefilled(model, {"input_ids": ids})
-        choose(cache)
-        found = model(input_ids=words(len(rows), 1), past_key_values=cache).logits
-    whole = torch.cat([ids[rows], words(len(rows), 1)], dim=1)
-    with torch.no_grad():
-        want = model(input_ids=whole).logits[:, -1:]
-    torch.testing.assert_close(found, want, atol=2e-4, rtol=0)
 
 
 def test_a_context_answers_several_questions():

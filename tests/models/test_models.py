@@ -11,8 +11,8 @@ import transformers as tf
 import mmkv
 from helpers import configs, zoo
 from helpers.marks import slow_except
+from helpers.masking import fed, generate, recorded, seeing
 from helpers.oracle import measured_similarity, short
-from helpers.reference import fed, generate, recorded, seeing
 from helpers.zoo import FEW, NAMES, OFTEN, SUPPORTED, inputs_of, model_of
 from mmkv import chat
 

@@ -18,10 +18,9 @@ from transformers import (
 
 import mmkv
 from helpers.marks import slow_except
-from helpers.masking import masked_logits
+from helpers.masking import Feed, masked_logits
 from helpers.models import IMAGE, PAD, make_inputs, make_model
 from helpers.oracle import generate, short
-from helpers.reference import Feed
 
 ROWS = (60, 31, 44)
 CLOSE = 0.15

@@ -1,0 +1,452 @@
+"""What cannot be honoured is refused: one line that names the value and the remedy."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+import mmkv
+from helpers import zoo
+from helpers.memory import bounded
+from helpers.models import make_inputs, make_model
+from helpers.oracle import generate
+from mmkv import adapters
+from mmkv.policy import Score
+from mmkv.profiles import Profile
+from mmkv.scores.window import WindowAttention
+from mmkv.sizes.calibrated import Curves
+
+SAMPLED = {"allocation": "sampled"}
+LEAST_PRUNE = {"average_heads": True, "merge": "groups"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "message"),
+    [
+        ("snap", {}, r"unknown policy 'snap'. Did you mean 'snapkv'.*prefixkv"),
+        (None, {}, r"policy=None: expected a name or a Policy object"),
+        (mmkv.Policy, {}, r"or a Policy object: call it, Policy\(\)"),
+        (
+            "snapkv",
+            {"windw": 3},
+            r"option of policy 'snapkv' 'windw'. Did you mean 'window'",
+        ),
+        ("streaming", {"window": 3}, r"'window' has no effect"),
+        ("full", {"window": 3}, r"'window' has no effect"),
+        ("full", {"least": 3}, r"'least' has no effect on policy 'full'"),
+        ("full", {"postpone": 8}, "no effect"),
+        ("xkv", {"alpha": 0.3}, r"'alpha' has no effect on policy 'xkv'.*heads='uniform'"),
+        ("squeeze", {"score": "window"}, r"'score' has no effect on policy 'squeeze'"),
+        ("keydiff", {"value": "norm"}, r"option 'value' has no effect on policy"),
+        ("prefixkv", {"diversity": True}, r"option 'diversity' has no effect on policy 'prefixkv'"),
+        # Values out of range, or of another type
+        ("snapkv", {"window": "wide"}, "window='wide': expected a whole number"),
+        ("snapkv", {"window": 8.5}, "window=8.5: expected a whole number"),
+        ("snapkv", {"window": 0}, r"window=0"),
+        ("snapkv", {"sinks": True}, "sinks=True: expected a whole number"),
+        ("snapkv", {"recent": "half"}, "recent='half': expected a number"),
+        ("snapkv", {"average_heads": 1}, "average_heads=1: expected True or False"),
+        ("snapkv", {"pooling": "min"}, r"pooling='min'.*avg"),
+        ("snapkv", {"least": -1}, "least=-1: expected 0 or more"),
+        ("snapkv", {"least": 0.5}, r"least=0\.5"),
+        ("snapkv", {"postpone": -1}, "postpone=-1: expected 0 or more"),
+        ("snapkv", {"value": "l2"}, r"value='l2': expected one of \['norm', 'output'"),
+        ("prefixkv", {"value": "critical"}, r"value='critical': expected one of"),
+        ("adakv", {"alpha": 1.5}, r"alpha=1.5: expected a number in \[0, 1\]"),
+        ("xkv", {"score": "windy"}, r"score='windy': expected one of .*'window'"),
+        (
+            "xkv",
+            {"heads": WindowAttention()},
+            r"heads=WindowAttention.*: expected .*Heads part",
+        ),
+        ("condense", {"exact": 1.5}, "exact=1.5"),
+        ("condense", {"chunk": 0}, "chunk=0"),
+        ("condense", {"stride": 0}, "stride=0"),
+        ("condense", {"value_weight": -1.0}, "value_weight=-1.0"),
+        ("condense", {"decode": "rounds", "every": 0}, "every=0"),
+        ("defensive", {"kernel_size": 4}, "kernel_size=4: expected an odd number"),
+        ("defensive", {"window": 0}, "window=0: expected 1 or more"),
+        ("defensive", {"mass": 1.5}, r"mass=1.5: expected a number in \[0, 1\]"),
+        ("expected", {"positions": 0}, "positions=0: expected 1 or more"),
+        ("expected", {"epsilon": -0.1}, r"epsilon=-0\.1: expected 0 or more"),
+        ("kvzip", {"repeated": 0}, "repeated=0: expected 1 or more"),
+        ("kvzip", {"instruction": "Repeat"}, "instruction='Repeat': expected ids of tokens"),
+        ("lagkv", {"lag": 1}, r"lag=1: expected 2 or more"),
+        ("random", {"seed": -1}, "seed=-1: expected 0 or more"),
+        ("sparsemm", {"rho": 2}, "rho=2"),
+        ("xkv", {**SAMPLED, "samples": 0}, "samples=0: expected 1 or more"),
+        # Parts that do not go together
+        ("snapkv", {"decode": "fixed"}, r"decode='fixed' drops .*score='window' has neither"),
+        ("h2o", {"average_heads": True}, r"average_heads=True.*decode='fixed'"),
+        ("local", {"heads": "adaptive"}, r"heads='adaptive'"),
+        ("local", {"layers": "prefix"}, r"layers='prefix'"),
+        ("prefixkv", {"heads": "adaptive"}, r"average_heads"),
+        ("streaming", {"heads": "retrieval"}, "heads='retrieval' gives heads of a layer different"),
+        ("xkv", {"heads": "global"}, r"layers='pooled' nothing to decide: use layers='uniform'"),
+        (
+            "xkv",
+            {"heads": "global", "layers": "uniform", "average_heads": True},
+            r"heads='global' compares heads .*average_heads=True",
+        ),
+        ("sparsemm", {"layers": "pyramid"}, "leaves layers='pyramid' nothing to decide"),
+        ("sparsemm", {"average_heads": True}, "average_heads=True"),
+        ("xkv", {"layers": "sparsity"}, r"layers='sparsity' looks .*score='window'"),
+        ("xkv", {"decode": "least"}, r"decode='least' drops .*use average_heads=True"),
+        ("xkv", {"decode": "least", "score": "observers"}, r"newest query.*score='observers'"),
+        ("xkv", {"decode": "least", **LEAST_PRUNE}, r"decode='least' needs .*merge='groups'"),
+        ("condense", {"reposition": True}, "reposition=True turns"),
+        ("h2o", {"text_prior": True}, "text_prior=True .* decode='fixed'"),
+        ("tova", {"text_prior": True}, "text_prior=True .* decode='least'"),
+        ("h2o", {"value": "norm"}, r"value='norm' weighs attention, but decode='fixed' goes on by"),
+        (
+            "squeeze",
+            {"value": "norm"},
+            r"value='norm' weighs .* decode='fixed' goes on by",
+        ),
+        ("tova", {"value": "norm"}, r"value='norm' weighs .* decode='least' goes on by attention"),
+        ("tova", {"diversity": True}, r"diversity=True weighs attention, but decode='least'"),
+        ("snapkv", {"value": "critical", "diversity": True}, "which diversity=True would mix"),
+        ("snapkv", {"layers": "squeeze", "decode": "rounds"}, "measures them on prompts alone"),
+        ("kvzip", {"decode": "rounds"}, "decode='rounds' scores generated tokens"),
+        (
+            "kvzip",
+            {"heads": "uniform", "layers": "pooled", "allocation": "mini-prefill"},
+            "allocation='mini-prefill' sizes layers before the prompt is repeated",
+        ),
+        ("kvzip", {"postpone": 8}, "score='repetition' asks none"),
+        ("streaming", {"postpone": 8}, "score='recency' asks none"),
+        ("knorm", {"postpone": 8}, "score='key-norm' asks none"),
+        ("xkv", {"postpone": 8}, "use allocation='one-pass'"),
+        ("snapkv", {"postpone": 8, "decode": "rounds"}, "decode='rounds' both let"),
+        ("xkv", SAMPLED, "samples=None, requests=None: give one"),
+        ("xkv", {**SAMPLED, "samples": 2, "requests": 9}, "samples=2, requests=9: give one"),
+        ("xkv", {"samples": 5}, "samples=5 is read with allocation='sampled'"),
+        ("xkv", {**SAMPLED, "samples": 2, "retention": 0.5}, "retention=0.5 gives none"),
+        ("xkv", {**SAMPLED, "samples": 2, "postpone": 4}, "allocation='sampled' before it"),
+    ],
+    ids=str,
+)
+def test_policies(policy, options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        mmkv.get_policy(policy, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_allowed_beside_them():
+    assert mmkv.get_policy("snapkv", window=np.int64(8), recent=1).score.window == 8
+    assert mmkv.get_policy("h2o", value="norm", decode="grow").score.value == "norm"
+    built_in = [mmkv.get_policy(x) for x in mmkv.list_policies()]
+    assert {x.name: x.least for x in built_in if x.least} == {"condense": 64}
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "options", "message"),
+    [
+        ("xkv", 0.2, {"retention": 0.5}, r"budget=0.2 and retention=0.5"),
+        ("snapkv", None, {}, r"needs a budget"),
+        ("snapkv", 0.0, {}, r"budget=0.0.*\(0, 1\]"),
+        ("h2o", 0.2, {"protect": "instruction"}, r"no image tokens"),
+        ("snapkv", 29, {"window": 30}, r"budget=29 is below the 30 .*window=30, sinks=0"),
+        ("streaming", 29, {"sinks": 30}, r"budget=29 is below the 30 .*window=0, sinks=30"),
+        ("xkv", 29, {"window": 20, "sinks": 10}, r"29 is below the 30 .*window=20, sinks=10"),
+        ("snapkv", 39, {"postpone": 8}, r"40 tokens .*\(window=32, sinks=0, postpone=8\)"),
+        ("snapkv", 0.3, {"postpone": 8, "evict_chunks": True}, r"evict_chunks=True .* postpone=8"),
+        ("snapkv", None, {"profile": 3}, r"profile=3: expected a Profile, or the path of one"),
+        ("snapkv", None, {"profile": [0.5] * 3}, r"profile=.*: expected a Profile, or the path of"),
+    ],
+)
+def test_wraps(text_model, policy, budget, options, message):
+    before = sorted(vars(text_model))
+    with pytest.raises(ValueError, match=message):
+        mmkv.wrap(text_model, policy, budget, **options)
+    assert sorted(vars(text_model)) == before
+    assert text_model.config._attn_implementation == "sdpa"
+    if budget == 29:  # one more is enough
+        with mmkv.wrapped(text_model, policy, 30, **options), torch.no_grad():
+            cache = text_model(**make_inputs("llama", (100,)), use_cache=True).past_key_values
+        assert [int((cache.kept(i)[0, 0] >= 0).sum()) for i in range(3)] == [30, 30, 30]
+
+
+def tiny(name, **settings):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 20}
+    config = getattr(tf, f"{name}Config")(**sizes, num_attention_heads=2, **settings)
+    return getattr(tf, f"{name}ForCausalLM")(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tiny("Cohere"), r"CohereForCausalLM.*LlavaForConditionalGeneration"),
+        (lambda: tiny("Mistral", sliding_window=8), r"sliding_window=8"),
+        (lambda: make_model("llama").model, r"wrap a LlamaModel: load it as LlamaForCausalLM"),
+        (lambda: nn.Linear(2, 2), "cannot wrap a Linear"),
+    ],
+)
+def test_models(make, message):
+    for call in (lambda x: mmkv.wrap(x, "h2o", 0.5), mmkv.probe):
+        with pytest.raises(ValueError, match=message):
+            call(make())
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"cache_implementation": "static"}, r"cache_implementation='static'.*unwrap"),
+        ({"cache_implementation": "offloaded"}, r"cache_implementation='offloaded'"),
+        ({"cache_implementation": "quantized"}, r"cache_implementation='quantized'"),
+        ({"cache_implementation": "paged"}, r"continuous batching.*unwrap"),
+        ({"prompt_lookup_num_tokens": 3}, r"assisted decoding"),
+        ({"assistant_early_exit": 1}, r"assisted decoding"),
+        ({"assistant_model": make_model("llama")}, r"assisted decoding"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, r"penalty_alpha=0.6 asks for contrastive.*unwrap"),
+        ({"dola_layers": "low", "trust_remote_code": True}, r"dola_layers='low' asks for"),
+        ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0}, r"num_beam_groups=2"),
+        ({"num_beams": 4, "force_words_ids": [[[5]]]}, r"force_words_ids=\[\[\[5\]\]\] asks for"),
+        ({"past_key_values": tf.DynamicCache()}, r"past_key_values is a DynamicCache"),
+    ],
+)
+def test_generates(text_model, kwargs, message):
+    inputs = make_inputs("llama", (40,))
+    with mmkv.wrapped(text_model, "h2o", 0.5):
+        with pytest.raises(ValueError, match=message):
+            text_model.generate(**inputs, max_new_tokens=3, **kwargs)
+        generate(text_model, inputs, new=3)  # and goes on working
+
+
+def test_caches(text_model):
+    inputs = make_inputs("llama", (40,))
+    with mmkv.wrapped(text_model, "condense", 0.5, least=0):
+        *_, cache, _ = generate(text_model, inputs, new=3)
+        for n in (40, 20):
+            given = {"input_ids": inputs["input_ids"][:, :n]}
+            with pytest.raises(ValueError, match=f"has seen 42 tokens, and there are {n}"):
+                text_model.generate(**given, past_key_values=cache, max_new_tokens=2)
+    assert not cache.is_croppable
+    for call, message in (
+        (lambda: cache.crop(-1), "cropped"),
+        (lambda: cache.offload(0), "offloaded"),
+        (lambda: type(cache)(text_model.config, cache.plan).kept(0), "nothing is kept yet"),
+        *(
+            (lambda read=read: read(99), "layer 99: the cache has layers 0 to 2")
+            for read in (cache.kept, cache.groups, cache.shares)
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert torch.equal(cache.kept(-1), cache.kept(2))
+
+
+def test_batches(text_model, models):
+    inputs = make_inputs("llama", (40, 30))
+    right = {**inputs, "attention_mask": inputs["attention_mask"].flip(-1)}
+    empty = {**inputs, "attention_mask": inputs["attention_mask"].clone()}
+    empty["attention_mask"][1] = 0
+    with mmkv.wrapped(text_model, "h2o", 0.5), torch.no_grad():
+        with pytest.raises(ValueError, match="pad on the left"):
+            text_model(**right, use_cache=True)
+        with pytest.raises(ValueError, match=r"ends in padding|padding alone"):
+            text_model(**empty, use_cache=True)
+        with pytest.raises(ValueError, match="inference"):
+            text_model.train()(**inputs, use_cache=True)
+        text_model.eval()
+        cache = text_model(**inputs, use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="3 tokens at once"):
+            text_model(input_ids=inputs["input_ids"][:, :3], past_key_values=cache)
+    model, embeds = models("llava-llama"), torch.randn(1, 40, 64)
+    for policy, options, message in (
+        ("lookm", {}, "text_prior=True tells text from image tokens"),
+        ("h2o", {"protect": "instruction"}, r"protect='instruction'.*inputs_embeds alone.*'none'"),
+    ):
+        with (
+            mmkv.wrapped(model, policy, 0.5, **options),
+            pytest.raises(ValueError, match=message),
+        ):
+            model(inputs_embeds=embeds, use_cache=True)
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        (lambda k: k.mean(-1)[..., 1:], r"Odd returned \(1, 2, 59\).*\(1, 2, 60\)"),
+        (lambda k: k.mean(-1)[0], r"Odd returned \(2, 60\)"),
+        (lambda k: None, r"Odd returned NoneType"),
+        (lambda k: (k > 0).all(-1), r"Odd returned torch.bool"),
+        (lambda k: k.mean(-1) * torch.nan, r"Odd returned NaN for 120 of 120"),
+    ],
+)
+def test_scores(models, scores, message):
+    class Odd(Score):
+        def __call__(self, layer):
+            return scores(layer.key)
+
+    model, inputs = models("llama"), make_inputs("llama", (60,))
+    odd = mmkv.Policy(score=Odd())
+    with mmkv.wrapped(model, odd, 0.6), pytest.raises(ValueError, match=message):
+        generate(model, inputs, new=2)
+
+
+def test_names_that_are_taken():
+    with pytest.raises(ValueError, match=r"'snapkv' is taken by mmkv\.policies\.snapkv\.SnapKV"):
+        mmkv.register_policy("snapkv")(type("Other", (mmkv.Policy,), {}))
+    with pytest.raises(TypeError, match="not a subclass"):
+        mmkv.register_policy("other")(dict)
+    with pytest.raises(ValueError, match=r"score part 'window' is taken by .*WindowAttention"):
+        mmkv.parts.register_part("window")(type("Other", (Score,), {}))
+    with pytest.raises(TypeError, match=r"inherits from none of Score, Layers"):
+        mmkv.parts.register_part("x")(int)
+
+
+# Profiles: files of measured sizes, which a stranger may have written.
+
+OWN = {"format": "mmkv-profile", "version": 1}
+FRACTIONS = {**OWN, "budget": 0.4, "fractions": [0.5, 0.4, 0.3]}
+CURVES = {**OWN, "levels": [0.5, 1.0], "costs": [[[1.0, 0.0]]]}
+PAIR = [[0.1, 0.2]] * 3
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, r"No such file or directory$"),
+        ("folder", r"Is a directory$"),
+        (b"", r"no JSON \(Expecting value"),
+        (b"\x80\x00", r"no JSON \('utf-8' codec"),
+        (b"\xff\xfe[\0", "no JSON"),
+        (b"[[[", r"no JSON \("),
+        (b"[" * 100_000, ""),
+        (b'{"a":' * 100_000, ""),
+        (b"!!python/object/apply:os.system ['touch ran']", "no JSON"),
+        (b" " * (2**20 + 1), "has more than"),
+        (b"[" + b"0.5," * 200_000 + b"0.5]", ""),
+        (b"[]", r"no layers"),
+        (b'[0.5, "x", 0.1]', r".*expected a number, got 'x'"),
+        (b"[0.5, NaN, 0.1]", r".*expected a number"),
+        (b"[1e999, 0.5, 0.5]", ""),
+        (b"[%d, 0.5, 0.5]" % 10**400, ""),
+        (b"[true, 0.5, 0.5]", ""),
+        (b"[[0.5], 0.5, 0.5]", ""),
+        (b"[0.5, 0.5]", r"it has 2 layers, this model compresses 3$"),
+        (b"[0.5, 2.0, 0.1]", r"layer 1 keeps -1.0, expected a number in \[0, 1\]$"),
+        (b"[1, 1, 1]", r"budget=0.0, expected"),
+        (b'{"a": 1}', r"expected a JSON list, or an object with format='mmkv-profile'$"),
+        (FRACTIONS | {"version": 9}, r".*version 9"),
+        (FRACTIONS | {"version": "1"}, ""),
+        (FRACTIONS | {"fractions": 3}, r".*not a list"),
+        (FRACTIONS | {"fractions": {"0": 0.5}}, r".*not a list"),
+        (FRACTIONS | {"fractions": [0.5, 0.5, math.nan]}, ""),
+        (FRACTIONS | {"model": {"model_type": "opt"}}, r"measured on another model: model_type 'o"),
+        (FRACTIONS | {"model": {}}, r"measured on another model: model_type None there, 'llama' h"),
+        (FRACTIONS | {"model": ["llama"]}, ""),
+        (FRACTIONS | {"policy": 3}, ""),
+        (FRACTIONS | {"samples": "ten"}, ""),
+        *((FRACTIONS | {"budget": x}, "") for x in (-1, 0, 1e300, "0.5")),
+        (FRACTIONS | {"budget": None}, r"budget: expected a number, got 'None'"),
+        (FRACTIONS, r"budget=0.2, but the profile keeps 0.4000: leave the budget out"),
+        (CURVES | {"costs": 3}, ".*'costs' is not a list of lists of lists"),
+        (CURVES | {"costs": [[3]]}, ".*'costs' is not a list$"),
+        (CURVES | {"costs": [[["x"]]]}, ".*costs: expected a number, got 'x'"),
+        (CURVES | {"costs": [[[math.nan, 0.0]]]}, ".*costs: expected a number, got 'nan'"),
+        (CURVES | {"costs": [[[1.0]]]}, r".*1 costs for 2 levels"),
+        (CURVES | {"levels": None}, ".*'levels' is not a list"),
+        (CURVES | {"model": 3}, ".*'model' is '3', expected dict"),
+        (OWN | {"retrieval": [[0.1, -1.0]] * 3}, ".*retrieval scores must be 0 or more"),
+        (OWN | {"retrieval": [[0.1], [0.1, 0.2], [0.1]]}, ".*as many heads"),
+        (OWN | {"retrieval": PAIR[:2]}, ".*2 layers"),
+        (OWN | {"visual": [[1.0, -1.0]] * 3}, ".*0 or more"),
+        (OWN | {"visual": [[0.0, 0.0]] * 3}, ".*not all 0"),
+        (OWN | {"visual": [1.0, 2.0, 3.0]}, ".*'visual' is not a list"),
+        (OWN | {"visual": [[1.0, math.nan]] * 3}, ""),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_profile_files(text_model, tmp_path, content, why):
+    """Each names the file once, and the reason."""
+    path, kind = tmp_path / "p.json", "prefixkv"
+    if content == "folder":
+        path.mkdir()
+    elif isinstance(content, dict):
+        if "fractions" not in content:
+            shape = adapters.shape(text_model.config)
+            content, kind = {"model": shape, "policy": "condense", **content}, "sparsemm"
+        path.write_text(json.dumps(content))
+    elif content is not None:
+        path.write_bytes(content)
+    message = f"^profile {re.escape(str(path))}: {why}"
+    with bounded(), pytest.raises(ValueError, match=message) as error:
+        mmkv.wrap(text_model, kind, 0.2, profile=path)
+    assert str(error.value).count("p.json") == 1
+    assert not mmkv.is_wrapped(text_model)
+
+
+def test_profiles(text_model, tmp_path):
+    with bounded(), pytest.raises(ValueError, match="/dev/zero: has more than"):
+        mmkv.wrap(text_model, "prefixkv", profile="/dev/zero")
+    for given in ({"visual": PAIR, "retrieval": PAIR}, {"fractions": (0.5,), "budget": 0.5}):
+        if "fractions" in given:
+            given["curves"] = Curves((0.5, 1.0), (((1.0, 0.0),),))
+        with pytest.raises(ValueError, match="give one"):
+            Profile(**given)
+    shape = adapters.shape(text_model.config)
+    for kind in ("visual", "retrieval"):
+        made = Profile(policy="sparsemm", model=shape, **{kind: ((0.1, 0.2),) * 3})
+        made.save(tmp_path / "p.json")
+        assert Profile.load(tmp_path / "p.json") == made
+        with pytest.raises(ValueError, match="average_heads=True"):
+            mmkv.wrap(text_model, "tova", 0.3, profile=made)
+    layers = Profile((0.5, 0.2, 0.2), budget=0.3)
+    for call, message in (
+        (
+            lambda: mmkv.wrap(text_model, "prefixkv", 40, profile=layers),
+            "the profile keeps 0.3",
+        ),
+        (
+            lambda: mmkv.wrap(text_model, "snapkv", profile=layers, heads="global"),
+            r"gives layer sizes, and heads='global' finds them",
+        ),
+        (
+            lambda: mmkv.wrap(text_model, "xkv", profile=layers, samples=2, **SAMPLED),
+            "allocation='sampled' learns them",
+        ),
+        (lambda: mmkv.wrap(text_model, "condense", profile=made), "'condense' needs a budget"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    zero = OWN | {"fractions": [0, 0, 0], "budget": 0.5}  # says nothing, and divides nothing by 0
+    (tmp_path / "p.json").write_text(json.dumps(zero))
+    with mmkv.wrapped(text_model, "prefixkv", profile=tmp_path / "p.json"), torch.no_grad():
+        cache = text_model(torch.arange(40)[None], use_cache=True).past_key_values
+    assert sum(int(cache.kept(i).shape[-1]) for i in range(3)) == 60
+
+
+@pytest.mark.parametrize(
+    ("levels", "costs", "message"),
+    [
+        ((), (((),),), r"rise in \(0, 1\], got \[\]"),
+        ((0.2, 0.1), (((1.0, 0.0),),), r"rise .* got \[0.2, 0.1\]"),
+        ((0.0, 0.1), (((1.0, 0.0),),), r"rise"),
+        ((0.5, 1.5), (((1.0, 0.0),),), r"rise"),
+        ((0.5, 1.0), (), r"as many heads"),
+        ((0.5, 1.0), (((1.0, 0.0),), ()), r"as many heads"),
+        ((0.5, 1.0), (((1.0,),),), r"head \(0, 0\): 1 costs for 2 levels"),
+        ((0.5, 1.0), (((1.0, -0.5),),), r"0 or more, got \[1.0, -0.5\]"),
+        ((0.5, 1.0), (((math.nan, 0.0),),), r"0 or more, got \[nan"),
+        ((0.5, 1.0), (((math.inf, 0.0),),), r"0 or more, got \[inf"),
+    ],
+)
+def test_curves(levels, costs, message):
+    with pytest.raises(ValueError, match=message):
+        Curves(levels, costs)
+
+
+@pytest.mark.parametrize("kind", ["Gemma3ForCausal", "OPT"])
+def test_models_that_cannot_be_fed_a_prompt_again(kind):
+    model = zoo.model_of(next(x for x in zoo.NAMES if x.startswith(kind)))
+    with pytest.raises(ValueError, match=r"\d of \d layers .* sliding window|no positions left"):
+        mmkv.wrap(model, "kvzip", 0.5)
