@@ -12,7 +12,7 @@ from __future__ import annotations
 import string
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mmkv.eval.samples import DataError, Request, Sample, interleave
 from mmkv.eval.suites import files, longbench_builtin
@@ -22,7 +22,7 @@ OWN_WORDING = f"prompts are worded here: {PROMPTS_FILE} and {LENGTHS_FILE} are n
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Task:
     """How a dataset is scored, and asked where the benchmark's own prompts are not there.
 
@@ -37,68 +37,31 @@ class Task:
     first_line: bool = False
 
 
-_SINGLE = Task(
-    kind="single-document QA",
-    metric="token_f1",
-    prompt="{context}\n\nFrom the text above, answer this in a few words: {input}\nAnswer:",
-    max_new_tokens=64,
+_ASK = "{context}\n\nFrom the %s above, answer this in a few words: {input}\nAnswer:"
+_SUM_UP = "{context}\n\nSummarise the text above. {input}\nSummary:"
+_COUNT = (
+    "{context}\n\nSome of the paragraphs above occur more than once. How many different ones are "
+    "there? Reply with the number alone.\nNumber:"
 )
-_MULTI = Task(
-    kind="multi-document QA",
-    metric="token_f1",
-    prompt="{context}\n\nFrom the documents above, answer this in a few words: {input}\nAnswer:",
+_RETRIEVE = (
+    "{context}\n\nOne of the paragraphs above is summarised here: {input}\nReply with its name "
+    'alone, such as "Paragraph 4".\nName:'
 )
-_SUMMARY = Task(
-    kind="summarisation",
-    metric="rouge_l",
-    prompt="{context}\n\nSummarise the text above. {input}\nSummary:",
-    max_new_tokens=512,
-)
-_FEW_SHOT = Task(
-    kind="few-shot",
-    metric="token_f1",
-    prompt="{context}\n{input}",
-    max_new_tokens=64,
-    chat=False,
-    first_line=True,
-)
-_COUNT = Task(
-    kind="synthetic",
-    metric="count",
-    prompt="{context}\n\nSome of the paragraphs above occur more than once. How many different "
-    "ones are there? Reply with the number alone.\nNumber:",
-)
-_RETRIEVAL = Task(
-    kind="synthetic",
-    metric="retrieval",
-    prompt="{context}\n\nOne of the paragraphs above is summarised here: {input}\nReply with its "
-    'name alone, such as "Paragraph 4".\nName:',
-)
-_CODE = Task(
-    kind="code",
-    metric="edit_similarity",
-    prompt="{context}{input}",
-    max_new_tokens=64,
-    chat=False,
-)
-
+_SINGLE = Task("single-document QA", "token_f1", _ASK % "text", 64)
+_MULTI = Task("multi-document QA", "token_f1", _ASK % "documents")
+_SUMMARY = Task("summarisation", "rouge_l", _SUM_UP, 512)
+_FEW_SHOT = Task("few-shot", "token_f1", "{context}\n{input}", 64, chat=False, first_line=True)
+_CODE = Task("code", "edit_similarity", "{context}{input}", 64, chat=False)
 TASKS: dict[str, Task] = {
-    "narrativeqa": _SINGLE,
-    "qasper": _SINGLE,
-    "multifieldqa_en": _SINGLE,
-    "hotpotqa": _MULTI,
-    "2wikimqa": _MULTI,
-    "musique": _MULTI,
-    "gov_report": _SUMMARY,
-    "qmsum": _SUMMARY,
-    "multi_news": _SUMMARY,
+    **dict.fromkeys(("narrativeqa", "qasper", "multifieldqa_en"), _SINGLE),
+    **dict.fromkeys(("hotpotqa", "2wikimqa", "musique"), _MULTI),
+    **dict.fromkeys(("gov_report", "qmsum", "multi_news"), _SUMMARY),
     "trec": replace(_FEW_SHOT, metric="classification"),
     "triviaqa": _FEW_SHOT,
     "samsum": replace(_FEW_SHOT, metric="rouge_l"),
-    "passage_count": _COUNT,
-    "passage_retrieval_en": _RETRIEVAL,
-    "lcc": _CODE,
-    "repobench-p": _CODE,
+    "passage_count": Task("synthetic", "count", _COUNT),
+    "passage_retrieval_en": Task("synthetic", "retrieval", _RETRIEVE),
+    **dict.fromkeys(("lcc", "repobench-p"), _CODE),
 }
 
 
@@ -189,7 +152,9 @@ def _read_task(name: str, task: Task, path: Path, limit: int | None, note: str) 
         filled = [text + (values[field] if field else "") for text, field in pieces]
         fields = [field for _, field in pieces]
         behind = fields.index("context") + 1 if "context" in fields else len(fields)
-        classes = entry.texts("all_classes") if task.metric == "classification" else ()
+        how: Any = {x: getattr(task, x) for x in ("metric", "chat", "max_new_tokens", "first_line")}
+        if task.metric == "classification":
+            how["classes"] = entry.texts("all_classes")
         samples.append(
             Sample(
                 id=names.unique(f"{name}/{entry.name('_id')}"),
@@ -197,14 +162,10 @@ def _read_task(name: str, task: Task, path: Path, limit: int | None, note: str) 
                 prompt="".join(filled),
                 question="".join(filled[behind:]).lstrip(),
                 answers=entry.texts("answers"),
-                chat=task.chat,
-                max_new_tokens=task.max_new_tokens,
-                metric=task.metric,
-                classes=classes,
                 tags=(task.kind,),
                 truncate=True,
-                first_line=task.first_line,
                 note=note,
+                **how,
             )
         )
     return samples

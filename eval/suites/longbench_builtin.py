@@ -70,14 +70,14 @@ def _under_headings(names: Iterable[Any], parts: Iterable[str]) -> str:
     return "\n\n".join(f"Passage {name}:\n{part}" for name, part in pairs)
 
 
+def _asked(text: str, question: str, answers: tuple[str, ...], **more: Any) -> dict[str, Any]:
+    """Fields of a sample that asks about a text; `more` are others."""
+    made: dict[str, Any] = {"prompt": f"{text}{question}", "question": question, "answers": answers}
+    return made | {"max_new_tokens": 8} | more
+
+
 def _look_up(text: str, question: Question) -> dict[str, Any]:
-    return {
-        "prompt": f"{text}{question.text}",
-        "question": question.text,
-        "answers": (question.answer,),
-        "max_new_tokens": 8,
-        "metric": "token_f1",
-    }
+    return _asked(text, question.text, (question.answer,), metric="token_f1")
 
 
 def _single(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
@@ -93,15 +93,9 @@ def _summary(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
     from mmkv.builtin import scenes
 
     scene = scenes.make_scene(rng.randrange(10**9))
-    question = scenes.describe_question("the picture", rng)
-    return {
-        "prompt": f"{lookup.text} {question}",
-        "question": question,
-        "images": (scenes.draw(scene),),
-        "answers": (scenes.describe(scene),),
-        "max_new_tokens": 96,
-        "metric": "rouge_l",
-    }
+    question, answers = scenes.describe_question("the picture", rng), (scenes.describe(scene),)
+    how: Any = {"images": (scenes.draw(scene),), "max_new_tokens": 96, "metric": "rouge_l"}
+    return _asked(f"{lookup.text} ", question, answers, **how)
 
 
 def _few_shot(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
@@ -117,16 +111,9 @@ def _few_shot(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
     turns = [f"{question.text} ASSISTANT: {question.answer}" for question, _ in shown]
     # The words of the model's own turns, written out: few-shot prompts take no chat template.
     lines = [f"USER: {lookup.text} {turns[0]}", *(f"USER: {turn}" for turn in turns[1:])]
-    return {
-        "prompt": "\n".join([*lines, f"USER: {last.text} ASSISTANT:"]),
-        "question": f"USER: {last.text} ASSISTANT:",
-        "answers": (last.answer, value),
-        "classes": classes,
-        "chat": False,
-        "max_new_tokens": 8,
-        "metric": "classification",
-        "first_line": True,
-    }
+    how: Any = {"classes": classes, "chat": False, "metric": "classification", "first_line": True}
+    question = f"USER: {last.text} ASSISTANT:"
+    return _asked("\n".join([*lines, ""]), question, (last.answer, value), **how)
 
 
 def _count(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
@@ -136,14 +123,8 @@ def _count(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
     asked = scenes.ask(scene, rng, 50)
     question = next(q for q in asked if q.text.startswith("How many"))
     number = question.answer.split()[2]  # "There are three ..."
-    return {
-        "prompt": f"{lookup.text} {question.text}",
-        "question": question.text,
-        "images": (scenes.draw(scene),),
-        "answers": (question.answer, number),
-        "max_new_tokens": 16,
-        "metric": "contains",
-    }
+    how: Any = {"images": (scenes.draw(scene),), "max_new_tokens": 16, "metric": "contains"}
+    return _asked(f"{lookup.text} ", question.text, (question.answer, number), **how)
 
 
 def _retrieval(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
@@ -161,14 +142,9 @@ def _retrieval(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
         if fair and len(set(names)) == len(names):
             break
     text = _under_headings(names, (" ".join(parts[a:b]) for a, b in itertools.pairwise(bounds)))
-    return {
-        "prompt": f"{text}\n\nLook up {key}.",
-        "question": f"Look up {key}.",
-        "answers": (f"{key} {name}.", name),
-        "classes": names,
-        "max_new_tokens": 8,
-        "metric": "classification",
-    }
+    answers = (f"{key} {name}.", name)
+    how: Any = {"classes": names, "metric": "classification"}
+    return _asked(f"{text}\n\n", f"Look up {key}.", answers, **how)
 
 
 def _code(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
@@ -178,15 +154,10 @@ def _code(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
         for sentence in sentences(lookup.text)
     ]
     question = rng.choice(lookup.questions)
-    return {
-        "prompt": "\n".join(["USER: values", *lines, f"    # {question.text} ASSISTANT:"]),
-        "question": f"# {question.text} ASSISTANT:",
-        # Code is compared with its blanks, and the model's words begin with one.
-        "answers": (question.answer, f" {question.answer}"),
-        "chat": False,
-        "max_new_tokens": 8,
-        "metric": "edit_similarity",
-    }
+    text, asked = "\n".join(["USER: values", *lines, "    "]), f"# {question.text} ASSISTANT:"
+    # Code is compared with its blanks, and the model's words begin with one.
+    answers = (question.answer, f" {question.answer}")
+    return _asked(text, asked, answers, chat=False, metric="edit_similarity")
 
 
 BUILDERS: dict[str, Callable[[Lookup, random.Random], dict[str, Any]]] = {
