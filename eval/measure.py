@@ -42,8 +42,7 @@ class Job:
     about: dict[str, Any]
     # Whether one pass of a batch's prompts serves all policies, see `replay`.
     replays: bool = False
-    references: dict[int, str] = field(default_factory=dict)
-    replies: dict[int, list[int]] = field(default_factory=dict)  # the full cache's, as tokens
+    full: dict[int, Row] = field(default_factory=dict[int, Row])  # the full cache's rows, by sample
     # The context that was read last, and of what.
     read: tuple[tuple[str, float | int], dict[str, Any], mmkv.Context] | None = None
 
@@ -84,8 +83,9 @@ class Batch:
     def replies(self) -> list[list[int]]:
         """Token ids along which next tokens are compared: how a text goes on, or else the full
         cache's own reply; [] where that is not known."""
-        each = zip(self.indices, self.samples, self.answers, strict=True)
-        return [ids if s.goes_on else self.job.replies.get(i, []) for i, s, ids in each]
+        full = [self.job.full.get(i, {}).get("reply", []) for i in self.indices]
+        each = zip(self.samples, self.answers, full, strict=True)
+        return [answer if s.goes_on else reply for s, answer, reply in each]
 
     @cached_property
     def full(self) -> list[Tensor]:
@@ -210,7 +210,7 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
                 row |= {"reply": ids, "divergence_sum": 0.0, "next_sum": n, "next_tokens": n}
             if job.generates:
                 text = job.encoder.decode(ids).strip()
-                full_text = text if reference else job.references.get(row["index"])
+                full_text = text if reference else job.full.get(row["index"], {}).get("text")
                 rouged = _rouge(sample, text, full_text) if "rouge" in job.metrics else {}
                 row |= {"text": text, "score": score(sample, text), **rouged, **times}
         held = held or first_bytes
@@ -325,27 +325,24 @@ def kept_by_row(cache: Any) -> list[dict[str, Any]]:
     `cache_bytes` counts the kept pairs alone, so it does not depend on a row's batch; what the
     storages hold beside them is in `held_bytes`.
     """
-    layers, lengths = [x.keeping() for x in cache.compressed], cache.lengths
-    report = cache.report()
+    layers, report, found = [x.keeping() for x in cache.compressed], cache.report(), []
+    n, heads, seen = len(layers), layers[0].heads, cache.get_seq_length()
     plain = sum(x.nbytes for x in report.layers if not x.compressed)
-    seen = cache.get_seq_length()
-    pair = (report.full_nbytes - plain) // (len(lengths) * layers[0].heads * len(layers) * seen)
+    pair = (report.full_nbytes - plain) // (len(cache.lengths) * heads * n * seen)
     block = layers[0].blocks[0]
     held = block.nbytes // block.slots  # of one pair, fewer in 8 or 4 bits
-    found = []
-    for row, length in enumerate(lengths):
+    for row, length in enumerate(cache.lengths):
         kept = sum(x.sizes[row] for x in layers)
         retained = mean_known(
             None if x.retained is None else float(x.retained[row]) for x in layers
         )
-        whole = kept == length * len(layers)
         found.append(
             {
                 "prompt_tokens": length,
-                "kept_fraction": kept / (length * len(layers)),
-                "cache_bytes": kept * layers[0].heads * held,
-                "full_bytes": length * len(layers) * layers[0].heads * pair,
-                "retained": 1.0 if whole else retained,
+                "kept_fraction": kept / (length * n),
+                "cache_bytes": kept * heads * held,
+                "full_bytes": length * n * heads * pair,
+                "retained": 1.0 if kept == length * n else retained,
             }
         )
     return found
@@ -358,14 +355,8 @@ def head(variant: Variant, budget: float | int, index: int) -> Row:
 
 def _new_rows(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
     return [
-        {
-            **head(variant, budget, index),
-            "sample": sample.id,
-            "suite": sample.suite,
-            "task": sample.task,
-            "tags": list(sample.tags),
-            "options": variant.recorded,
-            **batch.job.about,
-        }
-        for index, sample in zip(batch.indices, batch.samples, strict=True)
+        head(variant, budget, index)
+        | {"sample": s.id, "suite": s.suite, "task": s.task, "tags": list(s.tags)}
+        | {"options": variant.recorded, **batch.job.about}
+        for index, s in zip(batch.indices, batch.samples, strict=True)
     ]

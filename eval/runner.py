@@ -93,16 +93,14 @@ def run(
         samples: the suite, as they are; `data` and `limit`, from which they came, are recorded.
         policies: see `parse_variants`. "full" is added where the metrics compare with it.
         budgets: fractions of the prompt, or numbers of tokens.
-        metrics: any of "ppl", "divergence" (of the next-token distributions from the full cache's)
-            and "next" (the share of the same next tokens), both along how a text goes on, or the
-            full cache's own reply, "rouge" (ROUGE-L against that reply and against the reference
-            answer) and "score" (the sample's own metric).
+        metrics: of `METRICS`: perplexity of the answer; divergence of the next-token distributions
+            from the full cache's, and the share of the same next tokens, along how a text goes on
+            or the full cache's own reply; ROUGE-L against that reply; the sample's own metric.
         out: the run's folder; see `mmkv.eval.store`.
         options: given to every policy that reads them.
         batch_size: samples at once. With several processes, at most samples / processes.
         model_name: recorded; by default the config's.
         data: with "builtin", windows default to 8 tokens.
-        limit: recorded.
         max_length: prompts that may be cut are cut to it; by default the model's own length.
         seed: of torch, for policies that draw.
         processes: this process's place; by default what the launcher says.
@@ -124,14 +122,18 @@ def run(
     budgets = [number(budget) for budget in budgets]
     if not samples:
         raise ValueError("no samples")
-    check_measurable(samples, metrics)
+    suite = samples[0].suite
+    if "score" in metrics and all(s.metric is None for s in samples):
+        raise ValueError(f"metric 'score': suite {suite!r} has none; use ppl and rouge")
+    if "ppl" in metrics and not any(s.answers for s in samples):
+        raise ValueError(f"metric 'ppl': the samples of suite {suite!r} have no answers to score")
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: expected at least 1")
     processes = processes or find_processes()
     max_length = longest(model) if max_length is None else max_length
     settings = {
         "model": model_name or model.config.name_or_path or type(model).__name__,
-        "suite": samples[0].suite,
+        "suite": suite,
         "data": data,
         "data_digest": digest(
             [[s.id, s.task, s.prompt, list(s.answers), len(s.images)] for s in samples]
@@ -158,11 +160,7 @@ def run(
         store.merge(*order)
     processes.wait()
     rows = {key_of(row): row for row in store.rows()}
-    about = {
-        "run": digest([settings, environment]),
-        "model": settings["model"],
-        "n": len(samples),
-    }
+    about = {x: settings[x] for x in ("model", "n")} | {"run": digest([settings, environment])}
     job = Job(model, Encoder(processor, max_length), samples, tuple(metrics), about, replay)
     groups = batches_of(samples, batch_size)
     if processes.main and len(groups) < processes.count:
@@ -187,9 +185,7 @@ def run(
                     store.append(done)
                     rows |= {key_of(r): r for r in done}
                 if variant.label == FULL:
-                    found = {i: rows[key] for i, key in keys.items()}
-                    job.references |= {i: row["text"] for i, row in found.items() if "text" in row}
-                    job.replies |= {i: row["reply"] for i, row in found.items() if "reply" in row}
+                    job.full |= {i: rows[key] for i, key in keys.items()}
                 advance(len(keys), f"{variant.label} {named(budget)}")
     processes.wait()
     merged = store.merge(*order) if processes.main else list(rows.values())
@@ -242,19 +238,6 @@ def check_arguments(
     return [*full, *(v for v in variants if v.label != FULL)]
 
 
-def check_measurable(samples: Sequence[Sample], metrics: Sequence[str]) -> None:
-    """Refuse a metric that none of the samples has.
-
-    Raises:
-        ValueError: names the metric, and what it lacks.
-    """
-    suite = samples[0].suite
-    if "score" in metrics and all(s.metric is None for s in samples):
-        raise ValueError(f"metric 'score': suite {suite!r} has none; use ppl and rouge")
-    if "ppl" in metrics and all(not s.answers for s in samples):
-        raise ValueError(f"metric 'ppl': the samples of suite {suite!r} have no answers to score")
-
-
 def fitting(model: Any, budgets: Sequence[float | int]) -> list[str]:
     """The registered policies that this model can have at all of these budgets."""
     from mmkv.registry import list_policies
@@ -263,19 +246,17 @@ def fitting(model: Any, budgets: Sequence[float | int]) -> list[str]:
     for name in list_policies():
         try:
             _try_all(model, parse_variants([name]), budgets)
+            found.append(name)
         except ValueError as error:
             say(str(error))
-        else:
-            found.append(name)
     return found
 
 
 def _try_all(model: Any, variants: Sequence[Variant], budgets: Sequence[float | int]) -> None:
     """Put each policy on the model once, so that one that cannot work fails at the start."""
-    for variant in variants:
-        for budget in variant.budgets(budgets):
-            try:
-                with variant.wrapped(model, budget):
-                    pass
-            except ValueError as error:
-                raise ValueError(f"policy {variant.label} at {budget}: {error}") from None
+    for variant, budget in ((x, budget) for x in variants for budget in x.budgets(budgets)):
+        try:
+            with variant.wrapped(model, budget):
+                pass
+        except ValueError as error:
+            raise ValueError(f"policy {variant.label} at {budget}: {error}") from None

@@ -165,13 +165,8 @@ def describe_environment(device: Any) -> dict[str, Any]:
 
     device = torch.device(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {
-        "mmkv": mmkv.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": _commit(Path(mmkv.__file__).parent),
-        "device": name,
-    }
+    versions = {x.__name__: x.__version__ for x in (mmkv, torch, transformers)}
+    return {**versions, "commit": _commit(Path(mmkv.__file__).parent), "device": name}
 
 
 def _commit(folder: Path) -> str | None:

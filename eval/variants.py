@@ -57,7 +57,7 @@ class Variant:
         from mmkv.wrapping import comparing, wrapped
 
         how: dict[str, Any] = {PROFILE: self.profile_at(budget), KV_DTYPE: self.kv_dtype}
-        how[CHUNKS] = self.evict_chunks is not None
+        how |= {CHUNKS: self.evict_chunks is not None}
         with comparing(), wrapped(model, self.name, budget, **how, **self.options):
             yield model
 
