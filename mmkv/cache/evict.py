@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch.nn.functional import pad
 from mmkv.cache import selection
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.layer import KeptKV
-from mmkv.cache.padded_blocks import PaddedBlock, gathered, group_rows, spare
+from mmkv.cache.padded_blocks import PaddedBlock, spare
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.quantize import QuantizedKV, Stored, relative_error, squares
 from mmkv.cache.token_masks import TokenMasks
@@ -54,7 +55,7 @@ def evict(
         alone = kept.indices
         if kept.weights is not None:
             alone = alone.masked_fill(kept.weights > 1, -1)
-        retained = selection.retained(held.scores, alone, held.positions, prompt)
+        retained = selection.retained(held.scores, alone, ranking.free)
     indices = kept.indices.expand(B, H, -1)
     tokens = indices.flatten(0, 1)  # [R, M], where each slot's pair lies in `keys` and `values`
     keys, values = held.keys.detach(), held.values.detach()
@@ -202,3 +203,55 @@ def _schedule(
             index = send(rows // heads, places.device)
             schedule.behind(places[index], prompt.valid.shape[1])
     return schedule
+
+
+def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = 0.04) -> list[np.ndarray]:
+    """Split rows into as few blocks as hold them with little padding.
+
+    Args:
+        counts: [R], tokens kept by each row.
+        most: blocks at the most; each costs one attention call a step.
+        slack: padding allowed as a share of what is kept; more blocks are tried until it is met.
+
+    Returns:
+        Row indices of each block, each in rising order.
+    """
+    order = np.argsort(-counts, kind="stable")
+    size = counts[order].astype(np.int64)
+    # Cut only where the rounded length changes: at most 33 places, so the search is cheap.
+    rounded = np.ceil(size / max(1, size[0]) * 32)
+    cuts = np.concatenate([[0], np.flatnonzero(np.diff(rounded)) + 1, [len(size)]])
+    allowed = (1 + slack) * size.sum()
+    n = len(cuts) - 1
+    # cost[j]: slots needed for the first cuts[j] rows; `back`: where their last block starts.
+    cost = np.full(n + 1, np.inf)
+    cost[0] = 0.0
+    back: list[np.ndarray] = []
+    for _ in range(min(most, n)):
+        longest = size[np.minimum(cuts, len(size) - 1)]
+        tried = cost[:, None] + (cuts[None, :] - cuts[:, None]) * longest[:, None]
+        tried[np.tril_indices(n + 1)] = np.inf
+        back.append(tried.argmin(0))
+        cost = tried.min(0)
+        if cost[n] <= allowed:
+            break
+    edges = [n]
+    for step in reversed(back):
+        edges.append(int(step[edges[-1]]))
+    edges.reverse()
+    return [np.sort(order[cuts[a] : cuts[b]]) for a, b in pairwise(edges) if a < b]
+
+
+def gathered(x: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+    """The pairs of `rows` [...] at tokens `at` [...] of x [B, H, U, D], in storage of their own.
+
+    [..., D]; where `at` is -1, for an empty slot, any token is copied.
+    """
+    _, H, U, D = x.shape
+    at = at.clamp(min=0)
+    if x.transpose(1, 2).is_contiguous():  # as a projection leaves it
+        place = rows // H * U + at
+        place, flat = place * H + rows % H, x.transpose(1, 2).reshape(-1, D)
+    else:
+        place, flat = rows * U + at, x.reshape(-1, D)
+    return flat.index_select(0, place.flatten()).view(*at.shape, D)

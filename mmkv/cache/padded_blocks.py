@@ -8,17 +8,16 @@ so per-head sizes free memory without a loop over heads.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from mmkv.cache import varlen
-from mmkv.cache.attention import attend, causal_view, mixed, weigh
 from mmkv.cache.clock import GraphInputs
-from mmkv.cache.quantize import QuantizedKV, Stored, nbytes, select
+from mmkv.cache.quantize import QuantizedKV, Stored, mixed, nbytes, products, select
 from mmkv.cache.rerotate import reposition
 from mmkv.parts.slots import SlotSchedule
 
@@ -361,53 +360,78 @@ class PaddedBlock:
             self.bias = grown(self.bias[:, 0], 0 if self.schedule.shared else -torch.inf)[:, None]
 
 
-def gathered(x: Tensor, rows: Tensor, at: Tensor) -> Tensor:
-    """The pairs of `rows` [...] at tokens `at` [...] of x [B, H, U, D], in storage of their own.
-
-    [..., D]; where `at` is -1, for an empty slot, any token is copied.
-    """
-    _, H, U, D = x.shape
-    at = at.clamp(min=0)
-    if x.transpose(1, 2).is_contiguous():  # as a projection leaves it
-        place = rows // H * U + at
-        place, flat = place * H + rows % H, x.transpose(1, 2).reshape(-1, D)
-    else:
-        place, flat = rows * U + at, x.reshape(-1, D)
-    return flat.index_select(0, place.flatten()).view(*at.shape, D)
-
-
-def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = 0.04) -> list[np.ndarray]:
-    """Split rows into as few blocks as hold them with little padding.
+def attend(
+    query: Tensor,
+    keys: Stored,
+    values: Stored,
+    visible: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Attention of G query heads of q tokens each over one row's keys; no key is repeated.
 
     Args:
-        counts: [R], tokens kept by each row.
-        most: blocks at the most; each costs one attention call a step.
-        slack: padding allowed as a share of what is kept; more blocks are tried until it is met.
+        query: [R, G * q, D], the q tokens of each head side by side.
+        keys, values: [R, U, D].
+        visible: bool [R, 1 or q, U], or a bias of the logits; None: all.
+        scale: factor of the query-key products.
+        softcap: bound of the logits (Gemma 2), or None.
 
     Returns:
-        Row indices of each block, each in rising order.
+        [R, G * q, D].
     """
-    order = np.argsort(-counts, kind="stable")
-    size = counts[order].astype(np.int64)
-    # Cut only where the rounded length changes: at most 33 places, so the search is cheap.
-    rounded = np.ceil(size / max(1, size[0]) * 32)
-    cuts = np.concatenate([[0], np.flatnonzero(np.diff(rounded)) + 1, [len(size)]])
-    allowed = (1 + slack) * size.sum()
-    n = len(cuts) - 1
-    # cost[j]: slots needed for the first cuts[j] rows; `back`: where their last block starts.
-    cost = np.full(n + 1, np.inf)
-    cost[0] = 0.0
-    back: list[np.ndarray] = []
-    for _ in range(min(most, n)):
-        longest = size[np.minimum(cuts, len(size) - 1)]
-        tried = cost[:, None] + (cuts[None, :] - cuts[:, None]) * longest[:, None]
-        tried[np.tril_indices(n + 1)] = np.inf
-        back.append(tried.argmin(0))
-        cost = tried.min(0)
-        if cost[n] <= allowed:
-            break
-    edges = [n]
-    for step in reversed(back):
-        edges.append(int(step[edges[-1]]))
-    edges.reverse()
-    return [np.sort(order[cuts[a] : cuts[b]]) for a, b in pairwise(edges) if a < b]
+    if visible is not None:
+        visible = _for_heads(visible, query)
+    if softcap is None and isinstance(keys, Tensor) and isinstance(values, Tensor):
+        mask = None if visible is None else visible[:, None]
+        out = scaled_dot_product_attention(
+            query[:, None], keys[:, None], values[:, None], attn_mask=mask, scale=scale
+        )
+        return out[:, 0]
+    logits = products(query, keys, scale)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if visible is not None and visible.dtype == torch.bool:
+        logits = logits.masked_fill(~visible, -torch.inf)
+    elif visible is not None:
+        logits = logits + visible
+    return mixed(logits.softmax(dim=-1), values)
+
+
+def weigh(
+    query: Tensor,
+    keys: Stored,
+    bias: Tensor | None,
+    weights: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> None:
+    """The attention weights of `attend` with a bias or none, into `weights`, float32 [R, G, U].
+
+    In place: nothing as large as the cache is allocated in a step.
+    """
+    if isinstance(keys, Tensor) and query.dtype == weights.dtype:
+        torch.bmm(query * scale, keys.mT, out=weights)
+    else:
+        weights.copy_(products(query, keys, scale))
+    if softcap is not None:
+        weights.div_(softcap).tanh_().mul_(softcap)
+    if bias is not None:
+        weights.add_(bias)
+    weights.sub_(weights.amax(-1, keepdim=True)).exp_()
+    weights.div_(weights.sum(-1, keepdim=True))
+
+
+def causal_view(positions: Tensor, first: int, q: int) -> Tensor:
+    """Which tokens [R, U] the q new ones at `first`, `first` + 1, ... may see: bool [R, q, U]."""
+    last = torch.arange(first, first + q, device=positions.device)[None, :, None]
+    return (positions[:, None] >= 0) & (positions[:, None] <= last)
+
+
+def _for_heads(visible: Tensor, query: Tensor) -> Tensor:
+    """The q rows of `visible`, repeated for each head that shares a row's keys."""
+    q = visible.shape[1]
+    return visible if q in (1, query.shape[1]) else visible.repeat(1, query.shape[1] // q, 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmkv.cache import selection
-from mmkv.cache.attention import attend
+from mmkv.cache.padded_blocks import attend
 from mmkv.cache.rerotate import reposition
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs, Rotary
@@ -242,7 +242,7 @@ class PromptKV:
             given = (self.positions[:, 0, -layer.query.shape[2] :] >= 0).sum(-1).tolist()
             windows = [min(w, n) for w, n in zip(windows, given, strict=True)]
         apart = self.positions.shape[1] > 1
-        image = prompt.to(self.positions.device).at("image", self.positions)
+        (image,) = prompt.to(self.positions.device).at(self.positions, "image")
         if apart:  # heads hold different tokens: each is a row of its own
             layer = layer.by_head(self.positions >= 0, image)
             windows = [w for w in windows for _ in range(self.keys.shape[1])]

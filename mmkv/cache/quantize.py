@@ -266,6 +266,20 @@ def _unpacked(codes: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     return found
 
 
+def products(query: Tensor, keys: Stored, scale: float) -> Tensor:
+    """Logits of queries [R, Q, D]: [R, Q, U]."""
+    if isinstance(keys, QuantizedKV):
+        return keys.products(query.to(keys.exact) * scale)
+    return (query * scale) @ keys.mT
+
+
+def mixed(weights: Tensor, values: Stored) -> Tensor:
+    """Values summed by weights [R, Q, U], in the model's type: [R, Q, D]."""
+    if isinstance(values, QuantizedKV):
+        return values.mixed(weights.to(values.exact)).to(values.dtype)
+    return weights.to(values.dtype) @ values
+
+
 @cache
 def _hqq() -> Any:
     """hqq's quantiser; its import takes seconds, so that only who uses it pays."""

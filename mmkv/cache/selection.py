@@ -32,12 +32,14 @@ class Ranking:
         rank: float [B, 1 or H, U], scores; inf for tokens that must stay, -inf where there is none.
         size: int64 [B, 1 or H], how many each head keeps.
         protected: bool [B, 1 or H, U], those that decoding must not drop.
+        free: bool [B, 1 or H, U], those that only their scores keep.
         known: `counts` and `anchored` of what is kept, where that needs no look at a device.
     """
 
     rank: Tensor
     size: Tensor
     protected: Tensor
+    free: Tensor
     known: tuple[Tensor, Tensor] | None = None
 
     def kept(self, held: PromptKV) -> Kept:
@@ -176,7 +178,8 @@ def ranked(
         each = 1 if scores is None else scores.shape[1]
         counts = torch.tensor(sizes).minimum(lengths)
         known = counts[:, None].expand(-1, each), anchored[:, None].expand(-1, each)
-    must, protected = (prompt.at(name, positions) for name in ("must", "protected"))
+    must, protected, image = prompt.at(positions, "must", "protected", "image")
+    free = (positions >= 0) & ~must
     scores, present, must, size = contested(policy, scores, positions, must, sizes)
     protected = protected.expand(present.shape)
     if split is not None:
@@ -189,8 +192,8 @@ def ranked(
         must = must | _last(latest, present & ~must)
     rank = scores.masked_fill(must, float("inf")).masked_fill(~present, float("-inf"))
     if policy.text_prior:
-        rank = _text_first(rank, prompt.at("image", positions).expand(present.shape))
-    return Ranking(rank, size, protected, known)
+        rank = _text_first(rank, image.expand(present.shape))
+    return Ranking(rank, size, protected, free, known)
 
 
 def _split(
@@ -245,7 +248,7 @@ def head_sizes(
     competing, forced, free = list[Tensor](), list[Tensor](), list[Tensor]()
     for held, size in zip(layers, sizes, strict=True):
         here = prompt.to(held.positions.device)
-        stays = here.at("must", held.positions)
+        (stays,) = here.at(held.positions, "must")
         s, present, must, _ = contested(policy, held.scores, held.positions, stays, size)
         # By age, the newest last: a row ranks ties as it does alone.
         s = s.masked_fill(must | ~present, float("-inf"))
@@ -313,9 +316,14 @@ def _last(number: Tensor, free: Tensor) -> Tensor:
     return free & (free.flip(-1).cumsum(-1).flip(-1) <= number[..., None])
 
 
-def retained(scores: Tensor, indices: Tensor, positions: Tensor, prompt: TokenMasks) -> Tensor:
-    """The share of the competing tokens' importance that was kept, [B]; 1 where none compete."""
-    free = (positions >= 0) & ~prompt.at("must", positions)
+def retained(scores: Tensor, indices: Tensor, free: Tensor) -> Tensor:
+    """The share of the competing tokens' importance that was kept, [B]; 1 where none compete.
+
+    Args:
+        scores: [B, 1 or H, U].
+        indices: int64 [B, 1 or H, M], tokens kept as they are; -1 as filler.
+        free: bool [B, 1 or H, U], which tokens compete.
+    """
     s = scores.clamp(min=0) * free
     kept = s.expand(-1, indices.shape[1], -1).gather(-1, indices.clamp(min=0))
     kept = kept.masked_fill(indices < 0, 0.0).mean(dim=1).sum(-1)

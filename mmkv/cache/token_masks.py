@@ -155,10 +155,11 @@ class TokenMasks:
         found = place.masked_fill(~self.valid, -1).sort(dim=-1).values
         return pad(found, (max(0, n - T), 0), value=-1)[:, -n:]
 
-    def at(self, name: str, positions: Tensor) -> Tensor:
-        """A mark of the tokens at `positions` [B, 1 or H, U]; False where there is none."""
-        mark: Tensor = getattr(self, name)[:, None].expand(-1, positions.shape[1], -1)
-        return mark.gather(-1, positions.clamp(min=0)) & (positions >= 0)
+    def at(self, positions: Tensor, *names: str) -> list[Tensor]:
+        """These masks of the tokens at `positions` [B, 1 or H, U]; False where there is none."""
+        place, present = positions.clamp(min=0), positions >= 0
+        marks = (getattr(self, x)[:, None].expand(-1, positions.shape[1], -1) for x in names)
+        return [x.gather(-1, place) & present for x in marks]
 
 
 def total_kept(policy: Policy, budget: float | int | None, n_layers: int, length: int) -> int:

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmkv.cache.attention import attend
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.forward_pass import outside_inference_mode, refuse_gradient
 from mmkv.cache.layer import KeptKV
+from mmkv.cache.padded_blocks import attend
 from mmkv.cache.phases import Decoding
 from mmkv.parts.slots import SlotSchedule, send
 from mmkv.parts.slots import plan as plan_slots

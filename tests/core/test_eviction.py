@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from helpers.sizes import row_sizes
 from mmkv import sizes as allocation
 from mmkv.cache.prompt_kv import PromptKV
-from mmkv.cache.selection import importance, ranked, retained
+from mmkv.cache.selection import ranked, retained
 from mmkv.cache.token_masks import TokenMasks
-from mmkv.layer_inputs import LayerInputs
-from mmkv.policy import Policy, Score
+from mmkv.policy import Policy
 from mmkv.registry import get_policy
 
 L = 3
@@ -49,83 +46,12 @@ def select(policy, scores, positions, *given):
 # Scores
 
 
-class Own(Score):
-    """Scores given by position, whatever the queries say."""
-
-    def __init__(self, gives):
-        object.__setattr__(self, "gives", gives)
-
-    def __call__(self, layer):
-        return self.gives
-
-
-def attention_inputs(B: int, N: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    g = generator(seed)
-    return torch.randn(B, 4, N, 8, generator=g), torch.randn(B, 2, N, 8, generator=g)
-
-
-def test_scores_are_made_finite_and_need_no_gradient() -> None:
-    query, key = attention_inputs(1, 4)
-    gives = torch.tensor([[[math.inf, -math.inf, 2.0, 3.0]]], requires_grad=True)
-    own = Policy(score=Own(gives))
-    known = {"value": key, "valid": torch.ones(1, 4, dtype=torch.bool)}
-    got = importance(own, LayerInputs(query=query, key=key, **known), [0])
-    assert got.tolist() == [[[pytest.approx(1e30), 0.0, 2.0, 3.0]]]
-    # NaN is refused, but where queries or keys are no numbers it cannot be helped.
-    gives.data[0, 0, 2] = math.nan
-    with pytest.raises(ValueError, match=r"Own returned NaN for 1 of 4 tokens"):
-        importance(own, LayerInputs(query=query, key=key, **known), [0])
-    for spoiled in (query, key):
-        spoiled[0, 0, 0, 0] = math.nan
-        assert importance(own, LayerInputs(query=query, key=key, **known), [0])[0, 0, 2] == 0.0
-        spoiled[0, 0, 0, 0] = 0.0
-
-
 # Sizes
 
 
 def sizes(budget, *, floor=2, policy=None, more=None, **options):
     policy = policy or Policy.of(**{**H2O, **options})
     return row_sizes(policy, budget, n_layers=L, length=20, floor=floor, **(more or {}))
-
-
-def test_layers_share_a_rows_total() -> None:
-    assert sizes(0.5) == allocation.uniform(L, 30, max_size=20)
-    assert sizes(0.52) == allocation.uniform(L, 31, max_size=20)
-    assert sizes(7) == [7, 7, 7]
-    assert sizes(0.5, layers="geometric", decay=0.6) == allocation.geometric(
-        L, 30, decay=0.6, max_size=20
-    )
-    # PyramidKV's series is of what the floor leaves.
-    series = allocation.pyramid(L, 30 - L * 2, beta=7.0, max_size=18)
-    assert sizes(0.5, layers="pyramid", beta=7.0) == [2 + n for n in series]
-    assert len(set(series)) == 3
-    assert max(sizes(0.9, layers="pyramid")) == 20
-
-
-@pytest.mark.parametrize("layers", ["prefix", "pooled"])
-def test_layers_are_sized_by_what_competes(layers) -> None:
-    g = generator(3)
-    scores = (2 * torch.randn(L, 18, generator=g)).exp()
-    allocate = {"prefix": allocation.prefix, "pooled": allocation.pooled}[layers]
-    got = sizes(0.5, layers=layers, more={"scores": scores})
-    (shared,) = allocate(scores[None], torch.tensor([30 - L * 2]))
-    assert got == [2 + n for n in shared]
-    assert len(set(got)) == 3
-    # A later turn, where fewer tokens are left than the budget has room for.
-    assert sizes(0.5, layers=layers, more={"scores": scores[:, :4]}) == [10, 10, 10]
-
-
-def test_a_retention_adds_to_what_must_stay() -> None:
-    scores = torch.tensor([[8.0, 1, 1, 0, 0], [3, 3, 2, 1, 1], [2, 2, 2, 2, 2]])
-    (chosen,) = allocation.pooled(scores[None], torch.tensor([0]), retention=0.6)
-    given = {"score": "window", "layers": "pooled", "retention": 0.6}
-    got = sizes(None, policy=Policy.of(**given), more={"scores": scores})
-    assert got == [2 + n for n in chosen]
-    assert got != [max(2, n) for n in chosen]
-    # Fractions of a profile come before it.
-    got = sizes(0.5, policy=Policy.of(**given), more={"fractions": [0.8, 0.5, 0.2]})
-    assert got == [16, 10, 4]
 
 
 def test_the_floor_and_the_row_bound_every_layer() -> None:
@@ -165,6 +91,10 @@ def prompt_of(policy: Policy, T: int, g: torch.Generator, B: int = 2) -> TokenMa
     )  # fmt: skip
 
 
+def competing(prompt: TokenMasks, positions: torch.Tensor) -> torch.Tensor:
+    return (positions >= 0) & ~prompt.at(positions, "must")[0]
+
+
 @pytest.mark.parametrize("heads", [(1, 1), (1, 3), (3, 3)])
 def test_retained_is_the_share_of_what_competed(heads) -> None:
     P, H = heads
@@ -172,11 +102,11 @@ def test_retained_is_the_share_of_what_competed(heads) -> None:
     g = generator(7)
     prompt = prompt_of(policy, 20, g)
     positions = tokens(2, P, 14, 20, g)
-    positions = positions.masked_fill(~prompt.at("valid", positions), -1)
+    positions = positions.masked_fill(~prompt.at(positions, "valid")[0], -1)
     scores = torch.randn(2, H, 14, generator=g) + 1  # what is below 0 counts as nothing
-    few = prompt.at("must", positions).sum(-1).amax(-1) + 3
+    few = prompt.at(positions, "must")[0].sum(-1).amax(-1) + 3
     indices, *_ = select(policy, torch.rand(2, H, 14, generator=g), positions, prompt, few.tolist())
-    got = retained(scores, indices, positions, prompt)
+    got = retained(scores, indices, competing(prompt, positions))
     for b in range(2):
         kept = total = 0.0
         for h in range(H):
@@ -195,20 +125,14 @@ def test_of_nothing_that_competes_all_is_retained() -> None:
     prompt = prompt_of(policy, 6, generator(8))
     positions = torch.arange(6).expand(2, 1, 6).masked_fill(~prompt.valid[:, None], -1)
     indices, *_ = select(policy, torch.rand(2, 1, 6), positions, prompt, prompt.lengths)
-    assert retained(torch.rand(2, 1, 6), indices, positions, prompt).tolist() == [1.0, 1.0]
+    assert retained(torch.rand(2, 1, 6), indices, competing(prompt, positions)).tolist() == [
+        1.0,
+        1.0,
+    ]
     tiny = torch.full((2, 1, 6), 1e-30)
     free = prompt_of(EVERYTHING, 6, generator(8))
     indices, *_ = select(EVERYTHING, tiny, positions, free, free.lengths)
-    assert retained(tiny, indices, positions, free).tolist() == [1.0, 1.0]
-
-
-def test_squeeze_cuts_the_layers_that_change_little() -> None:
-    similarity = torch.tensor([0.9, 0.2, 0.5])
-    cut = sizes(0.5, layers="squeeze", p=0.4, more={"measured": similarity})
-    assert cut == [4, 13, 13] == allocation.squeeze(similarity, 30, p=0.4, max_size=20)
-    # A layer that overflowed changes the stream.
-    spoiled = torch.tensor([0.9, math.nan, 0.5])
-    assert sizes(0.5, layers="squeeze", p=0.4, more={"measured": spoiled}) == cut
+    assert retained(tiny, indices, competing(free, positions)).tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(("size", "newest"), [(15, 1), (16, 2), (25, 3), (60, 4)])

@@ -150,7 +150,8 @@ def test_a_token_alone_is_copied_as_it_is(dtype):
     keys, values, scores = layer(2, 2, 40)
     keys, values, size = keys.to(dtype), values.to(dtype), torch.full((2, 2), 12)
     positions = torch.arange(40).expand(scores.shape)
-    ranking = Ranking(scores, size, torch.zeros_like(scores, dtype=torch.bool))
+    none = torch.zeros_like(scores, dtype=torch.bool)
+    ranking = Ranking(scores, size, none, ~none)
     merge = mmkv.get_policy("condense", fit=0).merge
     kept = merge(PromptKV(keys, values, positions), ranking)
     alone = kept.weights == 1

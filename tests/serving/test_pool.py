@@ -19,7 +19,7 @@ from helpers.oracle import Variant, options_of
 from helpers.pretending import DEVICE, Devices, move
 from helpers.serving import alone, watched
 from mmkv.builtin import example_pictures
-from mmkv.cache import attention
+from mmkv.cache import padded_blocks
 from mmkv.parts.slots import GrowingSlots, Ring
 from mmkv.serving import Engine
 from mmkv.serving.pool import Member, Pool, capacity
@@ -138,13 +138,13 @@ def test_requests_in_bfloat16_are_one_batch(monkeypatch):
     for path in example_pictures()[:3]:
         with Image.open(path) as picture:
             asked.append([{"type": "image", "image": picture.convert("RGB")}, question])
-    calls, sdpa = [], attention.scaled_dot_product_attention
+    calls, sdpa = [], padded_blocks.scaled_dot_product_attention
 
     def counting(query, *args, **options):
         calls.append(len(query))
         return sdpa(query, *args, **options)
 
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", counting)
+    monkeypatch.setattr(padded_blocks, "scaled_dot_product_attention", counting)
     with mmkv.wrapped(model, "snapkv", 0.5, window=8), Engine(model, processor) as engine:
         wanted, replies = [], []
         for single in (True, False):
