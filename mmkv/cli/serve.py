@@ -1,10 +1,10 @@
-"""`mmkv serve`: answer OpenAI's chat completions over HTTP, from one process or several."""
+"""`mmkv serve`: answer OpenAI's completions over HTTP, from one process or several."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -71,13 +71,26 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
     api_key: Annotated[
-        str | None,
-        typer.Option(envvar="MMKV_API_KEY", help="Key that clients must send.", show_envvar=True),
+        list[str] | None,
+        typer.Option(
+            envvar="MMKV_API_KEY", help="Key that clients must send; repeatable.", show_envvar=True
+        ),
     ] = None,
+    share_prefixes: Annotated[
+        Literal["key", "all"],
+        typer.Option(help="Read what prompts begin with once per key, or once for all keys."),
+    ] = "key",
     allow_host: Annotated[
         list[str] | None,
         typer.Option(metavar="HOST", help="A host to fetch pictures from; repeatable."),
     ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="A web page's origin that may ask; repeatable."),
+    ] = None,
+    ignore_unknown: Annotated[
+        bool, typer.Option(help="Ignore unsupported fields of requests, with a line in the log.")
+    ] = False,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds that answers may continue when the server stops.")
     ] = 30,
@@ -104,7 +117,7 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve a model with OpenAI's chat completions API. Messages may have pictures."""
+    """Serve a model with OpenAI's completions API. Messages may have pictures."""
     from mmkv import budgets, chat
     from mmkv.registry import get_policy
 
@@ -156,8 +169,11 @@ def serve(
         served = server.app(
             engine,
             name=called,
-            api_key=api_key or None,
+            api_keys=[key for key in api_key or [] if key],
+            share_prefixes=share_prefixes,
             allow_hosts=allow_host or [],
+            allow_origins=allow_origin or [],
+            ignore_unknown=ignore_unknown,
             timeout=timeout or None,
         )
         place = f"[{host}]" if ":" in host.strip("[]") else host

@@ -1,24 +1,22 @@
-"""What a client of OpenAI's chat completions may ask for, and the shapes of answers and errors."""
+"""What a client of OpenAI's completions may ask for: the bodies of requests, checked."""
 
 from __future__ import annotations
 
-import base64
-import binascii
-import http.client
-import time
-import urllib.parse
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from mmkv.loading import untrusted
+from mmkv.serving import choose, tools
+from mmkv.serving.errors import RequestError, wrong_body
+from mmkv.serving.reply import MOST_LOGPROBS, Sampling
 
 if TYPE_CHECKING:
     from PIL import Image
 
-_LONGEST_MESSAGE = 500
+_log = logging.getLogger(__name__)
+_MOST_REPLIES = 128
 # Known to OpenAI's clients and without effect on what is answered.
 _NO_EFFECT = {
     "metadata",
@@ -32,63 +30,17 @@ _NO_EFFECT = {
 }
 # Not supported, so only a value that asks for nothing is taken.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
+    "audio": (),
+    "best_of": (1,),
+    "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
+    "prediction": (),
+    "reasoning_effort": (),
+    "suffix": ("",),
+    "verbosity": (),
+    "web_search_options": (),
 }
-
-
-class RequestError(Exception):
-    """What is answered in place of a completion."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        param: str | None = None,
-        code: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-
-    def body(self) -> dict[str, Any]:
-        """The error as OpenAI's clients read it."""
-        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        message = str(self)
-        if len(message) > _LONGEST_MESSAGE:
-            message = message[:_LONGEST_MESSAGE] + " ..."
-        found = {"message": message, "type": kinds.get(self.status, kind)}
-        return {"error": {**found, "param": self.param, "code": self.code}}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Bounds of one request, and of all that are held at once.
-
-    Attributes:
-        body_bytes: of a request.
-        pictures: in a request.
-        picture_bytes: of a picture's file.
-        pixels: of all pictures of a request together.
-        held_bytes: of all requests and their decoded pictures together.
-        read_seconds: until a body, or a picture from another server, must be there.
-    """
-
-    body_bytes: int = 32 * 2**20
-    pictures: int = 16
-    picture_bytes: int = 20 * 2**20
-    pixels: int = 40_000_000
-    held_bytes: int = 2**30
-    read_seconds: float = 30.0
 
 
 class _Given(BaseModel):
@@ -116,17 +68,78 @@ class ImagePart(_Given):
     image_url: ImageURL
 
 
+class CalledFunction(_Given):
+    """What a model called: `arguments` is a JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Given):
+    """A call in an answer that is sent back."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Function(_Given):
+    """A function that a model may call; `parameters` is a JSON schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Given):
+    """What a model may use."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Given):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(_Given):
+    """The tool that a model has to use."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JSONSchema(_Given):
+    """The form of an answer; it is held whether `strict` or not."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(default_factory=dict[str, Any], alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Given):
+    """Text, JSON, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+
 class Message(_Given):
     """One turn. What an answer of OpenAI's holds beside its text is taken where it is empty."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
     name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
 class StreamOptions(_Given):
@@ -143,76 +156,222 @@ class Compression(_Given):
     budget: int | float | None = None
 
 
-class ChatRequest(_Given):
-    """The body of a request; unknown fields are judged by `parse`."""
+def _texts(given: Any) -> Any:
+    """Stop texts as a list; what is null in it asks for nothing."""
+    if isinstance(given, list):
+        return [x for x in given if x is not None]
+    return [given] if isinstance(given, str) else given or []
+
+
+class _Asked(_Given):
+    """What all requests for text have; unknown fields are judged by `parse`."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str
-    messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
-    n: int | None = None
+    stop: Annotated[list[str], Field(max_length=16), BeforeValidator(_texts)] = []
+    n: Annotated[int, Field(ge=1, le=_MOST_REPLIES)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     mmkv: Compression = Compression()
 
+    def sampling(self, i: int = 0, **more: Any) -> Sampling:
+        """How the tokens of the i-th reply to one prompt are chosen.
+
+        Raises:
+            RequestError: a bias of what is no token.
+        """
+        try:
+            biases = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
+        except ValueError:
+            raise RequestError("logit_bias: expected ids of tokens", param="logit_bias") from None
+        return Sampling(
+            temperature=self.temperature or 0.0,
+            top_p=self.top_p or 1.0,
+            top_k=max(0, self.top_k or 0),
+            min_p=self.min_p or 0.0,
+            seed=None if self.seed is None else (self.seed + i) % 2**63 if i else self.seed,
+            stop=tuple(self.stop),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=biases,
+            **more,
+        )
+
+
+class CompletionRequest(_Asked):
+    """A text to go on with, or several; tokens are taken too."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    def replies(self, pictures: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        """What the engine is asked, one for each choice of the answer."""
+        given = self.prompt
+        one = isinstance(given, str) or not given or isinstance(given[0], int)
+        prompts: list[Any] = [given] if one else list(given)
+        more = {"logprobs": self.logprobs, "echo": bool(self.echo)}
+        n, longest = self.n or 1, self.max_tokens
+        return [
+            {"prompt": x, "sampling": self.sampling(i, **more), "max_new_tokens": longest}
+            for x in prompts
+            for i in range(n)
+        ]
+
+
+class ChatRequest(_Asked):
+    """A conversation to be answered."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
     @property
-    def stops(self) -> tuple[str, ...]:
-        """The texts that end an answer."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+    def callable(self) -> list[dict[str, Any]]:
+        """The tools that the model may use, as chat templates take them."""
+        return self.template.get("tools", [])
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """What the chat template is given beside the messages."""
+        given = None if self.tool_choice == "none" else self.tools
+        return _template(given, self.chat_template_kwargs)
+
+    @property
+    def grammar(self) -> str | None:
+        """What the text has to match.
+
+        Raises:
+            RequestError: a tool that is not there.
+        """
+        if self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool):
+            named = None if self.tool_choice == "required" else self.tool_choice.function.name
+            given = [x["function"] for x in self.callable]
+            among = [x for x in given if named in (None, x["name"])]
+            if not among:
+                raise RequestError("tool_choice: no such tool is given", param="tool_choice")
+            return choose.json_grammar(tools.call_schema(among))
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        schema = form.json_schema.schema_ if form.json_schema else {}
+        return choose.json_grammar({"type": "object"} if form.type == "json_object" else schema)
+
+    def replies(self, pictures: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        """What the engine is asked, one for each choice of the answer."""
+        likely = (self.top_logprobs or 0) if self.logprobs else None
+        shared = {
+            "messages": messages(self.messages, pictures),
+            "max_new_tokens": self.max_completion_tokens or self.max_tokens,
+        }
+        if self.template:
+            shared["template"] = self.template
+        more = {"logprobs": likely, "grammar": self.grammar}
+        return [{**shared, "sampling": self.sampling(i, **more)} for i in range(self.n or 1)]
 
 
-def parse(raw: bytes) -> ChatRequest:
+class TokenizeRequest(_Given):
+    """A text or a conversation whose tokens are asked for."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """As of `ChatRequest`."""
+        return _template(self.tools, self.chat_template_kwargs)
+
+
+def _template(given: Sequence[Tool] | None, more: dict[str, Any] | None) -> dict[str, Any]:
+    listed = [x.model_dump(exclude_none=True) for x in given or ()]
+    return {**(more or {}), **({"tools": listed} if listed else {})}
+
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+def parse(raw: bytes, kind: type[Kind], *, ignore_unknown: bool = False) -> Kind:
     """A request's body, checked.
+
+    Args:
+        raw: JSON.
+        kind: what is asked for.
+        ignore_unknown: note fields that are not supported in the log, and do without them.
 
     Raises:
         RequestError: no JSON, a field of another type or range, or one that is not supported.
     """
     try:
-        found = ChatRequest.model_validate_json(raw)
+        found = kind.model_validate_json(raw)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        place = ".".join(str(x)[:40] for x in first["loc"])
-        raise RequestError(f"{place or 'body'}: {first['msg']}", param=place or None) from None
+        raise wrong_body(error, raw) from None
     for name, value in (found.model_extra or {}).items():
-        shown = name[:80]
-        if name not in _NO_EFFECT and name not in _NEUTRAL:
-            raise RequestError(f"Unrecognized request argument supplied: {shown}", param=shown)
-        if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
+        shown, known = name[:80], name in _NEUTRAL
+        if name in _NO_EFFECT or (known and (value is None or value in _NEUTRAL[name])):
+            continue
+        if ignore_unknown:
+            _log.warning("%r in a request is ignored", shown)
+        elif known:
             raise RequestError(f"{name} is not supported: leave it out", param=name)
-    if found.n not in (None, 1):
-        raise RequestError("n: one answer a request; send it again for another", param="n")
-    if "" in found.stops:
-        raise RequestError("stop: an empty text would end every answer", param="stop")
-    if found.stream_options and not found.stream:
-        raise RequestError("stream_options: only with stream=true", param="stream_options")
-    for i, message in enumerate(found.messages):
-        pictures = [x for x in message.content if isinstance(x, ImagePart)]
-        if pictures and message.role != "user":
-            raise RequestError(
-                f"messages.{i}: pictures can only be in messages of the user", param="messages"
-            )
+        else:
+            raise RequestError(f"Unrecognized request argument supplied: {shown}", param=shown)
+    if isinstance(found, _Asked):
+        if "" in found.stop:
+            raise RequestError("stop: an empty text would end every answer", param="stop")
+        if found.stream_options and not found.stream:
+            raise RequestError("stream_options: only with stream=true", param="stream_options")
+    given: Sequence[Message] = getattr(found, "messages", None) or ()
+    for i, message in enumerate(given):
+        _check_message(f"messages[{i}]", message)
     return found
 
 
-def picture_urls(request: ChatRequest) -> list[str]:
+def _check_message(place: str, message: Message) -> None:
+    told = None
+    content = message.content
+    if content is None and message.role != "assistant":
+        told = f"{place}.content is null: give a text"
+    if message.tool_calls and message.role != "assistant":
+        told = f"{place}.tool_calls: only an assistant's message has them"
+    pictures = [x for x in content or () if isinstance(x, ImagePart)]
+    if pictures and message.role != "user":
+        told = f"{place}: pictures can only be in messages of the user"
+    if told is not None:
+        raise RequestError(told, param=place)
+
+
+def picture_urls(given: Sequence[Message]) -> list[str]:
     """Where the pictures are, in the order of the messages."""
-    parts = [part for message in request.messages for part in message.content]
+    parts = [part for message in given for part in message.content or ()]
     return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
 
 
-def messages(request: ChatRequest, pictures: Sequence[Image.Image]) -> list[dict[str, Any]]:
+def messages(given: Sequence[Message], pictures: Sequence[Image.Image]) -> list[dict[str, Any]]:
     """The messages as a chat template takes them, with the pictures of `picture_urls` in place."""
     left, found = iter(pictures), list[dict[str, Any]]()
-    for message in request.messages:
+    for message in given:
         role = "system" if message.role == "developer" else message.role
-        content: Any = message.content
+        content: Any = message.content or ""
         if not isinstance(content, str):
             content = [
                 {"type": "text", "text": part.text}
@@ -222,102 +381,13 @@ def messages(request: ChatRequest, pictures: Sequence[Image.Image]) -> list[dict
             ]
             if all(part["type"] == "text" for part in content):
                 content = "\n".join(part["text"] for part in content)
-        found.append({"role": role, "content": content})
+        one = {"role": role, "content": content}
+        if message.role == "tool":
+            one |= {"tool_call_id": message.tool_call_id, "name": message.name}
+        if message.tool_calls:
+            one["tool_calls"] = [
+                {"type": "function", "id": x.id, "function": tools.as_object(x.function)}
+                for x in message.tool_calls
+            ]
+        found.append({k: x for k, x in one.items() if x is not None})
     return found
-
-
-def read_picture(url: str, limits: Limits, allow_hosts: Collection[str], pixels: int) -> Any:
-    """The picture at a data URL, or at one of a host that is allowed by name: RGB, upright.
-
-    Args:
-        url: as the client gave it.
-        limits: of a file's size, and of the time to fetch it.
-        allow_hosts: hosts, with ":port" where it is not the scheme's own, that may be asked.
-        pixels: how many it may have.
-
-    Raises:
-        RequestError: another URL, or no picture that may be read.
-    """
-    if url[:5].lower() == "data:":
-        raw = _of_data_url(url, limits.picture_bytes)
-    else:
-        raw = _fetched(url, limits, allow_hosts)
-    try:
-        return untrusted.read_picture(
-            raw, untrusted.upright, most_pixels=pixels, most_bytes=limits.picture_bytes
-        )
-    except untrusted.PictureError as error:
-        raise _picture_error(str(error)) from None
-
-
-def _picture_error(why: str) -> RequestError:
-    return RequestError(f"cannot read a picture: {why}", param="messages", code="invalid_image")
-
-
-def _of_data_url(url: str, most_bytes: int) -> bytes:
-    head, comma, data = url.partition(",")
-    if not comma or not head.lower().endswith(";base64"):
-        raise _picture_error("expected data:image/...;base64,...")
-    if len(data) > 4 * (most_bytes + 2) // 3 + 4:
-        raise _picture_error(f"larger than {most_bytes / 2**20:g} MiB")
-    try:
-        return base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError):
-        raise _picture_error("no base64") from None
-
-
-def _fetched(url: str, limits: Limits, allow_hosts: Collection[str]) -> bytes:
-    """What an allowed host answers: no redirect is followed, no proxy asked."""
-    try:
-        where = urllib.parse.urlsplit(url)
-    except ValueError:
-        where = urllib.parse.urlsplit("")
-    # The place as it stands: a name and password, or another port, make it another place.
-    if where.scheme not in ("http", "https") or where.netloc.lower() not in allow_hosts:
-        raise _picture_error("only data: URLs are read here, and hosts named by --allow-host")
-    kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
-    end = time.monotonic() + limits.read_seconds
-    raw = bytearray()
-    try:
-        connection = kind(where.netloc, timeout=limits.read_seconds)
-        try:
-            query = f"?{where.query}" if where.query else ""
-            connection.request("GET", (where.path or "/") + query)
-            answer = connection.getresponse()
-            if answer.status != 200:
-                raise _picture_error(f"its server answered {answer.status}")
-            while piece := answer.read1(2**16):
-                raw += piece
-                if len(raw) > limits.picture_bytes:
-                    raise _picture_error(f"larger than {limits.picture_bytes / 2**20:g} MiB")
-                if time.monotonic() > end:
-                    raise TimeoutError
-        finally:
-            connection.close()
-    except (OSError, ValueError, http.client.HTTPException):  # also a URL with control characters
-        raise _picture_error("its server did not give it") from None
-    return bytes(raw)
-
-
-def answer(about: dict[str, Any], reply: Any, text: str) -> dict[str, Any]:
-    """A whole completion; `about` is its id, time and model."""
-    message = {"role": "assistant", "content": text, "refusal": None}
-    end = {"logprobs": None, "finish_reason": reply.finish_reason}
-    choices = [{"index": 0, "message": message, **end}]
-    return {**about, "object": "chat.completion", "choices": choices, **usage(reply)}
-
-
-def chunk(about: dict[str, Any], delta: Any, finish: str | None = None) -> dict[str, Any]:
-    """A piece of a completion in a stream; without a delta the last, for `include_usage`."""
-    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-    choices = [] if delta is None else [choice]
-    return {**about, "object": "chat.completion.chunk", "choices": choices}
-
-
-def usage(reply: Any) -> dict[str, Any]:
-    """Tokens as OpenAI counts them, and what the cache held as `mmkv`."""
-    used = reply.usage
-    counts = {"prompt_tokens": used.prompt_tokens, "completion_tokens": used.completion_tokens}
-    counts["total_tokens"] = used.prompt_tokens + used.completion_tokens
-    held = {name: getattr(used, name) for name in ("kept_tokens", "cache_bytes", "shared")}
-    return {"usage": counts, "mmkv": held}

@@ -17,7 +17,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from .api import RequestError
+from .errors import RequestError
 from .reply import Busy, Event, Refused, Sampling, Usage
 from .settings import EngineSettings, make_engine
 
@@ -41,7 +41,7 @@ class _Replica:
             reply = await asyncio.to_thread(self._engine.submit, **given)
             try:
                 async for event in reply:
-                    yield "event", (event.token, event.text, reply.usage)
+                    yield "event", (event, reply.usage)
             finally:
                 reply.cancel()
         except Exception as error:
@@ -53,6 +53,13 @@ class _Replica:
         stats = self._engine.stats()
         held = {name: getattr(stats, name) or 0 for name in _SUMMED}
         yield "end", (reply.finish_reason, reply.usage, self._name, held)
+
+    async def tokenize(self, key: str, given: dict[str, Any]) -> tuple[list[int], Any]:
+        """Tokens, or why there are none."""
+        try:
+            return await asyncio.to_thread(self._engine.tokenize, **given), None
+        except Refused as error:
+            return [], (str(error), error.code)
 
 
 class _Reply:
@@ -123,12 +130,12 @@ class _Reply:
                 self.finish_reason = "timeout"
                 return
             if kind == "event":
-                token, text, self.usage = what
+                event, self.usage = what
                 if at == len(self._tokens):
-                    self._tokens.append(token)
+                    self._tokens.append(event.token)
                     self._replicas.tokens += 1
-                    yield Event(token, text)
-                elif token != self._tokens[at]:
+                    yield event
+                elif event.token != self._tokens[at]:
                     raise _lost()
                 at += 1
             elif kind == "end":
@@ -203,20 +210,26 @@ class Replicas:
             raise
 
     def submit(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        sampling: Sampling | None = None,
-        **given: Any,
+        self, *, sampling: Sampling | None = None, repeated: bool = False, **given: Any
     ) -> _Reply:
-        """As `Engine.submit`, for messages; refusals come with the reply."""
+        """As `Engine.submit`, for messages and prompts; refusals come with the reply."""
         sampling = sampling or Sampling()
         if sampling.temperature > 0 and sampling.seed is None:
             # A second replica must draw what the first has drawn.
             sampling = replace(sampling, seed=random.getrandbits(62))
-        return _Reply(
-            self, prefix_key(messages), {"messages": messages, "sampling": sampling, **given}
-        )
+        messages = given.get("messages") or []
+        key = prefix_key(messages)
+        if repeated and not key:
+            asked = repr((messages, given.get("prompt"))).encode()
+            key = hashlib.blake2b(asked, digest_size=16).hexdigest()
+        return _Reply(self, key, {"sampling": sampling, "repeated": repeated, **given})
+
+    def tokenize(self, **given: Any) -> list[int]:
+        """As `Engine.tokenize`, by any replica."""
+        tokens, refused = self._handle.tokenize.remote("", given).result()
+        if refused is not None:
+            raise Refused(*refused)
+        return tokens
 
     def ask(self, key: str, given: dict[str, Any]) -> Any:
         """The answers of the replica that reads this prefix, or of one with less to do."""

@@ -217,6 +217,10 @@ class Engine:
             raise Refused("messages=[]: expected one at least")
         return prompts.encode(self._loaded, messages, template, split=split)
 
+    def tokenize(self, **given: Any) -> list[int]:
+        """The tokens of messages or a prompt; takes what `encode` takes."""
+        return self.encode(**given)[0]["input_ids"][0].tolist()
+
     def _custom(self, sampling: Sampling, tokens: int) -> list[LogitsProcessor]:
         """What tokens are chosen by behind a prompt, beside what `generate` has."""
         found = list[LogitsProcessor]()

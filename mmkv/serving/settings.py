@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -71,6 +71,10 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
+def _several(given: Any) -> Any:
+    return given if isinstance(given, list) else [given]
+
+
 class ServeConfig(BaseModel):
     """The options of `mmkv serve` by name; what is left out keeps its default."""
 
@@ -93,8 +97,11 @@ class ServeConfig(BaseModel):
     name: str | None = None
     host: str | None = None
     port: int | None = Field(None, ge=0, le=65535)
-    api_key: str | None = None
+    api_key: Annotated[list[str], BeforeValidator(_several)] | None = None
+    share_prefixes: Literal["key", "all"] | None = None
     allow_host: list[str] | None = None
+    allow_origin: list[str] | None = None
+    ignore_unknown: bool | None = None
     grace: float | None = Field(None, ge=0)
     replicas: int | None = Field(None, ge=1)
     max_replicas: int | None = Field(None, ge=1)

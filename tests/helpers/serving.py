@@ -44,10 +44,10 @@ class WrittenEngine:
         self.asked: list[dict[str, Any]] = []
         self.replies: list[Reply] = []
 
-    def submit(self, messages: Any, **given: Any) -> Reply:
+    def submit(self, **given: Any) -> Reply:
         if self.refusal is not None:
             raise self.refusal
-        self.asked.append({"messages": messages, **given})
+        self.asked.append(given)
 
         def wake() -> None:
             if reply.cancelled:
@@ -91,8 +91,11 @@ def listening(served: Any) -> Generator[str]:
     """Serve an app from a thread; gives its address."""
     import uvicorn
 
+    from mmkv.serving import connections
+
     socket = terminal.bind("127.0.0.1", 0)
-    config = uvicorn.Config(served, http="h11", lifespan="off", log_config=None, log_level="error")
+    http: Any = connections.bounded(served.state.service.limits)
+    config = uvicorn.Config(served, http=http, lifespan="off", log_config=None, log_level="error")
     running = uvicorn.Server(config)
     thread = threading.Thread(target=running.run, args=([socket],), daemon=True)
     thread.start()

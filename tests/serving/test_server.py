@@ -26,10 +26,10 @@ from mmkv import terminal
 from mmkv.serving import Busy, Closed, Refused, Sampling
 
 openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
-api = pytest.importorskip("mmkv.serving.api", reason="pip install 'mmkv[serve]'")
+errors = pytest.importorskip("mmkv.serving.errors", reason="pip install 'mmkv[serve]'")
 server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
 
-LIMITS = api.Limits(body_bytes=2**20, picture_bytes=2**18, pixels=10**6, read_seconds=2)
+LIMITS = errors.Limits(body_bytes=2**20, picture_bytes=2**18, pixels=10**6, read_seconds=2)
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 HEADERS = {"Content-Type": "application/json"}
 
@@ -181,6 +181,7 @@ class TestAnswers:
             "sampling": Sampling(temperature=0.5, top_p=0.9, top_k=5, seed=3, stop=("END", "STOP")),
             "max_new_tokens": 7,
             "timeout": 60,
+            "owner": None,
             "policy": "snapkv",
             "budget": 0.1,
         }
@@ -232,7 +233,7 @@ class TestAnswers:
 
         with listening(server.app(engine, name="tiny")) as address:
             for stream in (False, True):
-                status, _ = post(address, {**HELLO, "n": 2})
+                status, _ = post(address, {**HELLO, "n": 0})
                 assert status == 400
                 with connected(address) as connection:
                     body = json.dumps({**HELLO, "stream": stream})
@@ -263,7 +264,6 @@ WRONG = {
     "no messages": {"model": "tiny"},
     "empty messages": {**HELLO, "messages": []},
     "bad role": {**HELLO, "messages": [{"role": "cook", "content": "x"}]},
-    "tool": {**HELLO, "messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
     "no content": {**HELLO, "messages": [{"role": "user"}]},
     "content": {**HELLO, "messages": [{"role": "user", "content": 3}]},
     "null": {**HELLO, "messages": [{"role": "user", "content": None}]},
@@ -271,7 +271,8 @@ WRONG = {
     "long part": asking({"type": "x" * 10_000}),
     "unknown": {**HELLO, "beam_width": 3},
     "long name": {**HELLO, "x" * 100_000: 3},
-    "n": {**HELLO, "n": 2},
+    "n": {**HELLO, "n": 129},
+    "no n": {**HELLO, "n": 0},
     "negative": {**HELLO, "temperature": -1},
     "text": {**HELLO, "temperature": "0.5"},
     "nan": b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
@@ -280,12 +281,25 @@ WRONG = {
     "max_tokens": {**HELLO, "max_tokens": 0},
     "many tokens": {**HELLO, "max_tokens": 10**30},
     "seed": {**HELLO, "seed": 2**70},
-    "stops": {**HELLO, "stop": ["a", "b", "c", "d", "e"]},
+    "stops": {**HELLO, "stop": ["a"] * 17},
     "empty stop": {**HELLO, "stop": ""},
-    "logprobs": {**HELLO, "logprobs": True},
-    "penalty": {**HELLO, "presence_penalty": 0.5},
+    "logprobs": {**HELLO, "logprobs": True, "top_logprobs": 21},
+    "penalty": {**HELLO, "presence_penalty": 2.5},
+    "bias": {**HELLO, "logit_bias": {"a": 1}},
+    "chosen tool": {**HELLO, "tool_choice": "required"},
+    "functions": {**HELLO, "functions": [{"name": "f"}]},
+    "format": {**HELLO, "response_format": {"type": "yaml"}},
+    "calls": {
+        **HELLO,
+        "messages": [
+            {
+                "role": "user",
+                "content": "x",
+                "tool_calls": [{"function": {"name": "f", "arguments": ""}}],
+            }
+        ],
+    },
     "tools": {**HELLO, "tools": [{"type": "function"}]},
-    "json": {**HELLO, "response_format": {"type": "json_object"}},
     "options": {**HELLO, "stream_options": {"include_usage": True}},
     "budget": {**HELLO, "mmkv": {"budget": "all"}},
     "endless budget": {**HELLO, "mmkv": {"budget": float("inf")}},
@@ -341,8 +355,8 @@ class TestRefusals:
 
     def test_what_a_message_says(self, address, engine):
         _, body = post(address, WRONG["bad role"])
-        assert body["error"]["param"] == "messages.0.role"
-        assert "'system', 'developer', 'user' or 'assistant'" in body["error"]["message"]
+        assert body["error"]["param"] == "messages[0].role"
+        assert "'system', 'developer', 'user', 'assistant' or 'tool'" in body["error"]["message"]
         assert post(address, WRONG["unknown"])[1]["error"] == {
             "message": "Unrecognized request argument supplied: beam_width",
             "type": "invalid_request_error",
@@ -375,7 +389,7 @@ class TestRefusals:
         assert engine.asked == []
 
     def test_other_paths_and_methods(self, address, engine):
-        assert refused(post(address, HELLO, path="/v1/completions"), 404)
+        assert refused(post(address, HELLO, path="/v1/embeddings"), 404)
         assert refused(post(address, HELLO, path="/v1/models"), 405)
         for path in ("/docs", "/openapi.json", "/redoc"):
             assert get(address, path)[0] == 404
@@ -407,7 +421,7 @@ class TestRefusals:
         [
             ("error", RuntimeError("secret"), 500),
             ("error", Refused("does not fit"), 400),
-            ("error", api.RequestError("the replica was lost", status=503), 503),
+            ("error", errors.RequestError("the replica was lost", status=503), 503),
             ("timeout", None, 504),
         ],
     )
@@ -447,7 +461,7 @@ class TestRefusals:
         assert get(address, "/health")[0] == 200
 
     def test_room_for_all_requests_together(self, engine):
-        limits = api.Limits(held_bytes=100_000)
+        limits = errors.Limits(held_bytes=100_000)
         picture = pictured(data_url(Image.new("RGB", (160, 160))))  # 76,800 bytes decoded
         engine.texts = None
         with listening(server.app(engine, name="tiny", limits=limits)) as address:
@@ -465,7 +479,9 @@ class TestRefusals:
 
 @pytest.fixture(scope="module")
 def locked():
-    with listening(server.app(WrittenEngine(), name="tiny", api_key="se-crét")) as address:
+    with listening(
+        server.app(WrittenEngine(), name="tiny", api_keys=["se-crét", "other"])
+    ) as address:
         yield address
 
 
@@ -509,7 +525,7 @@ def pictures():
 @pytest.fixture(scope="module")
 def served(pictures):
     engine = WrittenEngine()
-    limits = api.Limits(picture_bytes=2**20, read_seconds=1)
+    limits = errors.Limits(picture_bytes=2**20, read_seconds=1)
     app = server.app(engine, name="tiny", allow_hosts=[pictures], limits=limits)
     with listening(app) as address:
         yield address, engine

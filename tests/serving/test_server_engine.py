@@ -109,8 +109,10 @@ class TestBuiltIn:
 
     def test_marks_of_pictures_that_nobody_gave(self, client):
         """A text cannot stand for a picture."""
-        with pytest.raises(openai.BadRequestError):
-            client.chat.completions.create(**asking("What is <image>?"))
+        answer = client.chat.completions.create(**asking("What is <image>?"), max_tokens=2)
+        assert answer.usage.prompt_tokens < 2 * 144
+        with pytest.raises(openai.BadRequestError, match="stand for pictures"):
+            client.completions.create(model="builtin", prompt="What is <image>?")
 
     def test_a_client_that_leaves(self, served, client):
         engine, _ = served
@@ -289,27 +291,37 @@ class TestCommand:
     def test_options(self, monkeypatch):
         monkeypatch.delenv("MMKV_API_KEY", raising=False)
         given = self.run(monkeypatch)
-        assert (given["name"], given["api_key"], given["allow_hosts"]) == ("builtin", None, [])
+        assert (given["name"], given["api_keys"], given["allow_hosts"]) == ("builtin", [], [])
+        assert (given["share_prefixes"], given["ignore_unknown"]) == ("key", False)
         made = given["settings"]
         assert (made.policy, made.budget, made.engine["cache_memory"]) == ("condense", 0.2, None)
         given = self.run(
             monkeypatch,
             *("--model", "some/llava", "--policy", "snapkv", "--option", "window=8"),
             *("--budget", "10%", "--cache-memory", "8GiB", "--allow-host", "a.example"),
-            *("--allow-host", "b.example:81", "--max-batch", "3"),
+            *("--allow-host", "b.example:81", "--max-batch", "3", "--max-new-tokens", "9"),
+            *("--api-key", "a", "--api-key", "b", "--share-prefixes", "all", "--ignore-unknown"),
+            *("--allow-origin", "https://a.example"),
         )
+        assert (given["api_keys"], given["share_prefixes"]) == (["a", "b"], "all")
+        assert (given["allow_origins"], given["ignore_unknown"]) == (["https://a.example"], True)
         made = given["settings"]
         assert (given["name"], given["allow_hosts"]) == ("llava", ["a.example", "b.example:81"])
         assert (made.policy, made.options, made.budget) == ("snapkv", {"window": 8}, 0.1)
         assert (made.engine["cache_memory"], made.engine["max_batch"]) == (8 * 2**30, 3)
+        assert made.engine["max_new_tokens"] == 9
 
     def test_a_file_of_options(self, monkeypatch, tmp_path):
         path = tmp_path / "serve.yaml"
-        path.write_text("policy: snapkv\nbudget: 0.5\noption: [window=8]\nmax_batch: 3\n")
+        path.write_text(
+            "policy: snapkv\nbudget: 0.5\noption: [window=8]\nmax_batch: 3\napi_key: one\n"
+        )
         given = self.run(monkeypatch, "--config", str(path), "--max-batch", "4")
         made = given["settings"]
         assert (made.policy, made.budget, made.options) == ("snapkv", 0.5, {"window": 8})
-        assert made.engine["max_batch"] == 4
+        assert (made.engine["max_batch"], given["api_keys"]) == (4, ["one"])
+        monkeypatch.setenv("MMKV_API_KEY", "two three")
+        assert self.run(monkeypatch)["api_keys"] == ["two", "three"]
 
     def test_a_file_may_name_any_option(self):
         import inspect

@@ -1,0 +1,158 @@
+"""The answers of OpenAI's completions, whole and in pieces, from what the replies give."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from mmkv.serving.api import ChatRequest, CompletionRequest
+from mmkv.serving.reply import Event, Logprob, TokenLogprobs
+from mmkv.serving.tools import Call, ToolText
+
+Piece = dict[str, Any]
+
+
+class ChatAnswer:
+    """The answer of a chat: its choices as events come.
+
+    Args:
+        asked: the request.
+        choices: how many replies there are.
+    """
+
+    kind, piece_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, asked: ChatRequest, choices: int) -> None:
+        self._about = _about(self.prefix, asked.model)
+        names = [x["function"]["name"] for x in asked.callable]
+        self._texts = [ToolText(names) for _ in range(choices)]
+        self._likely, self._n = bool(asked.logprobs), asked.n or 1
+        self._begun = set[int]()
+
+    def add(self, i: int, event: Event) -> Piece | None:
+        """What one more event of the i-th reply adds to its choice; None: nothing yet."""
+        delta: dict[str, Any] = {}
+        if i not in self._begun:
+            self._begun.add(i)
+            delta = {"role": "assistant", "content": ""}
+        if text := self._texts[i].add(event.text):
+            delta["content"] = text
+        likely = self._told(event.logprobs)
+        if not delta and likely is None:
+            return None
+        return {"index": i, "delta": delta, "logprobs": likely, "finish_reason": None}
+
+    def end(self, i: int, reason: str) -> list[Piece]:
+        """What ends the i-th choice: held text and calls, then why."""
+        text, calls = self._texts[i].end()
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = [{"index": k, **_call(x)} for k, x in enumerate(calls)]
+        rest = {"index": i, "logprobs": None}
+        last = {**rest, "delta": {}, "finish_reason": "tool_calls" if calls else reason}
+        return [{**rest, "delta": delta, "finish_reason": None}, last] if delta else [last]
+
+    def whole(self, pieces: Sequence[Piece], replies: Sequence[Any]) -> Piece:
+        """All of it at once, from all pieces."""
+        choices = list[Piece]()
+        for i in range(len(self._texts)):
+            own = [x for x in pieces if x["index"] == i]
+            message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+            message["content"] = "".join(x["delta"].get("content") or "" for x in own)
+            for piece in own:
+                if calls := piece["delta"].get("tool_calls"):
+                    message["content"] = message["content"] or None
+                    message["tool_calls"] = [
+                        {k: v for k, v in x.items() if k != "index"} for x in calls
+                    ]
+            told = [x for piece in own for x in (piece["logprobs"] or {}).get("content", [])]
+            likely = {"content": told, "refusal": None} if self._likely else None
+            end = {"logprobs": likely, "finish_reason": own[-1]["finish_reason"]}
+            choices.append({"index": i, "message": message, **end})
+        return {**self._about, "object": self.kind, "choices": choices, **self.usage(replies)}
+
+    def usage(self, replies: Sequence[Any]) -> Piece:
+        """Tokens as OpenAI counts them, each prompt once, and what the caches held as `mmkv`."""
+        used = [x.usage for x in replies]
+        counts = {"prompt_tokens": sum(x.prompt_tokens for x in used[:: self._n])}
+        counts["completion_tokens"] = sum(x.completion_tokens for x in used)
+        counts["total_tokens"] = sum(counts.values())
+        held = {"kept_tokens": sum(x.kept_tokens for x in used[:: self._n])}
+        held["cache_bytes"] = sum(x.cache_bytes for x in used)
+        return {"usage": counts, "mmkv": {**held, "shared": used[0].shared}}
+
+    def sent(self, piece: Piece | None) -> Piece:
+        """A piece as an object of its own; without one the last, for `include_usage`."""
+        return {**self._about, "object": self.piece_kind, "choices": [piece] if piece else []}
+
+    def _told(self, likely: Sequence[TokenLogprobs]) -> Piece | None:
+        if not self._likely or not likely:
+            return None
+        told = [{**_token(x.taken), "top_logprobs": [*map(_token, x.top)]} for x in likely]
+        return {"content": told, "refusal": None}
+
+
+class CompletionAnswer(ChatAnswer):
+    """The answer of a completion: texts that go on from prompts."""
+
+    kind, piece_kind, prefix = "text_completion", "text_completion", "cmpl"
+
+    def __init__(self, asked: CompletionRequest, choices: int) -> None:
+        self._about = _about(self.prefix, asked.model)
+        self._likely, self._n = asked.logprobs is not None, asked.n or 1
+        self._lengths = [0] * choices  # characters of the tokens so far
+
+    def add(self, i: int, event: Event) -> Piece | None:
+        """As `ChatAnswer.add`."""
+        likely = self._told_of(i, event.logprobs)
+        if not event.text and likely is None:
+            return None
+        return {"index": i, "text": event.text, "logprobs": likely, "finish_reason": None}
+
+    def end(self, i: int, reason: str) -> list[Piece]:
+        """As `ChatAnswer.end`."""
+        return [{"index": i, "text": "", "logprobs": None, "finish_reason": reason}]
+
+    def whole(self, pieces: Sequence[Piece], replies: Sequence[Any]) -> Piece:
+        """As `ChatAnswer.whole`."""
+        choices = list[Piece]()
+        for i in range(len(self._lengths)):
+            own = [x for x in pieces if x["index"] == i]
+            told = [x["logprobs"] for x in own if x["logprobs"]]
+            likely = {k: [v for x in told for v in x[k]] for k in told[0]} if told else None
+            text = "".join(x["text"] for x in own)
+            end = {"logprobs": likely, "finish_reason": own[-1]["finish_reason"]}
+            choices.append({"index": i, "text": text, **end})
+        return {**self._about, "object": self.kind, "choices": choices, **self.usage(replies)}
+
+    def _told_of(self, i: int, likely: Sequence[TokenLogprobs]) -> Piece | None:
+        if not self._likely or not likely:
+            return None
+        offsets = list[int]()
+        for x in likely:
+            offsets.append(self._lengths[i])
+            self._lengths[i] += len(x.taken.text)
+        return {
+            "tokens": [x.taken.text for x in likely],
+            "token_logprobs": [x.taken.logprob for x in likely],
+            # Of several tokens with the same text, such as parts of characters, the likeliest.
+            "top_logprobs": [
+                {y.text: y.logprob for y in reversed(x.top)} if x.top else None for x in likely
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _about(prefix: str, model: str) -> Piece:
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+
+def _call(call: Call) -> Piece:
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": call._asdict()}
+
+
+def _token(x: Logprob) -> Piece:
+    part = "\ufffd" in x.text  # of a character: its bytes are not told by its text
+    return {"token": x.text, "logprob": x.logprob, "bytes": None if part else [*x.text.encode()]}

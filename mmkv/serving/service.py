@@ -1,0 +1,342 @@
+"""What is behind the routes of the server: one request from its body to its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from contextlib import ExitStack
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import ClientDisconnect
+
+from . import Busy, Closed, Event, Refused, api, pictures
+from .answers import ChatAnswer, CompletionAnswer
+from .errors import Limits, RequestError
+from .metrics import Metrics
+
+_log = logging.getLogger(__name__)
+# Pictures that are decoded at a time: each may take its limit of pixels.
+_DECODERS = 2
+_GONE = 499  # nginx's: the client has closed the connection, so nobody reads this
+
+
+class _Room:
+    """Bytes that all requests hold together."""
+
+    def __init__(self, size: int) -> None:
+        self.left = size
+
+    def take(self, size: int, ending: ExitStack) -> None:
+        """A request takes some of it, and gives that back at its end."""
+        if size > self.left:
+            raise RequestError("too many large requests at once: try again", status=429)
+        self.left -= size
+        ending.callback(self._give, size)
+
+    def _give(self, size: int) -> None:
+        self.left += size
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events; what the request holds is given back however sending ends."""
+
+    def __init__(self, content: AsyncIterator[str], ending: ExitStack) -> None:
+        super().__init__(content, 200, {"cache-control": "no-cache"}, "text/event-stream")
+        self._ending = ending
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        with self._ending:
+            await super().__call__(scope, receive, send)
+
+
+class Service:
+    """What is behind the routes; takes what `app` takes. `closing` refuses new requests."""
+
+    def __init__(
+        self,
+        engine: Any,
+        name: str,
+        allow_hosts: Collection[str],
+        ignore_unknown: bool,
+        timeout: float | None,
+        limits: Limits,
+    ) -> None:
+        self.engine, self.limits, self.closing = engine, limits, False
+        self.metrics = Metrics(engine)
+        created = int(time.time())
+        self.model = {"id": name, "object": "model", "created": created, "owned_by": "mmkv"}
+        self._hosts = frozenset(x.lower() for x in allow_hosts)
+        self._ignore_unknown, self._timeout = ignore_unknown, timeout
+        self._room, self._decoders = _Room(limits.held_bytes), asyncio.Semaphore(_DECODERS)
+
+    async def health(self) -> dict[str, str]:
+        """Whether new requests are taken."""
+        if self.closing:
+            raise _closing()
+        return {"status": "ok"}
+
+    async def scrape(self) -> Response:
+        """What Prometheus reads."""
+        return Response(self.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+    async def models(self) -> dict[str, Any]:
+        """All models: ours."""
+        return {"object": "list", "data": [self.model]}
+
+    async def check_model(self, model: str) -> dict[str, Any]:
+        """Our model; any other is refused (404)."""
+        if model != self.model["id"]:
+            raise RequestError(
+                f"The model {model[:80]!r} does not exist; this server has {self.model['id']!r}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return self.model
+
+    async def chat(self, request: Request) -> Response:
+        """The answer to a conversation, whole or as a stream."""
+        return await self._told(request, api.ChatRequest, ChatAnswer)
+
+    async def complete(self, request: Request) -> Response:
+        """The continuation of texts, whole or as a stream."""
+        return await self._told(request, api.CompletionRequest, CompletionAnswer)
+
+    async def tokenize(self, request: Request) -> dict[str, Any]:
+        """The tokens of a text or a conversation."""
+        with ExitStack() as ending:
+            raw = await self._body(request, ending)
+            asked = api.parse(raw, api.TokenizeRequest, ignore_unknown=self._ignore_unknown)
+            await self.check_model(asked.model or self.model["id"])
+            given: dict[str, Any] = {"prompt": asked.prompt}
+            if asked.messages is not None:
+                shown = await self._pictures(asked.messages, ending)
+                given["messages"] = api.messages(asked.messages, shown)
+                given["template"] = asked.template
+            tokens = await self._asked(self.engine.tokenize, **given)
+        most = getattr(self.engine, "positions", None)
+        return {"count": len(tokens), "max_model_len": most, "tokens": tokens}
+
+    async def _told(self, request: Request, kind: Any, answering: Any) -> Response:
+        try:
+            return await self._answer(request, kind, answering)
+        except ClientDisconnect:
+            self.metrics.ended("gone")
+            return Response(status_code=_GONE)
+        except RequestError as error:
+            self.metrics.ended(str(error.status))
+            raise
+
+    async def _answer(self, request: Request, kind: Any, answering: Any) -> Response:
+        clock = self.metrics.clock()
+        with ExitStack() as ending:
+            held = ExitStack()  # what is no longer needed once the replies have ended
+            ending.callback(held.close)
+            raw = await self._body(request, held)
+            asked = api.parse(raw, kind, ignore_unknown=self._ignore_unknown)
+            await self.check_model(asked.model)
+            replies = await self._replies(request, asked, held, ending)
+            watch = asyncio.create_task(_hang_up(request, replies))
+            ending.callback(watch.cancel)
+            answer = answering(asked, len(replies))
+            events = self._events(replies, clock, held, ending)
+            # An answer that fails before its first token is an error, not a stream.
+            first = await anext(events)
+            if asked.stream:
+                sent = self._stream(asked, answer, first, events, replies)
+                return _Stream(sent, ending.pop_all())
+            pieces = _pieces(answer, *first) + [
+                x async for event in events for x in _pieces(answer, *event)
+            ]
+            self._note(replies)
+            return JSONResponse(answer.whole(pieces, replies))
+        raise AssertionError  # for pyright: an ExitStack might swallow exceptions
+
+    async def _body(self, request: Request, ending: ExitStack) -> bytes:
+        # A browser sends this type to another origin only after asking.
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise RequestError("expected the header Content-Type: application/json", status=415)
+        most, raw = self.limits.body_bytes, bytearray()
+        try:
+            async with asyncio.timeout(self.limits.read_seconds):
+                async for piece in request.stream():
+                    self._room.take(len(piece), ending)
+                    raw += piece
+                    if len(raw) > most:
+                        raise RequestError(
+                            f"the body is larger than {most / 2**20:g} MiB", status=413
+                        )
+        except TimeoutError:
+            raise RequestError("the body did not come in time", status=408) from None
+        return bytes(raw)
+
+    async def _pictures(self, messages: Any, ending: ExitStack) -> list[Any]:
+        urls = api.picture_urls(messages)
+        if len(urls) > self.limits.pictures:
+            raise RequestError(
+                f"{len(urls)} pictures: at most {self.limits.pictures}", param="messages"
+            )
+        found, left = list[Any](), self.limits.pixels
+        for url in urls:
+            async with self._decoders:
+                picture = await asyncio.to_thread(
+                    pictures.read_picture, url, self.limits, self._hosts, left
+                )
+            left -= picture.width * picture.height
+            self._room.take(3 * picture.width * picture.height, ending)
+            found.append(picture)
+        return found
+
+    async def _replies(
+        self, request: Request, asked: Any, held: ExitStack, ending: ExitStack
+    ) -> list[Any]:
+        """The replies of the engine, one for each choice; they end with `ending`."""
+        shown = await self._pictures(getattr(asked, "messages", ()), held)
+        shared: dict[str, Any] = {"timeout": self._timeout, "owner": request.state.owner}
+        shared |= {"policy": asked.mmkv.policy, "budget": asked.mmkv.budget}
+        if (asked.n or 1) > 1:
+            shared["repeated"] = True
+        replies = list[Any]()
+        for given in asked.replies(shown):
+            replies.append(await self._asked(self.engine.submit, **given, **shared))
+            ending.callback(replies[-1].cancel)
+        return replies
+
+    async def _asked(self, function: Any, **given: Any) -> Any:
+        """What the engine says; what it refuses is an error of the client's."""
+        try:
+            # Tokenising and preparing pictures takes its time.
+            return await asyncio.to_thread(function, **given)
+        except ValueError as error:
+            raise _refused(error) from None
+        except Busy as error:
+            raise RequestError(str(error), status=429) from None
+        except Closed:
+            raise _closing() from None
+
+    async def _events(
+        self, replies: list[Any], clock: Any, held: ExitStack, ending: ExitStack
+    ) -> AsyncGenerator[tuple[int, Event | str]]:
+        """The events of all replies as they come, and how each ended.
+
+        They are taken whether anybody reads the answer or not, so that `held` is given back when
+        the replies end.
+
+        Raises:
+            ClientDisconnect: nobody reads them any more.
+            RequestError: one failed.
+        """
+        found = asyncio.Queue[tuple[int, Event | str | Exception]]()
+
+        async def take(i: int, reply: Any) -> None:
+            try:
+                async for event in reply:
+                    found.put_nowait((i, event))
+                found.put_nowait((i, self._reason(reply)))
+            except Exception as error:
+                found.put_nowait((i, error))
+
+        tasks = [asyncio.create_task(take(*x)) for x in enumerate(replies)]
+        left = len(tasks)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                held.close()
+
+        for task in tasks:
+            task.add_done_callback(ended)
+            ending.callback(task.cancel)
+        running = len(tasks)
+        while running:
+            i, event = await found.get()
+            if isinstance(event, Exception):
+                raise self._failure(event) from None
+            if isinstance(event, Event):
+                clock()
+            else:
+                running -= 1
+            yield i, event
+
+    def _failure(self, error: Exception) -> Exception:
+        if isinstance(error, RequestError | ClientDisconnect):
+            return error
+        if isinstance(error, ValueError):
+            return _refused(error)
+        _log.error("a request failed", exc_info=error)
+        return RequestError("the engine failed; the server's log says how", status=500)
+
+    def _reason(self, reply: Any) -> str:
+        """Why a reply ended as it should; an error where it did not."""
+        if reply.finish_reason in ("stop", "length"):
+            return reply.finish_reason
+        if reply.finish_reason == "timeout":
+            raise RequestError(f"took more than {self._timeout:g} s", status=504)
+        if not reply.cancelled or self.closing:
+            raise _closing()
+        raise ClientDisconnect
+
+    async def _stream(
+        self, asked: Any, answer: Any, first: Any, events: Any, replies: list[Any]
+    ) -> AsyncGenerator[str]:
+        """A stream as server-sent events; what goes wrong in it is its last."""
+        counted = asked.stream_options is not None and asked.stream_options.include_usage
+        more: dict[str, Any] = {"usage": None} if counted else {}
+
+        def sent(piece: dict[str, Any]) -> str:
+            return f"data: {json.dumps(piece)}\n\n"
+
+        try:
+            for piece in _pieces(answer, *first):
+                yield sent({**answer.sent(piece), **more})
+            async for event in events:
+                for piece in _pieces(answer, *event):
+                    yield sent({**answer.sent(piece), **more})
+            self._note(replies)
+            if counted:
+                yield sent({**answer.sent(None), **answer.usage(replies)})
+            yield "data: [DONE]\n\n"
+        except RequestError as error:
+            self.metrics.ended(str(error.status))
+            yield sent(error.body())
+        except (ClientDisconnect, asyncio.CancelledError, GeneratorExit):
+            self.metrics.ended("gone")
+            raise
+
+    def _note(self, replies: list[Any]) -> None:
+        for reply in replies:
+            self.metrics.ended(reply.finish_reason)
+            self.metrics.kept(reply.usage.kept_tokens, reply.usage.prompt_tokens)
+
+
+def _pieces(answer: Any, i: int, event: Event | str) -> list[dict[str, Any]]:
+    """What one event, or the end of a reply, adds to an answer."""
+    if isinstance(event, str):
+        return answer.end(i, event)
+    piece = answer.add(i, event)
+    return [] if piece is None else [piece]
+
+
+def _refused(error: ValueError) -> RequestError:
+    code = error.code if isinstance(error, Refused) else None
+    return RequestError(str(error), code=code)
+
+
+def _closing() -> RequestError:
+    return RequestError("the server is shutting down", status=503)
+
+
+async def _hang_up(request: Request, replies: list[Any]) -> None:
+    """End replies when their client goes away."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    for reply in replies:
+        reply.cancel()
