@@ -22,6 +22,7 @@ from mmkv.cache.evict import evict
 from mmkv.cache.forward_pass import (
     NOT_ATTENDED,
     ForwardPass,
+    between,
     current,
     outside_inference_mode,
     refuse_gradient,
@@ -349,6 +350,7 @@ class CompressedCache(CacheState):
             with outside_inference_mode(), torch.no_grad():
                 split = head_sizes(waiting, self.plan.policy, prompt, sizes)
                 for i, size, heads in zip(self.ordinal, sizes, split, strict=True):
+                    between.get()()
                     self._evict(i, size, heads)
         if isinstance(phase, Decoding):
             phase.reading, phase.postponed = None, False

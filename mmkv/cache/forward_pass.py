@@ -6,6 +6,7 @@ the attention function read it. The next call replaces it, and every way out of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -118,6 +119,8 @@ class ForwardPass:
 
 
 current: ContextVar[ForwardPass | None] = ContextVar("mmkv_forward_pass", default=None)
+# What this thread does between two layers that are evicted at a prompt's end.
+between: ContextVar[Callable[[], None]] = ContextVar("mmkv_between", default=lambda: None)
 
 
 def outside_inference_mode() -> AbstractContextManager[None]:

@@ -164,6 +164,7 @@ class Engine:
             inputs = whole if rest is None else rest
         inputs = prompts.checked(inputs, device)
         tokens = inputs["input_ids"].shape[1]
+        behind = 0  # tokens of a question behind a prefix
         if prefix is not None:
             if plan.policy.postpone:
                 raise Refused(
@@ -171,9 +172,9 @@ class Engine:
                     "read without any: give whole inputs"
                 )
             prefix = prompts.checked(prefix, device)
-            tokens += prefix["input_ids"].shape[1]
-        new = max_new_tokens or self._room(plan, tokens)
-        most = self._bounds.prompt(plan, tokens, new)
+            behind, tokens = tokens, tokens + prefix["input_ids"].shape[1]
+        new = max_new_tokens or self._room(plan, tokens, behind)
+        most = self._bounds.prompt(plan, tokens, new, behind)
         self._check_size(tokens, new, most)
         request = Request(
             Reply(self._worker.notify),
@@ -293,7 +294,7 @@ class Engine:
         """Tokens of a prompt and its reply that the model has positions for; None: any number."""
         return getattr(self._config, "max_position_embeddings", None)
 
-    def _room(self, plan: CacheConfig, tokens: int) -> int:
+    def _room(self, plan: CacheConfig, tokens: int, behind: int) -> int:
         """The longest reply to a prompt whose request does not say; 1 where there is no room."""
         most = self.max_new_tokens
         if self.positions is not None:
@@ -301,7 +302,7 @@ class Engine:
         if self.cache_memory is not None:
 
             def need(new: int) -> int:
-                return self._bounds.prompt(plan, tokens, new)
+                return self._bounds.prompt(plan, tokens, new, behind)
 
             most = bisect_right(range(1, most + 1), self.cache_memory, key=need)
         return max(1, most)

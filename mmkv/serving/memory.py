@@ -32,13 +32,15 @@ class Bounds:
         # Where one projection gives queries, keys and values, values are a view of all of it.
         self.fused = not hasattr(parts.attentions[0], "v_proj")
 
-    def prompt(self, plan: CacheConfig, tokens: int, new: int) -> int:
+    def prompt(self, plan: CacheConfig, tokens: int, new: int, behind: int = 0) -> int:
         """While a prompt of `tokens` is read and a reply of `new` tokens is generated.
 
-        Every token may be held whole until the prompt is complete, and the reply's after it; the
-        slots set aside for more are an eighth at most, or 16.
+        The last of them, so many as are `behind` a shared prefix, are kept whole. Every other
+        token may be held whole until the prompt is complete, and the reply's after it; the slots
+        set aside for more are an eighth at most, or 16.
         """
-        width = min(tokens, self._held(plan, tokens, new)) + new
+        first, whole = tokens - behind, behind + new
+        width = min(first, self._held(plan, first, whole)) + whole
         return self._of(plan, [width + spare(width, 2 * width)] * self.layers, tokens)
 
     def behind(self, cache: CompressedCache, tokens: int, new: int) -> int:

@@ -1,7 +1,9 @@
 """The engine's thread: whose prompt is read next, and one step after another of all replies.
 
-Before each chunk of a prompt that is read, the running replies take a step, so that none waits
-longer than one chunk takes.
+Before each chunk of a prompt that is read, the running replies take a step; where a chunk takes
+longer than the last whole one did (the prompt's end, when tokens are evicted), within it too. None
+waits longer than one chunk takes. Between two chunks of a long prompt a short one may be read,
+after which the long one has as many chunks to itself.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from mmkv import contexts
 from mmkv.attach.attachment import Attachment
+from mmkv.cache.forward_pass import between, current
 from mmkv.contexts import Context
 from mmkv.parts.slots import send
 from mmkv.serving.memory import Bounds
@@ -66,8 +70,12 @@ class _Over(Exception):  # noqa: N818 - a signal, not an error
     """Ends the reading of a prompt whose request is over."""
 
 
+class _Failed(BaseException):
+    """Ends the reading of a prompt in which the engine itself failed: no error of that request."""
+
+
 class Worker:
-    """Requests that wait, the one whose prompt is read, and those that run, on a thread of its own.
+    """Requests that wait, those whose prompt is read, and those that run, on a thread of its own.
 
     Args:
         attachment: of the wrapped model.
@@ -84,14 +92,19 @@ class Worker:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.pool = Pool()
-        self.reading: Request | None = None
+        self.reading: list[Request] = []  # the last is read, between two chunks of the one before
         self.prefixes: OrderedDict[str, Context] = OrderedDict()
         self.closed = self._stepping = False
         counted = ("tokens_generated", "prompt_tokens", "requests_done", "prefix_hits", "steps")
         self._counts, self._step_seconds = Counter(dict.fromkeys(counted, 0)), 0.0
         options = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
         self._options: dict[str, Any] = {"use_cache": True, "return_dict": True, **options}
-        self._hook = self.model.register_forward_pre_hook(self._before_chunk, prepend=True)
+        self._chunks, self._chunk_of = 0, None  # read so far; whose the last one is
+        # Seconds: of the last whole chunk, of this one so far, and when the last step ended.
+        self._gap, self._spent, self._rested = float("inf"), 0.0, 0.0
+        self._hooks = [self.model.register_forward_pre_hook(self._before_chunk, prepend=True)]
+        layers = attachment.parts.layers
+        self._hooks += [x.register_forward_pre_hook(self._between) for x in layers]
         self._thread = threading.Thread(target=self._loop, daemon=True, name="mmkv-engine")
         self._thread.start()
 
@@ -124,8 +137,7 @@ class Worker:
 
     def live(self) -> list[Request]:
         """Those that hold or may take memory."""
-        reading = [] if self.reading is None else [self.reading]
-        return [*self.running, *reading]
+        return [*self.running, *self.reading]
 
     def stats(self) -> EngineStats:
         """What the engine does now, and did so far."""
@@ -134,7 +146,7 @@ class Worker:
             return EngineStats(
                 running=len(self.running),
                 waiting=len(self.waiting),
-                prefilling=int(self.reading is not None),
+                prefilling=len(self.reading),
                 cache_bytes=self.cache_bytes(),
                 cache_memory=self.cache_memory,
                 reserved_bytes=self.pool.most
@@ -154,6 +166,7 @@ class Worker:
 
     @torch.no_grad()
     def _loop(self) -> None:
+        between.set(self._between)
         while True:
             with self.wake:
                 while not (self.closed or self.waiting or self.running):
@@ -167,13 +180,15 @@ class Worker:
                     self._start(request)
                 elif self.running:
                     self._step()
-            except Exception as error:  # of the engine's own: nobody may wait for ever
+            except (Exception, _Failed) as failed:  # the engine's own: nobody may wait for ever
                 logger.exception("the engine failed, and goes on without what it held")
+                error = failed.__cause__ if isinstance(failed, _Failed) else failed
                 self._end_all("error", error)
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._end_all("cancelled")
 
-    def _end_all(self, reason: str, error: Exception | None = None) -> None:
+    def _end_all(self, reason: str, error: BaseException | None = None) -> None:
         with self.wake:
             left = [*self.waiting, *self.live()]
             self.waiting.clear()
@@ -195,24 +210,38 @@ class Worker:
         for request in over:
             self._end(request, request.over or "cancelled")
 
-    def _admitted(self) -> Request | None:
-        """The request that has waited longest, if there is room for it now."""
+    def _admitted(self, most: int | None = None) -> Request | None:
+        """The request that has waited longest, if there is room for it now.
+
+        Args:
+            most: tokens of its prompt at the most; it may go ahead of longer ones that wait, if
+                there is room for these as well.
+        """
         with self.wake:
-            if not self.waiting or len(self.running) >= self.limits.max_batch:
+            if len(self.live()) >= self.limits.max_batch:
                 return None
-            request = self.waiting[0]
+            being_read = {x.key for x in self.reading if x.key and x.key not in self.prefixes}
+            ahead, request = 0, None
+            for request in self.waiting:
+                short = most is None or request.tokens <= most
+                if short and request.key not in being_read:
+                    break
+                ahead += request.whole
+            else:
+                return None
         context = self.prefixes.get(request.key)
         need = request.whole if context is None else self._behind(request, context)
-        if not self._has_room(need, spared=request.key):
-            if self.running:
+        if not self._has_room(need + ahead, spared=request.key):
+            if self.live() or ahead:
                 return None
             # Alone, and still no room for a second copy of the prefix: it takes the first.
             self.prefixes.pop(request.key, None)
+            self._has_room(need)
         with self.wake:
             self.waiting.remove(request)
             request.reserved, request.context = need, context
             request.shared = context is not None
-            self.reading = request
+            self.reading.append(request)
         if context is not None:
             self._counts["prefix_hits"] += 1
             if request.key in self.prefixes:
@@ -255,26 +284,31 @@ class Worker:
     def _start(self, request: Request) -> None:
         """Read a request's prompt; then it joins the batch."""
         try:
-            given = self._given(request)
-            cache = request.cache = given["past_key_values"]
-            logits = self.reader.read(request, given)
-            self._counts["prompt_tokens"] += request.tokens
-            request.inputs, request.prefix = {}, None  # pictures are large
-            request.kept = kept(cache)
-            request.weigh()
-            token = request.next_token(logits)
+            logits = self._read(request)
         except _Over:
             self._end(request, request.over or "cancelled")
         except Exception as error:
             self._end(request, "error", error)
         else:
             with self.wake:
-                self.reading = None
+                self.reading.remove(request)
                 self.running.append(request)
-            bound = self.bounds.reply(cache, request.new)
-            if bound is not None:
-                request.reserved = min(request.reserved, bound)
-            self._give(request, token)
+            self._advance(request, logits)
+
+    def _read(self, request: Request) -> Tensor:
+        """Logits [1, V] of the first token behind a request's prompt."""
+        request.unread = request.tokens
+        given = self._given(request)
+        cache = request.cache = given["past_key_values"]
+        logits = self.reader.read(request, given)
+        self._counts["prompt_tokens"] += request.tokens
+        request.inputs, request.prefix = {}, None  # pictures are large
+        request.kept = kept(cache)
+        request.weigh()
+        bound = self.bounds.reply(cache, request.new)
+        if bound is not None:
+            request.reserved = min(request.reserved, bound)
+        return logits
 
     def _given(self, request: Request) -> dict[str, Any]:
         """What the model is given of a request, with a cache that is its own."""
@@ -301,15 +335,55 @@ class Worker:
         return context.behind(request.inputs, copied=not own)
 
     def _before_chunk(self, module: Any, args: Any) -> None:
-        """Before each chunk of a prompt: the running replies take a step."""
-        reading = self.reading
-        if reading is None or self._stepping or threading.current_thread() is not self._thread:
+        """Before each chunk of a prompt: running replies take a step, or a short prompt is read."""
+        if not self._interrupts():
             return
-        self._sweep()
-        if self.closed or reading.over:
+        reading, chunk = self.reading[-1], self.limits.prefill_chunk
+        if self._chunk_of is reading:
+            self._gap = self._spent + time.perf_counter() - self._rested
+        self._take_turns()
+        short = None
+        if reading.turns:
+            reading.turns -= 1
+        elif reading.unread > chunk:
+            short = self._admitted(reading.unread // 2)
+        if short is not None:
+            before = self._chunks
+            self._start(short)
+            reading.turns = self._chunks - before
+            self._take_turns()
+        self._chunks, self._chunk_of = self._chunks + 1, reading
+        reading.unread -= chunk
+        self._spent, self._rested = 0.0, time.perf_counter()
+
+    def _between(self, *args: Any) -> None:
+        """Between layers of a prompt: replies take a step, if their last was a whole chunk ago."""
+        since = time.perf_counter() - self._rested
+        if since < self._gap or not (self.running and self._interrupts()):
+            return
+        self._spent += since
+        running = current.set(None)  # the prompt's pass stands still
+        try:
+            self._take_turns()
+        finally:
+            current.reset(running)
+
+    def _interrupts(self) -> bool:
+        """Whether what calls a hook is the pass of a prompt that is read here."""
+        mine = threading.current_thread() is self._thread
+        return mine and bool(self.reading) and not self._stepping
+
+    def _take_turns(self) -> None:
+        """What is over ends, and the running replies take a step."""
+        try:
+            self._sweep()
+            if self.running:
+                self._step()
+        except Exception as error:
+            raise _Failed from error
+        if self.closed or self.reading[-1].over:
             raise _Over
-        if self.running:
-            self._step()
+        self._rested = time.perf_counter()
 
     def _step(self) -> None:
         """One token more of every running reply."""
@@ -332,15 +406,11 @@ class Worker:
         self._step_seconds = time.perf_counter() - began
         self._counts["steps"] += 1
         for i, request in enumerate(rows):
-            try:
-                if (error := batch.errors[i]) is not None:
-                    raise error
-                token = likeliest[i] if request.plain else request.next_token(logits[i : i + 1])
-            except Exception as error:
+            if (error := batch.errors[i]) is not None:
                 self._end(request, "error", error)
             else:
                 request.position = request.position + 1
-                self._give(request, token)
+                self._advance(request, logits[i : i + 1], likeliest[i])
 
     def _join(self) -> None:
         """Requests that are not alone go on in the pool, where they can."""
@@ -368,13 +438,19 @@ class Worker:
         )
         return batch, out.logits[:, -1].float()
 
-    def _give(self, request: Request, token: int) -> None:
-        reason = request.give(token)
-        self._counts["tokens_generated"] += 1
-        if reason is not None:
-            self._end(request, reason)
+    def _advance(self, request: Request, logits: Tensor, likeliest: int | None = None) -> None:
+        """Give a request its next token, from logits [1, V]; its errors are its own."""
+        try:
+            plain = likeliest is not None and request.plain
+            reason = request.give(likeliest if plain else request.next_token(logits))
+        except Exception as error:
+            self._end(request, "error", error)
+        else:
+            self._counts["tokens_generated"] += 1
+            if reason is not None:
+                self._end(request, reason)
 
-    def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
+    def _end(self, request: Request, reason: str, error: BaseException | None = None) -> None:
         """A request leaves, and what it held is freed; its client hears of it in any case."""
         try:
             request.weigh()
@@ -385,10 +461,21 @@ class Worker:
             with self.wake:
                 if request in self.running:
                     self.running.remove(request)
-                if self.reading is request:
-                    self.reading = None
+                if request in self.reading:
+                    self.reading.remove(request)
                 self._counts["requests_done"] += 1
             request.cache = request.context = request.member = None
             request.reserved = 0
+            if error is not None:
+                _let_go(error)
             request.reply.error = error
             request.reply.put(None, reason, request.usage())
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Keep the frames of an error as text alone: a client may hold it, and they hold caches."""
+    while error is not None:
+        if error.__traceback__ is not None:
+            error.add_note("In the engine:\n" + "".join(traceback.format_tb(error.__traceback__)))
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

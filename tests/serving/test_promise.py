@@ -1,0 +1,147 @@
+"""The promise of memory: what caches really hold, whatever is asked, broken off, or goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from functools import cache
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import mmkv
+from helpers.models import make_inputs, make_model
+from helpers.oracle import Variant, options_of
+from helpers.serving import alone, until
+from mmkv.cache.compressed import CompressedCache
+from mmkv.serving import Engine, Refused
+
+NEW = 24
+PREFIXES = [make_inputs("llama", (n,), seed=n) for n in (150, 90, 60, 120)]
+QUESTIONS = [make_inputs("llama", (n,), seed=n) for n in (5, 200, 45)]
+VARIANTS = [
+    (Variant("full", (), None), {}),
+    (Variant("condense"), {}),
+    (Variant("prefixkv", (("distance", 4),)), {"evict_chunks": True}),
+    (Variant("h2o"), {"kv_dtype": "int8"}),
+]
+
+
+class Fails:
+    """A tokenizer that cannot read some tokens: an error of one request."""
+
+    def decode(self, tokens, skip_special_tokens):
+        if tokens[-1] % 37 == 0:
+            raise RuntimeError("a token that nobody can read")
+        return "x" * len(tokens)
+
+
+@contextlib.contextmanager
+def living():
+    """All caches that are alive, copies among them."""
+    found, init = weakref.WeakSet(), CompressedCache.__init__
+
+    def made(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        found.add(self)
+
+    def copied(self, state):
+        vars(self).update(state)
+        found.add(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompressedCache, "__init__", made)
+        patch.setattr(CompressedCache, "__setstate__", copied, raising=False)
+        yield found
+
+
+def sampled(engine, caches):
+    """The bytes that caches and pool really hold, after each layer."""
+    seen, worker = [], engine._worker
+
+    def look(*args):
+        seen.append(sum(x.nbytes for x in list(caches)) + worker.pool.nbytes)
+
+    layers = engine._attachment.parts.layers
+    return seen, [layer.register_forward_hook(look) for layer in layers]
+
+
+@cache
+def asked(i):
+    """A wrapped model of a variant, and its replies to each question."""
+    variant, options = VARIANTS[i]
+    model, wanted = make_model("llama"), {}
+    mmkv.wrap(model, variant.policy, variant.budget, **options_of(variant), **options)
+    for i, prefix in enumerate([None, *PREFIXES]):
+        context = None if prefix is None else mmkv.read(model, prefix, prefill_chunk_size=16)
+        for j, question in enumerate(QUESTIONS):
+            if context is None:
+                wanted[i, j] = alone(model, question, NEW, prefill_chunk_size=16)
+            else:
+                wanted[i, j] = context.ask(question, max_new_tokens=NEW)[0].tolist()
+    return model, wanted
+
+
+# Prefix (0: none), question, tokens of the reply, after how many tokens to go on to the next
+# (None: at once), and whether it is broken off then.
+ASK = st.tuples(
+    st.integers(0, len(PREFIXES)),
+    st.integers(0, len(QUESTIONS) - 1),
+    st.integers(1, NEW),
+    st.none() | st.integers(0, NEW),
+    st.booleans(),
+)
+
+
+def check(model, wanted, asks, room, fails):
+    whole = 3 * 2 * 2 * 16 * 4  # bytes of a token: layers, heads, keys and values, numbers
+    limit = room * whole
+    with living() as caches:
+        processor = Fails() if fails else None
+        with Engine(model, processor, prefill_chunk=16, cache_memory=limit, max_batch=4) as engine:
+            seen, hooks = sampled(engine, caches)
+            replies = []
+            for prefix, question, new, wait, breaks in asks:
+                more = {"prefix": PREFIXES[prefix - 1]} if prefix else {}
+                try:
+                    reply = engine.submit(inputs=QUESTIONS[question], max_new_tokens=new, **more)
+                except Refused:
+                    continue
+                replies.append((reply, wanted[prefix, question][:new]))
+                if wait is not None:
+                    with contextlib.suppress(RuntimeError):
+                        for i, _ in enumerate(reply):
+                            if i == wait:
+                                break
+                if breaks:
+                    reply.cancel()
+            for reply, tokens in replies:
+                with contextlib.suppress(RuntimeError):
+                    reply.result(60)
+                if reply.finish_reason == "error":
+                    assert "nobody can read" in str(reply.error)
+                assert reply.tokens == tokens[: len(reply.tokens)]
+                assert (len(reply.tokens) == len(tokens)) == (reply.finish_reason == "length")
+            assert until(lambda: not engine._worker.live())
+            for hook in hooks:
+                hook.remove()
+            time.sleep(0.01)
+            stats = engine.stats()
+            assert stats.cache_bytes == stats.reserved_bytes
+            assert stats.cache_bytes == sum(x.nbytes for x in list(caches))
+        assert max(seen, default=0) <= limit
+
+
+@pytest.mark.parametrize("i", range(len(VARIANTS)), ids=lambda i: VARIANTS[i][0].policy)
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(asks=st.lists(ASK, min_size=2, max_size=7), room=st.integers(300, 900), fails=st.booleans())
+def test_no_more_is_held_than_was_promised(i, asks, room, fails):
+    check(*asked(i), asks, room, fails)
+
+
+def test_prefixes_that_are_idle_leave_for_one_that_is_taken_over():
+    a, b = 1, 4
+    asks = [(a, 0, 2, 2, False), (b, 0, 2, 2, False), (b, 1, 2, 2, False)]
+    check(*asked(0), asks, 460, False)
