@@ -88,7 +88,7 @@ def handbook(package: Path) -> Iterator[tuple[str, list[str]]]:
     first = page = "index.html"
     chapter, name, text = "", "", list[str]()
     while page:
-        read = _Page.of(folder / page)
+        read = _Page(folder / page)
         up = read.links.get("up", first)
         if chapter != (chapter := page if up == first else up):
             name, text = "", []
@@ -103,7 +103,7 @@ def faq(package: Path) -> Iterator[tuple[str, list[str]]]:
     """Sections of An Anarchist FAQ."""
     (folder,) = package.rglob("anarchism/html")
     for page in sorted(folder.glob("sec*.html")):
-        yield page.stem.removeprefix("sec"), _Page.of(page).blocks
+        yield page.stem.removeprefix("sec"), _Page(page).blocks
 
 
 ALL = (
@@ -125,20 +125,14 @@ class _Page(HTMLParser):
     _BLOCKS = frozenset(("div", "p", "li", "ul", "ol", "dl", "dt", "dd", "blockquote", "br"))
     _HEADINGS = frozenset(("h1", "h2", "h3", "h4", "h5"))
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
         self.blocks: list[str] = []
         self.links: dict[str, str] = {}
         self._text, self._skipped, self._depth = "", "", 0
-
-    @classmethod
-    def of(cls, path: Path) -> _Page:
-        """The page in a file."""
-        page = cls()
-        page.feed(path.read_text(encoding="utf-8"))
-        page.close()
-        page._end()
-        return page
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+        self._end()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Begin a block, or what is left out."""
@@ -216,10 +210,8 @@ def write(folder: Path, debs: Path | None = None) -> dict[str, int]:
                     number += 1
             counts[source.folder] = number
             version = _call("dpkg-deb", "-f", str(deb), "Version").strip()
-            copyright_file = package / "usr/share/doc" / source.package / "copyright"
-            found = re.search(
-                r"^Files: \*\n(?:.+\n)*?License: *(.+)", copyright_file.read_text(), re.M
-            )
+            terms = (package / "usr/share/doc" / source.package / "copyright").read_text()
+            found = re.search(r"^Files: \*\n(?:.+\n)*?License: *(.+)", terms, re.MULTILINE)
             licence = found[1] if found else "see the package"
             lines.append(
                 f"{source.folder}: {number} texts of {source.about}; Debian package "

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 from .compare import COSTS, front
-from .tabulate import LABELS, LOWER_IS_BETTER, Report
+from .tabulate import LABELS, LOWER_IS_BETTER, Report, pd
 from .variants import FULL, Variant, percent
 
 if TYPE_CHECKING:
@@ -40,15 +40,9 @@ def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for label, marker in zip(dict.fromkeys(labels), itertools.cycle(_MARKERS), strict=False):
         colour = palette[names.index(label.split(":")[0]) % len(palette)]
-        plain = ":" not in label
-        found[label] = {
-            "color": colour,
-            "marker": marker,
-            "linestyle": "-" if plain else (0, (3, 1.5)),
-            "markerfacecolor": colour if plain else "white",
-            "markersize": 4.5,
-            "linewidth": 1.6,
-        }
+        line, inside = ("-", colour) if ":" not in label else ((0, (3, 1.5)), "white")
+        found[label] = {"color": colour, "marker": marker, "linestyle": line, "linewidth": 1.6}
+        found[label] |= {"markerfacecolor": inside, "markersize": 4.5}
     return found
 
 
@@ -73,9 +67,10 @@ def _panels(across: int, down: int = 1, width: float = 3.7) -> tuple[Figure, lis
     return figure, axes
 
 
-def _head(axis: Axes, title: str, below: str) -> None:
+def _head(axis: Axes, title: str, below: str, beside: str = "") -> None:
     axis.set_title(textwrap.fill(title, 42), fontsize=10, loc="left")
     axis.set_xlabel(below, fontsize=9)
+    axis.set_ylabel(beside, fontsize=9)
 
 
 def _finish(figure: Figure, title: str) -> Figure:
@@ -153,31 +148,19 @@ def heat_map(report: Report, budget: float | int) -> Figure:
     policies = [p for p in report.every if report.figures(p, budget) is not None]
     across = min(4, len(policies))
     down = -(-len(policies) // across)
-    size = (1.2 + 2.3 * across, 0.9 + 1.9 * down)
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=(1.2 + 2.3 * across, 0.9 + 1.9 * down), layout="constrained")
     grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
-    image = None
-    rows = report.rows.assign(
-        **{
-            name: [
-                float(next(t for t in tags if t.startswith(f"{name}=")).split("=")[1])
-                for tags in report.rows["tags"]
-            ]
-            for name in ("depth", "length")
-        }
-    )
+    tags = pd.DataFrame([dict(t.split("=") for t in x if "=" in t) for x in report.rows["tags"]])
+    rows = report.rows.assign(**tags[["depth", "length"]].astype(float))
+    image: Any = None
     for axis, policy in itertools.zip_longest(grid.flat, policies):
         if policy is None:
             axis.set_visible(False)
             continue
-        kept = repr(1.0 if policy.split(":")[0] == FULL else budget)
-        mine = rows[(rows["policy"] == policy) & (rows["kept"] == kept)]
+        kept = 1.0 if policy.split(":")[0] == FULL else budget
+        mine = rows[(rows["policy"] == policy) & (rows["kept"] == repr(kept))]
         shares = 100 * mine.pivot_table("score", "depth", "length", dropna=False)
-        image = axis.imshow(shares, vmin=0, vmax=100, cmap="YlGnBu", aspect="auto")
-        axis.set_xticks(np.arange(0.5, len(shares.columns) - 1), minor=True)
-        axis.set_yticks(np.arange(0.5, len(shares.index) - 1), minor=True)
-        axis.grid(which="minor", color="white", linewidth=1.2)
-        axis.tick_params(which="both", length=0)
+        image = _shares(axis, shares)
         axis.spines[:].set_visible(False)
         axis.set_title(policy, fontsize=9)
         depths = [f"{100 * depth:g}" for depth in shares.index]
@@ -185,12 +168,17 @@ def heat_map(report: Report, budget: float | int) -> Figure:
         axis.set_yticks(range(len(depths)), depths, fontsize=7)
     figure.supxlabel("length of the text", fontsize=9)
     figure.supylabel("depth of the needle, %", fontsize=9)
-    assert image is not None
     figure.colorbar(image, ax=grid, label="found, %", shrink=0.8)
     s = report.settings
     title = f"{s['suite']}, {s['model']}, kept: {percent(budget)}"
     figure.suptitle(title, fontsize=10.5, x=0.01, ha="left")
     return figure
+
+
+def _shares(axis: Any, shares: Any) -> Any:
+    """Shares in percent as a picture."""
+    axis.grid(False)
+    return axis.imshow(shares, vmin=0, vmax=100, cmap="YlGnBu", aspect="auto")
 
 
 def fronts(sections: Sequence[tuple[str, list[str], Any]]) -> Figure:
@@ -229,8 +217,7 @@ def fronts(sections: Sequence[tuple[str, list[str], Any]]) -> Figure:
             _log(axis.yaxis)
         if metric in LOWER_IS_BETTER:
             axis.invert_yaxis()
-        _head(axis, title if cost == next(iter(COSTS)) else "", LABELS[cost])
-        axis.set_ylabel(LABELS[metric], fontsize=9)
+        _head(axis, title if cost == next(iter(COSTS)) else "", LABELS[cost], LABELS[metric])
     return _finish(figure, "Coloured: no other reaches this quality at this cost")
 
 
@@ -254,12 +241,8 @@ def plot_prompt(
     """
     import torch
 
-    from mmkv.registry import get_policy
-
     if kind == "lorenz":
-        first = variants[0]
-        scores = layer_scores(model, inputs, get_policy(first.name, **first.options))
-        return _lorenz([s[0] for s in scores], first.label, about)
+        return _lorenz(model, inputs, variants[0], about)
     figure, (axis,) = _panels(1)
     full, style = 1.0, styles([v.label for v in variants])
     for variant in variants:
@@ -284,23 +267,22 @@ def _by_depth(n: int) -> list[Any]:
     return [mpl.colormaps["viridis"](0.92 * i / max(1, n - 1)) for i in range(n)]
 
 
-def _lorenz(scores: Sequence[Tensor], policy: str, about: str) -> Figure:
+def _lorenz(model: Any, inputs: Mapping[str, Any], variant: Variant, about: str) -> Figure:
     """Share of importance held by the most important tokens, one line a layer.
 
-    Args:
-        scores: importance of one prompt in each layer, [H or 1, C]; heads are averaged after
-            each is sorted, as each keeps its own best.
-        policy: whose score it is.
-        about: model and prompt.
+    Heads are averaged after each is sorted, as each keeps its own best.
     """
+    from mmkv.registry import get_policy
+
+    scores = layer_scores(model, inputs, get_policy(variant.name, **variant.options))
     figure, (axis,) = _panels(1)
     for layer, (s, colour) in enumerate(zip(scores, _by_depth(len(scores)), strict=True)):
-        ranked = s.float().cpu().clamp(min=0).sort(dim=-1, descending=True).values.mean(0)
+        ranked = s[0].float().cpu().clamp(min=0).sort(dim=-1, descending=True).values.mean(0)
         share = np.insert((ranked.cumsum(0) / ranked.sum()).numpy(), 0, 0.0)
         x = np.linspace(0, 100, len(share))
         axis.plot(x, 100 * share, color=colour, lw=1.4, label=f"layer {layer}")
     axis.plot([0, 100], [0, 100], color="#bbbbbb", lw=1, ls=":", label="all alike")
-    what = f"share of importance held, %, by the score of {policy}"
+    what = f"share of importance held, %, by the score of {variant.label}"
     _head(axis, what, "most important tokens, % of the prompt")
     return _finish(figure, about)
 
@@ -331,20 +313,17 @@ def heads(path: Path | None, model: str) -> Figure:
         axis.plot(places[known], mean[known], color=colour, lw=1.4, label=f"layer {layer}")
     axis.set_yscale("log")
     _head(axis, "cost of one head alone, nats a token", "kept by the head, % of the prompt")
-    image = None
+    image: Any = None
     for place, budget in zip(maps, budgets, strict=True):
         shares = 100 * np.array(measured.shares(budget, range(len(costs))))
-        image = place.imshow(shares, vmin=0, vmax=100, cmap="YlGnBu", aspect="auto")
-        place.grid(False)
+        image = _shares(place, shares)
         for (y, x), value in np.ndenumerate(shares) if shares.size <= 100 else ():
             how: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7}
             place.text(x, y, f"{value:.0f}", color="white" if value > 55 else "black", **how)
-        _head(place, f"kept at a budget of {100 * budget:g} %", "head")
-        place.set_ylabel("layer", fontsize=9)
+        _head(place, f"kept at a budget of {100 * budget:g} %", "head", "layer")
         for side in (place.xaxis, place.yaxis):
             side.set_major_locator(MaxNLocator(integer=True))
-    if image is not None:
-        figure.colorbar(image, ax=maps, label="% of the prompt", shrink=0.8)
+    figure.colorbar(image, ax=maps, label="% of the prompt", shrink=0.8)
     return _finish(figure, f"{path}: {profile.policy}, {profile.samples} prompts")
 
 
@@ -375,13 +354,8 @@ def layer_scores(model: Any, inputs: Mapping[str, Any], policy: Any) -> list[Ten
             return found[-1]
 
     # Equal layers in one pass: each layer is scored once, in order.
-    recording = replace(
-        policy,
-        score=Recording(**policy.score.options()),
-        layers=UniformLayers(),
-        heads=UniformHeads(),
-        least=0,
-    )
+    alike: Any = {"layers": UniformLayers(), "heads": UniformHeads(), "least": 0}
+    recording = replace(policy, score=Recording(**policy.score.options()), **alike)
     with comparing(), wrapped(model, recording, 0.9), torch.no_grad():
         model(**inputs, use_cache=True)
     if not found:

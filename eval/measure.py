@@ -195,10 +195,10 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
     if job.generates or itself:
         limits = [sample.max_new_tokens for sample in batch.samples]
         if captured is None:
-            inputs = batch.inputs if context is None else batch.apart[1]
-            how: dict[str, Any] = {"chunk": variant.evict_chunks, "context": context}
-            pad = job.encoder.tokenizer.pad_token_id
-            found, cache, times, first_bytes = timed(model, inputs, limits, pad, **how)
+            pad, chunk = job.encoder.tokenizer.pad_token_id, variant.evict_chunks
+            given = batch.inputs if context is None else context.behind(batch.apart[1])
+            chunk = chunk if context is None else None  # it is read already
+            found, cache, times, first_bytes = timed(model, given, limits, pad, chunk)
         else:
             (whole, read), times, first_bytes = known(), dict[str, float](), 0
             assert read is not None
@@ -243,23 +243,16 @@ def perplexity(nll: float, tokens: int) -> float | None:
 
 
 def timed(
-    model: Any,
-    inputs: Mapping[str, Any],
-    limits: Sequence[int],
-    pad: int,
-    *,
-    chunk: int | None = None,
-    context: mmkv.Context | None = None,
+    model: Any, inputs: Mapping[str, Any], limits: Sequence[int], pad: int, chunk: int | None = None
 ) -> tuple[list[list[int]], Any, dict[str, float], int]:
     """Greedy replies by `generate`, each up to an end and its limit, and how fast they came.
 
     Args:
         model: wrapped or not.
-        inputs: of left-padded prompts, or of the questions behind a context.
+        inputs: of left-padded prompts, or of what stands behind a context.
         limits: most new tokens of each row.
         pad: the tokenizer's padding token.
         chunk: how many tokens of a prompt are read at a time; None: all.
-        context: read without the questions, which is in neither time.
 
     Returns:
         tokens of each reply; the cache; "first_token_s" and "tokens_per_s"; and the cache's bytes
@@ -288,11 +281,8 @@ def timed(
     how |= {"pad_token_id": pad, "return_dict_in_generate": True, "streamer": Clock()}
     start = time.perf_counter()
     with torch.no_grad(), model.register_forward_hook(watch):
-        if context is not None:
-            new = context.ask(inputs, **how).sequences
-        else:
-            out = model.generate(**inputs, **how, prefill_chunk_size=chunk)
-            new = out.sequences[:, inputs["input_ids"].shape[1] :]
+        out = model.generate(**inputs, **how, prefill_chunk_size=chunk)
+    new = out.sequences[:, inputs["input_ids"].shape[1] :]
     seconds, ends = time.perf_counter() - start, ends_of(model)
     replies = [up_to_end(ids, ends) for ids in new.tolist()]
     speed = round(sum(map(len, replies)) / seconds, 2)

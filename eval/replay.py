@@ -24,7 +24,7 @@ from mmkv.cache.forward_pass import ForwardPass, current
 from mmkv.cache.phases import Reading
 from mmkv.cache.selection import importance
 from mmkv.cache.token_masks import TokenMasks
-from mmkv.forcing import Read, Steps
+from mmkv.forcing import Read, Steps, up_to_end
 from mmkv.layer_inputs import Rotary
 from mmkv.registry import get_policy
 from mmkv.wrapping import comparing, wrapped
@@ -150,17 +150,16 @@ def continued(
     """
     steps = Steps(model, inputs)
     cache, logits = read()
-    replies = [list[int]() for _ in limits]
-    for _ in range(max(limits)):
-        token = logits[:, -1].argmax(-1, keepdim=True)
-        for reply, t, limit in zip(replies, token[:, 0].tolist(), limits, strict=True):
-            if len(reply) < limit and not (reply and reply[-1] in ends):
-                reply.append(t)
-        going = (len(x) < n and x[-1] not in ends for x, n in zip(replies, limits, strict=True))
-        if not any(going):
+    tokens, ended = list[Tensor](), [False] * len(limits)
+    for n in range(1, max(limits) + 1):
+        tokens.append(token := logits[:, -1].argmax(-1, keepdim=True))
+        each = zip(ended, token[:, 0].tolist(), limits, strict=True)
+        ended = [over or t in ends or n == limit for over, t, limit in each]
+        if all(ended):
             break
         logits = steps.behind(cache, token)
-    return replies, cache
+    new = zip(torch.cat(tokens, dim=1).tolist(), limits, strict=True)
+    return [up_to_end(ids, ends)[:limit] for ids, limit in new], cache
 
 
 def behind(context: Context, question: Mapping[str, Tensor]) -> tuple[dict[str, Any], Read]:

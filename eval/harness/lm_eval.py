@@ -83,8 +83,7 @@ class MMKV(_Base):
             scored = score_answers(self.model, self._left_padded(contexts), answers)
             for i, nll, greedy in zip(places, scored.nll, scored.greedy, strict=True):
                 found[i] = (-nll, greedy)
-                text = requests[i][0]
-                if text is not None:
+                if (text := requests[i][0]) is not None:
                     self.cache_hook.add_partial("loglikelihood", text, found[i])
             bar.update(len(places))
         bar.close()

@@ -94,12 +94,8 @@ def make_class(base: type, messages: type) -> type:
             groups: dict[str, list[int]] = {}
             for i, request in enumerate(requests):
                 groups.setdefault(repr(sorted(request.args[2].items())), []).append(i)
-            replies = [""] * len(requests)
-            chunks = [
-                places[start : start + self.batch_size]
-                for places in groups.values()
-                for start in range(0, len(places), self.batch_size)
-            ]
+            replies, size = [""] * len(requests), self.batch_size
+            chunks = [x[at : at + size] for x in groups.values() for at in range(0, len(x), size)]
             for chunk in tqdm(chunks, disable=self.rank != 0, desc="batches of replies"):
                 texts = self._reply([requests[i].args for i in chunk])
                 for i, text in zip(chunk, texts, strict=True):
@@ -110,19 +106,15 @@ def make_class(base: type, messages: type) -> type:
 
         def _reply(self, requests: list[tuple[Any, ...]]) -> list[str]:
             """Replies to a batch that has the same options."""
-            options = requests[0][2]
-            texts, pictures = [], []
+            options, texts, pictures = requests[0][2], list[str](), list[Any]()
+            how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
             for _, to_messages, _, place, task, split in requests:
                 chat = messages(messages=to_messages(self.task_dict[task][split][place]))
                 images, videos, audios = chat.extract_media()
                 if videos or audios:
                     raise ValueError(f"task {task!r} has videos or sounds: only pictures are read")
                 pictures += images
-                texts.append(
-                    self.processor.apply_chat_template(
-                        chat.to_hf_messages(), tokenize=False, add_generation_prompt=True
-                    )
-                )
+                texts.append(self.processor.apply_chat_template(chat.to_hf_messages(), **how))
             inputs = self.processor(
                 text=texts,
                 **({"images": pictures} if pictures else {}),
@@ -131,8 +123,7 @@ def make_class(base: type, messages: type) -> type:
                 return_tensors="pt",
                 add_special_tokens=adds_special(self.tokenizer, texts[0]),
             )
-            given = {k: options[k] for k in _PASSED if options.get(k) is not None}
-            how = {**_DEFAULTS, **given}
+            how = _DEFAULTS | {k: options[k] for k in _PASSED if options.get(k) is not None}
             how["do_sample"] = how.get("temperature", 0) > 0
             if not how["do_sample"]:
                 how |= {"temperature": None, "top_p": None}
