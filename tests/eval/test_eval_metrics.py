@@ -1,9 +1,8 @@
-"""Scorers against independent implementations written as loops."""
+"""Scorers: what they are on examples, and what holds for all."""
 
 from __future__ import annotations
 
 import random
-import re
 import string
 
 import pytest
@@ -32,31 +31,6 @@ def random_pairs(seed: int, number: int = 200) -> list[tuple[str, str]]:
 
 
 PAIRS = random_pairs(0)
-# Of comments and lines, examples below say more.
-_NO_MARKS = str.maketrans("", "", "#`/\n")
-
-
-# Oracles -----------------------------------------------------------------------------------------
-
-
-def loop_lcs(a: list[str], b: list[str]) -> int:
-    table = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
-    for i in range(len(a)):
-        for j in range(len(b)):
-            if a[i] == b[j]:
-                table[i + 1][j + 1] = table[i][j] + 1
-            else:
-                table[i + 1][j + 1] = max(table[i][j + 1], table[i + 1][j])
-    return table[-1][-1]
-
-
-def loop_rouge_l(a: str, b: str) -> float:
-    left, right = (re.findall(r"[a-z0-9]+", text.lower()) for text in (a, b))
-    common = loop_lcs(left, right)
-    if not common:
-        return 0.0
-    precision, recall = common / len(left), common / len(right)
-    return 2 * precision * recall / (precision + recall)
 
 
 def loop_f1(a: str, b: str) -> float:
@@ -76,39 +50,9 @@ def loop_f1(a: str, b: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def loop_matches(a: str, b: str) -> int:
-    """Characters in the longest common block, then left and right of it, and so on."""
-    best = (0, 0, 0)
-    for i in range(len(a)):
-        for j in range(len(b)):
-            n = 0
-            while i + n < len(a) and j + n < len(b) and a[i + n] == b[j + n]:
-                n += 1
-            if n > best[0]:
-                best = (n, i, j)
-    n, i, j = best
-    if n == 0:
-        return 0
-    return n + loop_matches(a[:i], b[:j]) + loop_matches(a[i + n :], b[j + n :])
-
-
-def loop_similarity(a: str, b: str) -> float:
-    total = len(a) + len(b)
-    return round(100 * (2 * loop_matches(a, b) / total if total else 1.0)) / 100
-
-
-# Scorers -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "oracle"),
-    [("token_f1", loop_f1), ("edit_similarity", loop_similarity), ("rouge_l", loop_rouge_l)],
-)
-def test_scorers_agree_with_a_loop(name, oracle):
+def test_words_are_matched_as_by_a_loop():
     for text, right in PAIRS:
-        text, right = (x.translate(_NO_MARKS) for x in (text, right))
-        found = scoring.SCORERS[name](text, right)
-        assert found == pytest.approx(oracle(text, right), abs=1e-12)
+        assert scoring.token_f1(text, right) == pytest.approx(loop_f1(text, right), abs=1e-12)
 
 
 @pytest.mark.parametrize("name", sorted(scoring.SCORERS))
@@ -131,6 +75,13 @@ def test_scores_stay_in_0_to_1_and_are_best_for_the_answer_itself(name):
         ("token_f1", "The red ring.", ("a ring",), (), 2 / 3),
         ("token_f1", "ring", ("star", "ring"), (), 1),
         ("rouge_2", "a red ring", ("the red ring",), (), 0.5),
+        (
+            "rouge_l",
+            "A star, a red ring.",
+            ("the ring, red",),
+            (),
+            2 * 0.2 * (1 / 3) / (0.2 + 1 / 3),
+        ),
         ("classification", "Type: Date", ("Date",), ("Date", "City"), 1),
         ("classification", "Date or City", ("Date",), ("Date", "City"), 0.5),
         ("classification", "City", ("Date",), ("Date", "City"), 0),

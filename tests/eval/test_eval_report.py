@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import math
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.cells import cell_len
-from rich.console import Console
 from typer.testing import CliRunner
 
 import mmkv
@@ -24,7 +21,6 @@ from mmkv.eval.papers import paper_tables
 from mmkv.eval.prompts import Encoder
 from mmkv.eval.store import RunError, read_rows
 from mmkv.eval.tabulate import Report
-from mmkv.eval.variants import percent
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -174,19 +170,6 @@ def test_the_full_cache_alone_is_a_row(tmp_path):
     with report.write()[1].open(newline="") as file:
         groups = [(x["group"], x["policy"]) for x in csv.DictReader(file)]
     assert len(groups) == len(set(groups))
-
-
-def test_the_tables_are_whole_at_80_columns(tmp_path):
-    budgets = [i / 10 for i in range(1, 10)]
-    rows = [row("h2o", b, 0, nll=3.0, answer_tokens=3, rouge=b) for b in budgets]
-    report = Report(write_run(tmp_path, rows, policies={"h2o": {}}, budgets=budgets))
-    screen = Console(file=io.StringIO(), width=80)
-    screen.print(report.main_table())
-    lines = screen.file.getvalue().splitlines()
-    assert max(map(cell_len, lines)) <= 80
-    for b in budgets:
-        assert sum(f" {percent(b)} " in line for line in lines) == 1
-        assert sum(f"2.72 / {b:.2f} " in line for line in lines) == 1
 
 
 def test_papers_tables_are_whole():
