@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Integral, Real
@@ -31,7 +32,10 @@ def number(budget: Any) -> float | int:
         return int(budget)
     # A float32 of 0.2 says 0.2; as a float it would be 0.20000000298.
     exact = isinstance(budget, float | Fraction)
-    fraction = float(budget) if exact else float(str(budget))
+    try:
+        fraction = float(budget) if exact else float(str(budget))
+    except OverflowError:  # of a Fraction
+        fraction = math.inf
     if not 0 < fraction <= 1:
         raise ValueError(
             f"budget={budget}: a float is the fraction kept, in (0, 1]; "

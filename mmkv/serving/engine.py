@@ -14,6 +14,7 @@ from mmkv import wrapping
 from mmkv.around import innermost
 from mmkv.attach import copy_probe
 from mmkv.attach.attachment import attachment_of
+from mmkv.budgets import number
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.chat import Loaded
@@ -94,7 +95,7 @@ class Engine:
         self.max_new_tokens = max_new_tokens
         self._bounds = Bounds(self._attachment.parts, self.model.dtype.itemsize, prefill_chunk)
         # 1 (a token) and 1.0 (all of them) are equal, and not the same budget.
-        self._plan = lru_cache(maxsize=64, typed=True)(self._make_plan)
+        self._planned = lru_cache(maxsize=64, typed=True)(self._make_plan)
         limits = Limits(
             cache_memory=cache_memory,
             max_batch=max_batch,
@@ -120,6 +121,7 @@ class Engine:
         timeout: float | None = None,
         policy: str | Policy | None = None,
         budget: SupportsFloat | None = None,
+        options: Mapping[str, Any] | None = None,
         owner: str | None = None,
     ) -> Reply:
         """Ask for a reply; it begins when its turn comes and memory is free.
@@ -139,6 +141,7 @@ class Engine:
             timeout: seconds after which the reply ends, waiting included.
             policy: of this request; the model's own if None.
             budget: of this request; the model's own if both are None.
+            options: of the policy that is named here.
             owner: whose it is, such as a client's key: prefixes are shared within one owner (None
                 is one too), so that times tell none what another has sent.
 
@@ -154,7 +157,7 @@ class Engine:
         sampling = sampling or Sampling()
         if sampling.stop and self._tokenizer is None:
             raise Refused("stop texts need an engine with a processor")
-        plan = self._plan(policy, budget)
+        plan = self._plan(policy, budget, options)
         device = self.model.device
         split = self.share_prefixes and not plan.policy.postpone and not sampling.echo
         if inputs is None:
@@ -255,28 +258,39 @@ class Engine:
     def __exit__(self, *args: object) -> None:
         self.close()
 
-    def _make_plan(self, policy: str | Policy | None, budget: SupportsFloat | None) -> CacheConfig:
+    def _plan(
+        self,
+        policy: str | Policy | None,
+        budget: SupportsFloat | None,
+        options: Mapping[str, Any] | None,
+    ) -> CacheConfig:
         """The plan of a request's own policy and budget, or the wrap's.
 
         Raises:
             Refused: what `wrap` refuses, or what needs a hook that this wrap has not set.
         """
+        if options and not isinstance(policy, str):
+            raise Refused(f"options={dict(options)}: give the name of the policy that they are of")
+        try:
+            if policy is not None and not isinstance(policy, Policy):
+                policy = get_policy(policy, **(options or {}))
+            return self._planned(policy, None if budget is None else number(budget))
+        except ValueError as error:
+            raise Refused(str(error)) from error
+
+    def _make_plan(self, policy: Policy | None, budget: float | int | None) -> CacheConfig:
         wrap = self._attachment.plan
         if policy is None and budget is None:
             return wrap
-        try:
-            chosen = wrap.policy if policy is None else policy
-            plan, _ = wrapping.planned(
-                self.model,
-                self._attachment.parts,
-                get_policy(chosen) if isinstance(chosen, str) else chosen,
-                wrap.budget if budget is None else budget,
-                kv_dtype=wrap.kv_dtype,
-                evict_chunks=wrap.evict_chunks,
-            )
-            plan = copy_probe.settled(self._attachment, plan)
-        except ValueError as error:
-            raise Refused(str(error)) from error
+        plan, _ = wrapping.planned(
+            self.model,
+            self._attachment.parts,
+            wrap.policy if policy is None else policy,
+            wrap.budget if budget is None else budget,
+            kv_dtype=wrap.kv_dtype,
+            evict_chunks=wrap.evict_chunks,
+        )
+        plan = copy_probe.settled(self._attachment, plan)
 
         def compares(plan: CacheConfig) -> bool:
             return plan.needs_all_layers and plan.policy.layers.needs == "similarity"

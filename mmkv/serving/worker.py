@@ -350,7 +350,7 @@ class Worker:
         if short is not None:
             before = self._chunks
             self._start(short)
-            reading.turns = self._chunks - before
+            reading.turns = max(0, self._chunks - before - 1)  # one is read now
             self._take_turns()
         self._chunks, self._chunk_of = self._chunks + 1, reading
         reading.unread -= chunk

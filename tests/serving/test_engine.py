@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import itertools
 import random
 import threading
+import time
 
 import pytest
 
@@ -16,6 +18,7 @@ from helpers.models import make_inputs
 from helpers.oracle import Variant, options_of
 from helpers.serving import alone, watched
 from mmkv.attach.attachment import attachment_of
+from mmkv.cache import compressed
 from mmkv.serving import Busy, Closed, Engine, Refused, Sampling
 from mmkv.serving.memory import Bounds
 from mmkv.serving.request import Request
@@ -112,6 +115,8 @@ def test_a_policy_of_a_request_of_its_own(models):
         snap = mmkv.get_policy("snapkv", window=6, kernel_size=3)
         own = [{}, {"policy": snap, "budget": 0.4}, {"policy": "full"}]
         own.append({"policy": "kvzip", "budget": 0.3})
+        own.append(own[1] | {"policy": "snapkv", "options": {"window": 6, "kernel_size": 3}})
+        wanted.append(wanted[1])
         replies = [engine.submit(inputs=x, max_new_tokens=10, **options) for options in own]
         assert [x.result(60)[0] for x in replies] == wanted
         # A count of tokens and a share, which are equal numbers.
@@ -121,6 +126,14 @@ def test_a_policy_of_a_request_of_its_own(models):
             engine.submit(inputs=x, policy="squeeze", budget=0.3)
         with pytest.raises(Refused, match="nonesuch"):
             engine.submit(inputs=x, policy="nonesuch")
+        for wrong in ([1], {}, "much", 10**400, -1):
+            with pytest.raises(Refused, match="budget"):
+                engine.submit(inputs=x, budget=wrong)
+        with pytest.raises(Refused, match="policy"):
+            engine.submit(inputs=x, policy=["h2o"])
+        for wrong in ({"policy": "snapkv"}, {"policy": snap}, {}):
+            with pytest.raises(Refused, match="windw"):
+                engine.submit(inputs=x, **wrong, options={"windw": 6})
 
 
 @pytest.mark.parametrize("options", [{}, {"evict_chunks": True}], ids=str)
@@ -172,6 +185,55 @@ def test_running_replies_grow_while_a_long_prompt_is_read(models):
         before = len(running.tokens)
         next(iter(engine.submit(inputs=make_inputs("llama", (640,)), max_new_tokens=2)))
         assert len(running.tokens) >= before + 640 // 16 - 1
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen2_5_VLForConditionalGeneration"])
+def test_chunks_of_a_long_prompt_and_short_ones_take_turns(name):
+    """The short ones do not wait for it, nor it for all of them, and each is as alone."""
+    model = zoo.make(name)
+    pictures = {"pictures": 2} if "VL" in name else {}
+    with mmkv.wrapped(model, "condense", 0.4, least=0):
+        long = zoo.prompt(model, (220,), seed=1, **pictures)
+        short = [zoo.prompt(model, (n,), seed=n) for n in (70, 30, 40, 90, 25)]
+        wanted = [alone(model, x, 6, prefill_chunk_size=16) for x in (long, *short)]
+        with Engine(model, prefill_chunk=16) as engine:
+            read, worker = [], engine._worker
+
+            def note(*args):
+                if worker.reading and not worker._stepping:
+                    read.append(worker.reading[-1].tokens)
+
+            model.register_forward_hook(note)
+            with worker.wake:  # all wait before one is begun
+                replies = [engine.submit(inputs=x, max_new_tokens=6) for x in (long, *short)]
+            assert [x.result(60)[0] for x in replies] == wanted
+    # Of what waits, a prompt comes between if half as long as what is left; then as many chunks of
+    # the long one. The 30 tokens come between those of the 70 in turn.
+    runs = [[*group] for _, group in itertools.groupby(read, (220).__eq__)]
+    assert [len(x) for x in runs] == [7, 7, 3, 3, 2, 4, 6]
+    assert [set(x) for x in runs[::2]] == [{30, 70}, {40}, {25}, {90}]
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "adakv", "kvzip"])
+def test_replies_grow_while_the_end_of_a_prompt_is_evicted(models, monkeypatch, policy):
+    """Layers of a known size are evicted one by one, others together, some are read again."""
+    model = models("llama")
+
+    def slow(*args, **options):
+        time.sleep(0.2)
+        at.append(len(running.tokens))
+        return evict(*args, **options)
+
+    evict, at = compressed.evict, []
+    with mmkv.wrapped(model, policy, 0.4), Engine(model, prefill_chunk=16) as engine:
+        running = engine.submit(inputs=make_inputs("llama", (30,)), max_new_tokens=400)
+        next(iter(running))
+        with monkeypatch.context() as patch:
+            patch.setattr(compressed, "evict", slow)
+            next(iter(engine.submit(inputs=make_inputs("llama", (160,)), max_new_tokens=2)))
+        running.cancel()
+    assert len(at) == 3
+    assert at[0] < at[1] < at[2]
 
 
 def test_what_can_never_be_served_is_refused(models):

@@ -120,8 +120,8 @@ def check(model, wanted, asks, room, fails):
             for reply, tokens in replies:
                 with contextlib.suppress(RuntimeError):
                     reply.result(60)
-                if reply.finish_reason == "error":
-                    assert "nobody can read" in str(reply.error)
+                if reply.finish_reason == "error":  # its own
+                    assert tokens[len(reply.tokens)] % 37 == 0
                 assert reply.tokens == tokens[: len(reply.tokens)]
                 assert (len(reply.tokens) == len(tokens)) == (reply.finish_reason == "length")
             assert until(lambda: not engine._worker.live())
