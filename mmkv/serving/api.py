@@ -222,6 +222,9 @@ class CompletionRequest(_Asked):
         given = self.prompt
         one = isinstance(given, str) or not given or isinstance(given[0], int)
         prompts: list[Any] = [given] if one else list(given)
+        if len(prompts) * (self.n or 1) > _MOST_REPLIES:
+            told = f"prompt: at most {_MOST_REPLIES} replies a request, send some apart"
+            raise RequestError(told, param="prompt")
         more = {"logprobs": self.logprobs, "echo": bool(self.echo)}
         n, longest = self.n or 1, self.max_tokens
         return [

@@ -71,10 +71,11 @@ def wrong_body(error: ValidationError, raw: bytes) -> RequestError:
     if kind == "json_invalid":
         return RequestError(f"the body is no JSON that can be read: {told}")
     place, at = "", from_json(raw, allow_partial=True)
-    for x in first["loc"]:
+    for i, x in enumerate(first["loc"], start=1):
+        missing = kind == "missing" and i == len(first["loc"])
         if isinstance(x, int) and isinstance(at, list) and x < len(at):
             place, at = f"{place}[{x}]", at[x]
-        elif isinstance(x, str) and isinstance(at, dict) and (x in at or kind == "missing"):
+        elif isinstance(x, str) and isinstance(at, dict) and (x in at or missing):
             place, at = f"{place}.{x[:80]}".lstrip("."), at.get(x)
     shown = repr(at)[:60]
     if kind == "missing":
@@ -91,7 +92,5 @@ def wrong_body(error: ValidationError, raw: bytes) -> RequestError:
     elif place.endswith(".content"):
         told = f"{place}: expected a text or a list of parts, not {shown}"
     else:
-        told = f"{place or 'body'}: {told[0].lower()}{told[1:]}".replace(
-            "input should", "it should"
-        )
+        told = f"{place or 'body'}: {told[0].lower()}{told[1:]}"
     return RequestError(told, param=place or None)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import io
+import json
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +19,35 @@ from PIL import Image
 
 from mmkv import terminal
 from mmkv.serving import Event, Reply, Usage
+from mmkv.serving.reply import Logprob, TokenLogprobs
 
 
 def data_url(picture: Image.Image, kind: str = "PNG") -> str:
     file = io.BytesIO()
     picture.save(file, kind)
     return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def post(
+    address: str,
+    body: Any,
+    path: str = "/v1/chat/completions",
+    headers: Any = None,
+    method: str = "POST",
+) -> tuple[int, Any, Any]:
+    """Status, JSON (or events of a stream) and headers of an answer; bytes are sent as they are."""
+    where = urllib.parse.urlsplit(address)
+    with closing(http.client.HTTPConnection(where.hostname, where.port, timeout=20)) as found:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        found.request(method, path, raw, {"Content-Type": "application/json", **(headers or {})})
+        answer = found.getresponse()
+        text = answer.read().decode()
+        if answer.headers.get("content-type", "").startswith("text/event-stream"):
+            events = [x.removeprefix("data: ") for x in text.split("\n\n") if x]
+            return answer.status, [json.loads(x) for x in events if x != "[DONE]"], answer.headers
+        if not answer.headers.get("content-type", "").startswith("application/json"):
+            return answer.status, text, answer.headers
+        return answer.status, json.loads(text), answer.headers
 
 
 def until(true: Callable[[], bool], seconds: float = 10) -> bool:
@@ -58,11 +84,20 @@ class WrittenEngine:
         used = Usage(prompt_tokens=10, kept_tokens=4, cache_bytes=640)
         for i, text in enumerate(["A "] if self.texts is None else self.texts, start=1):
             used = Usage(prompt_tokens=10, completion_tokens=i, kept_tokens=4, cache_bytes=640)
-            reply.put(Event(i, text), None, used)
+            one = Logprob(i, text, -0.5)
+            likely = (TokenLogprobs(one, (one, Logprob(0, "\ufffd", -1.5))),)
+            asked = given["sampling"].logprobs is not None
+            reply.put(Event(i, text, likely if asked else ()), None, used)
         if self.texts is not None:
             reply.error = self.error
             reply.put(None, self.finish, used)
         return reply
+
+    positions = 2048
+
+    def tokenize(self, **given: Any) -> list[int]:
+        self.asked.append(given)
+        return [3, 1, 2]
 
     @property
     def open(self) -> int:
@@ -94,8 +129,8 @@ def listening(served: Any) -> Generator[str]:
     from mmkv.serving import connections
 
     socket = terminal.bind("127.0.0.1", 0)
-    http: Any = connections.bounded(served.state.service.limits)
-    config = uvicorn.Config(served, http=http, lifespan="off", log_config=None, log_level="error")
+    made: Any = connections.bounded(served.state.service.limits)
+    config = uvicorn.Config(served, http=made, lifespan="off", log_config=None, log_level="error")
     running = uvicorn.Server(config)
     thread = threading.Thread(target=running.run, args=([socket],), daemon=True)
     thread.start()

@@ -1,0 +1,475 @@
+"""What clients of OpenAI's completions send beside a plain conversation, without a model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+import urllib.parse
+
+import pytest
+
+from helpers.serving import WrittenEngine, listening, post, until
+from mmkv.serving import Sampling
+
+openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
+errors = pytest.importorskip("mmkv.serving.errors", reason="pip install 'mmkv[serve]'")
+server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
+
+HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+COMPLETE = {"model": "tiny", "prompt": "Once"}
+COMPLETIONS = "/v1/completions"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def served():
+    engine = WrittenEngine()
+    app = server.app(engine, name="tiny")
+    with listening(app) as address:
+        yield address, engine
+        room, held = app.state.service._room, errors.Limits().held_bytes
+        assert until(lambda: room.left == held), "bytes were not given back"
+
+
+@pytest.fixture
+def engine(served):
+    engine = served[1]
+    engine.__init__()
+    yield engine
+    assert until(lambda: engine.open == 0), "a request was left running"
+
+
+@pytest.fixture
+def address(served, engine):
+    return served[0]
+
+
+@pytest.fixture
+def client(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as found:
+        yield found
+
+
+class TestCompletions:
+    def test_a_whole_one(self, client, engine):
+        answer = client.completions.create(**COMPLETE, max_tokens=7, temperature=0.5)
+        (choice,) = answer.choices
+        assert (choice.text, choice.finish_reason, choice.logprobs) == (
+            "A red circle.",
+            "stop",
+            None,
+        )
+        assert (answer.object, answer.usage.total_tokens) == ("text_completion", 13)
+        (asked,) = engine.asked
+        assert (asked["prompt"], asked["max_new_tokens"]) == ("Once", 7)
+        assert asked["sampling"] == Sampling(temperature=0.5)
+
+    def test_a_stream(self, client, engine):
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *pieces, last = client.completions.create(**COMPLETE, **options)
+        assert [x.choices[0].text for x in pieces] == ["A ", "red ", "circle.", ""]
+        assert pieces[-1].choices[0].finish_reason == "stop"
+        assert (last.choices, last.usage.total_tokens) == ([], 13)
+
+    @pytest.mark.parametrize(
+        ("prompt", "wanted"),
+        [
+            (["a", "b"], ["a", "b"]),
+            ([5, 6], [[5, 6]]),
+            ([[5], [6, 7]], [[5], [6, 7]]),
+        ],
+    )
+    def test_several_prompts(self, client, engine, prompt, wanted):
+        answer = client.completions.create(model="tiny", prompt=prompt, n=2)
+        assert [x.index for x in answer.choices] == list(range(2 * len(wanted)))
+        assert [x["prompt"] for x in engine.asked] == [x for x in wanted for _ in range(2)]
+        assert answer.usage.prompt_tokens == 10 * len(wanted)
+        assert answer.usage.completion_tokens == 3 * 2 * len(wanted)
+
+    def test_log_probabilities(self, client, engine):
+        answer = client.completions.create(**COMPLETE, logprobs=2, echo=True)
+        told = answer.choices[0].logprobs
+        assert told.tokens == ["A ", "red ", "circle."]
+        assert told.token_logprobs == [-0.5] * 3
+        assert told.top_logprobs[1] == {"red ": -0.5, "\ufffd": -1.5}
+        assert told.text_offset == [0, 2, 6]
+        (asked,) = engine.asked
+        assert (asked["sampling"].logprobs, asked["sampling"].echo) == (2, True)
+        pieces = list(client.completions.create(**COMPLETE, logprobs=0, stream=True))
+        assert [x.choices[0].logprobs.text_offset for x in pieces[:-1]] == [[0], [2], [6]]
+
+    @pytest.mark.parametrize("prompt", [3, None, [None], [["a"]], ["x"] * 129])
+    def test_no_prompt(self, address, engine, prompt):
+        status, body, _ = post(address, {**COMPLETE, "prompt": prompt}, COMPLETIONS)
+        assert (status, "prompt" in body["error"]["message"]) == (400, True)
+
+
+class TestChoices:
+    def test_several(self, client, engine):
+        answer = client.chat.completions.create(**HELLO, n=3, seed=5, temperature=1.0)
+        assert [x.index for x in answer.choices] == [0, 1, 2]
+        assert {x.message.content for x in answer.choices} == {"A red circle."}
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (10, 9)
+        assert [x["sampling"].seed for x in engine.asked] == [5, 6, 7]
+        assert all(x["repeated"] for x in engine.asked)
+        client.chat.completions.create(**HELLO)
+        assert "repeated" not in engine.asked[3]
+
+    def test_several_in_a_stream(self, client, engine):
+        texts, ends = {0: "", 1: ""}, {}
+        for piece in client.chat.completions.create(**HELLO, n=2, stream=True):
+            (choice,) = piece.choices
+            texts[choice.index] += choice.delta.content or ""
+            ends[choice.index] = choice.finish_reason
+        assert texts == {0: "A red circle.", 1: "A red circle."}
+        assert ends == {0: "stop", 1: "stop"}
+
+    def test_log_probabilities(self, client, engine):
+        answer = client.chat.completions.create(**HELLO, logprobs=True, top_logprobs=2)
+        told = answer.choices[0].logprobs.content
+        assert [(x.token, x.logprob) for x in told] == [
+            (text, -0.5) for text in ("A ", "red ", "circle.")
+        ]
+        assert (told[0].bytes, told[0].top_logprobs[1].bytes) == ([65, 32], None)
+        assert engine.asked[0]["sampling"].logprobs == 2
+        pieces = list(client.chat.completions.create(**HELLO, logprobs=True, stream=True))
+        assert [len(x.choices[0].logprobs.content) for x in pieces[:-1]] == [1, 1, 1]
+        assert engine.asked[1]["sampling"].logprobs == 0
+
+    def test_what_tokens_are_chosen_by(self, client, engine):
+        more = {"top_k": -1, "min_p": 0.1, "repetition_penalty": 1.2}
+        client.chat.completions.create(
+            **HELLO,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            logit_bias={"7": -100},
+            stop=None,
+            extra_body=more,
+        )
+        assert engine.asked[0]["sampling"] == Sampling(
+            min_p=0.1,
+            repetition_penalty=1.2,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            logit_bias={7: -100.0},
+        )
+
+    def test_formats(self, client, engine):
+        schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        client.chat.completions.create(**HELLO, response_format=form)
+        client.chat.completions.create(**HELLO, response_format={"type": "json_object"})
+        client.chat.completions.create(**HELLO, response_format={"type": "text"})
+        grammars = [x["sampling"].grammar for x in engine.asked]
+        assert grammars[2] is None
+        found = [json.loads(x)["grammars"][0]["json_schema"] for x in grammars[:2]]
+        assert (found[0]["properties"], found[1]["type"]) == (schema["properties"], "object")
+
+    def test_variables_of_the_template(self, client, engine):
+        more = {"chat_template_kwargs": {"enable_thinking": False}}
+        client.chat.completions.create(**HELLO, extra_body=more)
+        assert engine.asked[0]["template"] == {"enable_thinking": False}
+
+
+CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+
+
+class TestTools:
+    @pytest.mark.parametrize(
+        ("texts", "content", "cities"),
+        [
+            ([f"<tool_call>\n{CALL}\n</tool_call>"], None, ["Oslo"]),
+            (
+                [f"I look. <tool_call>{CALL}</tool_call>", f"<tool_call>{CALL}"],
+                "I look.",
+                ["Oslo"] * 2,
+            ),
+            (
+                ["I", " look. <to", "ol_call>", CALL[:9], CALL[9:], "</tool_call>"],
+                "I look.",
+                ["Oslo"],
+            ),
+            (['{"name": "weather", "parameters"', ': {"city": "Oslo"}}'], None, ["Oslo"]),
+            ([f"[TOOL_CALLS] [{CALL}, {CALL}]"], None, ["Oslo"] * 2),
+            ([f"<|python_tag|>{CALL}"], None, ["Oslo"]),
+            ([CALL.replace("weather", "other")], CALL.replace("weather", "other"), []),
+            (["<tool_call>no JSON"], "<tool_call>no JSON", []),
+            (["[1, 2]"], "[1, 2]", []),
+            (["a < b", " and [c]"], "a < b and [c]", []),
+        ],
+    )
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_calls(self, client, engine, texts, content, cities, stream):
+        engine.texts = texts
+        answer = client.chat.completions.create(**HELLO, tools=[WEATHER], stream=stream)
+        assert engine.asked[0]["template"] == {"tools": [WEATHER]}
+        assert engine.asked[0]["sampling"].grammar is None
+        if stream:
+            deltas = [x.choices[0] for x in answer]
+            calls = [y for x in deltas for y in x.delta.tool_calls or []]
+            assert [x.index for x in calls] == list(range(len(cities)))
+            found, reason = "".join(x.delta.content or "" for x in deltas), deltas[-1].finish_reason
+        else:
+            message, reason = answer.choices[0].message, answer.choices[0].finish_reason
+            found, calls = message.content, message.tool_calls or []
+            assert (found is None) == (content is None)
+        assert (found or "").strip() == (content or "")
+        assert [json.loads(x.function.arguments)["city"] for x in calls] == cities
+        assert all(x.function.name == "weather" and x.id for x in calls)
+        assert len({x.id for x in calls}) == len(cities)
+        assert reason == ("tool_calls" if cities else "stop")
+
+    def test_without_tools_a_call_is_text(self, client, engine):
+        engine.texts = [CALL]
+        answer = client.chat.completions.create(**HELLO, tools=[WEATHER], tool_choice="none")
+        assert answer.choices[0].message.content == CALL
+        assert "template" not in engine.asked[0]
+
+    @pytest.mark.parametrize(
+        "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+    )
+    def test_a_tool_that_has_to_be_called(self, client, engine, choice):
+        engine.texts = [CALL]
+        other = {"type": "function", "function": {"name": "other"}}
+        answer = client.chat.completions.create(**HELLO, tools=[WEATHER, other], tool_choice=choice)
+        assert answer.choices[0].message.tool_calls[0].function.name == "weather"
+        shape = json.loads(engine.asked[0]["sampling"].grammar)["grammars"][0]["json_schema"]
+        names = [x["properties"]["name"]["const"] for x in shape["anyOf"]]
+        assert names == (["weather", "other"] if choice == "required" else ["weather"])
+
+    def test_definitions_that_parameters_refer_to(self):
+        from mmkv.serving.tools import call_schema
+
+        parameters = {"$defs": {"City": {"type": "string"}}, "$ref": "#/$defs/City"}
+        shape = call_schema([{"name": "f", "parameters": parameters}])
+        assert shape["$defs"] == {"City": {"type": "string"}}
+        assert shape["anyOf"][0]["properties"]["arguments"] == {"$ref": "#/$defs/City"}
+
+    def test_calls_that_are_sent_back(self, client, engine):
+        call = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+        client.chat.completions.create(
+            model="tiny",
+            messages=[
+                {"role": "user", "content": "Is it warm?"},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"id": "c1", "type": "function", "function": call}],
+                },
+                {"role": "tool", "tool_call_id": "c1", "content": "12 degrees"},
+            ],
+            tools=[WEATHER],
+        )
+        _, called, told = engine.asked[0]["messages"]
+        assert called["content"] == ""
+        function = {"name": "weather", "arguments": {"city": "Oslo"}}
+        assert called["tool_calls"] == [{"type": "function", "id": "c1", "function": function}]
+        assert told == {"role": "tool", "content": "12 degrees", "tool_call_id": "c1"}
+
+
+def asking(*messages):
+    return {"model": "tiny", "messages": list(messages)}
+
+
+class TestSentences:
+    """What is wrong is told in one plain sentence."""
+
+    @pytest.mark.parametrize(
+        ("body", "told"),
+        [
+            (asking({"role": "user", "content": None}), "messages[0].content is null: give a text"),
+            (asking({"role": "user"}), "messages[0].content is null: give a text"),
+            (
+                asking({"role": "user", "content": 3}),
+                "messages[0].content: expected a text or a list of parts, not 3",
+            ),
+            (
+                asking({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}),
+                "messages[0].content[0]: parts of type 'input_audio' are not read here, only text "
+                "and image_url",
+            ),
+            (
+                asking({"role": "user", "content": [{"text": "x"}]}),
+                "messages[0].content[0]: a part needs a type: text and image_url",
+            ),
+            (
+                asking({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}),
+                "messages[0].content[0].image_url.url is missing",
+            ),
+            (
+                asking({"role": "user", "content": "x", "mood": "glad"}),
+                "messages[0].mood is not known here: leave it out",
+            ),
+            ({"messages": HELLO["messages"]}, "model is missing"),
+            ({**HELLO, "stop": ["x"] * 17}, "stop: list should have at most 16 items"),
+            ({**HELLO, "temperature": "hot"}, "temperature: input should be a valid number"),
+            ({**HELLO, "top_p": 2}, "top_p: input should be less than or equal to 1"),
+            (b"{", "the body is no JSON that can be read"),
+            (b"[" * 10_000, "the body is no JSON that can be read"),
+            ([], "body: input should be"),
+            ({**HELLO, "audio": {"voice": "x"}}, "audio is not supported: leave it out"),
+        ],
+    )
+    def test_of_a_request(self, address, engine, body, told):
+        status, answer, _ = post(address, body)
+        message = answer["error"]["message"]
+        assert status == 400
+        assert message.startswith(told), message
+        assert "\n" not in message
+        assert not any(x in message for x in ("tagged-union", "pydantic", "list[", "str."))
+
+    def test_what_is_ignored(self, engine, caplog):
+        body = {**HELLO, "beam_width": 3, "functions": [{"name": "f"}], "user": "x"}
+        caplog.set_level(logging.WARNING, "mmkv.serving")
+        with listening(server.app(engine, name="tiny", ignore_unknown=True)) as address:
+            assert post(address, body)[0] == 200
+        told = [x.getMessage() for x in caplog.records if x.name.startswith("mmkv")]
+        assert told == [f"{x!r} in a request is ignored" for x in ("beam_width", "functions")]
+
+
+class TestTokens:
+    def test_of_a_text_and_of_a_conversation(self, address, engine):
+        status, answer, _ = post(address, {"model": "tiny", "prompt": "Once"}, "/tokenize")
+        assert (status, answer) == (200, {"count": 3, "max_model_len": 2048, "tokens": [3, 1, 2]})
+        assert post(address, {**HELLO, "tools": [WEATHER]}, "/tokenize")[0] == 200
+        assert engine.asked[0]["prompt"] == "Once"
+        assert engine.asked[1]["template"] == {"tools": [WEATHER]}
+        assert engine.asked[1]["messages"] == HELLO["messages"]
+
+
+class TestOrigins:
+    PAGE = "https://page.example"
+
+    def test_those_that_are_allowed(self, engine):
+        with listening(server.app(engine, name="tiny", allow_origins=[self.PAGE])) as address:
+            asks = {"Access-Control-Request-Method": "POST", "Origin": self.PAGE}
+            asks["Access-Control-Request-Headers"] = "authorization,content-type"
+            status, _, headers = post(address, b"", headers=asks, method="OPTIONS")
+            assert (status, headers["access-control-allow-origin"]) == (200, self.PAGE)
+            assert "authorization" in headers["access-control-allow-headers"]
+            status, _, headers = post(address, HELLO, headers={"Origin": self.PAGE})
+            assert (status, headers["access-control-allow-origin"]) == (200, self.PAGE)
+            other = {**asks, "Origin": "https://evil.example"}
+            assert post(address, b"", headers=other, method="OPTIONS")[0] == 400
+            assert post(address, HELLO, headers={"Origin": other["Origin"]})[0] == 403
+
+    def test_none(self, address, engine):
+        status, _, headers = post(address, HELLO, headers={"Origin": self.PAGE})
+        assert (status, "access-control-allow-origin" in headers) == (403, False)
+
+
+class TestOwners:
+    @pytest.mark.parametrize("shared", ["key", "all"])
+    def test_a_key_is_the_owner_of_what_it_shares(self, engine, shared):
+        keys = ["one", "two"]
+        app = server.app(engine, name="tiny", api_keys=keys, share_prefixes=shared)
+        with listening(app) as address:
+            for key in (*keys, "one"):
+                assert post(address, HELLO, headers={"Authorization": f"Bearer {key}"})[0] == 200
+            assert post(address, HELLO, headers={"Authorization": "Bearer three"})[0] == 401
+        owners = [x["owner"] for x in engine.asked]
+        if shared == "all":
+            assert owners == [None] * 3
+        else:
+            assert owners[0] == owners[2] != owners[1]
+            assert not any(key in owner for key in keys for owner in owners)
+
+
+def raw_connection(address):
+    where = urllib.parse.urlsplit(address)
+    return socket.create_connection((where.hostname, where.port), timeout=10)
+
+
+def request_of(body):
+    raw = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n"
+    return f"{head}Content-Type: application/json\r\n\r\n".encode() + raw
+
+
+def ended(raw, seconds):
+    """Whether the other side closes in time; what it sends is read."""
+    raw.settimeout(seconds)
+    try:
+        while raw.recv(2**16):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+class TestConnections:
+    LIMITS = errors.Limits(read_seconds=0.5, write_seconds=0.5, connections=3)
+
+    def test_headers_without_an_end(self, engine):
+        with listening(server.app(engine, name="tiny", limits=self.LIMITS)) as address:
+            with raw_connection(address) as silent, raw_connection(address) as slow:
+                start = time.monotonic()
+                slow.sendall(b"GET /health HTTP/1.1\r\nHo")
+                try:
+                    while time.monotonic() < start + 3:
+                        slow.sendall(b"x")
+                        time.sleep(0.05)
+                except OSError:
+                    pass
+                assert time.monotonic() - start < 2
+                assert ended(silent, 2)
+            with raw_connection(address) as again:
+                again.sendall(request_of(HELLO) + b"GET /he")
+                start = time.monotonic()
+                assert ended(again, 3)
+                assert time.monotonic() - start < 2
+
+    def test_answers_may_take_their_time(self, engine):
+        engine.texts = None
+        app = server.app(engine, name="tiny", limits=self.LIMITS)
+        with listening(app) as address, raw_connection(address) as raw:
+            raw.sendall(request_of(HELLO))
+            assert until(lambda: engine.open == 1)
+            time.sleep(1)
+            reply = engine.replies[0]
+            reply.put(None, "stop", reply.usage)
+            assert raw.recv(12) == b"HTTP/1.1 200"
+
+    def test_more_than_may_be_open(self, engine):
+        with listening(server.app(engine, name="tiny", limits=self.LIMITS)) as address:
+            held = [raw_connection(address) for _ in range(3)]
+            try:
+                with raw_connection(address) as more:
+                    assert more.recv(100).startswith(b"HTTP/1.1 503 ")
+            finally:
+                for raw in held:
+                    raw.close()
+            assert until(lambda: post(address, HELLO)[0] == 200)
+
+    @pytest.mark.parametrize("seconds", [0.5, 60])
+    def test_a_client_that_does_not_read(self, engine, seconds):
+        """It is cut off in time; before that, the bytes of its request are given back."""
+        limits = errors.Limits(write_seconds=seconds)
+        engine.texts = ["x" * 2**20] * 32
+        app = server.app(engine, name="tiny", limits=limits)
+        with listening(app) as address, raw_connection(address) as raw:
+            raw.sendall(request_of({**HELLO, "stream": True, "user": "x" * 10**6}))
+            room = app.state.service._room
+            assert until(lambda: engine.asked)
+            assert until(lambda: room.left == limits.held_bytes)
+            time.sleep(1.5)
+            raw.settimeout(5)
+            total = 0
+            try:
+                while piece := raw.recv(2**20):
+                    total += len(piece)
+                    if piece.endswith(b"[DONE]\n\n\r\n0\r\n\r\n"):
+                        break
+            except OSError:
+                pass
+            assert (total > 2**25) == (seconds == 60)
