@@ -10,7 +10,7 @@ import torch
 import mmkv
 from helpers.marks import slow_except
 from helpers.models import IMAGE, VOCAB, make_inputs, make_model, row_of
-from helpers.oracle import USUAL, generate, top, window_scores
+from helpers.oracle import USUAL, generate, prefilled, top, window_scores
 from helpers.sizes import row_sizes
 from mmkv.registry import exact_share
 
@@ -25,8 +25,7 @@ def test_a_short_row_keeps_what_its_shrunk_window_attends_to(models, policy, poo
     model, lengths = models("llama"), (33, 60, 9, 2, 20)
     inputs = make_inputs("llama", lengths)
     eager = make_model("llama", "eager")
-    with mmkv.wrapped(model, policy, 0.2, layers="uniform", window=32), torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
+    cache = prefilled(model, inputs, policy, 0.2, layers="uniform", window=32)
     for b, n in enumerate(lengths):
         total = round(0.2 * L * n)
         window = max(1, int(total / L / 2))

@@ -10,7 +10,7 @@ from transformers.models.llama import modeling_llama
 
 import mmkv
 from helpers.models import make_inputs, make_model, next_turn
-from helpers.oracle import ROWS, generate
+from helpers.oracle import ROWS, generate, prefilled
 from mmkv.cache import selection
 from mmkv.scores.observers import Observers, observer_scores, output_gram
 
@@ -29,8 +29,7 @@ def test_every_token_is_kept_or_in_one_group(models, policy):
     """The weights of a head add up to the tokens it was given; padding is in none."""
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
     options = {"merge": "groups", "window": 6} if policy == "snapkv" else {"least": 0}
-    with mmkv.wrapped(model, policy, 0.3, **options), torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
+    cache = prefilled(model, inputs, policy, 0.3, **options)
     N = inputs["input_ids"].shape[1]
     for i in range(3):
         for b, n in enumerate(ROWS["padded"]):
@@ -63,8 +62,7 @@ def test_equal_pairs_lose_nothing(models):
 
 def test_the_report_counts_groups_apart(models):
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
-    with mmkv.wrapped(model, "condense", 0.3, least=0), torch.no_grad():
-        cache = model(**inputs).past_key_values
+    cache = prefilled(model, inputs, "condense", 0.3, least=0)
     report = cache.report()
     for i, layer in enumerate(report.layers):
         weights, _ = cache.groups(i)
@@ -158,8 +156,7 @@ def test_a_token_written_over_a_group_stands_for_itself(models):
 
 def test_a_layer_that_is_not_compressed_has_no_groups(models):
     model, inputs = models("llama"), make_inputs("llama", (40,))
-    with mmkv.wrapped(model, "snapkv", 0.5, window=6), torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
+    cache = prefilled(model, inputs, "snapkv", 0.5, window=6)
     weights, member = cache.groups(1)
     assert weights.shape == (1, 2, 0)
     assert torch.equal(member, torch.full((1, 2, 40), -1))
@@ -222,8 +219,7 @@ def test_observers_ask_from_behind_the_prompt():
 def test_a_group_takes_over_the_attention_its_tokens_received(models):
     """h2o drops what received least; a head's tokens received one for each query."""
     model, inputs = models("llama"), make_inputs("llama", (90,))
-    with mmkv.wrapped(model, "h2o", 0.2, merge="groups"), torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
+    cache = prefilled(model, inputs, "h2o", 0.2, merge="groups")
     for layer in cache.layers:
         for block in layer.blocks:
             received = block.mass.masked_fill(block.positions < 0, 0.0).sum(-1)

@@ -10,7 +10,7 @@ import torch
 
 import mmkv
 from helpers.models import make_inputs, make_model
-from helpers.oracle import top
+from helpers.oracle import prefilled, top
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policies.defensive import DefensiveAttention
 from mmkv.scores.values import output_norms
@@ -168,8 +168,7 @@ def test_the_best_of_the_layer_or_of_the_model_stay(policy) -> None:
             return super().__call__(layer)
 
     watched = replace(chosen, score=Watched(**chosen.score.options()))
-    with mmkv.wrapped(model, watched, size), torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
+    cache = prefilled(model, inputs, watched, size)
     assert all(float(x.size) == size for x in seen.values())
     scores = [naive(alone(seen[i], 0), WINDOW, KERNEL, size) for i in range(L)]
     for layers in [range(L)] if policy == "layer-defensive" else [[i] for i in range(L)]:

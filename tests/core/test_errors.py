@@ -6,11 +6,10 @@ import json
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import mmkv
-from helpers.models import make_inputs, make_model, row_of
-from helpers.oracle import short
+from helpers.models import make_inputs, row_of
+from helpers.oracle import prefilled, short
 
 
 class TestProfiles:
@@ -41,8 +40,7 @@ class TestProfiles:
         profile = mmkv.calibrate(text_model, [inputs], "prefixkv", 0.3)
         kept = []
         for given in ({"budget": 0.3}, {"profile": profile}):
-            with mmkv.wrapped(text_model, "prefixkv", **given), torch.no_grad():
-                cache = text_model(**inputs, use_cache=True).past_key_values
+            cache = prefilled(text_model, inputs, "prefixkv", **given)
             kept.append([cache.kept(i) for i in range(3)])
         assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
 
@@ -64,8 +62,7 @@ class TestProfiles:
         (tmp_path / "p.json").write_text("[0.5, 0.9, 0.7]")
         profile = mmkv.Profile.load(tmp_path / "p.json")
         assert profile.fractions == pytest.approx((0.5, 0.1, 0.3))
-        with mmkv.wrapped(text_model, "prefixkv", profile=profile), torch.no_grad():
-            cache = text_model(**make_inputs("llama", (100,)), use_cache=True).past_key_values
+        cache = prefilled(text_model, make_inputs("llama", (100,)), "prefixkv", profile=profile)
         assert [int((cache.kept(i)[0, 0] >= 0).sum()) for i in range(3)] == [50, 10, 30]
 
     def test_the_published_files_are_read(self):
@@ -87,8 +84,7 @@ def test_report(models):
     from rich.console import Console
 
     model, inputs = models("llama"), make_inputs("llama", (100, 60))
-    with mmkv.wrapped(model, "snapkv", 0.4, window=6), torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
+    cache = prefilled(model, inputs, "snapkv", 0.4, window=6)
     report = cache.report()
     assert report.layers[0].kept == [[40, 40], [24, 24]]
     assert report.kept_fraction == pytest.approx(0.4)
@@ -109,12 +105,3 @@ def test_importing_is_fast():
     code = "import mmkv, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_default_transformers_paths_are_untouched():
-    """Registering our attention changes no model that is not wrapped."""
-    model = make_model("llama")
-    ids = torch.tensor([[3, 4, 5]])
-    with mmkv.wrapped(make_model("llama"), "h2o", 0.5):
-        out = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True)
-    assert type(out.past_key_values) is DynamicCache

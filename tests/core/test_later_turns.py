@@ -14,7 +14,7 @@ import mmkv
 from helpers.marks import slow_except
 from helpers.masking import masked_logits
 from helpers.models import IMAGE, make_inputs, make_model, next_turn
-from helpers.oracle import Variant, generate, options_of
+from helpers.oracle import Variant, generate, options_of, window_scores
 from helpers.sizes import of_row
 
 ROWS = (66, 41)
@@ -133,26 +133,11 @@ class Row:
 
     def observed(self, t, layer, head, tokens):
         """SnapKV's score of each of `tokens` but the window's."""
-        policy, attention = self.policy, self.attention(t, layer, head).tolist()
-        window = min(policy.score.window, len(attention[0]))
-        front = tokens[:-window]
-        weights = range(1, window + 1) if policy.score.recency_weighted else [1] * window
-        found = dict.fromkeys(tokens, 0.0)
-        for a in attention:
-            mean = [
-                sum(w * a[q - window][j] for q, w in enumerate(weights)) / sum(weights)
-                for j in front
-            ]
-            half = policy.score.kernel_size // 2
-            for i, j in enumerate(front):
-                near = mean[max(0, i - half) : i + half + 1]
-                pooled = {
-                    "max": max(near),
-                    "avg": sum(near) / policy.score.kernel_size,
-                    None: mean[i],
-                }[policy.score.pooling]
-                found[j] += pooled / G
-        return found
+        score, attention = self.policy.score, self.attention(t, layer, head)[:, :, tokens]
+        window = min(score.window, attention.shape[1])
+        options = {"recent": score.recency_weighted}
+        found = window_scores(attention, window, score.kernel_size, score.pooling, **options)
+        return dict(zip(tokens, found + [0.0] * window, strict=True))
 
     def scores(self, t, layer, tokens):
         """What each head finds its `tokens` [H] worth, after pass t."""

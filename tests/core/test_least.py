@@ -7,21 +7,16 @@ import logging
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import mmkv
 from helpers.masking import pairs_of
 from helpers.models import make_inputs, next_turn
 from helpers.oracle import generate, short
-from helpers.profiles import profile_of
 from helpers.serving import alone, watched
-from helpers.sizes import row_sizes
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache import selection
 from mmkv.eval.speed.rows import PRESETS, make_rows
 from mmkv.eval.variants import parse_variants, plugin_arguments
-from mmkv.policy import Policy
 from mmkv.registry import exact_share
 from mmkv.serving import Engine
 
@@ -157,41 +152,6 @@ def test_learned_and_measured_layers_keep_their_proportions(models):
         assert list(map(sum, sizes)) == [L * LEAST, L * LEAST]
         assert cache.plan.learned is not None
         assert sizes[1] == pytest.approx(sizes[0], abs=1)
-
-
-def test_a_profile_of_curves_sizes_the_floor(models):
-    model, inputs = models("llama"), make_inputs("llama", ROWS)
-    with mmkv.wrapped(model, "condense", 0.2, profile=profile_of(model), least=LEAST):
-        *_, held = generate(model, inputs, new=1)
-    assert totals(held[0]) == [L * 40, L * 40, L * 33]
-    assert len({int(n) for layer in held[0] for n in pairs_of(layer)[0]}) > 2
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.integers(1, 9),
-    st.integers(1, 400),
-    st.integers(0, 400),
-    st.floats(0.001, 1) | st.integers(1, 400),
-    st.integers(0, 40),
-    st.sampled_from([None, "pyramid", "geometric", "profile"]),
-)
-def test_sizes_add_up(n_layers, length, least, budget, floor, how):
-    """A share is at least `least` tokens a layer and head; a number of tokens is that number."""
-    floor = min(floor, length)
-    policy = Policy.of(least=least, layers="uniform" if how in (None, "profile") else how)
-    known = {"n_layers": n_layers, "length": length, "floor": floor}
-    if how == "profile" and isinstance(budget, float):
-        known["fractions"] = tuple([budget] * n_layers)
-    sizes = row_sizes(policy, budget, **known)
-    assert all(floor <= n <= length for n in sizes)
-    if isinstance(budget, int):
-        assert sum(sizes) == n_layers * max(floor, min(budget, length))
-    else:
-        share = round(budget * n_layers * length)
-        assert sum(sizes) == max(share, n_layers * floor, n_layers * min(least, length))
-    if how == "profile" or how is None:
-        assert max(sizes) - min(sizes) <= 1
 
 
 def test_an_engine_reserves_what_the_floor_may_take(models):

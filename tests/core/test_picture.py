@@ -10,6 +10,7 @@ from PIL import Image
 import mmkv
 from helpers.marks import slow_except
 from helpers.models import IMAGE, make_inputs
+from helpers.oracle import prefilled
 from mmkv import picture
 from mmkv.builtin import example_pictures
 from mmkv.registry import exact_share
@@ -35,8 +36,7 @@ def naive(kept, weights, group, image, pictures):
 def test_shares_match_the_naive_twin(models, policy):
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (90, 41))
     options = {"window": 6, "kernel_size": 3} if policy == "adakv" else exact_share(policy)
-    with mmkv.wrapped(model, policy, 0.3, **options), torch.no_grad():
-        cache = model(**inputs).past_key_values
+    cache = prefilled(model, inputs, policy, 0.3, **options)
     for row, pictures in enumerate((2, 1)):
         image = inputs["input_ids"][row] == IMAGE
         for layer in range(len(cache.layers)):
@@ -71,9 +71,6 @@ def test_all_and_nothing():
 def test_an_unknown_grid_is_named(tokens, pictures):
     with pytest.raises(ValueError, match=f"grid is not known: {tokens} image tokens of {pictures}"):
         picture.patch_grid(tokens, pictures)
-
-
-def test_known_grids():
     assert picture.patch_grid(576, 1) == (24, 24)
     assert picture.patch_grid(288, 2) == (12, 12)
 

@@ -20,8 +20,6 @@ from helpers.marks import slow_except
 from helpers.masking import fake_quantise, masked_logits
 from helpers.models import IMAGE, make_inputs, make_model, next_turn
 from helpers.oracle import Variant, generate, options_of, short
-from helpers.pretend_cuda import install
-from mmkv.attach import graph
 from mmkv.cache import quantize
 from mmkv.cache.quantize import BITS, QuantizedKV
 
@@ -116,24 +114,6 @@ def test_several_tokens_at_once_and_more_than_expected(doubles, kv_dtype):
         n = 15 + 40
         assert torch.equal(a.blocks[0].positions[:, :n], b.blocks[0].positions[:, :n])
         assert torch.equal(a.blocks[0].keys.codes[:, :n], b.blocks[0].keys.codes[:, :n])
-
-
-@pytest.mark.parametrize("kv_dtype", slow_except(BITS, "int4"))
-@pytest.mark.parametrize(
-    "policy", slow_except(["prefixkv", "snapkv", "adakv", "streaming", "h2o"], "prefixkv")
-)
-def test_replayed_steps_quantise_too(doubles, monkeypatch, policy, kv_dtype):
-    """Writing and reading codes leaves nothing to the host: a CUDA graph can hold it."""
-    captured = install(monkeypatch, torch.device("cpu")).graphs
-    monkeypatch.setattr(graph, "_capturable", lambda device: True)
-    model, inputs, found = doubles("llama"), make_inputs("llama", ROWS), []
-    for replays in (False, True):
-        options = {"kv_dtype": kv_dtype, "graph": replays, **short(policy)}
-        with mmkv.wrapped(model, policy, 0.3, **options):
-            found.append(generate(model, inputs, new=20)[0])
-    assert len(captured) == 1
-    atol = closeness(mmkv.get_policy(policy))
-    torch.testing.assert_close(found[1], found[0], atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize(

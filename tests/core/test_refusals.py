@@ -16,7 +16,7 @@ import mmkv
 from helpers import zoo
 from helpers.memory import bounded
 from helpers.models import make_inputs, make_model
-from helpers.oracle import generate
+from helpers.oracle import generate, prefilled
 from mmkv import adapters
 from mmkv.policy import Score
 from mmkv.profiles import Profile
@@ -169,8 +169,7 @@ def test_wraps(text_model, policy, budget, options, message):
     assert sorted(vars(text_model)) == before
     assert text_model.config._attn_implementation == "sdpa"
     if budget == 29:  # one more is enough
-        with mmkv.wrapped(text_model, policy, 30, **options), torch.no_grad():
-            cache = text_model(**make_inputs("llama", (100,)), use_cache=True).past_key_values
+        cache = prefilled(text_model, make_inputs("llama", (100,)), policy, 30, **options)
         assert [int((cache.kept(i)[0, 0] >= 0).sum()) for i in range(3)] == [30, 30, 30]
 
 

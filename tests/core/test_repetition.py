@@ -10,7 +10,7 @@ import torch
 import mmkv
 from helpers import zoo
 from helpers.models import make_inputs, make_model, next_turn
-from helpers.oracle import top
+from helpers.oracle import prefilled, top
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policies.kvzip import Repetition
 
@@ -130,8 +130,7 @@ def test_what_is_kept_is_what_repeating_asks_for(policy, name, size, asked) -> N
     with torch.no_grad():
         scores = repeated_scores(model, seen[0], size, asked, policy == "kvzip-plus")
     options = {"repeated": size, "instruction": " ".join(map(str, asked)) or None}
-    with mmkv.wrapped(model, policy, 0.3, **options), torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
+    cache = prefilled(model, inputs, policy, 0.3, **options)
     want = best_of_all(scores, H * round(0.3 * L * 60))
     for i in range(L):
         for h in range(H):

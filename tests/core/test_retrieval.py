@@ -214,23 +214,26 @@ def test_the_probe_waits_until_the_model_can_run(probed, later):
     assert counts[0] > 2 * counts[1]
 
 
-def test_a_model_too_small_for_the_probe_has_equal_heads_and_says_so(caplog):
-    model = make_model("llama")
-    model.config.max_position_embeddings = 30
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda model: setattr(model.config, "max_position_embeddings", 30),
+            "reads 16 random tokens twice, and this model has 30 positions",
+        ),
+        (
+            lambda model: setattr(model, "_tp_size", 2),
+            "spread over 2 processes (tensor par",
+        ),
+    ],
+    ids=["too small", "spread"],
+)
+def test_where_the_probe_cannot_run_heads_are_equal_and_it_is_said(caplog, change, said):
+    change(model := make_model("llama"))
     with caplog.at_level(logging.WARNING), mmkv.wrapped(model, budget=0.2):
         assert heads_of(model).equal
-    assert "reads 16 random tokens twice, and this model has 30 positions" in caplog.text
-    with pytest.raises(ValueError, match="30 positions"):
-        mmkv.probe(model)
-
-
-def test_heads_spread_over_processes_are_of_one_size_and_it_is_said(caplog):
-    model = make_model("llama")
-    model._tp_size = 2
-    with caplog.at_level(logging.WARNING), mmkv.wrapped(model, budget=0.2):
-        assert heads_of(model).equal
-    assert "spread over 2 processes (tensor parallelism), and the copy probe" in caplog.text
-    with pytest.raises(ValueError, match="spread over 2 processes"):
+    assert said in caplog.text
+    with pytest.raises(ValueError, match=r"30 positions|spread over 2 processes"):
         mmkv.probe(model)
 
 

@@ -210,17 +210,13 @@ def test_a_score_of_somebody_else_says_itself_that_heads_are_apart(spread):
         mmkv.wrap(spread, policy, 0.3)
 
 
-def test_heads_that_cannot_be_spread_evenly(spread):
+def test_uneven_heads_and_spread_layers_are_refused(spread):
     spread._tp_size = 4
     with pytest.raises(ValueError, match="2 key-value heads cannot be evenly"):
         mmkv.wrap(spread, "snapkv", 0.3)
-
-
-def test_layers_that_are_spread_are_refused():
-    model = make_model("llama")
-    model._pp_stage = object()
+    spread._pp_stage = object()
     with pytest.raises(ValueError, match="pipeline parallelism"):
-        mmkv.wrap(model, "snapkv", 0.3)
+        mmkv.wrap(spread, "snapkv", 0.3)
 
 
 def test_steps_of_spread_heads_are_not_replayed(spread):

@@ -6,7 +6,7 @@ import torch
 import mmkv
 from helpers.masking import masked_logits
 from helpers.models import IMAGE, make_inputs, make_model
-from helpers.oracle import generate, top
+from helpers.oracle import generate, prefilled, top
 
 L, H, G = 3, 2, 2
 
@@ -22,8 +22,7 @@ def test_lookm_adds_the_largest_score_to_those_of_text(budget):
     with torch.no_grad():
         found = model(**inputs, output_attentions=True, use_cache=False).attentions
     ids = inputs["input_ids"][0].tolist()
-    with mmkv.wrapped(model, "lookm", budget), torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
+    cache = prefilled(model, inputs, "lookm", budget)
     N, recent, images = len(ids), budget // 2, set[int]()
     for layer in range(L):
         for h in range(H):

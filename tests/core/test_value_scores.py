@@ -117,33 +117,6 @@ def test_values_far_from_zero_keep_their_digits():
     torch.testing.assert_close(residuals(far, N), residuals(layer, N), atol=1e-3, rtol=1e-2)
 
 
-def test_scores_of_chunks_add_up():
-    """Accumulated scores of a prompt in two chunks are those of the whole prompt."""
-    cut, whole = 11, inputs()
-
-    def first(x: Tensor) -> Tensor:
-        return x[:, :, :cut]
-
-    chunk = LayerInputs(
-        query=first(whole.query),
-        key=first(whole.key),
-        value=first(whole.value),
-        valid=whole.valid[:, :cut],
-        bias=first(whole.bias),
-        scale=whole.scale,
-        weight=whole.weight,
-    )
-    fields = {"key": whole.key, "value": whole.value, "valid": whole.valid, "bias": whole.bias}
-    rest = LayerInputs(
-        query=whole.query[:, :, cut:], scale=whole.scale, weight=whole.weight, **fields
-    )
-    for value in ("norm", "output", "residual"):
-        score = AccumulatedAttention(value=value)
-        added = score(rest)
-        added[..., :cut] += score(chunk)
-        torch.testing.assert_close(added, score(whole), atol=1e-4, rtol=1e-4)
-
-
 def pool(values: list[float], width: int) -> list[float]:
     half = width // 2
     return [max(values[max(0, j - half) : j + half + 1]) for j in range(len(values))]
@@ -220,17 +193,6 @@ def test_critical_fills_half_of_the_budget_by_attention(size: int):
     whole = dataclasses.replace(layer, size=None)
     plain = WindowAttention(value="output", **options)(whole)
     assert torch.equal(WindowAttention(value="critical", **options)(whole), plain)
-
-
-def test_heads_that_are_rows_mix_as_heads_side_by_side():
-    """MixKV in a later turn; what it keeps of a prompt is checked with the other kept sets."""
-    layer = inputs()
-    score = WindowAttention(diversity=True, window=WINDOW, kernel_size=3, pooling="avg")
-    found = score(layer)
-    assert not found.masked_select(~layer.valid[:, None]).any()
-    held = layer.valid[:, None].expand(-1, H, -1)
-    apart = score(layer.by_head(held, ~held))
-    torch.testing.assert_close(apart.view(B, H, N), found, atol=1e-6, rtol=1e-5)
 
 
 def test_where_no_token_or_one_competes_all_scores_are_numbers():

@@ -12,18 +12,11 @@ from hypothesis import strategies as st
 import mmkv
 from helpers.models import IMAGE, make_inputs, make_model
 from helpers.oracle import generate
-from mmkv import adapters
 from mmkv.builtin import load_builtin
 from mmkv.profiles import Profile
 from mmkv.sizes.profiled import VISUAL_FILE, proportional
 
 L, H, G = 3, 2, 2
-SCORES = ((0.05, 0.0), (0.6, 0.1), (0.05, 0.2))
-
-
-def profile_of(model, scores=SCORES):
-    shape = adapters.shape(model.get_decoder().config)
-    return Profile(policy="sparsemm", model=shape, visual=scores)
 
 
 def with_regions(seed: int = 0):

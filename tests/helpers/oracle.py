@@ -161,6 +161,12 @@ def generate(model, inputs, new=NEW, **kwargs):
     return torch.stack(out.logits), out.sequences[:, -new:], out.past_key_values, held
 
 
+def prefilled(model, inputs, policy, budget=None, **options):
+    """The cache of a wrapped model that has read a prompt."""
+    with mmkv.wrapped(model, policy, budget, **options), torch.no_grad():
+        return model(**inputs, use_cache=True).past_key_values
+
+
 @contextmanager
 def measured_similarity():
     """What SqueezeAttention measures of the next prompt: by layer, similarity [B]."""

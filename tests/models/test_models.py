@@ -12,7 +12,7 @@ import mmkv
 from helpers import configs, zoo
 from helpers.marks import slow_except
 from helpers.masking import fed, generate, recorded, seeing
-from helpers.oracle import measured_similarity, short
+from helpers.oracle import measured_similarity, prefilled, short
 from helpers.zoo import FEW, NAMES, OFTEN, SUPPORTED, inputs_of, model_of
 from mmkv import chat
 
@@ -169,8 +169,7 @@ def test_image_and_video_tokens_compete(name):
     model = model_of(name)
     inputs = inputs_of(model, "padded")
     options = {"protect": "instruction", **short("prefixkv")}
-    with mmkv.wrapped(model, "prefixkv", 0.8, **options), torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
+    cache = prefilled(model, inputs, "prefixkv", 0.8, **options)
     ids, valid = inputs["input_ids"], inputs["attention_mask"].bool()
     image = (ids == zoo.IMAGE) | (ids == zoo.VIDEO)
     assert image.any(-1).all()
@@ -196,8 +195,7 @@ def test_mini_prefill_scores_the_compressed_layers(name, rows):
     kept = []
     for allocation in ("mini-prefill", "one-pass"):
         options = {"allocation": allocation, **short("xkv")}
-        with mmkv.wrapped(model, "xkv", 0.4, **options), torch.no_grad():
-            cache = model(**inputs, use_cache=True).past_key_values
+        cache = prefilled(model, inputs, "xkv", 0.4, **options)
         layers = [i for i, x in enumerate(cache.layers) if hasattr(x, "blocks")]
         kept.append([cache.kept(i) for i in layers])
         others = sum(kind != "full_attention" for kind in layer_types(model))
