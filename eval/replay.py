@@ -40,21 +40,12 @@ class Capture:
     Attributes:
         logits: float [B, 1, V], of the token behind the prompt.
         ids: int64 [B, N].
-        valid: bool [B, N], False for padding.
-        image: bool [B, N], or None.
-        calls: by layer, keys and values [B, H, N, D], and, where the layer is compressed, its
-            query [B, Hq, N, D] and the options of its attention.
-        rotary: by layer, its rotary embedding.
-        similarity: by layer, see `Reading.similarity`.
+        recorded: what each layer was given.
     """
 
     logits: Tensor
     ids: Tensor
-    valid: Tensor
-    image: Tensor | None
-    calls: dict[int, tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]]
-    rotary: dict[int, Rotary]
-    similarity: dict[int, tuple[Tensor, Tensor]]
+    recorded: _Recorder
 
     @classmethod
     def of(cls, model: Any, inputs: Mapping[str, Any]) -> Capture:
@@ -71,37 +62,30 @@ class Capture:
             cache = _Recorder(attachment.parts.config, attachment.plan)
             steps = Steps(model, inputs)
             out = steps.run(inputs, past_key_values=cache, **steps.last)
-        assert cache.prompt is not None
-        assert isinstance(cache.phase, Reading)
-        return cls(
-            logits=out.logits[:, -1:],
-            ids=inputs["input_ids"],
-            valid=cache.prompt.valid,
-            image=cache.prompt.image,
-            calls=cache.calls,
-            rotary=cache.rotary,
-            similarity=cache.phase.similarity,
-        )
+        return cls(out.logits[:, -1:], inputs["input_ids"], cache)
 
     def cache(self, model: Any) -> CompressedCache:
         """What the wrapped model would hold after these prompts; the next pass decodes."""
         attachment = attachment_of(model)
         cache = CompressedCache(attachment.parts.config, attachment.plan)
         # Other policies' passes are not told of it.
-        rotary = dict(self.rotary) if attachment.plan.policy.score.uses_rotary else {}
+        rotary = dict(self.recorded.rotary) if attachment.plan.policy.score.uses_rotary else {}
         running = ForwardPass(ids=self.ids, parts=attachment.parts, rotary=rotary)
         before = current.set(running)
+        prompt, phase = self.recorded.prompt, self.recorded.phase
+        assert prompt is not None
+        assert isinstance(phase, Reading)
         try:
             with torch.no_grad():
                 first = partial(self._scores, running, attachment.plan)
-                cache.begin(running, self.valid, None, self.image, first)
-                for i, (key, value, query, options) in self.calls.items():
+                cache.begin(running, prompt.valid, None, prompt.image, first)
+                for i, (key, value, query, options) in self.recorded.calls.items():
                     cache.update(key, value, i)
                     if query is not None:
                         running.pending = None
                         cache.attend(i, query, key, value, _nothing, **options)
                 assert isinstance(cache.phase, Reading)
-                cache.phase.similarity = dict(self.similarity)
+                cache.phase.similarity = dict(phase.similarity)
                 cache.finish()
         finally:
             current.reset(before)
@@ -114,7 +98,7 @@ class Capture:
     def _scores(self, running: ForwardPass, plan: CacheConfig, prompt: TokenMasks) -> list[Tensor]:
         """What XKV's first pass would find."""
         found = list[Tensor]()
-        for i, (key, value, query, options) in self.calls.items():
+        for i, (key, value, query, options) in self.recorded.calls.items():
             if query is not None:
                 view = running.view(options["mask"], prompt.valid)
                 held: Any = {"query": query, "key": key, "value": value, "image": prompt.image}
@@ -180,7 +164,11 @@ def behind(context: Context, question: Mapping[str, Tensor]) -> tuple[dict[str, 
 
 
 class _Recorder(CompressedCache):
-    """Remembers what each layer was given, and holds nothing."""
+    """Remembers what each layer was given, and holds nothing.
+
+    `calls` has by layer its keys and values [B, H, N, D], and, where it is compressed, its query
+    [B, Hq, N, D] and the options of its attention; `rotary` its rotary embedding.
+    """
 
     def __init__(self, config: Any, plan: CacheConfig) -> None:
         super().__init__(config, plan)

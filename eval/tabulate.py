@@ -223,9 +223,9 @@ class Report:
             for name, figures in table.of(policy).items():
                 cells: list[str] = []
                 for budget in map(repr, self.budgets):
-                    found = dict(figures.get(budget, {}))
+                    found = figures.get(budget, {})
                     if AVERAGE in found:
-                        found["score"] = found[AVERAGE] / 100
+                        found = found | {"score": found[AVERAGE] / 100}
                     texts = [shown_figure(m, found) for m in self.shown]
                     cells.append(" / ".join(texts) if set(texts) != {NONE} else NONE)
                 if set(cells) != {NONE}:

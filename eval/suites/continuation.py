@@ -10,6 +10,7 @@ import bisect
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from mmkv.eval.samples import DataError, Request, Sample
 from mmkv.eval.suites import files
@@ -39,17 +40,9 @@ def load(request: Request) -> list[Sample]:
         asked, start, end = cuts(text, request.count, [share * length for share in shares])
         if end is None:
             continue
-        samples.append(
-            Sample(
-                id=name,
-                prompt=text[:start],
-                question=text[asked:start],
-                answers=(text[start:end].strip(),),
-                chat=False,
-                max_new_tokens=64,
-                note=NOTE,
-            )
-        )
+        made: Any = {"question": text[asked:start], "answers": (text[start:end].strip(),)}
+        made |= {"chat": False, "max_new_tokens": 64, "note": NOTE}
+        samples.append(Sample(id=name, prompt=text[:start], **made))
     if not samples:
         raise DataError(f"{request.data}: no text of {length} tokens or more in {SUFFIXES} files")
     return samples

@@ -56,16 +56,11 @@ def builtin(size: int) -> list[Sample]:
     """Held-out scenes, each with its full description as the reference."""
     from mmkv.builtin import scenes
 
-    shown = [(seed, scenes.make_scene(seed)) for seed in range(size)]
-    return [
-        Sample(
-            id=f"scene-{seed}",
-            prompt=scenes.describe_question("the picture", random.Random(f"description:{seed}")),
-            images=(scenes.draw(scene),),
-            answers=(scenes.describe(scene),),
-            max_new_tokens=96,
-            tags=(f"objects={len(scene.objects)}",),
-            note=BUILTIN_NOTE,
-        )
-        for seed, scene in shown
-    ]
+    samples: list[Sample] = []
+    for seed in range(size):
+        scene, rng = scenes.make_scene(seed), random.Random(f"description:{seed}")
+        made: Any = {"images": (scenes.draw(scene),), "answers": (scenes.describe(scene),)}
+        made |= {"tags": (f"objects={len(scene.objects)}",), "note": BUILTIN_NOTE}
+        made |= {"prompt": scenes.describe_question("the picture", rng), "max_new_tokens": 96}
+        samples.append(Sample(id=f"scene-{seed}", **made))
+    return samples

@@ -99,13 +99,8 @@ def _sample(
 def _text(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[str, Any]:
     """The text goes on; a hidden question is its last eighth."""
     question = excerpt[excerpt.rfind(" ", 0, len(excerpt) * 7 // 8) :]
-    return {
-        "prompt": excerpt,
-        "question": question,
-        "answers": (rest,),
-        "chat": False,
-        "max_new_tokens": 64,
-    }
+    made: dict[str, Any] = {"prompt": excerpt, "question": question, "answers": (rest,)}
+    return made | {"chat": False, "max_new_tokens": 64}
 
 
 def _summary(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[str, Any]:
@@ -131,12 +126,8 @@ def _needle(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[st
     planted = f"The access code for the {what} is {code}."
     parts = (excerpt[:place], planted, excerpt[place:].lstrip())
     asked = f"What is the access code for the {what}? Reply with the number."
-    return _asked(" ".join(part for part in parts if part), asked) | {
-        "answers": (code,),
-        "max_new_tokens": 24,
-        "metric": "contains",
-        "tags": (f"depth={depth}",),
-    }
+    made = _asked(" ".join(part for part in parts if part), asked) | {"answers": (code,)}
+    return made | {"max_new_tokens": 24, "metric": "contains", "tags": (f"depth={depth}",)}
 
 
 def _asked(excerpt: str, question: str) -> dict[str, Any]:

@@ -112,29 +112,16 @@ def _generated(
 
 
 def _samples(
-    name: str,
-    number: int,
-    text: str,
-    asked: Sequence[Question],
-    length: int,
-    new: int,
-    note: str,
+    name: str, number: int, text: str, asked: Sequence[Question], length: int, new: int, note: str
 ) -> list[Sample]:
     """One sample for each question asked of context `number` of a task."""
-    return [
-        Sample(
-            id=f"{name}-{number}" + (f"-{i}" if i else ""),
-            task=name,
-            prompt=text + question,
-            question=question,
-            answers=answers,
-            max_new_tokens=new,
-            metric="contains" if name in _READINGS else "contains_all",
-            tags=(f"length={length}",),
-            note=note,
-        )
-        for i, (question, answers) in enumerate(asked)
-    ]
+    how: Any = {"metric": "contains" if name in _READINGS else "contains_all", "note": note}
+    how |= {"task": name, "max_new_tokens": new, "tags": (f"length={length}",)}
+    found: list[Sample] = []
+    for i, (question, answers) in enumerate(asked):
+        made: Any = how | {"prompt": text + question, "question": question, "answers": answers}
+        found.append(Sample(id=f"{name}-{number}" + (f"-{i}" if i else ""), **made))
+    return found
 
 
 def _number(rng: random.Random) -> str:
@@ -288,17 +275,14 @@ def _text(value: Any) -> str:
 
 def _squad(data: Any) -> list[Reading]:
     """SQuAD's paragraphs, each with several questions."""
+
+    def asked(qa: Any) -> Question:
+        return _text(qa["question"]), tuple(_text(answer["text"]) for answer in qa["answers"])
+
+    paragraphs = [passage for article in data["data"] for passage in article["paragraphs"]]
     return [
-        Reading(
-            (_text(passage["context"]),),
-            tuple(
-                (_text(qa["question"]), tuple(_text(answer["text"]) for answer in qa["answers"]))
-                for qa in passage["qas"]
-                if qa["answers"]
-            ),
-        )
-        for article in data["data"]
-        for passage in article["paragraphs"]
+        Reading((_text(x["context"]),), tuple(asked(qa) for qa in x["qas"] if qa["answers"]))
+        for x in paragraphs
     ]
 
 
