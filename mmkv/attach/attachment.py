@@ -6,6 +6,7 @@ a deep copy of a wrapped model is a wrapped model of its own, and it can be pick
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,6 +25,8 @@ from mmkv.attach.generation import (
 )
 from mmkv.cache.config import CacheConfig
 
+_remembering = threading.Lock()
+
 
 class Attachment:
     """A policy at work on a model.
@@ -39,6 +42,7 @@ class Attachment:
     ) -> None:
         self.model, self.parts, self._plan, self.compressed = model, parts, plan, compressed
         self._undo: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self._remembers = False
 
     @property
     def plan(self) -> CacheConfig:
@@ -55,6 +59,14 @@ class Attachment:
         except BaseException:
             self.detach()
             raise
+
+    def remember_inputs(self) -> None:
+        """From now on, passes that repeat a prompt are told what attention modules are given."""
+        with _remembering:
+            if not self._remembers:
+                self._remembers = True
+                for module in self.parts.attentions:
+                    self._hook(module, "register_forward_pre_hook", hooks.before_repetition)
 
     def detach(self) -> None:
         """Restore the model; the latest change first."""

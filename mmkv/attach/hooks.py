@@ -175,6 +175,15 @@ def before_attention(
     )
 
 
+def before_repetition(
+    attachment: Attachment, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Tell what repeats a prompt in this pass what a layer's attention is given."""
+    running = current.get()
+    if running is not None and running.collector is not None:
+        running.collector.hidden = args[0] if args else kwargs["hidden_states"]
+
+
 def before_layer(
     layer_idx: int,
     attachment: Attachment,

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmkv.cache import selection
 from mmkv.cache.compressed import CompressedCache
@@ -73,32 +72,15 @@ def run(attachment: Attachment, running: ForwardPass, arguments: dict[str, Any])
         again = {**arguments, "input_ids": None, "attention_mask": None, "past_key_values": None}
         again |= {"use_cache": False}
         again.pop("cache_position", None)
-        hidden: dict[int, Tensor] = {}
-        hooks = [
-            x.register_forward_pre_hook(partial(_enter, hidden, i), with_kwargs=True)
-            for i, x in enumerate(attachment.parts.attentions)
-        ]
+        if cache.plan.policy.score.outputs:  # type: ignore[attr-defined]
+            attachment.remember_inputs()
         try:
             for piece in _pieces(decoder, cache, embeds, positions):
-                running.collector = _Repeater(cache, running, piece, hidden)
+                running.collector = _Repeater(cache, running, piece)
                 places = piece.positions if len(piece.positions) > 1 else piece.positions[0]
                 decoder.forward(**{**again, "inputs_embeds": piece.embeds, "position_ids": places})
         finally:
             running.collector = None
-            for hook in hooks:
-                hook.remove()
-
-
-def _enter(
-    hidden: dict[int, Tensor],
-    layer_idx: int,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Remember what a layer's attention is given."""
-    hidden.clear()
-    hidden[layer_idx] = args[0] if args else kwargs["hidden_states"]
 
 
 def _given(
@@ -153,16 +135,15 @@ def _moved(positions: Tensor, at: Tensor, present: Tensor, asked: int) -> Tensor
 
 
 class _Repeater:
-    """Attends to what the layers hold, and scores the tokens that are repeated."""
+    """Attends to what the layers hold, and scores the tokens that are repeated.
 
-    def __init__(
-        self,
-        cache: CompressedCache,
-        running: ForwardPass,
-        piece: Piece,
-        hidden: dict[int, Tensor],
-    ) -> None:
-        self.cache, self.running, self.piece, self.hidden = cache, running, piece, hidden
+    Attributes:
+        hidden: [B, R, hidden], what the attention of the running layer was given, where it is told.
+    """
+
+    def __init__(self, cache: CompressedCache, running: ForwardPass, piece: Piece) -> None:
+        self.cache, self.running, self.piece = cache, running, piece
+        self.hidden: Tensor | None = None
 
     def add(
         self,
@@ -222,7 +203,7 @@ class _Repeater:
             valid=torch.cat([apart, present, here], dim=1),
             scale=scale,
             softcap=softcap,
-            hidden=self.hidden[layer_idx],
+            hidden=self.hidden,
         )
         found = selection.importance(policy, inputs, [0] * B)[..., n : n + tokens.shape[1]]
         scores = held.scores

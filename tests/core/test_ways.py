@@ -274,6 +274,31 @@ def test_two_threads_share_a_wrapped_model(models, policy):
             same(run, alone[i])
 
 
+@pytest.mark.parametrize("policy", ["kvzip", "kvzip-plus", "squeeze", "expected", "xkv"])
+def test_another_thread_runs_in_the_middle_of_each_pass(models, policy):
+    """What a pass remembers of the layers lies with the pass, not with their modules."""
+    model, here = models("llama"), threading.get_ident()
+    mine, other = (make_inputs("llama", (n,), seed=n) for n in (60, 45))
+    found = []
+
+    def interrupt(*args):
+        if threading.get_ident() == here:
+            thread = threading.Thread(target=lambda: found.append(said(model, other)[0]))
+            thread.start()
+            thread.join()
+
+    with mmkv.wrapped(model, policy, 0.4, **short(policy)):
+        wanted, others = said(model, mine)[0], said(model, other)[0]
+        hook = model.model.layers[1].self_attn.q_proj.register_forward_pre_hook(interrupt)
+        try:
+            same(said(model, mine)[0], wanted)
+        finally:
+            hook.remove()
+    assert len(found) >= NEW
+    for words in found:
+        same(words, others)
+
+
 @pytest.mark.parametrize(
     "policy", slow_except(mmkv.list_policies(), "prefixkv", "adakv", "h2o", "squeeze")
 )
