@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from mmkv.terminal import Table
 
-from .papers import AVERAGE, PaperTable, paper_tables
 from .store import Row, RunError, Store, key_of, read_settings
 from .variants import FULL, METRICS, percent
 
@@ -37,7 +38,7 @@ LABELS = {
 }
 # Its stubs type a cell by all that any frame can hold.
 pd: Any = pandas
-NONE = "–"
+NONE, AVERAGE = "–", "average"
 # In which unit and with how many digits figures are shown.
 _SHOWN = {
     **dict.fromkeys(("score", "next", "same"), (100, 1)),
@@ -122,6 +123,42 @@ def summarise(rows: Any, by: list[str]) -> Any:
     tasks = [*by, *([] if "task" in by else ["task"])]
     found["score"] = rows.groupby(tasks, sort=False)["score"].mean().groupby(by, sort=False).mean()
     return found[[*FIGURES]]
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """One paper's figures for one model and suite, from `papers.json`.
+
+    Attributes:
+        source: paper and table.
+        model: as the paper calls it.
+        models: what a model's name or path contains if it is this one, in lower case.
+        columns: metrics ("ppl", "rouge"), or LongBench tasks and "average", in percent.
+        rows: policy as named here (or "prefixkv:layers=uniform"), the paper's name, budget, and a
+            figure for each column.
+    """
+
+    source: str
+    suite: str
+    model: str
+    models: list[str]
+    columns: list[str]
+    rows: list[list[Any]]
+
+    def of(self, policy: str) -> dict[str, dict[str, dict[str, float]]]:
+        """Figures by the paper's names of a policy, budget as it is written, and column."""
+        found: dict[str, dict[str, dict[str, float]]] = {}
+        for label, name, budget, *numbers in self.rows:
+            if label == policy:
+                each = dict(zip(self.columns, numbers, strict=True))
+                found.setdefault(name, {})[repr(budget)] = each
+        return found
+
+
+def paper_tables() -> list[PaperTable]:
+    """All tables that are known."""
+    text = files("mmkv.eval").joinpath("papers.json").read_text(encoding="utf-8")
+    return [PaperTable(**table) for table in json.loads(text)["tables"]]
 
 
 class Report:
@@ -212,24 +249,27 @@ class Report:
         for policy, found in cells.items():
             each = zip(found, best, strict=True)
             rows.append((policy, [_cell(f, self.shown, b) for f, b in each]))
-            rows += self._paper_rows(policy)
+            rows += self._paper_rows(policy, [(b, "") for b in self.budgets])
         title = f"{self.settings['suite']} ({self.settings['data']}), {self.settings['model']}"
         if self.shown:
             title += ": " + " / ".join(LABELS[m] for m in self.shown)
         return Table("kept", list(map(percent, self.budgets)), rows, title, self.notes())
 
-    def _paper_rows(self, policy: str) -> Iterator[tuple[str, list[str]]]:
+    def _paper_rows(
+        self, policy: str, places: Sequence[tuple[float | int, str]]
+    ) -> Iterator[tuple[str, list[str]]]:
+        """What papers print of a policy at some budgets; of tasks, where these have a name."""
         for table in self.papers:
             for name, figures in table.of(policy).items():
-                cells: list[str] = []
-                for budget in map(repr, self.budgets):
-                    found = figures.get(budget, {})
-                    if AVERAGE in found:
-                        found = found | {"score": found[AVERAGE] / 100}
-                    texts = [shown_figure(m, found) for m in self.shown]
-                    cells.append(" / ".join(texts) if set(texts) != {NONE} else NONE)
+                cells = [self._paper_cell(figures.get(repr(b), {}), task) for b, task in places]
                 if set(cells) != {NONE}:
                     yield f"paper: {name}", cells
+
+    def _paper_cell(self, found: dict[str, float], task: str) -> str:
+        score = found.get(task or AVERAGE)
+        found = found if score is None else found | {"score": score / 100}
+        texts = [shown_figure(m, found) for m in (["score"] if task else self.shown)]
+        return " / ".join(texts) if set(texts) != {NONE} else NONE
 
     def side_tables(self) -> list[Table]:
         """What goes beside quality: one table each."""
@@ -270,27 +310,17 @@ class Report:
                     cells.append(" / ".join(shown_figure(m, means) for m in shown))
                 rows.append((policy, cells))
                 if what == "task":
-                    rows += self._paper_tasks(policy, budget, names)
+                    kept = 1.0 if policy == FULL else budget
+                    rows += self._paper_rows(policy, [(kept, n) for n in (*names, AVERAGE)])
             title = f"{' / '.join(LABELS[m] for m in shown)} by {what}, kept: {percent(budget)}"
             columns = [*names, AVERAGE] if averaged else [*names]
             found.append(Table(what, columns, rows, title))
         return found
 
-    def _paper_tasks(
-        self, policy: str, budget: float | int, names: Sequence[str]
-    ) -> Iterator[tuple[str, list[str]]]:
-        for table in [t for t in self.papers if AVERAGE in t.columns]:
-            for name, found in table.of(policy).items():
-                figures = found.get(repr(1.0 if policy == FULL else budget))
-                if figures:
-                    cells = [figures.get(n) for n in [*names, AVERAGE]]
-                    yield f"paper: {name}", [NONE if x is None else f"{x:.1f}" for x in cells]
-
     def notes(self) -> list[str]:
         """What a reader of the tables must know."""
         s = self.settings
-        full = self.figures(FULL, 1.0)
-        notes = []
+        notes, full = list[str](), self.figures(FULL, 1.0)
         if full is not None:
             values = ", ".join(f"{LABELS[m]} {_cell(full, [m])}" for m in self.shown)
             notes.append(f"Full cache: {values}.")

@@ -17,10 +17,9 @@ from helpers.evaluation import make_samples, make_tokenizer, save_model
 from helpers.models import make_model
 from mmkv.eval import draw, measure, runner
 from mmkv.eval.cli import PLOTS, commands
-from mmkv.eval.papers import paper_tables
 from mmkv.eval.prompts import Encoder
 from mmkv.eval.store import RunError, read_rows
-from mmkv.eval.tabulate import Report
+from mmkv.eval.tabulate import Report, paper_tables
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
