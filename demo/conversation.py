@@ -219,12 +219,17 @@ def _twin(model: Any) -> Any:
     return copy.deepcopy(model, shared)
 
 
-def rouge_l(one: str, other: str) -> float:
-    """ROUGE-L F-measure between two texts, in [0, 1]; equal texts have 1, also empty ones."""
-    from rouge_score.rouge_scorer import RougeScorer
+def rouge_l(one: str, other: str) -> float | None:
+    """ROUGE-L F-measure between two texts, in [0, 1]; equal texts have 1, also empty ones.
 
+    None where rouge-score is not installed: `mmkv chat` works without any extra.
+    """
     if one == other:
         return 1.0
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ModuleNotFoundError:
+        return None
     return float(RougeScorer(["rougeL"]).score(one, other)["rougeL"].fmeasure)
 
 

@@ -59,18 +59,16 @@ def serving(
         dtype: of the models.
 
     Raises:
-        ValueError: the port is taken, Gradio is missing, or a model cannot be loaded.
+        ValueError: the port is taken, or a model cannot be loaded.
         OSError: the port was taken while the model was loaded.
     """
     bind(host, port or 0).close()  # refused before a model is loaded
     with tempfile.TemporaryDirectory(prefix="mmkv-demo-", ignore_cleanup_errors=True) as folder:
         # Gradio reads these while it is imported.
         os.environ.update(GRADIO_TEMP_DIR=folder, GRADIO_ANALYTICS_ENABLED="False")
-        try:
-            from . import conversation, page
-        except ModuleNotFoundError as error:
-            raise ValueError(f"the demo needs {error.name}: pip install 'mmkv[demo]'") from None
         from starlette.middleware import Middleware
+
+        from . import conversation, page
 
         offered = conversation.Models(models, lambda name: chat.load(name, device, dtype))
         offered.get(offered.names[0])

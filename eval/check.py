@@ -15,6 +15,7 @@ from mmkv.options import (
     KvDtypeOption,
     ModelOption,
     PairsOption,
+    PluginOption,
     PolicyName,
     ProfileOption,
 )
@@ -40,6 +41,7 @@ def check_command(
     policy: PolicyName = "condense",
     budgets: BudgetsOption = "0.05,0.1,0.2,0.3,0.5",
     option: PairsOption = None,
+    plugin: PluginOption = None,
     profile: ProfileOption = None,
     kv_dtype: KvDtypeOption = None,
     limit: LimitOption = None,
@@ -114,8 +116,7 @@ def run(
         loaded: a model that is not wrapped.
         inputs: of one prompt each.
         policy, budgets, within, max_new_tokens, profile, kv_dtype: as for `mmkv.check`.
-        out: the folder; or the report's file, FILE.json, with rows in the folder FILE. By default
-            a folder of its own in `runs/check`.
+        out: as for the command.
 
     Returns:
         the report, and the file that it was written to.

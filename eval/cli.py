@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mmkv.options import DeviceOption, DtypeOption, ModelOption
+from mmkv.options import DeviceOption, DtypeOption, ModelOption, PluginOption
 from mmkv.terminal import check_place, console, say, told
 
 from . import check  # its command is among these
@@ -74,6 +74,7 @@ def eval_command(
         int, typer.Option(min=1, help="Samples at once; a stop loses at most one batch.")
     ] = 25,
     option: PolicyOption = None,
+    plugin: PluginOption = None,
     tasks: Annotated[
         str | None,
         typer.Option(help="Of longbench, ruler or documents; commas between. [default: all]"),
@@ -106,11 +107,14 @@ def eval_command(
     from mmkv.registry import list_policies
 
     from .runner import check_arguments, find_processes, fitting, run
+    from .tabulate import Report
     from .variants import parse_options, split, with_question
 
     chosen, sizes = parse_options(option or []), budget_list(budgets)
     named = list_policies() if policies == "all" else split(policies)
     names, wanted = with_question(named, question), split(metrics)
+    if {"rouge", "score"} & {*wanted}:
+        import rouge_score  # noqa: F401 - what is missing is said before anything is measured
     check_arguments(names, sizes, wanted, chosen, builtin=data == "builtin")
     more: dict[str, Any] = {"tasks": None if tasks is None else split(tasks), "limit": limit}
     more |= {"length": length, "image_folder": image_folder, "questions": questions}
@@ -134,8 +138,6 @@ def eval_command(
         say(f"stopped; finished rows are in {folder}, the same command goes on")
         raise typer.Exit(130) from None
     if processes.main:
-        from .tabulate import Report
-
         report = Report(folder)
         console().print(report.main_table(), "")
         typer.echo(f"mmkv report {folder}  for all tables and curves")
@@ -221,6 +223,7 @@ def calibrate_command(
     limit: LimitOption = 10,
     length: LengthOption = None,
     option: PolicyOption = None,
+    plugin: PluginOption = None,
     image_folder: ImagesOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -301,6 +304,7 @@ def plot_command(
     prompt: Annotated[str | None, typer.Option(help="A prompt instead of a sample.")] = None,
     image: Annotated[list[Path] | None, typer.Option(help="Pictures before the prompt.")] = None,
     option: PolicyOption = None,
+    plugin: PluginOption = None,
     image_folder: ImagesOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",

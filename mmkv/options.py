@@ -7,10 +7,31 @@ from typing import Annotated
 
 import typer
 
+from mmkv.terminal import told
+
+
+@told
+def _plugins(files: list[Path] | None) -> list[Path] | None:
+    """Run them now: a command may ask for what they register."""
+    for file in files or []:
+        from mmkv.registry import load_plugin
+
+        load_plugin(file)
+    return files
+
+
 MODELS = "builtin, smollm2, a folder, a .gguf file, or an id that transformers loads"
 ModelOption = Annotated[str, typer.Option(help=f"{MODELS}.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+PluginOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE.py",
+        callback=_plugins,
+        help="A file with policies or scores of your own; repeatable.",
+    ),
+]
 PolicyName = Annotated[str, typer.Option(help="Eviction policy; `mmkv policies` lists them.")]
 BudgetOption = Annotated[
     str | None,

@@ -1,20 +1,26 @@
 """The registry: policies by name, the built-in ones, a user's own and those of installed packages.
 
 A third-party package registers a policy class through the entry-point group `mmkv.policies`. One
-that cannot be had is skipped with a warning, and is an error where its policy is asked for.
+that cannot be had is skipped with a warning, and is an error where its policy is asked for. A file
+that registers some is read by `load_plugin`.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import logging
+import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from numbers import Real
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from mmkv.parts import KINDS, OPTIONAL, Part, discover, register_part, registered
@@ -181,19 +187,55 @@ def _load_all() -> None:
         _loaded = True
         # Parts first: policies may be made of them.
         for where, entry in sorted(_entries(), key=lambda x: (x[1].group, x[0], x[1].name)):
-            policies, aliases, parts = dict(_policies), dict(_aliases), dict(registered)
             try:
-                _load(entry)
+                with _all_or_nothing():
+                    _load(entry)
             except (Exception, SystemExit) as error:  # whatever another package's code does
-                _policies.clear()
-                _policies.update(policies)
-                _aliases.clear()
-                _aliases.update(aliases)
-                registered.clear()
-                registered.update(parts)
                 _skipped[entry.name] = where, error
                 what = "part" if entry.group == "mmkv.parts" else "policy"
                 log.warning("%s %r of %s is skipped: %s", what, entry.name, where, _reason(error))
+
+
+@contextmanager
+def _all_or_nothing() -> Generator[None]:
+    """Take back what is registered in this block if it fails."""
+    before = [(known, dict(known)) for known in (_policies, _aliases, registered)]
+    try:
+        yield
+    except BaseException:
+        for known, old in before:
+            known.clear()
+            known.update(old)
+        raise
+
+
+def load_plugin(path: str | os.PathLike[str]) -> None:
+    """Run a Python file that registers policies or parts of its own.
+
+    Raises:
+        ValueError: no such file, one that fails, or one that registers nothing.
+    """
+    _load_all()
+    file = Path(path)
+    if file.suffix != ".py" or not file.is_file():
+        raise ValueError(f"plugin {str(path)!r}: expected a Python file")
+    # A name that no module has: a file called random.py is not taken for Python's own.
+    name = f"mmkv_plugin_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file.resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    module, before = importlib.util.module_from_spec(spec), (dict(_policies), dict(registered))
+    sys.modules[name] = module  # dataclasses look for their module there
+    try:
+        with _all_or_nothing():
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # whatever another's code does
+        raise ValueError(f"plugin {str(path)!r}: {_reason(error)}") from error
+    if before == (_policies, registered):
+        raise ValueError(
+            f"plugin {str(path)!r} registers nothing: decorate its classes by "
+            "mmkv.register_policy or mmkv.parts.register_part"
+        )
 
 
 def _load(entry: EntryPoint) -> None:

@@ -6,6 +6,7 @@ import errno
 import functools
 import logging
 import os
+import re
 import socket
 import sys
 import time
@@ -13,14 +14,18 @@ import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table as RichTable
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Columns where no terminal says its own: in a file, lines are found by grep, not by eye.
 _FILE_WIDTH = 200
@@ -129,19 +134,39 @@ def check_place(folder: Path, option: str = "--out") -> None:
         raise ValueError(f"{option} {folder}: nothing can be written in {there.absolute()}")
 
 
-def told(command: Callable[..., None]) -> Callable[..., None]:
+def told(command: Callable[P, T]) -> Callable[P, T]:
     """Turn what goes wrong in a command into a line: exit code 2 for wrong use, 1 for failure."""
 
     @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            command(*args, **kwargs)
+            return command(*args, **kwargs)
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except Exception as error:
+            name = command.__name__.split("_")[0]
+            if isinstance(error, ModuleNotFoundError):
+                needs = need(error, name, *command.__module__.split("."))
+                error = error if needs is None else ValueError(f"mmkv {name} {needs}")
             raise typer.Exit(_explain(error)) from None
 
     return run
+
+
+def need(error: ModuleNotFoundError, *preferred: str) -> str | None:
+    """What to install, in words, where a module of an extra is missing; None for other modules.
+
+    Args:
+        error: of the import.
+        preferred: extras to name if they have it, the best first; else it is the first that has it.
+    """
+    module = (error.name or "").partition(".")[0]
+    package = module.replace("_", "-").lower()
+    known = (re.match(r'([\w.-]+).*extra == "(\w+)"', x) for x in metadata.requires("mmkv") or ())
+    extras = [x[2] for x in known if x and x[1].replace("_", "-").lower() == package]
+    for extra in (*(x for x in preferred if x in extras), *extras):
+        return f"needs {module}: pip install 'mmkv[{extra}]'"
+    return None
 
 
 def _explain(error: Exception) -> int:

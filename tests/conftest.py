@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.models import make_model
-from mmkv import registry, wrapping
+from mmkv import parts, registry, wrapping
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -29,6 +29,17 @@ def cache_of_a_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def told_of_equal_heads() -> None:
     """`wrap` says it once a process: no test's log has it because it ran first."""
     wrapping._told.update(registry.list_policies())
+
+
+@pytest.fixture
+def registering() -> Iterator[None]:
+    """What a test registers is forgotten after it."""
+    registry.list_policies()  # now all others are known
+    before = [(x, dict(x)) for x in (registry._policies, registry._aliases, parts.registered)]
+    yield
+    for known, old in before:
+        known.clear()
+        known.update(old)
 
 
 @pytest.fixture(scope="session")

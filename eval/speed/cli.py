@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmkv.eval.arguments import BudgetsOption, PolicyOption, budget_list
-from mmkv.options import MODELS, DeviceOption, DtypeOption
+from mmkv.options import MODELS, DeviceOption, DtypeOption, PluginOption
 from mmkv.terminal import Progress, Table, check_place, console, say, told, wait_asleep, write
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def bench_command(
         str, typer.Option(help="Names, or name:option=value:option=value, with commas between.")
     ] = "full,snapkv,adakv,prefixkv",
     budgets: BudgetsOption = "0.2",
+    plugin: PluginOption = None,
     unwrapped: Annotated[str, typer.Option(help="With eager, static (a cache), flash too.")] = "",
     preset: Annotated[str, typer.Option(help="ci, prefixkv, xkv, squeeze, not the above.")] = "",
     rounds: Annotated[int, typer.Option(min=0, help="Replies of each row; 0: 6, 20 for ci.")] = 0,
@@ -210,6 +211,7 @@ def plan_command(
     policy: Annotated[str, typer.Option(help="See mmkv policies.")] = "condense",
     budget: Annotated[str, typer.Option(help="A share of the prompt, or tokens.")] = "0.2",
     option: PolicyOption = None,
+    plugin: PluginOption = None,
     gpu: Annotated[
         str, typer.Option(help="h200, h100, a100, a100-40, l40s, a6000, rtx4090.")
     ] = "h100",

@@ -22,10 +22,11 @@ from mmkv.options import (
     KvDtypeOption,
     ModelOption,
     PairsOption,
+    PluginOption,
     PolicyName,
     ProfileOption,
 )
-from mmkv.terminal import check_place, console, say, told, write
+from mmkv.terminal import check_place, console, need, say, told, write
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -55,6 +56,7 @@ def chat(
     policy: PolicyName = "condense",
     budget: BudgetOption = None,
     option: PairsOption = None,
+    plugin: PluginOption = None,
     protect: Annotated[
         str | None, typer.Option(help="instruction: always keep the prompt's text; none: do not.")
     ] = None,
@@ -215,8 +217,9 @@ def _ask_both(
     try:
         if pictures:
             chat.draw(loaded, inputs, compressed, pictures, written, title)
-    except ValueError as error:
-        say(f"no picture written: {error}")
+    except (ValueError, ModuleNotFoundError) as error:
+        needs = need(error, "plot") if isinstance(error, ModuleNotFoundError) else None
+        say(f"no picture written: {error if needs is None else f'that {needs}'}")
         written = []
     tokens, n_image = inputs["input_ids"].shape[1], int(chat.image_mask(loaded, inputs).sum())
     images = f", {n_image} of them image tokens" if n_image else ""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mmkv.options import MODELS, DeviceOption, DtypeOption
+from mmkv.options import MODELS, DeviceOption, DtypeOption, PluginOption
 from mmkv.terminal import told
 
 
@@ -19,6 +19,7 @@ def demo(
             show_default="builtin",
         ),
     ] = None,
+    plugin: PluginOption = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; the default is this computer only.")
     ] = "127.0.0.1",

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from mmkv.options import PluginOption
 from mmkv.terminal import console, told
 
 
@@ -15,6 +16,7 @@ def policies(
         bool, typer.Option("--parts", help="List the parts of policies instead.")
     ] = False,
     markdown: Annotated[bool, typer.Option(help="Print a Markdown table.")] = False,
+    plugin: PluginOption = None,
 ) -> None:
     """List the policies: their parts, papers, options and defaults."""
     from mmkv import tables

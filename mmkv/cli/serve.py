@@ -15,6 +15,7 @@ from mmkv.options import (
     KvDtypeOption,
     ModelOption,
     PairsOption,
+    PluginOption,
     PolicyName,
     ProfileOption,
 )
@@ -37,6 +38,7 @@ def serve(
     policy: PolicyName = "condense",
     budget: BudgetOption = None,
     option: PairsOption = None,
+    plugin: PluginOption = None,
     profile: ProfileOption = None,
     kv_dtype: KvDtypeOption = None,
     device: DeviceOption = "auto",
@@ -120,12 +122,8 @@ def serve(
     """Serve a model with OpenAI's completions API. Messages may have pictures."""
     from mmkv import budgets, chat
     from mmkv.registry import get_policy
-
-    try:
-        from mmkv.serving import server
-        from mmkv.serving.settings import EngineSettings, make_engine, parse_size
-    except ModuleNotFoundError as error:
-        raise ValueError(f"mmkv serve needs {error.name}: pip install 'mmkv[serve]'") from None
+    from mmkv.serving import server
+    from mmkv.serving.settings import EngineSettings, make_engine, parse_size
 
     options = chat.parse_options(policy, option or [])
     chosen = get_policy(policy, **options)
@@ -140,6 +138,7 @@ def serve(
         options=options,
         profile=None if profile is None else str(profile.absolute()),
         kv_dtype=kv_dtype,
+        plugins=tuple(str(file.absolute()) for file in plugin or []),
         engine={
             "cache_memory": None if cache_memory is None else parse_size(cache_memory),
             "max_batch": max_batch,

@@ -28,7 +28,8 @@ class EngineSettings:
     """What `make_engine` goes by, also in another process.
 
     Model, device and dtype are as for `mmkv.chat.load`; policy, budget, options, profile and
-    kv_dtype as for `mmkv.wrap`; `engine` has the engine's own options.
+    kv_dtype as for `mmkv.wrap`; `plugins` are files for `mmkv.registry.load_plugin`; `engine` has
+    the engine's own options.
     """
 
     model: str = "builtin"
@@ -39,6 +40,7 @@ class EngineSettings:
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     profile: str | None = None
     kv_dtype: str | None = None
+    plugins: tuple[str, ...] = ()
     engine: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -49,10 +51,13 @@ def make_engine(settings: EngineSettings) -> Engine:
         ValueError: what `mmkv.chat.load`, `mmkv.wrap` and the engine refuse.
     """
     from mmkv import chat
+    from mmkv.registry import load_plugin
     from mmkv.wrapping import wrap
 
     from .engine import Engine
 
+    for file in settings.plugins:
+        load_plugin(file)
     loaded = chat.load(settings.model, settings.device, settings.dtype)
     more = {"profile": settings.profile, "kv_dtype": settings.kv_dtype}
     wrap(loaded.model, settings.policy, settings.budget, **more, **settings.options)
@@ -84,6 +89,7 @@ class ServeConfig(BaseModel):
     policy: str | None = None
     budget: str | None = None
     option: list[str] | None = None
+    plugin: list[Path] | None = None
     profile: Path | None = None
     kv_dtype: str | None = None
     device: str | None = None

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import logging
+import random
 import socket
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from helpers.models import make_model
 from mmkv import chat, parts, registry, terminal
 from mmkv.builtin import WEIGHTS, example_pictures
 from mmkv.cli import commands
+from mmkv.eval import cli as mounted
+from mmkv.eval.speed import cli as speed
 
 QUESTION = "Describe the image."
 SHORT = ("--max-new-tokens", "4")
@@ -438,6 +441,127 @@ def test_the_evaluation_gets_its_words_unread(monkeypatch):
     with pytest.raises(SystemExit):
         commands.main(["plot", "--dark", "a", "b"])
     assert seen == ["--dark", "a", "b"]
+
+
+MINE = """
+from dataclasses import dataclass
+
+import mmkv
+from mmkv.policy import Score
+from mmkv.scores.window import WindowAttention
+
+@mmkv.register_policy("mine")
+@dataclass(frozen=True, kw_only=True)
+class Mine(mmkv.Policy):
+    \"\"\"One of a user's own.\"\"\"
+
+    score: Score = WindowAttention(window=4)
+"""
+
+
+@pytest.mark.usefixtures("registering")
+class TestPlugins:
+    def test_every_command_that_takes_a_policy_takes_files_of_them(self):
+        apps = (commands.app, mounted.commands, speed.commands)
+        known = {n: x for a in apps for n, x in typer.main.get_command(a).commands.items()}
+        taking = set()
+        for name, command in known.items():
+            options = {option for param in command.params for option in param.opts}
+            if options & {"--policy", "--policies"}:
+                taking.add(name)
+                assert "--plugin" in options, name
+        assert taking >= {"bench", "calibrate", "chat", "check", "eval", "plan", "plot", "serve"}
+
+    def test_a_policy_of_a_file(self, capsys, tmp_path):
+        file = tmp_path / "random.py"  # it takes no other module's place
+        file.write_text(MINE)
+        out, _, code = run(capsys, "policies", "--plugin", file)
+        assert (code, "mine" in out) == (0, True)
+        assert sys.modules["random"] is random
+        words = ("--plugin", file, "--policy", "mine", "--json")
+        out = run(capsys, "chat", "Value of the key 1?", *words, *SHORT)[0]
+        assert json.loads(out)["report"]["policy"] == "mine"
+
+    def test_an_engine_in_another_process_knows_it_too(self, tmp_path):
+        settings = pytest.importorskip("mmkv.serving.settings", reason="pip install 'mmkv[serve]'")
+        (tmp_path / "file.py").write_text(MINE)
+        how = {"policy": "mine", "budget": 0.5, "plugins": (str(tmp_path / "file.py"),)}
+        settings.make_engine(settings.EngineSettings(**how)).close()
+
+    @pytest.mark.parametrize(
+        ("code", "why"),
+        [
+            ("1 / 0", "ZeroDivisionError: division by zero"),
+            ("raise SystemExit(0)", "SystemExit: 0"),
+            ("x = 1", "registers nothing"),
+            (MINE.replace('"mine"', '"snapkv"'), "'snapkv' is taken by mmkv.policies.snapkv"),
+            (f"{MINE}\n1 / 0", "division by zero"),
+            (None, "expected a Python file"),
+        ],
+    )
+    def test_one_that_cannot_be_had_leaves_nothing(self, capsys, tmp_path, code, why):
+        file = tmp_path / "file.py"
+        if code is not None:
+            file.write_text(code)
+        before = mmkv.list_policies()
+        said = complaint(capsys, "policies", "--plugin", file)
+        assert said.startswith(f"mmkv: error: plugin {str(file)!r}")
+        assert why in said
+        assert mmkv.list_policies() == before
+
+
+class TestExtras:
+    """A package that is not there is named with the extra that has it."""
+
+    NEEDED = (
+        ("plot layers", "matplotlib", "plot"),
+        ("report .", "pandas", "eval"),
+        ("eval description", "pandas", "eval"),
+        ("eval description", "rouge_score", "eval"),
+        ("serve", "fastapi", "serve"),
+        ("demo --port 0", "gradio", "demo"),
+    )
+
+    def test_it_is_named(self, tmp_path):
+        """Before a model is loaded, in a process that has imported none of them."""
+        code = (
+            "import sys\n"
+            "import mmkv.chat\n"
+            "from mmkv.cli.commands import main\n"
+            "mmkv.chat.load = None\n"
+            f"for words, module, _ in {self.NEEDED!r}:\n"
+            "    sys.modules[module] = None\n"
+            "    try:\n"
+            "        main(words.split())\n"
+            "    except SystemExit as end:\n"
+            "        assert end.code == 2\n"
+            "    del sys.modules[module]\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100
+        )
+        said = [
+            f"mmkv: error: mmkv {words.split()[0]} needs {module}: pip install 'mmkv[{extra}]'"
+            for words, module, extra in self.NEEDED
+        ]
+        assert (done.returncode, done.stdout, done.stderr.splitlines()) == (0, "", said)
+
+    def test_a_chat_needs_none(self, capsys, picture, tmp_path, monkeypatch):
+        for module in (
+            "matplotlib",
+            "matplotlib.figure",
+            "rouge_score",
+            "rouge_score.rouge_scorer",
+        ):
+            monkeypatch.setitem(sys.modules, module, None)
+        out, err, code = run(capsys, "chat", picture, QUESTION, "--out", tmp_path, *SHORT)
+        assert (code, "KiB after" in out) == (0, True)
+        said = "mmkv: no picture written: that needs matplotlib: pip install 'mmkv[plot]'\n"
+        assert (err, list(tmp_path.iterdir())) == (said, [])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"/image {picture}\n{QUESTION}\n"))
+        words = ("--budget", "0.02", "--option", "least=0", *SHORT)
+        out, err, code = run(capsys, "chat", *words)
+        assert (code, "tokens/s" in out, "ROUGE" in out) == (0, True, False), err
 
 
 def test_help_is_quick():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,6 @@ import mmkv
 from helpers.marks import slow_except
 from helpers.models import make_inputs
 from helpers.oracle import Variant
-from mmkv import parts
 from mmkv.serving.engine import Engine
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -49,15 +49,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def score(folder, monkeypatch):
+def score(folder, monkeypatch, registering):
     """The score, registered by an import, for the length of a test."""
-    mmkv.list_policies()  # now all others are known
-    known = dict(parts.registered)
     monkeypatch.syspath_prepend(folder)
     sys.modules.pop("small_keys", None)
-    yield importlib.import_module("small_keys").SmallKeys
-    parts.registered.clear()
-    parts.registered.update(known)
+    return importlib.import_module("small_keys").SmallKeys
 
 
 @pytest.mark.parametrize("variant", slow_except(VARIANTS, VARIANTS[1], VARIANTS[5]), ids=str)
@@ -78,13 +74,20 @@ def test_the_serving_engine_runs_it(models, score):
 
 
 @pytest.mark.slow
-def test_mmkv_eval_finds_it_by_its_entry_point(folder, tmp_path):
-    """In a process of its own, as an installed package."""
-    policy = "knorm:score=small-keys:power=2"
-    asked = f"eval description --policies {policy} --budgets 0.3 --limit 2 --metrics ppl --out run"
+@pytest.mark.parametrize("way", ["entry point", "plugin"])
+def test_the_pages_command_runs_it(folder, tmp_path, way):
+    """In a process of its own, from an installed package or from the file, word for word."""
+    line = re.search(r"^\.venv/bin/mmkv (eval .* --plugin .*)$", PAGE.read_text(), re.MULTILINE)
+    assert line is not None
+    words = f"{line[1]} --metrics ppl --out run".split()
+    if way == "entry point":
+        at = words.index("--plugin")
+        del words[at : at + 2]
+    else:
+        shutil.copy(folder / "small_keys.py", tmp_path)
     done = subprocess.run(
-        [sys.executable, "-c", "from mmkv.cli.commands import main; main()", *asked.split()],
-        env={**os.environ, "PYTHONPATH": str(folder)},
+        [sys.executable, "-c", "from mmkv.cli.commands import main; main()", *words],
+        env={**os.environ, "PYTHONPATH": str(folder if way == "entry point" else "")},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -12,7 +12,6 @@ import mmkv
 from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model
 from helpers.oracle import generate
-from mmkv import parts
 from mmkv.parts import KINDS, Heads, Score, register_part
 from mmkv.policy import Policy
 from mmkv.registry import list_parts, option_types
@@ -94,15 +93,10 @@ class FirstHead(Heads):
 
 
 @pytest.fixture
-def others():
+def others(registering):
     """The parts, registered for the length of a test."""
-    mmkv.list_policies()  # now all others are known
-    kept = dict(parts.registered)
     register_part("moved-values")(MovedValues)
     register_part("first-head")(FirstHead)
-    yield
-    parts.registered.clear()
-    parts.registered.update(kept)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,7 @@ from PIL import Image
 import mmkv
 from helpers.models import make_inputs
 from helpers.serving import listening
-from mmkv import budgets, chat, parts, registry, tables
-from mmkv import policy as policies
+from mmkv import budgets, chat, registry, tables
 from mmkv.builtin import example_pictures, scenes
 from mmkv.cli import commands
 from mmkv.serving import Engine
@@ -177,12 +176,8 @@ class TestCode:
         assert names["out"].shape[1] > names["ids"].shape[1]
         assert (tmp_path / "profile.json").is_file()
 
+    @pytest.mark.usefixtures("registering")
     def test_of_the_policy_of_ones_own(self, models, monkeypatch, tmp_path):
-        monkeypatch.setattr(registry, "_policies", dict(registry._policies))
-        monkeypatch.setattr(registry, "_aliases", dict(registry._aliases))
-        monkeypatch.setattr(parts, "registered", dict(parts.registered))
-        monkeypatch.setattr(policies, "registered", parts.registered)
-        monkeypatch.setattr(registry, "registered", parts.registered)
         whole = "\n".join(blocks("docs/extending.md", "python"))
         (tmp_path / "bookends.py").write_text(whole, encoding="utf-8")
         monkeypatch.syspath_prepend(tmp_path)
@@ -276,6 +271,7 @@ class TestCommands:
         assert data["full"]["answer"] == data["compressed"]["answer"]
         assert data["report"]["prompt_fraction"] == pytest.approx(0.2, abs=0.005)
 
+    @pytest.mark.usefixtures("registering")
     @pytest.mark.parametrize(
         "words", commands_of("eval", "report", "bench", "check", "calibrate", "plot"), ids=shown
     )
@@ -284,6 +280,7 @@ class TestCommands:
         for folder in ("texts", "texts/novels"):  # what mmkv.eval.corpus writes
             Path(folder).mkdir()
             Path(folder, "text.txt").write_text("Some words of this text are these. " * 900)
+        Path("small_keys.py").write_text(blocks("docs/extending.md", "python")[1])
         monkeypatch.setattr("mmkv.chat.load", reached)
         monkeypatch.setattr("mmkv.eval.prompts.token_counter", lambda name: len)
         monkeypatch.setattr("mmkv.eval.compare.Comparison", reached)
