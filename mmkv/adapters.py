@@ -260,6 +260,15 @@ class Adapter:
         heads = self.config.num_attention_heads // self.ranks
         return weight.unflatten(1, (heads, -1)).transpose(0, 1)
 
+    def pair_shape(self, index: int) -> tuple[int, int]:
+        """H and D: how many heads of keys and values a layer has, and how many numbers each."""
+        module, config = self.attentions[index], self.config.per_layer_config[index]
+        heads: int = config.num_attention_heads // getattr(module, "num_key_value_groups", 1)
+        if self.facts.forward is not None:  # Falcon
+            heads = module.num_heads if module.new_decoder_architecture else module.num_kv_heads
+        found = getattr(config, "head_dim", None)
+        return heads, found or config.hidden_size // config.num_attention_heads
+
     def turns_by(self) -> Tensor:
         """Radians per position of each pair of dimensions that is turned, [R / 2]."""
         rotary: Any = self.decoder.rotary_emb

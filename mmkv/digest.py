@@ -1,10 +1,14 @@
-"""What tells models apart: a hash of a few of their numbers, and which adapters are active."""
+"""Hashes: of what tells models apart, adapters that are active included, and of tensors."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
 
 
 def of_model(model: Any, config: Any) -> str:
@@ -32,6 +36,16 @@ def of_model(model: Any, config: Any) -> str:
         found.update(f"{name.replace('.base_layer', '')} {x.dtype} {tuple(x.shape)}".encode())
         some = x.detach().flatten()[:: max(1, x.numel() // 64)][:64].cpu()
         found.update(some.float().numpy().tobytes())
+    return found.hexdigest()
+
+
+def of_tensors(tensors: Mapping[str, Tensor], how: str) -> str:
+    """A hash of tensors, whole, with their names, types and shapes, and of `how`."""
+    found = hashlib.sha256(how.encode())
+    for name, x in sorted(tensors.items()):
+        found.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        flat = x.detach().cpu().contiguous().flatten()
+        found.update(flat.view(torch.uint8).numpy())
     return found.hexdigest()
 
 
