@@ -78,10 +78,9 @@ class Store:
     """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int | None = None) -> None:
-        self.folder = Path(folder)
+        self.folder, name = Path(folder), _ROWS if rank is None else f"rows.{rank}.jsonl"
         self.settings_file, self.rows_file = self.folder / _SETTINGS, self.folder / _ROWS
-        # Where this process appends.
-        self.own_file = self.rows_file if rank is None else self.folder / f"rows.{rank}.jsonl"
+        self.own_file = self.folder / name  # where this process appends
 
     def claim(
         self, settings: dict[str, Any], environment: dict[str, Any], *, main: bool = True
@@ -119,10 +118,8 @@ class Store:
     def append(self, rows: Iterable[Row]) -> None:
         """Write rows and see them to the disk."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self.own_file.open("a", encoding="utf-8") as file:
-            for row in rows:
-                file.write(_line(row))
-                file.flush()
+        with self.own_file.open("a", encoding="utf-8", buffering=1) as file:
+            file.writelines(map(_line, rows))
             os.fsync(file.fileno())
 
     def merge(self, policies: Sequence[str] = (), budgets: Sequence[float | int] = ()) -> list[Row]:
@@ -131,12 +128,12 @@ class Store:
         To be called by one process while no other writes, and before rows are appended: a last
         line that was cut short is dropped here.
         """
-        rank = {name: i for i, name in enumerate(policies)}
-        place = {json.dumps(budget): i for i, budget in enumerate(budgets)}
+        known = [*policies], list(map(json.dumps, budgets))
 
-        def order(row: Row) -> tuple[int, int, int]:
-            policy, budget, index = key_of(row)
-            return rank.get(policy, len(rank)), place.get(budget, len(place)), index
+        def order(row: Row) -> list[int]:
+            *names, index = key_of(row)
+            pairs = zip(names, known, strict=True)
+            return [*(x.index(n) if n in x else len(x) for n, x in pairs), index]
 
         rows, parts = sorted(self.rows(), key=order), list(self.folder.glob("rows.*.jsonl"))
         if parts or self.rows_file.exists():

@@ -6,6 +6,7 @@ card's published speed. Real steps reach 50 to 80 % of that.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,7 +53,7 @@ class Layer(NamedTuple):
     window: int  # tokens that it holds at most; 0: all
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Sizes:
     """What of a model decides."""
 
@@ -88,9 +89,7 @@ class Sizes:
                 queried = config.num_attention_heads * width
                 layers.append(Layer(pair, queried, width, windows.get(kind, 0)))
         hidden = 4 * config.hidden_size + 2 * (getattr(config, "intermediate_size", 0) or 0)
-        return cls(
-            weights=weights, read=read, layers=tuple(layers), hidden=hidden, itemsize=itemsize
-        )
+        return cls(weights, read, tuple(layers), hidden, itemsize)
 
 
 class Load(NamedTuple):
@@ -150,16 +149,7 @@ def plan(
     budget: float | int = 1.0,
     kv_dtype: str | None = None,
 ) -> Plan:
-    """Bytes and least times of a policy on a card.
-
-    Args:
-        sizes: of the model.
-        load: what is asked of it.
-        card: the GPU.
-        policy: with its options.
-        budget: as `mmkv.wrap` takes it.
-        kv_dtype: None, "int8" or "int4", what kept keys and values are held in.
-    """
+    """Bytes and least times of a policy on a card; `budget` and `kv_dtype` as for `mmkv.wrap`."""
     number, full = sizes.itemsize, [x for x in sizes.layers if not x.window]
     # A scale and a zero point of 16 bits for a head's numbers, or for 64 of them.
     width = min([64, *(x.width for x in full)])
@@ -184,22 +174,18 @@ def plan(
         asked = min(policy.queries, load.prompt) * load.prompt
     elif isinstance(policy.score, Observers):
         asked = min(policy.score.chunk, load.prompt) * load.prompt
-    pairs = 2 * sum(
-        x.queried * min(causal, (x.window or causal) * load.prompt) for x in sizes.layers
-    )
-    pairs += sum(x.queried for x in full) * asked
+    seen = [(x.queried, min(causal, (x.window or causal) * load.prompt)) for x in sizes.layers]
+    pairs = 2 * sum(map(math.prod, seen)) + sum(x.queried for x in full) * asked
     active = sizes.read / number
     flops = 2 * load.batch * (active * load.prompt + pairs)
     read = (cache(0) + cache(load.new)) / 2  # they change at a constant rate
-    step = max(
-        (sizes.read + load.batch * read) / card.bandwidth, 2 * active * load.batch / card.flops
-    )
+    moved = (sizes.read + load.batch * read) / card.bandwidth
     room = _USABLE * card.memory - sizes.weights
     return Plan(
         cache_bytes=load.batch * cache(load.new),
         peak_bytes=sizes.weights + load.batch * one,
         prefill_s=max(flops / card.flops, sizes.read / card.bandwidth),
-        token_s=step,
+        token_s=max(moved, 2 * active * load.batch / card.flops),
         largest_batch=max(0, int(room // one)),
         fits=load.batch * one <= room,
     )

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -22,28 +22,24 @@ def nearest_press(policy: Policy, budget: float | int, prompt: int) -> dict[str,
     """
     kept = budget if isinstance(budget, float) else budget / prompt
     share = {"compression_ratio": max(0.0, round(1 - kept, 6))}
-    parts: Any = policy
-    if policy.name in ("streaming", "local"):
+    name, parts = policy.name, cast("Any", policy)
+    if name in ("streaming", "local"):
         return {"name": "StreamingLLMPress", "options": share | {"n_sink": policy.sinks}}
-    if policy.name == "h2o":
+    if name == "h2o":
         return {"name": "ObservedAttentionPress", "options": share, "eager": True}
-    if policy.name not in ("snapkv", "adakv", "pyramidkv", "ada-pyramidkv"):
+    if name not in ("snapkv", "adakv", "pyramidkv", "ada-pyramidkv"):
         return None
-    score = parts.score
-    share |= {"window_size": score.window, "kernel_size": score.kernel_size}
+    share |= {"window_size": parts.score.window, "kernel_size": parts.score.kernel_size}
     press = {"name": "SnapKVPress", "options": share}
-    if "pyramid" in policy.name:
+    if "pyramid" in name:
         press = {"name": "PyramidKVPress", "options": share | {"beta": round(parts.layers.beta)}}
-    if "ada" in policy.name:
-        options = {"alpha_safeguard": parts.heads.alpha}
-        return {"name": "AdaKVPress", "inner": press, "options": options}
-    return press
+    alpha = {"alpha_safeguard": parts.heads.alpha} if "ada" in name else {}
+    return {"name": "AdaKVPress", "inner": press, "options": alpha} if alpha else press
 
 
 def press_label(press: dict[str, Any]) -> str:
     """A press in words, such as "AdaKVPress(SnapKVPress)"."""
-    inner = press.get("inner")
-    return press["name"] if inner is None else f"{press['name']}({press_label(inner)})"
+    return press["name"] + (f"({press_label(press['inner'])})" if "inner" in press else "")
 
 
 class WorkerError(RuntimeError):

@@ -108,15 +108,14 @@ async def drive(
 
 
 class _Clock:
-    """A streamer of `generate` that notes when each token came."""
+    """A streamer of `generate` that notes when each token came; first it is given the prompt."""
 
     def __init__(self, timing: Timing) -> None:
-        self.timing, self.prompt = timing, True
+        self.timing, self.calls = timing, 0
 
     def put(self, value: Tensor) -> None:
-        if not self.prompt:
-            self.timing.tokens.append(time.perf_counter())
-        self.prompt = False
+        self.timing.tokens += [time.perf_counter()] if self.calls else []
+        self.calls += 1
 
     def end(self) -> None:
         pass
@@ -152,8 +151,7 @@ def compare(
     within: tuple[float, float],
     tell: Callable[[str], None],
 ) -> list[tuple[str, list[str]]]:
-    """Each way's name, its `summary`, and how many replies grew at once: condense, the full cache
-    and `generate` under the same load.
+    """Each way's name, its `summary`, and how many replies grew at once.
 
     The model is not wrapped yet; `new` are tokens of each reply, `budget` is condense's, `memory`
     are bytes of an engine's keys and values.
