@@ -187,8 +187,13 @@ def encode_messages(
         sanitize: encode control tokens that the messages spell as the text that they are.
 
     Raises:
-        ValueError: no chat template, and more than one message.
+        ValueError: no chat template, and more than one message; or a picture of extreme shape.
     """
+    from mmkv.picture import check_size
+
+    shown: Any = [x["content"] for x in messages if isinstance(x.get("content"), list)]
+    for part in (part for parts in shown for part in parts if part.get("type") == "image"):
+        check_size(part["image"], getattr(loaded.processor, "image_processor", None))
     processor: Any = loaded.processor
     how: Any = {"add_generation_prompt": True, **(template or {}), "tokenize": False}
     marked: Any = {"sanitize_control_tokens": True} if sanitize else {}

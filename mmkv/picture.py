@@ -1,4 +1,4 @@
-"""Which patches of a picture a cache still holds, and a figure that shows it.
+"""Pictures: how large a processor makes them, which patches a cache still holds, and a figure.
 
 Shape letters as in `mmkv.scores`; P is the number of pictures of a prompt.
 """
@@ -22,6 +22,8 @@ Shares = NDArray[np.float32]
 
 # Suffixes of the files that figures are written to.
 FORMATS = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".pdf", ".svg")
+# Pixels that an image processor may scale a picture to; in float32, 200 MB.
+_MOST_MADE = 2**24
 # A patch no head holds keeps this much of its light and colour.
 _DIM = 0.2
 _SHADE = np.array([34.0, 38.0, 48.0])
@@ -36,6 +38,34 @@ def check_format(path: str | os.PathLike[str]) -> None:
     """
     if os.path.splitext(os.fspath(path))[1].lower() not in FORMATS:
         raise ValueError(f"{os.fspath(path)}: expected a name that ends in {', '.join(FORMATS)}")
+
+
+def resized(size: tuple[int, int], processor: Any) -> tuple[int, int] | None:
+    """Width and height to which an image processor scales a picture; None: bounded, or not known.
+
+    Only what scales the shorter side to a length of its own makes a strip longer without bound.
+    """
+    wanted = dict(getattr(processor, "size", None) or {})
+    side = wanted.get("shortest_edge")
+    if side is None or wanted.get("longest_edge") is not None:
+        return None
+    short = min(size)
+    return int(side * size[0] / short), int(side * size[1] / short)
+
+
+def check_size(picture: Image.Image, processor: Any) -> None:
+    """Refuse a picture of which an image processor would make far more pixels.
+
+    Raises:
+        ValueError: says how many.
+    """
+    made = resized(picture.size, processor)
+    if made is not None and made[0] * made[1] > _MOST_MADE:
+        width, height = picture.size
+        raise ValueError(
+            f"a picture of {width} x {height} pixels, which the model's image processor would "
+            f"scale to {made[0]} x {made[1]}: give one whose sides differ less"
+        )
 
 
 def patch_grid(image_tokens: int, pictures: int) -> tuple[int, int]:

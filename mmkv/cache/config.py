@@ -41,6 +41,8 @@ class CacheConfig:
     learned: tuple[float, ...] | None = field(default=None, repr=False, compare=False)
     # Replay decode steps as a CUDA graph, where that is possible and pays.
     graph: bool = field(default=True, compare=False)
+    # Names what was said of this wrap already: a log has it once, not with every prompt.
+    said: set[str] = field(default_factory=set[str], repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheConfig:
         """Copies of a cache share their plan: it never changes."""
@@ -77,7 +79,7 @@ class CacheConfig:
         """The plan of a cache that begins now."""
         if self.sampling is None:
             return self
-        task = sampling.current_task()
+        task = self.task or sampling.current_task()
         return replace(self, task=task, learned=self.sampling.shares(task))
 
     def learn(self, sizes: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
@@ -170,9 +172,10 @@ class CacheConfig:
         return found
 
     def log_shortfalls(self, prompt: TokenMasks, n_layers: int) -> None:
-        """Say in one line of the log what `shortfalls` finds."""
-        found = self.shortfalls(prompt, n_layers)
+        """Say in one line of the log, once a wrap, what `shortfalls` finds first."""
+        found = [] if "shortfalls" in self.said else self.shortfalls(prompt, n_layers)
         if found:
+            self.said.add("shortfalls")
             more = f"; and {len(found) - _MOST_NAMED} rows more" if len(found) > _MOST_NAMED else ""
             logger.warning("%s%s", "; ".join(found[:_MOST_NAMED]), more)
 

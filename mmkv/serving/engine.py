@@ -18,6 +18,7 @@ from mmkv.budgets import number
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.chat import Loaded
+from mmkv.digest import adapters
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
 from mmkv.serving import choose, prompts
@@ -157,7 +158,7 @@ class Engine:
         sampling = sampling or Sampling()
         if sampling.stop and self._tokenizer is None:
             raise Refused("stop texts need an engine with a processor")
-        plan = self._plan(policy, budget, options)
+        plan = self._plan(policy, budget, options).started()
         device = self.model.device
         split = self.share_prefixes and not plan.policy.postpone and not sampling.echo
         if inputs is None:
@@ -192,7 +193,8 @@ class Engine:
         )
         if prefix is not None:
             request.prefix = dict(prefix)
-            request.key = prompts.digest(prefix, repr((owner, plan)))
+            how = owner, adapters(self.model), plan, plan.task, plan.learned
+            request.key = prompts.digest(prefix, repr(how))
         request.custom = self._custom(sampling, tokens)
         if sampling.echo and prefix is None and self._tokenizer is not None:
             text = self._tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True)

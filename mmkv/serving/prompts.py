@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
@@ -15,6 +15,7 @@ from mmkv import chat
 from mmkv.attach.attachment import Attachment
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
+from mmkv.digest import of_tensors
 from mmkv.serving import choose
 from mmkv.serving.reply import Logprob, Refused, TokenLogprobs
 from mmkv.serving.request import Request
@@ -118,14 +119,20 @@ def _without_question(messages: Sequence[Message]) -> list[Message] | None:
 
 
 def digest(inputs: Mapping[str, Any], how: str) -> str:
-    """What tells prompts apart: a hash of all their tensors, pictures included, and of `how`."""
-    found = hashlib.blake2b(how.encode(), digest_size=16)
-    for name, x in sorted(inputs.items()):
-        if isinstance(x, Tensor):
-            found.update(f"{name} {x.dtype} {tuple(x.shape)} ".encode())
-            flat = x.detach().cpu().contiguous().flatten()
-            found.update(flat.view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+    """What tells prompts apart: a hash of all that they bring, pictures included, and of `how`."""
+    found = dict(_leaves("", inputs))
+    tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
+    others = [(name, x) for name, x in sorted(found.items()) if name not in tensors]
+    return of_tensors(tensors, f"{how} {others}")
+
+
+def _leaves(name: str, x: Any) -> Iterator[tuple[str, Any]]:
+    """What stands in containers, with its place; arrays as tensors."""
+    if isinstance(x, Mapping | list | tuple):
+        for key, value in x.items() if isinstance(x, Mapping) else enumerate(x):
+            yield from _leaves(f"{name}/{key}", value)
+    else:
+        yield name, torch.from_numpy(x) if isinstance(x, np.ndarray) else x
 
 
 def checked(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

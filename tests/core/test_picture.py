@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import CLIPImageProcessor
 
 import mmkv
 from helpers.marks import slow_except
@@ -14,6 +15,25 @@ from helpers.oracle import prefilled
 from mmkv import picture
 from mmkv.builtin import example_pictures
 from mmkv.registry import exact_share
+
+
+@pytest.mark.parametrize("size", [(40, 3), (7, 41), (30, 30), (333, 20)])
+def test_what_a_processor_makes_of_a_picture(size):
+    shown = Image.new("RGB", size)
+    grows = CLIPImageProcessor(size={"shortest_edge": 18}, do_center_crop=False)
+    bounded = CLIPImageProcessor(size={"height": 18, "width": 18}, do_center_crop=False)
+    made = grows(shown, return_tensors="pt")["pixel_values"].shape
+    assert picture.resized(size, grows) == (made[3], made[2])
+    assert picture.resized(size, bounded) is None
+
+
+@pytest.mark.parametrize("size", [(2000, 1), (1, 2000), (60000, 100)])
+def test_a_picture_of_extreme_shape_is_refused(size):
+    """Nothing of that size is made: scaled, 2000 x 1 pixels would take gigabytes."""
+    processor = CLIPImageProcessor()  # the shorter side to 224, then a square of it
+    with pytest.raises(ValueError, match=rf"{size[0]} x {size[1]} pixels.* 224"):
+        picture.check_size(Image.new("RGB", size), processor)
+    picture.check_size(Image.new("RGB", (2000, 10)), processor)
 
 
 def naive(kept, weights, group, image, pictures):

@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from PIL import Image
 
 import mmkv
 from helpers import zoo
@@ -283,6 +284,16 @@ def test_a_temperature_that_float32_cannot_divide_by(models, temperature):
         sampling = Sampling(temperature=temperature, seed=1)
         reply = engine.submit(inputs=x, sampling=sampling, max_new_tokens=4)
         assert reply.result(60)[0] == alone(model, x, 4)
+
+
+def test_a_picture_of_extreme_shape_is_refused_before_it_is_made(monkeypatch):
+    model, processor = mmkv.load_builtin()
+    monkeypatch.setattr(processor.image_processor, "size", {"shortest_edge": 224})
+    image = {"type": "image", "image": Image.new("RGB", (2000, 1))}
+    message = {"role": "user", "content": [image, {"type": "text", "text": "Hi"}]}
+    with mmkv.wrapped(model, "full"), Engine(model, processor) as engine:  # noqa: SIM117
+        with pytest.raises(Refused, match="2000 x 1 pixels"):
+            engine.submit([message])
 
 
 def test_an_error_is_of_its_own_request(models):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import mmkv
 from helpers import zoo
-from helpers.models import make_inputs
+from helpers.models import make_inputs, make_model
+from mmkv.attach.attachment import attachment_of
 from mmkv.builtin import example_pictures, load_builtin
 from mmkv.registry import exact_share
 from mmkv.serving import Engine, Sampling
+from mmkv.serving.prompts import digest
 from mmkv.serving.reply import TextStream
+
+IDS = torch.arange(12).view(3, 4)
 
 
 @pytest.fixture(scope="module")
@@ -113,13 +119,72 @@ def test_owners_do_not_share(models):
     """Else times tell one client what another has sent."""
     model, prefix = models("llama"), make_inputs("llama", (60,))
     with mmkv.wrapped(model, "local", 0.4), Engine(model) as engine:
-        given = {"inputs": make_inputs("llama", (5,), seed=9), "prefix": prefix}
-        shared = []
-        for owner in (None, "a", "b", "a", None):
-            reply = engine.submit(**given, max_new_tokens=2, owner=owner)
-            reply.result(60)
-            shared.append(reply.usage.shared)
-        assert shared == [False, False, False, True, True]
+        found = [shares(engine, prefix, owner=x)[0] for x in (None, "a", "b", "a", None)]
+    assert found == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"x": IDS.to(torch.int32)},
+        {"x": IDS.view(torch.float64)},
+        {"x": IDS.T},
+        {"y": IDS},
+        {"x": IDS + 1},
+        {"x": IDS, "seconds": [1.0]},
+        {"x": IDS, "seconds": [0.5]},
+        {"x": IDS, "seconds": np.array([0.5])},
+        {"x": IDS, "pixels": [torch.arange(2000.0)]},
+        {"x": IDS, "pixels": [torch.arange(2000.0).index_fill(0, torch.tensor([900]), 0.0)]},
+        {"x": IDS, "pixels": [torch.arange(2000.0), torch.arange(2000.0)]},
+    ],
+    ids=str,
+)
+def test_what_tells_prompts_apart(changed):
+    key = digest({"x": IDS}, "")
+    assert digest({"x": IDS.clone()}, "") == key
+    assert digest(changed, "") == digest(dict(reversed(changed.items())), "")
+    for other in ({"x": IDS}, {"x": IDS, "seconds": [0.25]}, {"x": IDS, "pixels": [IDS[0]]}):
+        assert digest(changed, "") != digest(other, "")
+        assert digest(other, "h") != digest(other, "")
+
+
+def shares(engine, prefix, **how):
+    """Whether a request finds its prefix read, and its reply."""
+    given = {"inputs": make_inputs("llama", (5,), seed=9), "prefix": prefix}
+    reply = engine.submit(**given, max_new_tokens=4, **how)
+    return reply.result(60) and reply.usage.shared, reply.tokens
+
+
+def test_another_policy_or_budget_or_task_reads_for_itself(models):
+    model, prefix = models("llama"), make_inputs("llama", (60,))
+    with mmkv.wrapped(model, "local", 0.4), Engine(model) as engine:
+        for how in ({}, {"budget": 0.3}, {"budget": 5}, {"policy": "streaming"}, {"policy": "h2o"}):
+            assert not shares(engine, prefix, **how)[0]
+            assert shares(engine, prefix, **how)[0]
+    sampled = {"window": 6, "allocation": "sampled", "samples": 1}
+    with mmkv.wrapped(model, "xkv", 0.4, **sampled), Engine(model) as engine:
+        learns, knows = (shares(engine, prefix) for _ in range(2))
+        assert (learns[0], knows[0]) == (False, False)
+        assert shares(engine, prefix) == (True, knows[1])
+        with mmkv.task("captions"):
+            assert not shares(engine, prefix)[0]
+        assert attachment_of(model).plan.sampling.known("captions") == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+def test_another_adapter_reads_for_itself():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(target_modules=["v_proj"], init_lora_weights=False)
+    lora = peft.get_peft_model(make_model("llama"), config, "one").eval()
+    lora.add_adapter("other", config)
+    prefix, question = make_inputs("llama", (60,)), make_inputs("llama", (5,), seed=9)
+    with mmkv.wrapped(lora, "local", 0.4), Engine(lora) as engine:
+        for shared in (False, True):
+            for name in ("one", "other"):
+                lora.set_adapter(name)
+                wanted = mmkv.read(lora, prefix).ask(question, max_new_tokens=4)[0].tolist()
+                assert shares(engine, prefix) == (shared, wanted)
 
 
 def test_prefixes_with_pictures_of_their_own_alternate():
