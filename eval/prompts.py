@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,8 @@ from mmkv.loading.models import load_tokenizer
 from .samples import open_images
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .samples import Sample
 
 # Left free behind a truncated prompt for what the chat template adds.
@@ -44,19 +46,9 @@ class Encoder:
         """The prompts as one left-padded batch of tensors."""
         texts = [self.render(s, self.fit(s)) for s in samples]
         images = [image for s in samples for image in open_images(s)]
-        options: dict[str, Any] = {
-            "padding": True,
-            "padding_side": "left",
-            "return_tensors": "pt",
-            "add_special_tokens": adds_special(self.tokenizer, texts[0]),
-        }
-        if self.reads_text_only:
-            if images:
-                raise ValueError(f"sample {samples[0].id}: has pictures, but the model reads none")
-            found = self.tokenizer(texts, **options)
-        else:
-            found = self.processor(text=texts, **({"images": images} if images else {}), **options)
-        return {k: v for k, v in found.items() if k != "token_type_ids"}
+        if images and self.reads_text_only:
+            raise ValueError(f"sample {samples[0].id}: has pictures, but the model reads none")
+        return encode(self.processor, texts, images)
 
     def apart(self, samples: Sequence[Sample]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The prompts cut before their questions: contexts and questions, each left-padded.
@@ -66,8 +58,6 @@ class Encoder:
         Raises:
             ValueError: a sample has no question apart from its context.
         """
-        from torch.nn.utils.rnn import pad_sequence
-
         empty = [replace(s, prompt=_before(self.fit(s), s), truncate=False) for s in samples]
         whole, rest = self.batch(samples), self.batch(empty)
         by_token = [name for name, x in whole.items() if x.shape == whole["input_ids"].shape]
@@ -77,18 +67,8 @@ class Encoder:
             return {name: found[name][i : i + 1, kept] for name in by_token}
 
         pairs = [split_inputs(row(whole, i), row(rest, i)) for i in range(len(samples))]
-        how: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
-        before, behind = (
-            {
-                name: pad_sequence(
-                    [x[name][0] for x in part],
-                    padding_value=self.tokenizer.pad_token_id if name == "input_ids" else 0,
-                    **how,
-                )
-                for name in by_token
-            }
-            for part in zip(*pairs, strict=True)
-        )
+        pad = self.tokenizer.pad_token_id
+        before, behind = (left_padded(part, pad) for part in zip(*pairs, strict=True))
         return {**whole, **before}, behind
 
     def render(self, sample: Sample, prompt: str, answer: str | None = None) -> str:
@@ -153,6 +133,26 @@ class Encoder:
 
     def _ids(self, text: str, special: bool) -> list[int]:
         return self.tokenizer(text, add_special_tokens=special)["input_ids"]
+
+
+def encode(processor: Any, texts: Sequence[str], images: Sequence[Any]) -> dict[str, Any]:
+    """Rendered prompts and all of their pictures as one left-padded batch of tensors."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    how: dict[str, Any] = {"padding": True, "padding_side": "left", "return_tensors": "pt"}
+    how["add_special_tokens"] = adds_special(tokenizer, texts[0])
+    found = processor(text=texts, **({"images": images} if images else {}), **how)
+    return {k: v for k, v in found.items() if k != "token_type_ids"}
+
+
+def left_padded(rows: Sequence[Mapping[str, Tensor]], pad: int) -> dict[str, Tensor]:
+    """Rows of one token sequence each, [1, n], as one batch; masks are 0 where there is padding."""
+    from torch.nn.utils.rnn import pad_sequence
+
+    found: dict[str, Tensor] = {}
+    for name in rows[0]:
+        fill, texts = pad if name == "input_ids" else 0, [row[name][0] for row in rows]
+        found[name] = pad_sequence(texts, True, fill, padding_side="left")
+    return found
 
 
 def _before(prompt: str, sample: Sample) -> str:

@@ -117,12 +117,12 @@ class Sample:
         Raises:
             ValueError: there is no context apart from it.
         """
-        if not self._end:
-            raise ValueError(
-                f"sample {self.id}: its prompt is not a context and then a question, so that the "
-                "question cannot be hidden"
-            )
-        return self._end
+        if end := self._end:
+            return end
+        raise ValueError(
+            f"sample {self.id}: its prompt is not a context and then a question, so that the "
+            "question cannot be hidden"
+        )
 
     @property
     def _end(self) -> str:
@@ -134,10 +134,8 @@ class Sample:
     def context(self) -> tuple[object, ...]:
         """What samples share that ask about the same text and pictures; of the sample alone where
         its question cannot be hidden."""
-        if not self._end:
-            return (self.id,)
         pictures = (str(i) if isinstance(i, str | Path) else id(i) for i in self.images)
-        return (self.prompt.removesuffix(self._end), *pictures)
+        return (self.prompt.removesuffix(self._end), *pictures) if self._end else (self.id,)
 
 
 def suite_notes(samples: Iterable[Sample]) -> tuple[str, ...]:
@@ -150,22 +148,19 @@ def open_images(sample: Sample) -> list[Image.Image]:
     return [read_image(i) if isinstance(i, str | Path) else i for i in sample.images]
 
 
-def read_image(path: str | Path) -> Image.Image:
-    """One picture as RGB, its first frame if it has several. Raises DataError."""
-    return _open(Path(path), lambda picture: picture.convert("RGB"))
+def read_image(path: str | Path, *, decode: bool = True) -> Image.Image:
+    """One picture as RGB, its first frame if it has several; or its checked header. Raises
+    DataError."""
+    limits: Any = {"formats": FORMATS, "most_pixels": MAX_PIXELS, "most_bytes": MAX_IMAGE_BYTES}
+    try:
+        return untrusted.read_picture(path, lambda x: x.convert("RGB") if decode else x, **limits)
+    except untrusted.PictureError as error:
+        raise DataError(f"{path}: picture: {error}") from error
 
 
 def check_image(path: str | Path) -> None:
     """Check a picture's size and header without decoding it. Raises DataError."""
-    _open(Path(path), lambda picture: None)
-
-
-def _open(path: Path, read: Callable[[Image.Image], T]) -> T:
-    limits: Any = {"formats": FORMATS, "most_pixels": MAX_PIXELS, "most_bytes": MAX_IMAGE_BYTES}
-    try:
-        return untrusted.read_picture(path, read, **limits)
-    except untrusted.PictureError as error:
-        raise DataError(f"{path}: picture: {error}") from error
+    read_image(path, decode=False)
 
 
 def interleave(groups: Sequence[Sequence[T]]) -> list[T]:

@@ -19,6 +19,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
+from mmkv.eval.prompts import left_padded
 from mmkv.eval.variants import plugin_arguments
 from mmkv.forcing import score_answers
 from mmkv.loading import models
@@ -97,13 +98,10 @@ class MMKV(_Base):
 
     def _left_padded(self, contexts: Sequence[list[int]]) -> dict[str, Any]:
         import torch
-        from torch.nn.utils.rnn import pad_sequence
 
-        rows = [torch.tensor(c, device=self.device) for c in contexts]
-        left: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
-        ids = pad_sequence(rows, padding_value=self.tokenizer.pad_token_id or 0, **left)
-        mask = pad_sequence([torch.ones_like(row) for row in rows], **left)
-        return {"input_ids": ids, "attention_mask": mask}
+        ids = [torch.tensor([context], device=self.device) for context in contexts]
+        rows = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in ids]
+        return left_padded(rows, self.tokenizer.pad_token_id or 0)
 
 
 def builtin_text_model() -> tuple[Any, Any]:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from mmkv.chat import adds_special, load, on_device
-from mmkv.eval.prompts import longest
+from mmkv.chat import load, on_device
+from mmkv.eval.prompts import encode, longest
 from mmkv.eval.variants import plugin_arguments
 
 if TYPE_CHECKING:
@@ -115,14 +115,7 @@ def make_class(base: type, messages: type) -> type:
                     raise ValueError(f"task {task!r} has videos or sounds: only pictures are read")
                 pictures += images
                 texts.append(self.processor.apply_chat_template(chat.to_hf_messages(), **how))
-            inputs = self.processor(
-                text=texts,
-                **({"images": pictures} if pictures else {}),
-                padding=True,
-                padding_side="left",  # the batch ends where generation starts
-                return_tensors="pt",
-                add_special_tokens=adds_special(self.tokenizer, texts[0]),
-            )
+            inputs = encode(self.processor, texts, pictures)
             how = _DEFAULTS | {k: options[k] for k in _PASSED if options.get(k) is not None}
             how["do_sample"] = how.get("temperature", 0) > 0
             if not how["do_sample"]:
