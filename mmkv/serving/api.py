@@ -31,7 +31,6 @@ _NO_EFFECT = {
 # Not supported, so only a value that asks for nothing is taken.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
-    "best_of": (1,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
@@ -133,6 +132,7 @@ class Message(_Given):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
+    type: Literal["text", "message"] | None = None  # lm-evaluation-harness sends it
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -154,6 +154,7 @@ class Compression(_Given):
 
     policy: str | None = None
     budget: int | float | None = None
+    options: dict[str, bool | int | float | str | None] | None = None
 
 
 def _texts(given: Any) -> Any:
@@ -215,6 +216,7 @@ class CompletionRequest(_Asked):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     echo: bool | None = None
+    best_of: int | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     def replies(self, pictures: Sequence[Any] = ()) -> list[dict[str, Any]]:
@@ -222,6 +224,8 @@ class CompletionRequest(_Asked):
         given = self.prompt
         one = isinstance(given, str) or not given or isinstance(given[0], int)
         prompts: list[Any] = [given] if one else list(given)
+        if self.best_of not in (None, 1, self.n or 1):
+            raise RequestError("best_of: answers are not compared, leave it out", param="best_of")
         if len(prompts) * (self.n or 1) > _MOST_REPLIES:
             told = f"prompt: at most {_MOST_REPLIES} replies a request, send some apart"
             raise RequestError(told, param="prompt")

@@ -279,6 +279,75 @@ def asking(*messages):
     return {"model": "tiny", "messages": list(messages)}
 
 
+CITY = {
+    "type": "object",
+    "title": "City",
+    "description": "A city.",
+    "properties": {"name": {"title": "Name", "type": "string"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+AS_TOOL = {"name": "City", "description": "A city.", "parameters": CITY}
+LANGCHAIN = {**HELLO, "max_completion_tokens": 60, "stream": False, "temperature": 0.0}
+LLAMA_INDEX = {**HELLO, "max_tokens": 60, "stream": False, "temperature": 0.1}
+LANGCHAIN_TEXT = {
+    **{"model": "tiny", "prompt": ["Once upon"], "frequency_penalty": 0, "logprobs": None},
+    **{"max_tokens": 10, "presence_penalty": 0, "seed": None, "temperature": 0.7, "top_p": 1},
+}
+HARNESS = {"model": "tiny", "temperature": 0, "seed": 1234}
+# What clients sent to a server, with shorter schemas.
+SENT = {
+    "langchain-openai, with_structured_output": {
+        **LANGCHAIN,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"schema": CITY, "name": "City", "strict": True},
+        },
+    },
+    "langchain-openai, with_structured_output by a function": {
+        **LANGCHAIN,
+        "parallel_tool_calls": False,
+        "tool_choice": {"type": "function", "function": {"name": "City"}},
+        "tools": [{"type": "function", "function": AS_TOOL}],
+    },
+    "langchain-openai, bind_tools": {**LANGCHAIN, "tools": [WEATHER]},
+    "langchain-openai, logprobs": {**LANGCHAIN, "logprobs": True, "top_logprobs": 2},
+    "langchain-openai, OpenAI": {**LANGCHAIN_TEXT, "n": 1},
+    "langchain-openai, OpenAI, best_of": {**LANGCHAIN_TEXT, "n": 2, "best_of": 2},
+    "llama-index-llms-openai-like": {
+        **{"model": "tiny", "prompt": "user: Hi\nassistant: ", "max_tokens": 20},
+        **{"stream": True, "temperature": 0.1},
+    },
+    "llama-index-llms-openai-like, chat_with_tools": {
+        **LLAMA_INDEX,
+        "parallel_tool_calls": False,
+        "tool_choice": "auto",
+        "tools": [{"type": "function", "function": {**AS_TOOL, "strict": False}}],
+    },
+    "lm_eval, local-completions, loglikelihood": {
+        **HARNESS,
+        **{"prompt": [[504, 3575], [504, 282]], "max_tokens": 1, "logprobs": 1, "echo": True},
+    },
+    "lm_eval, local-completions, generate_until": {
+        **HARNESS,
+        **{"prompt": [[103]], "max_tokens": 8, "stop": ["a", "b", "c", "dd", "e", "<|im_end|>"]},
+    },
+    "lm_eval, local-chat-completions": {
+        **HARNESS,
+        "messages": [{"role": "user", "content": "Say hello.", "type": "text"}],
+        **{"max_tokens": 8, "stop": []},
+    },
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_what_clients_send(address, engine, name):
+    body = SENT[name]
+    path = COMPLETIONS if "prompt" in body else "/v1/chat/completions"
+    status, answer, _ = post(address, body, path)
+    assert status == 200, answer
+
+
 class TestSentences:
     """What is wrong is told in one plain sentence."""
 

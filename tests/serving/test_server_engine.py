@@ -16,10 +16,11 @@ import time
 import urllib.parse
 
 import pytest
+import torch
 from PIL import Image
 
 import mmkv
-from helpers.serving import WrittenEngine, data_url, listening, until
+from helpers.serving import WrittenEngine, data_url, listening, text_chat, until
 from mmkv import terminal
 from mmkv.builtin import example_pictures
 from mmkv.cli import commands, serve
@@ -164,6 +165,105 @@ class TestBuiltIn:
         assert {200, 400} <= kinds
         assert until(lambda: idle(engine))
         assert engine.stats().cache_bytes <= 32 * MiB
+
+
+@pytest.fixture(scope="module")
+def text():
+    """A client of a text model with a chat template, and its engine."""
+    model, tokenizer = text_chat()
+    mmkv.wrap(model, "snapkv", 0.5, window=4)
+    with (
+        Engine(model, tokenizer) as engine,
+        listening(server.app(engine, name="text")) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as client,
+    ):
+        yield engine, client
+
+
+def saying(text, **more):
+    return {"model": "text", "messages": [{"role": "user", "content": text}], **more}
+
+
+class TestText:
+    def test_several_choices_of_a_prompt_that_is_read_once(self, text):
+        engine, client = text
+        hits, read = engine.stats().prefix_hits, engine.stats().prompt_tokens
+        answer = client.chat.completions.create(
+            **saying("Say something."), n=4, temperature=1.0, seed=3, max_tokens=8
+        )
+        assert len({x.message.content for x in answer.choices}) > 1
+        assert engine.stats().prefix_hits - hits == 3
+        again = client.chat.completions.create(
+            **saying("Say something."), n=4, temperature=1.0, seed=3, max_tokens=8
+        )
+        assert [x.message.content for x in again.choices] == [
+            x.message.content for x in answer.choices
+        ]
+        assert read < engine.stats().prompt_tokens
+
+    def test_formats_and_tools(self, text):
+        pytest.importorskip("llguidance")
+        client = text[1]
+        shape = {"type": "object", "properties": {"kind": {"enum": ["a", "b"]}}}
+        shape |= {"required": ["kind"], "additionalProperties": False}
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": shape}}
+        answer = client.chat.completions.create(**saying("?", response_format=form, max_tokens=60))
+        assert json.loads(answer.choices[0].message.content)["kind"] in "ab"
+        tool = {"type": "function", "function": {"name": "f", "parameters": shape}}
+        more = {"tools": [tool], "tool_choice": "required", "max_tokens": 120}
+        answer = client.chat.completions.create(**saying("?", **more))
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.function.name == "f"
+        assert json.loads(call.function.arguments)["kind"] in "ab"
+        wrong = {**form, "json_schema": {"name": "x", "schema": {"type": "objekt"}}}
+        with pytest.raises(openai.BadRequestError, match="objekt"):
+            client.chat.completions.create(**saying("?", response_format=wrong))
+
+    def test_what_has_no_room(self, text):
+        engine, client = text
+        with pytest.raises(openai.BadRequestError) as error:
+            client.completions.create(model="text", prompt="x" * engine.positions)
+        assert error.value.code == "context_length_exceeded"
+        answer = client.completions.create(model="text", prompt="x" * (engine.positions - 3))
+        assert answer.usage.completion_tokens == 3
+
+    def test_numbers_of_any_size(self, text):
+        def ask(budget):
+            more = {"extra_body": {"mmkv": {"budget": budget}}, "temperature": 1e-40}
+            return text[1].chat.completions.create(**saying("Hello"), **more, max_tokens=2)
+
+        assert ask(1e-320).usage.completion_tokens == 2
+        with pytest.raises(openai.BadRequestError, match="budget"):
+            ask(10**400)
+
+    @pytest.mark.slow
+    def test_lm_evaluation_harness(self, text, tmp_path):
+        """Its own clients; what it is told of likelihood is what the model says of the prompt."""
+        clients = pytest.importorskip("lm_eval.models.openai_completions")
+        api_models = pytest.importorskip("lm_eval.models.api_models")
+        from lm_eval.api.instance import Instance
+
+        engine, client = text
+        engine.processor.save_pretrained(tmp_path)
+        options = {"model": "text", "tokenizer": str(tmp_path), "tokenizer_backend": "huggingface"}
+        harness = clients.LocalCompletionsAPI(f"{client.base_url}completions", **options)
+
+        def ask(kind, *arguments):
+            return [Instance(kind, doc={}, arguments=x, idx=0) for x in arguments]
+
+        pairs = [("one two", " three"), ("one", "xyz")]
+        found = harness.loglikelihood(ask("loglikelihood", *pairs))
+        plain, tokenizer = text_chat()
+        for (begun, more), (value, _) in zip(pairs, found, strict=True):
+            ids, n = tokenizer(begun + more)["input_ids"], len(tokenizer(begun)["input_ids"])
+            rows = plain(torch.tensor([ids])).logits[0].log_softmax(-1)
+            wanted = sum(rows[i - 1, ids[i]].item() for i in range(n, len(ids)))
+            assert value == pytest.approx(wanted, abs=1e-3)
+        until = {"until": ["\n"], "max_gen_toks": 6}
+        assert len(harness.generate_until(ask("generate_until", ("one", until)))) == 1
+        chat = clients.LocalChatCompletion(f"{client.base_url}chat/completions", model="text")
+        turn = api_models.JsonChatStr(json.dumps(saying("Hello")["messages"]))
+        assert len(chat.generate_until(ask("generate_until", (turn, until)))) == 1
 
 
 class Ending:
