@@ -200,7 +200,7 @@ class Service:
         """The replies of the engine, one for each choice; they end with `ending`."""
         shown = await self._pictures(getattr(asked, "messages", ()), held)
         shared: dict[str, Any] = {"timeout": self._timeout, "owner": request.state.owner}
-        shared |= {"policy": asked.mmkv.policy, "budget": asked.mmkv.budget}
+        shared |= asked.mmkv.model_dump()
         if (asked.n or 1) > 1:
             shared["repeated"] = True
         replies = list[Any]()

@@ -168,7 +168,10 @@ class TestAnswers:
             user="somebody",
             frequency_penalty=0,
             logprobs=False,
-            extra_body={"mmkv": {"policy": "snapkv", "budget": 0.1}, "top_k": 5},
+            extra_body={
+                "mmkv": {"policy": "snapkv", "budget": 0.1, "options": {"window": 8}},
+                "top_k": 5,
+            },
         )
         (asked,) = engine.asked
         assert asked == {
@@ -184,6 +187,7 @@ class TestAnswers:
             "owner": None,
             "policy": "snapkv",
             "budget": 0.1,
+            "options": {"window": 8},
         }
 
     def test_what_is_handed_on_by_default(self, client, engine):
@@ -302,6 +306,7 @@ WRONG = {
     "tools": {**HELLO, "tools": [{"type": "function"}]},
     "options": {**HELLO, "stream_options": {"include_usage": True}},
     "budget": {**HELLO, "mmkv": {"budget": "all"}},
+    "options of a policy": {**HELLO, "mmkv": {"policy": "snapkv", "options": {"window": [8]}}},
     "endless budget": {**HELLO, "mmkv": {"budget": float("inf")}},
     "extension": {**HELLO, "mmkv": {"model": "/etc/passwd"}},
     "assistant's picture": {
