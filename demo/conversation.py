@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,9 +113,16 @@ class Models:
             raise ValueError(f"model {name!r} is not on offer here: {', '.join(self.names)}")
         if name not in self._loaded:
             self._loaded[name] = loaded = self._load(self._paths[name])
-            # A first run pays for what later ones find ready; its time would be the full cache's.
-            loaded.model.generate(**chat.encode(loaded, "?", []), max_new_tokens=2, do_sample=False)
+            warm(loaded, loaded.model)
         return self._loaded[name]
+
+
+def warm(loaded: chat.Loaded, model: Any) -> None:
+    """Run a model once: a first run pays for what later ones find ready, and would be timed."""
+    places = loaded.reads_pictures and loaded.processor.chat_template is not None
+    inputs = chat.encode(loaded, "?", [Image.new("RGB", (64, 64))] if places else [])
+    with suppress(ValueError):  # such as a budget that is too small for so short a prompt
+        model.generate(**inputs, max_new_tokens=2, do_sample=False)
 
 
 class Conversation:
@@ -169,6 +177,7 @@ class Conversation:
         else:
             with comparing():
                 model = wrap(_twin(loaded.model), policy, budget, kv_dtype=settings.kv_dtype)
+            warm(loaded, model)
         compressed = Answer(loaded, model, before[0], question, picture, settings)
         full = Answer(loaded, loaded.model, before[1], question, picture, settings)
         notes = ("It read the whole conversation again.",) if compressed.again else ()

@@ -66,13 +66,13 @@ def serving(
     with tempfile.TemporaryDirectory(prefix="mmkv-demo-", ignore_cleanup_errors=True) as folder:
         # Gradio reads these while it is imported.
         os.environ.update(GRADIO_TEMP_DIR=folder, GRADIO_ANALYTICS_ENABLED="False")
-        from starlette.middleware import Middleware
-
         from . import conversation, page
 
         offered = conversation.Models(models, lambda name: chat.load(name, device, dtype))
         offered.get(offered.names[0])
         blocks = page.build(offered)
+        from starlette.middleware import Middleware  # which Gradio brings
+
         try:
             _, address, _ = blocks.launch(
                 server_name=host,

@@ -40,7 +40,7 @@ EQUAL_HEADS = (
     "and need the whole prompt: heads='retrieval' finds them, and mmkv.check measures what a "
     "policy costs (docs/quality)"
 )
-# Policies that this process was told of by `EQUAL_HEADS`: researchers wrap hundreds of times.
+# Policies that this process was told of: researchers wrap hundreds of times.
 _told = set[str]()
 _comparing = ContextVar("mmkv_comparing", default=False)
 
@@ -300,21 +300,24 @@ def _own_profile(model: Any, policy: Policy) -> profiles.Profile | None:
         return None
     found = profiles.own(model, heads.profile)
     if found is None and heads.without_profile:
-        logger.warning("%s", heads.without_profile.format(policy=policy.name))
+        _say_once(policy, heads.without_profile)
     return found
 
 
 def _say_equal_heads(model: Any, policy: Policy) -> None:
-    """Once a process and policy: equal heads serve few language models.
+    """Equal heads serve few language models.
 
     Not where a profile lies beside the weights, and not of visual heads, which say more.
     """
-    if policy.name in _told or _comparing.get() or policy.heads.without_profile:
-        return
-    if profiles.beside(model) is not None:
-        return
-    _told.add(policy.name)
-    logger.warning("%s", EQUAL_HEADS.format(policy=policy.name))
+    if not policy.heads.without_profile and profiles.beside(model) is None:
+        _say_once(policy, EQUAL_HEADS)
+
+
+def _say_once(policy: Policy, text: str) -> None:
+    """One line of the log for a process and policy, and none where policies are compared."""
+    if policy.name not in _told and not _comparing.get():
+        _told.add(policy.name)
+        logger.warning("%s", text.format(policy=policy.name))
 
 
 @contextmanager

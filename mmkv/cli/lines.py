@@ -30,7 +30,7 @@ Anything else is a question; Ctrl-C stops an answer."""
 def converse(loaded: Loaded, settings: Settings, *pictures: Image.Image) -> int:
     """Chat on standard input; return the exit code: 2 if a line of a pipe was refused, else 0."""
     from mmkv.builtin import KNOWS
-    from mmkv.demo.conversation import Conversation
+    from mmkv.demo.conversation import Conversation, warm
 
     def typed() -> Iterable[str]:
         while True:
@@ -43,6 +43,7 @@ def converse(loaded: Loaded, settings: Settings, *pictures: Image.Image) -> int:
     if terminal:
         knows = f"\n({KNOWS}; --model takes another)" if loaded.name == "builtin" else ""
         write(screen, HELP + knows, "dim")
+    warm(loaded, loaded.model)
     lines = Lines(Conversation(loaded), settings, screen, *pictures)
     refused = lines.run(typed() if terminal else sys.stdin)
     return 2 if refused and not terminal else 0

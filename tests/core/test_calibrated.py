@@ -171,6 +171,17 @@ class TestEqualHeads:
             assert "heads='retrieval'" in line
             assert "\n" not in line
             assert not self.said(caplog, text_model, policy, 0.2)
+        assert self.said(caplog, text_model, "sparsemm")
+        assert not self.said(caplog, text_model, "sparsemm")
+
+    def test_what_a_short_prompt_lacks_once_a_wrap(self, caplog, text_model):
+        for _ in range(2):
+            caplog.clear()
+            with mmkv.wrapped(text_model, "snapkv", 0.2):
+                for length in (40, 50, 60):
+                    cache = text_model(**make_inputs("llama", (length,))).past_key_values
+                    assert any("too few for window" in note for note in cache.report().notes)
+            assert len([x for x in caplog.messages if "too few for window" in x]) == 1
 
     @pytest.mark.parametrize(
         ("policy", "budget", "options", "text"),

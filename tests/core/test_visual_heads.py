@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import mmkv
 from helpers.models import IMAGE, make_inputs, make_model
 from helpers.oracle import generate
+from mmkv import wrapping
 from mmkv.builtin import load_builtin
 from mmkv.profiles import Profile
 from mmkv.sizes.profiled import VISUAL_FILE, proportional
@@ -107,7 +108,8 @@ def test_sizes_are_proportional_below_what_there_is(weights, share, most):
         assert all(n <= 1e-6 for n, w in zip(sizes, weights, strict=True) if w == 0)
 
 
-def test_without_a_profile_heads_are_equal_and_it_is_said(caplog):
+def test_without_a_profile_heads_are_equal_and_it_is_said(caplog, monkeypatch):
+    monkeypatch.setattr(wrapping, "_told", set())
     model, inputs = make_model("llava-llama"), make_inputs("llava-llama", (60,))
     found = []
     for policy in ("snapkv", "sparsemm"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
+from transformers import LlavaForConditionalGeneration
 
 import mmkv
 from helpers.marks import slow_except
@@ -97,6 +98,24 @@ def test_two_turns_are_what_generate_gives(loaded, pictures, policy):
     assert (first.full.text, second.full.text) == full
     assert (first.compressed.text, second.compressed.text) == compressed
     assert not any("read the whole" in x for x in second.notes)
+
+
+def test_both_models_have_run_before_they_are_timed(pictures, monkeypatch):
+    """With a picture each; not again for the same policy."""
+    runs = []
+    generate = LlavaForConditionalGeneration.generate
+
+    def recorded(self, **options):
+        runs.append((mmkv.is_wrapped(self), "pixel_values" in options, options["max_new_tokens"]))
+        return generate(self, **options)
+
+    monkeypatch.setattr(LlavaForConditionalGeneration, "generate", recorded)
+    talk = Conversation(Models(["builtin"], chat.load).get("builtin"))
+    last(talk.ask(QUESTION, pictures[0], SHORT))
+    assert runs[:2] == [(False, True, 2), (True, True, 2)]
+    assert sorted(runs[2:]) == [(False, True, 6), (True, True, 6)]
+    last(talk.ask(NEXT, pictures[0], SHORT))
+    assert len(runs) == 6
 
 
 def test_the_tokens_of_a_conversation_are_the_templates(loaded, pictures):
