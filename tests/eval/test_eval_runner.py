@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from helpers.evaluation import make_samples, make_tokenizer, save_model
-from helpers.marks import slow_except
 from helpers.models import make_model
 from mmkv.cache.compressed import CompressedCache
 from mmkv.eval import measure, runner
@@ -131,26 +130,18 @@ def test_replies_are_scored_as_the_sample_asks(model, tokenizer, tmp_path):
     assert rows[0]["score"] < 1
 
 
-@pytest.mark.slow
-def test_a_torn_run_goes_on_to_the_same_rows(model, tokenizer, tmp_path):
-    whole = run(model, tokenizer, tmp_path / "whole")
-    run(model, tokenizer, tmp_path / "torn")
-    path = tmp_path / "torn" / "rows.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    # Killed while it wrote the second row of a batch.
-    path.write_bytes(b"".join(lines[:13]) + lines[13][:40])
-    assert len(read_rows(path)) == 13
-    assert without_times(run(model, tokenizer, tmp_path / "torn")) == without_times(whole)
-    assert read_rows(path)[:13] == [json.loads(line) for line in lines[:13]]
-
-
-def test_a_run_killed_in_its_first_line_begins_anew(model, tokenizer, tmp_path):
-    asked = {"policies": ["full"], "metrics": ["ppl"]}
+@pytest.mark.parametrize("whole_lines", [0, 8])
+def test_a_torn_run_goes_on_to_the_same_rows(model, tokenizer, tmp_path, whole_lines):
+    """Killed while it wrote its first row, or the second one of a batch."""
+    asked = {"policies": ["full", "snapkv"], "metrics": ["ppl"], "budgets": [0.5]}
     whole = run(model, tokenizer, tmp_path / "whole", **asked)
     run(model, tokenizer, tmp_path / "torn", **asked)
-    (tmp_path / "torn" / "rows.jsonl").write_text('{"policy": "fu')
+    path = tmp_path / "torn" / "rows.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:whole_lines]) + lines[whole_lines][:40])
+    assert len(read_rows(path)) == whole_lines
     assert without_times(run(model, tokenizer, tmp_path / "torn", **asked)) == without_times(whole)
-    assert len(read_rows(tmp_path / "torn" / "rows.jsonl")) == 5
+    assert read_rows(path)[:whole_lines] == [json.loads(line) for line in lines[:whole_lines]]
 
 
 def test_a_stop_keeps_what_was_finished(model, tokenizer, tmp_path, monkeypatch):
@@ -168,30 +159,21 @@ def test_a_stop_keeps_what_was_finished(model, tokenizer, tmp_path, monkeypatch)
     assert len(read_rows(tmp_path / "rows.jsonl")) == 6  # three batches of two
 
 
-@pytest.mark.parametrize(
-    ("option", "changed"),
-    slow_except(
-        [
-            ("budgets", {"budgets": [0.5]}),
-            ("policies", {"policies": ["snapkv"]}),
-            ("policies", {"options": {"window": 5}}),
-            ("metrics", {"metrics": ["ppl"]}),
-            ("batch_size", {"batch_size": 3}),
-            ("data_digest", {"samples": make_samples()[:4]}),
-        ],
-        ("budgets", {"budgets": [0.5]}),
-        several=True,
-    ),
-)
-def test_a_changed_option_is_refused(model, tokenizer, tmp_path, option, changed):
-    run(model, tokenizer, tmp_path, metrics=["score"], policies=["full"])
-    asked = {"metrics": ["score"], "policies": ["full", "snapkv"], **changed}
-    if option != "policies":
-        asked["policies"] = ["full"]
+def test_a_changed_option_is_refused(model, tokenizer, tmp_path):
+    asked = {"metrics": ["score"], "policies": ["full"]}
+    run(model, tokenizer, tmp_path, **asked)
     before = (tmp_path / "rows.jsonl").read_bytes()
-    with pytest.raises(RunError, match=rf"{option}=.*choose another --out"):
-        run(model, tokenizer, tmp_path, **asked)
-    assert (tmp_path / "rows.jsonl").read_bytes() == before
+    for option, changed in (
+        ("budgets", {"budgets": [0.5]}),
+        ("policies", {"policies": ["snapkv"]}),
+        ("policies", {"policies": ["full", "snapkv"], "options": {"window": 5}}),
+        ("metrics", {"metrics": ["ppl"]}),
+        ("batch_size", {"batch_size": 3}),
+        ("data_digest", {"samples": make_samples()[:4]}),
+    ):
+        with pytest.raises(RunError, match=rf"{option}=.*choose another --out"):
+            run(model, tokenizer, tmp_path, **asked | changed)
+        assert (tmp_path / "rows.jsonl").read_bytes() == before
 
 
 def test_a_sample_that_is_refused_is_a_row_with_its_reason(model, tokenizer, tmp_path, monkeypatch):
@@ -300,18 +282,6 @@ def test_a_line_that_is_no_row_is_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_share_the_batches(model, tokenizer, tmp_path, monkeypatch):
-    """Each of two processes alone, without a launcher: together they make the rows of one."""
-    monkeypatch.setattr(runner.Processes, "wait", lambda self: None)
-    whole = run(model, tokenizer, tmp_path / "one")
-    merged = []
-    for rank in (1, 0):
-        merged = run(model, tokenizer, tmp_path / "two", processes=runner.Processes(rank, 2))
-    assert without_times(merged) == without_times(whole)
-    assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["rows.jsonl", "run.json"]
-
-
-@pytest.mark.slow
 def test_accelerate_launches_two(tmp_path):
     """Each has a part of the batches; the rows are those of one process."""
     folder, script = save_model(tmp_path / "model"), tmp_path / "work.py"
@@ -340,3 +310,4 @@ def test_accelerate_launches_two(tmp_path):
     assert len(one) == 15
     assert [(key_of(r), r["text"]) for r in both] == [(key_of(r), r["text"]) for r in one]
     assert [r["nll"] for r in both] == pytest.approx([r["nll"] for r in one])
+    assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["rows.jsonl", "run.json"]
