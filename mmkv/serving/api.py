@@ -284,7 +284,7 @@ class ChatRequest(_Asked):
     def replies(self, pictures: Sequence[Any] = ()) -> list[dict[str, Any]]:
         """What the engine is asked, one for each choice of the answer."""
         likely = (self.top_logprobs or 0) if self.logprobs else None
-        shared = {
+        shared: dict[str, Any] = {
             "messages": messages(self.messages, pictures),
             "max_new_tokens": self.max_completion_tokens or self.max_tokens,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -53,7 +53,7 @@ class Grammars:
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._model, self._tokenizer = model, tokenizer
-        self._lock, self._words = threading.Lock(), None
+        self._lock, self._words = threading.Lock(), cast("Any", None)
 
     def check(self, grammar: str) -> None:
         """Refuse what is no grammar.

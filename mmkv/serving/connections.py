@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from mmkv.serving.errors import Limits
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
 
 
-def bounded(limits: Limits) -> Callable[..., H11Protocol]:
+def bounded(limits: Limits) -> Any:
     """What uvicorn's `http` takes.
 
     `limits.connections` are open at a time; further ones are told to try again. Headers have to be
@@ -62,7 +61,8 @@ class _Connection(H11Protocol):
 
     def _look(self) -> None:
         """The time runs while no request of this connection is being answered."""
-        if self.cycle is not None and not self.cycle.response_complete:
+        cycle: Any = self.cycle  # None before the first request
+        if cycle is not None and not cycle.response_complete:
             self._reading = _stopped(self._reading)
         elif self._reading is None and not self.transport.is_closing():
             late = self._limits.read_seconds

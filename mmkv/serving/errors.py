@@ -88,7 +88,7 @@ def wrong_body(error: ValidationError, raw: bytes) -> RequestError:
     elif kind == "union_tag_not_found":
         told = f"{place}: a part needs a type: {_PARTS}"
     elif kind == "literal_error":
-        told = f"{place}: {shown} is not {first['ctx']['expected']}"
+        told = f"{place}: {shown} is not {first.get('ctx', {}).get('expected')}"
     elif place.endswith(".content"):
         told = f"{place}: expected a text or a list of parts, not {shown}"
     else:

@@ -57,10 +57,10 @@ def app(
 
     def admit(request: Request) -> None:
         key = _admit(request, api_keys, allow_origins)
-        shared = key is None or share_prefixes == "all"
-        # The engine holds a digest: what it may write into a log is no key.
-        owner = None if shared else hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-        request.state.owner = owner
+        request.state.owner = None
+        if key is not None and share_prefixes == "key":
+            # The engine is given a digest: what it may write into a log is no key.
+            request.state.owner = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
     served.add_api_route("/health", service.health)
     known = APIRouter(dependencies=[Depends(admit)])

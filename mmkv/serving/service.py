@@ -113,7 +113,8 @@ class Service:
         with ExitStack() as ending:
             raw = await self._body(request, ending)
             asked = api.parse(raw, api.TokenizeRequest, ignore_unknown=self._ignore_unknown)
-            await self.check_model(asked.model or self.model["id"])
+            if asked.model is not None:
+                await self.check_model(asked.model)
             given: dict[str, Any] = {"prompt": asked.prompt}
             if asked.messages is not None:
                 shown = await self._pictures(asked.messages, ending)

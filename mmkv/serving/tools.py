@@ -25,7 +25,7 @@ def call_schema(functions: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The JSON schema of one call of any of these functions."""
     every, shared = list[dict[str, Any]](), dict[str, Any]()
     for function in functions:
-        arguments = dict(function.get("parameters") or {"type": "object"})
+        arguments: dict[str, Any] = {**(function.get("parameters") or {"type": "object"})}
         shared |= arguments.pop("$defs", {})  # they are referred to from the root
         given = {"name": {"const": function["name"]}, "arguments": arguments}
         every.append(

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from helpers.serving import data_url, listening, until
-from mmkv.serving import Refused, Usage
+from mmkv.serving import Event, Refused, Usage
 
 openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
 server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
@@ -115,7 +115,7 @@ class WrittenReplicas:
 
 
 def event(token):
-    return "event", (token, f"{token} ", Usage(completion_tokens=token))
+    return "event", (Event(token, f"{token} "), Usage(completion_tokens=token))
 
 
 END = "end", ("stop", Usage(completion_tokens=3), "a", {})
@@ -173,11 +173,18 @@ class TestReply:
         assert self.read(replicas)[1].finish_reason == "cancelled"
 
     @pytest.mark.parametrize(
-        ("kind", "error"), [("refused", Refused), ("full", Exception), ("error", RuntimeError)]
+        ("kind", "told", "error"),
+        [
+            ("refused", ("why", "a code"), Refused),
+            ("full", "why", Exception),
+            ("error", "why", RuntimeError),
+        ],
     )
-    def test_of_one_that_does_not_reply(self, lost, kind, error):
-        with pytest.raises(error, match="why"):
-            self.read(WrittenReplicas([(kind, "why")]))
+    def test_of_one_that_does_not_reply(self, lost, kind, told, error):
+        with pytest.raises(error, match="why") as caught:
+            self.read(WrittenReplicas([(kind, told)]))
+        if kind == "refused":
+            assert caught.value.code == "a code"
 
     def test_that_is_left(self, lost):
         replicas = WrittenReplicas([event(1), None])
@@ -241,6 +248,19 @@ class TestReplicas:
             for more in ({"policy": "best"}, {"budget": 0}):
                 with pytest.raises(openai.BadRequestError, match=r"best|budget"):
                     client.chat.completions.create(**asking("red"), extra_body={"mmkv": more})
+
+    def test_answer_as_one_engine_does(self, replicas):
+        with openai.OpenAI(base_url=replicas[1], api_key="any", max_retries=0) as client:
+            hits = replicas[0].stats().prefix_hits
+            asked = {"model": "builtin", "prompt": "What is red?", "n": 4, "max_tokens": 3}
+            answer = client.completions.create(**asked, logprobs=1, temperature=1.0, seed=1)
+            assert [len(x.logprobs.tokens) for x in answer.choices] == [3] * 4
+            assert replicas[0].stats().prefix_hits - hits == 3  # all of them by one replica
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.completions.create(model="builtin", prompt=[5] * 3000)
+            assert caught.value.code == "context_length_exceeded"
+        tokens = replicas[0].tokenize(prompt="What is red?")
+        assert len(tokens) == answer.usage.prompt_tokens
 
     def test_a_client_that_leaves(self, replicas):
         with openai.OpenAI(base_url=replicas[1], api_key="any", max_retries=0) as client:
