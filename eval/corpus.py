@@ -17,7 +17,6 @@ import subprocess
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Annotated
@@ -30,20 +29,11 @@ SHORTEST = 12_000  # characters of a text
 SOURCES = "SOURCES.txt"
 
 
-@dataclass(frozen=True)
-class Source:
-    """A package, the folder that its texts are written to, and how they are read from it.
-
-    `read` takes the folder of the extracted package and gives texts by name.
-    """
-
-    package: str
-    folder: str
-    about: str
-    read: Callable[[Path], Iterator[tuple[str, list[str]]]]
+# Texts by name, as paragraphs, read from the folder of an extracted package.
+Texts = Iterator[tuple[str, list[str]]]
 
 
-def novels(package: Path) -> Iterator[tuple[str, list[str]]]:
+def novels(package: Path) -> Texts:
     """Chapters of Jane Austen's novels by name, as paragraphs."""
     (database,) = package.rglob("data/Rdata.rdb")
     for lines in _r_texts(database.read_bytes()):
@@ -82,7 +72,7 @@ def _r_texts(data: bytes) -> Iterator[list[str]]:
         yield lines
 
 
-def handbook(package: Path) -> Iterator[tuple[str, list[str]]]:
+def handbook(package: Path) -> Texts:
     """Sections of the Debian Administrator's Handbook; short ones join what follows them."""
     (folder,) = package.rglob("html/en-US")
     first = page = "index.html"
@@ -99,18 +89,19 @@ def handbook(package: Path) -> Iterator[tuple[str, list[str]]]:
         page = read.links.get("next", "")
 
 
-def faq(package: Path) -> Iterator[tuple[str, list[str]]]:
+def faq(package: Path) -> Texts:
     """Sections of An Anarchist FAQ."""
     (folder,) = package.rglob("anarchism/html")
     for page in sorted(folder.glob("sec*.html")):
         yield page.stem.removeprefix("sec"), _Page(page).blocks
 
 
-ALL = (
-    Source("r-cran-janeaustenr", "novels", "Jane Austen's novels, in the public domain", novels),
-    Source("debian-handbook", "handbook", "The Debian Administrator's Handbook", handbook),
-    Source("anarchism", "faq", "An Anarchist FAQ", faq),
-)
+# By the folder that its texts are written to: a package, what it holds, and how it is read.
+ALL: dict[str, tuple[str, str, Callable[[Path], Texts]]] = {
+    "novels": ("r-cran-janeaustenr", "Jane Austen's novels, in the public domain", novels),
+    "handbook": ("debian-handbook", "The Debian Administrator's Handbook", handbook),
+    "faq": ("anarchism", "An Anarchist FAQ", faq),
+}
 
 
 class _Page(HTMLParser):
@@ -190,45 +181,36 @@ def write(folder: Path, debs: Path | None = None) -> dict[str, int]:
         ValueError: a tool or a package is missing; says which, and what to do.
     """
     if shutil.which("dpkg-deb") is None or (debs is None and shutil.which("apt-get") is None):
-        names = ", ".join(source.package for source in ALL)
+        names = ", ".join(package for package, *_ in ALL.values())
         raise ValueError(
             f"dpkg-deb and apt-get are needed: run this on Debian or Ubuntu, or get {names} from "
             "packages.debian.org, install dpkg-deb, and give --from FOLDER"
         )
     counts, lines = dict[str, int](), list[str]()
     with tempfile.TemporaryDirectory() as place:
-        for source in ALL:
-            deb = _find(source.package, debs or Path(place), download=debs is None)
-            package = Path(place) / source.package
-            _call("dpkg-deb", "-x", str(deb), str(package))
-            (folder / source.folder).mkdir(parents=True, exist_ok=True)
-            number = 0
-            for name, paragraphs in source.read(package):
-                text = "\n".join(paragraphs) + "\n"
-                if len(text) >= SHORTEST:
-                    (folder / source.folder / f"{name}.txt").write_text(text, encoding="utf-8")
-                    number += 1
-            counts[source.folder] = number
-            version = _call("dpkg-deb", "-f", str(deb), "Version").strip()
-            terms = (package / "usr/share/doc" / source.package / "copyright").read_text()
-            found = re.search(r"^Files: \*\n(?:.+\n)*?License: *(.+)", terms, re.MULTILINE)
-            licence = found[1] if found else "see the package"
+        for kind, (name, about, read) in ALL.items():
+            if debs is None:
+                _call("apt-get", "download", name, cwd=Path(place))
+            found = sorted((debs or Path(place)).glob(f"{name}_*.deb"))
+            if not found:
+                raise ValueError(f"{debs}: no {name}_*.deb there; without --from it is downloaded")
+            package, out = Path(place) / name, folder / kind
+            _call("dpkg-deb", "-x", str(found[-1]), str(package))
+            out.mkdir(parents=True, exist_ok=True)
+            texts = {title: "\n".join(x) + "\n" for title, x in read(package)}
+            texts = {title: text for title, text in texts.items() if len(text) >= SHORTEST}
+            for title, text in texts.items():
+                (out / f"{title}.txt").write_text(text, encoding="utf-8")
+            counts[kind] = len(texts)
+            version = _call("dpkg-deb", "-f", str(found[-1]), "Version").strip()
+            terms = (package / "usr/share/doc" / name / "copyright").read_text()
+            given = re.search(r"^Files: \*\n(?:.+\n)*?License: *(.+)", terms, re.MULTILINE)
             lines.append(
-                f"{source.folder}: {number} texts of {source.about}; Debian package "
-                f"{source.package} {version}, licence of the package {licence}\n"
+                f"{kind}: {len(texts)} texts of {about}; Debian package {name} {version}, licence "
+                f"of the package {given[1] if given else 'see the package'}\n"
             )
     (folder / SOURCES).write_text("".join(lines), encoding="utf-8")
     return counts
-
-
-def _find(package: str, folder: Path, *, download: bool) -> Path:
-    """A package's file in a folder, downloaded first if asked for."""
-    if download:
-        _call("apt-get", "download", package, cwd=folder)
-    found = sorted(folder.glob(f"{package}_*.deb"))
-    if not found:
-        raise ValueError(f"{folder}: no {package}_*.deb there; without --from it is downloaded")
-    return found[-1]
 
 
 def _call(*command: str, cwd: Path | None = None) -> str:

@@ -61,14 +61,13 @@ class _Data(BaseModel):
 
 
 _NUMBERS = [*_MEANS, *_SUMS, "score"]
-_Row: Any = create_model(
-    "_Row",
-    __base__=_Data,
+_FIELDS: dict[str, Any] = {
     **dict.fromkeys(("policy", "task"), (str, ...)),
     **dict.fromkeys(("index", "n"), (int, ...)),
     **{"budget": (int | float, ...), "tags": (list[str], ...), "error": (str, "")},
     **dict.fromkeys(_NUMBERS, (float | None, None)),
-)
+}
+_Row: Any = create_model("_Row", __base__=_Data, **_FIELDS)
 
 
 class _Settings(_Data):
@@ -324,6 +323,11 @@ class Report:
         if full is not None:
             values = ", ".join(f"{LABELS[m]} {_cell(full, [m])}" for m in self.shown)
             notes.append(f"Full cache: {values}.")
+            if full["score"] == 0:
+                notes.append(
+                    "The full cache scores 0: the model cannot do this task, so scores tell "
+                    "nothing of policies."
+                )
         expected = s["n"] * sum(len(self.budgets_of(p)) for p in s["policies"])
         if len(self.rows) < expected:
             notes.append(f"Not finished: {len(self.rows)} of {expected} rows.")

@@ -160,9 +160,9 @@ def score_answers(
         nats += divergence(wanted, logits).cpu().where(counts, 0.0).sum(-1)
         same += ((best == wanted.argmax(-1)).cpu() & counts).sum(-1)
         compared += counts.sum(-1)
-    found = (x.tolist() for x in (nll, lengths, wrong == 0))
-    compares = (x.tolist() for x in (nats, same, compared))
-    return Scored(*found, cache, held, *compares)
+    counted = nats.tolist(), same.tolist(), compared.tolist()
+    greedy = (wrong == 0).tolist()
+    return Scored(nll.tolist(), lengths.tolist(), greedy, cache, held, *counted)
 
 
 def log_probabilities(
