@@ -37,6 +37,9 @@ _ABOUT = {
     "plan": str,
     "weights": str,
     "dtype": str,
+    "roles": list,
+    "pictures": list,
+    "lead": str,
     "sizes": list,
     "task": str,
     "learned": list,
@@ -44,11 +47,17 @@ _ABOUT = {
 }
 # The logarithm of a group's weight; weights far from this would overflow.
 _MOST_BIAS = 32.0
+# What a template may be asked to count, in a file.
+_MOST_PICTURES = 10_000
 _INTEGERS = (torch.int64, torch.int32)
 
 
 def save(
-    path: str | os.PathLike[str], model: Any, cache: CompressedCache, inputs: dict[str, Tensor]
+    path: str | os.PathLike[str],
+    model: Any,
+    cache: CompressedCache,
+    inputs: dict[str, Tensor],
+    opened: dict[str, Any],
 ) -> None:
     """Write a context; `load` reads it. Arguments are those of `mmkv.Context`.
 
@@ -81,6 +90,7 @@ def save(
         "plan": _plan(cache),
         "weights": digest.of_model(model, attachment_of(model).parts.config),
         "dtype": str(model.dtype),
+        **opened,
         "sizes": sizes,
         "task": cache.plan.task,
         "learned": cache.plan.learned or [],
@@ -93,8 +103,10 @@ def save(
         raise ValueError(f"context {os.fspath(path)}: cannot be written: {error}") from None
 
 
-def load(path: str | os.PathLike[str], model: Any) -> tuple[CompressedCache, dict[str, Tensor]]:
-    """Cache and inputs of a context that `save` wrote, for the model that read it.
+def load(
+    path: str | os.PathLike[str], model: Any
+) -> tuple[CompressedCache, dict[str, Tensor], dict[str, Any]]:
+    """What `save` was given beside the model, which read it.
 
     Raises:
         ValueError: no context, or one of another model, policy or budget, or a damaged one; the
@@ -112,7 +124,8 @@ def load(path: str | os.PathLike[str], model: Any) -> tuple[CompressedCache, dic
         known = about.pop("digest")
         if known != digest.of_tensors(tensors, json.dumps(about, sort_keys=True)):
             raise ValueError("damaged: its content is not what was written")
-        return _restored(attachment, cache, about, tensors)
+        opened = {name: tuple(about[name]) for name in ("roles", "pictures")}
+        return *_restored(attachment, cache, about, tensors), {**opened, "lead": about["lead"]}
     except (OSError, SafetensorError) as error:
         raise ValueError(f"context {os.fspath(path)}: unreadable: {error}") from None
     except ValueError as error:
@@ -139,6 +152,10 @@ def _about(text: str | None) -> dict[str, Any]:
     for name, kind in _ABOUT.items():
         if type(found[name]) is not kind:
             raise ValueError(f"its header says {name}={str(found[name])[:40]}")
+    roles, pictures = found["roles"], found["pictures"]
+    chat = all(type(x) is str for x in roles) and all(type(x) is int and x >= 0 for x in pictures)
+    if not chat or len(roles) != len(pictures) or sum(pictures) > _MOST_PICTURES:
+        raise ValueError(f"its header says roles={str(roles)[:40]}, pictures={str(pictures)[:40]}")
     return found
 
 

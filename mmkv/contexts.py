@@ -1,7 +1,7 @@
 """Read a prompt once, ask about it many times: a compressed cache without its question.
 
-    context = mmkv.read(model, inputs)
-    reply = context.ask(question)
+    context = mmkv.read(model, document, processor=tokenizer)
+    text = context.answer("What is it about?")
 
 What `read` evicts, it evicts without knowing a question. Asking evicts nothing more: a question's
 tokens, and the reply's as the policy has it, stand behind what is left, and the context stays as it
@@ -12,20 +12,26 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmkv import context_files
+from mmkv import context_files, context_texts
 from mmkv.around import innermost
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
+from mmkv.context_texts import Opened
 from mmkv.report import CacheReport
 
+# What a processor returns; a text, or several; chat messages; ids.
+Given = Mapping[str, Any] | str | Sequence[str] | Sequence[Mapping[str, Any]] | Tensor
 # Of videos (Qwen2.5-VL), one for each grid.
 _SECONDS = "second_per_grid_ts"
+_MOST_NEW = 256
+_UNKNOWN = Opened()
 
 
 class Context:
@@ -37,12 +43,23 @@ class Context:
         model: the wrapped model that read it.
         cache: the `CompressedCache` it is held in.
         inputs: what was read, token by token [B, T], and the grids of its pictures.
+        processor: turns texts and messages into inputs; None: they are given as inputs.
+        opened: how texts and messages go on behind what was read.
     """
 
-    def __init__(self, model: Any, cache: CompressedCache, inputs: dict[str, Tensor]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        cache: CompressedCache,
+        inputs: dict[str, Tensor],
+        processor: Any = None,
+        opened: Opened = _UNKNOWN,
+    ) -> None:
         self.model = model
         self.cache = cache
         self.inputs = inputs
+        self.processor = processor
+        self.opened = opened
 
     @property
     def nbytes(self) -> int:
@@ -53,13 +70,40 @@ class Context:
         """What the cache holds."""
         return self.cache.report()
 
-    def ask(self, inputs: Mapping[str, Any], **options: Any) -> Any:
+    def answer(self, question: Given, *, processor: Any = None, **options: Any) -> Any:
+        """The model's reply as text: `ask`, and what the processor makes of its tokens.
+
+        Args:
+            question: as for `ask`.
+            processor: as for `ask`.
+            options: of `model.generate`; at most 256 new tokens where they do not say how many.
+
+        Returns:
+            A text; a list of them for several questions, or several replies.
+
+        Raises:
+            ValueError: as `ask`, or there is no processor.
+        """
+        processor = self.processor if processor is None else processor
+        if not hasattr(processor, "decode"):
+            raise ValueError("to answer in text takes the model's processor: pass processor=")
+        if not {"max_new_tokens", "max_length", "generation_config"} & options.keys():
+            options["max_new_tokens"] = _MOST_NEW
+        out = self.ask(question, processor=processor, **options)
+        rows = out if isinstance(out, Tensor) else out.sequences
+        texts = [processor.decode(row, skip_special_tokens=True).strip() for row in rows]
+        several = isinstance(question, list | tuple) and isinstance(question[0], str)
+        return texts if several or len(texts) > 1 else texts[0]
+
+    def ask(self, inputs: Given, *, processor: Any = None, **options: Any) -> Any:
         """The model's reply to a question behind the context, which stays as it is.
 
         Args:
-            inputs: what the processor or tokenizer makes of the question alone (without special
-                tokens that begin a text), [Q, q], padded on the left; pictures where it has any. A
+            inputs: the question, a text, several, or chat messages; or what the processor or
+                tokenizer makes of the question alone (without special tokens that begin a text),
+                [Q, q], padded on the left, with pictures where it has any; or these ids alone. A
                 context of one row answers Q questions at once.
+            processor: of texts and messages; None: the one that the context was read with.
             options: of `model.generate`.
 
         Returns:
@@ -67,10 +111,10 @@ class Context:
             whose `sequences` are the new tokens.
 
         Raises:
-            ValueError: the context has several rows, and the questions are not as many; or the
-                model was wrapped anew since.
+            ValueError: the context has several rows, and the questions are not as many; the model
+                was wrapped anew since; or a text or messages without a processor.
         """
-        given = self.behind(inputs)
+        given = self.behind(self._encoded(inputs, processor, ends=True)[0])
         start = given["input_ids"].shape[1]
         config = options.get("generation_config") or self.model.generation_config
         asked = (options.get(x, getattr(config, x)) for x in ("num_beams", "num_return_sequences"))
@@ -96,19 +140,29 @@ class Context:
         cache.evicts_turns = False
         return {**self._behind(inputs, cache), "past_key_values": cache}
 
-    def append(self, inputs: Mapping[str, Any], *, prefill_chunk_size: int | None = None) -> None:
+    def append(
+        self, inputs: Given, *, processor: Any = None, prefill_chunk_size: int | None = None
+    ) -> None:
         """Read on: more pages, more frames, which compete with what is held under the same budget.
 
         Args:
             inputs: as for `ask`, one row for each of the context.
+            processor: as for `ask`.
             prefill_chunk_size: how many tokens to read at a time; None: all at once.
 
         Raises:
-            ValueError: another number of rows.
+            ValueError: another number of rows, or a text or messages without a processor.
         """
-        given = self._behind(inputs, self.cache)
+        more, opened = self._encoded(inputs, processor, ends=False)
+        given = self._behind(more, self.cache)
         self.cache = _read(self.model, given, prefill_chunk_size, past_key_values=self.cache)
-        self.inputs = _lasting(given)
+        self.inputs, self.opened = _lasting(given), opened
+
+    def _encoded(
+        self, given: Given, processor: Any, *, ends: bool
+    ) -> tuple[Mapping[str, Any], Opened]:
+        processor = self.processor if processor is None else processor
+        return context_texts.encode(given, processor, self.opened, ends=ends)
 
     def _behind(self, inputs: Mapping[str, Any], cache: CompressedCache) -> dict[str, Any]:
         """What `generate` is given: all tokens seen with the new ones, and the new pictures."""
@@ -151,26 +205,37 @@ class Context:
         Raises:
             ValueError: some layers have linear attention, or heads are spread over processes.
         """
-        context_files.save(path, self.model, self.cache, self.inputs)
+        context_files.save(path, self.model, self.cache, self.inputs, asdict(self.opened))
 
 
 def read(
-    model: nn.Module, inputs: Mapping[str, Any], *, prefill_chunk_size: int | None = None
+    model: nn.Module,
+    inputs: Given,
+    *,
+    processor: Any = None,
+    prefill_chunk_size: int | None = None,
 ) -> Context:
     """Read a prompt without its question into a compressed cache, to ask about it many times.
 
     Args:
         model: a wrapped model.
         inputs: what its processor returns for the prompt: input_ids [B, N], attention_mask, and
-            pixel values and all else that belongs to pictures.
+            pixel values and all else that belongs to pictures; or ids alone, [N] or [B, N]; or a
+            text, several, or chat messages, whose last one, the user's, what follows belongs to.
+        processor: the model's processor or tokenizer, for texts and messages, here and whenever
+            the context is asked; where it has a chat template, a text is a user's message.
         prefill_chunk_size: how many tokens to read at a time; None: all at once.
 
     Raises:
-        ValueError: the model is not wrapped, or there are no input_ids.
+        ValueError: the model is not wrapped, there are no input_ids, or a text or messages without
+            a processor.
     """
     inner, attachment = innermost(model), attachment_of(model)
     cache = CompressedCache(attachment.parts.config, attachment.plan)
-    return read_into(cache, inner, inputs, prefill_chunk_size)
+    given, opened = context_texts.encode(inputs, processor, None, ends=False)
+    context = read_into(cache, inner, given, prefill_chunk_size)
+    context.processor, context.opened = processor, opened
+    return context
 
 
 def read_into(
@@ -190,19 +255,30 @@ def read_into(
     return Context(model, _read(model, given, chunk, past_key_values=cache), _lasting(given))
 
 
-def load_context(path: str | os.PathLike[str], model: nn.Module) -> Context:
+def load_context(
+    path: str | os.PathLike[str] | nn.Module,
+    model: nn.Module | str | os.PathLike[str],
+    *,
+    processor: Any = None,
+) -> Context:
     """Read a context from a file that `Context.save` wrote.
 
     Args:
-        path: the file. Nothing in it is run.
+        path: the file. Nothing in it is run. File and model may stand in either order.
         model: the model that read it, wrapped in the same way.
+        processor: as for `read`.
 
     Raises:
-        ValueError: no context, or one of another model, policy or budget; the message names the
-            file. Or the model's heads are spread over processes.
+        ValueError: no context, or one of another model, policy or budget, or damaged; the message
+            names the file. Or the model's heads are spread over processes.
     """
+    if isinstance(path, nn.Module):
+        path, model = model, path
     inner = innermost(model)
-    return Context(inner, *context_files.load(path, inner))
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"expected the path of a context's file, not a {type(path).__name__}")
+    cache, inputs, opened = context_files.load(path, inner)
+    return Context(inner, cache, inputs, processor, Opened(**opened))
 
 
 def _read(model: Any, given: dict[str, Any], chunk: int | None, **more: Any) -> CompressedCache:
@@ -218,9 +294,7 @@ def _read(model: Any, given: dict[str, Any], chunk: int | None, **more: Any) -> 
         return_dict_in_generate=True,
         prefill_chunk_size=chunk,
     )
-    cache = out.past_key_values
-    cache.max_length = 0
-    return cache
+    return out.past_key_values
 
 
 @torch.no_grad()
@@ -260,10 +334,9 @@ def _tensors(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 def _lasting(given: Mapping[str, Any]) -> dict[str, Tensor]:
     """What later turns must be told: all that goes token by token, and grids of pictures."""
-    shape = given["input_ids"].shape
     tensors = {k: x for k, x in given.items() if isinstance(x, Tensor)}
-    return {k: x for k, x in tensors.items() if x.shape == shape or _is_grid(k)}
+    return {k: x for k, x in tensors.items() if k in context_files.TOKENWISE or _is_grid(k)}
 
 
 def _is_grid(name: str) -> bool:
-    return name.endswith("grid_thw") or name == _SECONDS
+    return name in context_files.GRIDS

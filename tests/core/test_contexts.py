@@ -467,6 +467,9 @@ HOSTILE = {
             "plan": ("", "{}", "[]", "[" * 10**5, 3, None),
             "weights": ("", 3),
             "dtype": ("torch.float16", "nonsense", 3),
+            "roles": (["user"], [3], "user", None),
+            "pictures": ([1], [-1], ["a"], {}),
+            "lead": (3, None),
             "task": ("qa", 3, None),
             "learned": ([0.2, 0.3, 0.5], [1, 0, 0], [0.5], ["a"], [float("nan")] * 3, {}, None),
             "sizes": (
@@ -501,6 +504,8 @@ def test_hostile_errors_windows_and_grids_are_refused(tmp_path):
     for name, tensor, changes in (
         ("Gemma3ForCausalLM", "windows.0.values", floats("windows.0.values")),
         ("LlamaForCausalLM", "layers.0.error", [
+            *(lambda tensors, about, x=x: about.update(roles=["user"], pictures=[x])
+              for x in (-1, True, 0.5, 10**9)),
             *floats("layers.0.error"), put("layers.0.error", -0.1, 0),
             made("layers.0.error", lambda x: None),
         ]),

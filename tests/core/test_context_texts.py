@@ -1,0 +1,173 @@
+"""A context of texts and chat messages is the conversation that its template writes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from PIL import Image
+
+import mmkv
+from helpers.marks import slow_except
+from mmkv import chat
+from mmkv.builtin import example_pictures
+
+ASKED = "What is at the top center?"
+HOW = {"max_new_tokens": 8, "do_sample": False}
+FEW = {**HOW, "max_new_tokens": 2}
+
+
+@functools.cache
+def builtin():
+    return mmkv.load_builtin()
+
+
+@functools.cache
+def smollm2():
+    return mmkv.load_builtin("smollm2")
+
+
+def user(*parts):
+    return {"role": "user", "content": [text(x) if isinstance(x, str) else x for x in parts]}
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+def picture(n):
+    with Image.open(example_pictures()[n]) as found:
+        return {"type": "image", "image": found.convert("RGB")}
+
+
+def ids_of(processor, messages):
+    """What the template makes of a whole conversation, and its answer's head."""
+    model = builtin()[0] if hasattr(processor, "image_processor") else smollm2()[0]
+    loaded = chat.Loaded("any", model, processor, hasattr(processor, "image_processor"))
+    return chat.encode_messages(loaded, messages)["input_ids"][0].tolist()
+
+
+def seen(context, question):
+    """All ids that a question's reply stands behind."""
+    return context.behind(context._encoded(question, None, ends=True)[0])["input_ids"][0].tolist()
+
+
+def test_pictures_are_asked_about_in_words():
+    model, processor = builtin()
+    one, two = picture(0), picture(1)
+    with mmkv.wrapped(model, budget=1.0):
+        context = mmkv.read(model, [user(one)], processor=processor)
+        assert seen(context, ASKED) == ids_of(processor, [user(one, ASKED)])
+        assert context.answer("Describe the image.") == (
+            "There are three objects in the picture. A purple ring is at the top right. A blue "
+            "cross is at the middle right. A yellow circle is at the bottom left."
+        )
+        assert "green square" in mmkv.read(model, [user(two)], processor=processor).answer(ASKED)
+        # A picture of the question's own, and one that is read later: the template counts them.
+        both = ids_of(processor, [user(one, two, ASKED)])
+        assert seen(context, [user(two, ASKED)]) == both
+        context.append([user(two)])
+        assert seen(context, ASKED) == both
+        said = {"role": "assistant", "content": [text("Two.")]}
+        context.append([said])
+        assert seen(context, ASKED) == ids_of(processor, [user(one, two), said, user(ASKED)])
+
+
+@pytest.mark.parametrize("system", slow_except([True, False], True))
+def test_a_document_is_asked_about_in_words(system, tmp_path):
+    model, tokenizer = smollm2()
+    document = "The keeper's dog is called Pepper.", "The mayor is John Fisk."
+    before = [{"role": "system", "content": "Answer briefly."}] if system else []
+    read = [*before, {"role": "user", "content": document[0]}] if system else document[0]
+
+    def whole(*words):
+        return [*before, {"role": "user", "content": "\n\n".join(words)}]
+
+    with mmkv.wrapped(model, budget=1.0):
+        context = mmkv.read(model, read, processor=tokenizer)
+        questions = ["What is the dog called?", "Who?"]
+        assert seen(context, questions[0]) == ids_of(tokenizer, whole(document[0], questions[0]))
+        given = torch.tensor([ids_of(tokenizer, whole(document[0], questions[0]))])
+        wanted = model.generate(given, **HOW)[0, given.shape[1] :]
+        wanted = tokenizer.decode(wanted, skip_special_tokens=True).strip()
+        assert context.answer(questions[0], **HOW) == wanted
+        assert "Pepper" in wanted
+        assert context.answer(questions, **HOW)[0] == wanted
+        assert len(context.answer(questions[0], num_beams=2, num_return_sequences=2, **FEW)) == 2
+        context.append(document[1])
+        assert seen(context, "Who?") == ids_of(tokenizer, whole(*document, "Who?"))
+        said = {"role": "assistant", "content": "Yes."}
+        more = [said, {"role": "user", "content": "Really?"}]
+        asked = [{"role": "user", "content": "Who?"}, *more]
+        assert seen(context, asked) == ids_of(tokenizer, [*whole(*document, "Who?"), *more])
+        context.save(tmp_path / "read")
+        loaded = mmkv.load_context(model, tmp_path / "read", processor=tokenizer)
+        assert loaded.answer("Who is the mayor?", **HOW) == context.answer(
+            "Who is the mayor?", **HOW
+        )
+        assert loaded.opened == context.opened
+
+
+def test_ids_and_plain_texts_go_on_as_they_are():
+    model, tokenizer = smollm2()
+    words = tokenizer("One two three", return_tensors="pt").input_ids
+    more = tokenizer(" four five", add_special_tokens=False, return_tensors="pt").input_ids
+    with mmkv.wrapped(model, budget=1.0):
+        wanted = model.generate(torch.cat([words, more], 1), **FEW)[:, 5:]
+        for given in (words, words[0], words.int(), {"input_ids": words}):
+            context = mmkv.read(model, given)
+            assert torch.equal(context.ask(more, **FEW), wanted)
+            assert torch.equal(context.ask(" four five", processor=tokenizer, **FEW), wanted)
+        plain = copy.deepcopy(tokenizer)
+        plain.chat_template = None
+        context = mmkv.read(model, "One two", processor=plain)
+        context.append(" three")
+        assert torch.equal(context.ask(" four five", **FEW), wanted)
+        with pytest.raises(ValueError, match="has no chat template: give a text"):
+            context.ask([user("four")])
+        with pytest.raises(ValueError, match="read from ids: give a text"):
+            mmkv.read(model, words).ask([user("four")], processor=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        (5, "or a tensor of ids, not int"),
+        ([], r"or a tensor of ids, not \[\]"),
+        ([1, 2], "or a tensor of ids, not list"),
+        (torch.ones(2, 3), r"ids of torch\.float32 \[2, 3\]: expected ints"),
+        (torch.ones(1, 2, 3).long(), r"ids of torch\.int64 \[1, 2, 3\]"),
+        ([{"role": "user"}], "expected a role and a content"),
+        ([{"content": "x"}], "expected a role and a content"),
+        ([user({"type": "image", "image": "x.png"})], "a picture of PIL"),
+        ([user({"type": "audio"})], "a picture of PIL"),
+        ([user(picture(0))], "the tokenizer reads text only"),
+    ],
+)
+def test_what_is_no_prompt_is_said(given, match):
+    model, tokenizer = smollm2()
+    with mmkv.wrapped(model, "condense", 0.4):
+        context = mmkv.read(model, "x", processor=tokenizer)
+        for use in (context.ask, context.append, context.answer):
+            with pytest.raises(ValueError, match=match):
+                use(given)
+        with pytest.raises(ValueError, match=match):
+            mmkv.read(model, given, processor=tokenizer)
+
+
+def test_who_turns_texts_into_tokens_is_asked_for(tmp_path):
+    model, _ = smollm2()
+    with mmkv.wrapped(model, "condense", 0.4):
+        context = mmkv.read(model, torch.tensor([5, 6, 7]))
+        for processor, name in ((None, "none"), ("gpt2", "a str")):
+            for use in (context.ask, context.append, functools.partial(mmkv.read, model)):
+                with pytest.raises(ValueError, match=f"there is {name}: pass it as processor="):
+                    use("x", processor=processor)
+        with pytest.raises(ValueError, match=r"to answer in text .* pass processor="):
+            context.answer("x")
+        with pytest.raises(ValueError, match="path of a context's file, not a int"):
+            mmkv.load_context(5, model)
+        with pytest.raises(ValueError, match="a loaded model, not the path or name 'y'"):
+            mmkv.load_context("x", "y")
