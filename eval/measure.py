@@ -278,10 +278,10 @@ def timed(
         caches[:] = [output.past_key_values]
 
     how: dict[str, Any] = {"max_new_tokens": max(limits), "do_sample": False, "num_beams": 1}
-    how |= {"pad_token_id": pad, "return_dict_in_generate": True, "streamer": Clock()}
+    how |= {"pad_token_id": pad, "return_dict_in_generate": True, "use_cache": True}
     start = time.perf_counter()
     with torch.no_grad(), model.register_forward_hook(watch):
-        out = model.generate(**inputs, **how, prefill_chunk_size=chunk)
+        out = model.generate(**inputs, **how, streamer=Clock(), prefill_chunk_size=chunk)
     new = out.sequences[:, inputs["input_ids"].shape[1] :]
     seconds, ends = time.perf_counter() - start, ends_of(model)
     replies = [up_to_end(ids, ends) for ids in new.tolist()]
