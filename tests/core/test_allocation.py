@@ -165,23 +165,6 @@ def test_every_formula_spends_its_total_and_never_grows_with_depth(
         assert sizes == sorted(sizes, reverse=True)
 
 
-@pytest.mark.parametrize(("n_layers", "total", "beta"), [(32, 32 * 128, 20), (7, 501, 3.5)])
-def test_pyramid_is_the_papers_arithmetic_series(n_layers: int, total: int, beta: float) -> None:
-    mean = total / n_layers
-    low = mean / beta
-    high = 2 * mean - low
-    sizes = pyramid(n_layers, total, beta=beta, max_size=10**6)
-    for layer, size in enumerate(sizes):
-        assert abs(size - (high - (high - low) * layer / (n_layers - 1))) < 1
-    # One layer that cannot be that large: it is full, and the last makes up for it.
-    most = int(high) - 10
-    capped = pyramid(n_layers, total, beta=beta, max_size=most)
-    for layer, size in enumerate(capped):
-        wanted = most - (most - (2 * mean - most)) * layer / (n_layers - 1)
-        assert abs(size - wanted) < 1
-    assert sum(capped) == total
-
-
 @pytest.mark.parametrize(("decay", "max_size"), [(0.95, 10**6), (0.7, 10**6), (0.8, 700), (1, 300)])
 def test_geometric_is_a_capped_series_scaled_to_the_total(decay: float, max_size: int) -> None:
     n_layers, total = 16, 16 * 300

@@ -12,6 +12,7 @@ from helpers.marks import slow_except
 from helpers.models import IMAGE, VOCAB, make_inputs, make_model, row_of
 from helpers.oracle import USUAL, generate, prefilled, top, window_scores
 from helpers.sizes import row_sizes
+from mmkv.policy import Policy
 from mmkv.registry import exact_share
 
 L, H, G = 3, 2, 2
@@ -56,10 +57,12 @@ def test_a_budget_too_small_for_what_must_stay_is_said(text_model, caplog):
         ]
         assert [record.getMessage() for record in caplog.records] == ["; ".join(notes)]
         caplog.clear()
+    with mmkv.wrapped(text_model, "snapkv", 0.2, sinks=4), torch.no_grad():
         text_model.generate(**make_inputs("llama", (40,) * 9), max_new_tokens=2)
         assert [r.getMessage().count("too few") for r in caplog.records] == [3]
         assert caplog.records[0].getMessage().endswith("; and 6 rows more")
         caplog.clear()
+    with mmkv.wrapped(text_model, "snapkv", 0.2, sinks=4), torch.no_grad():
         cache = text_model(**make_inputs("llama", (200, 190)), use_cache=True).past_key_values
         assert not caplog.records
         assert cache.report().notes == []
@@ -236,6 +239,23 @@ def test_the_share_of_generated_tokens_is_the_budgets_where_more_had_to_be_kept(
         *_, held = generate(model, inputs, new=200)
     assert [len(held[t][0][0, 0]) for t in (0, 5, 6, 110, 150)] == [30, 35, 35, 35, 36]
     assert len(held[-1][0][0, 0]) == round(0.2 * 229)
+
+
+def sizes(budget, *, floor=2, **more):
+    policy = Policy.of(score="accumulated")
+    return row_sizes(policy, budget, n_layers=L, length=20, floor=floor, **more)
+
+
+def test_the_floor_and_the_row_bound_every_layer():
+    fractions = [0.9, 0.05, 0.3]
+    wanted = mmkv.sizes.fit([18, 1, 6], 30, floor=2, max_size=20)
+    assert sizes(0.5, fractions=fractions) == wanted
+    assert min(sizes(0.5, floor=5, fractions=fractions)) == 5
+    # Short of the floor, every layer keeps what must stay; and never more than there is.
+    assert sizes(0.2, floor=6) == sizes(1, floor=6) == [6, 6, 6]
+    assert sizes(0.2, floor=20) == sizes(0.2, floor=21) == [20, 20, 20]
+    assert sizes(0.2, floor=19) == sizes(19) == [19, 19, 19]
+    assert sizes(30) == sizes(20) == sizes(1.0) == [20, 20, 20]
 
 
 def official_pyramid(n_layers, mean, window, n, beta):

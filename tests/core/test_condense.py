@@ -12,6 +12,7 @@ import mmkv
 from helpers.models import make_inputs, make_model, next_turn
 from helpers.oracle import ROWS, generate, prefilled
 from mmkv.cache import selection
+from mmkv.cache.token_masks import TokenMasks
 from mmkv.scores.observers import Observers, observer_scores, output_gram
 
 
@@ -224,3 +225,19 @@ def test_a_group_takes_over_the_attention_its_tokens_received(models):
         for block in layer.blocks:
             received = block.mass.masked_fill(block.positions < 0, 0.0).sum(-1)
             torch.testing.assert_close(received, torch.full_like(received, 90.0))
+
+
+@pytest.mark.parametrize(("size", "newest"), [(15, 1), (16, 2), (25, 3), (60, 4)])
+def test_groups_keep_the_newest_in_an_eighth_of_few_slots(size: int, newest: int) -> None:
+    policy = mmkv.get_policy("condense", newest=4)
+    N = 100
+    positions = torch.arange(N).view(1, 1, N)
+    prompt = TokenMasks.of(policy, torch.ones(1, N, dtype=torch.bool), budget=size, n_layers=1)
+    must = int(prompt.must.sum())
+    scores = torch.linspace(1, 0, N).view(1, 1, N)
+    rank = selection.ranked(policy, scores, positions, prompt, [size]).rank
+    room = min(newest, size - must)
+    expected = prompt.must[0].clone()
+    free = (~expected).nonzero()[:, 0].tolist()
+    expected[free[len(free) - room :]] = True
+    assert torch.equal(rank[0, 0].isinf(), expected)

@@ -14,7 +14,7 @@ import torch
 
 import mmkv
 from helpers.marks import slow_except
-from helpers.masking import generate
+from helpers.masking import generate, same_run
 from helpers.models import make_inputs, make_model
 from helpers.oracle import DECODING, READING, REPLAYED, ROWS, Variant, options_of, short
 from helpers.pretend_cuda import install
@@ -131,12 +131,7 @@ def test_every_policy_runs_on_one_device_and_decodes_without_waiting(
         mmkv.wrapped(model, variant.policy, variant.budget, **options),
     ):
         logits, got, cache = generate(model, on_gpu(inputs), new=NEW)
-    assert logits.device == DEVICE
-    torch.testing.assert_close(logits.cpu(), expected, atol=1e-4, rtol=0)
-    assert torch.equal(got.cpu(), tokens)
-    for i in range(len(cache.layers)):
-        assert cache.kept(i).device == DEVICE
-        assert torch.equal(cache.kept(i).cpu(), plain.kept(i))
+    same_run((logits, got, cache), (expected, tokens, plain))
     assert len(found) == len(alone) == NEW - 1
     if variant in REPLAYED:  # a round is evicted as a prompt is
         assert sum(found, Counter()) - sum(alone, Counter()) == Counter()
@@ -206,10 +201,7 @@ def test_replayed_steps_pass_nothing_between_host_and_device(
     with mmkv.wrapped(model, variant.policy, variant.budget, **options):
         logits, got, cache = generate(model, on_gpu(inputs), new=NEW)
     assert len(cuda.graphs) == 1
-    torch.testing.assert_close(logits.cpu(), expected, atol=1e-4, rtol=0)
-    assert torch.equal(got.cpu(), tokens)
-    for i in range(len(cache.layers)):
-        assert torch.equal(cache.kept(i).cpu(), plain.kept(i))
+    same_run((logits, got, cache), (expected, tokens, plain))
     assert len(found) == NEW - 1
     assert sum(found[-10:], Counter()) == Counter()
 

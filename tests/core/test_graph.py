@@ -18,7 +18,7 @@ from packaging.version import Version
 
 import mmkv
 from helpers.marks import slow_except
-from helpers.masking import generate
+from helpers.masking import generate, same_run
 from helpers.models import make_inputs, make_model
 from helpers.oracle import POSTPONED, REPLAYED, ROWS, Variant, options_of, short
 from helpers.pretend_cuda import install
@@ -61,11 +61,7 @@ def test_replayed_steps_equal_steps(models, on_cpu, variant, rows):
     with mmkv.wrapped(model, variant.policy, variant.budget, **options):
         logits, got, cache = generate(model, inputs, new=NEW)
     assert len(on_cpu) == 1
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-    assert torch.equal(got, tokens)
-    assert cache.get_seq_length() == plain.get_seq_length()
-    for i in range(len(cache.layers)):
-        assert torch.equal(cache.kept(i), plain.kept(i))
+    same_run((logits, got, cache), (expected, tokens, plain))
 
 
 def test_a_cache_goes_on_after_its_replays(models, on_cpu):
@@ -158,10 +154,7 @@ def test_more_tokens_than_slots(models, on_cpu, monkeypatch, policy, captures):
     assert len(on_cpu) == captures
     # The prompt, the step with which H2O fills up, and before each capture a step that allocates.
     assert len(calls) == 1 + (policy == "h2o") + 2 * captures
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-    assert torch.equal(got, tokens)
-    for i in range(3):
-        assert torch.equal(cache.kept(i), plain.kept(i))
+    same_run((logits, got, cache), (expected, tokens, plain))
 
 
 @pytest.mark.parametrize("length", slow_except([200, 2000], 200))
@@ -227,10 +220,7 @@ def test_a_step_that_fails_to_capture_is_run_and_logged(on_cpu, caplog, policy, 
         logits, got, cache = generate(model, inputs, new=24)
     handle.remove()
     assert "without a CUDA graph: operation not permitted" in caplog.text
-    assert torch.equal(got, tokens)
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-    for i in range(3):
-        assert torch.equal(cache.kept(i), plain.kept(i))
+    same_run((logits, got, cache), (expected, tokens, plain))
 
 
 def test_a_model_that_counts_on_the_host_is_not_replayed(on_cpu, caplog):

@@ -14,7 +14,7 @@ from torch import Tensor
 import mmkv
 from helpers.masking import masked_logits
 from helpers.models import IMAGE, make_inputs, make_model
-from helpers.oracle import generate, top, window_scores
+from helpers.oracle import generate, prefilled, top, window_scores
 from mmkv import adapters
 from mmkv.profiles import Profile
 
@@ -208,3 +208,25 @@ def test_tova_drops_what_the_newest_query_attends_to_least(plain, window):
             assert seen[victim].item() == pytest.approx(min(seen[list(alive)]).item(), abs=1e-7)
             alive = alive - {victim} | {N + t}
             assert held[t + 1][layer] == [alive] * H
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [("snapkv", {"window": WINDOW}), ("adakv", {"window": WINDOW}), ("h2o", {"sinks": 3})],
+)
+def test_the_reported_share_is_of_what_competed(plain, policy, options):
+    """Of the importance of tokens that could go, over the heads of a layer."""
+    cache = prefilled(plain.model, plain.inputs, policy, 24, **options)
+    for layer, found in enumerate(cache.report().layers):
+        kept = total = 0.0
+        for h in range(H):
+            scores = plain.group(layer, h).sum((0, 1)).tolist()
+            if policy != "h2o":
+                scores = window_scores(plain.group(layer, h), WINDOW, 7, "max")
+            competing = range(options.get("sinks", 0), len(scores))
+            total += sum(scores[j] for j in competing)
+            kept += sum(scores[j] for j in set(competing) & set(cache.kept(layer)[0, h].tolist()))
+        assert found.retained == pytest.approx(kept / total, rel=1e-4)
+    # Of nothing that competes, all is retained.
+    cache = prefilled(plain.model, make_inputs("llama", (60, 5)), "h2o", 0.5, sinks=9)
+    assert all(float(x.state.retained[1]) == 1 > float(x.state.retained[0]) for x in cache.layers)

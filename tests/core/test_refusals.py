@@ -291,6 +291,25 @@ def test_scores(models, scores, message):
         generate(model, inputs, new=2)
 
 
+def test_scores_that_are_ranked_all_the_same(models):
+    """inf counts more than any finite score, -inf nothing; NaN is no fault of a score's own."""
+
+    class Odd(Score):
+        def __call__(self, layer):
+            found = layer.key.norm(dim=-1)
+            for place, x in ((7, torch.inf), (9, -torch.inf), (11, layer.query[0, 0, 0, 0] * 0)):
+                found[..., place] = found[..., place] + x
+            return found
+
+    model, inputs, odd = make_model("llama"), make_inputs("llama", (60,)), mmkv.Policy(score=Odd())
+    cache = prefilled(model, inputs, odd, 0.9)
+    assert all({7, 11} <= set(h) for i in range(3) for h in cache.kept(i)[0].tolist())
+    assert not any(9 in h for i in range(3) for h in cache.kept(i)[0].tolist())
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.fill_(torch.inf)
+    assert prefilled(model, inputs, odd, 0.5).report().kept_fraction == 0.5
+
+
 def test_names_that_are_taken():
     with pytest.raises(ValueError, match=r"'snapkv' is taken by mmkv\.policies\.snapkv\.SnapKV"):
         mmkv.register_policy("snapkv")(type("Other", (mmkv.Policy,), {}))
