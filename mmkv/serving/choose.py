@@ -94,7 +94,7 @@ class _Grammar(LogitsProcessor):
         self._matcher.consume_tokens(new)
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if error := self._matcher.get_error():
-            raise RuntimeError(f"the reply's format cannot be held: {error.splitlines()[0]}")
+            raise Refused(f"a format that cannot be held: {error.splitlines()[0]}")
         allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool()
         V = scores.shape[1]
         return scores.masked_fill(~allowed[:V].to(scores.device), float("-inf"))

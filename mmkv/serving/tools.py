@@ -43,7 +43,7 @@ def as_object(function: Any) -> dict[str, Any]:
     """A call that is sent back, as chat templates take it: arguments that are JSON as an object."""
     try:
         arguments = json.loads(function.arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = function.arguments
     return {"name": function.name, "arguments": arguments}
 

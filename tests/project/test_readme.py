@@ -404,8 +404,8 @@ def address():
     model, processor = mmkv.load_builtin()
     mmkv.wrap(model, budget=0.2)
     with (
-        Engine(model, processor) as engine,
-        listening(server.app(engine, name="builtin", max_new_tokens=8)) as address,
+        Engine(model, processor, max_new_tokens=8) as engine,
+        listening(server.app(engine, name="builtin")) as address,
     ):
         yield address
 

@@ -253,6 +253,14 @@ class TestTools:
         assert shape["$defs"] == {"City": {"type": "string"}}
         assert shape["anyOf"][0]["properties"]["arguments"] == {"$ref": "#/$defs/City"}
 
+    @pytest.mark.parametrize("arguments", ["no JSON", "[" * 10**6])
+    def test_calls_that_are_no_calls(self, address, engine, arguments):
+        call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+        assert post(address, {"model": "tiny", "messages": [turn]})[0] == 200
+        (told,) = engine.asked[0]["messages"][0]["tool_calls"]
+        assert told["function"]["arguments"] == arguments
+
     def test_calls_that_are_sent_back(self, client, engine):
         call = {"name": "weather", "arguments": '{"city": "Oslo"}'}
         client.chat.completions.create(

@@ -195,6 +195,12 @@ class TestFormats:
         with pytest.raises(Refused, match="cannot be held"):
             engine.submit(asked("?"), sampling=Sampling(grammar="{"))
 
+    def test_a_grammar_without_an_end(self, engine):
+        pytest.importorskip("llguidance")
+        sampling = Sampling(grammar=json_grammar({"$ref": "#"}))
+        with pytest.raises(Refused, match="cannot be held"):
+            engine.submit(asked("?"), sampling=sampling).result(60)
+
     def test_without_the_library(self, engine, monkeypatch):
         monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
         with pytest.raises(Refused, match="structured"):
