@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -95,6 +97,20 @@ def test_the_least_recently_used_prefix_leaves(models):
         assert [hit(i) for i in (0, 1, 0, 2, 0, 1)] == [False, False, True, False, True, False]
 
 
+def test_a_request_waits_for_memory_rather_than_take_its_prefix_from_others(models):
+    model = models("llama")
+    prefix, question = make_inputs("llama", (60,)), make_inputs("llama", (5,), seed=9)
+    with mmkv.wrapped(model, "full"), Engine(model, cache_memory=235 * 768) as engine:
+        engine.submit(inputs=question, prefix=prefix, max_new_tokens=2).result(60)
+        with engine._worker.wake:  # both wait before either is begun
+            first = engine.submit(inputs=make_inputs("llama", (60,), seed=1), max_new_tokens=60)
+            reply = engine.submit(inputs=question, prefix=prefix, max_new_tokens=2)
+        next(iter(reply))
+        assert first.finish_reason == "length"
+        assert reply.usage.shared
+        assert engine.stats().prefixes == 1
+
+
 @pytest.mark.parametrize("limit", [{"max_prefixes": 2}, {"cache_memory": 95_000}], ids=str)
 def test_a_prefix_that_a_request_waits_for_stays(models, limit):
     model = models("llama")
@@ -128,7 +144,7 @@ def test_owners_do_not_share(models):
     [
         {"x": IDS.to(torch.int32)},
         {"x": IDS.view(torch.float64)},
-        {"x": IDS.T},
+        {"x": IDS.view(4, 3)},
         {"y": IDS},
         {"x": IDS + 1},
         {"x": IDS, "seconds": [1.0]},
@@ -259,6 +275,20 @@ class Bytes:
 
     def decode(self, tokens, skip_special_tokens):
         return bytes(tokens).decode("utf-8", errors="replace")
+
+
+class Words(list):
+    """A tokenizer whose tokens are places of its texts."""
+
+    def decode(self, tokens, skip_special_tokens):
+        return "".join(self[i] for i in tokens)
+
+
+def test_the_first_of_several_stop_texts_counts():
+    for stop in itertools.permutations(("two", "three", "four")):
+        stream = TextStream(Words(["zero ", "one two three four"]), stop)
+        assert stream.add(0) + stream.add(1) == "zero one "
+        assert stream.stopped
 
 
 @pytest.mark.parametrize(
