@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -23,11 +22,6 @@ from mmkv.terminal import check_place, console, say, told
 
 from .arguments import BudgetsOption, LimitOption, PromptsOption, budget_list, commands
 from .store import Store, describe_environment, digest, key_of, replace
-
-if TYPE_CHECKING:
-    from mmkv.chat import Loaded
-    from mmkv.check_report import CheckReport
-    from mmkv.policy import Policy
 
 FOLDER = Path("runs/check")
 
@@ -71,96 +65,60 @@ def check_command(
     chosen = get_policy(policy, **chat.parse_options(policy, option or []))
     sizes = budget_list(budgets)
     own = None if prompts is None else prompt_files.read(prompts)
-    folder = _folder(out or FOLDER)
-    if out is not None and (out.is_dir() if folder != out else out.is_file()):
+    # Where rows are kept: beside a report's file.
+    named = out is not None and out.suffix == ".json"
+    folder = FOLDER if out is None else out.with_suffix("") if named else out
+    if out is not None and (out.is_dir() if named else out.is_file()):
         raise ValueError(f"--out {out}: expected a folder, or a file named FILE.json")
     check_place(folder)
 
-    from mmkv.divergence import check_arguments
+    from mmkv.check_report import summed_up
+    from mmkv.divergence import check_arguments, check_prompts, measured, settings_of
     from mmkv.loading import quiet
 
     check_arguments(chosen, sizes, within, max_new_tokens)
     loaded = chat.load(model, device, dtype)
-    how: dict[str, Any] = {"within": within, "max_new_tokens": max_new_tokens}
-    how |= {"profile": profile, "kv_dtype": kv_dtype, "out": out}
+    net = loaded.model
+    how: dict[str, Any] = {"profile": profile, "kv_dtype": kv_dtype}
     try:
         with quiet():
             # The built-in model knows no English.
             inputs = prompt_files.inputs(loaded, own, limit, drawn=model == "builtin")
-            report, path = run(loaded, inputs, chosen, sizes, **how)
+            check_prompts(net, inputs, max_new_tokens)
+            settings, notes = settings_of(net, chosen, sizes, **how)
+            about = {
+                "model": loaded.name,
+                "policy": settings[0].label,
+                "options": json.loads(json.dumps(chosen.flat(), default=str)),
+                "profile": None if profile is None else str(profile),
+                "budgets": sizes,
+                "max_new_tokens": max_new_tokens,
+                "n": len(inputs),
+                "prompts_digest": digest([x["input_ids"].tolist() for x in inputs]),
+                "dtype": str(net.dtype).removeprefix("torch."),
+                "device": net.device.type,
+            }
+            environment = describe_environment(net.device)
+            folder = folder / digest([about, environment]) if out is None else folder
+            store = Store(folder)
+            store.claim(about, environment)
+            order = list(dict.fromkeys(x.label for x in settings)), [x.budget for x in settings]
+            done = {key_of(row) for row in store.merge(*order)}
+            if done:
+                say(f"{len(done)} of {len(inputs) * len(settings)} rows are in {folder} already")
+            for found in measured(net, inputs, settings, max_new_tokens, done):
+                store.append(found)
+            each = store.merge(*order)
     except KeyboardInterrupt:
         say("stopped; finished rows are kept, the same command goes on")
         raise typer.Exit(130) from None
+    report = summed_up(each, within, notes)
+    path = out if out is not None and named else folder / "report.json"
+    data = about | environment | report.to_dict() | {"each": each}
+    text = json.dumps(data, indent=2) + "\n"
+    replace(path, text)
     if as_json:
-        typer.echo(path.read_text(encoding="utf-8"), nl=False)
+        typer.echo(text, nl=False)
         return
     console().print(report)
     typer.echo(f"wrote {path}")
-
-
-def run(
-    loaded: Loaded,
-    inputs: Sequence[dict[str, Any]],
-    policy: Policy,
-    budgets: Sequence[float | int],
-    *,
-    within: float,
-    max_new_tokens: int,
-    profile: Path | None = None,
-    kv_dtype: str | None = None,
-    out: Path | None = None,
-) -> tuple[CheckReport, Path]:
-    """Measure what a folder has no rows of yet; write the report beside them.
-
-    Args:
-        loaded: a model that is not wrapped.
-        inputs: of one prompt each.
-        policy, budgets, within, max_new_tokens, profile, kv_dtype: as for `mmkv.check`.
-        out: as for the command.
-
-    Returns:
-        the report, and the file that it was written to.
-
-    Raises:
-        RunError: the folder holds rows of other settings.
-        ValueError: as `mmkv.check`.
-    """
-    from mmkv.check_report import summed_up
-    from mmkv.divergence import check_prompts, measured, settings_of
-
-    model = loaded.model
-    check_prompts(model, inputs, max_new_tokens)
-    settings, notes = settings_of(model, policy, budgets, profile=profile, kv_dtype=kv_dtype)
-    about = {
-        "model": loaded.name,
-        "policy": settings[0].label,
-        "options": json.loads(json.dumps(policy.flat(), default=str)),
-        "profile": None if profile is None else str(profile),
-        "budgets": list(budgets),
-        "max_new_tokens": max_new_tokens,
-        "n": len(inputs),
-        "prompts_digest": digest([x["input_ids"].tolist() for x in inputs]),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
-    }
-    environment = describe_environment(model.device)
-    folder = FOLDER / digest([about, environment]) if out is None else _folder(out)
-    store = Store(folder)
-    store.claim(about, environment)
-    order = list(dict.fromkeys(x.label for x in settings)), [x.budget for x in settings]
-    done = {key_of(row) for row in store.merge(*order)}
-    if done:
-        say(f"{len(done)} of {len(inputs) * len(settings)} rows are in {folder} already")
-    for found in measured(model, inputs, settings, max_new_tokens, done):
-        store.append(found)
-    each = store.merge(*order)
-    report = summed_up(each, within, notes)
-    path = folder / "report.json" if out in (None, folder) else out
-    found = about | environment | report.to_dict() | {"each": each}
-    replace(path, json.dumps(found, indent=2) + "\n")
-    return report, path
-
-
-def _folder(out: Path) -> Path:
-    """Where rows are kept: `out`, or beside a report's file."""
-    return out.with_suffix("") if out.suffix == ".json" else out
