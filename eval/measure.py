@@ -247,16 +247,8 @@ def timed(
 ) -> tuple[list[list[int]], Any, dict[str, float], int]:
     """Greedy replies by `generate`, each up to an end and its limit, and how fast they came.
 
-    Args:
-        model: wrapped or not.
-        inputs: of left-padded prompts, or of what stands behind a context.
-        limits: most new tokens of each row.
-        pad: the tokenizer's padding token.
-        chunk: how many tokens of a prompt are read at a time; None: all.
-
-    Returns:
-        tokens of each reply; the cache; "first_token_s" and "tokens_per_s"; and the cache's bytes
-        once the prompt was read.
+    A prompt is read `chunk` tokens at a time. Returns tokens of each reply; the cache;
+    "first_token_s" and "tokens_per_s"; and the cache's bytes once the prompt was read.
     """
     import torch
     from transformers.generation.streamers import BaseStreamer

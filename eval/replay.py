@@ -120,17 +120,9 @@ def applies(plan: CacheConfig) -> bool:
 def continued(
     model: Any, inputs: Mapping[str, Tensor], read: Read, limits: Sequence[int], ends: set[int]
 ) -> tuple[list[list[int]], Any]:
-    """Greedy replies behind prompts that are read already, up to an end or each row's limit.
+    """Greedy replies behind prompts that are read already: new tokens of each row, and the cache.
 
-    Args:
-        model: wrapped.
-        inputs: of the prompts; their ids and mask are used.
-        read: gives the cache and the first logits.
-        limits: most new tokens of each row.
-        ends: tokens that end a reply, and are its last ones.
-
-    Returns:
-        new tokens of each row, and the cache.
+    `read` gives the cache and the first logits; a reply ends with one of `ends` or at its limit.
     """
     steps = Steps(model, inputs)
     cache, logits = read()

@@ -1,9 +1,8 @@
 """Runs policies x budgets over a suite's samples; each finished row is on disk at once.
 
 The unit of work is a batch at one policy and budget. Batches are the same whatever the number of
-processes, so that a run of several gives the rows of a run of one, and all policies run on a batch
-before the next. Samples that ask about the same contexts are in batches of one group, so that a
-context whose question is hidden is read once.
+processes, and all policies run on a batch before the next. Samples that ask about the same contexts
+are in batches of one group, so that a context whose question is hidden is read once.
 """
 
 from __future__ import annotations

@@ -85,8 +85,7 @@ def parse_variants(
         policies: "name" or "name:option=value:option=value"; besides the policy's options,
             "profile", "kv_dtype", "evict_chunks" with the tokens of a chunk, and "question=hidden".
         options: given to every policy that reads them.
-        builtin: the built-in data is used; policies with an observation window get one of 8
-            tokens, unless told otherwise.
+        builtin: of the built-in data: windows are 8 tokens, unless told otherwise.
 
     Raises:
         ValueError: an unknown policy or option, a bad value, an option that no policy reads, a

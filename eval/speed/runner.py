@@ -31,14 +31,10 @@ _WARM_GPU, _WARM_CPU = 48, 3
 
 
 class Bench:
-    """One setting on one model.
+    """One setting on one model, which is not wrapped.
 
-    Args:
-        setting: what to measure.
-        model: not wrapped; it is left so.
-        worker: kvpress's process with the same model, or None.
-        until: `time.monotonic` when it should be done: rounds are left out, all but the first.
-        tell: called with what is being done.
+    `worker` is kvpress's process with the same model; `until` is `time.monotonic` when it should be
+    done (rounds are left out, all but the first); `tell` is called with what is being done.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """An engine under load: how long clients wait, and what fits in the same memory.
 
-Requests come as a Poisson process, or from clients that each wait for their answer, with the same
-bytes of cache for condense, for the full cache, and for `generate`, which answers one after
-another.
+Requests come as a Poisson process, or from clients that each wait for their answer. Condense and
+the full cache have the same bytes of cache; `generate` answers one after another.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ def make_requests(
 ) -> list[Asked]:
     """Questions about long texts with pictures before them, of half to one and a half `tokens`.
 
-    Without a processor, random tokens. With `documents`, so many texts of `tokens` each are asked
-    about in turn, and shared; otherwise every request has its own.
+    Without a processor, random tokens. With `documents`, so many texts of `tokens` each are shared.
     """
     rng = random.Random(0)
     found: list[Asked] = []
