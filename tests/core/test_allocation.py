@@ -12,16 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers.sizes import of_row
-from mmkv.sizes import (
-    adaptive_heads,
-    fit,
-    geometric,
-    pooled,
-    prefix,
-    pyramid,
-    squeeze,
-    uniform,
-)
+from mmkv.sizes import adaptive_heads, fit, geometric, pooled, prefix, pyramid, squeeze, uniform
 
 quick = settings(max_examples=60, deadline=None)
 seeds = st.integers(0, 2**20)
@@ -148,9 +139,7 @@ def test_fit_settles_ties_for_the_larger_wish_then_the_first_layer() -> None:
 
 @quick
 @given(st.integers(1, 80), st.integers(0, 5000), st.data())
-def test_every_formula_spends_its_total_and_never_grows_with_depth(
-    n_layers: int, max_size: int, data: st.DataObject
-) -> None:
+def test_every_formula_spends_its_total_and_never_grows_with_depth(n_layers, max_size, data):
     total = data.draw(st.integers(0, n_layers * max_size))
     beta = data.draw(st.floats(1, 1000))
     decay = data.draw(st.floats(0.01, 1))
@@ -279,9 +268,7 @@ DEGENERATE = [
     [case[1:] for case in DEGENERATE],
     ids=[case[0] for case in DEGENERATE],
 )
-def test_degenerate_layers_mean_what_is_documented(
-    given_layer: list[float], meant_layer: list[float]
-) -> None:
+def test_degenerate_layers_mean_what_is_documented(given_layer, meant_layer):
     others = [[4.0, 3, 2, 1], [1.0, 9, 1, 0.5]]
     got = torch.tensor([given_layer, *others], dtype=torch.float64)
     meant = torch.tensor([meant_layer, *others], dtype=torch.float64)
@@ -326,9 +313,7 @@ def test_adaptive_heads_equals_the_loop_row_by_row(alpha: float, H: int) -> None
     st.booleans(),
     st.data(),
 )
-def test_adaptive_heads_spends_each_rows_budget_within_bounds(
-    B: int, H: int, N: int, alpha: float, seed: int, ties: bool, data: st.DataObject
-) -> None:
+def test_adaptive_heads_spends_each_rows_budget_within_bounds(B, H, N, alpha, seed, ties, data):
     total = data.draw(st.integers(0, H * N))
     scores = random(B, H, N, seed=seed).float()
     if ties:

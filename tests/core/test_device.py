@@ -126,10 +126,7 @@ def test_every_policy_runs_on_one_device_and_decodes_without_waiting(
             generate(model, on_gpu(inputs), new=NEW)
     alone = unwrapped[name]
     options = {"graph": False, **options_of(variant)}
-    with (
-        waits(model, gpu) as found,
-        mmkv.wrapped(model, variant.policy, variant.budget, **options),
-    ):
+    with waits(model, gpu) as found, mmkv.wrapped(model, variant.policy, variant.budget, **options):
         logits, got, cache = generate(model, on_gpu(inputs), new=NEW)
     same_run((logits, got, cache), (expected, tokens, plain))
     assert len(found) == len(alone) == NEW - 1
@@ -138,9 +135,7 @@ def test_every_policy_runs_on_one_device_and_decodes_without_waiting(
 
 
 @pytest.mark.parametrize(
-    "variant",
-    slow_except([*READING], Variant("prefixkv"), Variant("condense")),
-    ids=str,
+    "variant", slow_except([*READING], Variant("prefixkv"), Variant("condense")), ids=str
 )
 def test_a_prompt_makes_the_host_wait_where_heads_differ_and_no_more(there, gpu, variant):
     """Three times for masks; once for sizes by all layers; once or twice a layer for counts."""

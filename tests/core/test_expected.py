@@ -31,17 +31,7 @@ def rotation(place: float) -> Tensor:
     return found
 
 
-def naive(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ahead: list[int],
-    *,
-    skip: int,
-    epsilon: float,
-    scale: float,
-    bias: Tensor,
-) -> Tensor:
+def naive(query, key, value, ahead, *, skip, epsilon, scale, bias) -> Tensor:
     """`[H, N]` of one row without padding; `query` before rotary embedding, of the last tokens."""
     Q, n = query.shape[1], key.shape[1]
     turned = sum(rotation(p) for p in ahead) / len(ahead)

@@ -115,9 +115,7 @@ def test_readers_ask_behind_the_prompts_end(models, policy, options, monkeypatch
     given: list[tuple[LayerInputs, Any]] = []
     of = ReferenceQueries.of
 
-    def recorded(
-        layer: LayerInputs, number: int, remembered: int | None
-    ) -> ReferenceQueries | None:
+    def recorded(layer, number, remembered) -> ReferenceQueries | None:
         given.append((layer, of(layer, number, remembered)))
         return given[-1][1]
 

@@ -38,16 +38,7 @@ def mean(x: dict[int, Tensor], tokens: list[int], weights: Tensor) -> Tensor:
 
 
 def naive(
-    keys: Tensor,
-    values: Tensor,
-    rank: Tensor,
-    size: int,
-    weights: Tensor,
-    *,
-    exact: float,
-    run: int,
-    rounds: int,
-    value_weight: float,
+    keys, values, rank, size, weights, *, exact, run, rounds, value_weight
 ) -> list[list[int]]:
     """One head: the tokens of each slot, in the order of their best ones."""
     tokens = [j for j in range(len(rank)) if rank[j] > -math.inf]

@@ -27,18 +27,7 @@ def gram_of(weight: Tensor, heads: int) -> Tensor:
     return output_gram(weight.unflatten(1, (heads, -1)).transpose(0, 1))[None]
 
 
-def naive(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weight: Tensor | None,
-    *,
-    run: int,
-    scale: float,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    stride: int = 1,
-) -> Tensor:
+def naive(query, key, value, weight, *, run, scale, softcap=None, bias=None, stride=1) -> Tensor:
     """One row without padding: query [Hq, Q, D], key, value [H, N, D], weight [hidden, Hq * Dv].
 
     Every `stride`-th query of a run observes; with fewer queries than keys the last `run` of them,
@@ -73,9 +62,7 @@ def naive(
 @pytest.mark.parametrize("stride", [1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equals_the_loop_on_each_row_alone(
-    layout: tuple[int, int], dtype: torch.dtype, stride: int
-) -> None:
+def test_equals_the_loop_on_each_row_alone(layout, dtype, stride):
     (Hq, H), B, N, D, Dv, padding = layout, 3, 26, 8, 6, (0, 5, 17)
     query, key = random(B, Hq, N, D, seed=1, dtype=dtype), random(B, H, N, D, seed=2, dtype=dtype)
     value, weight = random(B, H, N, Dv, seed=3, dtype=dtype), random(10, Hq * Dv, seed=4)

@@ -33,11 +33,7 @@ LEAST_PRUNE = {"average_heads": True, "merge": "groups"}
         ("snap", {}, r"unknown policy 'snap'. Did you mean 'snapkv'.*prefixkv"),
         (None, {}, r"policy=None: expected a name or a Policy object"),
         (mmkv.Policy, {}, r"or a Policy object: call it, Policy\(\)"),
-        (
-            "snapkv",
-            {"windw": 3},
-            r"option of policy 'snapkv' 'windw'. Did you mean 'window'",
-        ),
+        ("snapkv", {"windw": 3}, r"option of policy 'snapkv' 'windw'. Did you mean 'window'"),
         ("streaming", {"window": 3}, r"'window' has no effect"),
         ("full", {"window": 3}, r"'window' has no effect"),
         ("full", {"least": 3}, r"'least' has no effect on policy 'full'"),
@@ -61,11 +57,7 @@ LEAST_PRUNE = {"average_heads": True, "merge": "groups"}
         ("prefixkv", {"value": "critical"}, r"value='critical': expected one of"),
         ("adakv", {"alpha": 1.5}, r"alpha=1.5: expected a number in \[0, 1\]"),
         ("xkv", {"score": "windy"}, r"score='windy': expected one of .*'window'"),
-        (
-            "xkv",
-            {"heads": WindowAttention()},
-            r"heads=WindowAttention.*: expected .*Heads part",
-        ),
+        ("xkv", {"heads": WindowAttention()}, r"heads=WindowAttention.*: expected .*Heads part"),
         ("condense", {"exact": 1.5}, "exact=1.5"),
         ("condense", {"chunk": 0}, "chunk=0"),
         ("condense", {"stride": 0}, "stride=0"),
@@ -105,11 +97,7 @@ LEAST_PRUNE = {"average_heads": True, "merge": "groups"}
         ("h2o", {"text_prior": True}, "text_prior=True .* decode='fixed'"),
         ("tova", {"text_prior": True}, "text_prior=True .* decode='least'"),
         ("h2o", {"value": "norm"}, r"value='norm' weighs attention, but decode='fixed' goes on by"),
-        (
-            "squeeze",
-            {"value": "norm"},
-            r"value='norm' weighs .* decode='fixed' goes on by",
-        ),
+        ("squeeze", {"value": "norm"}, r"value='norm' weighs .* decode='fixed' goes on by"),
         ("tova", {"value": "norm"}, r"value='norm' weighs .* decode='least' goes on by attention"),
         ("tova", {"diversity": True}, r"diversity=True weighs attention, but decode='least'"),
         ("snapkv", {"value": "critical", "diversity": True}, "which diversity=True would mix"),
@@ -263,10 +251,7 @@ def test_batches(text_model, models):
         ("lookm", {}, "text_prior=True tells text from image tokens"),
         ("h2o", {"protect": "instruction"}, r"protect='instruction'.*inputs_embeds alone.*'none'"),
     ):
-        with (
-            mmkv.wrapped(model, policy, 0.5, **options),
-            pytest.raises(ValueError, match=message),
-        ):
+        with mmkv.wrapped(model, policy, 0.5, **options), pytest.raises(ValueError, match=message):
             model(inputs_embeds=embeds, use_cache=True)
 
 
@@ -420,10 +405,7 @@ def test_profiles(text_model, tmp_path):
             mmkv.wrap(text_model, "tova", 0.3, profile=made)
     layers = Profile((0.5, 0.2, 0.2), budget=0.3)
     for call, message in (
-        (
-            lambda: mmkv.wrap(text_model, "prefixkv", 40, profile=layers),
-            "the profile keeps 0.3",
-        ),
+        (lambda: mmkv.wrap(text_model, "prefixkv", 40, profile=layers), "the profile keeps 0.3"),
         (
             lambda: mmkv.wrap(text_model, "snapkv", profile=layers, heads="global"),
             r"gives layer sizes, and heads='global' finds them",

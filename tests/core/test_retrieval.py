@@ -221,10 +221,7 @@ def test_the_probe_waits_until_the_model_can_run(probed, later):
             lambda model: setattr(model.config, "max_position_embeddings", 30),
             "reads 16 random tokens twice, and this model has 30 positions",
         ),
-        (
-            lambda model: setattr(model, "_tp_size", 2),
-            "spread over 2 processes (tensor par",
-        ),
+        (lambda model: setattr(model, "_tp_size", 2), "spread over 2 processes (tensor par"),
     ],
     ids=["too small", "spread"],
 )

@@ -107,7 +107,7 @@ def holes_mask(N: int, seed: int) -> Tensor:
 def test_scores_equal_the_loops(
     N, queries, padding, layout, block, softcap, scale, masked, biased, window, weighted, garbage,
     dtype, autocast, tile, seed,
-) -> None:  # fmt: skip
+) :  # fmt: skip
     """Queries of a prompt's last chunk, padding that holds anything, masks that hide anything."""
     (Hq, H), Q, D = layout, min(queries, N), 4
     size = min(window[0], Q, N - 1)

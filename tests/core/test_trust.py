@@ -211,9 +211,7 @@ class TestMasksOverThePast:
             shown = torch.ones(2, 61, dtype=torch.long)
             with pytest.raises(ValueError, match="row 1 its token 0, which was padding"):
                 model(
-                    input_ids=torch.tensor([[7], [8]]),
-                    attention_mask=shown,
-                    past_key_values=cache,
+                    input_ids=torch.tensor([[7], [8]]), attention_mask=shown, past_key_values=cache
                 )
 
 
@@ -335,18 +333,20 @@ class TestModes:
         torch.testing.assert_close(found[1][0], found[0][0])
         assert torch.equal(found[1][1], found[0][1])
 
-    def test_gradients_of_a_prompt_are_right_and_of_a_step_refused(self, text_model):
-        inputs = make_inputs("llama", (40,))
+    @pytest.mark.parametrize("policy", ["condense", "kvzip", "h2o", "prefixkv"])
+    @pytest.mark.filterwarnings("ignore:.*full backward hook")
+    def test_gradients_of_a_prompt_are_right_and_of_what_follows_refused(self, text_model, policy):
+        inputs = make_inputs("llama", (40, 27))
 
-        def gradient(model):
+        def gradients(model):
             model.zero_grad()
-            model(**inputs, use_cache=True).logits.square().mean().backward()
-            return model.model.layers[0].self_attn.k_proj.weight.grad.clone()
+            model(**inputs, labels=inputs["input_ids"]).loss.backward()
+            return [x.grad.clone() for x in model.parameters()]
 
-        plain = gradient(text_model)
-        mmkv.wrap(text_model, "prefixkv", 0.3)
-        torch.testing.assert_close(gradient(text_model), plain)
+        plain = gradients(text_model)
+        mmkv.wrap(text_model, policy, 0.3, least=0)
+        torch.testing.assert_close(gradients(text_model), plain)
         cache = text_model(**inputs, use_cache=True).past_key_values
-        step = text_model(input_ids=torch.tensor([[7]]), past_key_values=cache)
+        step = text_model(input_ids=torch.tensor([[7], [8]]), past_key_values=cache)
         with pytest.raises(ValueError, match=r"gradients cannot flow.*mmkv.unwrap"):
             step.logits.mean().backward()

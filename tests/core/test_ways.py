@@ -169,10 +169,7 @@ def same(found, expected):
             assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize(
-    "way",
-    slow_except(WAYS, "greedy", "turns", "rows that end apart"),
-)
+@pytest.mark.parametrize("way", slow_except(WAYS, "greedy", "turns", "rows that end apart"))
 @pytest.mark.parametrize("policy", slow_except(SOME, "adakv"))
 def test_every_way(models, policy, way):
     """Beams and rows move with what they kept; the same seed draws the same tokens.

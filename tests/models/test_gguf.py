@@ -154,8 +154,7 @@ class TestDamage:
         return gguf_files.converted(path)
 
     @pytest.mark.parametrize(
-        "name",
-        ["model.safetensors", "config.json", "tokenizer.json", "mmkv-conversion.json"],
+        "name", ["model.safetensors", "config.json", "tokenizer.json", "mmkv-conversion.json"]
     )
     @pytest.mark.parametrize("how", ["gone", "short", "other"])
     def test_damaged(self, original, path, folder, reads, name, how):

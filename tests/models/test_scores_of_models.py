@@ -86,8 +86,8 @@ def score_of(policy: str, attention: Tensor, H: int) -> Tensor:
     slow_except(CASES, *[x for x in CASES if x[0] in zoo.FEW], several=True),
 )
 def test_scores_and_kept_tokens_are_those_of_the_models_attention(
-    name: str, rows: str, loaded: str, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, rows, loaded, policy, monkeypatch
+):
     model, (inputs, attentions) = model_of(name, loaded), attended(name, rows)
     computed: list[Tensor] = []
     score = type(mmkv.get_policy(policy).score)
