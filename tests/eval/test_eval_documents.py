@@ -178,26 +178,11 @@ def debs(tmp_path):
     if shutil.which("dpkg-deb") is None:
         pytest.skip("no dpkg-deb on this machine")
     novel = ["EMMA", "", "By Jane Austen", "", "", "VOLUME I", "", "CHAPTER I", "", None, LONG]
-    novel += [
-        LONG,
-        "",
-        "_Very_ long indeed.",
-        "",
-        "CHAPTER II",
-        "",
-        "Too short a chapter.",
-        "",
-        "FINIS",
-    ]
+    novel += [LONG, "", "_Very_ long indeed.", "", "CHAPTER II", "", "Too short.", "", "FINIS"]
     package(tmp_path, "r-cran-janeaustenr", {"usr/lib/R/data/Rdata.rdb": r_database(novel)})
     folder = "usr/share/doc/debian-handbook/html/en-US"
-    pages = {
-        "index": ("", "one"),
-        "one": ("index", "sect.two"),
-        "sect.two": ("one", "sect.three"),
-        "sect.three": ("one", "four"),
-        "four": ("index", ""),
-    }
+    pages = {"index": ("", "one"), "one": ("index", "sect.two"), "four": ("index", "")}
+    pages |= {"sect.two": ("one", "sect.three"), "sect.three": ("one", "four")}
     made = {}
     for name, (up, after) in pages.items():
         more = f'<link rel="next" href="{after}.html" />' if after else ""
