@@ -191,7 +191,8 @@ def _restored(
     Raises:
         ValueError: it holds what no context does.
     """
-    device, parts = attachment.model.device, attachment.parts
+    model, parts = attachment.model, attachment.parts
+    device: torch.device = model.device  # type: ignore[assignment]
     inputs = _inputs(attachment, tensors)
     ids, L = inputs["input_ids"], len(cache.compressed)
     B, T = ids.shape
@@ -207,13 +208,13 @@ def _restored(
     cache.plan = _learned(cache.plan, about, L)
     if not _are_sizes(about["sizes"], L, prompt.lengths):
         raise ValueError(f"its header says sizes={str(about['sizes'])[:40]}")
-    dtypes = _dtypes(attachment.model)
+    dtypes = _dtypes(model)
     for i, layer, sizes in zip(cache.ordinal, cache.compressed, about["sizes"], strict=True):
-        found, (H, D) = _taken(tensors, f"layers.{i}."), parts.pair_shape(i)
-        held = _pairs(f"layers.{i}", found, cache.plan, prompt, (B, H, T, D), dtypes)
-        held = {name: x.to(device) for name, x in held.items()}
-        retained, error = held.pop("retained", None), held.pop("error", None)
-        pairs = PromptKV(**held)
+        found, (heads, dim) = _taken(tensors, f"layers.{i}."), parts.pair_shape(i)
+        held = _pairs(f"layers.{i}", found, cache.plan, prompt, (B, heads, T, dim), dtypes)
+        kept: Any = {name: x.to(device) for name, x in held.items()}
+        retained, error = kept.pop("retained", None), kept.pop("error", None)
+        pairs = PromptKV(**kept)
         if pairs.group_index is not None:
             pairs.weights = token_numbers(pairs.positions, pairs.group_index)
         with torch.no_grad():
@@ -222,11 +223,11 @@ def _restored(
         layer.seen, layer.is_initialized = T, True
     for i, window in _windows(cache).items():
         found = _taken(tensors, f"windows.{i}.")
-        (H, D), last = parts.pair_shape(i), min(T, window.sliding_window - 1)
+        (heads, dim), last = parts.pair_shape(i), min(T, window.sliding_window - 1)
         if found.keys() != {"keys", "values"}:
             raise ValueError(f"it lacks windows.{i}.keys or windows.{i}.values")
         keys, values = (
-            _checked(f"windows.{i}.{name}", found[name], (B, H, last, D), dtypes).to(device)
+            _checked(f"windows.{i}.{name}", found[name], (B, heads, last, dim), dtypes).to(device)
             for name in ("keys", "values")
         )
         window.lazy_initialization(keys, values)

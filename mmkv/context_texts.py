@@ -67,13 +67,15 @@ def encode(
             f"a text needs the model's processor or tokenizer, and there is {name}: pass it as "
             "processor=, to mmkv.read or mmkv.load_context for all that follows"
         )
+    known: Any = processor
     if chat:
-        return _chat(given, processor, before, ends)
-    texts = [given] if isinstance(given, str) else list(given)
-    if before.roles if before else processor.chat_template is not None:
-        found = [_chat([_user(text)], processor, before, ends) for text in texts]
+        messages: Any = given
+        return _chat(messages, known, before, ends)
+    texts: list[Any] = [given] if isinstance(given, str) else list(given)
+    if before.roles if before else known.chat_template is not None:
+        found = [_chat([_user(text)], known, before, ends) for text in texts]
         return _padded([inputs for inputs, _ in found]), found[0][1]
-    return _padded(_tokens(processor, text, begins=before is None) for text in texts), Opened()
+    return _padded(_tokens(known, text, begins=before is None) for text in texts), Opened()
 
 
 def _chat(

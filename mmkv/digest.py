@@ -45,7 +45,7 @@ def of_tensors(tensors: Mapping[str, Tensor], how: str) -> str:
     for name, x in sorted(tensors.items()):
         found.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
         flat = x.detach().cpu().contiguous().flatten()
-        found.update(flat.view(torch.uint8).numpy())
+        found.update(flat.view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
