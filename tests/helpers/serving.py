@@ -28,26 +28,27 @@ def data_url(picture: Image.Image, kind: str = "PNG") -> str:
     return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def post(
+def sent(
     address: str,
     body: Any,
-    path: str = "/v1/chat/completions",
     headers: Any = None,
+    path: str = "/v1/chat/completions",
     method: str = "POST",
 ) -> tuple[int, Any, Any]:
-    """Status, JSON (or events of a stream) and headers of an answer; bytes are sent as they are."""
+    """Status, JSON or text, and headers of an answer; a body of bytes is sent as it stands."""
     where = urllib.parse.urlsplit(address)
     with closing(http.client.HTTPConnection(where.hostname, where.port, timeout=20)) as found:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         found.request(method, path, raw, {"Content-Type": "application/json", **(headers or {})})
         answer = found.getresponse()
         text = answer.read().decode()
-        if answer.headers.get("content-type", "").startswith("text/event-stream"):
-            events = [x.removeprefix("data: ") for x in text.split("\n\n") if x]
-            return answer.status, [json.loads(x) for x in events if x != "[DONE]"], answer.headers
-        if not answer.headers.get("content-type", "").startswith("application/json"):
-            return answer.status, text, answer.headers
-        return answer.status, json.loads(text), answer.headers
+        is_json = answer.headers.get("content-type", "").startswith("application/json")
+        return answer.status, json.loads(text) if is_json else text, answer.headers
+
+
+def post(address: str, body: Any, headers: Any = None, path: str = "/v1/chat/completions") -> Any:
+    """Status and JSON of an answer."""
+    return sent(address, body, headers, path)[:2]
 
 
 def until(true: Callable[[], bool], seconds: float = 10) -> bool:

@@ -10,7 +10,7 @@ import urllib.parse
 
 import pytest
 
-from helpers.serving import WrittenEngine, listening, post, until
+from helpers.serving import WrittenEngine, listening, post, sent, until
 from mmkv.serving import Sampling
 
 openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
@@ -108,7 +108,7 @@ class TestCompletions:
 
     @pytest.mark.parametrize("prompt", [3, None, [None], [["a"]], ["x"] * 129])
     def test_no_prompt(self, address, engine, prompt):
-        status, body, _ = post(address, {**COMPLETE, "prompt": prompt}, COMPLETIONS)
+        status, body = post(address, {**COMPLETE, "prompt": prompt}, path=COMPLETIONS)
         assert (status, "prompt" in body["error"]["message"]) == (400, True)
 
 
@@ -352,7 +352,7 @@ SENT = {
 def test_what_clients_send(address, engine, name):
     body = SENT[name]
     path = COMPLETIONS if "prompt" in body else "/v1/chat/completions"
-    status, answer, _ = post(address, body, path)
+    status, answer = post(address, body, path=path)
     assert status == 200, answer
 
 
@@ -396,7 +396,7 @@ class TestSentences:
         ],
     )
     def test_of_a_request(self, address, engine, body, told):
-        status, answer, _ = post(address, body)
+        status, answer = post(address, body)
         message = answer["error"]["message"]
         assert status == 400
         assert message.startswith(told), message
@@ -414,9 +414,9 @@ class TestSentences:
 
 class TestTokens:
     def test_of_a_text_and_of_a_conversation(self, address, engine):
-        status, answer, _ = post(address, {"model": "tiny", "prompt": "Once"}, "/tokenize")
+        status, answer = post(address, {"model": "tiny", "prompt": "Once"}, path="/tokenize")
         assert (status, answer) == (200, {"count": 3, "max_model_len": 2048, "tokens": [3, 1, 2]})
-        assert post(address, {**HELLO, "tools": [WEATHER]}, "/tokenize")[0] == 200
+        assert post(address, {**HELLO, "tools": [WEATHER]}, path="/tokenize")[0] == 200
         assert engine.asked[0]["prompt"] == "Once"
         assert engine.asked[1]["template"] == {"tools": [WEATHER]}
         assert engine.asked[1]["messages"] == HELLO["messages"]
@@ -429,17 +429,17 @@ class TestOrigins:
         with listening(server.app(engine, name="tiny", allow_origins=[self.PAGE])) as address:
             asks = {"Access-Control-Request-Method": "POST", "Origin": self.PAGE}
             asks["Access-Control-Request-Headers"] = "authorization,content-type"
-            status, _, headers = post(address, b"", headers=asks, method="OPTIONS")
+            status, _, headers = sent(address, b"", headers=asks, method="OPTIONS")
             assert (status, headers["access-control-allow-origin"]) == (200, self.PAGE)
             assert "authorization" in headers["access-control-allow-headers"]
-            status, _, headers = post(address, HELLO, headers={"Origin": self.PAGE})
+            status, _, headers = sent(address, HELLO, headers={"Origin": self.PAGE})
             assert (status, headers["access-control-allow-origin"]) == (200, self.PAGE)
             other = {**asks, "Origin": "https://evil.example"}
-            assert post(address, b"", headers=other, method="OPTIONS")[0] == 400
-            assert post(address, HELLO, headers={"Origin": other["Origin"]})[0] == 403
+            assert sent(address, b"", headers=other, method="OPTIONS")[0] == 400
+            assert sent(address, HELLO, headers={"Origin": other["Origin"]})[0] == 403
 
     def test_none(self, address, engine):
-        status, _, headers = post(address, HELLO, headers={"Origin": self.PAGE})
+        status, _, headers = sent(address, HELLO, headers={"Origin": self.PAGE})
         assert (status, "access-control-allow-origin" in headers) == (403, False)
 
 

@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 
 from helpers.memory import bounded
-from helpers.serving import WrittenEngine, data_url, listening, until
+from helpers.serving import WrittenEngine, data_url, listening, post, until
 from mmkv import terminal
 from mmkv.serving import Busy, Closed, Refused, Sampling
 
@@ -66,15 +66,6 @@ def client(address):
 def connected(address):
     where = urllib.parse.urlsplit(address)
     return closing(http.client.HTTPConnection(where.hostname, where.port, timeout=20))
-
-
-def post(address, body, headers=HEADERS, path="/v1/chat/completions"):
-    """Status and JSON of an answer; `body` as it stands where it is bytes."""
-    with connected(address) as connection:
-        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request("POST", path, raw, headers)
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())
 
 
 def get(address, path, headers=None):
