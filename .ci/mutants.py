@@ -32,8 +32,9 @@ from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_item import MutationSpec
 
 ROOT = Path(__file__).parents[1]
-CORE = "tests/core/test_{}.py".format
+CORE, SERVING = "tests/core/test_{}.py".format, "tests/serving/test_{}.py".format
 FAST = ["-m", "not slow"]
+PROMISE = [SERVING("promise"), *FAST]
 # What runs on every mutant of a module, and then on those that survived.
 TESTS = {
     **{
@@ -45,22 +46,38 @@ TESTS = {
         for name in ("accumulated", "position", "window")
     },
     **{
-        f"sizes/{name}": [[CORE("allocation")], [CORE("policies")], [CORE("budgets"), *FAST]]
+        f"sizes/{name}": [[CORE("allocation")], [CORE("properties"), CORE("budgets"), *FAST]]
         for name in ("heads", "layers", "retention")
     },
     "cache/selection": [
-        [CORE("eviction")],
-        [CORE("policies")],
+        [CORE("kept"), *FAST],
+        [CORE("properties"), *FAST],
         [CORE("budgets"), CORE("later_turns"), CORE("trust"), *FAST],
     ],
-    "cache/evict": [
-        [CORE("policies")],
-        [CORE("oracles"), *FAST, "-k", "masking or budget or spent"],
-        [CORE("grouping"), CORE("quantised"), *FAST],
-        [CORE("reserve"), CORE("later_turns"), CORE("turns"), *FAST],
-    ],
-    "parts/slots": [[CORE("decoding")], [CORE("policies")], [CORE("reserve"), *FAST]],
-    "parts/victims": [[CORE("decoding")], [CORE("policies")], [CORE("reserve"), *FAST]],
+    **{
+        f"cache/{name}": [
+            [CORE("kept"), CORE("properties"), *FAST],
+            [CORE("oracles"), *FAST, "-k", "masking or budget or spent"],
+            [CORE("grouping"), CORE("quantised"), CORE("bytes"), *FAST],
+            [CORE("reserve"), CORE("later_turns"), CORE("turns"), CORE("postpone"), *FAST],
+        ]
+        for name in ("compressed", "evict", "layer", "padded_blocks", "prompt_kv", "state")
+    },
+    **{
+        f"parts/{name}": [[CORE("decoding")], [CORE("properties"), CORE("reserve"), *FAST]]
+        for name in ("slots", "victims")
+    },
+    **{
+        name: [[CORE("contexts"), *FAST], [CORE("context_texts"), CORE("sampling"), *FAST]]
+        for name in ("contexts", "context_files")
+    },
+    "serving/prompts": [[SERVING("prefixes"), SERVING("engine"), *FAST]],
+    "serving/pool": [[SERVING("pool"), *FAST], [SERVING("engine"), *FAST]],
+    "serving/reply": [[SERVING("prefixes"), SERVING("requests"), *FAST]],
+    **{
+        f"serving/{name}": [[SERVING("engine"), *FAST], [SERVING("prefixes"), *FAST], PROMISE]
+        for name in ("engine", "memory", "request", "worker")
+    },
 }
 MEMORY = 12 * 2**30  # bytes that a mutant may map: some would take all that there is
 

@@ -27,7 +27,7 @@ def number(budget: Any) -> float | int:
     if isinstance(budget, Integral):
         if budget < 1:
             raise ValueError(f"budget={budget}: an int is the number of tokens kept, at least 1")
-        if budget > _MOST:
+        if int(budget) > _MOST:
             raise ValueError(f"budget: an int is the number of tokens kept, at most {_MOST}")
         return int(budget)
     # A float32 of 0.2 says 0.2; as a float it would be 0.20000000298.

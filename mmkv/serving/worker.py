@@ -182,13 +182,13 @@ class Worker:
                     self._step()
             except (Exception, _Failed) as failed:  # the engine's own: nobody may wait for ever
                 logger.exception("the engine failed, and goes on without what it held")
-                error = failed.__cause__ if isinstance(failed, _Failed) else failed
+                error = failed.args[0] if isinstance(failed, _Failed) else failed
                 self._end_all("error", error)
         for hook in self._hooks:
             hook.remove()
         self._end_all("cancelled")
 
-    def _end_all(self, reason: str, error: BaseException | None = None) -> None:
+    def _end_all(self, reason: str, error: Exception | None = None) -> None:
         with self.wake:
             left = [*self.waiting, *self.live()]
             self.waiting.clear()
@@ -380,7 +380,7 @@ class Worker:
             if self.running:
                 self._step()
         except Exception as error:
-            raise _Failed from error
+            raise _Failed(error) from error
         if self.closed or self.reading[-1].over:
             raise _Over
         self._rested = time.perf_counter()
@@ -441,8 +441,9 @@ class Worker:
     def _advance(self, request: Request, logits: Tensor, likeliest: int | None = None) -> None:
         """Give a request its next token, from logits [1, V]; its errors are its own."""
         try:
-            plain = likeliest is not None and request.plain
-            reason = request.give(likeliest if plain else request.next_token(logits))
+            if likeliest is None or not request.plain:
+                likeliest = request.next_token(logits)
+            reason = request.give(likeliest)
         except Exception as error:
             self._end(request, "error", error)
         else:
@@ -450,7 +451,7 @@ class Worker:
             if reason is not None:
                 self._end(request, reason)
 
-    def _end(self, request: Request, reason: str, error: BaseException | None = None) -> None:
+    def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
         """A request leaves, and what it held is freed; its client hears of it in any case."""
         try:
             request.weigh()

@@ -14,12 +14,15 @@ from helpers import zoo
 from helpers.models import make_inputs, make_model
 from mmkv.attach.attachment import attachment_of
 from mmkv.builtin import example_pictures, load_builtin
+from mmkv.chat import Loaded
 from mmkv.registry import exact_share
 from mmkv.serving import Engine, Sampling
-from mmkv.serving.prompts import digest
+from mmkv.serving.prompts import _without_question, digest, encode
 from mmkv.serving.reply import TextStream
 
 IDS = torch.arange(12).view(3, 4)
+TEXT, EMPTY = ({"type": "text", "text": x} for x in ("a", ""))
+PICTURE = {"type": "image"}
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +166,37 @@ def test_what_tells_prompts_apart(changed):
     for other in ({"x": IDS}, {"x": IDS, "seconds": [0.25]}, {"x": IDS, "pixels": [IDS[0]]}):
         assert digest(changed, "") != digest(other, "")
         assert digest(other, "h") != digest(other, "")
+
+
+@pytest.mark.parametrize(
+    ("before", "content", "cut"),
+    [
+        (0, "a", None),
+        (1, "a", ""),
+        (0, [TEXT], None),
+        (1, [TEXT], [EMPTY]),
+        (0, [PICTURE, TEXT], [PICTURE, EMPTY]),
+        (0, [TEXT, TEXT], [TEXT, EMPTY]),
+        (2, [TEXT, PICTURE], None),
+        (2, [], None),
+    ],
+    ids=str,
+)
+def test_where_a_conversation_is_cut(before, content, cut):
+    """Before the last text, if that is the user's and something else stands before it."""
+    turns = [{"role": "system", "content": "b"}] * before
+    wanted = None if cut is None else [*turns, {"role": "user", "content": cut}]
+    assert _without_question([*turns, {"role": "user", "content": content}]) == wanted
+    assert _without_question([*turns, {"role": "assistant", "content": content}]) is None
+
+
+def test_an_empty_question_is_not_cut_off(builtin):
+    loaded = Loaded("builtin", *builtin, reads_pictures=True)
+    told = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "How so?"}]
+    whole, prefix, rest = encode(loaded, told, split=True)
+    both = torch.cat([prefix["input_ids"], rest["input_ids"]], dim=1)
+    assert torch.equal(both, whole["input_ids"])
+    assert encode(loaded, [told[0], told[1] | {"content": ""}], split=True)[1:] == (None, None)
 
 
 def shares(engine, prefix, **how):
