@@ -22,11 +22,11 @@ def main() -> None:
     """Answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print goes to the error output
-    # The script's folder must not hide packages of the same names: siblings are `speed.measure` ...
+    # The script's folder must not hide packages of the same names: this is `speed`.
     here = Path(__file__).resolve().parent
     sys.path = [p for p in sys.path if Path(p or ".").resolve() != here]
     sys.path.insert(0, str(here.parent))
-    replies = Replies(import_module("speed.measure"), import_module("speed.models"))
+    replies = Replies(import_module("speed.models"))
     del sys.path[0]
     for line in sys.stdin:
         try:
@@ -41,8 +41,8 @@ def main() -> None:
 class Replies:
     """A model, and replies of it that wait for their next steps."""
 
-    def __init__(self, measure: Any, models: Any) -> None:
-        self.measure, self.models = measure, models
+    def __init__(self, models: Any) -> None:
+        self.models = models
         self.model: Any = None
         self.replies: dict[int, tuple[Any, ExitStack]] = {}
         self.number = 0
@@ -80,7 +80,7 @@ class Replies:
             model.set_attn_implementation("eager")
         with ExitStack() as stack:
             stack.enter_context(pressed(model))
-            reply = self.measure.Reply(model, ids, warm)
+            reply = self.models.Reply(model, ids, warm)
             self.number += 1
             self.replies[self.number] = reply, stack.pop_all()
         return {"number": self.number, **reply.start}

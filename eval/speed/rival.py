@@ -119,7 +119,7 @@ class Worker:
 
 
 class RemoteReply:
-    """A `measure.Reply` in kvpress's process: a prompt read with a press, and steps behind it."""
+    """A `models.Reply` in kvpress's process: a prompt read with a press, and steps behind it."""
 
     def __init__(self, worker: Worker, **asked: Any) -> None:
         self.start = worker.ask("open", **asked)

@@ -45,7 +45,7 @@ class Row:
     press: dict[str, Any] | None = None  # as kvpress's worker takes it
     prefill_s: list[float] = field(default_factory=list[float])  # to the first token
     step_s: list[float] = field(default_factory=list[float])  # the same steps for all rows
-    warm_s: float | None = None  # these three are `measure.Reply.start`'s of the first reply
+    warm_s: float | None = None  # these three are `models.Reply.start`'s of the first reply
     prefill_cache_bytes: int = 0
     peak_bytes: int | None = None
     cache_bytes: int | None = None  # held at the end of a reply

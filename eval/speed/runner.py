@@ -18,14 +18,13 @@ import mmkv
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.eval.speed import models
-from mmkv.eval.speed.measure import Reply
 from mmkv.eval.speed.report import Result, about
 from mmkv.eval.speed.rival import RemoteReply, Worker, WorkerError
 from mmkv.eval.speed.rows import ATTENTION, Row, Setting, make_rows
 from mmkv.wrapping import comparing
 
 T = TypeVar("T")
-AnyReply = Reply | RemoteReply
+AnyReply = models.Reply | RemoteReply
 # Steps of a warm-up: enough for kernels to be compiled and for runs in graphs to begin.
 _WARM_GPU, _WARM_CPU = 48, 3
 
@@ -131,7 +130,7 @@ class Bench:
         if row.policy == "static":
             cache = StaticCache(model.config, max_cache_len=most)
         ids = models.make_prompt(self.model, setting.batch, setting.prompt)
-        return Reply(model, ids, self.warm, cache)
+        return models.Reply(model, ids, self.warm, cache)
 
     def _guarded(self, row: Row, work: Callable[..., T], *given: Any) -> T | None:
         """What `work` gives; None, and a note on its row, where it cannot be done."""

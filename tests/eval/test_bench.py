@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import mmkv
 from helpers.marks import slow_except
 from mmkv.cli import commands
-from mmkv.eval.speed import measure, models, report, rival, rows, runner
+from mmkv.eval.speed import models, report, rival, rows, runner
 
 TOY = models.Shape("llama", (64, 96, 3, 4, 4, 256, 8192))
 
@@ -268,7 +268,7 @@ def test_a_step_allocates_and_copies_nothing_that_grows_with_the_cache(model, po
         one = models.twin(model)
         if policy != "none":
             mmkv.wrap(one, policy, 0.6)
-        reply = measure.Reply(one, models.make_prompt(one, 1, prompt), 2)
+        reply = models.Reply(one, models.make_prompt(one, 1, prompt), 2)
         with _Tensors() as counter:
             reply.steps(1)
         taken.append(counter.nbytes)
@@ -289,7 +289,7 @@ class TestModels:
             mmkv.wrap(one, name, 0.4)
         assert not mmkv.is_wrapped(model)
         made["none"] = model
-        replies = {name: measure.Reply(one, ids, 1) for name, one in made.items()}
+        replies = {name: models.Reply(one, ids, 1) for name, one in made.items()}
         said = {name: [reply.token] for name, reply in replies.items()}
         for _ in range(4):
             for name, reply in replies.items():

@@ -73,7 +73,7 @@ def test_the_rivals_process_loads_no_pickled_weights(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     asked = {"path": str(tmp_path), "device": "cpu", "dtype": "float32"}
-    rival = kvpress_worker.Replies(measure=None, models=None)
+    rival = kvpress_worker.Replies(models=None)
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
         rival.load(**asked, threads=torch.get_num_threads())
 
