@@ -9,7 +9,14 @@ import typer
 
 from mmkv.terminal import say
 
-DataOption = Annotated[str, typer.Option(help="builtin, or a published file or folder.")]
+DataOption = Annotated[
+    str | None,
+    typer.Option(
+        help="builtin, a published file or folder, or stdlib: texts that Python brings, for "
+        "continuation, needle and ruler. [default: stdlib for these, where the model is not the "
+        "built-in one; builtin]"
+    ),
+]
 BudgetsOption = Annotated[
     str, typer.Option(help="Fractions of the prompt (0.2), or tokens per layer and head (128).")
 ]

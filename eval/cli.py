@@ -6,8 +6,9 @@ line and exit code 2. Ctrl-C keeps every finished row and exits with 130.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,6 +28,11 @@ from .arguments import (
     budget_list,
     commands,
 )
+
+if TYPE_CHECKING:
+    from mmkv.chat import Loaded
+
+    from .samples import Sample
 
 __all__ = ["check", "commands"]
 
@@ -48,7 +54,7 @@ def eval_command(
         ),
     ],
     model: ModelOption = "builtin",
-    data: DataOption = "builtin",
+    data: DataOption = None,
     policies: Annotated[
         str,
         typer.Option(
@@ -107,6 +113,7 @@ def eval_command(
     from mmkv.registry import list_policies
 
     from .runner import check_arguments, find_processes, fitting, run
+    from .suites.registry import BUILTIN, default_data
     from .tabulate import Report
     from .variants import parse_options, split, with_question
 
@@ -115,7 +122,8 @@ def eval_command(
     names, wanted = with_question(named, question), split(metrics)
     if {"rouge", "score"} & {*wanted}:
         import rouge_score  # noqa: F401 - what is missing is said before anything is measured
-    check_arguments(names, sizes, wanted, chosen, builtin=data == "builtin")
+    data = data or default_data(suite, model)
+    check_arguments(names, sizes, wanted, chosen, builtin=data == BUILTIN)
     more: dict[str, Any] = {"tasks": None if tasks is None else split(tasks), "limit": limit}
     more |= {"length": length, "image_folder": image_folder, "questions": questions}
     samples = _samples(suite, data, model, **more)
@@ -127,6 +135,7 @@ def eval_command(
             raise ValueError("--device-map spreads one process over all GPUs: start only one")
         device = str(processes.device)
     loaded = chat.load(model, device, dtype, device_map)
+    _check_readable(loaded, samples)
     if policies == "all":
         names = with_question(fitting(loaded.model, sizes), question)
     how: dict[str, Any] = {"options": chosen, "batch_size": batch_size, "model_name": model}
@@ -146,7 +155,20 @@ def eval_command(
             raise typer.Exit(1)
 
 
-def _samples(suite: str, data: str, model: str, **more: Any) -> list[Any]:
+def _check_readable(loaded: Loaded, samples: Sequence[Sample]) -> None:
+    """Refuse pictures for a model that reads text only.
+
+    Raises:
+        ValueError: names suites that it can read.
+    """
+    if samples and not loaded.reads_pictures and all(sample.images for sample in samples):
+        raise ValueError(
+            f"suite {samples[0].suite!r} shows pictures, and model {loaded.name!r} reads text only:"
+            " use continuation, ruler, needle, longbench, documents, cnn_dailymail or xsum"
+        )
+
+
+def _samples(suite: str, data: str, model: str, **more: Any) -> list[Sample]:
     """A suite's samples, whose lengths are in tokens of the model."""
     from .prompts import token_counter
     from .suites.registry import BUILTIN, SUITES, load_suite
@@ -219,7 +241,7 @@ def calibrate_command(
             "pictures]"
         ),
     ] = None,
-    data: DataOption = "builtin",
+    data: DataOption = None,
     limit: LimitOption = 10,
     length: LengthOption = None,
     option: PolicyOption = None,
@@ -237,27 +259,31 @@ def calibrate_command(
     from mmkv.budgets import parse
 
     from . import prompt_files
+    from .suites.registry import BUILTIN, default_data
     from .variants import parse_options, parse_variants
 
     size = parse(budget)
     if isinstance(size, int):
         raise ValueError(f"--budget {budget}: a profile keeps a fraction, such as 0.2 or 20%")
     chosen = parse_options(option or [])
-    named = suite is not None or data != "builtin" or (length or image_folder) is not None
+    named = any(x is not None for x in (suite, data, length, image_folder))
+    suite = suite or "description"
+    data = data or default_data(suite, model)
     if prompts is not None and named:
         raise ValueError(f"--prompts {prompts} takes the place of a suite and its options")
     own = None if prompts is None else prompt_files.read(prompts)
-    (variant,) = parse_variants([policy], chosen, builtin=own is None and data == "builtin")
+    (variant,) = parse_variants([policy], chosen, builtin=own is None and data == BUILTIN)
     samples: list[Any] = []
     if named:
         more: Any = {"limit": limit, "image_folder": image_folder, "length": length}
-        samples = _samples(suite or "description", data, model, **more)
+        samples = _samples(suite, data, model, **more)
     _check_file(out)
 
     from mmkv import chat
     from mmkv.calibration import calibrate
 
     loaded = chat.load(model, device, dtype, device_map)
+    _check_readable(loaded, samples)
     if named:
         inputs = prompt_files.of_samples(loaded, samples)
     else:
@@ -298,8 +324,14 @@ def plot_command(
         Path | None, typer.Option(help="For heads. [default: what the model comes with]")
     ] = None,
     model: ModelOption = "builtin",
-    suite: Annotated[str, typer.Option(help="The suite that the prompt is from.")] = "description",
-    data: DataOption = "builtin",
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            help="The suite that the prompt is from. [default: description, where the model reads "
+            "pictures]"
+        ),
+    ] = None,
+    data: DataOption = None,
     sample: Annotated[int, typer.Option(min=0, help="Number of the suite's sample.")] = 0,
     prompt: Annotated[str | None, typer.Option(help="A prompt instead of a sample.")] = None,
     image: Annotated[list[Path] | None, typer.Option(help="Pictures before the prompt.")] = None,
@@ -314,10 +346,9 @@ def plot_command(
     from mmkv import chat
     from mmkv.picture import check_format
 
-    from . import draw
-    from .prompt_files import of_samples
+    from . import draw, prompt_files
     from .samples import Sample, check_image
-    from .suites.registry import load_suite
+    from .suites.registry import BUILTIN, default_data
     from .variants import parse_options, parse_variants, split
 
     if kind not in PLOTS:
@@ -337,20 +368,32 @@ def plot_command(
         typer.echo(f"wrote {draw.save(draw.heads(profile, model), path)}")
         return
     chosen = parse_options(option or [])
-    variants = parse_variants(split(policies), chosen, builtin=data == "builtin")
+    named = any(x is not None for x in (suite, data, image_folder))
+    suite = suite or "description"
+    data = data or default_data(suite, model)
+    variants = parse_variants(split(policies), chosen, builtin=data == BUILTIN)
     if prompt is not None:
         pictures = tuple(image or [])
         for picture in pictures:
             check_image(picture)
         shown = Sample(id="prompt", suite="prompt", task="prompt", prompt=prompt, images=pictures)
     else:
-        samples = load_suite(suite, data, limit=sample + 1, image_folder=image_folder)
+        samples = _samples(suite, data, model, limit=sample + 1, image_folder=image_folder)
         if sample >= len(samples):
             raise ValueError(f"--sample {sample}: the suite has {len(samples)}")
         shown = samples[sample]
     loaded = chat.load(model, device, dtype, device_map)
-    (inputs,) = of_samples(loaded, [shown])
     about = f"{Path(model).name}, {shown.suite} {shown.id}"
+    if prompt is None and not named and not loaded.reads_pictures:
+        documents = prompt_files.inputs(loaded, None, None)
+        if sample >= len(documents):
+            raise ValueError(f"--sample {sample}: there are {len(documents)} documents")
+        inputs = documents[sample]
+        variants = parse_variants(split(policies), chosen)
+        about = f"{Path(model).name}, document {sample}"
+    else:
+        _check_readable(loaded, [shown])
+        (inputs,) = prompt_files.of_samples(loaded, [shown])
     figure = draw.plot_prompt(loaded.model, inputs, kind, variants, size, about)
     typer.echo(f"wrote {draw.save(figure, path)}")
 

@@ -245,15 +245,19 @@ def plot_prompt(
         return _lorenz(model, inputs, variants[0], about)
     figure, (axis,) = _panels(1)
     full, style = 1.0, styles([v.label for v in variants])
+    lines: dict[tuple[float | None, ...], list[str]] = {}  # the policies that a line stands for
     for variant in variants:
         with variant.wrapped(model, budget), torch.no_grad():
             report = model(**inputs, use_cache=True).past_key_values.report()
         layers = [x for x in report.layers if x.compressed]
-        values = [x.mean_kept if kind == "layers" else x.retained for x in layers]
+        values = tuple(x.mean_kept if kind == "layers" else x.retained for x in layers)
         full = float(report.seen[0]) if kind == "layers" else 1.0
+        lines.setdefault(values, []).append(variant.label)
+    for values, (label, *same) in lines.items():
         known = [(i, value) for i, value in enumerate(values) if value is not None]
         if known:
-            axis.plot(*zip(*known, strict=True), label=variant.label, **style[variant.label])
+            name = f"{', '.join((label, *same))}: the same" if same else label
+            axis.plot(*zip(*known, strict=True), label=name, **style[label])
     axis.axhline(full, label="full cache", color=_BLACK, lw=1.2, ls=":")
     axis.set_ylim(bottom=0)
     what = "kept tokens per head" if kind == "layers" else "retained importance"

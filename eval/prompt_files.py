@@ -59,10 +59,7 @@ def shipped() -> list[Prompt]:
     Raises:
         DataError: this Python comes without them.
     """
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        raise DataError("this Python holds no documentation: name --prompts FILE") from None
+    topics = files.documentation()
     return [
         _said(f"{_beginning(topics[name].strip())}\n\n{asked}") for name, asked in _SHIPPED.items()
     ]

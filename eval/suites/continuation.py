@@ -20,7 +20,6 @@ _FOLLOWS = 0.25  # the share of the text that follows
 _MOST_LETTERS = 12  # of a token, in what is looked at
 SUFFIXES = (".txt", ".md", ".py")
 _QUESTION = 0.125  # the share of the prompt that a hidden question leaves out
-STDLIB = "stdlib"
 NOTE = "texts are this machine's own"
 
 
@@ -50,7 +49,7 @@ def load(request: Request) -> list[Sample]:
 
 def _paths(data: Path) -> dict[str, Path]:
     """The texts by name."""
-    if str(data) == STDLIB and not data.exists():
+    if files.is_stdlib(data):
         from mmkv.builtin import source
 
         return source.files()

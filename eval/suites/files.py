@@ -15,6 +15,7 @@ from mmkv.loading import untrusted
 # Limits against a wrong file by mistake or a hostile one; the published files are far below them.
 MAX_JSON_BYTES = 256 * 2**20
 MAX_LINE_BYTES = 32 * 2**20
+STDLIB = "stdlib"  # in the place of data: what Python brings
 
 
 def read_text(path: Path) -> str:
@@ -26,6 +27,24 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a text file in UTF-8: {error}") from error
+
+
+def is_stdlib(data: Path) -> bool:
+    """Whether data is what Python brings, and no file or folder of that name."""
+    return str(data) == STDLIB and not data.exists()
+
+
+def documentation() -> dict[str, str]:
+    """Topics of Python's documentation (PSF licence): English that most machines have.
+
+    Raises:
+        DataError: this Python comes without them.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise DataError("this Python holds no documentation: name your own data") from None
+    return topics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Built-in data puts the asked record at a given depth of a look-up text that holds other records as
 well; lengths are in tokens of the built-in model. Other haystacks are `.txt` files (one, or a
-folder of them, read in order of name), cut to lengths in words.
+folder of them, read in order of name) or "stdlib", Python's documentation, cut to lengths in words.
 """
 
 from __future__ import annotations
@@ -76,7 +76,12 @@ def _insert(parts: list[str], needle: str, depth: float) -> list[str]:
 
 
 def read_words(data: Path) -> list[str]:
-    """The words of a text file, or of all those of a folder. Raises DataError."""
+    """The words of a text file, of all those of a folder, or "stdlib": of Python's documentation.
+
+    Raises DataError.
+    """
+    if files.is_stdlib(data):
+        return " ".join(files.documentation().values()).split()
     paths = sorted(data.glob("*.txt")) if data.is_dir() else [data]
     words = [word for path in paths for word in files.read_text(path).split()]
     if len(words) < FILE_LENGTHS[0]:

@@ -18,6 +18,7 @@ from mmkv.eval.suites import (
     ruler,
     summaries,
 )
+from mmkv.eval.suites.files import STDLIB
 
 BUILTIN = "builtin"
 
@@ -28,6 +29,7 @@ class Suite:
 
     That is its tasks, with `has_length` how many tokens a prompt has, and with `has_questions` how
     many questions each context has. `wants`: what `data` names, where nothing is built in.
+    `reads_stdlib`: that may be texts that Python brings.
     """
 
     load: Callable[[Request], list[Sample]]
@@ -35,6 +37,7 @@ class Suite:
     has_length: bool = False
     has_questions: bool = False
     wants: str = ""
+    reads_stdlib: bool = False
 
 
 _CORPUS = "a folder, such as python -m mmkv.eval.corpus FOLDER writes"
@@ -42,13 +45,27 @@ SUITES: dict[str, Suite] = {
     "description": Suite(description.load),
     "mmvet": Suite(mmvet.load, has_questions=True),
     "longbench": Suite(longbench.load, has_tasks=True),
-    "needle": Suite(needle.load),
-    "ruler": Suite(ruler.load, has_tasks=True, has_length=True, has_questions=True),
-    "continuation": Suite(continuation.load, has_length=True, wants="a folder, or stdlib"),
+    "needle": Suite(needle.load, reads_stdlib=True),
+    "ruler": Suite(
+        ruler.load, has_tasks=True, has_length=True, has_questions=True, reads_stdlib=True
+    ),
+    "continuation": Suite(
+        continuation.load, has_length=True, wants="a folder, or stdlib", reads_stdlib=True
+    ),
     "documents": Suite(documents.load, has_tasks=True, has_length=True, wants=_CORPUS),
     "cnn_dailymail": Suite(summaries.CNN_DAILYMAIL.load),
     "xsum": Suite(summaries.XSUM.load),
 }
+
+
+def default_data(name: str, model: str) -> str:
+    """What a suite's prompts are from where nobody says: what the model can read.
+
+    The built-in texts are look-ups that the built-in model was trained on; others cannot do them.
+    """
+    suite = SUITES.get(name)
+    stdlib = suite is not None and suite.reads_stdlib and (suite.wants or model != BUILTIN)
+    return STDLIB if stdlib else BUILTIN
 
 
 def load_suite(

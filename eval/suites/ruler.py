@@ -6,9 +6,9 @@ chains of variables, the most common words, and questions on passages. Prompts a
 the haystack is the user's own text, so that scores do not compare with published ones.
 
 The data is a folder of `.txt` files, the haystack, and for the tasks of questions on passages a
-`squad.json` (SQuAD's format) and a `hotpot.json` (HotpotQA's, whose answers need two passages). The
-built-in data is a small form: needles among the records of look-up texts, which the built-in model
-was trained to answer.
+`squad.json` (SQuAD's format) and a `hotpot.json` (HotpotQA's, whose answers need two passages); or
+"stdlib", Python's documentation as the haystack. The built-in data is a small form: needles among
+the records of look-up texts, which the built-in model was trained to answer.
 """
 
 from __future__ import annotations

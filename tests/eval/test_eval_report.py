@@ -14,12 +14,13 @@ from typer.testing import CliRunner
 
 import mmkv
 from helpers.evaluation import make_samples, make_tokenizer, save_model
-from helpers.models import make_model
+from helpers.models import make_inputs, make_model
 from mmkv.eval import draw, measure, runner
 from mmkv.eval.cli import PLOTS, commands
 from mmkv.eval.prompts import Encoder
 from mmkv.eval.store import RunError, read_rows
 from mmkv.eval.tabulate import Report, paper_tables
+from mmkv.eval.variants import parse_variants
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -92,6 +93,21 @@ def test_main_table_is_in_the_papers_layout(report):
     assert "prefixkv with distance=9" in notes
     assert "arXiv 2412.03409" in notes
     assert "n = 2, float16 on x" in notes
+
+
+def test_a_task_that_the_full_cache_cannot_do_is_named(report, tmp_path):
+    nothing = "The full cache scores 0: the model cannot do this task, so scores tell nothing"
+    assert nothing not in "\n".join(report.notes())
+    rows = [x | {"score": 0.0} if "score" in x else x for x in ROWS]
+    assert nothing in "\n".join(Report(write_run(tmp_path / "other", rows)).notes())
+
+
+def test_policies_that_keep_as_much_share_a_line_and_its_name(models):
+    inputs = make_inputs("llama", (60,))
+    variants = parse_variants(["snapkv", "knorm", "pyramidkv"], {"window": 8})
+    figure = draw.plot_prompt(models("llama"), inputs, "layers", variants, 0.3, "")
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["snapkv, knorm: the same", "pyramidkv", "full cache"]
 
 
 def test_papers_rows_only_for_their_data(tmp_path):

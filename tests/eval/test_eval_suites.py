@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from helpers.evaluation import make_tokenizer
+from mmkv.chat import Loaded
+from mmkv.cli import commands
 from mmkv.eval.prompts import Encoder
 from mmkv.eval.samples import DataError, Sample, suite_notes
-from mmkv.eval.suites import files, longbench
+from mmkv.eval.suites import files, longbench, registry
 from mmkv.eval.suites.registry import load_suite
 
 LONGBENCH = Path(__file__).parents[3] / "shared" / "data" / "longbench"
@@ -217,3 +219,40 @@ def test_a_haystack_of_words_holds_the_needle_at_its_depth(folder):
 def test_impossible_requests_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         load_suite(**arguments)
+
+
+class TestWhatTheModelReads:
+    """Data that a model can read is chosen where nobody names any."""
+
+    @pytest.mark.parametrize(
+        ("suite", "model", "data"),
+        [
+            ("ruler", "builtin", "builtin"),
+            ("ruler", "smollm2", "stdlib"),
+            ("needle", "a/folder", "stdlib"),
+            ("continuation", "builtin", "stdlib"),
+            ("description", "smollm2", "builtin"),
+            ("documents", "smollm2", "builtin"),
+            ("nonsense", "smollm2", "builtin"),
+        ],
+    )
+    def test_the_default(self, suite, model, data):
+        assert registry.default_data(suite, model) == data
+
+    def test_a_haystack_that_python_brings(self):
+        (sample,) = load_suite("ruler", "stdlib", limit=1, length=600, tasks=["niah_single_2"])
+        assert len(sample.prompt.split()) > 400
+        assert all(answer in sample.prompt for answer in sample.answers)
+
+    @pytest.mark.parametrize(
+        "words",
+        ["eval description --limit 1", "calibrate --suite mmvet", "plot layers --data builtin"],
+    )
+    def test_pictures_for_a_text_model(self, words, monkeypatch, capsys, tmp_path):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("mmkv.chat.load", lambda *_: Loaded("mine", None, None, False))
+        with pytest.raises(SystemExit) as end:
+            commands.main(words.split())
+        said = capsys.readouterr().err
+        assert end.value.code == 2
+        assert "shows pictures, and model 'mine' reads text only: use continuation, ruler" in said
