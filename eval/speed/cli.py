@@ -141,6 +141,7 @@ def _run(
                     model, there = chat.load(name, device, dtype).model, {"path": find(name).path}
                 if worker is not None:
                     worker.load(device, str(model.dtype).removeprefix("torch."), **there)
+            _warn_beyond(model, setting.prompt + setting.new)
             now = time.monotonic()
             end = now + (until - now) / (len(settings) - i)
             results.append(Bench(setting, model, worker=worker, until=end, tell=tell).run())
@@ -151,6 +152,13 @@ def _run(
     if all(result.missing for result in results):
         say(f"nothing could be measured: {results[0].missing}")
         raise typer.Exit(1)
+
+
+def _warn_beyond(model: Any, tokens: int) -> None:
+    """Say where a model was not trained for so many tokens."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and tokens > most:
+        say(f"{tokens:,} tokens are beyond the {most:,} positions that the model reads")
 
 
 @bench.command("serve")
@@ -238,7 +246,9 @@ def plan_command(
         raise ValueError(f"dtype {dtype!r}: expected bfloat16, float16 or float32")
     chosen = get_policy(policy, **parse_options(policy, option or []))
     known = SHAPES.get(model)
-    sizes = Sizes.of(make(known, "meta", dtype) if known else empty(model, getattr(torch, dtype)))
+    made = make(known, "meta", dtype) if known else empty(model, getattr(torch, dtype))
+    _warn_beyond(made, prompt + new)
+    sizes = Sizes.of(made)
     load, card = Load(batch=batch, prompt=prompt, new=new), CARDS[gpu]
     plain = plan(sizes, load, card, get_policy("full"))
     smaller = plan(sizes, load, card, chosen, parse(budget), kv_dtype)

@@ -102,6 +102,7 @@ class Attachment:
             for module in parts.attentions:
                 self._set(module, "forward", partial(parts.facts.forward, module))
 
+        self._set(parts.decoder, "forward", partial(hooks.uncompiled, parts.decoder.forward))
         self._hook(parts.decoder, "register_forward_pre_hook", hooks.before_decoder)
         self._hook(parts.decoder, "register_forward_hook", hooks.after_decoder, always_call=True)
         self._hook(model, "register_forward_pre_hook", hooks.before_model)

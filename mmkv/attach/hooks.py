@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,7 @@ def check_cache(cache: Any, attachment: Attachment) -> None:
     cache.check_plan(attachment.parts.config, attachment.plan)
 
 
+@torch.compiler.disable
 def before_model(
     attachment: Attachment, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
@@ -61,11 +63,13 @@ def before_model(
     generated_mask.set(None)
 
 
+@torch.compiler.disable
 def after_model(*call: Any) -> None:
     """Nothing of this call may reach the next one; called after an exception too."""
     current.set(None)
 
 
+@torch.compiler.disable
 def before_decoder(
     attachment: Attachment, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -125,6 +129,7 @@ def before_decoder(
     return (), kwargs
 
 
+@torch.compiler.disable
 def after_decoder(
     attachment: Attachment,
     module: nn.Module,
@@ -142,6 +147,12 @@ def after_decoder(
         repetition.run(attachment, running, kwargs)
     running.cache.finish()
     running.cache = None
+
+
+@torch.compiler.disable
+def uncompiled(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The decoder's pass in a model that torch.compile took: what it keeps, no graph foresees."""
+    return forward(*args, **kwargs)
 
 
 def before_attention(

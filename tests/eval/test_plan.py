@@ -6,6 +6,7 @@ import torch
 import mmkv
 from helpers import zoo
 from helpers.models import make_inputs, make_model
+from mmkv.cli import commands
 from mmkv.eval.speed.models import SHAPES, make
 from mmkv.eval.speed.plan import CARDS, Load, Sizes, break_even, held, plan
 
@@ -142,3 +143,13 @@ def test_of_every_model(name):
         mmkv.get_policy("full"),
     )
     assert bound.cache_bytes == pytest.approx(sum(4 * x.numel() for x in held), rel=0.03)
+
+
+@pytest.mark.parametrize(("prompt", "said"), [(4096, ""), (5000, "beyond the 4,096 positions")])
+def test_more_tokens_than_a_model_reads_are_said(capsys, prompt, said):
+    words = f"plan llava-1.5-7b-random --prompt {prompt - 256} --new 256"
+    with pytest.raises(SystemExit) as end:
+        commands.main(words.split())
+    told = capsys.readouterr().err
+    assert (end.value.code or 0, bool(told)) == (0, bool(said))
+    assert said in told

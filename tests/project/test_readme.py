@@ -20,7 +20,7 @@ import typer
 from PIL import Image
 
 import mmkv
-from helpers.models import make_inputs
+from helpers.models import make_inputs, make_model
 from helpers.serving import listening
 from mmkv import budgets, chat, registry, tables
 from mmkv.builtin import example_pictures, scenes
@@ -143,23 +143,32 @@ class TestTables:
 
 class TestCode:
     def test_of_the_readme(self, tmp_path, monkeypatch, capsys):
-        """With the built-in model in the place of the one that would be downloaded."""
+        """With the built-in model in the place of those that would be downloaded."""
         import transformers
 
         def instead(name: str, **options: object):
-            assert name == "llava-hf/llava-1.5-7b-hf"
+            asked.append(name)
             return loaded.pop(0)
 
-        loaded = [*mmkv.load_builtin()]
-        for cls in ("AutoModelForImageTextToText", "AutoProcessor"):
-            monkeypatch.setattr(getattr(transformers, cls), "from_pretrained", instead)
+        asked: list[str] = []
+        model, processor = mmkv.load_builtin()
+        loaded = [model, processor, make_text_model(processor.tokenizer), processor.tokenizer]
+        for cls in ("ModelForImageTextToText", "Processor", "ModelForCausalLM", "Tokenizer"):
+            monkeypatch.setattr(getattr(transformers, f"Auto{cls}"), "from_pretrained", instead)
         shutil.copy(example_pictures()[0], tmp_path / "photo.jpg")
+        (tmp_path / "report.txt").write_text("It rains. " * 50)
         monkeypatch.chdir(tmp_path)
-        (block,) = blocks("README.md", "python")
         names: dict = {}
-        exec(shortened(block, "max_new_tokens=80"), names)
-        assert mmkv.is_wrapped(names["model"])
-        assert "ASSISTANT:" in capsys.readouterr().out
+        for block in blocks("README.md", "python"):
+            exec(shortened(block, "max_new_tokens=80"), names)
+            assert mmkv.is_wrapped(names["model"])
+        said = capsys.readouterr().out
+        assert "ASSISTANT:" in said
+        assert "Summarize this." in said
+        assert list(dict.fromkeys(asked)) == [
+            "llava-hf/llava-1.5-7b-hf",
+            "HuggingFaceTB/SmolLM2-135M-Instruct",
+        ]
 
     def test_of_the_pages(self, tmp_path, monkeypatch, capsys):
         """One after the other: later blocks go on from the first."""
@@ -205,6 +214,14 @@ class TestCode:
         known = {"python", "bash", "toml", "yaml", "mermaid"}
         for name, text in TEXTS.items():
             assert set(re.findall(r"^```(\w*)\n(?:.*\n)+?^```$", text, re.MULTILINE)) <= known, name
+
+
+def make_text_model(tokenizer):
+    """A tiny language model with the words of a tokenizer, which gets a chat template."""
+    model = make_model("llama")
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    tokenizer.chat_template = "{% for x in messages %}{{ x['content'] }}{% endfor %}"
+    return model
 
 
 def shortened(block: str, limit: str) -> str:
