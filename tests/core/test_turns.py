@@ -63,7 +63,7 @@ def test_evicting_after_every_chunk_equals_masking(models, variant, rows, chunk)
         for t, pairs in enumerate(held[: len(chunks)]):
             seen = min(length, length - inputs["input_ids"].shape[1] + (t + 1) * chunk)
             if isinstance(variant.budget, float):
-                most[t] = round(variant.budget * 3 * seen)
+                most[t] = max(round(variant.budget * 3 * seen), 3 * min(policy.least, seen))
             counts = [pairs_of(layer)[b].float().mean().item() for layer in pairs]
             assert sum(counts) <= max(most[t], 3 * policy.sinks + 3 * policy.window_size)
 
@@ -142,9 +142,10 @@ def test_turns_equal_masking(models, variant, name, rows):
         if isinstance(variant.budget, int):
             assert sum(counts) <= 3 * variant.budget
         elif variant.budget is not None:
-            assert sum(counts) <= round(variant.budget * 3 * length)
+            most = max(round(variant.budget * 3 * length), 3 * min(policy.least, length))
+            assert sum(counts) <= most
             if policy.layers.name == "uniform" and policy.heads.equal:
-                assert sum(counts) == round(variant.budget * 3 * length)
+                assert sum(counts) == most
 
 
 @pytest.mark.parametrize(
