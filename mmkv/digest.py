@@ -51,13 +51,11 @@ def of_tensors(tensors: Mapping[str, Tensor], how: str) -> str:
 
 def adapters(model: Any) -> dict[str, dict[str, Any]]:
     """The active adapters (PEFT) of each module that has any, each with its scale."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, module in model.named_modules():
-        held = {adapter for _, adapter in _held(module)}
-        scale = getattr(module, "scaling", {})
-        if active := {x: scale.get(x) for x in _active(module) if x in held}:
-            found[name] = active
-    return found
+    return {
+        name: {x: getattr(module, "scaling", {}).get(x) for x in active}
+        for name, module in model.named_modules()
+        if (active := _active(module))
+    }
 
 
 def _held(module: Any) -> list[tuple[str, str]]:
@@ -69,4 +67,4 @@ def _held(module: Any) -> list[tuple[str, str]]:
 def _active(module: Any) -> list[str]:
     if not _held(module) or module.disable_adapters:
         return []
-    return module.merged_adapters or module.active_adapters
+    return module.active_adapters
