@@ -92,6 +92,7 @@ class Attachment:
             "_prepare_generation_config": partial(prepare_config, self),
             "prepare_inputs_for_generation": partial(prepare_inputs, self),
             "_prepare_position_ids_for_generation": partial(prepare_positions, self),
+            "_ipython_display_": partial(_show, self),
         }
         for name in ("generate_batch", "init_continuous_batching"):
             if hasattr(model, name):
@@ -143,6 +144,12 @@ def attachment_of(model: Any) -> Attachment:
             f"this {type(inner).__name__} is not wrapped: call mmkv.wrap(model, ...) first"
         )
     return found
+
+
+def _show(attachment: Attachment) -> None:
+    """What a notebook shows of a cell that ends with `mmkv.wrap(...)`: not every module."""
+    name = type(attachment.model).__name__
+    print(f"{name}, wrapped: {attachment.plan.describe()}; print(model) shows its modules")
 
 
 def _restore(module: nn.Module, name: str, value: Any, known: bool, before: Any) -> None:

@@ -177,6 +177,15 @@ def test_a_compiled_model_is_as_fast_as_it_was(when):
     assert len(graphs) <= 2, "one for a prompt's logits, one for a step's"
 
 
+def test_a_notebook_shows_one_line(capsys):
+    """By IPython's protocol for an object that displays itself."""
+    model = mmkv.wrap(make_model("llama"), "local", 0.3)
+    copy.deepcopy(model)._ipython_display_()
+    said = "LlamaForCausalLM, wrapped: policy='local', budget=0.3; print(model) shows its modules\n"
+    assert capsys.readouterr().out == said
+    assert not hasattr(mmkv.unwrap(model), "_ipython_display_")
+
+
 class Pipeline:
     """Stands in for transformers' pipelines."""
 
