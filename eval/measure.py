@@ -189,7 +189,7 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
         if ids is not None:
             scored = force(ids, full if ids == replies else None)
             cache, held = scored.cache, held or scored.held_bytes
-            _add_scores(rows, scored, ids is answers, ids == replies)
+            _add_scores(rows, batch.samples, scored, ids is answers, ids == replies)
             del scored
     itself = reference and job.compares
     if job.generates or itself:
@@ -222,9 +222,11 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
     ]
 
 
-def _add_scores(rows: list[Row], scored: Scored, perplexed: bool, compared: bool) -> None:
+def _add_scores(
+    rows: list[Row], samples: Sequence[Sample], scored: Scored, perplexed: bool, compared: bool
+) -> None:
     """Perplexity along what was fed, or how near the full cache's predictions are, or both."""
-    for i, row in enumerate(rows):
+    for i, (row, sample) in enumerate(zip(rows, samples, strict=True)):
         nll, n, nats = scored.nll[i], scored.tokens[i], scored.divergence[i]
         if perplexed and not math.isfinite(nll):
             row["error"] = f"the answer's log-likelihood is {nll}"
@@ -235,6 +237,8 @@ def _add_scores(rows: list[Row], scored: Scored, perplexed: bool, compared: bool
         elif compared:
             row |= {"divergence_sum": nats, "next_sum": scored.same[i]}
             row["next_tokens"] = scored.compared[i]
+            if not sample.goes_on:  # greedy replies are then the full cache's own
+                row["same"] = float(scored.same[i] == scored.compared[i])
 
 
 def perplexity(nll: float, tokens: int) -> float | None:

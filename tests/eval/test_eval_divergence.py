@@ -148,6 +148,22 @@ def test_with_perplexity_the_figures_are_the_same(model, samples, tmp_path, monk
                 assert both[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6)
 
 
+def test_whether_a_reply_would_be_the_full_caches_is_known_without_generating_it(
+    model, samples, tmp_path
+):
+    """The same first choices along the full cache's reply are that reply."""
+    budgets = {"budgets": [0.2, 0.5, 0.9, 1.0]}
+    compared = run(model, samples, tmp_path / "compared", **budgets)
+    generated = run(model, samples, tmp_path / "generated", metrics=["rouge"], **budgets)
+    found = set()
+    for one, other in zip(compared, generated, strict=True):
+        assert (one["policy"], one["budget"]) == (other["policy"], other["budget"])
+        if one["policy"] != "full" and not samples[one["index"]].goes_on:
+            assert one["same"] == other["same"]
+            found.add(one["same"])
+    assert found == {0.0, 1.0}
+
+
 def test_distributions_are_computed_once_a_batch(model, samples, tmp_path, monkeypatch):
     """Also where a run goes on."""
     calls = []
