@@ -7,6 +7,7 @@ line and exit code 2. Ctrl-C keeps every finished row and exits with 130.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -121,7 +122,7 @@ def eval_command(
     named = list_policies() if policies == "all" else split(policies)
     names, wanted = with_question(named, question), split(metrics)
     if {"rouge", "score"} & {*wanted}:
-        import rouge_score  # noqa: F401 - what is missing is said before anything is measured
+        import_module("rouge_score")  # what is missing is said before anything is measured
     data = data or default_data(suite, model)
     check_arguments(names, sizes, wanted, chosen, builtin=data == BUILTIN)
     more: dict[str, Any] = {"tasks": None if tasks is None else split(tasks), "limit": limit}

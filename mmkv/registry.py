@@ -105,6 +105,8 @@ def get_policy(name: str, **options: Any) -> Policy:
     cls = policy_class(name)
     known = option_types(cls)
     for option in options:
+        if option == "compression_ratio":  # what other libraries call it
+            raise ValueError("compression_ratio says what is dropped: give budget, what is kept")
         if option not in known:
             raise ValueError(_unknown(f"option of policy {cls.name!r}", option, [*known]))
     return cls.of(**options)
@@ -199,7 +201,8 @@ def _load_all() -> None:
 @contextmanager
 def _all_or_nothing() -> Generator[None]:
     """Take back what is registered in this block if it fails."""
-    before = [(known, dict(known)) for known in (_policies, _aliases, registered)]
+    tables: list[Any] = [_policies, _aliases, registered]
+    before = [(known, dict(known)) for known in tables]
     try:
         yield
     except BaseException:
