@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mmkv.around import check_around, innermost
+from mmkv.containers import check_container, unwrap_container
 
 
 @dataclass(frozen=True)
@@ -324,8 +324,8 @@ def find(model: nn.Module) -> Adapter:
         ValueError: the class or its decoder is not supported; the message names it and those that
             are.
     """
-    check_around(model)
-    model = innermost(model)
+    check_container(model)
+    model = unwrap_container(model)
     name = type(model).__name__
     if getattr(model, "_pp_stage", None) is not None:
         raise ValueError(

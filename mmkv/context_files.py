@@ -321,7 +321,7 @@ def _pairs(
         return mask[:, None].expand(-1, H, -1).gather(-1, place) & held
 
     ascend = (positions[..., 1:] > positions[..., :-1]) | ~held[..., :-1]
-    always = at(prompt.must).sum(-1) == torch.tensor(prompt.floors)[:, None]
+    always = at(prompt.always_kept).sum(-1) == torch.tensor(prompt.floors)[:, None]
     sound = ascend.all() & (at(prompt.valid) == held).all() & (always & held[..., -1]).all()
     whole = torch.tensor(prompt.lengths)[:, None] == held.sum(-1)
     if not bool(sound):

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from mmkv import context_files, context_texts
-from mmkv.around import innermost
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
+from mmkv.containers import unwrap_container
 from mmkv.context_texts import Opened
 from mmkv.report import CacheReport
 
@@ -230,7 +230,7 @@ def read(
         ValueError: the model is not wrapped, there are no input_ids, or a text or messages without
             a processor.
     """
-    inner, attachment = innermost(model), attachment_of(model)
+    inner, attachment = unwrap_container(model), attachment_of(model)
     cache = CompressedCache(attachment.parts.config, attachment.plan)
     given, opened = context_texts.encode(inputs, processor, None, ends=False)
     context = read_into(cache, inner, given, prefill_chunk_size)
@@ -274,7 +274,7 @@ def load_context(
     """
     if isinstance(path, nn.Module):
         path, model = model, path
-    inner = innermost(model)
+    inner = unwrap_container(model)
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"expected the path of a context's file, not a {type(path).__name__}")
     cache, inputs, opened = context_files.load(path, inner)

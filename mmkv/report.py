@@ -231,7 +231,7 @@ def _notes(cache: CacheState) -> list[str]:
             "tokens that are not kept as they are stand in weighted groups, which retained "
             "importance leaves out"
         )
-    competed = int((prompt.valid & ~prompt.asked).sum())
+    competed = int((prompt.valid & ~prompt.is_prompt).sum())
     if competed and (policy.decode.every or policy.postpone):
         notes.append("generated tokens count as prompt once they have competed")
     if (sampling := cache.plan.sampling) is not None:

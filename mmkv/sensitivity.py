@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmkv import adapters
-from mmkv.around import innermost
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.evict import evict
 from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.layer_sizes import sizes_of_rows
 from mmkv.cache.prompt_kv import PromptKV
+from mmkv.containers import unwrap_container
 from mmkv.forcing import greedy
 from mmkv.parts.decoding import Grow
 from mmkv.policy import Policy
@@ -53,7 +53,7 @@ def measure(model: Any, samples: Iterable[Mapping[str, Any]], policy: Policy) ->
     Raises:
         ValueError: no samples, or none with a reply of two tokens or more.
     """
-    config, model = adapters.find(model).config, innermost(model)
+    config, model = adapters.find(model).config, unwrap_container(model)
     alike = replace(policy, layers=UniformLayers(), heads=UniformHeads(), decode=Grow(), least=0)
     generator = torch.Generator().manual_seed(0)
     total, tokens, rows = torch.zeros(()), 0, 0

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmkv import adapters
-from mmkv.around import innermost
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.phases import Reading
 from mmkv.cache.prompt_kv import PromptKV
+from mmkv.containers import unwrap_container
 from mmkv.forcing import greedy
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policy import Policy
@@ -56,7 +56,7 @@ def measure(
         ValueError: no samples; one of several rows, without image tokens, or whose regions do not
             fit its reply or its prompt; or no head ever attended most to a region.
     """
-    parts, inner = adapters.find(model), innermost(model)
+    parts, inner = adapters.find(model), unwrap_container(model)
     plain, total, n = replace(policy, heads=UniformHeads()), None, 0
     for i, sample in enumerate(samples):
         inputs = {k: v for k, v in sample.items() if k not in (REPLY, REGIONS)}

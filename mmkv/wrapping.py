@@ -16,7 +16,6 @@ from typing import Any, SupportsFloat, TypeVar
 from torch import nn
 
 from mmkv import adapters, budgets, profiles
-from mmkv.around import innermost
 from mmkv.attach import attention
 from mmkv.attach.attachment import Attachment, attachment_of
 from mmkv.attach.copy_probe import measure, waits
@@ -25,6 +24,7 @@ from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.sampling import SampledSizes
+from mmkv.containers import unwrap_container
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
 from mmkv.sizes.calibrated import sized
@@ -87,7 +87,7 @@ def wrap(
             profile of another model or budget, or a model that is wrapped already. Nothing is
             changed then.
     """
-    given, model = model, innermost(model)
+    given, model = model, unwrap_container(model)
     if is_wrapped(model):
         raise ValueError(
             f"this {type(model).__name__} is wrapped already "
@@ -336,7 +336,7 @@ def unwrap(model: M) -> M:
     Raises:
         ValueError: the model is not wrapped.
     """
-    inner, attachment = innermost(model), attachment_of(model)
+    inner, attachment = unwrap_container(model), attachment_of(model)
     if attachment.model is not inner:
         raise ValueError(
             "this is a shallow copy of a wrapped model and shares its parts: unwrap the original, "
@@ -359,4 +359,4 @@ def wrapped(model: M, *args: Any, **kwargs: Any) -> Generator[M]:
 
 def is_wrapped(model: nn.Module) -> bool:
     """Whether `wrap` was called on this very model, or on what stands around it."""
-    return "_mmkv" in vars(innermost(model))
+    return "_mmkv" in vars(unwrap_container(model))

@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from mmkv.adapters import Adapter
-from mmkv.around import innermost
 from mmkv.attach import attention, copy_probe, graph, hooks
 from mmkv.attach.generation import (
     prepare_cache,
@@ -24,6 +23,7 @@ from mmkv.attach.generation import (
     refuse_batching,
 )
 from mmkv.cache.config import CacheConfig
+from mmkv.containers import unwrap_container
 
 _remembering = threading.Lock()
 
@@ -137,7 +137,7 @@ def attachment_of(model: Any) -> Attachment:
     Raises:
         ValueError: the model is not wrapped.
     """
-    inner = innermost(model)
+    inner = unwrap_container(model)
     found: Attachment | None = vars(inner).get("_mmkv")
     if found is None:
         raise ValueError(

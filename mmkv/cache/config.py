@@ -147,7 +147,7 @@ class CacheConfig:
         always = [f"window {policy.window_size}"] if policy.window_size else []
         always += [f"sinks {policy.sinks}"] if policy.sinks else []
         always += ["protected text"] if policy.protect is not None else []
-        named = map(sum, zip(prompt.anchored, prompt.windows, strict=True))
+        named = map(sum, zip(prompt.n_pinned, prompt.windows, strict=True))
         if any(map(int.__gt__, prompt.floors, named)):  # a round of generated tokens
             always.append(f"latest {policy.decode.latest}")
         rows = zip(prompt.lengths, prompt.windows, prompt.floors, strict=True)

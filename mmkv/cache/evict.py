@@ -93,7 +93,7 @@ def evict(
     def per_row(x: Tensor) -> np.ndarray:
         return x.expand(B, H).reshape(-1).numpy()
 
-    counts, anchored = per_row(kept.counts), per_row(kept.anchored)
+    counts, n_pinned = per_row(kept.counts), per_row(kept.n_pinned)
     group_index = held.group_index
     if kept.slot is not None and kept.weights is not None:
         leads = stands.masked_fill(kept.weights < 2, -1)
@@ -101,7 +101,7 @@ def evict(
     groups = group_rows(counts)
     widths = [int(counts[rows].max()) for rows in groups]
     room = [min(expected, spare(width, prompt.valid.shape[1])) for width in widths]
-    schedules = [_schedule(plan, prompt, counts, anchored, rows) for rows in groups]
+    schedules = [_schedule(plan, prompt, counts, n_pinned, rows) for rows in groups]
     slots = [x.most(ahead) for x, ahead in zip(schedules, room, strict=True)]
     blocks: list[PaddedBlock] = []
     off = torch.zeros(B * H, 2, 2, device=keys.device)
@@ -163,7 +163,7 @@ def _schedule(
     plan: CacheConfig,
     prompt: TokenMasks,
     counts: np.ndarray,
-    anchored: np.ndarray,
+    n_pinned: np.ndarray,
     rows: np.ndarray,
 ) -> SlotSchedule:
     """The schedule of some rows.
@@ -172,7 +172,7 @@ def _schedule(
         plan: policy and budget.
         prompt: gives the rows' lengths.
         counts: [B * H], how many tokens each row keeps.
-        anchored: [B * H], how many of those, the first ones, decoding must not drop.
+        n_pinned: [B * H], how many of those, the first ones, decoding must not drop.
         rows: which of the B * H.
     """
     if plan.keeps_everything:
@@ -192,7 +192,7 @@ def _schedule(
         plan.policy,
         counts=counts[rows],
         lengths=lengths[rows],
-        protected=anchored[rows],
+        protected=n_pinned[rows],
         capacity=capacity[rows],
         share=None if share is None else share[rows],
         heads=heads,

@@ -88,8 +88,8 @@ def competing(
     ranked, offered = [], []
     wide, device = max(s.shape[-1] for s in scores), scores[0].device
     for s, p in zip(scores, positions, strict=True):
-        (must,) = prompt.to(p.device).at(p, "must")
-        free = (p >= 0) & ~must
+        (always_kept,) = prompt.to(p.device).at(p, "always_kept")
+        free = (p >= 0) & ~always_kept
         own = s.masked_fill(~free[:, : s.shape[1]], float("-inf"))
         own = own.sort(dim=-1, descending=True).values
         own = own.masked_fill(own == float("-inf"), 0.0).mean(dim=1)

@@ -33,7 +33,7 @@ class Ranking:
         size: int64 [B, 1 or H], how many each head keeps.
         protected: bool [B, 1 or H, U], those that decoding must not drop.
         free: bool [B, 1 or H, U], those that only their scores keep.
-        known: `counts` and `anchored` of what is kept, where that needs no look at a device.
+        known: `counts` and `n_pinned` of what is kept, where that needs no look at a device.
     """
 
     rank: Tensor
@@ -45,7 +45,7 @@ class Ranking:
     def kept(self, held: PromptKV) -> Kept:
         """The tokens of the highest rank, in the order in which slots are filled."""
         (B, H, U, _), device = held.keys.shape, self.rank.device
-        counts, anchored = self.known or torch.stack([self.size, self.protected.sum(-1)]).cpu()
+        counts, n_pinned = self.known or torch.stack([self.size, self.protected.sum(-1)]).cpu()
         M = int(counts.max())
         chosen = self.rank.argsort(dim=-1, descending=True, stable=True)[..., :M]
         filler = torch.arange(M, device=device) >= self.size[..., None]
@@ -54,7 +54,7 @@ class Ranking:
         indices = chosen.masked_fill(filler, -1).gather(-1, order)
         at = indices.expand(B, H, -1).clamp(min=0)
         weights, bias = (None if x is None else x.gather(2, at) for x in (held.weights, held.bias))
-        return Kept(indices, counts, anchored, weights=weights, bias=bias)
+        return Kept(indices, counts, n_pinned, weights=weights, bias=bias)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Kept:
         indices: int64 [B, 1 or H, M], tokens among the U, -1 as filler at the end. Those that
             decoding must not drop come first, then by age.
         counts: int64 [B, 1 or H], on the host.
-        anchored: int64 [B, 1 or H], how many of them decoding must not drop, on the host.
+        n_pinned: int64 [B, 1 or H], how many of them decoding must not drop, on the host.
         keys, values: [B, H, M, D], the slots' pairs; None: those of the tokens as they are.
         slot: int64 [B, H, U], which slot each token stands in, M for none; None: only those that
             are kept stand in one.
@@ -75,7 +75,7 @@ class Kept:
 
     indices: Tensor
     counts: Tensor
-    anchored: Tensor
+    n_pinned: Tensor
     keys: Tensor | None = None
     values: Tensor | None = None
     slot: Tensor | None = None
@@ -174,23 +174,25 @@ def ranked(
     known = None
     if heads.equal and split is None and positions.shape[1:] == (1, prompt.valid.shape[1]):
         # A first prompt whose heads keep as many each.
-        lengths, anchored = torch.tensor(prompt.lengths), torch.tensor(prompt.anchored)
+        lengths, n_pinned = torch.tensor(prompt.lengths), torch.tensor(prompt.n_pinned)
         each = 1 if scores is None else scores.shape[1]
         counts = torch.tensor(sizes).minimum(lengths)
-        known = counts[:, None].expand(-1, each), anchored[:, None].expand(-1, each)
-    must, protected, image = prompt.at(positions, "must", "protected", "image")
-    free = (positions >= 0) & ~must
-    scores, present, must, size = contested(policy, scores, positions, must, sizes)
+        known = counts[:, None].expand(-1, each), n_pinned[:, None].expand(-1, each)
+    always_kept, protected, image = prompt.at(positions, "always_kept", "protected", "image")
+    free = (positions >= 0) & ~always_kept
+    scores, present, always_kept, size = contested(policy, scores, positions, always_kept, sizes)
     protected = protected.expand(present.shape)
     if split is not None:
         size = split.to(size.device, non_blocking=True)
     elif not (heads.equal or heads.is_global):
-        size = _split(policy, scores, present & ~must, must.sum(-1), size, sizes, layer_idx)
+        size = _split(
+            policy, scores, present & ~always_kept, always_kept.sum(-1), size, sizes, layer_idx
+        )
     if merge is not None and merge.newest:
         # Of few slots no more than an eighth: the others need most of them.
-        latest = (size // 8).clamp(max=merge.newest).minimum(size - must.sum(-1))
-        must = must | _last(latest, present & ~must)
-    rank = scores.masked_fill(must, float("inf")).masked_fill(~present, float("-inf"))
+        latest = (size // 8).clamp(max=merge.newest).minimum(size - always_kept.sum(-1))
+        always_kept = always_kept | _last(latest, present & ~always_kept)
+    rank = scores.masked_fill(always_kept, float("inf")).masked_fill(~present, float("-inf"))
     if policy.text_prior:
         rank = _text_first(rank, image.expand(present.shape))
     return Ranking(rank, size, protected, free, known)
@@ -248,13 +250,13 @@ def head_sizes(
     competing, forced, free = list[Tensor](), list[Tensor](), list[Tensor]()
     for held, size in zip(layers, sizes, strict=True):
         here = prompt.to(held.positions.device)
-        (stays,) = here.at(held.positions, "must")
-        s, present, must, _ = contested(policy, held.scores, held.positions, stays, size)
+        (stays,) = here.at(held.positions, "always_kept")
+        s, present, always_kept, _ = contested(policy, held.scores, held.positions, stays, size)
         # By age, the newest last: a row ranks ties as it does alone.
-        s = s.masked_fill(must | ~present, float("-inf"))
+        s = s.masked_fill(always_kept | ~present, float("-inf"))
         competing.append(pad(s, (wide - s.shape[-1], 0), value=-torch.inf).to(device))
-        forced.append(must.sum(-1).to(device))
-        free.append((present & ~must).flatten(1).sum(-1).to(device))
+        forced.append(always_kept.sum(-1).to(device))
+        free.append((present & ~always_kept).flatten(1).sum(-1).to(device))
     needed = torch.stack(forced, dim=1)  # [B, L, H]
     totals = send(np.array(sizes).sum(0) * needed.shape[2], device) - needed.sum((1, 2))
     # Earlier turns may have left less than there is room for.
@@ -280,19 +282,19 @@ def contested(
     policy: Policy,
     scores: Tensor | None,
     positions: Tensor,
-    must: Tensor,
+    always_kept: Tensor,
     sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What one layer's heads have to choose from, before sizes are split.
 
     Args:
         policy, scores, positions, sizes: see `ranked`.
-        must: bool [B, 1 or H, U], which tokens stay.
+        always_kept: bool [B, 1 or H, U], which tokens stay.
 
     Returns:
         scores: float [B, 1 or H, U].
         present: bool, alike, where there is a token.
-        must: bool, alike, which of them stay; recent ones are among them.
+        always_kept: bool, alike, which of them stay; recent ones are among them.
         size: int64 [B, 1 or H], how many each head keeps if all keep as many.
     """
     B, P, U = positions.shape
@@ -300,15 +302,15 @@ def contested(
         scores = torch.zeros(B, P, U, device=positions.device)
     heads = max(P, scores.shape[1])
     present = (positions >= 0).expand(B, heads, U)
-    must = must.expand(B, heads, U)
+    always_kept = always_kept.expand(B, heads, U)
     # A head cannot keep more than earlier turns left it.
     asked = torch.tensor(sizes).to(positions.device, non_blocking=True)
     size = asked[:, None].minimum(present.sum(-1))
     if policy.recent:
         # The most recent tokens take their share of what is left over by the tokens kept anyway.
-        share = torch.minimum((policy.recent * size).long(), size - must.sum(-1))
-        must = must | _last(share, present & ~must)
-    return scores.expand(B, heads, U), present, must, size
+        share = torch.minimum((policy.recent * size).long(), size - always_kept.sum(-1))
+        always_kept = always_kept | _last(share, present & ~always_kept)
+    return scores.expand(B, heads, U), present, always_kept, size
 
 
 def _last(number: Tensor, free: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 from mmkv.policy import Policy
 
 # The fields of `TokenMasks`: bool [B, T], and lists of a number for each row.
-MASKS = ("valid", "image", "asked", "must", "protected")
-HOSTED = ("lengths", "windows", "floors", "anchored", "inner", "granted")
+MASKS = ("valid", "image", "is_prompt", "always_kept", "protected")
+HOSTED = ("lengths", "windows", "floors", "n_pinned", "inner", "granted")
 
 
 @dataclass(frozen=True)
@@ -27,27 +27,27 @@ class TokenMasks:
     Attributes:
         valid: bool [B, T], False for padding.
         image: bool [B, T], True where an image token stands.
-        asked: bool [B, T], True for tokens given in a prompt, False for generated ones.
-        must: bool [B, T], kept in every layer whatever the scores say.
-        protected: bool [B, T], the part of `must` that decoding may not drop either.
+        is_prompt: bool [B, T], True for tokens given in a prompt, False for generated ones.
+        always_kept: bool [B, T], kept in every layer whatever the scores say.
+        protected: bool [B, T], the part of `always_kept` that decoding may not drop either.
         lengths: valid tokens of each row, on the host.
-        windows: how many last tokens of each row observe, and are part of `must`, on the host;
+        windows: how many last tokens of each row observe, all of them `always_kept`, on the host;
             fewer than the policy's where a short row's budget is below what must be kept.
         floors: how many tokens each row must keep, on the host.
-        anchored: how many of them are protected, on the host.
+        n_pinned: how many of them are protected, on the host.
         inner: padding of each row behind its first token, as a later turn's is, on the host.
         granted: how much of those `total_kept` has room for, in [0, 1], on the host.
     """
 
     valid: Tensor
     image: Tensor
-    asked: Tensor
-    must: Tensor
+    is_prompt: Tensor
+    always_kept: Tensor
     protected: Tensor
     lengths: list[int]
     windows: list[int]
     floors: list[int]
-    anchored: list[int]
+    n_pinned: list[int]
     inner: list[int]
     granted: list[float]
 
@@ -78,22 +78,22 @@ class TokenMasks:
         """
         round_of_replies = valid.shape[1] == 0
         image = torch.zeros_like(valid) if image is None else image
-        asked = torch.ones_like(valid)
+        is_prompt = torch.ones_like(valid)
         if before is not None and earlier is not None:
             generated = earlier.shape[1] - before.valid.shape[1]
             neither = valid.new_zeros(valid.shape[0], generated)
             valid = torch.cat([earlier, valid], dim=1)
             image = torch.cat([before.image, neither, image], dim=1)
-            asked = torch.cat([before.asked, neither, asked], dim=1)
+            is_prompt = torch.cat([before.is_prompt, neither, is_prompt], dim=1)
         order = valid.cumsum(-1)
         length = order[:, -1:]
         protected = valid & (order <= policy.sinks)
         if policy.protect is not None:
-            protected = protected | policy.protect.marks(valid, asked, image)
-        must = protected | (valid & (order > length - policy.window_size))
+            protected = protected | policy.protect.marks(valid, is_prompt, image)
+        always_kept = protected | (valid & (order > length - policy.window_size))
         before_first = (order == 0).sum(-1)
-        counted = torch.stack([length[:, 0], must.sum(-1), protected.sum(-1), before_first])
-        lengths, floors, anchored, outer = counted.tolist()
+        counted = torch.stack([length[:, 0], always_kept.sum(-1), protected.sum(-1), before_first])
+        lengths, floors, n_pinned, outer = counted.tolist()
         inner = [valid.shape[1] - n - m for n, m in zip(lengths, outer, strict=True)]
         windows = [
             _window(policy, budget, n_layers=n_layers, length=n, floor=floor)
@@ -101,19 +101,19 @@ class TokenMasks:
         ]
         if any(w < policy.window_size for w in windows):
             last = torch.tensor(windows, device=valid.device)[:, None]
-            must = protected | (valid & (order > length - last))
-            floors = must.sum(-1).tolist()
+            always_kept = protected | (valid & (order > length - last))
+            floors = always_kept.sum(-1).tolist()
         if round_of_replies:
-            must = must | (valid & (order > length - policy.decode.latest))
-            floors = must.sum(-1).tolist()
+            always_kept = always_kept | (valid & (order > length - policy.decode.latest))
+            floors = always_kept.sum(-1).tolist()
         granted = [
             1.0
             if budget is None or floor == 0
             else min(1.0, total_kept(policy, budget, n_layers, n) / (n_layers * floor))
             for n, floor in zip(lengths, floors, strict=True)
         ]
-        marks = valid, image, asked, must, protected
-        return cls(*marks, lengths, windows, floors, anchored, inner, granted)
+        marks = valid, image, is_prompt, always_kept, protected
+        return cls(*marks, lengths, windows, floors, n_pinned, inner, granted)
 
     def to(self, device: torch.device) -> TokenMasks:
         """The same on another device, for models split over several."""

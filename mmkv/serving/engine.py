@@ -11,13 +11,13 @@ from typing import Any, SupportsFloat
 from transformers import LogitsProcessor
 
 from mmkv import wrapping
-from mmkv.around import innermost
 from mmkv.attach import copy_probe
 from mmkv.attach.attachment import attachment_of
 from mmkv.budgets import number
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.chat import Loaded
+from mmkv.containers import unwrap_container
 from mmkv.digest import adapters
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
@@ -69,7 +69,7 @@ class Engine:
         max_waiting: int = 1024,
         max_prefixes: int = 32,
     ) -> None:
-        self.model = innermost(model)
+        self.model = unwrap_container(model)
         self._attachment = attachment_of(self.model)
         least = {"max_batch": max_batch, "prefill_chunk": prefill_chunk}
         for name, value in {**least, "max_new_tokens": max_new_tokens}.items():

@@ -233,11 +233,11 @@ def test_groups_keep_the_newest_in_an_eighth_of_few_slots(size: int, newest: int
     N = 100
     positions = torch.arange(N).view(1, 1, N)
     prompt = TokenMasks.of(policy, torch.ones(1, N, dtype=torch.bool), budget=size, n_layers=1)
-    must = int(prompt.must.sum())
+    must = int(prompt.always_kept.sum())
     scores = torch.linspace(1, 0, N).view(1, 1, N)
     rank = selection.ranked(policy, scores, positions, prompt, [size]).rank
     room = min(newest, size - must)
-    expected = prompt.must[0].clone()
+    expected = prompt.always_kept[0].clone()
     free = (~expected).nonzero()[:, 0].tolist()
     expected[free[len(free) - room :]] = True
     assert torch.equal(rank[0, 0].isinf(), expected)

@@ -18,7 +18,7 @@ AROUND: dict[str, str] = {
 _PEFT_REFUSED = {"CARTRIDGE": "a cartridge", "PREFIX_TUNING": "prefix tuning"}
 
 
-def innermost(model: Any) -> Any:
+def unwrap_container(model: Any) -> Any:
     """The model inside what stands around it (PEFT, torch.compile, DataParallel), or itself.
 
     Raises:
@@ -42,7 +42,7 @@ def _inside(model: nn.Module) -> Any:
     return inside if isinstance(inside, nn.Module) else inside()
 
 
-def check_around(model: nn.Module) -> None:
+def check_container(model: nn.Module) -> None:
     """Refuse what changes the cache on its way between the caller and the model.
 
     Raises:
