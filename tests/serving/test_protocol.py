@@ -386,6 +386,10 @@ class TestSentences:
                 asking({"role": "user", "content": "x", "mood": "glad"}),
                 "messages[0].mood is not known here: leave it out",
             ),
+            (
+                asking({"role": "user", "content": [{"type": "text", "text": 3}]}),
+                "messages[0].content[0].text: input should be a valid string",
+            ),
             ({"messages": HELLO["messages"]}, "model is missing"),
             ({**HELLO, "stop": ["x"] * 17}, "stop: list should have at most 16 items"),
             ({**HELLO, "temperature": "hot"}, "temperature: input should be a valid number"),

@@ -15,6 +15,8 @@ from helpers.serving import text_chat
 from mmkv.serving import Engine, Refused, Sampling
 from mmkv.serving.choose import json_grammar
 
+# The token of a blank, which is then always the likeliest.
+BLANK = {text_chat()[1].convert_tokens_to_ids("\u0120"): 100.0}
 PROMPT = "the quick brown fox jumps over the lazy dog"
 
 
@@ -194,6 +196,14 @@ class TestFormats:
         pytest.importorskip("llguidance")
         with pytest.raises(Refused, match="cannot be held"):
             engine.submit(asked("?"), sampling=Sampling(grammar="{"))
+
+    def test_blanks_are_few(self, engine):
+        """A model cannot give nothing but blanks."""
+        pytest.importorskip("llguidance")
+        sampling = Sampling(grammar=json_grammar({"type": "object"}), logit_bias=BLANK)
+        text = engine.submit(asked("?"), sampling=sampling, max_new_tokens=30).result(60)[1]
+        assert text.startswith("{ ")
+        assert text.partition('"')[0].count(" ") <= 8  # in a string they may be as many
 
     def test_a_grammar_without_an_end(self, engine):
         pytest.importorskip("llguidance")
