@@ -55,11 +55,13 @@ def encode(
             raise ValueError(f"ids of {given.dtype} {list(given.shape)}: expected ints, [B, N]")
         return {"input_ids": given.long().view(-1, given.shape[-1])}, before or Opened()
     several = isinstance(given, list | tuple) and bool(given)
+    if given == "" or (several and "" in given):
+        raise ValueError("an empty text: say what is asked, or read")
     chat = several and all(isinstance(x, Mapping) for x in given)
     if not (isinstance(given, str) or chat or (several and all(isinstance(x, str) for x in given))):
         raise ValueError(
-            "expected what a processor returns, a text, chat messages or a tensor of ids, not "
-            f"{given if isinstance(given, list | tuple) and not given else type(given).__name__}"
+            "expected what a processor returns, a text or several, chat messages or a tensor of "
+            f"ids, not {str(given)[:60]}"
         )
     if not callable(processor):
         name = "none" if processor is None else f"a {type(processor).__name__}"

@@ -136,6 +136,7 @@ class Context:
         Raises:
             ValueError: as `ask`.
         """
+        attachment_of(self.model)  # as long as it is wrapped
         cache = copy.deepcopy(self.cache) if copied else self.cache
         cache.evicts_turns = False
         return {**self._behind(inputs, cache), "past_key_values": cache}
@@ -164,9 +165,14 @@ class Context:
         processor = self.processor if processor is None else processor
         return context_texts.encode(given, processor, self.opened, ends=ends)
 
+    def __repr__(self) -> str:
+        rows, seen = self.inputs["attention_mask"].shape
+        what = f"{type(self.model).__name__}, {rows} x {seen} tokens, {self.nbytes} bytes"
+        return f"Context({what}, {self.cache.plan.describe()})"
+
     def _behind(self, inputs: Mapping[str, Any], cache: CompressedCache) -> dict[str, Any]:
         """What `generate` is given: all tokens seen with the new ones, and the new pictures."""
-        more = _tensors(inputs, self.model.device)
+        more = _tensors(inputs, self.model)
         rows, asked = len(self.inputs["input_ids"]), len(more["input_ids"])
         before = self.inputs
         if more["input_ids"].shape[1] == 0:
@@ -205,6 +211,8 @@ class Context:
         Raises:
             ValueError: some layers have linear attention, or heads are spread over processes.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise ValueError(f"expected the path of a file, not a {type(path).__name__}")
         context_files.save(path, self.model, self.cache, self.inputs, asdict(self.opened))
 
 
@@ -251,7 +259,7 @@ def read_into(
             f"postpone={postpone} waits for generated tokens, and a context is read without any: "
             "wrap the model with postpone=0"
         )
-    given = _tensors(inputs, model.device)
+    given = _tensors(inputs, model)
     return Context(model, _read(model, given, chunk, past_key_values=cache), _lasting(given))
 
 
@@ -312,17 +320,21 @@ def _features(model: Any, given: dict[str, Any]) -> dict[str, Any]:
     return {"mm_encoder_outputs": found} if found else {}
 
 
-def _tensors(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def _tensors(inputs: Mapping[str, Any], model: Any) -> dict[str, Any]:
     """Model inputs on the model's device, with a mask."""
     found = dict(inputs)
     if isinstance(seconds := found.get(_SECONDS), list):
         found[_SECONDS] = torch.tensor(seconds)
-    found = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in found.items()}
+    found = {k: x.to(model.device) if isinstance(x, Tensor) else x for k, x in found.items()}
     if "input_ids" not in found:
         raise ValueError(f"there are no input_ids among {sorted(inputs)}")
     if found["input_ids"].ndim != 2:
         shape = tuple(found["input_ids"].shape)
         raise ValueError(f"input_ids of shape {shape}: expected [B, N]")
+    ids, known = found["input_ids"], model.get_input_embeddings().num_embeddings
+    if bool(((ids < 0) | (ids >= known)).any()):
+        few, many = int(ids.min()), int(ids.max())
+        raise ValueError(f"ids from {few} to {many}: expected 0 to {known - 1}")
     if "position_ids" in found:
         raise ValueError(
             "position_ids: those of a context and of what comes behind it are the model's own, "

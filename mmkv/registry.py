@@ -106,7 +106,11 @@ def get_policy(name: str, **options: Any) -> Policy:
     known = option_types(cls)
     for option in options:
         if option == "compression_ratio":  # what other libraries call it
-            raise ValueError("compression_ratio says what is dropped: give budget, what is kept")
+            share = options[option]
+            kept = f"={1 - share:g}" if isinstance(share, float) else ""
+            raise ValueError(
+                f"compression_ratio={share} says what is dropped: give what is kept, budget{kept}"
+            )
         if option not in known:
             raise ValueError(_unknown(f"option of policy {cls.name!r}", option, [*known]))
     return cls.of(**options)

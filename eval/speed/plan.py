@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from mmkv.budgets import checked
 from mmkv.cache.token_masks import kept_whole, total_kept
 from mmkv.eval.speed.models import step_bytes, weight_bytes
 from mmkv.scores.accumulated import AccumulatedAttention
@@ -150,6 +151,8 @@ def plan(
     kv_dtype: str | None = None,
 ) -> Plan:
     """Bytes and least times of a policy on a card; `budget` and `kv_dtype` as for `mmkv.wrap`."""
+    if policy.retention is None:
+        checked(policy, budget)
     number, full = sizes.itemsize, [x for x in sizes.layers if not x.window]
     # A scale and a zero point of 16 bits for a head's numbers, or for 64 of them.
     width = min([64, *(x.width for x in full)])

@@ -134,9 +134,9 @@ def test_ids_and_plain_texts_go_on_as_they_are():
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        (5, "or a tensor of ids, not int"),
+        (5, "or a tensor of ids, not 5"),
         ([], r"or a tensor of ids, not \[\]"),
-        ([1, 2], "or a tensor of ids, not list"),
+        ([1, 2], r"or a tensor of ids, not \[1, 2\]"),
         (torch.ones(2, 3), r"ids of torch\.float32 \[2, 3\]: expected ints"),
         (torch.ones(1, 2, 3).long(), r"ids of torch\.int64 \[1, 2, 3\]"),
         ([{"role": "user"}], "expected a role and a content"),
@@ -144,6 +144,10 @@ def test_ids_and_plain_texts_go_on_as_they_are():
         ([user({"type": "image", "image": "x.png"})], "a picture of PIL"),
         ([user({"type": "audio"})], "a picture of PIL"),
         ([user(picture(0))], "the tokenizer reads text only"),
+        ("", "an empty text"),
+        (["four", ""], "an empty text"),
+        (torch.tensor([[5, -5]]), "ids from -5 to 5: expected 0 to 49151"),
+        (torch.tensor([[10**6]]), "ids from 1000000 to 1000000: expected 0 to 49151"),
     ],
 )
 def test_what_is_no_prompt_is_said(given, match):
@@ -167,7 +171,12 @@ def test_who_turns_texts_into_tokens_is_asked_for(tmp_path):
                     use("x", processor=processor)
         with pytest.raises(ValueError, match=r"to answer in text .* pass processor="):
             context.answer("x")
+        with pytest.raises(ValueError, match="path of a file, not a NoneType"):
+            context.save(None)
         with pytest.raises(ValueError, match="path of a context's file, not a int"):
             mmkv.load_context(5, model)
         with pytest.raises(ValueError, match="a loaded model, not the path or name 'y'"):
             mmkv.load_context("x", "y")
+    assert repr(context).startswith("Context(LlamaForCausalLM, 1 x 3 tokens, ")
+    with pytest.raises(ValueError, match="is not wrapped: call"):
+        context.ask(torch.tensor([5]))

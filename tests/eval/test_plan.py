@@ -63,6 +63,11 @@ def test_tokens_that_a_layer_holds(name, prompt, generated, budget, options, tok
     assert found == pytest.approx(tokens)
 
 
+def test_a_budget_that_wrap_refuses_is_refused(small):
+    with pytest.raises(ValueError, match="budget=10 is below the 32 tokens that 'snapkv'"):
+        of(small, "snapkv", 10)
+
+
 def test_papers_batches():
     """Mistral-7B on A100s of 40 GB, 512 + 1,024 tokens (SqueezeAttention, table 3)."""
     sizes = Sizes.of(make(SHAPES["mistral-7b-random"], "meta", "bfloat16"))
