@@ -164,7 +164,7 @@ class TestCode:
             assert mmkv.is_wrapped(names["model"])
         said = capsys.readouterr().out
         assert "ASSISTANT:" in said
-        assert "Summarize this." in said
+        assert names["context"].inputs["input_ids"].shape[1] > 150
         assert list(dict.fromkeys(asked)) == [
             "llava-hf/llava-1.5-7b-hf",
             "HuggingFaceTB/SmolLM2-135M-Instruct",
