@@ -61,17 +61,25 @@ def say(text: str) -> None:
     typer.echo(f"{clear}mmkv: {text}", err=True)
 
 
+# Warnings that are remembered as printed.
+_MOST_SEEN = 1000
+
+
 class _Warnings(logging.Handler):
-    """Prints each message once: a cache warns with every prompt."""
+    """Prints each warning once, as a cache warns with every prompt; an exception each time."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._seen = set[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a message that is new."""
-        text = record.getMessage()
-        if text not in self._seen:
+        """Print a message in one line, and what was raised."""
+        text = " ".join(record.getMessage().splitlines())
+        if record.exc_info:
+            say(f"{text}\n{logging.Formatter().formatException(record.exc_info)}")
+        elif text not in self._seen:
+            if len(self._seen) >= _MOST_SEEN:  # they may come from clients of a server
+                self._seen.clear()
             self._seen.add(text)
             say(text)
 

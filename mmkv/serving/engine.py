@@ -27,6 +27,9 @@ from mmkv.serving.reply import Event, Refused, Reply, Sampling, TextStream
 from mmkv.serving.request import Request
 from mmkv.serving.worker import EngineStats, Limits, Worker
 
+# The largest number that an option of a request's policy may be: no prompt has more tokens.
+_MOST_OPTION = 2**17
+
 
 class Engine:
     """Serves many requests with one wrapped model.
@@ -273,6 +276,9 @@ class Engine:
         """
         if options and not isinstance(policy, str):
             raise Refused(f"options={dict(options)}: give the name of the policy that they are of")
+        for name, value in (options or {}).items():
+            if isinstance(value, int | float) and abs(value) > _MOST_OPTION:
+                raise Refused(f"{name}={str(value)[:20]}: at most {_MOST_OPTION} in a request")
         try:
             if policy is not None and not isinstance(policy, Policy):
                 policy = get_policy(policy, **(options or {}))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -65,11 +66,25 @@ def encode(
 
 def _check_template(processor: Any, template: Mapping[str, Any]) -> None:
     """Refuse what a chat template does not read, and what is an option of its renderer."""
-    options = inspect.signature(processor.apply_chat_template).parameters
-    if taken := sorted({*template} & {*options} - {"tools", "documents"}):
-        raise Refused(f"chat_template_kwargs: {taken[0]!r} is no variable of a chat template")
+    read = _variables(str(processor.chat_template))
+    if unread := sorted({*template} - read - {"tools", "documents"}):
+        # A processor would take it for an option of its own.
+        name, has = unread[0], sorted(read - {"messages", "add_generation_prompt"})
+        raise Refused(f"chat_template_kwargs: {name!r} is no variable of the chat template: {has}")
     if template.get("tools") and "tools" not in str(processor.chat_template):
         raise Refused("tools: the model's chat template has no place for them")
+
+
+@cache
+def _variables(template: str) -> set[str]:
+    """What a chat template reads beside what it sets itself."""
+    import jinja2
+    import jinja2.meta
+
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    # Tags of transformers that are none of Jinja's.
+    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
+    return jinja2.meta.find_undeclared_variables(environment.parse(plain))
 
 
 def encode_prompt(loaded: chat.Loaded, prompt: str | Sequence[int]) -> dict[str, Any]:

@@ -402,6 +402,16 @@ def test_a_warning_is_printed_once_in_each_run(capsys):
         assert capsys.readouterr().err == said
 
 
+def test_an_exception_is_printed_each_time_and_a_message_in_one_line(capsys):
+    logger = logging.getLogger("mmkv.somewhere")
+    terminal.show_warnings()
+    for _ in range(2):
+        logger.error("it failed", exc_info=KeyError("why"))
+        assert "KeyError: 'why'" in capsys.readouterr().err
+    logger.warning("a\nmmkv: b")
+    assert capsys.readouterr().err == "mmkv: a mmkv: b\n"
+
+
 def test_a_closed_pipe_is_no_error(capsys, monkeypatch):
     def closed():
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")

@@ -135,6 +135,9 @@ def test_a_policy_of_a_request_of_its_own(models):
         for wrong in ({"policy": "snapkv"}, {"policy": snap}, {}):
             with pytest.raises(Refused, match="windw"):
                 engine.submit(inputs=x, **wrong, options={"windw": 6})
+        for many in (10**400, 2**18):
+            with pytest.raises(Refused, match=r"window=.* at most 131072 in a request"):
+                engine.submit(inputs=x, policy="snapkv", options={"window": many})
 
 
 @pytest.mark.parametrize("options", [{}, {"evict_chunks": True}], ids=str)

@@ -82,7 +82,8 @@ class TestPrompts:
         assert text({"mood": "glad"}).endswith("assistant\n(glad)")
         tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
         assert json.dumps(tool) in text({"tools": [tool]})
-        for name in ("chat_template", "tokenize", "sanitize_control_tokens"):
+        # The last ones are options of a processor.
+        for name in ("chat_template", "tokenize", "sanitize_control_tokens", "size", "max_length"):
             with pytest.raises(Refused, match=f"{name}.* no variable"):
                 text({name: "x"})
 
