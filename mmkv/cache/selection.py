@@ -178,7 +178,8 @@ def ranked(
         each = 1 if scores is None else scores.shape[1]
         counts = torch.tensor(sizes).minimum(lengths)
         known = counts[:, None].expand(-1, each), n_pinned[:, None].expand(-1, each)
-    always_kept, protected, image = prompt.at(positions, "always_kept", "protected", "image")
+    names = ("always_kept", "protected", *(("image",) if policy.text_prior else ()))
+    always_kept, protected, *image = prompt.at(positions, *names)
     free = (positions >= 0) & ~always_kept
     scores, present, always_kept, size = contested(policy, scores, positions, always_kept, sizes)
     protected = protected.expand(present.shape)
@@ -194,7 +195,7 @@ def ranked(
         always_kept = always_kept | _last(latest, present & ~always_kept)
     rank = scores.masked_fill(always_kept, float("inf")).masked_fill(~present, float("-inf"))
     if policy.text_prior:
-        rank = _text_first(rank, image.expand(present.shape))
+        rank = _text_first(rank, image[0].expand(present.shape))
     return Ranking(rank, size, protected, free, known)
 
 
