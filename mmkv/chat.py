@@ -234,9 +234,15 @@ def split_inputs(
     """A prompt cut where it goes apart from one of no question; the first part has all pictures."""
     ids, other = whole["input_ids"][0].tolist(), empty["input_ids"][0].tolist()
     n = next((i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), len(other))
-    by_token = [name for name, x in whole.items() if x.shape == whole["input_ids"].shape]
-    read = {name: x[:, :n] if name in by_token else x for name, x in whole.items()}
-    return read, {name: whole[name][:, n:] for name in by_token}
+    return cut(whole, n)
+
+
+def cut(inputs: Mapping[str, Any], n: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A prompt's first `n` tokens, with all its pictures, and what goes token by token behind."""
+    shape = inputs["input_ids"].shape
+    by_token = [k for k, x in inputs.items() if getattr(x, "shape", None) == shape]
+    read = {k: x[:, :n] if k in by_token else x for k, x in inputs.items()}
+    return read, {k: inputs[k][:, n:] for k in by_token}
 
 
 def check_pictures(loaded: Loaded, pictures: Sequence[Image.Image]) -> None:

@@ -46,7 +46,8 @@ def encode(
         chat.check_pictures(loaded, [x for x in parts if x.get("type") == "image"])
     except ValueError as error:
         raise Refused(str(error)) from None
-    _check_template(loaded.processor, template or {})
+    if template:
+        _check_template(loaded.processor, template)
     tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
     given, marks = str([messages, template]), filter(str.strip, tokenizer.get_added_vocab())
     how = {"sanitize": any(mark in given for mark in marks)}
@@ -71,7 +72,7 @@ def _check_template(processor: Any, template: Mapping[str, Any]) -> None:
         # A processor would take it for an option of its own.
         name, has = unread[0], sorted(read - {"messages", "add_generation_prompt"})
         raise Refused(f"chat_template_kwargs: {name!r} is no variable of the chat template: {has}")
-    if template.get("tools") and "tools" not in str(processor.chat_template):
+    if template.get("tools") and "tools" not in read:
         raise Refused("tools: the model's chat template has no place for them")
 
 
@@ -115,9 +116,7 @@ def split_last(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     ids = inputs["input_ids"]
     if ids.shape[1] < 2:
         return None
-    by_token = [k for k, x in inputs.items() if isinstance(x, Tensor) and x.shape == ids.shape]
-    prefix = {k: x[:, :-1] if k in by_token else x for k, x in inputs.items()}
-    return prefix, {k: inputs[k][:, -1:] for k in by_token}
+    return chat.cut(inputs, ids.shape[1] - 1)
 
 
 def _without_question(messages: Sequence[Message]) -> list[Message] | None:
