@@ -40,25 +40,6 @@ def served():
         assert until(lambda: room.left == held), "bytes were not given back"
 
 
-@pytest.fixture
-def engine(served):
-    engine = served[1]
-    engine.__init__()
-    yield engine
-    assert until(lambda: engine.open == 0), "a request was left running"
-
-
-@pytest.fixture
-def address(served, engine):
-    return served[0]
-
-
-@pytest.fixture
-def client(address):
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as found:
-        yield found
-
-
 class TestCompletions:
     def test_a_whole_one(self, client, engine):
         answer = client.completions.create(**COMPLETE, max_tokens=7, temperature=0.5)

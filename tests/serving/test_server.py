@@ -35,32 +35,13 @@ HEADERS = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
-def address_and_engine():
+def served():
     engine = WrittenEngine()
     app = server.app(engine, name="tiny", timeout=60, limits=LIMITS)
     with listening(app) as address:
         yield address, engine
         room = app.state.service._room
         assert until(lambda: room.left == LIMITS.held_bytes), "bytes were not given back"
-
-
-@pytest.fixture
-def engine(address_and_engine):
-    engine = address_and_engine[1]
-    engine.__init__()
-    yield engine
-    assert until(lambda: engine.open == 0), "a request was left running"
-
-
-@pytest.fixture
-def address(address_and_engine, engine):
-    return address_and_engine[0]
-
-
-@pytest.fixture
-def client(address):
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as found:
-        yield found
 
 
 def connected(address):
@@ -519,7 +500,7 @@ def pictures():
 
 
 @pytest.fixture(scope="module")
-def served(pictures):
+def fetching(pictures):
     engine = WrittenEngine()
     limits = errors.Limits(picture_bytes=2**20, read_seconds=1)
     app = server.app(engine, name="tiny", allow_hosts=[pictures], limits=limits)
@@ -551,8 +532,8 @@ class TestKeys:
 
 
 class TestHosts:
-    def test_an_allowed_one(self, served, pictures):
-        address, engine = served
+    def test_an_allowed_one(self, fetching, pictures):
+        address, engine = fetching
         assert post(address, pictured(f"http://{pictures}/red.png"))[0] == 200
         (part,) = engine.asked[-1]["messages"][0]["content"]
         assert (part["image"].size, part["image"].getpixel((0, 0))) == ((4, 3), (255, 0, 0))
@@ -567,16 +548,16 @@ class TestHosts:
             ("/a b\r\nX: y", "did not give it"),
         ],
     )
-    def test_what_it_must_not_give(self, served, pictures, path, why):
+    def test_what_it_must_not_give(self, fetching, pictures, path, why):
         start = time.monotonic()
-        assert why in refused(post(served[0], pictured(f"http://{pictures}{path}")))
+        assert why in refused(post(fetching[0], pictured(f"http://{pictures}{path}")))
         assert time.monotonic() - start < 4
 
-    def test_others(self, served, pictures):
+    def test_others(self, fetching, pictures):
         port = pictures.partition(":")[2]
         for place in (f"user@{pictures}", f"localhost:{port}", "127.0.0.1", f"[::1]:{port}"):
-            assert "--allow-host" in refused(post(served[0], pictured(f"http://{place}/red.png")))
-        assert "--allow-host" in refused(post(served[0], pictured(f"ftp://{pictures}/red.png")))
+            assert "--allow-host" in refused(post(fetching[0], pictured(f"http://{place}/red.png")))
+        assert "--allow-host" in refused(post(fetching[0], pictured(f"ftp://{pictures}/red.png")))
 
 
 class TestClientsThatLeave:
