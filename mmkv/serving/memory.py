@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from mmkv import adapters
+from mmkv.adapters import Adapter
 from mmkv.cache import token_masks
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
@@ -22,14 +20,13 @@ class Bounds:
         chunk: tokens of a prompt that are read at a time.
     """
 
-    def __init__(self, parts: Any, dtype_bytes: int, chunk: int) -> None:
-        self.chunk = chunk
-        shape = adapters.shape(parts.config)
-        self.layers = shape["num_hidden_layers"]
-        self.heads = shape["num_key_value_heads"]
+    def __init__(self, parts: Adapter, dtype_bytes: int, chunk: int) -> None:
+        self.chunk, self.layers = chunk, len(parts.layers)
+        self.heads, numbers = parts.pair_shape(0)  # every layer's: others have no bounds
         self.queries: int = parts.config.num_attention_heads
-        self.number = adapters.head_dim(parts.config) * dtype_bytes
-        # Where one projection gives queries, keys and values, values are a view of all of it.
+        self.number = numbers * dtype_bytes
+        # Where one projection gives queries, keys and values, values are a view of all of it, until
+        # the second chunk is put behind the first.
         self.fused = not hasattr(parts.attentions[0], "v_proj")
 
     def prompt(self, plan: CacheConfig, tokens: int, new: int, behind: int = 0) -> int:
@@ -78,7 +75,8 @@ class Bounds:
             pair += 4 + 8  # the weight of a pair, and which group a token is in
         total = sum(widths) * self.heads * pair
         if self.fused:
-            total += self.layers * (self.queries + self.heads) * self.number * tokens
+            first = min(tokens, self.chunk)
+            total += self.layers * (self.queries + self.heads) * self.number * first
         waits = policy.postpone + policy.decode.every + policy.decode.latest
         if waits:  # queries of the prompt's end and of the reply, which will observe
             last = tokens if policy.queries is None else policy.queries

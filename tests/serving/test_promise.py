@@ -12,11 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mmkv
+from helpers import zoo
 from helpers.models import make_inputs, make_model
 from helpers.oracle import Variant, options_of
-from helpers.serving import alone, until
+from helpers.serving import alone, until, watched
+from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.serving import Engine, Refused
+from mmkv.serving.memory import Bounds
 
 NEW = 24
 PREFIXES = [make_inputs("llama", (n,), seed=n) for n in (150, 90, 60, 120)]
@@ -27,6 +30,9 @@ VARIANTS = [
     (Variant("prefixkv", (("distance", 4),)), {"evict_chunks": True}),
     (Variant("h2o"), {"kv_dtype": "int8"}),
 ]
+# Kinds of heads and projections.
+FAMILIES = ["LlamaForCausalLM", "Phi3ForCausalLM", "OPTForCausalLM", "GPTNeoXForCausalLM"]
+FAMILIES += ["FalconForCausalLM", "FalconForCausalLM:40b"]
 
 
 class Fails:
@@ -145,3 +151,32 @@ def test_prefixes_that_are_idle_leave_for_one_that_is_taken_over():
     a, b = 1, 4
     asks = [(a, 0, 2, 2, False), (b, 0, 2, 2, False), (b, 1, 2, 2, False)]
     check(*asked(0), asks, 460, False)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_token_is_promised_what_the_models_own_cache_takes_for_it(name):
+    model, n = zoo.make(name), 40
+    x = zoo.prompt(model, (n,))
+    own = model.generate(**x, max_new_tokens=1, return_dict_in_generate=True).past_key_values
+    mmkv.wrap(model, "full")
+    at = attachment_of(model)
+    ends = [Bounds(at.parts, 4, 64).prompt(at.plan, n, new) for new in (8, 9)]
+    assert ends[1] - ends[0] == sum(x.keys.nbytes + x.values.nbytes for x in own.layers) / n
+
+
+# Layers that are evicted together hold what their projections gave until the prompt's end.
+@pytest.mark.parametrize("policy", ["full", "prefixkv"])
+@pytest.mark.parametrize("n", [40, 132])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_keeps_to_its_promise(name, policy, n):
+    model = zoo.model_of(name)
+    with mmkv.wrapped(model, policy, None if policy == "full" else 0.4):
+        plan = attachment_of(model).plan.started()
+        most = Bounds(attachment_of(model).parts, 4, 64).prompt(plan, n, 9)
+        with Engine(model, prefill_chunk=64, cache_memory=most) as engine:
+            seen, over, hooks = watched(engine)
+            engine.submit(inputs=zoo.prompt(model, (n,)), max_new_tokens=9).result(60)
+            for hook in hooks:
+                hook.remove()
+        assert not over
+        assert max(seen) <= most
