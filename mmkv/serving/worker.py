@@ -11,12 +11,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import traceback
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,13 +22,12 @@ from mmkv import contexts
 from mmkv.attach.attachment import Attachment
 from mmkv.cache.forward_pass import between, current
 from mmkv.contexts import Context
-from mmkv.parts.slots import send
+from mmkv.serving.batch import Batch
 from mmkv.serving.memory import Bounds
 from mmkv.serving.pool import Pool
 from mmkv.serving.prompts import Reader, kept
 from mmkv.serving.reply import Busy, Closed
 from mmkv.serving.request import Request
-from mmkv.serving.rows import RowCaches
 
 logger = logging.getLogger(__name__)
 
@@ -90,15 +87,11 @@ class Worker:
         self.reader = Reader(attachment, limits.prefill_chunk)
         self.wake = threading.Condition()
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
-        self.pool = Pool()
+        self.batch = Batch(self.model, limits.cache_memory is not None, self.wake)
         self.reading: list[Request] = []  # the last is read, between two chunks of the one before
         self.prefixes: OrderedDict[str, Context] = OrderedDict()
-        self.closed = self._stepping = False
-        counted = ("tokens_generated", "prompt_tokens", "requests_done", "prefix_hits", "steps")
-        self._counts, self._step_seconds = Counter(dict.fromkeys(counted, 0)), 0.0
-        options = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
-        self._options: dict[str, Any] = {"use_cache": True, "return_dict": True, **options}
+        self.closed = False
+        self._counts = Counter(prompt_tokens=0, prefix_hits=0)
         self._chunks, self._chunk_of = 0, None  # read so far; whose the last one is
         # Seconds: of the last whole chunk, of this one so far, and when the last step ended.
         self._gap, self._spent, self._rested = float("inf"), 0.0, 0.0
@@ -137,39 +130,40 @@ class Worker:
 
     def live(self) -> list[Request]:
         """Those that hold or may take memory."""
-        return [*self.running, *self.reading]
+        return [*self.batch.running, *self.reading]
 
     def stats(self) -> EngineStats:
         """What the engine does now, and did so far."""
         with self.wake:
             live, held = self.live(), list(self.prefixes.values())
             return EngineStats(
-                running=len(self.running),
+                running=len(self.batch.running),
                 waiting=len(self.waiting),
                 prefilling=len(self.reading),
                 cache_bytes=self.cache_bytes(),
                 cache_memory=self.cache_memory,
-                reserved_bytes=self.pool.most
-                + self.pool.spare
+                reserved_bytes=self.batch.pool.most
+                + self.batch.pool.spare
                 + sum(x.reserved for x in live)
                 + sum(x.nbytes for x in held),
                 prefixes=len(held),
-                step_seconds=self._step_seconds,
+                step_seconds=self.batch.step_seconds,
                 **self._counts,
+                **self.batch.counts,
             )
 
     def cache_bytes(self) -> int:
         """Bytes of keys and values of all requests and shared prefixes, now."""
         with self.wake:
             caches = [x.cache for x in self.live() if x.cache is not None]
-            return sum(x.nbytes for x in [self.pool, *caches, *self.prefixes.values()])
+            return sum(x.nbytes for x in [self.batch.pool, *caches, *self.prefixes.values()])
 
     @torch.no_grad()
     def _loop(self) -> None:
         between.set(self._between)
         while True:
             with self.wake:
-                while not (self.closed or self.waiting or self.running):
+                while not (self.closed or self.waiting or self.batch.running):
                     self.wake.wait()
             if self.closed:
                 break
@@ -178,8 +172,8 @@ class Worker:
                 request = self._admitted()
                 if request is not None:
                     self._start(request)
-                elif self.running:
-                    self._step()
+                elif self.batch.running:
+                    self.batch.step()
             except (Exception, _Failed) as failed:  # the engine's own: nobody may wait for ever
                 logger.exception("the engine failed, and goes on without what it held")
                 error = failed.args[0] if isinstance(failed, _Failed) else failed
@@ -198,16 +192,18 @@ class Worker:
                 self._end(request, reason, error)
             except Exception:
                 logger.exception("a request ended without giving back what it held")
-        self.pool = Pool()
+        self.batch.pool = Pool()
 
     def _sweep(self) -> None:
-        """End what was cancelled or took too long."""
+        """End what was cancelled or took too long, but for the prompt whose pass runs."""
         with self.wake:
-            over = [x for x in [*self.waiting, *self.running] if x.over]
+            over = [x for x in [*self.waiting, *self.batch.running, *self.reading[:-1]] if x.over]
             for request in over:
                 if request in self.waiting:
                     self.waiting.remove(request)
         for request in over:
+            if request in self.reading and request.cache is not None:
+                request.cache.reset()  # what reads it goes on, to its end, once the others are read
             self._end(request, request.over or "cancelled")
 
     def _admitted(self, most: int | None = None) -> Request | None:
@@ -256,7 +252,7 @@ class Worker:
         """Whether `need` bytes are free, once what is spare and in the way has gone."""
         if self.cache_memory is None:
             return True
-        taken = self.pool.most + sum(x.reserved for x in self.live())
+        taken = self.batch.pool.most + sum(x.reserved for x in self.live())
         held = {key: x.nbytes for key, x in self.prefixes.items()}
         free = self.cache_memory - taken - sum(held.values())
         going = list[str]()
@@ -268,8 +264,8 @@ class Worker:
                 free += held[key]
         if free < need:
             return False
-        if free - self.pool.spare < need:
-            self.pool.trim()
+        if free - self.batch.pool.spare < need:
+            self.batch.pool.trim()
         with self.wake:
             for key in going:
                 del self.prefixes[key]
@@ -286,14 +282,15 @@ class Worker:
         try:
             logits = self._read(request)
         except _Over:
-            self._end(request, request.over or "cancelled")
+            if request in self.reading:
+                self._end(request, request.over or "cancelled")
         except Exception as error:
             self._end(request, "error", error)
         else:
             with self.wake:
                 self.reading.remove(request)
-                self.running.append(request)
-            self._advance(request, logits)
+                self.batch.running.append(request)
+            self.batch.advance(request, logits)
 
     def _read(self, request: Request) -> Tensor:
         """Logits [1, V] of the first token behind a request's prompt."""
@@ -350,6 +347,8 @@ class Worker:
         if short is not None:
             before = self._chunks
             self._start(short)
+            if reading not in self.reading:
+                raise _Over
             reading.turns = max(0, self._chunks - before - 1)  # one is read now
             self._take_turns()
         self._chunks, self._chunk_of = self._chunks + 1, reading
@@ -359,7 +358,7 @@ class Worker:
     def _between(self, *args: Any) -> None:
         """Between layers of a prompt: replies take a step, if their last was a whole chunk ago."""
         since = time.perf_counter() - self._rested
-        if since < self._gap or not (self.running and self._interrupts()):
+        if since < self._gap or not (self.batch.running and self._interrupts()):
             return
         self._spent += since
         running = current.set(None)  # the prompt's pass stands still
@@ -371,112 +370,23 @@ class Worker:
     def _interrupts(self) -> bool:
         """Whether what calls a hook is the pass of a prompt that is read here."""
         mine = threading.current_thread() is self._thread
-        return mine and bool(self.reading) and not self._stepping
+        return mine and bool(self.reading) and not self.batch.stepping
 
     def _take_turns(self) -> None:
         """What is over ends, and the running replies take a step."""
         try:
             self._sweep()
-            if self.running:
-                self._step()
+            if self.batch.running:
+                self.batch.step()
         except Exception as error:
             raise _Failed(error) from error
         if self.closed or self.reading[-1].over:
             raise _Over
         self._rested = time.perf_counter()
 
-    def _step(self) -> None:
-        """One token more of every running reply."""
-        began = time.perf_counter()
-        self._join()
-        rows = [x.owner for x in self.pool.members]
-        rows += [x for x in self.running if x.member is None]
-        if not rows:
-            return
-        self._stepping = True
-        try:
-            batch, logits = self._forward(rows)
-            likeliest = logits.argmax(-1).tolist()
-        except Exception as error:
-            for request in rows:
-                self._end(request, "error", error)
-            return
-        finally:
-            self._stepping = False
-        self._step_seconds = time.perf_counter() - began
-        self._counts["steps"] += 1
-        for i, request in enumerate(rows):
-            if (error := batch.errors[i]) is not None:
-                self._end(request, "error", error)
-            else:
-                request.position = request.position + 1
-                self._advance(request, logits[i : i + 1], likeliest[i])
-
-    def _join(self) -> None:
-        """Requests that are not alone go on in the pool, where they can."""
-        for request in list(self.running) if len(self.running) > 1 else ():
-            cache = request.cache
-            if cache is None or not self.pool.takes(cache):
-                continue
-            try:
-                new = request.new - len(request.reply.tokens)
-                limit = None if self.cache_memory is None else request.reserved
-                request.member = self.pool.join(request, cache, new, limit)
-                request.cache, request.reserved = None, 0
-            except Exception as error:
-                self._end(request, "error", error)
-
-    def _forward(self, rows: list[Request]) -> tuple[RowCaches, Tensor]:
-        """The rows' caches, and their next tokens' logits float32 [B, V]."""
-        batch = RowCaches([x.cache for x in rows if x.cache is not None], self.pool)
-        last = [[x.reply.tokens[-1]] for x in rows]
-        out = self.model(
-            input_ids=send(np.array(last), self.model.device),
-            position_ids=torch.cat([x.position for x in rows], dim=-2),
-            past_key_values=batch,
-            **self._options,
-        )
-        return batch, out.logits[:, -1].float()
-
-    def _advance(self, request: Request, logits: Tensor, likeliest: int | None = None) -> None:
-        """Give a request its next token, from logits [1, V]; its errors are its own."""
-        try:
-            if likeliest is None or not request.plain:
-                likeliest = request.next_token(logits)
-            reason = request.give(likeliest)
-        except Exception as error:
-            self._end(request, "error", error)
-        else:
-            self._counts["tokens_generated"] += 1
-            if reason is not None:
-                self._end(request, reason)
-
     def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
-        """A request leaves, and what it held is freed; its client hears of it in any case."""
-        try:
-            request.weigh()
-            if request.member is not None:
-                request.most = max(request.most, self.pool.bytes_of(request.member))
-                self.pool.leave(request.member)
-        finally:
-            with self.wake:
-                if request in self.running:
-                    self.running.remove(request)
-                if request in self.reading:
-                    self.reading.remove(request)
-                self._counts["requests_done"] += 1
-            request.cache = request.context = request.member = None
-            request.reserved = 0
-            if error is not None:
-                _let_go(error)
-            request.reply.error = error
-            request.reply.put(None, reason, request.usage())
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Keep the frames of an error as text alone: a client may hold it, and they hold caches."""
-    while error is not None:
-        if error.__traceback__ is not None:
-            error.add_note("In the engine:\n" + "".join(traceback.format_tb(error.__traceback__)))
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+        """A request leaves, wherever it is."""
+        with self.wake:
+            if request in self.reading:
+                self.reading.remove(request)
+        self.batch.end(request, reason, error)

@@ -160,7 +160,7 @@ def watched(engine: Any) -> tuple[list[int], list[Any], list[Any]]:
     seen, over = [], []
 
     def look(*args: Any) -> None:
-        stats, pool = engine.stats(), engine._worker.pool
+        stats, pool = engine.stats(), engine._worker.batch.pool
         seen.append(stats.cache_bytes)
         held = [(x.cache.nbytes, x.reserved) for x in engine._worker.live() if x.cache is not None]
         held += [(pool.nbytes, pool.most + pool.spare)]

@@ -204,7 +204,7 @@ def test_chunks_of_a_long_prompt_and_short_ones_take_turns(name):
             read, worker = [], engine._worker
 
             def note(*args):
-                if worker.reading and not worker._stepping:
+                if worker.reading and not worker.batch.stepping:
                     read.append(worker.reading[-1].tokens)
 
             model.register_forward_hook(note)
@@ -216,6 +216,40 @@ def test_chunks_of_a_long_prompt_and_short_ones_take_turns(name):
     runs = [[*group] for _, group in itertools.groupby(read, (220).__eq__)]
     assert [len(x) for x in runs] == [7, 7, 3, 3, 2, 4, 6]
     assert [set(x) for x in runs[::2]] == [{30, 70}, {40}, {25}, {90}]
+
+
+@pytest.mark.parametrize("prefixed", [False, True])
+@pytest.mark.parametrize("how", ["cancelled", "timeout"])
+def test_a_long_prompt_ends_at_the_next_chunk_of_the_one_read_within_it(models, how, prefixed):
+    model = models("llama")
+    long, short = (make_inputs("llama", (n,), seed=n) for n in (220, 60))
+    more = {"inputs": short, "prefix": long} if prefixed else {"inputs": long}
+    with mmkv.wrapped(model, "snapkv", 0.4, window=6), Engine(model, prefill_chunk=16) as engine:
+        wanted, worker = alone(model, short, 6, prefill_chunk_size=16), engine._worker
+        replies, chunks, caches = [], [], []
+
+        def note(*args):
+            """After each chunk that is read."""
+            if not replies:
+                replies.append(engine.submit(inputs=short, max_new_tokens=6))
+                caches.append(worker.reading[0].cache)
+            if len(worker.reading) == 2:
+                if how == "cancelled":
+                    first.cancel()
+                else:
+                    worker.reading[0].deadline = 0.0
+            if not worker.batch.stepping:
+                chunks.append((len(worker.reading), caches[0].nbytes > 0, first.finish_reason))
+
+        hook = model.register_forward_hook(note)
+        with worker.wake:
+            first = engine.submit(**more)
+        assert first.result(60) == ([], "")
+        assert replies[0].result(60)[0] == wanted
+        hook.remove()
+        assert chunks == [(1, True, None), (2, True, None)] + [(1, False, how)] * 3
+        assert engine.stats().requests_done == 2
+        assert engine.submit(inputs=short, max_new_tokens=6).result(60)[0] == wanted
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "adakv", "kvzip"])
@@ -310,7 +344,7 @@ def test_an_error_is_of_its_own_request(models):
         broken = engine.submit(inputs=bad, max_new_tokens=12)
         row = engine.submit(inputs=good, max_new_tokens=12)
         next(iter(row))
-        for request in engine._worker.running:
+        for request in engine._worker.batch.running:
             if request.reply is row:
                 request.cache.layers[1].state = None  # its own cache is damaged
         assert running.result(60)[0] == wanted

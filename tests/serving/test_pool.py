@@ -282,7 +282,7 @@ def test_what_cannot_join_yet_or_ever(models, options):
         with Engine(model) as engine:
             joined = []
             hook = model.model.layers[0].register_forward_hook(
-                lambda *args: joined.append(len(engine._worker.pool.members))
+                lambda *args: joined.append(len(engine._worker.batch.pool.members))
             )
             replies = [engine.submit(inputs=x, max_new_tokens=new) for x in asked]
             assert [x.result(60)[0] for x in replies] == wanted
@@ -305,7 +305,7 @@ def test_memory_of_a_request_that_ends_is_free_at_once(models):
             together = []
 
             def look(*args):
-                together.append({x.owner.tokens for x in engine._worker.pool.members})
+                together.append({x.owner.tokens for x in engine._worker.batch.pool.members})
 
             hooks.append(engine._attachment.parts.layers[0].register_forward_hook(look))
             replies = [

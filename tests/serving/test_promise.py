@@ -68,7 +68,7 @@ def sampled(engine, caches):
     seen, worker = [], engine._worker
 
     def look(*args):
-        seen.append(sum(x.nbytes for x in list(caches)) + worker.pool.nbytes)
+        seen.append(sum(x.nbytes for x in list(caches)) + worker.batch.pool.nbytes)
 
     layers = engine._attachment.parts.layers
     return seen, [layer.register_forward_hook(look) for layer in layers]
