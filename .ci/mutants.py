@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import math
 import os
 import random
@@ -19,9 +20,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from compileall import compile_dir
 from difflib import unified_diff
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
 import hypothesis
 import pytest
@@ -47,8 +50,17 @@ TESTS = {
     },
     **{
         f"sizes/{name}": [[CORE("allocation")], [CORE("properties"), CORE("budgets"), *FAST]]
-        for name in ("heads", "layers", "retention")
+        for name in ("heads", "layers", "retention", "squeeze")
     },
+    "policies/pyramidkv": [[CORE("budgets"), *FAST], [CORE("ways"), *FAST]],
+    "merge/groups": [
+        [CORE("grouping"), CORE("group_weights"), *FAST],
+        [CORE("properties"), CORE("condense"), CORE("varlen"), CORE("oracles"), *FAST],
+    ],
+    "cache/quantize": [
+        [CORE("quantised"), *FAST],
+        [CORE("contexts"), CORE("oracles"), CORE("graph"), *FAST],
+    ],
     "cache/selection": [
         [CORE("kept"), *FAST],
         [CORE("properties"), *FAST],
@@ -71,9 +83,12 @@ TESTS = {
         name: [[CORE("contexts"), *FAST], [CORE("context_texts"), CORE("sampling"), *FAST]]
         for name in ("contexts", "context_files")
     },
+    "context_texts": [[CORE("context_texts"), *FAST], [CORE("contexts"), *FAST]],
+    "digest": [[CORE("contexts"), *FAST], [SERVING("prefixes"), *FAST]],
     "serving/prompts": [[SERVING("prefixes"), SERVING("engine"), *FAST]],
     "serving/pool": [[SERVING("pool"), *FAST], [SERVING("engine"), *FAST]],
     "serving/reply": [[SERVING("prefixes"), SERVING("requests"), *FAST]],
+    "serving/choose": [[SERVING("requests"), SERVING("protocol"), *FAST]],
     **{
         f"serving/{name}": [[SERVING("engine"), *FAST], [SERVING("prefixes"), *FAST], PROMISE]
         for name in ("engine", "memory", "request", "worker")
@@ -110,6 +125,23 @@ def drawn(module: Path, seed: int, at_most: int) -> list[MutationSpec]:
     return [rng.choice(places[at]) for at in chosen]
 
 
+class KillersFirst:
+    """Tests that noticed earlier mutants run first; each process adds those that it sees fail."""
+
+    seen = Path("killers")
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Order them, if tests have failed before."""
+        counts = Counter(self.seen.read_text().splitlines() if self.seen.exists() else ())
+        items.sort(key=lambda item: -counts[item.nodeid])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note one that fails."""
+        if report.failed:
+            with self.seen.open("a") as file:
+                file.write(f"{report.nodeid}\n")
+
+
 def passes(tests: list[str], patience: float) -> bool:
     """Whether tests pass, in a process that has torch at hand and reads mmkv anew."""
     child = os.fork()
@@ -119,7 +151,9 @@ def passes(tests: list[str], patience: float) -> bool:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
-        os._exit(pytest.main(["-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]) != 0)
+        without = ("cacheprovider", "xdist", "unraisableexception")  # the last one takes a second
+        how = ["-x", *(f"-pno:{name}" for name in without)]
+        os._exit(pytest.main([*how, *tests], [KillersFirst()]) != 0)
     until = time.monotonic() + patience
     while time.monotonic() < until:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -170,11 +204,17 @@ def copied(folder: str) -> None:
     os.chdir(folder)
     sys.path[:0] = [folder, str(Path(folder, "tests"))]
     sys.dont_write_bytecode = True
-    import helpers.models  # noqa: F401 - transformers too is at hand then, and mmkv is not
-
+    # By hash: a mutant may be written in the same second, and be as long.
+    compile_dir("mmkv", quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
     torch.set_num_threads(1)
+    from helpers.models import make_model
+
+    make_model("llava-llama")  # what it loads of transformers is at hand then, and mmkv is not
+    for name in [x for x in sys.modules if x.partition(".")[0] in ("helpers", "mmkv")]:
+        del sys.modules[name]
     hypothesis.settings.register_profile("mutants", derandomize=True, database=None)
     hypothesis.settings.load_profile("mutants")
+    gc.freeze()
 
 
 def main() -> None:
@@ -198,6 +238,7 @@ def main() -> None:
                     break
                 left = survives(mutant, tests)
                 run, killed = run + 1, killed + (left is None)
+                print(f"{name}: {killed} of {run}", end="\r", file=sys.stderr, flush=True)
                 if left is not None:
                     print(f"survived: {mutant.operator_name}\n{left}\n", flush=True)
             if not passes(*tests[0]):
