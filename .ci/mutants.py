@@ -23,6 +23,7 @@ import time
 from collections import Counter, defaultdict
 from compileall import compile_dir
 from difflib import unified_diff
+from functools import cache
 from pathlib import Path
 from py_compile import PycInvalidationMode
 
@@ -72,6 +73,7 @@ TESTS = {
             [CORE("oracles"), *FAST, "-k", "masking or budget or spent"],
             [CORE("grouping"), CORE("quantised"), CORE("bytes"), *FAST],
             [CORE("reserve"), CORE("later_turns"), CORE("turns"), CORE("postpone"), *FAST],
+            [CORE("least"), CORE("contexts"), *FAST, "-k", "ratio or saved or questions"],
         ]
         for name in ("compressed", "evict", "layer", "padded_blocks", "prompt_kv", "state")
     },
@@ -142,7 +144,7 @@ class KillersFirst:
                 file.write(f"{report.nodeid}\n")
 
 
-def passes(tests: list[str], patience: float) -> bool:
+def passes(tests: list[str], most: float) -> bool:
     """Whether tests pass, in a process that has torch at hand and reads mmkv anew."""
     child = os.fork()
     if child == 0:
@@ -154,7 +156,7 @@ def passes(tests: list[str], patience: float) -> bool:
         without = ("cacheprovider", "xdist", "unraisableexception")  # the last one takes a second
         how = ["-x", *(f"-pno:{name}" for name in without)]
         os._exit(pytest.main([*how, *tests], [KillersFirst()]) != 0)
-    until = time.monotonic() + patience
+    until = time.monotonic() + most
     while time.monotonic() < until:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
@@ -165,24 +167,22 @@ def passes(tests: list[str], patience: float) -> bool:
     return False
 
 
-def survives(mutant: MutationSpec, tests: list[tuple[list[str], float]]) -> str | None:
+def survives(mutant: MutationSpec, tests: list[list[str]]) -> str | None:
     """What the mutant changes, if the tests all pass on it."""
     operator = get_operator(mutant.operator_name)(**mutant.operator_args)
     with use_mutation(mutant.module_path, operator, mutant.occurrence) as (old, new):
-        if not all(passes(some, patience) for some, patience in tests):
+        if not all(passes(some, patience(*some)) for some in tests):
             return None
     return "\n".join(unified_diff(old.split("\n"), new.split("\n"), lineterm="", n=1))
 
 
-def measured(name: str) -> list[tuple[list[str], float]]:
-    """A module's tests, each with how long it may take on a mutant: several times its own time."""
-    found = []
-    for tests in TESTS[name]:
-        began = time.monotonic()
-        if not passes(tests, 600):
-            sys.exit(f"{name}: {' '.join(tests)} fails without any change")
-        found.append((tests, 20 + 4 * (time.monotonic() - began)))
-    return found
+@cache
+def patience(*tests: str) -> float:
+    """How many seconds tests may take on a mutant: several times their own time."""
+    began = time.monotonic()
+    if not passes(list(tests), 600):
+        sys.exit(f"{' '.join(tests)} fails without any change")
+    return 10 + 3 * (time.monotonic() - began)
 
 
 def interval(killed: int, n: int) -> tuple[float, float]:
@@ -232,16 +232,18 @@ def main() -> None:
         for name in chosen.modules or TESTS:
             mutants = drawn(Path("mmkv", f"{name}.py"), chosen.seed, chosen.at_most)
             random.Random(chosen.seed).shuffle(mutants)  # a sample, where time ends it
-            tests, killed, run, began = measured(name), 0, 0, time.monotonic()
+            for tests in TESTS[name]:
+                patience(*tests)
+            killed, run, began = 0, 0, time.monotonic()
             for mutant in mutants:
                 if time.monotonic() - began > 60 * chosen.minutes:
                     break
-                left = survives(mutant, tests)
+                left = survives(mutant, TESTS[name])
                 run, killed = run + 1, killed + (left is None)
                 print(f"{name}: {killed} of {run}", end="\r", file=sys.stderr, flush=True)
                 if left is not None:
                     print(f"survived: {mutant.operator_name}\n{left}\n", flush=True)
-            if not passes(*tests[0]):
+            if not passes(TESTS[name][0], 600):
                 sys.exit(f"{name}: its tests fail now without any change")
             low, high = interval(killed, max(run, 1))
             print(
