@@ -165,15 +165,16 @@ class Service:
         if kind != "application/json":
             raise RequestError("expected the header Content-Type: application/json", status=415)
         most, raw = self.limits.body_bytes, bytearray()
+        large = RequestError(f"the body is larger than {most / 2**20:g} MiB", status=413)
+        if int(request.headers.get("content-length", 0)) > most:
+            raise large
         try:
             async with asyncio.timeout(self.limits.read_seconds):
                 async for piece in request.stream():
                     self._room.take(len(piece), ending)
                     raw += piece
                     if len(raw) > most:
-                        raise RequestError(
-                            f"the body is larger than {most / 2**20:g} MiB", status=413
-                        )
+                        raise large
         except TimeoutError:
             raise RequestError("the body did not come in time", status=408) from None
         return bytes(raw)

@@ -56,12 +56,12 @@ def get(address, path, headers=None):
         return answer.status, answer.read().decode()
 
 
-def half_a_body(address):
+def half_a_body(address, length=100):
     """A connection that has sent a request without its end."""
     where = urllib.parse.urlsplit(address)
     raw = socket.create_connection((where.hostname, where.port), timeout=20)
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
-    raw.sendall(head + b"Content-Type: application/json\r\n\r\n{")
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n"
+    raw.sendall(f"{head}Content-Type: application/json\r\n\r\n{{".encode())
     return raw
 
 
@@ -349,6 +349,10 @@ class TestRefusals:
     def test_a_large_body(self, address, engine):
         body = json.dumps({**HELLO, "user": "x" * 2**20}).encode()
         assert "1 MiB" in refused(post(address, body), 413)
+        began = time.monotonic()
+        with half_a_body(address, 2**20 + 1) as raw:  # that is announced, and does not come
+            assert raw.recv(100).startswith(b"HTTP/1.1 413 ")
+        assert time.monotonic() - began < LIMITS.read_seconds / 2
 
     @pytest.mark.slow
     def test_a_body_without_an_end(self, address, engine):
