@@ -18,6 +18,7 @@ from helpers.marks import slow_except
 from helpers.masking import held_by, masked_logits
 from helpers.models import IMAGE, PAD, make_inputs, make_model
 from helpers.oracle import VARIANTS, generate, options_of
+from mmkv.context_files import TOKENWISE
 from mmkv.registry import exact_share
 
 NEW = 5
@@ -170,6 +171,12 @@ def test_frames_are_read_on_as_if_all_had_been_given(name):
         context = mmkv.read(model, frames[0])
         context.append(frames[1])
         assert torch.equal(context.ask(frames[2], **options), want)
+        if "image_grid_thw" in whole:
+            encoded = context.behind(frames[2])["mm_encoder_outputs"]["image"]
+            assert not encoded.pooler_output[0].requires_grad
+            two = {k: x.expand(2, -1) if k in TOKENWISE else x for k, x in frames[2].items()}
+            with pytest.raises(ValueError, match="image_grid_thw for 2 rows behind a context of 1"):
+                context.ask(two, **options)
     with mmkv.wrapped(model, "condense", 25):
         context = mmkv.read(model, frames[0])
         sizes = []
@@ -221,7 +228,7 @@ def test_reading_in_chunks(models):
 
 
 @pytest.mark.parametrize("kv_dtype", slow_except([None, "int8"], None))
-@pytest.mark.parametrize("policy", slow_except(POLICIES, "condense", "h2o"))
+@pytest.mark.parametrize("policy", slow_except(POLICIES, "condense", "h2o", "snapkv"))
 def test_saved_and_loaded_it_is_the_same(models, policy, kv_dtype, tmp_path):
     model, inputs, asked = models("llava-llama"), make_inputs("llava-llama", (70, 41)), question(8)
     asked = {k: x.expand(2, -1) for k, x in asked.items()}
