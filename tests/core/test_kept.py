@@ -212,7 +212,12 @@ def test_tova_drops_what_the_newest_query_attends_to_least(plain, window):
 
 @pytest.mark.parametrize(
     ("policy", "options"),
-    [("snapkv", {"window": WINDOW}), ("adakv", {"window": WINDOW}), ("h2o", {"sinks": 3})],
+    [
+        ("snapkv", {"window": WINDOW}),
+        ("snapkv", {"window": WINDOW, "merge": "groups"}),
+        ("adakv", {"window": WINDOW}),
+        ("h2o", {"sinks": 3}),
+    ],
 )
 def test_the_reported_share_is_of_what_competed(plain, policy, options):
     """Of the importance of tokens that could go, over the heads of a layer."""
