@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -11,39 +10,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from mmkv.serving import choose, tools
 from mmkv.serving.errors import RequestError, wrong_body
 from mmkv.serving.reply import MOST_LOGPROBS, Sampling
+from mmkv.serving.unknown import drop_unknown
 
 if TYPE_CHECKING:
     from PIL import Image
 
-_log = logging.getLogger(__name__)
 _MOST_REPLIES = 128
-# Known to OpenAI's clients and without effect on what is answered.
-_NO_EFFECT = {
-    "metadata",
-    "parallel_tool_calls",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-}
-# Not supported, so only a value that asks for nothing is taken.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "prediction": (),
-    "reasoning_effort": (),
-    "suffix": ("",),
-    "verbosity": (),
-    "web_search_options": (),
-}
 
 
 class _Given(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    # Unknown fields are judged by `drop_unknown`.
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
 
 
 class TextPart(_Given):
@@ -138,8 +115,6 @@ class Message(_Given):
     tool_calls: list[ToolCall] | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
 
 
 class StreamOptions(_Given):
@@ -165,9 +140,7 @@ def _texts(given: Any) -> Any:
 
 
 class _Asked(_Given):
-    """What all requests for text have; unknown fields are judged by `parse`."""
-
-    model_config = ConfigDict(extra="allow")
+    """What all requests for text have."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
@@ -323,7 +296,7 @@ def parse(raw: bytes, kind: type[Kind], *, ignore_unknown: bool = False) -> Kind
     Args:
         raw: JSON.
         kind: what is asked for.
-        ignore_unknown: note fields that are not supported in the log, and do without them.
+        ignore_unknown: do without fields that are not supported; the log has their names.
 
     Raises:
         RequestError: no JSON, a field of another type or range, or one that is not supported.
@@ -332,16 +305,7 @@ def parse(raw: bytes, kind: type[Kind], *, ignore_unknown: bool = False) -> Kind
         found = kind.model_validate_json(raw)
     except ValidationError as error:
         raise wrong_body(error, raw) from None
-    for name, value in (found.model_extra or {}).items():
-        shown, known = name[:80], name in _NEUTRAL
-        if name in _NO_EFFECT or (known and (value is None or value in _NEUTRAL[name])):
-            continue
-        if ignore_unknown:
-            _log.warning("%r in a request is ignored", shown)
-        elif known:
-            raise RequestError(f"{name} is not supported: leave it out", param=name)
-        else:
-            raise RequestError(f"Unrecognized request argument supplied: {shown}", param=shown)
+    drop_unknown(found, ignore=ignore_unknown)
     if isinstance(found, _Asked):
         if "" in found.stop:
             raise RequestError("stop: an empty text would end every answer", param="stop")

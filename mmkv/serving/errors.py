@@ -80,8 +80,6 @@ def wrong_body(error: ValidationError, raw: bytes) -> RequestError:
     shown = repr(at)[:60]
     if kind == "missing":
         told = f"{place} is missing"
-    elif kind == "extra_forbidden":
-        told = f"{place} is not known here: leave it out"
     elif kind == "union_tag_invalid":
         tag = str(first.get("ctx", {}).get("tag"))[:40]
         told = f"{place}: parts of type {tag!r} are not read here, only {_PARTS}"

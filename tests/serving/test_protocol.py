@@ -390,12 +390,49 @@ class TestSentences:
         assert not any(x in message for x in ("tagged-union", "pydantic", "list[", "str."))
 
     def test_what_is_ignored(self, engine, caplog):
-        body = {**HELLO, "beam_width": 3, "functions": [{"name": "f"}], "user": "x"}
         caplog.set_level(logging.WARNING, "mmkv.serving")
+        odd = {"type": "text", "text": "Hello", "mood": 1}
+        turns = [{"role": "user", "content": [odd], "cache": i, "audio": None} for i in range(3)]
+        tool = {**WEATHER, "function": {**WEATHER["function"], "mood": 1}}
+        bodies = [
+            {**HELLO, "beam_width": 3, "functions": [{"name": "f"}], "user": "x"},
+            {**HELLO, "messages": turns, "mmkv": {"budget": 0.5, "speed": 2}, "tools": [tool]},
+            {**HELLO, **{f"\n{i}": 0 for i in range(100)}},
+            HELLO,
+        ]
         with listening(server.app(engine, name="tiny", ignore_unknown=True)) as address:
-            assert post(address, body)[0] == 200
-        told = [x.getMessage() for x in caplog.records if x.name.startswith("mmkv")]
-        assert told == [f"{x!r} in a request is ignored" for x in ("beam_width", "functions")]
+            for body in bodies:
+                assert post(address, body)[0] == 200
+            told = [x.getMessage() for x in caplog.records if x.name.startswith("mmkv")]
+            assert post(address, {**HELLO, "messages": turns}, path="/tokenize")[0] == 200
+            assert post(address, {"prompt": "x", "beam_width": 3}, path="/tokenize")[0] == 200
+        assert told[:2] == [
+            "ignored in a request: 'beam_width, functions'",
+            "ignored in a request: 'messages[].cache, messages[].content[].mood, mmkv.speed, "
+            "tools[].function.mood'",
+        ]
+        assert len(told) == 3
+        assert len(told[2]) < 300
+        assert "\n" not in told[2]
+        assert engine.asked[1]["template"] == {"tools": [WEATHER]}
+        assert engine.asked[1]["messages"] == [{"role": "user", "content": "Hello"}] * 3
+        assert (engine.asked[1]["budget"], "speed" in engine.asked[1]) == (0.5, False)
+
+    @pytest.mark.parametrize(
+        ("more", "told"),
+        [
+            ({"mmkv": {"speed": 2}}, "mmkv.speed is not known here: leave it out"),
+            ({"mmkv": {"x" * 5000: 2}}, "mmkv.xxxx"),
+            ({"tools": [{**WEATHER, "mood": 1}]}, "tools[0].mood is not known here: leave it out"),
+            (asking({"role": "user", "content": "x", "audio": {"id": "a"}}), "messages[0].audio"),
+        ],
+    )
+    def test_what_is_not_ignored(self, address, engine, more, told):
+        for path in ("/v1/chat/completions", "/tokenize"):
+            status, answer = post(address, {**HELLO, **more}, path=path)
+            assert status == 400
+            if path != "/tokenize" or "mmkv" not in more:  # which is not known there
+                assert answer["error"]["message"].startswith(told)
 
 
 class TestTokens:
