@@ -21,6 +21,7 @@ from transformers import LogitsProcessor
 from mmkv import chat, picture
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.layer import CompressedLayer
+from mmkv.cache_name import CACHE, cache_in
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -50,7 +51,7 @@ class Answer:
     Attributes:
         prompt: inputs of the whole conversation.
         again: all of it is read again, since the last answer's cache does not fit.
-        cache: the model's `past_key_values`; None before the first token.
+        cache: as the model holds it; None before the first token.
         done: no token will follow.
     """
 
@@ -96,7 +97,7 @@ class Answer:
             self.again = before.model is not model or not torch.equal(ids[: len(seen)], seen)
         if before is not None and not self.again:
             # The cache is a copy, so that an error or a refusal leaves the conversation as it was.
-            options["past_key_values"] = copy.deepcopy(before.cache)
+            options[CACHE] = copy.deepcopy(before.cache)
             # Of what counts pictures along dimension 0, it has seen the earlier ones.
             new = {} if picture is None else chat.encode(loaded, "", [picture])
             inputs = {k: x for k, x in inputs.items() if x.shape == (1, len(ids))} | {
@@ -162,7 +163,7 @@ def _steps(model: Any, options: dict[str, Any]) -> Generator[tuple[Tensor, Any]]
 
     def remember(module: Any, args: Any, output: Any) -> None:
         nonlocal cache
-        cache = output.past_key_values
+        cache = cache_in(output)
 
     def pause(input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         if not ended:

@@ -241,6 +241,8 @@ def plot_prompt(
     """
     import torch
 
+    from mmkv.cache_name import cache_in
+
     if kind == "lorenz":
         return _lorenz(model, inputs, variants[0], about)
     figure, (axis,) = _panels(1)
@@ -248,7 +250,7 @@ def plot_prompt(
     lines: dict[tuple[float | None, ...], list[str]] = {}  # the policies that a line stands for
     for variant in variants:
         with variant.wrapped(model, budget), torch.no_grad():
-            report = model(**inputs, use_cache=True).past_key_values.report()
+            report = cache_in(model(**inputs, use_cache=True)).report()
         layers = [x for x in report.layers if x.compressed]
         values = tuple(x.mean_kept if kind == "layers" else x.retained for x in layers)
         full = float(report.seen[0]) if kind == "layers" else 1.0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import mmkv
 from mmkv.attach.attachment import attachment_of
+from mmkv.cache_name import cache_in
 from mmkv.chat import on_device
 from mmkv.forcing import Scored, ends_of, log_probabilities, score_answers, up_to_end
 from mmkv.report import mean_known
@@ -271,7 +272,7 @@ def timed(
             pass
 
     def watch(module: Any, args: Any, output: Any) -> None:
-        caches[:] = [output.past_key_values]
+        caches[:] = [cache_in(output)]
 
     how: dict[str, Any] = {"max_new_tokens": max(limits), "do_sample": False, "num_beams": 1}
     how |= {"pad_token_id": pad, "return_dict_in_generate": True, "use_cache": True}

@@ -24,6 +24,7 @@ from mmkv.cache.forward_pass import ForwardPass, current
 from mmkv.cache.phases import Reading
 from mmkv.cache.selection import importance
 from mmkv.cache.token_masks import TokenMasks
+from mmkv.cache_name import CACHE, passing
 from mmkv.forcing import Read, Steps, up_to_end
 from mmkv.layer_inputs import Rotary
 from mmkv.registry import get_policy
@@ -61,7 +62,7 @@ class Capture:
             attachment = attachment_of(model)
             cache = _Recorder(attachment.parts.config, attachment.plan)
             steps = Steps(model, inputs)
-            out = steps.run(inputs, past_key_values=cache, **steps.last)
+            out = steps.run(inputs, **passing(model, cache), **steps.last)
         return cls(out.logits[:, -1:], inputs["input_ids"], cache)
 
     def cache(self, model: Any) -> CompressedCache:
@@ -144,7 +145,7 @@ def behind(context: Context, question: Mapping[str, Tensor]) -> tuple[dict[str, 
     The question may hold text alone.
     """
     given = context.behind(question)
-    cache, ids = given.pop("past_key_values"), question["input_ids"]
+    cache, ids = given.pop(CACHE), question["input_ids"]
 
     def read() -> tuple[Any, Tensor]:
         before, mask = given["attention_mask"].tensor_split([-ids.shape[1]], dim=1)

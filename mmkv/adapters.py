@@ -21,7 +21,6 @@ class Decoder:
     Attributes:
         layers: where its blocks are.
         attention: where a block keeps its attention module.
-        cache: what the attention module's forward calls the cache.
         output: where the attention module keeps its output projection.
         added: the module of a block that the attention's output passes before it is added to the
             residual stream; None where it is added as it is.
@@ -36,7 +35,6 @@ class Decoder:
 
     layers: str = "layers"
     attention: str = "self_attn"
-    cache: str = "past_key_values"
     output: str = "o_proj"
     added: str | None = None
     rotary: str | None = None
@@ -80,7 +78,6 @@ DECODERS: dict[str, Decoder] = {
     "falcon": Decoder(
         layers="h",
         attention="self_attention",
-        cache="layer_past",
         output="dense",
         forward=_falcon_attention,
         refused=(("alibi", (False,), "its ALiBi position biases change with the distance"),),
@@ -112,7 +109,7 @@ DECODERS: dict[str, Decoder] = {
     ),
     "glm4v_moe_text": _MULTIMODAL,
     "glm4v_text": Decoder(added="post_self_attn_layernorm", rotary=_THREE_AXES, interleaved=True),
-    "gpt_neox": Decoder(attention="attention", cache="layer_past", output="dense"),
+    "gpt_neox": Decoder(attention="attention", output="dense"),
     "llama": _PLAIN,
     "llama4_text": Decoder(
         rotary="its layers with full attention have no rotary embedding",

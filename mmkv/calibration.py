@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mmkv import adapters, sensitivity, visual_heads
+from mmkv.cache_name import cache_in
 from mmkv.forcing import checked_inputs
 from mmkv.profiles import CLOSE, Profile
 from mmkv.registry import exact_share, get_policy
@@ -84,7 +85,7 @@ def calibrate(
     asked = None if chosen.retention is not None else budget
     with wrapped(model, chosen, asked), torch.no_grad():
         for sample in _checked(samples):
-            cache = model(**sample, use_cache=True).past_key_values
+            cache = cache_in(model(**sample, use_cache=True))
             for row, length in enumerate(cache.lengths):
                 rows.append([x.keeping().sizes[row] / length for x in cache.compressed])
     if not rows:

@@ -296,13 +296,14 @@ def ask(
     Raises:
         ValueError: what `mmkv.wrap` refuses.
     """
+    from mmkv.cache_name import cache_in
     from mmkv.wrapping import wrapped
 
     model, kept = loaded.model, list[tuple[int, "Tensor"]]()
 
     def remember(module: Any, args: Any, output: Any) -> None:
         if not kept:
-            kept.extend(_kept(output.past_key_values))
+            kept.extend(_kept(cache_in(output)))
 
     how = {**inputs, **generation(max_new_tokens, temperature, seed)}
     with ExitStack() as stack:
@@ -313,7 +314,7 @@ def ask(
             stack.callback(model.register_forward_hook(remember).remove)
         out = model.generate(**how, return_dict_in_generate=True)
     new = out.sequences[0, inputs["input_ids"].shape[1] :]
-    cache = out.past_key_values
+    cache = cache_in(out)
     return Answer(
         text=loaded.processor.decode(new, skip_special_tokens=True).strip(),
         tokens=len(new),

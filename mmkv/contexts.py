@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from mmkv import context_files, context_texts
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
+from mmkv.cache_name import CACHE, cache_in
 from mmkv.containers import unwrap_container
 from mmkv.context_texts import Opened
 from mmkv.report import CacheReport
@@ -119,7 +120,7 @@ class Context:
         config = options.get("generation_config") or self.model.generation_config
         asked = (options.get(x, getattr(config, x)) for x in ("num_beams", "num_return_sequences"))
         if (each := max(x or 1 for x in asked)) > 1:  # as `generate` does with the tokens
-            given["past_key_values"].batch_repeat_interleave(each)
+            given[CACHE].batch_repeat_interleave(each)
         out = self.model.generate(**given, **{"use_cache": True, **options})
         if isinstance(out, Tensor):
             return out[:, start:]
@@ -139,7 +140,7 @@ class Context:
         attachment_of(self.model)  # as long as it is wrapped
         cache = copy.deepcopy(self.cache) if copied else self.cache
         cache.evicts_turns = False
-        return {**self._behind(inputs, cache), "past_key_values": cache}
+        return {**self._behind(inputs, cache), CACHE: cache}
 
     def append(
         self, inputs: Given, *, processor: Any = None, prefill_chunk_size: int | None = None
@@ -156,7 +157,7 @@ class Context:
         """
         more, opened = self._encoded(inputs, processor, ends=False)
         given = self._behind(more, self.cache)
-        self.cache = _read(self.model, given, prefill_chunk_size, past_key_values=self.cache)
+        self.cache = _read(self.model, {**given, CACHE: self.cache}, prefill_chunk_size)
         self.inputs, self.opened = _lasting(given), opened
 
     def _encoded(
@@ -260,7 +261,7 @@ def read_into(
             "wrap the model with postpone=0"
         )
     given = _tensors(inputs, model)
-    return Context(model, _read(model, given, chunk, past_key_values=cache), _lasting(given))
+    return Context(model, _read(model, {**given, CACHE: cache}, chunk), _lasting(given))
 
 
 def load_context(
@@ -289,11 +290,10 @@ def load_context(
     return Context(inner, cache, inputs, processor, Opened(**opened))
 
 
-def _read(model: Any, given: dict[str, Any], chunk: int | None, **more: Any) -> CompressedCache:
+def _read(model: Any, given: dict[str, Any], chunk: int | None) -> CompressedCache:
     """The cache of a prompt, or of one with more behind it."""
     out = model.generate(
         **given,
-        **more,
         max_new_tokens=1,
         do_sample=False,
         num_beams=1,
@@ -302,7 +302,7 @@ def _read(model: Any, given: dict[str, Any], chunk: int | None, **more: Any) -> 
         return_dict_in_generate=True,
         prefill_chunk_size=chunk,
     )
-    return out.past_key_values
+    return cache_in(out)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmkv.cache.layer import nbytes
 from mmkv.cache.token_masks import keeps_everything
+from mmkv.cache_name import cache_in, passing
 
 # Tokens fed at once where nothing is dropped while decoding; bounds the memory of the logits.
 _CHUNK = 128
@@ -37,13 +38,13 @@ class Steps:
     def read(self) -> tuple[Any, Tensor]:
         """The pass of the prompts."""
         out = self.run(self.inputs, **self.last)
-        return out.past_key_values, out.logits[:, -1:]
+        return cache_in(out), out.logits[:, -1:]
 
     def behind(self, cache: Any, ids: Tensor, valid: Tensor | None = None) -> Tensor:
         """Logits [B, t, V] of new tokens [B, t]; those of padding, False in `valid`, are none."""
         new = self.mask.new_ones(ids.shape) if valid is None else valid.to(self.mask.dtype)
         self.mask = torch.cat([self.mask, new], dim=-1)
-        return self.run({"input_ids": ids}, past_key_values=cache).logits
+        return self.run({"input_ids": ids}, **passing(self.model, cache)).logits
 
     def run(self, tokens: Mapping[str, Tensor], **more: Any) -> Any:
         """A pass of tokens, the last that the mask knows; `more` is the model's."""
@@ -92,7 +93,7 @@ class Scored:
         nll: summed negative log-likelihood of the answer's tokens, in nats.
         tokens: how many there are.
         greedy: whether each of them was the model's first choice.
-        cache: `past_key_values`.
+        cache: the model's.
         held_bytes: of the cache once the prompt was read.
         divergence: summed Kullback-Leibler divergence of the next-token distributions from the
             full cache's, in nats, over the tokens that the compressed prompt has a say in; 0

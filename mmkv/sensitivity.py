@@ -26,6 +26,7 @@ from mmkv.cache.evict import evict
 from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.layer_sizes import sizes_of_rows
 from mmkv.cache.prompt_kv import PromptKV
+from mmkv.cache_name import passing
 from mmkv.containers import unwrap_container
 from mmkv.forcing import greedy
 from mmkv.parts.decoding import Grow
@@ -64,14 +65,15 @@ def measure(model: Any, samples: Iterable[Mapping[str, Any]], policy: Policy) ->
             if not bool(valid.any()):
                 continue
             cache = _Probe(config, CacheConfig(alike, _BUDGET))
+            given = passing(model, cache)
             with wrapped(model, alike, _BUDGET):
                 with torch.no_grad():
-                    model(**sample, past_key_values=cache, use_cache=True)
+                    model(**sample, **given, use_cache=True)
                 with torch.enable_grad():
                     found = model(
                         input_ids=reply,
                         attention_mask=_extended(config, sample.get("attention_mask"), reply),
-                        past_key_values=cache,
+                        **given,
                         use_cache=True,
                     )
                     log_p = found.logits.float().log_softmax(-1)

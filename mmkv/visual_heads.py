@@ -22,6 +22,7 @@ from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.phases import Reading
 from mmkv.cache.prompt_kv import PromptKV
+from mmkv.cache_name import passing
 from mmkv.containers import unwrap_container
 from mmkv.forcing import greedy
 from mmkv.layer_inputs import LayerInputs
@@ -72,7 +73,7 @@ def measure(
         }
         followed["input_ids"] = torch.cat([inputs["input_ids"], reply[None]], dim=1)
         with wrapped(model, plain, 1.0), torch.no_grad():
-            inner(**followed, past_key_values=cache, use_cache=True)
+            inner(**followed, **passing(inner, cache), use_cache=True)
         found = torch.stack(cache.hits)
         total, n = found if total is None else total + found, n + 1
     if total is None:

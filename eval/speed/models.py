@@ -20,6 +20,8 @@ import torch
 import transformers as hf
 from torch import Tensor
 
+from mmkv.cache_name import CACHE, cache_in
+
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "vocab_size", "max_position_embeddings"),
@@ -161,7 +163,7 @@ class Reply:
         # As `generate` does: for each step it calls the model, or what replays it.
         config = copy.deepcopy(model.generation_config)
         config.max_new_tokens = _LONG
-        if model._valid_auto_compile_criteria({"past_key_values": self.cache}, config):
+        if model._valid_auto_compile_criteria({CACHE: self.cache}, config):
             self.model = model.get_compiled_call(config.compile_config)
         self.start["warm_s"] = self.steps(warm)
         most = torch.cuda.max_memory_allocated(self.device) if gpu else 0
@@ -206,5 +208,6 @@ class Reply:
 
     @torch.no_grad()
     def _forward(self, **inputs: Any) -> None:
-        out = self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True, **inputs)
-        self.cache, self.token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        inputs |= {"input_ids": self.token, "use_cache": True, CACHE: self.cache}
+        out = self.model(**inputs)
+        self.cache, self.token = cache_in(out), out.logits[:, -1:].argmax(-1)

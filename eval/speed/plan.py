@@ -14,6 +14,7 @@ import torch
 
 from mmkv.budgets import checked
 from mmkv.cache.token_masks import kept_whole, total_kept
+from mmkv.cache_name import cache_in
 from mmkv.eval.speed.models import step_bytes, weight_bytes
 from mmkv.scores.accumulated import AccumulatedAttention
 from mmkv.scores.observers import Observers
@@ -83,7 +84,7 @@ class Sizes:
             "chunked_attention": getattr(config, "attention_chunk_size", None) or 0,
         }
         layers: list[Layer] = []
-        for kind, layer in zip(kinds, seen.past_key_values.layers, strict=False):
+        for kind, layer in zip(kinds, cache_in(seen).layers, strict=False):
             keys, values = (getattr(layer, name, None) for name in ("keys", "values"))
             if keys is not None and values is not None:
                 pair, width = keys.shape[1] * (keys.shape[3] + values.shape[3]), keys.shape[3]

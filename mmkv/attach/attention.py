@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from mmkv.cache.forward_pass import ForwardPass, current
 from mmkv.cache.selection import importance
 from mmkv.cache.token_masks import TokenMasks
+from mmkv.cache_name import without
 from mmkv.policy import Policy
 
 # The model's attention implementation -> ours. transformers treats any name containing "flash"
@@ -157,7 +158,7 @@ def run_mini_prefill(
     running.collector = collector = _Collector(policy, layers, prompt, running)
     try:
         with torch.no_grad():
-            decoder.forward(**{**arguments, "past_key_values": None, "use_cache": False})
+            decoder.forward(**{**without(arguments), "use_cache": False})
     except _Enough:
         pass
     finally:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmkv.attach import graph, hooks
 from mmkv.cache.compressed import CompressedCache
+from mmkv.cache_name import CACHE, cache_in
 
 if TYPE_CHECKING:
     from mmkv.attach.attachment import Attachment
@@ -36,20 +37,20 @@ def prepare_cache(
     """In place of `_prepare_cache_for_generation`: make a compressed cache, or continue one."""
     mode = kwargs.get("generation_mode", args[0] if args else "")
     _refuse_other_caches(generation_config, str(getattr(mode, "value", mode)))
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE)
     if cache is not None:
         hooks.check_cache(cache, attachment)
         if generation_config.use_cache is False:
             raise ValueError(
-                "use_cache=False behind past_key_values would read the new tokens alone: leave one "
-                "of them out"
+                "use_cache=False behind a cache would read the new tokens alone: leave one of "
+                "them out"
             )
         cache._is_user_defined = True
     elif generation_config.use_cache is False:
         return
     else:
         cache = CompressedCache(attachment.parts.config, attachment.plan)
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[CACHE] = cache
     if generation_config.num_beams > 1:  # beams do not ask
         graph.pays(attachment.model, cache, generation_config)
     cache.max_length = generation_config.max_length or 0
@@ -86,7 +87,7 @@ def prepare_positions(
         ValueError: a cache that cannot be continued, or there is no token that it has not seen.
     """
     model: Any = attachment.model
-    known: Any = model_kwargs.get("past_key_values")
+    known: Any = model_kwargs.get(CACHE)
     if known is not None:
         hooks.check_cache(known, attachment)
     parts: list[Any] = [model, getattr(model, "model", None)]
@@ -100,7 +101,7 @@ def prepare_positions(
             _rope_deltas.set(owner.rope_deltas)
     if known is not None and 0 < known.get_seq_length() >= found.shape[-1]:
         raise ValueError(
-            f"past_key_values has seen {known.get_seq_length()} tokens, and there are "
+            f"the cache has seen {known.get_seq_length()} tokens, and there are "
             f"{found.shape[-1]}: give all that it has seen, and at least one more"
         )
     ids = model_kwargs.get("input_ids", inputs)
@@ -113,7 +114,7 @@ def prepare_inputs(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
     """In place of `prepare_inputs_for_generation`: the call that follows is `generate`'s."""
     model: Any = attachment.model
     found = type(model).prepare_inputs_for_generation(model, *args, **kwargs)
-    ids, mask, cache = args[0], kwargs.get("attention_mask"), kwargs.get("past_key_values")
+    ids, mask, cache = args[0], kwargs.get("attention_mask"), cache_in(kwargs)
     if isinstance(cache, CompressedCache) and mask is not None and mask.ndim == 2:
         cache.remember(ids, mask.shape[1])
     hooks.generated_mask.set(found.get("attention_mask"))

@@ -25,6 +25,7 @@ from mmkv.attach.capturing import capture, refusing_waits
 from mmkv.cache.clock import GraphInputs, NotCapturableError, step_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.layer import CompressedLayer
+from mmkv.cache_name import CACHE, cache_in, without
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class Runner:
 
     def __call__(self, **inputs: Any) -> Any:
         """A decode step or a prompt's chunk, with the arguments that `generate` gives the model."""
-        cache: CompressedCache = inputs["past_key_values"]
+        cache: CompressedCache = cache_in(inputs)
         if (
             self.why_not is None
             and _decodes(cache, inputs)
@@ -118,8 +119,8 @@ class Runner:
         for block in cache.blocks:
             block.schedule.advance()
         self.replay()
-        found = {k: v for k, v in self.out.items() if k != "past_key_values"}
-        return type(self.out)(**tree_map_only(Tensor, torch.clone, found), past_key_values=cache)
+        found = tree_map_only(Tensor, torch.clone, without(self.out))
+        return type(self.out)(**found, **{CACHE: cache})
 
     def _step(self, cache: CompressedCache) -> Any:
         cache.on_clock = True
@@ -169,7 +170,7 @@ def pays(model: nn.Module, cache: Any, config: Any) -> bool:
 
 
 def _pays(model: nn.Module, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-    return pays(model, model_kwargs.get("past_key_values"), generation_config)
+    return pays(model, model_kwargs.get(CACHE), generation_config)
 
 
 def _runner(model: nn.Module, compile_config: Any = None) -> Runner:

@@ -16,6 +16,7 @@ from mmkv.attach import attention, repetition
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.forward_pass import ForwardPass, current
 from mmkv.cache.phases import Reading
+from mmkv.cache_name import cache_in, passing, without
 from mmkv.layer_inputs import Rotary
 from mmkv.policy import Policy
 from mmkv.sizes.squeeze import residual_similarity
@@ -35,7 +36,7 @@ def check_cache(cache: Any, attachment: Attachment) -> None:
     """
     if not isinstance(cache, CompressedCache):
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__}, but a wrapped model makes and continues "
+            f"the cache given is a {type(cache).__name__}, but a wrapped model makes and continues "
             "a CompressedCache: pass none, or mmkv.unwrap(model) first"
         )
     cache.check_plan(attachment.parts.config, attachment.plan)
@@ -56,7 +57,7 @@ def before_model(
         ForwardPass(
             ids=kwargs.get("input_ids", args[0] if args else None),
             mask=mask,
-            cache_given=kwargs.get("past_key_values"),
+            cache_given=cache_in(kwargs),
             generating=mask is not None and mask is generated_mask.get(),
         )
     )
@@ -81,7 +82,7 @@ def before_decoder(
         )
     if args:
         kwargs = {"input_ids": args[0], **kwargs}
-    cache: Any = kwargs.get("past_key_values")
+    cache: Any = cache_in(kwargs)
     running = current.get()
     if running is None or running.entered:  # the decoder is called by itself
         running = ForwardPass(mask=kwargs.get("attention_mask"), cache_given=cache)
@@ -94,7 +95,7 @@ def before_decoder(
         if not (module.config.use_cache if use_cache is None else use_cache):  # type: ignore[union-attr]
             return None
         cache = CompressedCache(parts.config, attachment.plan)
-        kwargs = {**kwargs, "past_key_values": cache}
+    kwargs = {**without(kwargs), **passing(module, cache)}
     if (name := parts.config._attn_implementation) not in attention.NAMES:
         raise ValueError(
             f"the attention implementation was changed to {name!r} after mmkv.wrap, which cannot "

@@ -18,6 +18,7 @@ from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.forward_pass import ForwardPass, outside_inference_mode
 from mmkv.cache.phases import Reading
 from mmkv.cache.prompt_kv import PromptKV
+from mmkv.cache_name import without
 from mmkv.policies.kvzip import Repetition
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ def run(attachment: Attachment, running: ForwardPass, arguments: dict[str, Any])
         embeds = torch.cat([x.to(phase.given[0][0].device) for x, _ in phase.given], dim=1)
         positions = torch.cat([x for _, x in phase.given], dim=2)
         phase.given = []
-        again = {**arguments, "input_ids": None, "attention_mask": None, "past_key_values": None}
-        again |= {"use_cache": False}
+        again = without(arguments)
+        again |= {"input_ids": None, "attention_mask": None, "use_cache": False}
         again.pop("cache_position", None)
         if cache.plan.policy.score.outputs:  # type: ignore[attr-defined]
             attachment.remember_inputs()

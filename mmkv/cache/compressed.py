@@ -1,4 +1,4 @@
-"""The compressed cache: what `generate` holds as `past_key_values` on a wrapped model.
+"""The compressed cache: what a wrapped model's `generate` holds.
 
 The way of one prompt: `begin` (before the first layer) learns the prompt and, where they are known,
 the layer sizes; `attend` (once a layer) delegates the prefill and evicts, at once or, when sizes
@@ -43,7 +43,8 @@ class CompressedCache(CacheState):
     """A key-value cache that keeps what a policy finds worth keeping.
 
     `model.generate` on a wrapped model makes one; `return_dict_in_generate=True` returns it as
-    `past_key_values`. Layers with a sliding window or linear attention are left alone.
+    `past_key_values`, from transformers 5.24 on as `cache`. Layers with a sliding window or linear
+    attention are left alone.
 
     Args:
         config: the decoder's config.
@@ -286,7 +287,7 @@ class CompressedCache(CacheState):
         if q > 1 and running.view(mask, self.prompt.valid.new_ones(B, q)) is not None:
             raise ValueError(
                 "image tokens that see later ones continue a compressed prompt: give the new "
-                "turn to model.generate(..., past_key_values=cache)"
+                "turn and the cache to model.generate"
             )
         layer: Any = self.layers[layer_idx]
         kept, clock = layer.state, self.clock if self.on_clock else None

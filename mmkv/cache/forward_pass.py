@@ -38,7 +38,7 @@ class ForwardPass:
     Attributes:
         ids: int [B, q], the model's input ids; None where it was given embeddings.
         mask: the attention mask that the model was called with.
-        cache_given: the `past_key_values` that the model was called with.
+        cache_given: the cache that the model was called with.
         generating: whether `generate` makes the call: its masks only ever grow by ones.
         entered: whether the decoder has begun.
         cache: the cache of this pass; None before the decoder begins, and without a cache.

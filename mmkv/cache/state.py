@@ -228,7 +228,7 @@ class CacheState(Cache):
         if bool(differ.any()):
             row, place = differ.nonzero()[0].tolist()
             raise ValueError(
-                f"past_key_values has read another prompt: row {row} differs at token {place}; "
+                f"the cache has read another prompt: row {row} differs at token {place}; "
                 "give all that it has read as it was, and new tokens behind it, or start without it"
             )
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmkv.cache_name import passing
 from mmkv.parts.slots import send
 from mmkv.serving.pool import Pool
 from mmkv.serving.request import Request
@@ -91,7 +92,7 @@ class Batch:
         out = self.model(
             input_ids=send(np.array(last), self.model.device),
             position_ids=torch.cat([x.position for x in rows], dim=-2),
-            past_key_values=batch,
+            **passing(self.model, batch),
             **self._options,
         )
         return batch, out.logits[:, -1].float()

@@ -16,6 +16,7 @@ from mmkv import chat
 from mmkv.attach.attachment import Attachment
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
+from mmkv.cache_name import CACHE, cache_in
 from mmkv.digest import of_tensors
 from mmkv.serving import choose
 from mmkv.serving.reply import Logprob, Refused, TokenLogprobs
@@ -187,7 +188,7 @@ class Reader:
         encodes = getattr(self.model, "_supports_mm_encoder_outputs", None)
         if encodes is None:
             # Older releases cut neither what stands behind a cache nor positions of several axes.
-            cache = inputs.get("past_key_values")
+            cache = cache_in(inputs)
             begun = cache is not None and cache.get_seq_length() > 0
             if begun or hasattr(self.model.config, "vision_config"):
                 return None
@@ -276,7 +277,7 @@ class Reader:
         found = [TokenLogprobs(Logprob(ids[0], first, None), ())]
 
         def note(module: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-            if kwargs.get("past_key_values") is given["past_key_values"]:  # not a step of others
+            if cache_in(kwargs) is given[CACHE]:  # not a step of others
                 following = ids[len(found) :][: out.logits.shape[1]]
                 logits = out.logits[0, : len(following)]
                 found.extend(choose.logprobs(logits, following, top, tokenizer))

@@ -21,6 +21,7 @@ from torch import Tensor
 from mmkv import contexts
 from mmkv.attach.attachment import Attachment
 from mmkv.cache.forward_pass import between, current
+from mmkv.cache_name import CACHE
 from mmkv.contexts import Context
 from mmkv.serving.batch import Batch
 from mmkv.serving.memory import Bounds
@@ -296,7 +297,7 @@ class Worker:
         """Logits [1, V] of the first token behind a request's prompt."""
         request.unread = request.tokens
         given = self._given(request)
-        cache = request.cache = given["past_key_values"]
+        cache = request.cache = given[CACHE]
         logits = self.reader.read(request, given)
         self._counts["prompt_tokens"] += request.tokens
         request.inputs, request.prefix = {}, None  # pictures are large
@@ -310,7 +311,7 @@ class Worker:
     def _given(self, request: Request) -> dict[str, Any]:
         """What the model is given of a request, with a cache that is its own."""
         if request.prefix is None:
-            return {**request.inputs, "past_key_values": self.reader.cache(request.plan)}
+            return {**request.inputs, CACHE: self.reader.cache(request.plan)}
         if request.context is None:
             cache = request.cache = self.reader.cache(request.plan)
             chunk = self.reader.chunk(request.prefix)

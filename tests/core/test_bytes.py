@@ -15,6 +15,7 @@ from helpers.masking import pairs_of
 from helpers.memory import storages
 from helpers.models import PAD, VOCAB, ending, make_inputs, next_turn
 from helpers.oracle import generate, short
+from mmkv.cache_name import cache_in
 
 D = 250  # a head dimension that nothing else has: it tells keys, values and queries from the rest
 HEADS = 4
@@ -153,7 +154,7 @@ def test_bytes_after_an_interrupt(model, policy, when, chunk):
         passes = {"in a turn": 0, "in the prompt": 0, "while decoding": 4}[when]
         hooks = [
             model.model.register_forward_pre_hook(
-                lambda m, a, k: found.append(k["past_key_values"]), with_kwargs=True
+                lambda m, a, k: found.append(cache_in(k)), with_kwargs=True
             ),
             model.model.layers[1].register_forward_hook(
                 ending(RuntimeError, after=passes + (chunk is not None))

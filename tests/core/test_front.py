@@ -102,14 +102,17 @@ def test_adapters_of_peft(kind, options):
             mmkv.wrap(model, "h2o", 0.3)
         assert not is_wrapped(model)
         return
-    plain, _ = answer(model)
+    plain, own = answer(model)
+    seen = 60 + 5 + options.get("num_virtual_tokens", 0)
+    if own.get_seq_length() != seen:
+        pytest.skip("this PEFT does not know this transformers' cache, and prompts at each step")
     with mmkv.wrapped(model, "h2o", 1.0):
         full, _ = answer(model)
     torch.testing.assert_close(full, plain, atol=1e-4, rtol=0)
     with mmkv.wrapped(model, "h2o", 0.3):
         logits, cache = answer(model)
     assert cache.report().kept_fraction < 0.4
-    assert cache.get_seq_length() == 60 + 5 + options.get("num_virtual_tokens", 0)
+    assert cache.get_seq_length() == seen
     assert not torch.allclose(logits, plain, atol=1e-2)
     assert torch.equal(answer(model)[0], plain)
 

@@ -24,6 +24,7 @@ from helpers.oracle import POSTPONED, REPLAYED, ROWS, Variant, options_of, short
 from helpers.pretend_cuda import install
 from helpers.zoo import NAMES, inputs_of, model_of
 from mmkv.attach import graph
+from mmkv.cache_name import cache_in
 from mmkv.parts import slots
 
 NEW = 30
@@ -231,7 +232,7 @@ def test_a_model_that_counts_on_the_host_is_not_replayed(on_cpu, caplog):
     inner = model.model.forward
 
     def counts(*args, **kwargs):
-        kwargs["past_key_values"].get_seq_length()
+        cache_in(kwargs).get_seq_length()
         return inner(*args, **kwargs)
 
     model.model.forward = counts

@@ -196,7 +196,7 @@ def test_models(make, message):
         ({"dola_layers": "low", "trust_remote_code": True}, r"dola_layers='low' asks for"),
         ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0}, r"num_beam_groups=2"),
         ({"num_beams": 4, "force_words_ids": [[[5]]]}, r"force_words_ids=\[\[\[5\]\]\] asks for"),
-        ({"past_key_values": tf.DynamicCache()}, r"past_key_values is a DynamicCache"),
+        ({"past_key_values": tf.DynamicCache()}, r"the cache given is a DynamicCache"),
     ],
 )
 def test_generates(text_model, kwargs, message):

@@ -15,6 +15,7 @@ from helpers.marks import slow_except
 from helpers.masking import fed, generate, recorded, seeing
 from helpers.models import IMAGE, make_inputs, make_model, next_turn
 from helpers.oracle import short
+from mmkv.cache_name import cache_in
 
 ROWS = (90, 66, 41)
 SOME = ["prefixkv", "adakv", "h2o", "streaming", "xkv"]
@@ -151,7 +152,7 @@ def entering(model):
     held: list[dict[int, torch.Tensor]] = []
 
     def record(module, args, kwargs):
-        layers = getattr(kwargs.get("past_key_values"), "compressed", [])
+        layers = getattr(cache_in(kwargs), "compressed", [])
         held.append({i: x.kept().clone() for i, x in enumerate(layers) if x.blocks is not None})
 
     hook = model.get_decoder().register_forward_pre_hook(record, with_kwargs=True, prepend=True)

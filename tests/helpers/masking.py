@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, LogitsProcessor
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, LogitsProcessor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 NEW = 6  # tokens generated at a time
@@ -158,7 +158,8 @@ def masked_logits(
     try:
         with torch.no_grad():
             out = model(**inputs, position_ids=_positions(mask), use_cache=True)
-            cache = out.past_key_values
+            # Releases differ in what they call it.
+            name, cache = next((k, x) for k, x in out.items() if isinstance(x, Cache))
             logits = [out.logits[:, -1]]
             averages = merge is not None and merge.name != "groups"
             if averages and not postpone:
@@ -174,7 +175,7 @@ def masked_logits(
                     **feed,
                     attention_mask=mask,
                     position_ids=_positions(mask)[:, -q:],
-                    past_key_values=cache,
+                    **{name: cache},
                     use_cache=True,
                 )
                 logits.append(out.logits[:, -1])
