@@ -1,7 +1,5 @@
 """The command line: what it prints and writes, and one line with exit code 2 for bad input."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import io

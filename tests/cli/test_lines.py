@@ -1,7 +1,5 @@
 """mmkv chat without a question: lines from a pipe, commands and answers."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """What a budget means: prompts of any length, generated tokens, and what is always kept."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """`cache.nbytes` is what the allocator holds, after every way of generating."""
 
-from __future__ import annotations
-
 import copy
 import gc
 

@@ -1,7 +1,5 @@
 """Head sizes from cost curves: the curves, the profile, and what a cache keeps by them."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 

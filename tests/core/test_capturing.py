@@ -1,7 +1,5 @@
 """One step captured: on its own device, one at a time, and nothing left of a failed attempt."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import contextmanager, nullcontext
 

@@ -1,7 +1,5 @@
 """Groups in the cache: what must hold exactly, beside the oracles that run for every policy."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import pytest

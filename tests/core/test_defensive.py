@@ -1,7 +1,5 @@
 """DefensiveKV's score against loops, and the sets that its two policies keep."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -4,8 +4,6 @@
 decode step must not make the host wait, and one that is captured must keep to the device.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import contextmanager
 

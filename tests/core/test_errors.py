@@ -1,7 +1,5 @@
 """What cannot be honoured is refused: the message names the value and the remedy."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Expected attention against a loop over heads, with rotations as matrices."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

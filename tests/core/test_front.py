@@ -1,7 +1,5 @@
 """What a caller hands in: models inside others, numbers, names, and policies of other packages."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re

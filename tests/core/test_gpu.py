@@ -4,8 +4,6 @@ Skipped, with a reason, where there is none. What a CPU can tell of the same cod
 `test_graph.py`, `test_device.py` and `test_capturing.py`.
 """
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -5,8 +5,6 @@ operations on the same memory without running its Python, so anything that the s
 host shows as a difference.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import threading

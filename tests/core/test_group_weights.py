@@ -1,7 +1,5 @@
 """Fitted weights of groups against loops that read like their definition."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Exact tokens and weighted groups against loops that read like their definition."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

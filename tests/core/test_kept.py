@@ -3,8 +3,6 @@
 Of the policies that `test_later_turns` and the tests of their scores do not follow to the end.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

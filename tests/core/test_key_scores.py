@@ -1,7 +1,5 @@
 """Scores by keys and values against loops over heads and tokens, row by row without padding."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -5,8 +5,6 @@ attention is that of a full cache in which each pass sees only what the pass bef
 token's score is what the paper's formula gives on the tokens that were really there.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a score is given of a layer, against what the layer's own modules compute."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """`least`: tokens a head that stay however small a share the budget is."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 

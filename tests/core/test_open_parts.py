@@ -1,7 +1,5 @@
 """A score in one file, word for word that of docs/extending.md, works everywhere by itself."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -3,8 +3,6 @@
 A policy is covered by being registered. Variants add the options that switch its parts.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

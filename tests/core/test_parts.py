@@ -1,7 +1,5 @@
 """Parts: named, routed, listed, and added by other packages."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Which patches are kept, and the PNG that shows it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """postpone=n: the whole cache for n steps, then eviction with the generated tokens' queries too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Any policy with any options on any prompt: the oracle, exact budgets, or a clear refusal."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import gc

@@ -3,8 +3,6 @@
 Models and inputs are float64, so that two ways of computing a number agree on its code.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

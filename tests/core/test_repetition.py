@@ -1,7 +1,5 @@
 """KVzip: what repeating the prompt asks of its tokens, against the plain model that repeats it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

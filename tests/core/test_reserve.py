@@ -1,7 +1,5 @@
 """Slots set aside for tokens to come: few, never so many that the full cache would be smaller."""
 
-from __future__ import annotations
-
 import pytest
 
 import mmkv

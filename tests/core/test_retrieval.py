@@ -1,7 +1,5 @@
 """Head sizes by the copy probe: what it measures, what follows, and what is kept of it."""
 
-from __future__ import annotations
-
 import copy
 import logging
 

@@ -1,7 +1,5 @@
 """decode="rounds": generated tokens compete with all that is held, some at a time."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

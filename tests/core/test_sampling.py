@@ -1,7 +1,5 @@
 """allocation="sampled": layer sizes of a task's first requests, averaged, for all others."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle

@@ -1,7 +1,5 @@
 """A model whose heads are spread over two processes: as in one process, or refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Nothing is silently wrong: what a wrapped model says is right, or refused by name."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

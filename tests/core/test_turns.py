@@ -1,7 +1,5 @@
 """Prompts in chunks and conversations in turns: the same oracle, over a cache that goes on."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """What values and unlike keys add to attention, against loops over heads, queries and tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

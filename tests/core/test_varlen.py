@@ -1,7 +1,5 @@
 """Attention by torch's variable-length kernel: arguments by its fake, sums by a loop."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """SparseMM: which heads are visual, against a loop, and the head sizes that follow."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Ways of generating: at full budget each is the plain model, and evicting is masking in each."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The image chat without its page: two answers a turn, turns, users, and what goes wrong."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import gc

@@ -1,7 +1,5 @@
 """The image chat's page in a real browser: Debian's chromium, headless."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

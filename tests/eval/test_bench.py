@@ -1,7 +1,5 @@
 """The benchmark: its arithmetic, its order, what it counts, and the command, all on toy models."""
 
-from __future__ import annotations
-
 import json
 import math
 import stat

@@ -1,7 +1,5 @@
 """The engine under load."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

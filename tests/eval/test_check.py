@@ -1,7 +1,5 @@
 """`mmkv check` and `mmkv.check`: what is measured, what is kept on disk, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """Several runs side by side: what is on the front, tables, pictures, and runs of others."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The suites' built-in data: deterministic, small enough for the built-in model, and answerable."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

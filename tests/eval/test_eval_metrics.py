@@ -1,7 +1,5 @@
 """Scorers: what they are on examples, and what holds for all."""
 
-from __future__ import annotations
-
 import random
 import string
 

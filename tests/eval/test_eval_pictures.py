@@ -1,7 +1,5 @@
 """Suites of pictures read from published files, and the errors for bad files and pictures."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tables, files and figures of a run; the commands."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

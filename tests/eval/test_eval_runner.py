@@ -1,7 +1,5 @@
 """Runs: rows, resuming, refusing, several processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Suites of texts read from published files, and the errors for bad ones."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

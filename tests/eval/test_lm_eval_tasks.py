@@ -3,8 +3,6 @@
 The data sets themselves lie on a hub. Here each task is given some rows of the same columns.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

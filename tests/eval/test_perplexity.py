@@ -1,7 +1,5 @@
 """Perplexity behind a compressed prompt."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The models that lm_eval and lmms-eval find."""
 
-from __future__ import annotations
-
 import json
 import re
 from importlib.metadata import entry_points

@@ -1,7 +1,5 @@
 """One pass of a prompt gives the cache of every policy: the same as a pass of its own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

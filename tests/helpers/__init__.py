@@ -3,8 +3,6 @@
 Import it before transformers: that reads the environment once.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

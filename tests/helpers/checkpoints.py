@@ -1,7 +1,5 @@
 """Checkpoints in the original layout of LLaVA."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The configs of tiny random models, by class."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

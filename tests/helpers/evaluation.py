@@ -1,7 +1,5 @@
 """A tokenizer, samples and a saved model for the tests of the evaluation."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

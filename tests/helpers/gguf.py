@@ -1,7 +1,5 @@
 """Writes a tiny Llama as GGUF, as llama.cpp's own converter lays it out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

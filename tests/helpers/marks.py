@@ -1,7 +1,5 @@
 """What `make test` leaves to `make test-slow`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

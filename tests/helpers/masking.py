@@ -7,8 +7,6 @@ it to the model's own `generate` or forward, for every class, which finds positi
 too) and masks for itself. Layers with a sliding window are left as they are.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What tensors are alive, and a bound on the memory of a process."""
 
-from __future__ import annotations
-
 import gc
 import resource
 from contextlib import contextmanager

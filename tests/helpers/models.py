@@ -1,7 +1,5 @@
 """Tiny random models of the LLaMA family and of LLaVA, and prompts for them."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

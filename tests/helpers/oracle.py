@@ -1,7 +1,5 @@
 """The policies and options that the oracles run, and generation that says what was held."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass

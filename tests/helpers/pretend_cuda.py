@@ -5,8 +5,6 @@ that one is current is captured, by a recorder; the rest is done at once, as CUD
 in which something was refused cannot be ended, and the allocator then still knows of it.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Profiles of cost curves that nobody measured."""
 
-from __future__ import annotations
-
 import math
 import random
 

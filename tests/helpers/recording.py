@@ -4,8 +4,6 @@ As with a graph, the code of a step runs once and does nothing; a replay repeats
 the same memory. Whatever a step takes from the host is therefore frozen, and shows as a difference.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Layer sizes of one row, as the cache finds them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Tiny random models of every supported class, and prompts for them."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

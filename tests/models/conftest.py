@@ -1,7 +1,5 @@
 """Fixtures of the tests that load checkpoints."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers import zoo

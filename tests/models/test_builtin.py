@@ -1,7 +1,5 @@
 """The built-in model: its data, its processor, its weights, its training and what it can do."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """Original LLaVA checkpoints: a tiny one in that layout gives the logits of the same weights."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Models by name, and GGUF files: what is loaded, converted once, and refused."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import threading

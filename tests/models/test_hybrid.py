@@ -1,7 +1,5 @@
 """Models with linear attention beside full attention: the states of the former are left alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers as tf

@@ -1,7 +1,5 @@
 """Every supported class, on a tiny random model: evicting is masking, full budget is identity."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -4,8 +4,6 @@ bitsandbytes rounds what goes into its layers too. A number halfway between two 
 either when it is computed in another way, hence the tolerance; eviction moves logits by units.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import (

@@ -4,8 +4,6 @@ The plain model is asked for its attention weights (`output_attentions`), which 
 does: masks that are not causal, softcap, scale, padding. The papers' formulas are applied to them.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

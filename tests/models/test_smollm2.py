@@ -1,7 +1,5 @@
 """A real checkpoint under the defaults: what a user asks on the first day is not lost."""
 
-from __future__ import annotations
-
 import importlib.util
 from pydoc_data.topics import topics
 

@@ -1,7 +1,5 @@
 """Files from strangers run no code, leave no folder and fill no memory: each is refused by name."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

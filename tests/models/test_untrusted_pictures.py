@@ -1,7 +1,5 @@
 """Pictures from strangers: broken, bombs, programs and devices are refused by name."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -1,7 +1,5 @@
 """No import runs upward, and no modules import each other in a circle (see pyproject.toml)."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The README and the pages of docs/ say what is so: tables, code, figures, commands, links."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,7 +1,5 @@
 """How far a prompt travels through the code, and how much of it there is."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
