@@ -13,6 +13,7 @@ from helpers.masking import fed, generate, recorded, seeing
 from helpers.oracle import measured_similarity, prefilled, short
 from helpers.zoo import FEW, NAMES, OFTEN, SUPPORTED, inputs_of, model_of
 from mmkv import chat
+from mmkv.cache_name import cache_in, passing
 
 POLICIES = ["prefixkv", "adakv", "h2o", "streaming", "squeeze", "condense"]
 VISION = [name for name in NAMES if "Conditional" in name]
@@ -150,7 +151,7 @@ def test_a_plain_forward_finds_its_positions(name):
         out = model(**inputs, use_cache=True)
         logits = [out.logits[:, -1]]
         for ids in new:
-            out = model(input_ids=ids, past_key_values=out.past_key_values, use_cache=True)
+            out = model(input_ids=ids, **passing(model, cache_in(out)), use_cache=True)
             logits.append(out.logits[:, -1])
         return torch.stack(logits)
 
@@ -313,14 +314,6 @@ def changed(name: str, **settings):
 def test_what_cannot_be_wrapped_says_why(make, why):
     with pytest.raises(ValueError, match=why):
         mmkv.wrap(make().eval(), "prefixkv", 0.5)
-
-
-def test_the_table_covers_what_is_known():
-    rows = {row["class"]: row for row in mmkv.adapters.table()}
-    assert set(rows) == {*mmkv.adapters.MODELS, *mmkv.adapters.REFUSED}
-    assert rows["LlamaForCausalLM"]["compressed"] == "every layer"
-    assert "sliding layers are left alone" in rows["Gemma3ForConditionalGeneration"]["compressed"]
-    assert rows["BloomForCausalLM"]["status"] == "refused"
 
 
 def test_heads_are_those_of_the_layers_that_are_compressed():
