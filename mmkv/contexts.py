@@ -184,7 +184,7 @@ class Context:
                 + ("" if cache is self.cache else ", or read one row and ask many questions")
             )
         grids = [name for name in more if _is_grid(name)]
-        if grids and (rows > 1 or asked > 1):
+        if grids and asked > 1:
             raise ValueError(
                 f"{grids[0]} for {asked} rows behind a context of {rows}: with pictures in the "
                 "question, ask one row at a time"

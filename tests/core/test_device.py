@@ -99,6 +99,18 @@ def test_the_stand_in_refuses_what_a_gpu_refuses(gpu):
     gpu.capturing = False
 
 
+def test_a_context_is_read_saved_and_asked_there(models, there, gpu, tmp_path):
+    """What comes from the host goes to the model."""
+    inputs, question = (make_inputs("llama", (n,), seed=n) for n in (40, 8))
+    with mmkv.wrapped(models("llama"), "condense", 0.4, least=0):
+        wanted = mmkv.read(models("llama"), inputs).ask(question, max_new_tokens=NEW).tolist()
+    with mmkv.wrapped(model := there("llama"), "condense", 0.4, least=0, graph=False):
+        context = mmkv.read(model, inputs)
+        context.save(tmp_path / "read")
+        for one in (context, mmkv.load_context(tmp_path / "read", model)):
+            assert one.ask(question, max_new_tokens=NEW).tolist() == wanted
+
+
 PICTURES = [Variant("prefixkv", (("protect", "instruction"),), 0.85), Variant("xkv")]
 
 
