@@ -11,22 +11,15 @@ import contextlib
 import hashlib
 import importlib.util
 import io
-import json
-import logging
-import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mmkv.loading import cache_folder, quiet
-
-logger = logging.getLogger(__name__)
+from mmkv.loading.conversions import is_sound, make_once
 
 _MAGIC = b"GGUF"
-_RECORD = "mmkv-conversion.json"  # written last: what lies beside it is complete
-_FORMAT = 1  # of a conversion; one of another number is made anew
-_WHOLE = 2**24  # bytes up to which a file is checked whole
-_BLOCKS, _BLOCK = 256, 4096  # of a larger file: how many, and bytes each
 
 
 def read(path: Path, **options: Any) -> tuple[Any, Any]:
@@ -89,48 +82,22 @@ def converted(path: Path, *, make: bool = True) -> Path | None:
     Raises:
         ValueError: no GGUF file, one that transformers cannot read, or no package `gguf`.
     """
-    from filelock import FileLock
-    from safetensors import SafetensorError
-
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise ValueError(f"{path} is no GGUF file, by its first bytes: download it again")
         file.seek(0)
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-    root = cache_folder() / "gguf"
-    folder, part = root / digest, root / f"{digest}.part"
-    if _is_sound(folder, digest):
+    folder = cache_folder() / "gguf" / digest
+    if is_sound(folder, digest):
         return folder
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"{path} needs the package gguf: pip install 'mmkv[gguf]'")
     if not make:
         return None
-    if sys.stderr.isatty():
-        sys.stderr.write(f"mmkv: converting {path.name}, once, in {root}\n")
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / f"{digest}.lock"):
-            if not _is_sound(folder, digest):
-                # What is there is damaged, or was left by a process that was killed.
-                for left in filter(Path.exists, (folder, part)):
-                    shutil.rmtree(left)
-                part.mkdir()
-                try:
-                    _convert(path, part, digest)
-                    part.rename(folder)
-                finally:
-                    shutil.rmtree(part, ignore_errors=True)
-    except (OSError, SafetensorError, NotImplementedError) as error:  # the last: no locks there
-        logger.warning(
-            "%s is read anew each time, as %s cannot be written (%s): MMKV_CACHE names another "
-            "folder",
-            *(path.name, root, error),
-        )
-        return None
-    return folder
+    return make_once(folder, digest, partial(_convert, path), path.name)
 
 
-def _convert(path: Path, folder: Path, digest: str) -> None:
+def _convert(path: Path, folder: Path) -> None:
     import torch
 
     model, tokenizer = read(path, dtype=torch.float16)
@@ -139,32 +106,3 @@ def _convert(path: Path, folder: Path, digest: str) -> None:
     with quiet():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    files = {file.name: _fingerprint(file) for file in sorted(folder.iterdir())}
-    record = {"format": _FORMAT, "gguf": digest, "files": files}
-    (folder / _RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
-
-
-def _is_sound(folder: Path, digest: str) -> bool:
-    """Whether a conversion is complete and as it was written."""
-    try:
-        record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-        return (record["format"], record["gguf"]) == (_FORMAT, digest) and all(
-            _fingerprint(folder / name) == known for name, known in record["files"].items()
-        )
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return False
-
-
-def _fingerprint(path: Path) -> str:
-    """A digest of a file's size and content; of a large file, of blocks spread over it."""
-    size = path.stat().st_size
-    found = hashlib.blake2b(str(size).encode(), digest_size=16)
-    with path.open("rb") as file:
-        if size <= _WHOLE:
-            found.update(file.read())
-        else:
-            found.update(file.read(2**20))  # safetensors' header, which says what lies where
-            for i in range(_BLOCKS):
-                file.seek((size - _BLOCK) * i // (_BLOCKS - 1))
-                found.update(file.read(_BLOCK))
-    return found.hexdigest()
