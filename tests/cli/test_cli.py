@@ -106,20 +106,6 @@ class TestChat:
             assert min(image.size) > 300
 
     @pytest.mark.slow
-    def test_json(self, ask, tmp_path):
-        data = ask("--budget", "60", "--policy", "h2o", "--option", "recent=0.25")
-        assert data["report"]["policy"] == "h2o"
-        assert data["report"]["budget"] == 60
-        assert data["compressed"]["nbytes"] == data["report"]["nbytes"] < data["full"]["nbytes"]
-        assert data["prompt"]["image_tokens"] == 144
-        assert [str(path) for path in (tmp_path / "out").iterdir()] == data["png"]
-
-    @pytest.mark.slow
-    def test_full_budget_changes_nothing(self, ask):
-        data = ask("--budget", "1.0", "--max-new-tokens", "12")
-        assert data["compressed"]["answer"] == data["full"]["answer"]
-
-    @pytest.mark.slow
     def test_a_picture_is_read_once_and_asked_again_from_a_file(self, capsys, picture, tmp_path):
         """With all tokens kept, what a file is asked is what the whole prompt answers."""
         whole = ("--budget", "1.0", "--json", "--max-new-tokens", "12")
@@ -267,11 +253,6 @@ class TestChat:
             said = complaint(capsys, "chat", *question, "--kv-dtype", "8")
             assert "'int8' or 'int4'" in said
 
-    @pytest.mark.slow
-    def test_the_model_is_left_unwrapped(self, ask, builtin):
-        ask()
-        assert "_mmkv" not in vars(builtin.model)
-
     @pytest.mark.parametrize("budget", ["0", "-5", "0.0", "1.5", "-0.2", "3"])
     def test_a_budget_out_of_range_or_below_what_must_be_kept(self, capsys, picture, budget):
         words = ("--policy", "streaming", "--budget", budget)
@@ -363,23 +344,6 @@ def test_policies_and_parts_are_listed_with_their_options(capsys, monkeypatch, w
     assert all(text in out for text in said)
     assert all(f"│ {name} " in out for name in names)
     assert max(map(cell_len, out.splitlines())) <= int(width)
-
-
-def test_a_wide_table_is_printed_in_parts():
-    names = [f"column {i}" for i in range(9)]
-    rows = [("snapkv:window=8 0.2", [f"{i}.{i}{i} (0.0-9.9)" for i in range(9)]), ("none", ["-"])]
-    table = terminal.Table("kept", names, rows, "a title")
-    for width in (50, 80, 500):
-        screen = Console(file=io.StringIO(), width=width)
-        screen.print(table)
-        lines = screen.file.getvalue().splitlines()
-        assert max(map(cell_len, lines)) <= width
-        assert lines[0] == "a title"
-        for text in (*names, *rows[0][1]):
-            assert sum(text in line for line in lines) == 1, (width, text)
-        parts = sum("┏" in line for line in lines)
-        assert parts == sum(rows[0][0] in line for line in lines)
-        assert (parts == 1) == (width == 500)
 
 
 def test_a_pipe_is_as_wide_as_the_terminal_that_shows_it(monkeypatch):

@@ -218,30 +218,6 @@ def test_what_is_no_model_says_what_to_call(given, message):
         assert len(str(error.value)) <= 200  # two lines of 100 characters
 
 
-def test_two_models_of_one_config_are_wrapped_and_unwrapped_in_any_order():
-    first = make_model("llama")
-    torch.manual_seed(7)
-    second = LlamaForCausalLM(first.config).eval()
-    second.generation_config.eos_token_id = None
-    second.generation_config.pad_token_id = 0
-    pair = first, second
-    plain = [answer(model)[0] for model in pair]
-    alone = []
-    for model, policy in zip(pair, ("h2o", "local"), strict=True):
-        with mmkv.wrapped(model, policy, 0.3):
-            alone.append(answer(model)[0])
-    mmkv.wrap(first, "h2o", 0.3)
-    mmkv.wrap(second, "local", 0.3)
-    assert torch.equal(answer(first)[0], alone[0])
-    assert torch.equal(answer(second)[0], alone[1])
-    mmkv.unwrap(first)
-    assert torch.equal(answer(first)[0], plain[0])
-    assert torch.equal(answer(second)[0], alone[1])
-    mmkv.unwrap(second)
-    assert torch.equal(answer(second)[0], plain[1])
-    assert first.config._attn_implementation == "sdpa"
-
-
 @pytest.mark.parametrize("name", ["llama", "llava-llama"])
 @torch.no_grad()
 def test_a_wrapped_models_config_is_its_own_still(name):

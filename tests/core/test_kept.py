@@ -21,7 +21,7 @@ WINDOW = 6
 
 
 class Plain:
-    """What a model computes of a prompt without mmkv: queries, keys, values, attention."""
+    """What a model computes of a prompt without mmkv: keys, values, attention."""
 
     def __init__(self, name: str) -> None:
         self.model, self.inputs = make_model(name, "eager"), make_inputs(name, (N,))
@@ -29,21 +29,12 @@ class Plain:
         # A scale of its own in each layer, as Gemma's differ from `D ** -0.5`.
         for layer, scale in zip(layers, (0.5, 0.1, 0.9), strict=True):
             layer.self_attn.scaling = scale
-        queries: list[Tensor] = []
-        hooks = [
-            x.self_attn.q_proj.register_forward_hook(lambda m, a, out: queries.append(out[0]))
-            for x in layers
-        ]
         with torch.no_grad():
             out = self.model(**self.inputs, output_attentions=True, use_cache=True)
-        for hook in hooks:
-            hook.remove()
         held = out.past_key_values.layers
         self.attention = [a[0].double() for a in out.attentions]  # [Hq, N, N]
         self.keys = [x.keys[0].double() for x in held]  # [H, N, D], rotated
         self.values = [x.values[0].double() for x in held]
-        # [Hq, N, D], before they are rotated.
-        self.queries = [q.double().unflatten(-1, (H * G, -1)).transpose(0, 1) for q in queries]
 
     def kept(self, policy: str, budget: float, **options) -> list[list[set[int]]]:
         """By layer and head."""
@@ -102,28 +93,6 @@ def test_lagkv_keeps_the_best_of_each_block_by_the_block_behind_it(plain):
                 scores += ((mine - low) / (high - low)).std(dim=1).softmax(0)
             wanted |= {start + j for j in top(scores.tolist(), each)}
         assert kept[layer][h] == wanted
-
-
-def test_expected_attention_keeps_what_coming_queries_would_read(plain):
-    """Queries as normal as the prompt's, turned on average to the 5 positions behind it."""
-    options = {"positions": 5, "epsilon": 0.2, "heads": "uniform"}
-    kept = plain.kept("expected", 20, **options)
-    frequencies = plain.model.model.rotary_emb.inv_freq.double()
-    half = len(frequencies)
-    turned = torch.zeros(2 * half, 2 * half, dtype=torch.float64)
-    for position in range(N, N + 5):
-        cos, sin = (position * frequencies).cos().diag(), (position * frequencies).sin().diag()
-        turned += torch.cat([torch.cat([cos, -sin], 1), torch.cat([sin, cos], 1)]) / 5
-    for layer, h in HEADS:
-        scale, keys = (0.5, 0.1, 0.9)[layer], plain.keys[layer][h][4:]
-        paid = torch.zeros(N - 4, dtype=torch.float64)
-        for query in plain.queries[layer][h * G : (h + 1) * G, 4:]:
-            mean = query.mean(0)
-            spread = turned @ (query - mean).T.cov(correction=0) @ turned.T
-            logits = [scale * k @ turned @ mean + scale**2 / 2 * k @ spread @ k for k in keys]
-            paid += torch.stack(logits).softmax(0) / G
-        scores = (paid + 0.2) * plain.values[layer][h][4:].norm(dim=-1)
-        assert kept[layer][h] == {0, 1, 2, 3} | {4 + j for j in top(scores.tolist(), 16)}
 
 
 def test_mixkv_keeps_what_is_read_long_or_unlike_the_others(plain):

@@ -193,23 +193,6 @@ def test_the_report_says_where_it_decides(models, caplog):
     assert notes_of(model, (90,), 0.9, window=8, least=64) == []
 
 
-def test_what_is_short_in_spite_of_it_is_still_said(models, caplog):
-    model = models("llama")
-    with caplog.at_level(logging.WARNING, logger=SAID):
-        found = notes_of(model, (90,), 0.1, window=40, least=30)
-    text = (
-        "row 0: budget 0.1 with least=30 gives 30 of 90 tokens a layer, too few for window 40; its "
-        "last 15 observe instead"
-    )
-    assert found == ["row 0: least=30 keeps 30 of 90 tokens, more than budget 0.1", text]
-    assert [x.getMessage() for x in caplog.records if x.name == SAID] == [text]
-    found = notes_of(model, (90,), 0.1, window=6, sinks=35, least=30)
-    assert found == [
-        "row 0: budget 0.1 with least=30 gives 30 of 90 tokens a layer, too few for window 6, "
-        "sinks 35; 41 are kept"
-    ]
-
-
 def test_what_measures_budgets_does_without():
     assert exact_share("condense") == {"least": 0}
     assert exact_share("snapkv") == exact_share("full") == {}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers.memory import LargestOutput
-from mmkv.scores import accumulated_attention, recency, window_attention
+from mmkv.scores import accumulated_attention, window_attention
 from mmkv.scores import attention as tiling
 from mmkv.sizes.squeeze import residual_similarity
 
@@ -203,16 +203,6 @@ def test_padding_may_be_anywhere() -> None:
     assert not got[0][:, ~front].any()
 
 
-def test_recency_is_the_place_in_the_prompt() -> None:
-    valid = torch.tensor([[True] * 4, [False, False, True, True]])
-    got = recency(valid)
-    assert got.dtype == torch.float32
-    assert got.shape == (2, 1, 4)
-    for b in range(2):
-        for j in range(4):
-            assert float(got[b, 0, j]) == (j if valid[b, j] else 0)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_residual_similarity_equals_the_loop_over_real_tokens(dtype: torch.dtype) -> None:
     before, after = random(3, 6, 8, seed=1, dtype=dtype), random(3, 6, 8, seed=2, dtype=dtype)
@@ -271,8 +261,3 @@ def test_what_cannot_be_is_refused_with_its_numbers(changed: dict[str, Any], mes
     if not windows and "window" not in message:
         with pytest.raises(ValueError, match=message):
             accumulated_attention(**BOTH | changed)
-
-
-def test_recency_checks_its_shape() -> None:
-    with pytest.raises(ValueError, match=r"\[B, N\].*float32 \(2, 4\)"):
-        recency(torch.ones(2, 4))

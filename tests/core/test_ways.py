@@ -233,19 +233,6 @@ def test_a_model_spread_by_accelerate(models, policy, spread, tmp_path):
         same(found[1], found[0])
 
 
-@pytest.mark.slow
-def test_a_compiled_model():
-    """model.compile() gives the same answers, and takes its time."""
-    model, twin, inputs = make_model("llama"), make_model("llama"), make_inputs("llama", (70, 41))
-    model.compile(backend="eager", dynamic=True)
-    for budget in (1.0, 0.4):
-        found = []
-        for each in (twin, model):
-            with mmkv.wrapped(each, "prefixkv", budget):
-                found.append(said(each, inputs, max_new_tokens=4)[0])
-        same(found[1], found[0])
-
-
 @pytest.mark.parametrize("policy", slow_except(SOME, "h2o"))
 def test_two_threads_share_a_wrapped_model(models, policy):
     """State is on the cache: conversations with different prompts do not see each other."""

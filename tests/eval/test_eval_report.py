@@ -12,13 +12,12 @@ from typer.testing import CliRunner
 
 import mmkv
 from helpers.evaluation import make_samples, make_tokenizer, save_model
-from helpers.models import make_inputs, make_model
+from helpers.models import make_model
 from mmkv.eval import draw, measure, runner
 from mmkv.eval.cli import PLOTS, commands
 from mmkv.eval.prompts import Encoder
 from mmkv.eval.store import RunError, read_rows
 from mmkv.eval.tabulate import Report, paper_tables
-from mmkv.eval.variants import parse_variants
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -98,14 +97,6 @@ def test_a_task_that_the_full_cache_cannot_do_is_named(report, tmp_path):
     assert nothing not in "\n".join(report.notes())
     rows = [x | {"score": 0.0} if "score" in x else x for x in ROWS]
     assert nothing in "\n".join(Report(write_run(tmp_path / "other", rows)).notes())
-
-
-def test_policies_that_keep_as_much_share_a_line_and_its_name(models):
-    inputs = make_inputs("llama", (60,))
-    variants = parse_variants(["snapkv", "knorm", "pyramidkv"], {"window": 8})
-    figure = draw.plot_prompt(models("llama"), inputs, "layers", variants, 0.3, "")
-    names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names == ["snapkv, knorm: the same", "pyramidkv", "full cache"]
 
 
 def test_papers_rows_only_for_their_data(tmp_path):
@@ -194,15 +185,6 @@ def test_papers_tables_are_whole():
     seven = next(t for t in paper_tables() if (t.suite, t.model) == ("mmvet", "LLaVA-1.5-7B"))
     assert seven.of("prefixkv")["PrefixKV"]["0.1"] == {"ppl": 7.38, "rouge": 0.39}
     assert "1" not in seven.of("prefixkv")["PrefixKV"]
-
-
-def test_policies_differ_in_colour_or_marker_and_their_options_in_dashes():
-    labels = [*mmkv.list_policies(), "xkv:layers=uniform", "xkv:window=4"]
-    found = draw.styles(labels)
-    assert len({(s["color"], s["marker"]) for s in found.values()}) == len(labels)
-    plain, *dashed = (found[label] for label in ("xkv", *labels[-2:]))
-    assert {s["color"] for s in dashed} == {plain["color"]}
-    assert plain["linestyle"] not in [s["linestyle"] for s in dashed]
 
 
 def test_scores_of_each_layer_are_those_that_evict():

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import mmkv
-from helpers.marks import slow_except
 from helpers.models import make_inputs, make_model, row_of
-from helpers.oracle import USUAL, short
+from helpers.oracle import short
 from mmkv.eval.measure import perplexity
 from mmkv.forcing import drops_nothing, score_answers
 
@@ -53,14 +52,6 @@ def test_plain_model_equals_its_definition(model, inputs, one_pass):
     scored = score_answers(model, inputs, ANSWERS, one_pass=one_pass)
     assert scored.tokens == [5, 1, 8]
     assert scored.nll == pytest.approx(plain_nll(model, inputs, ANSWERS), rel=1e-5)
-
-
-@pytest.mark.parametrize("policy", slow_except(mmkv.list_policies(), *USUAL))
-def test_full_budget_gives_the_plain_models_perplexity(model, inputs, policy):
-    expected = sum(plain_nll(model, inputs, ANSWERS)) / 14
-    with mmkv.wrapped(model, policy, 1.0, **short(policy)):
-        scored = score_answers(model, inputs, ANSWERS)
-    assert sum(scored.nll) / sum(scored.tokens) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -61,15 +61,6 @@ def test_a_count_that_does_not_fit_the_grid_is_refused(count):
         scenes.make_scene(0, count=count)
 
 
-def test_the_picture_shows_the_objects_colours_where_they_are():
-    picture = scenes.draw(SCENE, 300)
-    assert picture.size == (300, 300)
-    assert picture.getpixel((50, 50)) == scenes.COLORS["red"]
-    assert picture.getpixel((150, 150)) == scenes.COLORS["orange"]
-    assert picture.getpixel((150, 250)) == scenes.COLORS["blue"]
-    assert picture.getpixel((250, 50)) == SCENE.background
-
-
 @pytest.mark.parametrize(
     ("text", "score"),
     [
@@ -142,18 +133,6 @@ def test_each_picture_takes_144_tokens_and_pictures_are_numbered(processor):
     text = processor.tokenizer.decode(ids).replace("<image>" * 144, "<image>")
     assert text == (
         "<s>USER: Picture 1:<image> Picture 2:<image> Describe the second picture. ASSISTANT:"
-    )
-
-
-def test_turns_and_plain_text_follow_the_template(processor):
-    messages = [
-        *evaluate.user("What is the value of amber?"),
-        {"role": "assistant", "content": [{"type": "text", "text": "amber lamp."}]},
-        {"role": "user", "content": "And opal?"},
-    ]
-    ids = encode(processor, messages)["input_ids"][0]
-    assert processor.tokenizer.decode(ids) == (
-        "<s>USER: What is the value of amber? ASSISTANT: amber lamp.</s>USER: And opal? ASSISTANT:"
     )
 
 
