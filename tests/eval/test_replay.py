@@ -1,16 +1,18 @@
 """One pass of a prompt gives the cache of every policy: the same as a pass of its own."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import mmkv
 from helpers import zoo
+from helpers.evaluation import make_samples, make_tokenizer
 from helpers.marks import slow_except
 from helpers.models import make_inputs, make_model
 from helpers.oracle import COMPOSED, ROWS, VARIANTS, options_of
 from mmkv.eval.replay import Capture, applies
 from mmkv.eval.runner import run
-from mmkv.eval.suites.registry import load_suite
 from mmkv.forcing import Steps
 
 
@@ -76,20 +78,21 @@ class _Reads(list):
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_an_evaluation_by_replays_gives_the_rows_of_one_without(tmp_path, batch_size):
     """Visible and hidden questions, perplexity, divergence, replies and scores of two policies."""
-    model, processor = mmkv.load_builtin()
-    samples = load_suite("ruler", limit=3)
+    model, tokenizer = make_model("llama"), make_tokenizer()
+    samples = make_samples((60, 71, 52))
+    samples = [replace(x, question=" ".join(x.prompt.split()[-2:])) for x in samples]
     how = {
         "policies": ["snapkv", "condense", "snapkv:question=hidden", "h2o", "kvzip"],
+        "options": {"window": 6},
         "budgets": [0.3],
         "metrics": ["ppl", "divergence", "next", "rouge", "score"],
         "batch_size": batch_size,
-        "data": "builtin",
         "progress": False,
     }
-    plain = run(model, processor, samples, out=tmp_path / "plain", **how)
+    plain = run(model, tokenizer, samples, out=tmp_path / "plain", **how)
     reads = _Reads()
     with model.register_forward_pre_hook(reads, with_kwargs=True):
-        replayed = run(model, processor, samples, out=tmp_path / "replayed", replay=True, **how)
+        replayed = run(model, tokenizer, samples, out=tmp_path / "replayed", replay=True, **how)
     timed = {"seconds", "first_token_s", "tokens_per_s", "run", "held_bytes"}
     for mine, theirs in zip(plain, replayed, strict=True):
         assert mine.keys() - timed == theirs.keys() - timed
