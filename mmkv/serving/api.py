@@ -188,6 +188,7 @@ class CompletionRequest(_Asked):
     """A text to go on with, or several; tokens are taken too."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
     echo: bool | None = None
     best_of: int | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -197,6 +198,8 @@ class CompletionRequest(_Asked):
         given = self.prompt
         one = isinstance(given, str) or not given or isinstance(given[0], int)
         prompts: list[Any] = [given] if one else list(given)
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("max_tokens: 0 asks for nothing without echo", param="max_tokens")
         if self.best_of not in (None, 1, self.n or 1):
             raise RequestError("best_of: answers are not compared, leave it out", param="best_of")
         if len(prompts) * (self.n or 1) > _MOST_REPLIES:

@@ -133,7 +133,7 @@ class _Reply:
                 event, self.usage = what
                 if at == len(self._tokens):
                     self._tokens.append(event.token)
-                    self._replicas.tokens += 1
+                    self._replicas.tokens += event.token >= 0
                     yield event
                 elif event.token != self._tokens[at]:
                     raise _lost()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import Any, SupportsFloat
 
 from transformers import LogitsProcessor
@@ -21,7 +21,7 @@ from mmkv.containers import unwrap_container
 from mmkv.digest import adapters
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
-from mmkv.serving import choose, prompts
+from mmkv.serving import choose, lengths, prompts
 from mmkv.serving.memory import Bounds
 from mmkv.serving.reply import Event, Refused, Reply, Sampling, TextStream
 from mmkv.serving.request import Request
@@ -141,7 +141,7 @@ class Engine:
                 its last token apart, which is kept whole.
             sampling: how tokens are chosen; greedily if None.
             max_new_tokens: of the reply, at the most; None: the engine's `max_new_tokens`, or what
-                the model's positions and the memory leave, if that is less.
+                the model's positions and the memory leave, if that is less; 0 with `echo` alone.
             timeout: seconds after which the reply ends, waiting included.
             policy: of this request; the model's own if None.
             budget: of this request; the model's own if both are None.
@@ -156,16 +156,19 @@ class Engine:
         """
         if sum(x is not None for x in (messages, inputs, prompt)) != 1:
             raise Refused("give either messages, inputs or a prompt")
-        if max_new_tokens is not None and max_new_tokens < 1:
-            raise Refused(f"max_new_tokens={max_new_tokens}: expected 1 or more")
         sampling = sampling or Sampling()
+        least = 0 if sampling.echo else 1
+        if max_new_tokens is not None and max_new_tokens < least:
+            raise Refused(f"max_new_tokens={max_new_tokens}: expected {least} or more")
         if sampling.stop and self._tokenizer is None:
             raise Refused("stop texts need an engine with a processor")
         plan = self._plan(policy, budget, options).started()
         device = self.model.device
         split = self.share_prefixes and not plan.policy.postpone and not sampling.echo
         if inputs is None:
-            whole, prefix, rest = self.encode(messages, prompt, template, split=split)
+            whole, prefix, rest = self.encode(
+                messages, prompt, template, split=split, check=self._check_text
+            )
             if repeated and split:
                 prefix, rest = prompts.split_last(whole) or (None, None)
             inputs = whole if rest is None else rest
@@ -180,9 +183,9 @@ class Engine:
                 )
             prefix = prompts.checked(prefix, device)
             behind, tokens = tokens, tokens + prefix["input_ids"].shape[1]
-        new = max_new_tokens or self._room(plan, tokens, behind)
+        new = self._room(plan, tokens, behind) if max_new_tokens is None else max_new_tokens
         most = self._bounds.prompt(plan, tokens, new, behind)
-        self._check_size(tokens, new, most)
+        self._check_size(tokens, max_new_tokens, new, most)
         request = Request(
             Reply(self._worker.notify),
             inputs,
@@ -212,6 +215,7 @@ class Engine:
         template: Mapping[str, Any] | None = None,
         *,
         split: bool = False,
+        check: Callable[[str], None] = lambda text: None,
     ) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None]:
         """The model's inputs for messages or a prompt; see `prompts.encode`.
 
@@ -221,10 +225,10 @@ class Engine:
         if self._tokenizer is None:
             raise Refused("messages and texts need an engine with a processor: give inputs")
         if prompt is not None:
-            return prompts.encode_prompt(self._loaded, prompt), None, None
+            return prompts.encode_prompt(self._loaded, prompt, check), None, None
         if not messages:
             raise Refused("messages=[]: expected one at least")
-        return prompts.encode(self._loaded, messages, template, split=split)
+        return prompts.encode(self._loaded, messages, template, split=split, check=check)
 
     def tokenize(self, **given: Any) -> list[int]:
         """The tokens of messages or a prompt; takes what `encode` takes."""
@@ -329,16 +333,40 @@ class Engine:
             most = bisect_right(range(1, most + 1), self.cache_memory, key=need)
         return max(1, most)
 
-    def _check_size(self, tokens: int, new: int, whole: int) -> None:
-        most = self.positions
+    def _check_size(self, tokens: int, asked: int | None, new: int, whole: int) -> None:
+        most, told = self.positions, f"a prompt of {tokens} tokens"
         if most is not None and tokens + new > most:
-            raise Refused(
-                f"a prompt of {tokens} tokens and max_new_tokens={new} are more than the "
-                f"{most} positions of the model",
-                code="context_length_exceeded",
+            raise (
+                _overlong(tokens, most)
+                if asked is None
+                else Refused(
+                    f"{told} and a reply of {asked} are more than the {most} positions of the model",
+                    code="context_length_exceeded",
+                )
             )
         if self.cache_memory is not None and whole > self.cache_memory:
+            reply = "" if asked is None else f" and a reply of {asked}"
             raise Refused(
-                f"a prompt of {tokens} tokens and max_new_tokens={new} may take {whole} bytes of "
-                f"keys and values, and cache_memory is {self.cache_memory}"
+                f"{told}{reply} may take {whole} bytes of keys and values, and cache_memory is "
+                f"{self.cache_memory}"
             )
+
+    def _check_text(self, text: str) -> None:
+        """Refuse a text that has too many tokens however it is encoded."""
+        most, per_token = self.positions, self._per_token
+        if most is not None and per_token is not None:
+            least = lengths.least_tokens(text, per_token)
+            if least > most:
+                raise _overlong(f"{least} or more", most)
+
+    @cached_property
+    def _per_token(self) -> int | None:
+        return lengths.characters_per_token(self._tokenizer)
+
+
+def _overlong(tokens: int | str, most: int) -> Refused:
+    return Refused(
+        f"a prompt of {tokens} tokens leaves no room for a reply in the {most} positions of the "
+        "model",
+        code="context_length_exceeded",
+    )

@@ -114,7 +114,8 @@ class TokenLogprobs(NamedTuple):
 class Event(NamedTuple):
     """A token, and the text that is certain with it: "" while a character or stop is incomplete.
 
-    With `Sampling.logprobs` also what was likely; with `echo`, the first one has the prompt's.
+    With `Sampling.logprobs` also what was likely; with `echo`, the first one has the prompt's; its
+    token is -1 where no reply is asked for.
     """
 
     token: int
@@ -242,7 +243,7 @@ class Reply:
             if self.finish_reason is not None:
                 return
             if event is not None:
-                self.tokens.append(event.token)
+                self.tokens += [event.token] if event.token >= 0 else []
                 self.text += event.text
                 self._events.append(event)
             self.usage, self.finish_reason = usage, finish_reason

@@ -291,7 +291,11 @@ class Worker:
             with self.wake:
                 self.reading.remove(request)
                 self.batch.running.append(request)
-            self.batch.advance(request, logits)
+            if request.new:
+                self.batch.advance(request, logits)
+            else:
+                request.reply.put(request.echo, None, request.usage())
+                self._end(request, "length")
 
     def _read(self, request: Request) -> Tensor:
         """Logits [1, V] of the first token behind a request's prompt."""

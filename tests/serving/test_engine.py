@@ -306,11 +306,15 @@ def test_a_reply_whose_request_does_not_say_may_use_what_room_is_left(models):
         with Engine(model, cache_memory=2**22) as engine:
             reply = engine.submit(inputs=make_inputs("llama", (2043,)))
             assert len(reply.result(60)[0]) == 5  # of 2048 positions
-            with pytest.raises(Refused) as error:
-                engine.submit(inputs=make_inputs("llama", (2048,)))
-            assert error.value.code == "context_length_exceeded"
+            for n in (2048, 2100):
+                with pytest.raises(Refused, match=f"{n} tokens .* 2048 positions") as error:
+                    engine.submit(inputs=make_inputs("llama", (n,)))
+                assert error.value.code == "context_length_exceeded"
+                assert "max_new_tokens" not in str(error.value)
         most = Bounds(attachment_of(model).parts, 4, 512).prompt(attachment_of(model).plan, 60, 9)
         with Engine(model, cache_memory=most) as engine:
+            with pytest.raises(Refused, match="prompt of 600 tokens may take"):
+                engine.submit(inputs=make_inputs("llama", (600,)))
             assert 9 <= len(engine.submit(inputs=make_inputs("llama", (60,))).result(60)[0]) < 12
 
 

@@ -227,6 +227,19 @@ class TestText:
         answer = client.completions.create(model="text", prompt="x" * (engine.positions - 3))
         assert answer.usage.completion_tokens == 3
 
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_prompt_alone(self, text, stream):
+        given = {"model": "text", "prompt": "Hello", "max_tokens": 0, "logprobs": 1}
+        answer = text[1].completions.create(**given, echo=True, stream=stream)
+        choices = [x.choices[0] for x in ([*answer] if stream else [answer])]
+        assert "".join(x.text for x in choices) == "Hello"
+        assert "".join(choices[0].logprobs.tokens) == "Hello"
+        assert choices[0].logprobs.token_logprobs[0] is None
+        assert choices[-1].finish_reason == "length"
+        assert stream or answer.usage.completion_tokens == 0
+        with pytest.raises(openai.BadRequestError, match=r"max_tokens: 0 .* echo"):
+            text[1].completions.create(**given)
+
     def test_numbers_of_any_size(self, text):
         def ask(budget):
             more = {"extra_body": {"mmkv": {"budget": budget}}, "temperature": 1e-40}
