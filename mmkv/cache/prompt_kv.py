@@ -356,10 +356,8 @@ def token_numbers(positions: Tensor, group_index: Tensor) -> Tensor:
         positions: int64 [B, H, U], -1 where there is no pair.
         group_index: [B, H, T], the group of each token, see `KeptKV.group_index`.
     """
-    T = group_index.shape[-1]
-    led = torch.zeros(*group_index.shape[:2], T + 1, device=group_index.device)
-    at = group_index.long()
-    led.scatter_add_(-1, at.masked_fill(at < 0, T), led.new_ones(()).expand(at.shape))
-    led[..., T] = 0
-    known = (positions >= 0) & (positions < T)
-    return led.gather(-1, positions.masked_fill(~known, T)).clamp(min=1.0)
+    T, at = group_index.shape[-1], group_index.long()
+    led = torch.zeros(*at.shape[:2], T + 1, device=at.device)  # behind all tokens: of none
+    led.scatter_add_(-1, at.clamp(min=0), (at >= 0).to(led.dtype))
+    there = positions.masked_fill(positions < 0, T).clamp(max=T)
+    return led.gather(-1, there).clamp(min=1.0)
