@@ -334,20 +334,14 @@ class Engine:
         return max(1, most)
 
     def _check_size(self, tokens: int, asked: int | None, new: int, whole: int) -> None:
-        most, told = self.positions, f"a prompt of {tokens} tokens"
+        told, most = f"a prompt of {tokens} tokens and a reply", self.positions
+        if asked is not None:
+            told += f" of {asked}"
         if most is not None and tokens + new > most:
-            raise (
-                _overlong(tokens, most)
-                if asked is None
-                else Refused(
-                    f"{told} and a reply of {asked} are more than the {most} positions of the model",
-                    code="context_length_exceeded",
-                )
-            )
+            raise _overlong(told, most)
         if self.cache_memory is not None and whole > self.cache_memory:
-            reply = "" if asked is None else f" and a reply of {asked}"
             raise Refused(
-                f"{told}{reply} may take {whole} bytes of keys and values, and cache_memory is "
+                f"{told} may take {whole} bytes of keys and values, and cache_memory is "
                 f"{self.cache_memory}"
             )
 
@@ -357,16 +351,14 @@ class Engine:
         if most is not None and per_token is not None:
             least = lengths.least_tokens(text, per_token)
             if least > most:
-                raise _overlong(f"{least} or more", most)
+                raise _overlong(f"a prompt of {least} or more tokens and a reply", most)
 
     @cached_property
     def _per_token(self) -> int | None:
         return lengths.characters_per_token(self._tokenizer)
 
 
-def _overlong(tokens: int | str, most: int) -> Refused:
+def _overlong(told: str, most: int) -> Refused:
     return Refused(
-        f"a prompt of {tokens} tokens leaves no room for a reply in the {most} positions of the "
-        "model",
-        code="context_length_exceeded",
+        f"{told} are more than the {most} positions of the model", code="context_length_exceeded"
     )

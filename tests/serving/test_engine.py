@@ -313,7 +313,7 @@ def test_a_reply_whose_request_does_not_say_may_use_what_room_is_left(models):
                 assert "max_new_tokens" not in str(error.value)
         most = Bounds(attachment_of(model).parts, 4, 512).prompt(attachment_of(model).plan, 60, 9)
         with Engine(model, cache_memory=most) as engine:
-            with pytest.raises(Refused, match="prompt of 600 tokens may take"):
+            with pytest.raises(Refused, match="600 tokens and a reply may take"):
                 engine.submit(inputs=make_inputs("llama", (600,)))
             assert 9 <= len(engine.submit(inputs=make_inputs("llama", (60,))).result(60)[0]) < 12
 
