@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers.memory import LargestOutput
-from mmkv.scores import accumulated_attention, window_attention
+from mmkv.scores import accumulated_attention, recency, window_attention
 from mmkv.scores import attention as tiling
 from mmkv.sizes.squeeze import residual_similarity
 
@@ -261,3 +261,8 @@ def test_what_cannot_be_is_refused_with_its_numbers(changed: dict[str, Any], mes
     if not windows and "window" not in message:
         with pytest.raises(ValueError, match=message):
             accumulated_attention(**BOTH | changed)
+
+
+def test_recency_checks_its_shape() -> None:
+    with pytest.raises(ValueError, match=r"\[B, N\].*float32 \(2, 4\)"):
+        recency(torch.ones(2, 4))

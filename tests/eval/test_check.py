@@ -27,11 +27,6 @@ NEW = 10
 
 
 @pytest.fixture(scope="module")
-def model():
-    return make_model("llama")
-
-
-@pytest.fixture(scope="module")
 def prompt():
     return make_inputs("llama", (90,))
 

@@ -7,7 +7,7 @@ import torch
 
 import mmkv
 from helpers.evaluation import make_samples, make_tokenizer
-from helpers.models import make_inputs, make_model, row_of
+from helpers.models import make_inputs, row_of
 from mmkv.eval import measure, runner
 from mmkv.eval.replay import behind
 from mmkv.eval.store import Store
@@ -17,11 +17,6 @@ from mmkv.forcing import log_probabilities, score_answers
 LENGTHS = (40, 31, 52)
 REPLIES = [[5, 9, 40, 17, 88], [33], [7, 7, 90, 101, 12, 64, 30, 8]]
 METRICS = ["divergence", "next"]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make_model("llama")
 
 
 @pytest.fixture(scope="module")

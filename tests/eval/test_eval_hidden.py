@@ -7,18 +7,12 @@ import torch
 
 import mmkv
 from helpers.evaluation import make_samples, make_tokenizer
-from helpers.models import make_model
 from mmkv import builtin
 from mmkv.eval import runner
 from mmkv.eval.prompts import Encoder
 from mmkv.eval.samples import Sample
 from mmkv.eval.suites.registry import SUITES, load_suite
 from mmkv.eval.variants import with_question
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make_model("llama")
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.evaluation import make_samples, make_tokenizer, save_model
-from helpers.models import make_model
+from helpers.evaluation import make_samples, save_model
 from mmkv.cache.compressed import CompressedCache
 from mmkv.eval import measure, runner
 from mmkv.eval.measure import perplexity
@@ -19,16 +18,6 @@ from mmkv.eval.tabulate import Report
 from mmkv.eval.variants import parse_options, parse_variants, plugin_arguments
 
 ASKED = {"policies": ["full", "snapkv", "prefixkv", "h2o"], "budgets": [0.5, 1.0], "batch_size": 2}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make_model("llama")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer()
 
 
 def run(model, tokenizer, out, samples=None, **asked):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mmkv
-from helpers.models import make_inputs, make_model, row_of
+from helpers.models import make_inputs, row_of
 from helpers.oracle import short
 from mmkv.eval.measure import perplexity
 from mmkv.forcing import drops_nothing, score_answers
@@ -15,11 +15,6 @@ LENGTHS = (40, 31, 52)
 ANSWERS = [[5, 9, 40, 17, 88], [33], [7, 7, 90, 101, 12, 64, 30, 8]]
 # Every kind of decoding: tokens that grow, a share of all, a constant size.
 POLICIES = ["snapkv", "adakv", "xkv", "prefixkv", "h2o", "streaming"]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make_model("llama")
 
 
 @pytest.fixture(scope="module")
