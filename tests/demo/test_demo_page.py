@@ -345,8 +345,7 @@ def test_eight_tabs_at_once_keep_to_themselves(page, browser, server):
     assert len({full for full, _ in said}) > 1
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), (390, "light")])
 def test_the_page_fits_and_every_control_has_a_name(page, browser, width, scheme):
     media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
