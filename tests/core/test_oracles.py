@@ -29,8 +29,12 @@ from helpers.oracle import (
 MERGED = ("prefixkv-merge=position", "prefixkv-reposition=True-distance=4", "adakv-reposition=True")
 
 
-@pytest.mark.parametrize("rows", slow_except(ROWS, "padded"))
-@pytest.mark.parametrize("name", slow_except(["llama-mha", "llava-llama"], "llava-llama"))
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    slow_except(
+        [("llama-mha", "one"), ("llava-llama", "padded")], ("llava-llama", "padded"), several=True
+    ),
+)
 @pytest.mark.parametrize("variant", slow_except(EVERY, *USUAL, *MERGED, str(POSTPONED[0])), ids=str)
 def test_eviction_equals_masking(models, variant, name, rows):
     """The definition of correct: evicting is masking, in the prefill's set and in every step's."""
@@ -65,8 +69,12 @@ def test_protected_text_is_never_dropped(models, protect_policy):
     assert (held[0][0][0, 0] >= 0).sum().item() < 70, f"all {images} image tokens were kept"
 
 
-@pytest.mark.parametrize("rows", slow_except(ROWS, "one"))
-@pytest.mark.parametrize("name", slow_except(["llama", "llava-llama"], "llava-llama"))
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    slow_except(
+        [("llama", "padded"), ("llava-llama", "one")], ("llava-llama", "one"), several=True
+    ),
+)
 @pytest.mark.parametrize(
     "policy", slow_except(mmkv.list_policies(), "prefixkv", "adakv", "h2o", "streaming", "squeeze")
 )

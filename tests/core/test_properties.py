@@ -119,7 +119,7 @@ def two_turns(model, inputs, more, chunk):
 
 @pytest.mark.slow
 @settings(
-    max_examples=700,
+    max_examples=400,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -310,7 +310,7 @@ def held_bytes() -> int:
 
 @pytest.mark.slow
 def test_soak():
-    """500 generations with changing policy, budget and prompt leave nothing behind.
+    """300 generations with changing policy, budget and prompt leave nothing behind.
 
     One in five is ended in its prompt, in a decode step or between two layers by an interrupt or an
     exception; the wrapped model then goes on, and answers as a fresh one does.
@@ -319,7 +319,7 @@ def test_soak():
     before = {k: v.clone() for k, v in model.state_dict().items()}
     attributes = {name: sorted(vars(x)) for name, x in model.named_modules()}
     rng, held, answered = random.Random(0), [], 0
-    for i in range(500):
+    for i in range(300):
         policy = rng.choice(mmkv.list_policies())
         lengths = (rng.randrange(14, 40), rng.randrange(30, 60))
         inputs = make_inputs("llama", lengths, seed=i)
@@ -346,7 +346,7 @@ def test_soak():
             held.append(held_bytes())
     print(f"bytes of tensors alive after every 100 generations: {held}")  # pytest -rP shows it
     assert len(set(held)) == 1, held
-    assert answered == 20
+    assert answered == 12
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert {name: sorted(vars(x)) for name, x in model.named_modules()} == attributes
 

@@ -16,7 +16,7 @@ from helpers.oracle import short
 from mmkv.cache_name import cache_in
 
 ROWS = (90, 66, 41)
-SOME = ["prefixkv", "adakv", "h2o", "streaming", "xkv"]
+SOME = ["prefixkv", "adakv", "h2o", "xkv"]
 NEW = 8
 
 

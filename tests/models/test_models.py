@@ -40,13 +40,12 @@ def decoder_of(name: str) -> str:
     return configs.CONFIGS[name]().get_text_config(decoder=True).model_type
 
 
-@pytest.mark.parametrize("rows", slow_except(["one", "padded"], "padded"))
 @pytest.mark.parametrize(
-    ("name", "policy"),
+    ("name", "policy", "rows"),
     slow_except(
-        list(itertools.product(NAMES, POLICIES)),
-        *((name, "prefixkv") for name in OFTEN),
-        *((name, "condense") for name in FEW),
+        [*itertools.product(NAMES, POLICIES, ["padded"]), *((n, "adakv", "one") for n in NAMES)],
+        *((name, "prefixkv", "padded") for name in OFTEN),
+        *((name, "condense", "padded") for name in FEW),
         several=True,
     ),
 )

@@ -27,7 +27,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 CASES = [
-    *itertools.product(zoo.CONFIGS, ("one", "padded"), ("eager",)),
+    *itertools.product(zoo.CONFIGS, ("padded",), ("eager",)),
+    *itertools.product(zoo.FEW, ("one",), ("eager",)),
     # Masks are bool there, or none. It leaves a softcap out, so such models are not loaded so.
     *((name, "padded", "sdpa") for name in zoo.CONFIGS if zoo.usual_attention(name) == "sdpa"),
     # The window's queries see each other, and what stands before them.
