@@ -494,6 +494,7 @@ class TestExtras:
         ("demo --port 0", "gradio", "demo"),
     )
 
+    @pytest.mark.slow
     def test_it_is_named(self, tmp_path):
         """Before a model is loaded, in a process that has imported none of them."""
         code = (

@@ -149,7 +149,7 @@ def test_a_distributed_model(text_model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", slow_except(["before", "after"], "after"))
 def test_a_compiled_model_is_as_fast_as_it_was(when):
     """What a cache keeps, no graph foresees: the decoder is not compiled, piece by piece."""
     model, graphs = make_model("llama"), []

@@ -147,7 +147,7 @@ def test_whether_a_reply_would_be_the_full_caches_is_known_without_generating_it
     model, samples, tmp_path
 ):
     """The same first choices along the full cache's reply are that reply."""
-    budgets = {"budgets": [0.2, 0.5, 0.9, 1.0]}
+    budgets = {"budgets": [0.2, 1.0]}
     compared = run(model, samples, tmp_path / "compared", **budgets)
     generated = run(model, samples, tmp_path / "generated", metrics=["rouge"], **budgets)
     found = set()
