@@ -191,12 +191,17 @@ def plugin_arguments(
 ) -> tuple[float | int | None, dict[str, Any], dict[str, Any]]:
     """Budget, the policy's options with "kv_dtype" and least=0, and what is left for the harness.
 
+    A "plugin" is a file with policies or parts of one's own, which is read first.
+
     Raises:
-        ValueError: an unknown policy, option or budget.
+        ValueError: an unknown policy, option or budget, or a file that registers nothing.
     """
     from mmkv.budgets import note, number, parse
-    from mmkv.registry import exact_share, get_policy, option_types, policy_class
+    from mmkv.registry import exact_share, get_policy, load_plugin, option_types, policy_class
 
+    if "plugin" in kwargs:
+        load_plugin(kwargs["plugin"])
+        kwargs = {k: v for k, v in kwargs.items() if k != "plugin"}
     names = {*option_types(policy_class(policy)), KV_DTYPE}
     given = parse_options([f"{k}={v}" for k, v in kwargs.items() if k in names])
     mine = exact_share(policy) | given

@@ -37,7 +37,8 @@ class MMKV(_Base):
         pretrained: a model's name, as for `mmkv.chat.load`, or a model.
         policy, budget, profile: as for `mmkv.wrap`.
         batch_size: a number; "auto" is not supported.
-        kwargs: the policy's options, and what lm_eval's `hf` takes.
+        kwargs: the policy's options, what lm_eval's `hf` takes, and `plugin`: a Python file with
+            policies or parts of one's own.
 
     Raises:
         ValueError: what `mmkv.wrap` refuses.

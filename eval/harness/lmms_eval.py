@@ -41,7 +41,7 @@ def make_class(base: type, messages: type) -> type:
             pretrained, device, dtype, device_map: as for `mmkv.chat.load`.
             policy, budget, profile: as for `mmkv.wrap`.
             batch_size: requests at once.
-            options: the policy's.
+            options: the policy's, and `plugin`: a Python file with policies or parts of one's own.
         """
 
         is_simple = False

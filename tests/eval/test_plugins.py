@@ -118,6 +118,29 @@ def test_arguments():
             plugin_arguments(*bad, None, {})
 
 
+@pytest.mark.usefixtures("registering")
+def test_a_policy_from_a_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from mmkv.registry import policy_class, register_policy\n"
+        "@register_policy('mine')\n"
+        "class Mine(policy_class('snapkv')):\n"
+        '    """SnapKV by another name."""\n'
+    )
+    given = {"plugin": str(file), "window": "6"}
+    model = plugin.make_class(Lmms, Messages)(policy="mine", budget="0.3", device="cpu", **given)
+    assert model.model._mmkv.plan.policy.name == "mine"
+    for _ in range(2):  # a program may evaluate several models
+        rest = {**given, "dtype": "float32"}
+        assert plugin_arguments("mine", 0.3, None, rest) == (
+            0.3,
+            {"window": 6},
+            {"dtype": "float32"},
+        )
+    with pytest.raises(ValueError, match="expected a Python file"):
+        plugin_arguments("mine", 0.3, None, {"plugin": "mine"})
+
+
 class Lmms:
     """Stands in for lmms-eval's base class: the package has many dependencies."""
 
