@@ -463,12 +463,3 @@ class TestBudgets:
         with pytest.raises(SystemExit):
             main(["calibrate", "--budget", "40"])
         assert "--budget 40: a profile keeps a fraction" in capsys.readouterr().err
-
-    def test_harness_arguments(self, caplog):
-        from mmkv.eval.variants import plugin_arguments
-
-        for given, meant in (("20%", 0.2), (np.float32(0.2), 0.2), ("1", 1), (1.0, 1.0)):
-            caplog.clear()
-            found = plugin_arguments("xkv", given, None, {})[0]
-            assert (found, type(found)) == (meant, type(meant))
-            assert ("one token" in caplog.text) == (given == "1")

@@ -79,22 +79,6 @@ def test_keydiff_keeps_the_keys_least_like_their_mean(plain):
         assert kept[layer][h] == top([-float(u @ anchor / anchor.norm()) for u in unit], 20)
 
 
-def test_lagkv_keeps_the_best_of_each_block_by_the_block_behind_it(plain):
-    """7 blocks of 10 tokens behind 4 sinks, and 6 tokens more; the last block and these stay."""
-    sinks, lag, each = 4, 10, 3
-    kept = plain.kept("lagkv", sinks + 16 + 6 * each, lag=lag)
-    for layer, h in HEADS:
-        wanted = {*range(sinks), *range(64, N)}
-        for start in range(sinks, 64, lag):
-            scores = torch.zeros(lag, dtype=torch.float64)
-            for x in (plain.keys[layer][h], plain.values[layer][h]):
-                mine, behind = x[start : start + lag], x[start + lag : start + 2 * lag]
-                low, high = behind.min(0).values, behind.max(0).values
-                scores += ((mine - low) / (high - low)).std(dim=1).softmax(0)
-            wanted |= {start + j for j in top(scores.tolist(), each)}
-        assert kept[layer][h] == wanted
-
-
 def test_mixkv_keeps_what_is_read_long_or_unlike_the_others(plain):
     kept = plain.kept("mixkv", 24, window=WINDOW)
     for layer, h in HEADS:

@@ -157,12 +157,3 @@ def test_what_has_nearly_all_attention_keeps_its_digits(logit: float) -> None:
     got = observer_scores(query, key, value, scale=0.5)
     want = naive(query[0], key[0], value[0], None, run=128, scale=0.5).float()
     torch.testing.assert_close(got[0], want, rtol=1e-4, atol=1e-5)
-
-
-def test_does_not_depend_on_how_many_runs_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key, value = (random(2, heads, 50, 8, seed=heads) for heads in (4, 2, 2))
-    valid, factor = left_padded(50, (0, 13)), gram_of(random(12, 32), 4)
-    want = observer_scores(query, key, value, factor, run=8, valid=valid)
-    monkeypatch.setattr(tiling, "_CPU_TILE_PER_THREAD", 1)
-    got = observer_scores(query, key, value, factor, run=8, valid=valid)
-    torch.testing.assert_close(got, want)

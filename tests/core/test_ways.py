@@ -189,12 +189,6 @@ def test_every_way(models, policy, way):
         assert evicts != all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))
 
 
-def with_layers_on_disk(model, folder):
-    from accelerate import disk_offload
-
-    return disk_offload(model, folder, execution_device=torch.device("cpu"))
-
-
 def with_layers_in_memory(model, folder):
     """Weights come to the executing device for the length of each layer."""
     from accelerate import cpu_offload
@@ -215,9 +209,7 @@ def with_parts_apart(model, folder):
 
 @pytest.mark.parametrize(
     "spread",
-    slow_except(
-        [with_layers_on_disk, with_layers_in_memory, with_parts_apart], with_layers_in_memory
-    ),
+    slow_except([with_layers_in_memory, with_parts_apart], with_layers_in_memory),
 )
 @pytest.mark.parametrize("policy", slow_except(SOME, "prefixkv"))
 def test_a_model_spread_by_accelerate(models, policy, spread, tmp_path):

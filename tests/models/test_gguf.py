@@ -152,9 +152,14 @@ class TestDamage:
         return gguf_files.converted(path)
 
     @pytest.mark.parametrize(
-        "name", ["model.safetensors", "config.json", "tokenizer.json", "mmkv-conversion.json"]
+        ("name", "how"),
+        [
+            ("model.safetensors", "other"),
+            ("config.json", "gone"),
+            ("tokenizer.json", "short"),
+            ("mmkv-conversion.json", "other"),
+        ],
     )
-    @pytest.mark.parametrize("how", ["gone", "short", "other"])
     def test_damaged(self, original, path, folder, reads, name, how):
         file = folder / name
         whole = file.read_bytes()

@@ -18,18 +18,6 @@ QUESTIONS = (
     "What is the opposite of hot?",
     "Which planet do we live on?",
     "What is two plus two?",
-    "Name an animal that can fly.",
-    "What is frozen water called?",
-    "What colour is the sky on a clear day?",
-    "How many legs does a spider have?",
-    "What do you call a baby cat?",
-    "Name a month of the year.",
-    "What is the largest ocean?",
-    "What language is spoken in Spain?",
-    "What does a thermometer measure?",
-    "Which season comes after summer?",
-    "What is the first letter of the alphabet?",
-    "What is a group of wolves called?",
 )
 
 
