@@ -106,13 +106,17 @@ def test_continuations_are_scored_behind_the_compressed_context(harness, tasks):
     assert flat(ours["choose"])[0] == pytest.approx(-scored.nll[0], rel=1e-4)
 
 
-def test_arguments():
+def test_arguments(caplog):
     assert plugin_arguments("xkv", "0.2", None, {"window": "4", "device": "cpu"}) == (
         0.2,
         {"window": 4},
         {"device": "cpu"},
     )
     assert plugin_arguments("prefixkv", 0.5, "p.json", {})[0] is None
+    assert plugin_arguments("xkv", "20%", None, {})[0] == 0.2
+    assert not caplog.records
+    assert plugin_arguments("xkv", "1", None, {})[0] == 1
+    assert "one token" in caplog.text
     for bad in (("nothing", 0.5), ("xkv", 2.0), ("xkv", "x")):
         with pytest.raises(ValueError):
             plugin_arguments(*bad, None, {})
