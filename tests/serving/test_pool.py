@@ -22,7 +22,7 @@ from mmkv.builtin import example_pictures
 from mmkv.cache import padded_blocks
 from mmkv.parts.slots import GrowingSlots, Ring
 from mmkv.serving import Engine
-from mmkv.serving.pool import Member, Pool, capacity
+from mmkv.serving.pool import Member, Pool, SharedBlock, capacity
 from mmkv.serving.rows import RowCaches
 
 # Slots behind everything, rings, freed slots by distance, heads of their own sizes, groups.
@@ -80,7 +80,8 @@ def check_blocks(pool):
             assert all(x.isfinite().all() for x in block.stored[:2])
     held = sum(x.numel() * x.element_size() for b in pool.blocks for x in b.stored[:2])
     assert held == pool.nbytes <= pool.most + pool.spare
-    assert sum(map(pool.bytes_of, pool.members)) <= pool.nbytes
+    rows = [x[: len(b.rows)] for b in pool.blocks for x in b.stored[:2]]
+    assert sum(map(pool.bytes_of, pool.members)) == sum(x.numel() * x.element_size() for x in rows)
 
 
 @torch.no_grad()
@@ -256,6 +257,24 @@ def test_spare_memory_is_given_back(models):
     pool.leave(big)
     pool.leave(last)
     assert pool.nbytes == 0
+
+
+def test_a_member_that_cannot_come_in_whole_leaves_nothing(models, monkeypatch):
+    pool, (first, second) = Pool(), caches(models("llama"), JOIN[:1], (40, 40))
+    pool.join(None, first, 10)
+    before, add = pool.most, SharedBlock.add
+
+    def full(self, *args):
+        if self in pool.layers[1]:
+            raise MemoryError
+        add(self, *args)
+
+    monkeypatch.setattr(SharedBlock, "add", full)
+    with pytest.raises(MemoryError):
+        pool.join(None, second, 10)
+    assert (pool.most, len(pool.members)) == (before, 1)
+    check_blocks(pool)
+    pool.step()
 
 
 @pytest.mark.parametrize(("limit", "slots"), [(None, 192), (192, 192), (180, 176)])
