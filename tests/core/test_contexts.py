@@ -114,8 +114,9 @@ def test_many_questions_at_once_are_one_by_one(models, policy):
 @pytest.mark.parametrize(
     "name",
     slow_except(
-        [*zoo.FEW, "FalconForCausalLM", "GPTNeoXForCausalLM"],
+        [*zoo.FEW, "FalconForCausalLM", "GPTNeoXForCausalLM", "Gemma2ForCausalLM"],
         *("LlavaForConditionalGeneration", "OPTForCausalLM", "FalconForCausalLM"),
+        "Gemma2ForCausalLM",
     ),
 )
 def test_every_kind_of_model(name, tmp_path):
