@@ -2,8 +2,9 @@
 
 cosmic-ray changes one operator, number, comparison or condition at a time, in a copy of the
 repository. Of each place of the code that it can change (annotations aside) one change is drawn,
-and of these some for each module. The module's own tests run on each, and then others. What
-survives is shown, for a reader to find a test for it or to see that it changes nothing.
+and of these some for each module. Tests that run the changed lines are run on it: those that
+noticed others, and then the quickest. What survives is shown, for a reader
+to find a test for it or to see that it changes nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import gc
+import json
 import math
 import os
 import random
@@ -19,13 +21,17 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter, defaultdict
 from compileall import compile_dir
 from difflib import unified_diff
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from py_compile import PycInvalidationMode
+from types import FrameType
+from typing import Any
 
 import hypothesis
 import pytest
@@ -36,70 +42,8 @@ from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_item import MutationSpec
 
 ROOT = Path(__file__).parents[1]
-CORE, SERVING = "tests/core/test_{}.py".format, "tests/serving/test_{}.py".format
-FAST = ["-m", "not slow"]
-PROMISE = [SERVING("promise"), *FAST]
-# What runs on every mutant of a module, and then on those that survived.
-TESTS = {
-    **{
-        f"scores/{name}": [
-            [CORE("scores"), *FAST],
-            [CORE("scores"), "-m", "slow"],
-            [CORE("layer_inputs"), CORE("trust"), *FAST],
-        ]
-        for name in ("accumulated", "position", "window")
-    },
-    **{
-        f"sizes/{name}": [[CORE("allocation")], [CORE("properties"), CORE("budgets"), *FAST]]
-        for name in ("heads", "layers", "retention", "squeeze")
-    },
-    "policies/pyramidkv": [[CORE("budgets"), *FAST], [CORE("ways"), *FAST]],
-    "merge/groups": [
-        [CORE("grouping"), CORE("group_weights"), *FAST],
-        [CORE("properties"), CORE("condense"), CORE("varlen"), CORE("oracles"), *FAST],
-    ],
-    "cache/quantize": [
-        [CORE("quantised"), *FAST],
-        [CORE("contexts"), CORE("oracles"), CORE("graph"), *FAST],
-    ],
-    "cache/selection": [
-        [CORE("kept"), *FAST],
-        [CORE("properties"), *FAST],
-        [CORE("budgets"), CORE("later_turns"), CORE("trust"), *FAST],
-    ],
-    **{
-        f"cache/{name}": [
-            [CORE("kept"), CORE("properties"), *FAST],
-            [CORE("oracles"), *FAST, "-k", "masking or budget or spent"],
-            [CORE("grouping"), CORE("quantised"), CORE("bytes"), *FAST],
-            [CORE("reserve"), CORE("later_turns"), CORE("turns"), CORE("postpone"), *FAST],
-            [CORE("least"), CORE("contexts"), *FAST, "-k", "ratio or saved or questions"],
-            [CORE("device"), *FAST],
-        ]
-        for name in ("compressed", "evict", "layer", "padded_blocks", "prompt_kv", "state")
-    },
-    **{
-        f"parts/{name}": [[CORE("decoding")], [CORE("properties"), CORE("reserve"), *FAST]]
-        for name in ("slots", "victims")
-    },
-    **{
-        name: [
-            [CORE("contexts"), *FAST],
-            [CORE("context_texts"), CORE("sampling"), CORE("device"), *FAST],
-        ]
-        for name in ("contexts", "context_files")
-    },
-    "context_texts": [[CORE("context_texts"), *FAST]],
-    "digest": [[CORE("contexts"), *FAST, "-k", "file"], [SERVING("prefixes"), *FAST]],
-    "serving/prompts": [[SERVING("prefixes"), SERVING("engine"), *FAST]],
-    "serving/pool": [[SERVING("pool"), *FAST], [SERVING("engine"), *FAST]],
-    "serving/reply": [[SERVING("prefixes"), SERVING("requests"), *FAST]],
-    "serving/choose": [[SERVING("requests"), SERVING("protocol"), *FAST]],
-    **{
-        f"serving/{name}": [[SERVING("engine"), *FAST], [SERVING("prefixes"), *FAST], PROMISE]
-        for name in ("engine", "memory", "request", "worker")
-    },
-}
+CORE = "contexts", "context_files", "context_texts", "digest"
+FOLDERS = "cache", "merge", "parts", "scores", "sizes", "serving"
 # Of small numbers, None and objects without an equality of their own.
 SAME = ("_Is_Eq", "_Eq_Is", "_IsNot_NotEq", "_NotEq_IsNot")
 MEMORY = 12 * 2**30  # bytes that a mutant may map: some would take all that there is
@@ -135,24 +79,55 @@ def drawn(module: Path, seed: int, at_most: int) -> list[MutationSpec]:
     return [rng.choice(places[at]) for at in chosen]
 
 
-class KillersFirst:
-    """Tests that noticed earlier mutants run first; each process adds those that it sees fail."""
+class Watch:
+    """Which lines of the package each test runs, in which time; or only which test fails first."""
 
-    seen = Path("killers")
+    def __init__(self, *, lines: bool) -> None:
+        self.lines, self.now = lines, set[tuple[str, int]]()
+        self.root = Path.cwd()  # tests go elsewhere
+        self.found: dict[str, tuple[float, dict[str, list[int]]]] = {}
+        self.bad = set[str]()
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Order them, if tests have failed before."""
-        counts = Counter(self.seen.read_text().splitlines() if self.seen.exists() else ())
-        items.sort(key=lambda item: -counts[item.nodeid])
+    def trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """For `sys.settrace`."""
+        name = frame.f_code.co_filename
+        if event == "call" and not name.startswith(f"{self.root}/mmkv/"):
+            return None
+        self.now.add((name, frame.f_lineno))
+        return self.trace
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        """Note what a test runs, in its threads too."""
+        if not self.lines:
+            return (yield)
+        self.now, began = set(), time.monotonic()
+        threading.settrace(self.trace)
+        sys.settrace(self.trace)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            ran: dict[str, list[int]] = defaultdict(list)
+            for name, line in self.now:
+                ran[str(Path(name).relative_to(self.root))].append(line)
+            self.found[item.nodeid] = time.monotonic() - began, ran
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note one that fails."""
         if report.failed:
-            with self.seen.open("a") as file:
-                file.write(f"{report.nodeid}\n")
+            (self.root / "failed").write_text(report.nodeid)
+            self.bad.add(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        """Tell the process that started this one."""
+        if self.lines:
+            sound = {test: ran for test, ran in self.found.items() if test not in self.bad}
+            (self.root / "lines.json").write_text(json.dumps(sound))
+            (self.root / "failed").write_text(" ".join(sorted(self.bad)))
 
 
-def passes(tests: list[str], most: float) -> bool:
+def passes(tests: list[str], most: float, *, lines: bool = False) -> bool:
     """Whether tests pass, in a process that has torch at hand and reads mmkv anew."""
     child = os.fork()
     if child == 0:
@@ -162,8 +137,8 @@ def passes(tests: list[str], most: float) -> bool:
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
         without = ("cacheprovider", "xdist", "unraisableexception")  # the last one takes a second
-        how = ["-x", *(f"-pno:{name}" for name in without)]
-        os._exit(pytest.main([*how, *tests], [KillersFirst()]) != 0)
+        how = [*(f"-pno:{name}" for name in without), "-m", "not slow", *["-x"] * (not lines)]
+        os._exit(pytest.main([*how, *tests], [Watch(lines=lines)]) != 0)
     until = time.monotonic() + most
     while time.monotonic() < until:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -175,22 +150,72 @@ def passes(tests: list[str], most: float) -> bool:
     return False
 
 
-def survives(mutant: MutationSpec, tests: list[list[str]]) -> str | None:
-    """What the mutant changes, if the tests all pass on it."""
-    operator = get_operator(mutant.operator_name)(**mutant.operator_args)
-    with use_mutation(mutant.module_path, operator, mutant.occurrence) as (old, new):
-        if not all(passes(some, patience(*some)) for some in tests):
-            return None
-    return "\n".join(unified_diff(old.split("\n"), new.split("\n"), lineterm="", n=1))
+class Tests:
+    """The tests of some folders, by the lines that they run.
+
+    Args:
+        folders: of tests.
+        known: a file to take that from, or to leave it in; None: it is not kept.
+    """
+
+    def __init__(self, folders: list[str], known: Path | None) -> None:
+        if known is None or not known.exists():
+            if not passes(folders, 3600, lines=True):
+                print(f"left out, for it fails: {Path('failed').read_text()}", file=sys.stderr)
+            if known is not None:
+                shutil.copy("lines.json", known)
+        self.ran = json.loads(Path(known or "lines.json").read_text())
+        self.killers = Counter[str]()
+
+    def of(self, module: Path, lines: range, seconds: float) -> list[str]:
+        """Tests that run any of these lines, the likeliest to fail first; of `seconds` in all."""
+        functions = Counter[str]()
+        found: list[tuple[int, float, float, str]] = []
+        for test, (took, ran) in sorted(self.ran.items(), key=lambda x: x[1][0]):
+            if any(line in lines for line in ran.get(str(module), ())):
+                functions[function := test.partition("[")[0]] += 1
+                late = took * functions[function]  # quick ones first, and not all of one kind
+                found.append((-self.killers[test], late, took, test))
+        found.sort()
+        total = accumulate(took for *_, took, _ in found)
+        return [x[-1] for x, until in zip(found, total, strict=True) if until - x[2] < seconds]
+
+    def notice(self, mutant: MutationSpec, seconds: float) -> str | None:
+        """What the mutant changes, if the tests all pass on it."""
+        path = Path(mutant.module_path)
+        tests = self.of(path, statement(path, mutant.start_pos[0]), seconds)
+        operator = get_operator(mutant.operator_name)(**mutant.operator_args)
+        with use_mutation(path, operator, mutant.occurrence) as (old, new):
+            Path("failed").unlink(missing_ok=True)
+            # As many seconds again and more where the machine has others to serve.
+            if tests and not passes(tests, 60 + 10 * seconds):
+                if Path("failed").exists():
+                    self.killers[Path("failed").read_text()] += 1
+                return None
+        shown = "\n".join(unified_diff(old.split("\n"), new.split("\n"), lineterm="", n=1))
+        return f"{shown}\n{len(tests)} tests run it"
 
 
 @cache
-def patience(*tests: str) -> float:
-    """How many seconds tests may take on a mutant: several times their own time."""
-    began = time.monotonic()
-    if not passes(list(tests), 600):
-        sys.exit(f"{' '.join(tests)} fails without any change")
-    return 10 + 3 * (time.monotonic() - began)
+def _statements(path: Path) -> list[range]:
+    """The lines of each statement; of one that has others in it, those of its head."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.stmt):
+            body = getattr(node, "body", None)
+            end = body[0].lineno if body else (node.end_lineno or node.lineno) + 1
+            first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", ()))])
+            found.append(range(first, max(end, node.lineno + 1)))
+    return found
+
+
+def statement(path: Path, line: int) -> range:
+    """The lines of the statement in which a line is; of a class, or of the module, all of them."""
+    inner = [x for x in _statements(path) if line in x]
+    found = min(inner, key=len, default=range(line, line + 1))
+    held = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.FunctionDef)]
+    inside = any(x.lineno <= line <= (x.end_lineno or 0) for x in held)
+    return found if inside else range(1, 10**6)
 
 
 def interval(killed: int, n: int) -> tuple[float, float]:
@@ -228,40 +253,43 @@ def copied(folder: str) -> None:
 def main() -> None:
     """Draw, run, show."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("modules", nargs="*", help=f"of {', '.join(TESTS)}; all unless given")
+    parser.add_argument("modules", nargs="*", help="such as cache/evict; all of them unless given")
     parser.add_argument("--at-most", type=int, default=60, help="mutants of each module")
     parser.add_argument("--minutes", type=float, default=20, help="for each module")
-    parser.add_argument("--sets", type=int, default=99, help="of a module's tests, from the first")
+    parser.add_argument("--seconds", type=float, default=20, help="of tests for each mutant")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--known", type=Path, help="file of what tests run, taken or left there")
     chosen = parser.parse_args()
-    if unknown := set(chosen.modules) - set(TESTS):
-        parser.error(f"no tests are named for {', '.join(sorted(unknown))}")
+    known = chosen.known and chosen.known.resolve()
     with tempfile.TemporaryDirectory() as folder:
         copied(folder)
-        for name in chosen.modules or TESTS:
+        inside = (x for name in FOLDERS for x in sorted(Path("mmkv", name).glob("[a-z]*.py")))
+        every = [*CORE, *(f"{x.parent.name}/{x.stem}" for x in inside)]
+        names = chosen.modules or every
+        if missing := [x for x in names if not Path("mmkv", f"{x}.py").exists()]:
+            parser.error(f"no such modules: {', '.join(missing)}")
+        served = {x.startswith("serving/") for x in names}
+        tests = Tests([("tests/core", "tests/serving")[x] for x in sorted(served)], known)
+        for name in names:
             mutants = drawn(Path("mmkv", f"{name}.py"), chosen.seed, chosen.at_most)
             random.Random(chosen.seed).shuffle(mutants)  # a sample, where time ends it
-            sets = TESTS[name][: chosen.sets]
-            for tests in sets:
-                patience(*tests)
             killed, run, began = 0, 0, time.monotonic()
             for mutant in mutants:
                 if time.monotonic() - began > 60 * chosen.minutes:
                     break
-                left = survives(mutant, sets)
+                left = tests.notice(mutant, chosen.seconds)
                 run, killed = run + 1, killed + (left is None)
                 print(f"{name}: {killed} of {run}", end="\r", file=sys.stderr, flush=True)
                 if left is not None:
                     print(f"survived: {mutant.operator_name}\n{left}\n", flush=True)
-            if not passes(TESTS[name][0], 600):
-                failed = KillersFirst.seen.read_text().splitlines()[-1:]
-                sys.exit(f"{name}: its tests fail now without any change: {failed}")
             low, high = interval(killed, max(run, 1))
             print(
                 f"{name}: seed {chosen.seed}, {killed} of {run} killed, {killed / max(run, 1):.1%} "
                 f"(95 %: {low:.1%} to {high:.1%}), {time.monotonic() - began:.0f} s",
                 flush=True,
             )
+        if tests.killers and not passes([*tests.killers], 3600):
+            sys.exit(f"fails now without any change: {Path('failed').read_text()}")
 
 
 if __name__ == "__main__":
