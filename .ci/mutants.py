@@ -101,7 +101,7 @@ class Watch:
         """Note what a test runs, in its threads too."""
         if not self.lines:
             return (yield)
-        self.now, began = set(), time.monotonic()
+        self.now, began = set(), time.process_time()
         threading.settrace(self.trace)
         sys.settrace(self.trace)
         try:
@@ -109,9 +109,9 @@ class Watch:
         finally:
             sys.settrace(None)
             ran: dict[str, list[int]] = defaultdict(list)
-            for name, line in self.now:
+            for name, line in self.now.copy():  # threads go on
                 ran[str(Path(name).relative_to(self.root))].append(line)
-            self.found[item.nodeid] = time.monotonic() - began, ran
+            self.found[item.nodeid] = time.process_time() - began, ran
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note one that fails."""
