@@ -176,6 +176,7 @@ def test_what_tells_prompts_apart(changed):
         (0, [TEXT], None),
         (1, [TEXT], [EMPTY]),
         (0, [PICTURE, TEXT], [PICTURE, EMPTY]),
+        (2, [PICTURE, TEXT], [PICTURE, EMPTY]),
         (0, [TEXT, TEXT], [TEXT, EMPTY]),
         (2, [TEXT, PICTURE], None),
         (2, [], None),

@@ -97,6 +97,14 @@ class TestPrompts:
         with pytest.raises(Refused, match="prompt"):
             engine.submit(prompt=prompt)
 
+    @pytest.mark.parametrize("shape", [None, (3,), (2, 3), (1, 0), (1, 1, 3)], ids=str)
+    def test_inputs_are_one_row(self, engine, shape):
+        ids = [[5, 6]] if shape is None else torch.full(shape, 5)
+        with pytest.raises(Refused, match="a request is one row"):
+            engine.submit(inputs={"input_ids": ids})
+        one = engine.submit(inputs={"input_ids": torch.tensor([[5]])}, max_new_tokens=1)
+        assert len(one.result(60)[0]) == 1
+
     def test_a_prompt_that_is_repeated_is_read_once(self, engine, chat):
         model, tokenizer = chat
         ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
