@@ -38,6 +38,7 @@ def test_every_token_is_kept_or_in_one_group(models, policy):
                 assert sorted([*kept, *chain(*groups)]) == list(range(N - n, N))
                 assert N - 1 in kept
         assert cache.report().layers[i].kept == cache.layers[i].state.counts().tolist()
+        assert cache.groups(i)[1].min() == -1
 
 
 def test_equal_pairs_lose_nothing(models):
