@@ -167,6 +167,7 @@ def test_tova_drops_what_the_newest_query_attends_to_least(plain, window):
         ("snapkv", {"window": WINDOW}),
         ("snapkv", {"window": WINDOW, "merge": "groups"}),
         ("adakv", {"window": WINDOW}),
+        ("h2o", {}),
         ("h2o", {"sinks": 3}),
     ],
 )
