@@ -21,10 +21,9 @@ from torch.nn.functional import pad
 
 from mmkv import adapters
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache.config import CacheConfig
+from mmkv.cache.config import CacheConfig, sizes_of_rows
 from mmkv.cache.evict import evict
 from mmkv.cache.layer import CompressedLayer
-from mmkv.cache.layer_sizes import sizes_of_rows
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache_name import passing
 from mmkv.containers import unwrap_container

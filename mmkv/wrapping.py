@@ -18,7 +18,7 @@ from torch import nn
 from mmkv import adapters, budgets, profiles
 from mmkv.attach import attention
 from mmkv.attach.attachment import Attachment, attachment_of
-from mmkv.attach.copy_probe import measure, waits
+from mmkv.attach.copy_probe import measure
 from mmkv.cache import quantize, token_masks
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
@@ -242,7 +242,8 @@ def planned(
         graph=graph and parts.ranks == 1,
         sampling=learning,
     )
-    if known is None and chosen.heads.equal and not (made.keeps_everything or waits(made)):
+    exact = made.keeps_everything or made.waits_for_probe
+    if known is None and chosen.heads.equal and not exact:
         _say_equal_heads(model, chosen)
     return made, compressed
 

@@ -47,7 +47,7 @@ class Attachment:
     @property
     def plan(self) -> CacheConfig:
         """Policy, budget and profile; head sizes that the copy probe finds, once it can run."""
-        if copy_probe.waits(self._plan):
+        if self._plan.waits_for_probe:
             self._plan = copy_probe.settled(self, self._plan)
         return self._plan
 

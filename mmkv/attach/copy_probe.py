@@ -21,7 +21,7 @@ from mmkv.cache.forward_pass import ForwardPass, current
 from mmkv.loading import cache_folder
 from mmkv.profiles import Profile
 from mmkv.sizes.heads import UniformHeads
-from mmkv.sizes.profiled import RetrievalHeads, sized_by_copying
+from mmkv.sizes.profiled import sized_by_copying
 
 if TYPE_CHECKING:
     from mmkv.attach.attachment import Attachment
@@ -169,7 +169,7 @@ def settled(attachment: Attachment, plan: CacheConfig) -> CacheConfig:
 
     It waits, and the plan stays as it is, while the model has no weights or is in training mode.
     """
-    if not waits(plan) or not _ready(attachment):
+    if not plan.waits_for_probe or not _ready(attachment):
         return plan
     try:
         scores = cached(attachment).retrieval
@@ -179,11 +179,6 @@ def settled(attachment: Attachment, plan: CacheConfig) -> CacheConfig:
         logger.warning("%s", error)
         policy = replace(plan.policy, heads=UniformHeads())
     return replace(plan, policy=policy)
-
-
-def waits(plan: CacheConfig) -> bool:
-    """Whether head sizes of a plan are to be found by the probe."""
-    return isinstance(plan.policy.heads, RetrievalHeads) and not plan.keeps_everything
 
 
 def _ready(attachment: Attachment) -> bool:

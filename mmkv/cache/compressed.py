@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmkv.cache.config import sizes_of_rows
 from mmkv.cache.evict import evict
 from mmkv.cache.forward_pass import (
     NOT_ATTENDED,
@@ -28,7 +29,6 @@ from mmkv.cache.forward_pass import (
     refuse_gradient,
 )
 from mmkv.cache.layer import CompressedLayer, KeptKV
-from mmkv.cache.layer_sizes import sizes_of_rows
 from mmkv.cache.phases import Decoding, Reading
 from mmkv.cache.prompt_kv import PromptKV, Tail
 from mmkv.cache.selection import head_sizes

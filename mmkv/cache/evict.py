@@ -13,11 +13,11 @@ from torch.nn.functional import pad
 from mmkv.cache import selection
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.layer import KeptKV
-from mmkv.cache.padded_blocks import PaddedBlock, spare
+from mmkv.cache.padded_blocks import PaddedBlock
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.quantize import QuantizedKV, Stored, relative_error, squares
 from mmkv.cache.token_masks import TokenMasks
-from mmkv.parts.slots import GrowingSlots, SlotSchedule, send
+from mmkv.parts.slots import GrowingSlots, SlotSchedule, send, spare
 from mmkv.parts.victims import HeavyHitterSlots
 from mmkv.scores.attention import autocast_off
 
@@ -98,15 +98,13 @@ def evict(
     if kept.slot is not None and kept.weights is not None:
         leads = stands.masked_fill(kept.weights < 2, -1)
         group_index = _leaders(kept.slot, leads, held, prompt.valid.shape[1])
-    groups = group_rows(counts)
-    widths = [int(counts[rows].max()) for rows in groups]
-    room = [min(expected, spare(width, prompt.valid.shape[1])) for width in widths]
-    schedules = [_schedule(plan, prompt, counts, n_pinned, rows) for rows in groups]
-    slots = [x.most(ahead) for x, ahead in zip(schedules, room, strict=True)]
     blocks: list[PaddedBlock] = []
     off = torch.zeros(B * H, 2, 2, device=keys.device)
-    for rows, width, schedule, most in zip(groups, widths, schedules, slots, strict=True):
-        empty = (0, most - width)
+    for rows in group_rows(counts):
+        width = int(counts[rows].max())
+        schedule = _schedule(plan, prompt, counts, n_pinned, rows)
+        ahead = min(expected, spare(width, prompt.valid.shape[1]))
+        empty = (0, schedule.most(ahead) - width)
         index = torch.from_numpy(rows).to(keys.device, non_blocking=True)
         at = pad(tokens[index, :width], empty, value=-1)
         where = pad(positions[index, :width], empty, value=-1)

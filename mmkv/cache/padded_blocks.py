@@ -19,19 +19,10 @@ from mmkv.cache import varlen
 from mmkv.cache.clock import GraphInputs
 from mmkv.cache.quantize import QuantizedKV, Stored, mixed, nbytes, products, select
 from mmkv.cache.rerotate import reposition
-from mmkv.parts.slots import SlotSchedule
+from mmkv.parts.slots import SlotSchedule, spare
 
 # A position: on the device while a clock drives the steps.
 Place = int | Tensor
-
-
-def spare(width: int, seen: int) -> int:
-    """Slots to set aside behind `width` slots in use, once `seen` tokens were seen.
-
-    An eighth of those in use, so that growing seldom copies, but no more than tokens were dropped:
-    the cache must not outgrow the full one. At least 16.
-    """
-    return max(16, min(width // 8, seen - width))
 
 
 @dataclass(eq=False)

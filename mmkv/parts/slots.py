@@ -338,6 +338,15 @@ def plan(schedules: Sequence[SlotSchedule]) -> None:
         Distance.together(found)
 
 
+def spare(width: int, seen: int) -> int:
+    """Slots to set aside behind `width` slots in use, once `seen` tokens were seen.
+
+    An eighth of those in use, so that growing seldom copies, but no more than tokens were dropped:
+    the cache must not outgrow the full one. At least 16.
+    """
+    return max(16, min(width // 8, seen - width))
+
+
 def send(array: np.ndarray, device: torch.device) -> Tensor:
     """A copy on the device; the host does not wait for what the device has still to do."""
     return torch.from_numpy(array.copy()).to(device, non_blocking=True)

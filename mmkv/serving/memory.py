@@ -6,8 +6,8 @@ from mmkv.adapters import Adapter
 from mmkv.cache import token_masks
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.padded_blocks import PaddedBlock, spare
-from mmkv.parts.slots import AHEAD
+from mmkv.cache.padded_blocks import PaddedBlock
+from mmkv.parts.slots import AHEAD, spare
 from mmkv.serving.pool import capacity
 
 
