@@ -13,8 +13,8 @@ DataOption = Annotated[
     str | None,
     typer.Option(
         help="builtin, a published file or folder, or stdlib: texts that Python brings, for "
-        "continuation, needle and ruler. [default: stdlib for these, where the model is not the "
-        "built-in one; builtin]"
+        "continuation, needle and ruler, or drawings: scenes for description, mmvet and needle. "
+        "[default: stdlib for the former where the model is not the built-in one; builtin]"
     ),
 ]
 BudgetsOption = Annotated[

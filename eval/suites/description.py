@@ -19,9 +19,11 @@ BUILTIN_NOTE = "the data is built in, drawn and composed by the package"
 
 
 def load(request: Request) -> list[Sample]:
-    """The built-in samples, or those of a published file."""
+    """The built-in samples, those of drawings, or those of a published file."""
     if request.data is None:
         return builtin(request.limit or BUILTIN_SIZE)
+    if files.is_drawings(request.data):
+        return drawn(request.limit or BUILTIN_SIZE)
     entries, folder = files.read_entries(request)
     samples: list[Sample] = []
     for name, entry in entries.items():
@@ -56,11 +58,22 @@ def builtin(size: int) -> list[Sample]:
     """Held-out scenes, each with its full description as the reference."""
     from mmkv.builtin import scenes
 
+    return _described(scenes, size, 96)
+
+
+def drawn(size: int) -> list[Sample]:
+    """The same of the richer scenes of `drawings`."""
+    from mmkv.builtin import drawings
+
+    return _described(drawings, size, 160)
+
+
+def _described(source: Any, size: int, longest: int) -> list[Sample]:
     samples: list[Sample] = []
     for seed in range(size):
-        scene, rng = scenes.make_scene(seed), random.Random(f"description:{seed}")
-        made: Any = {"images": (scenes.draw(scene),), "answers": (scenes.describe(scene),)}
+        scene, rng = source.make_scene(seed), random.Random(f"description:{seed}")
+        made: Any = {"images": (source.draw(scene),), "answers": (source.describe(scene),)}
         made |= {"tags": (f"objects={len(scene.objects)}",), "note": BUILTIN_NOTE}
-        made |= {"prompt": scenes.describe_question("the picture", rng), "max_new_tokens": 96}
-        samples.append(Sample(id=f"scene-{seed}", **made))
+        made |= {"prompt": source.describe_question("the picture", rng)}
+        samples.append(Sample(id=f"scene-{seed}", max_new_tokens=longest, **made))
     return samples

@@ -15,7 +15,8 @@ from mmkv.loading import untrusted
 # Limits against a wrong file by mistake or a hostile one; the published files are far below them.
 MAX_JSON_BYTES = 256 * 2**20
 MAX_LINE_BYTES = 32 * 2**20
-STDLIB = "stdlib"  # in the place of data: what Python brings
+# In the place of data: what Python brings, and what mmkv draws.
+STDLIB, DRAWINGS = "stdlib", "drawings"
 
 
 def read_text(path: Path) -> str:
@@ -32,6 +33,11 @@ def read_text(path: Path) -> str:
 def is_stdlib(data: Path) -> bool:
     """Whether data is what Python brings, and no file or folder of that name."""
     return str(data) == STDLIB and not data.exists()
+
+
+def is_drawings(data: Path | None) -> bool:
+    """Whether data is what mmkv draws, and no file or folder of that name."""
+    return str(data) == DRAWINGS and data is not None and not data.exists()
 
 
 def documentation() -> dict[str, str]:

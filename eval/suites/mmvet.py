@@ -20,9 +20,10 @@ NOTE = "MM-Vet's own score is given by GPT-4; here it is the F1 of the answer's 
 
 
 def load(request: Request) -> list[Sample]:
-    """The built-in samples, or those of a published file."""
-    if request.data is None:
-        return builtin(request.limit or BUILTIN_SIZE, request.questions)
+    """The built-in samples, those of drawings, or those of a published file."""
+    if request.data is None or files.is_drawings(request.data):
+        size = request.limit or BUILTIN_SIZE
+        return builtin(size, request.questions, drawn=request.data is not None)
     entries, folder = files.read_entries(request, "mm-vet.json")
     samples: list[Sample] = []
     for name, entry in entries.items():
@@ -40,25 +41,26 @@ def load(request: Request) -> list[Sample]:
     return samples
 
 
-def builtin(size: int, questions: int = 1) -> list[Sample]:
+def builtin(size: int, questions: int = 1, *, drawn: bool = False) -> list[Sample]:
     """`size` questions about held-out scenes, up to `questions` different ones about each.
 
-    Capabilities: "rec" to recognise colour or shape, "spat" to place, "count" to count, and
-    "several" where two pictures are shown and one is asked about. Scenes hold no text, so nothing
-    stands for MM-Vet's "ocr".
+    Capabilities: "rec" to recognise colour or shape, "spat" to place, "count" to count, "ocr" to
+    read print, which only `drawn` scenes hold, and "several" where two pictures are shown and one
+    is asked about.
     """
-    from mmkv.builtin import scenes
+    from mmkv.builtin import drawings, scenes
 
+    source: Any = drawings if drawn else scenes
     samples: list[Sample] = []
     for seed in itertools.count():
         rng = random.Random(f"mmvet:{seed}")
         number = 2 if seed % 4 == 3 else 1
-        shown = [scenes.make_scene(1000 + seed + i * 100_000) for i in range(number)]
+        shown = [source.make_scene(1000 + seed + i * 100_000) for i in range(number)]
         about = rng.randrange(number)
-        which = "the picture" if number == 1 else f"the {scenes.ORDINALS[about]} picture"
-        asked = scenes.ask(shown[about], rng, 1 if questions == 1 else 4 * questions, which)
+        which = "the picture" if number == 1 else f"the {source.ORDINALS[about]} picture"
+        asked = source.ask(shown[about], rng, 1 if questions == 1 else 4 * questions, which)
         different = {question.text: question.answer for question in asked}
-        pictures = tuple(scenes.draw(scene) for scene in shown)
+        pictures = tuple(source.draw(scene) for scene in shown)
         how: Any = {"max_new_tokens": 24, "metric": "token_f1", "note": BUILTIN_NOTE}
         for i, (text, answer) in enumerate([*different.items()][:questions]):
             if len(samples) == size:
@@ -72,5 +74,8 @@ def builtin(size: int, questions: int = 1) -> list[Sample]:
 
 def _capabilities(question: str) -> tuple[str, ...]:
     if question.startswith("How many"):
-        return ("count",) if question.startswith("How many objects") else ("rec", "count")
+        whole = question.startswith(("How many objects", "How many things"))
+        return ("count",) if whole else ("rec", "count")
+    if "printed" in question or question.startswith(("What is the word", "What is the number")):
+        return ("ocr", "spat")
     return ("rec", "spat")

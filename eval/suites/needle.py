@@ -1,5 +1,7 @@
 """Needle in a haystack: one record in a long text, over a grid of depth and length.
 
+With "drawings" as data it is a thing that one of two to eight pictures shows.
+
 Built-in data puts the asked record at a given depth of a look-up text that holds other records as
 well; lengths are in tokens of the built-in model. Other haystacks are `.txt` files (one, or a
 folder of them, read in order of name) or "stdlib", Python's documentation, cut to lengths in words.
@@ -20,6 +22,7 @@ from mmkv.eval.suites.longbench_builtin import sentences
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LENGTHS = (256, 512, 768, 1024)
 FILE_LENGTHS = (500, 1000, 2000, 4000, 8000, 16000, 32000)
+PICTURES = (2, 4, 6, 8)
 REPEATS = 2  # samples of each cell
 NOTE = "the needle and the question are worded here"
 
@@ -30,6 +33,8 @@ def load(request: Request) -> list[Sample]:
     Every cell of the grid comes once before any comes twice. Tags are "depth=0.5" and "length=512".
     """
     data = request.data
+    if files.is_drawings(data):
+        return _in_pictures()[: request.limit]
     words = [] if data is None else read_words(data)
     lengths = [size for size in FILE_LENGTHS if size <= len(words)] if words else LENGTHS
     samples: list[Sample] = []
@@ -42,6 +47,26 @@ def load(request: Request) -> list[Sample]:
         made["tags"] = (f"depth={depth}", f"length={length}")
         samples.append(Sample(id=f"depth={depth}/length={length}/{repeat}", **made))
     return samples[: request.limit]
+
+
+def _in_pictures() -> list[Sample]:
+    """Which of several pictures shows a thing, for every number of pictures and every place."""
+    from mmkv.builtin import drawings
+
+    samples: list[Sample] = []
+    for repeat, count in itertools.product(range(REPEATS), PICTURES):
+        for number in range(count):
+            rng = random.Random(f"needle:pictures:{repeat}:{count}:{number}")
+            while True:
+                shown = [drawings.make_scene(rng.randrange(2**40)) for _ in range(count)]
+                if asked := drawings.find_question(shown, rng, number):
+                    break
+            made: Any = {"images": tuple(map(drawings.draw, shown)), "metric": "contains"}
+            made |= {"prompt": asked.text, "question": asked.text, "note": BUILTIN_NOTE}
+            made |= {"answers": (f"{drawings.ORDINALS[number]} picture",), "max_new_tokens": 24}
+            made["tags"] = (f"pictures={count}", f"shown={number + 1}")
+            samples.append(Sample(id=f"pictures={count}/{number}/{repeat}", **made))
+    return samples
 
 
 def _builtin(rng: random.Random, length: int, depth: float) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from mmkv.eval.suites import (
     ruler,
     summaries,
 )
-from mmkv.eval.suites.files import STDLIB
+from mmkv.eval.suites.files import STDLIB, is_drawings
 
 BUILTIN = "builtin"
 
@@ -29,7 +29,7 @@ class Suite:
 
     That is its tasks, with `has_length` how many tokens a prompt has, and with `has_questions` how
     many questions each context has. `wants`: what `data` names, where nothing is built in.
-    `reads_stdlib`: that may be texts that Python brings.
+    `reads_stdlib`: that may be texts that Python brings; `draws`: scenes that mmkv draws.
     """
 
     load: Callable[[Request], list[Sample]]
@@ -38,14 +38,15 @@ class Suite:
     has_questions: bool = False
     wants: str = ""
     reads_stdlib: bool = False
+    draws: bool = False
 
 
 _CORPUS = "a folder, such as python -m mmkv.eval.corpus FOLDER writes"
 SUITES: dict[str, Suite] = {
-    "description": Suite(description.load),
-    "mmvet": Suite(mmvet.load, has_questions=True),
+    "description": Suite(description.load, draws=True),
+    "mmvet": Suite(mmvet.load, has_questions=True, draws=True),
     "longbench": Suite(longbench.load, has_tasks=True),
-    "needle": Suite(needle.load, reads_stdlib=True),
+    "needle": Suite(needle.load, reads_stdlib=True, draws=True),
     "ruler": Suite(
         ruler.load, has_tasks=True, has_length=True, has_questions=True, reads_stdlib=True
     ),
@@ -56,6 +57,7 @@ SUITES: dict[str, Suite] = {
     "cnn_dailymail": Suite(summaries.CNN_DAILYMAIL.load),
     "xsum": Suite(summaries.XSUM.load),
 }
+DRAWN = [name for name, suite in SUITES.items() if suite.draws]
 
 
 def default_data(name: str, model: str) -> str:
@@ -107,14 +109,17 @@ def load_suite(
     if length is not None and (path is None or not suite.has_length):
         what = "the built-in data" if suite.has_length else f"suite {name!r}"
         raise ValueError(f"length={length}: {what} has lengths of its own")
-    fixed = not suite.has_questions or (path is not None and name == "mmvet")
+    if is_drawings(path) and not suite.draws:
+        raise ValueError(f"suite {name!r} does not read drawings: {', '.join(DRAWN)} do")
+    own = path is None or is_drawings(path)
+    fixed = not suite.has_questions or (not own and name == "mmvet")
     if questions < 1 or (fixed and questions != 1):
         what = f"suite {name!r}" if path is None else f"suite {name!r} of {path}"
         raise ValueError(
             f"questions={questions}: expected 1 or more, of ruler or the built-in mmvet; {what} "
             "has the questions that its data has"
         )
-    if path is None and image_folder is not None:
+    if own and image_folder is not None:
         raise ValueError(f"image folder {image_folder}: the built-in data has its own pictures")
     more: Any = {"image_folder": image_folder, "length": length, "questions": questions}
     request = Request(data=path, limit=limit, tasks=tasks, count=count or words, **more)

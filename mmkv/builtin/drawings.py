@@ -1,0 +1,459 @@
+"""Drawn scenes of shapes, printed words and numbers on a 3x3 grid, with questions and a scorer.
+
+`--data drawings` of the suites, and what a LLaVA around SmolLM2 is trained on. Everything is
+deterministic in `(seed, split)`; a scene belongs to exactly one split by a checksum of its content,
+so no held-out scene (same things at the same places) is ever trained on.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from PIL import Image, ImageDraw
+
+Split = Literal["train", "heldout"]
+Kind = Literal["shape", "word", "number"]
+Point = tuple[float, float]
+
+COLORS: dict[str, tuple[int, int, int]] = {
+    "red": (215, 40, 40),
+    "orange": (245, 140, 25),
+    "yellow": (245, 220, 50),
+    "green": (40, 150, 60),
+    "blue": (45, 85, 215),
+    "purple": (130, 50, 160),
+    "pink": (250, 150, 190),
+    "brown": (120, 75, 40),
+    "black": (25, 25, 25),
+    "white": (252, 252, 252),
+}
+SIZES = {"small": (0.36, 0.48), "large": (0.74, 0.9)}  # shares of a cell
+PLACES = (
+    *("top left", "top center", "top right"),
+    *("middle left", "center", "middle right"),
+    *("bottom left", "bottom center", "bottom right"),
+)
+NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+_WORDS = (
+    "apple arm baby back ball bank bath bear bed bell bird boat body bone book boot bowl box boy "
+    "brain bread brick bridge bus cake camp car card cat chair city clock cloud coat coffee corn "
+    "cow crown cup dance day desk dog door dress drum duck ear earth egg eye face farm fire fish "
+    "flag floor flower fly food foot fork fox frog fruit game garden gate ghost girl glass goat "
+    "gold grass guitar hair hammer hand hat heart hill home honey horse house ice island jacket "
+    "jelly juice key king kite knife lake lamp leaf leg lemon letter light lion lock love map "
+    "market milk mirror money moon mouse mouth music nail neck nest night nose nurse ocean oil "
+    "onion page paint paper park party pen piano picture pig plane plant plate pocket pool potato "
+    "prince queen rabbit radio rain rice ring river road robot rock roof room rope rose salt sand "
+    "school sea seed sheep ship shirt shoe shop silver sister snake snow soap song soup spoon "
+    "spring stone story street sugar summer sun table tail taxi tea teeth tent tiger toast town "
+    "toy train tree truck uncle valley village violin wall watch water wheel wind window winter "
+    "wolf wood yard zebra"
+)
+WORDS = tuple(_WORDS.split())
+
+_HELDOUT_SHARE = 8  # one content checksum in eight belongs to the held-out split
+
+
+@dataclass(frozen=True, kw_only=True)
+class Object:
+    """One thing in a cell: a shape, a printed word or a printed number.
+
+    Attributes:
+        kind: what it is.
+        name: the shape's name, the word, or the digits.
+        color, place: of `COLORS`, `PLACES`.
+        size: of `SIZES`; printed things have none.
+        dx, dy, extent: shift and extent as fractions of a grid cell.
+        tint: added to the colour.
+    """
+
+    kind: Kind
+    name: str
+    color: str
+    place: str
+    size: str = ""
+    dx: float = 0.0
+    dy: float = 0.0
+    extent: float = 0.7
+    tint: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def phrase(self) -> str:
+        """Its noun phrase without an article: "large red circle", 'word "apple" in red'."""
+        if self.kind == "shape":
+            return f"{self.size} {self.color} {self.name}"
+        name = f'"{self.name}"' if self.kind == "word" else self.name
+        return f"{self.kind} {name} in {self.color}"
+
+    @property
+    def short(self) -> str:
+        """A name for it: "red circle", 'word "apple"'."""
+        return f"{self.color} {self.name}" if self.kind == "shape" else self.phrase.split(" in ")[0]
+
+    @property
+    def row_column(self) -> tuple[int, int]:
+        """Its cell."""
+        return divmod(PLACES.index(self.place), 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """Things in reading order, at most one in a cell, on a plain background."""
+
+    objects: tuple[Object, ...]
+    background: tuple[int, int, int] = (185, 185, 185)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A question about a picture and the answer that is right."""
+
+    text: str
+    answer: str
+
+
+def make_scene(
+    seed: int, split: Split = "heldout", count: int | None = None, printed: int | None = None
+) -> Scene:
+    """The scene number `seed` of a split.
+
+    Args:
+        seed, split: which scene.
+        count: how many things there are, by default 2 to 6.
+        printed: how many of them are words or numbers, by default at most one of each.
+    """
+    if count is not None and not 1 <= count <= len(PLACES):
+        raise ValueError(f"count must be 1 to {len(PLACES)}, got {count}")
+    if split not in ("train", "heldout"):
+        raise ValueError(f"split must be 'train' or 'heldout', got {split!r}")
+    rng = random.Random(f"drawing:{split}:{seed}:{count}:{printed}")
+    while True:
+        scene = _random_scene(rng, count if count is not None else rng.randint(2, 6), printed)
+        if (_checksum(scene) % _HELDOUT_SHARE == 0) == (split == "heldout"):
+            return scene
+
+
+def _random_scene(rng: random.Random, count: int, printed: int | None) -> Scene:
+    places = sorted(rng.sample(range(len(PLACES)), count))
+    things: list[Object] = []
+    kinds: list[Kind] = ["shape"] * count
+    if printed is not None:
+        for cell in rng.sample(range(count), min(printed, count)):
+            kinds[cell] = rng.choice(("word", "word", "number"))
+    else:  # a word in half the pictures, a number in a third
+        if rng.random() < 0.5:
+            kinds[rng.randrange(count)] = "word"
+        if rng.random() < 0.33:
+            kinds[rng.randrange(count)] = "number"
+    seen = set[str]()
+    for kind, place in zip(kinds, places, strict=True):
+        while True:
+            thing = _random_thing(rng, kind, PLACES[place])
+            if thing.short not in seen:
+                break
+        seen.add(thing.short)
+        things.append(thing)
+    grey = rng.randint(140, 205)
+    background = tuple(grey + rng.randint(-12, 12) for _ in range(3))
+    return Scene(objects=tuple(things), background=background)  # type: ignore[arg-type]
+
+
+def _random_thing(rng: random.Random, kind: Kind, place: str) -> Object:
+    if kind == "shape":
+        size = rng.choice(tuple(SIZES))
+        name, extent, shift = rng.choice(SHAPES), rng.uniform(*SIZES[size]), (1 - 0.82) / 2
+    else:
+        name = rng.choice(WORDS) if kind == "word" else str(rng.randint(0, 99))
+        size, extent, shift = "", rng.uniform(0.78, 0.95), 0.06
+    return Object(
+        kind=kind,
+        name=name,
+        color=rng.choice(tuple(COLORS)),
+        place=place,
+        size=size,
+        dx=rng.uniform(-shift, shift),
+        dy=rng.uniform(-shift, shift),
+        extent=extent,
+        tint=(rng.randint(-12, 12), rng.randint(-12, 12), rng.randint(-12, 12)),
+    )
+
+
+def _checksum(scene: Scene) -> int:
+    return zlib.crc32(";".join(f"{x.phrase} {x.place}" for x in scene.objects).encode())
+
+
+def draw(scene: Scene, size: int = 384) -> Image.Image:
+    """Draw a scene as an RGB picture of `size` x `size` pixels."""
+    from PIL import Image, ImageDraw
+
+    image = Image.new("RGB", (size, size), scene.background)
+    canvas = ImageDraw.Draw(image)
+    for thing in scene.objects:
+        left, top, right, bottom = (size * x for x in box(thing))
+        x, y, r = (left + right) / 2, (top + bottom) / 2, (right - left) / 2
+        base = COLORS[thing.color]
+        fill = tuple(min(255, max(0, c + t)) for c, t in zip(base, thing.tint, strict=True))
+        if thing.kind == "shape":
+            _DRAWN[thing.name](canvas, x, y, r, fill)
+        else:
+            # As wide as its extent, but a short word no higher than a third of the cell.
+            font = _font(max(8, round(min(_font_size(thing.name) * r, size / 9))))
+            canvas.text((x, y), thing.name, fill=fill, font=font, anchor="mm")
+    return image
+
+
+def box(thing: Object) -> tuple[float, float, float, float]:
+    """Left, top, right and bottom of a thing, as shares of the picture."""
+    row, column = thing.row_column
+    x, y = column + 0.5 + thing.dx, row + 0.5 + thing.dy
+    half = thing.extent / 2
+    high = half if thing.kind == "shape" else 0.17
+    return (x - half) / 3, (y - high) / 3, (x + half) / 3, (y + high) / 3
+
+
+@lru_cache(maxsize=256)
+def _font(size: int) -> Any:
+    from PIL import ImageFont
+
+    return ImageFont.load_default(size)
+
+
+@lru_cache(maxsize=1024)
+def _font_size(text: str) -> float:
+    """The font size at which `text` is two units wide."""
+    return 2 * 100 / _font(100).getlength(text)
+
+
+Drawn = Callable[["ImageDraw.ImageDraw", float, float, float, Any], None]
+
+
+def _polygon(points: list[Point]) -> Drawn:
+    """A polygon by its corners, in units of the radius around the centre."""
+
+    def drawn(canvas: ImageDraw.ImageDraw, x: float, y: float, r: float, fill: Any) -> None:
+        canvas.polygon([(x + a * r, y + b * r) for a, b in points], fill=fill)
+
+    return drawn
+
+
+def _round(corners: int, radii: tuple[float, ...] = (1.0,), turn: float = -0.25) -> list[Point]:
+    at = [(radii[i % len(radii)], 2 * math.pi * (i / corners + turn)) for i in range(corners)]
+    return [(r * math.cos(angle), r * math.sin(angle)) for r, angle in at]
+
+
+def _heart() -> list[Point]:
+    at = [2 * math.pi * i / 40 for i in range(40)]
+    return [
+        (
+            math.sin(t) ** 3,
+            -(13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)) / 15,
+        )
+        for t in at
+    ]
+
+
+def _crescent() -> list[Point]:
+    outer = [2 * math.pi * (0.14 + 0.72 * i / 30) for i in range(31)]
+    inner = outer[::-1]
+    return [(math.cos(t), math.sin(t)) for t in outer] + [
+        (0.4 + 0.72 * math.cos(t), 0.98 * math.sin(t)) for t in inner
+    ]
+
+
+def _ring(canvas: ImageDraw.ImageDraw, x: float, y: float, r: float, fill: Any) -> None:
+    canvas.ellipse((x - r, y - r, x + r, y + r), outline=fill, width=max(1, round(0.36 * r)))
+
+
+_DRAWN: dict[str, Drawn] = {
+    "circle": _polygon(_round(60)),
+    "square": _polygon([(-0.86, -0.86), (0.86, -0.86), (0.86, 0.86), (-0.86, 0.86)]),
+    "triangle": _polygon([(0, -1), (1, 0.8), (-1, 0.8)]),
+    "star": _polygon(_round(10, (1.08, 0.45))),
+    "diamond": _polygon([(0, -1), (0.7, 0), (0, 1), (-0.7, 0)]),
+    "cross": _polygon(
+        [
+            *((-0.33, -1), (0.33, -1), (0.33, -0.33), (1, -0.33), (1, 0.33), (0.33, 0.33)),
+            *((0.33, 1), (-0.33, 1), (-0.33, 0.33), (-1, 0.33), (-1, -0.33), (-0.33, -0.33)),
+        ]
+    ),
+    "ring": _ring,
+    "heart": _polygon(_heart()),
+    "hexagon": _polygon(_round(6, turn=0.0)),
+    "crescent": _polygon(_crescent()),
+    "arrow": _polygon(
+        [(-1, -0.3), (0.1, -0.3), (0.1, -0.8), (1, 0), (0.1, 0.8), (0.1, 0.3), (-1, 0.3)]
+    ),
+    "bar": _polygon([(-1, -0.32), (1, -0.32), (1, 0.32), (-1, 0.32)]),
+}
+SHAPES = tuple(_DRAWN)
+_SENTENCE = re.compile(
+    r"(?:the (?:word \"\w+\"|number \d+) in|an? (?:small|large)) "
+    rf"(?:{'|'.join(COLORS)})(?: (?:{'|'.join(SHAPES)}))? is at the (?:{'|'.join(PLACES)})(?=\.)",
+    re.IGNORECASE,
+)
+
+
+def _sentence(thing: Object) -> str:
+    article = "A" if thing.kind == "shape" else "The"
+    return f"{article} {thing.phrase} is at the {thing.place}."
+
+
+def _plural(noun: str) -> str:
+    return f"{noun}es" if noun.endswith("s") else f"{noun}s"
+
+
+def _count(number: int, noun: str, tail: str) -> str:
+    there = f"is one {noun}" if number == 1 else f"are {NUMBERS[number]} {_plural(noun)}"
+    return f"There {there} {tail}."
+
+
+def describe(scene: Scene) -> str:
+    """The full description: the number of things, then a sentence for each."""
+    first = _count(len(scene.objects), "thing", "in the picture")
+    return " ".join([first, *map(_sentence, scene.objects)])
+
+
+def score_description(text: str, scene: Scene) -> tuple[int, int]:
+    """Things that `text` gives rightly (kind, name, size, colour, place), and how many there are.
+
+    Where the text claims more than there are, that number: naming more does not pay.
+    """
+    truth = {_sentence(thing).lower().rstrip(".") for thing in scene.objects}
+    claims = {claim.lower() for claim in _SENTENCE.findall(text)}
+    return len(truth & claims), max(len(truth), len(claims))
+
+
+def describe_question(which: str, rng: random.Random) -> str:
+    """One phrasing of the request to describe `which` (such as "the picture")."""
+    return rng.choice(
+        (
+            f"Describe {which}.",
+            f"Describe {which} in detail.",
+            f"What is in {which}?",
+            f"What do you see in {which}?",
+        )
+    )
+
+
+def ask(scene: Scene, rng: random.Random, count: int, which: str = "the picture") -> list[Question]:
+    """`count` short questions about `scene`; `which` names the picture in them."""
+    return [_ask(scene, rng, which) for _ in range(count)]
+
+
+def _ask(scene: Scene, rng: random.Random, which: str) -> Question:
+    """One question; each answer follows from the picture alone."""
+    kinds = ("at", "at", "where", "count", "shapes", "colors", "color", "exists", "size", "beside")
+    shapes = [x for x in scene.objects if x.kind == "shape"]
+    printed = [x for x in scene.objects if x.kind != "shape"]
+    kind = rng.choice(kinds)
+    if printed and rng.random() < 0.3:
+        kind = "read"
+    elif kind in ("color", "size", "shapes", "colors") and not shapes:
+        kind = "at"
+    inside = f"in {which}"
+    thing = rng.choice(scene.objects)
+    shape = rng.choice(shapes) if shapes else thing
+    if kind == "read":
+        thing = rng.choice(printed)
+        other = rng.choice((f"Which {thing.kind} is printed", f"What is the {thing.kind}"))
+        return Question(
+            text=f"{other} {inside}?", answer=_sentence(thing).replace(f" in {thing.color}", "")
+        )
+    if kind == "at":
+        place = rng.choice(PLACES) if rng.random() < 0.25 else thing.place
+        there = [x for x in scene.objects if x.place == place]
+        answer = _sentence(there[0]) if there else f"Nothing is at the {place}."
+        return Question(text=f"What is at the {place} of {which}?", answer=answer)
+    if kind == "where":
+        return Question(
+            text=f"Where is the {thing.short} {inside}?",
+            answer=f"The {thing.short} is at the {thing.place}.",
+        )
+    if kind == "count":
+        return Question(
+            text=f"How many things are {inside}?",
+            answer=_count(len(scene.objects), "thing", "in the picture"),
+        )
+    if kind == "shapes":
+        name = rng.choice((shape.name, rng.choice(SHAPES)))
+        number = sum(x.name == name for x in scene.objects)
+        return Question(
+            text=f"How many {_plural(name)} are {inside}?",
+            answer=_count(number, name, "in the picture"),
+        )
+    if kind == "colors":
+        color = rng.choice((shape.color, rng.choice(tuple(COLORS))))
+        number = sum(x.color == color and x.kind == "shape" for x in scene.objects)
+        return Question(
+            text=f"How many {color} shapes are {inside}?",
+            answer=_count(number, f"{color} shape", "in the picture"),
+        )
+    if kind == "color":
+        return Question(
+            text=f"What color is the {shape.name} at the {shape.place} of {which}?",
+            answer=f"The {shape.name} is {shape.color}.",
+        )
+    if kind == "size":
+        return Question(
+            text=f"Is the {shape.short} {inside} small or large?",
+            answer=f"The {shape.short} is {shape.size}.",
+        )
+    if kind == "exists":
+        if rng.random() < 0.5 or not shapes:
+            return Question(text=f"Is there a {shape.short} {inside}?", answer="Yes, there is.")
+        wrong = rng.choice(
+            (f"{rng.choice(tuple(COLORS))} {shape.name}", f"{shape.color} {rng.choice(SHAPES)}")
+        )
+        there = any(x.short == wrong for x in scene.objects)
+        answer = "Yes, there is." if there else "No, there is not."
+        return Question(text=f"Is there a {wrong} {inside}?", answer=answer)
+    first, second = rng.sample(scene.objects, 2) if len(scene.objects) > 1 else (thing, thing)
+    (row, column), (other_row, other_column) = first.row_column, second.row_column
+    if row != other_row and (column == other_column or rng.random() < 0.5):
+        relation, right = ("above", row < other_row)
+        if rng.random() < 0.5:
+            relation, right = "below", not right
+    elif column != other_column:
+        relation, right = ("to the left of", column < other_column)
+        if rng.random() < 0.5:
+            relation, right = "to the right of", not right
+    else:
+        return Question(
+            text=f"Where is the {thing.short} {inside}?",
+            answer=f"The {thing.short} is at the {thing.place}.",
+        )
+    return Question(
+        text=f"Is the {first.short} {relation} the {second.short} {inside}?",
+        answer="Yes, it is." if right else "No, it is not.",
+    )
+
+
+def find_question(
+    scenes: Sequence[Scene], rng: random.Random, number: int | None = None
+) -> Question | None:
+    """Which of several pictures shows a thing that only one of them shows; None: there is none.
+
+    Args:
+        scenes: what the pictures show.
+        rng: draws the thing, and the picture where it is not given.
+        number: of the picture that shows it, from 0.
+    """
+    shown = [{thing.short for thing in scene.objects} for scene in scenes]
+    number = rng.randrange(len(scenes)) if number is None else number
+    others = set[str]().union(*(x for i, x in enumerate(shown) if i != number))
+    if not (only := sorted(shown[number] - others)):
+        return None
+    name = rng.choice(only)
+    return Question(
+        text=f"Which picture shows the {name}?",
+        answer=f"The {ORDINALS[number]} picture shows the {name}.",
+    )
