@@ -319,14 +319,18 @@ class TestCommands:
             commands.main(["eval", *shlex.split(after)])
 
     def test_the_built_in_models_own_figures(self, monkeypatch):
-        from mmkv.builtin.training import evaluate
+        from mmkv.builtin.training import evaluate, tower, vision
 
-        (line,) = [x for x in lines() if " -m mmkv.builtin.training.evaluate " in x]
         monkeypatch.setattr(evaluate, "load_builtin", reached)
-        app = typer.Typer(pretty_exceptions_enable=False)
-        app.command()(evaluate.main)
-        with pytest.raises(Reached):
-            app(shlex.split(line)[3:], standalone_mode=False)
+        monkeypatch.setattr("mmkv.loading.models.pretrained", reached)
+        for module, number in ((evaluate, 2), (tower, 1), (vision, 1)):
+            found = [x for x in lines() if f" -m {module.__name__} " in x]
+            assert len(found) == number
+            for line in found:
+                app = typer.Typer(pretty_exceptions_enable=False)
+                app.command()(module.main)
+                with pytest.raises(Reached):
+                    app(shlex.split(line)[3:], standalone_mode=False)
 
     def test_the_plan_is_as_printed(self, capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", "120")
@@ -368,7 +372,7 @@ class TestCommands:
             r"curl -s http://127\.0\.0\.1:8000/v1/",
             rf"\.venv/bin/mmkv ({'|'.join(checked)})\b",
             r"\.venv/bin/accelerate launch ",
-            r"\.venv/bin/python -m mmkv\.(builtin\.training\.(evaluate|source)) ",
+            r"\.venv/bin/python -m mmkv\.builtin\.training\.(evaluate|tower|vision) ",
             r"\.venv/bin/python -m mmkv\.eval\.(harness\.lm_eval|corpus) ",
             r"make [a-z -]+$",
             r"pip install \.$",

@@ -1,20 +1,26 @@
 """Prints the built-in model's figures: `python -m mmkv.builtin.training.evaluate`.
 
-Greedy decoding with the full cache. Objects count as right with colour, shape and place; a look-up
-counts as right with the value of the key that was asked for.
+With `--parts` they are those of a LLaVA around SmolLM2.
+
+Greedy decoding with the full cache, on held-out seeds. Objects count as right with all that a
+description says of them; a short question counts as right with the whole answer, a look-up with the
+value of the key that was asked for.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import torch
 import typer
 
-from mmkv.builtin import WEIGHTS, load_builtin, scenes, texts
+from mmkv.builtin import WEIGHTS, drawings, load_builtin, scenes, texts
+from mmkv.builtin.training.assembly import assembled
 
 Message = dict[str, Any]
 # A conversation, and what of the reply is right, of how much.
@@ -34,26 +40,47 @@ def encode(processor: Any, conversation: Any, **more: Any) -> Any:
     return processor.apply_chat_template(conversation, add_generation_prompt=True, **how)
 
 
-def _description(seed: int) -> Asked:
-    scene = scenes.make_scene(seed)
-    score = partial(scenes.score_description, scene=scene)
-    return user("Describe the picture.", scenes.draw(scene)), score
+def _description(seed: int, drawn: Any) -> Asked:
+    scene = drawn.make_scene(seed)
+    score = partial(drawn.score_description, scene=scene)
+    return user("Describe the picture.", drawn.draw(scene)), score
 
 
-def _several(seed: int) -> Asked:
+def _several(seed: int, drawn: Any) -> Asked:
     rng = random.Random(f"several:{seed}")
-    shown = [scenes.make_scene(3 * seed + i) for i in range(rng.choice((2, 3)))]
+    shown = [drawn.make_scene(3 * seed + i) for i in range(rng.choice((2, 3)))]
     target = rng.randrange(len(shown))
-    text = f"Describe the {scenes.ORDINALS[target]} picture."
-    score = partial(scenes.score_description, scene=shown[target])
-    return user(text, *map(scenes.draw, shown)), score
+    text = f"Describe the {drawn.ORDINALS[target]} picture."
+    score = partial(drawn.score_description, scene=shown[target])
+    return user(text, *map(drawn.draw, shown)), score
 
 
-def _short(seed: int) -> Asked:
-    scene = scenes.make_scene(seed)
-    question = scenes.ask(scene, random.Random(f"short:{seed}"), 1)[0]
-    picture = scenes.draw(scene)
-    return user(question.text, picture), lambda text: (int(text.strip() == question.answer), 1)
+def _short(seed: int, drawn: Any) -> Asked:
+    scene = drawn.make_scene(seed)
+    question = drawn.ask(scene, random.Random(f"short:{seed}"), 1)[0]
+    return user(question.text, drawn.draw(scene)), partial(_same, question.answer)
+
+
+def _same(answer: str, text: str) -> tuple[int, int]:
+    return int(text.strip() == answer), 1
+
+
+def _print(seed: int) -> Asked:
+    """One word or number among shapes."""
+    scene = drawings.make_scene(seed, count=3, printed=1)
+    (thing,) = [x for x in scene.objects if x.kind != "shape"]
+    question = f"Which {thing.kind} is printed in the picture?"
+    return user(question, drawings.draw(scene)), lambda text: (int(thing.short in text), 1)
+
+
+def _which(seed: int) -> Asked:
+    """Four pictures, of which one shows a thing."""
+    rng = random.Random(f"which:{seed}")
+    while True:
+        shown = [drawings.make_scene(rng.randrange(2**40)) for _ in range(4)]
+        if question := drawings.find_question(shown, rng):
+            asked = user(question.text, *map(drawings.draw, shown))
+            return asked, partial(_same, question.answer)
 
 
 def _lookup(seed: int, tokens: int) -> Asked:
@@ -63,18 +90,39 @@ def _lookup(seed: int, tokens: int) -> Asked:
     return conversation, lambda text: (int(texts.score_answer(text, question)), 1)
 
 
-# By name: what is asked for a seed, and the most tokens of a reply.
-FIGURES: dict[str, tuple[Callable[[int], Asked], int]] = {
-    "objects described": (_description, 80),
-    "short questions answered": (_short, 24),
-    "objects described, one of 2-3 pictures": (_several, 80),
-    **{f"values looked up, {n} tokens": (partial(_lookup, tokens=n), 6) for n in (256, 512, 1024)},
+# What is asked for a seed, and the most tokens of a reply, by name.
+Figures = dict[str, tuple[Callable[[int], Asked], int]]
+
+
+def _figures(drawn: Any, longest: int) -> Figures:
+    return {
+        "objects described": (partial(_description, drawn=drawn), longest),
+        "short questions answered": (partial(_short, drawn=drawn), 24),
+        "objects described, one of 2-3 pictures": (partial(_several, drawn=drawn), longest),
+    }
+
+
+FIGURES: dict[str, Figures] = {
+    "builtin": {
+        **_figures(scenes, 80),
+        **{
+            f"values looked up, {n} tokens": (partial(_lookup, tokens=n), 6)
+            for n in (256, 512, 1024)
+        },
+    },
+    "smollm2": {
+        **_figures(drawings, 160),
+        "printed words and numbers read": (_print, 24),
+        "which of four pictures shows a thing": (_which, 24),
+    },
 }
 
 
-def measure(model: Any, processor: Any, name: str, n: int, first: int = 0) -> tuple[int, int]:
+def measure(
+    model: Any, processor: Any, figure: tuple[Callable[[int], Asked], int], n: int, first: int = 0
+) -> tuple[int, int]:
     """How much of the replies to `n` held-out seeds from `first` on is right, of how much."""
-    make, longest = FIGURES[name]
+    make, longest = figure
     right = total = 0
     for start in range(first, first + n, _BATCH):
         asked = [make(seed) for seed in range(start, min(start + _BATCH, first + n))]
@@ -89,13 +137,41 @@ def measure(model: Any, processor: Any, name: str, n: int, first: int = 0) -> tu
     return right, total
 
 
-def main(weights: Path = WEIGHTS, n: int = 200, first: int = 0) -> None:
+def perplexity(model: Any, tokenizer: Any, paths: list[Path], n: int, length: int = 512) -> float:
+    """The perplexity of `length` tokens from the middle of each of `n` texts."""
+    total = 0.0
+    for path in paths[:: max(1, len(paths) // n)][:n]:
+        text = path.read_text(encoding="utf-8")
+        middle = text[len(text) // 2 :][: 8 * length]
+        ids = tokenizer(middle, return_tensors="pt", truncation=True, max_length=length).input_ids
+        with torch.no_grad():
+            total += float(model(input_ids=ids, labels=ids, use_cache=False).loss)
+    return math.exp(total / n)
+
+
+def main(
+    parts: Annotated[
+        Path | None, typer.Option(help="What `vision` left: a LLaVA around SmolLM2 instead.")
+    ] = None,
+    weights: Annotated[Path, typer.Option(help="Other weights of the built-in model.")] = WEIGHTS,
+    n: Annotated[int, typer.Option(help="Prompts of each figure.")] = 200,
+    first: Annotated[int, typer.Option(help="The first held-out seed.")] = 0,
+    texts: Annotated[
+        Path | None, typer.Option(help="Texts on which its perplexity is set beside SmolLM2's.")
+    ] = None,
+) -> None:
     """Print each figure over `n` held-out seeds from `first` on."""
-    model, processor = load_builtin(weights=weights)
-    for name in FIGURES:
-        right, total = measure(model, processor, name, n, first)
+    figures = FIGURES["builtin" if parts is None else "smollm2"]
+    loaded, processor = load_builtin(weights=weights) if parts is None else assembled(parts)
+    for name, figure in figures.items():
+        right, total = measure(loaded, processor, figure, n, first)
         seeds = f"{n} prompts, held-out seeds {first}..{first + n - 1}"
         print(f"{name}: {right / total:.1%} ({right}/{total}; {seeds})", flush=True)
+    if texts is not None:
+        paths = sorted(texts.glob("*.txt"))
+        own = perplexity(loaded, processor.tokenizer, paths, 20)
+        base = perplexity(*load_builtin("smollm2"), paths, 20)
+        print(f"perplexity of 20 texts: {own:.2f}, SmolLM2 {base:.2f} ({own / base - 1:+.1%})")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,239 @@
+"""Second stage of a LLaVA around SmolLM2: the text model learns to read what the tower gives.
+
+    python -m mmkv.builtin.training.vision --out DIR --tower TOWER/tower.safetensors --texts FOLDER
+
+Tower, projector and low-rank updates of SmolLM2's layers learn to answer in SmolLM2's own
+instruction format. Every eighth batch holds texts without pictures, on which the updated model
+keeps the next-token distributions of SmolLM2 itself. FOLDER is what `python -m mmkv.eval.corpus`
+writes. `--resume` goes on from the last checkpoint in DIR.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mmkv.builtin import drawings
+from mmkv.builtin.training.assembly import IMAGE_TOKEN, IMAGE_TOKENS, LORA_SCALE, build
+from mmkv.builtin.training.tower import IGNORE, pixels
+from mmkv.loading import models
+
+RANK = 16
+# Rows and tokens a row of a batch by what it holds, and how often it is drawn.
+KINDS = {"one": (8, 384, 0.64), "several": (4, 768, 0.24), "text": (8, 256, 0.12)}
+_SYSTEM = "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+_REQUESTS = ("Summarize this text.", "What is this about?", "Continue.", "Explain this.", "Why?")
+
+
+class Rows:
+    """Draws the rows of one batch."""
+
+    def __init__(self, tokenizer: Any, texts: list[str], step: int) -> None:
+        self.tokenizer, self.texts = tokenizer, texts
+        self.rng = random.Random(f"vision:{step}")
+
+    def batch(self) -> dict[str, Tensor]:
+        """`input_ids` and `labels` [B, L]; with pictures `pixel_values` [N, 3, 192, 192]."""
+        kind = self.rng.choices(list(KINDS), [share for *_, share in KINDS.values()])[0]
+        rows, length, _ = KINDS[kind]
+        ids = torch.full((rows, length), self.tokenizer.pad_token_id)
+        labels, images = torch.full((rows, length), IGNORE), list[Tensor]()
+        for row in range(rows):
+            said = self._text(length) if kind == "text" else self._pictures(kind, length, images)
+            for i, (token, answered) in enumerate(said[:length]):
+                ids[row, i] = token
+                if answered:
+                    labels[row, i] = token
+        out = {"input_ids": ids, "labels": labels}
+        return {**out, "pixel_values": torch.stack(images)} if images else out
+
+    def _encode(self, text: str, answered: bool = False) -> list[tuple[int, bool]]:
+        return [(token, answered) for token in _encoded(self.tokenizer, text)]
+
+    def _turn(self, question: str, answer: str, pictures: int = 0) -> list[tuple[int, bool]]:
+        shown = f"{IMAGE_TOKEN * IMAGE_TOKENS}\n" * pictures
+        asked = f"<|im_start|>user\n{shown}{question}<|im_end|>\n<|im_start|>assistant\n"
+        return [
+            *self._encode(asked),
+            *self._encode(f"{answer}<|im_end|>", True),
+            *self._encode("\n"),
+        ]
+
+    def _pictures(self, kind: str, length: int, images: list[Tensor]) -> list[tuple[int, bool]]:
+        """A conversation about one picture, or about two to four."""
+        rng = self.rng
+        number = 1 if kind == "one" else rng.choice((2, 3, 3, 4, 4))
+        seeds = [rng.randrange(2**40) for _ in range(number)]
+        # A third of the pictures is full of print.
+        scenes = [
+            drawings.make_scene(seed, "train", None, rng.choice((None, None, 2))) for seed in seeds
+        ]
+        images += [pixels(scene, rng) for scene in scenes]
+        turns: list[drawings.Question] = []
+        for scene, order in zip(scenes, drawings.ORDINALS, strict=False):
+            which = "the picture" if number == 1 else f"the {order} picture"
+            turns += drawings.ask(scene, rng, 8 if number == 1 else 4, which)
+            if number == 1 or rng.random() < 0.5:
+                asked = drawings.describe_question(which, rng)
+                turns.append(drawings.Question(text=asked, answer=drawings.describe(scene)))
+        if number > 1:
+            finds = (drawings.find_question(scenes, rng) for _ in range(3))
+            turns += [x for x in finds if x is not None]
+        rng.shuffle(turns)
+        if number == 1 and rng.random() < 0.5:
+            turns.sort(key=lambda x: not x.answer.startswith("There are"))
+        row = self._encode(f"<|im_start|>{_SYSTEM}<|im_end|>\n")
+        for i, turn in enumerate(turns):
+            more = self._turn(turn.text, turn.answer, 0 if i else number)
+            if len(row) + len(more) > length:
+                break
+            row += more
+        return row
+
+    def _text(self, length: int) -> list[tuple[int, bool]]:
+        """A piece of a text, every second one inside a request."""
+        text = self.rng.choice(self.texts)
+        start = self.rng.randrange(max(1, len(text) - 6 * length))
+        piece = text[start : start + 6 * length]
+        if self.rng.random() < 0.5:
+            return self._encode(piece)
+        request = self.rng.choice(_REQUESTS)
+        head = f"<|im_start|>{_SYSTEM}<|im_end|>\n<|im_start|>user\n{request}\n"
+        body = self._encode(head) + self._encode(piece)[: length - 60]
+        return body + self._encode("<|im_end|>\n<|im_start|>assistant\n")
+
+
+@lru_cache(maxsize=20_000)
+def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def loss_of(model: Any, inputs: dict[str, Tensor]) -> tuple[str, Tensor]:
+    """The loss of a batch and what it holds: cross entropy of answers, divergence on texts.
+
+    Logits are computed where they count alone.
+    """
+    inner, labels = model.get_base_model(), inputs["labels"][:, 1:]
+    head = inner.lm_head
+
+    def hidden(where: Tensor) -> Tensor:
+        given = {k: x for k, x in inputs.items() if k != "labels"}
+        return inner.model(**given, use_cache=False).last_hidden_state[:, :-1][where]
+
+    if "pixel_values" in inputs:
+        where = labels != IGNORE
+        kind = "one" if inputs["pixel_values"].shape[0] == len(labels) else "several"
+        return kind, F.cross_entropy(head(hidden(where)).float(), labels[where])
+    ids = inputs["input_ids"]
+    where = torch.zeros_like(labels, dtype=torch.bool)
+    where[:, 16::3] = True
+    where &= ids[:, :-1] != model.config.text_config.pad_token_id
+    with torch.no_grad(), model.disable_adapter():
+        wanted = head(hidden(where)).float().log_softmax(-1)
+    told = head(hidden(where)).float().log_softmax(-1)
+    return "text", F.kl_div(told, wanted, log_target=True, reduction="batchmean")
+
+
+def prepare(model: Any) -> Any:
+    """The model with low-rank updates of its text layers; they, tower and projector train."""
+    import peft
+
+    model.model.language_model.to(torch.bfloat16)
+    layers = r".*language_model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj"
+    config = peft.LoraConfig(
+        r=RANK,
+        lora_alpha=int(LORA_SCALE * RANK),
+        target_modules=layers,
+        modules_to_save=["vision_tower", "multi_modal_projector"],
+    )
+    return peft.get_peft_model(model, config)
+
+
+def parts_of(model: Any) -> dict[str, Tensor]:
+    """What was trained, in float16, by its name in the model without updates."""
+    found = {name: x.detach().half() for name, x in model.named_parameters() if x.requires_grad}
+    for mark in ("base_model.model.", ".modules_to_save.default", ".default.weight"):
+        found = {name.replace(mark, "", 1): x for name, x in found.items()}
+    return found
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder for checkpoints and the parts.")],
+    tower: Annotated[Path, typer.Option(help="What the first stage left.")],
+    texts: Annotated[Path, typer.Option(help="Plain texts, in folders.")],
+    steps: Annotated[int, typer.Option(help="Batches, all told.")] = 800,
+    rate: float = 6e-4,
+    resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint.")] = False,
+    compile: Annotated[bool, typer.Option(help="Compile the layers.")] = True,
+) -> None:
+    """Train, and leave `parts.safetensors` in `out`."""
+    import datasets
+    import transformers as hf
+
+    model, processor = build(*models.pretrained(models.SMOLLM2, dtype=torch.float32)[:2])
+    model.load_state_dict(load_file(tower), strict=False)
+    model.set_attn_implementation("eager")
+    model = prepare(model)
+    read = [
+        path.read_text() for path in sorted(texts.glob("*/*.txt")) if "novels" not in path.parts
+    ]
+    if compile:
+        torch.compiler.config.recompile_limit = 64
+        inner = model.get_base_model().model
+        for layer in (*inner.language_model.layers, *inner.vision_tower.encoder.layers):
+            layer.compile(dynamic=False)
+
+    class Trainer(hf.Trainer):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.seen: dict[str, list[float]] = {}
+
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
+            kind, loss = loss_of(model, inputs)
+            self.seen.setdefault(kind, []).append(loss.item())
+            if self.state.global_step % 20 == 19:
+                self.log({kind: sum(x) / len(x) for kind, x in self.seen.items()})
+                self.seen = {}
+            return loss
+
+    def draw(rows: dict[str, list[int]]) -> dict[str, Any]:
+        return {"batch": [Rows(processor.tokenizer, read, step).batch() for step in rows["step"]]}
+
+    data = datasets.Dataset.from_dict({"step": list(range(steps))}).with_transform(draw)
+    arguments = hf.TrainingArguments(
+        output_dir=str(out),
+        per_device_train_batch_size=1,
+        num_train_epochs=1,
+        learning_rate=rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=30,
+        adam_beta2=0.98,
+        bf16=True,
+        use_cpu=not torch.cuda.is_available(),
+        logging_steps=20,
+        save_steps=100,
+        save_total_limit=1,
+        dataloader_num_workers=1,
+        remove_unused_columns=False,
+        report_to=[],
+        seed=0,
+    )
+
+    def only(rows: list[dict[str, Any]]) -> Any:
+        return rows[0]["batch"]
+
+    trainer = Trainer(model, arguments, train_dataset=data, data_collator=only)
+    trainer.train(resume_from_checkpoint=resume or None)
+    save_file(parts_of(model), out / "parts.safetensors")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,167 @@
+"""Drawn scenes, and how a LLaVA around SmolLM2 is trained on them."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mmkv.builtin import drawings
+from mmkv.builtin.training import assembly, evaluate, tower, vision
+from mmkv.builtin.training.evaluate import user
+from mmkv.eval.suites.registry import load_suite
+from mmkv.loading import models
+
+pytest.importorskip("peft", reason="peft trains the parts")
+
+
+def thing(kind="shape", name="circle", color="red", place="top left", size="large", **more):
+    given = {"kind": kind, "name": name, "color": color, "place": place}
+    return drawings.Object(**given, size=size if kind == "shape" else "", **more)
+
+
+SCENE = drawings.Scene(
+    objects=(
+        thing(),
+        thing("word", "apple", "blue", "center"),
+        thing(name="star", place="middle right"),
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def text():
+    return models.pretrained("smollm2")[:2]
+
+
+# Scenes ------------------------------------------------------------------------------------------
+
+
+def test_no_heldout_scene_is_a_training_scene():
+    def content(split):
+        made = (drawings.make_scene(i, split, 1) for i in range(400))
+        return {tuple((x.phrase, x.place) for x in scene.objects) for scene in made}
+
+    assert not content("train") & content("heldout")
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        (drawings.describe(SCENE), (3, 3)),
+        ("A large red circle is at the top left.", (1, 3)),
+        ("A small red circle is at the top left.", (0, 3)),
+        ('The word "apples" in blue is at the center.', (0, 3)),
+        (drawings.describe(SCENE) + " A small red bar is at the bottom left.", (3, 4)),
+        ("Nothing.", (0, 3)),
+    ],
+)
+def test_descriptions_are_scored_by_all_they_say(text, right):
+    assert drawings.score_description(text, SCENE) == right
+
+
+def test_answers_follow_from_the_scene():
+    told = {q.text: q.answer for i in range(3000) for q in drawings.ask(SCENE, random.Random(i), 1)}
+    of_picture = " in the picture?"
+    expected = {
+        "What is at the center of the picture?": 'The word "apple" in blue is at the center.',
+        "What is at the bottom left of the picture?": "Nothing is at the bottom left.",
+        f"How many things are{of_picture}": "There are three things in the picture.",
+        f"How many red shapes are{of_picture}": "There are two red shapes in the picture.",
+        f"Which word is printed{of_picture}": 'The word "apple" is at the center.',
+        f"Is the red circle above the red star{of_picture}": "Yes, it is.",
+        f"Is the red star to the left of the red circle{of_picture}": "No, it is not.",
+        f"Is the red star{of_picture[:-1]} small or large?": "The red star is large.",
+    }
+    assert {x: told[x] for x in expected} == expected
+
+
+def test_which_picture_shows_a_thing_that_no_other_does():
+    scenes = [drawings.make_scene(i) for i in range(4)]
+    for seed in range(20):
+        asked = drawings.find_question(scenes, random.Random(seed), 2)
+        name = asked.text.removeprefix("Which picture shows the ").removesuffix("?")
+        assert [name in {x.short for x in s.objects} for s in scenes] == [False, False, True, False]
+        assert asked.answer == f"The third picture shows the {name}."
+    assert drawings.find_question([SCENE, SCENE], random.Random(0)) is None
+
+
+@pytest.mark.parametrize("suite", ["description", "mmvet", "needle"])
+def test_the_suites_that_show_pictures_draw_them(suite):
+    samples = load_suite(suite, "drawings", limit=12)
+    assert len(samples) == 12
+    assert all(sample.images and sample.answers for sample in samples)
+    with pytest.raises(ValueError, match="does not read drawings: description, mmvet, needle do"):
+        load_suite("ruler", "drawings")
+
+
+# Training ----------------------------------------------------------------------------------------
+
+
+def test_image_tokens_are_asked_for_what_covers_them():
+    found = tower.labels(SCENE).view(12, 12, 5)
+    circle, apple = found[2, 2].tolist(), found[5, 5].tolist()
+    assert circle == [1, drawings.SHAPES.index("circle"), 0, 1, 0]
+    assert apple[0] == 2
+    assert tower._NAMES[apple[1]] == "apple"
+    assert apple[3:] == [tower.IGNORE, 4]
+    assert found[11, 0].tolist() == [0, *[tower.IGNORE] * 3, 6]
+
+
+def test_rows_are_what_the_chat_template_and_the_image_processor_give(text):
+    _, processor = assembly.build(*text)
+    rows = vision.Rows(processor.tokenizer, [], 0)
+    row = rows._encode(f"<|im_start|>{vision._SYSTEM}<|im_end|>\n")
+    row += rows._turn("Describe the picture.", "A circle.", 1) + rows._turn("What else?", "None.")
+    messages = [
+        *user("Describe the picture.", drawings.draw(SCENE)),
+        {"role": "assistant", "content": "A circle."},
+        *user("What else?"),
+        {"role": "assistant", "content": "None."},
+    ]
+    how = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    inputs = processor.apply_chat_template(messages, **how)
+    assert inputs["input_ids"][0].tolist() == [token for token, _ in row]
+    answered = processor.tokenizer.decode([token for token, answer in row if answer])
+    assert answered == "A circle.<|im_end|>None.<|im_end|>"
+    sized = SimpleNamespace(choice=lambda sizes: sizes[-1])
+    assert torch.equal(tower.pixels(SCENE, sized), inputs["pixel_values"][0])
+    plain = "Hello<|im_start|> you"
+    assert processor.tokenizer(plain).input_ids == text[1](plain).input_ids
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks for a name that is going
+def test_updates_are_added_as_peft_adds_them(text):
+    model, _ = assembly.build(*text)
+    trained = vision.prepare(model)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, x in trained.named_parameters():
+            if "lora_B" in name or "projector" in name:
+                x.normal_(0, 0.1)
+    parts = {name: x.float() for name, x in vision.parts_of(trained).items()}
+    other, _ = assembly.build(*text)
+    assembly.add_parts(other, parts)
+    merged = trained.merge_and_unload().state_dict()
+    for name, x in other.state_dict().items():
+        assert torch.allclose(x.float(), merged[name].float(), rtol=1e-2, atol=4e-3), name
+    layers = other.model.language_model.layers, text[0].model.layers
+    ours, before = (x[3].mlp.up_proj.weight for x in layers)
+    assert not torch.allclose(ours, before, atol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks for a name that is going
+@pytest.mark.slow
+def test_a_run_trains_and_its_parts_can_be_asked(tmp_path):
+    tower.main(tmp_path, pictures=4, batch=2)
+    (tmp_path / "texts" / "a").mkdir(parents=True)
+    (tmp_path / "texts" / "a" / "a.txt").write_text("Some words of a text. " * 400)
+    first = tmp_path / "tower.safetensors"
+    vision.main(tmp_path, first, tmp_path / "texts", steps=2, compile=False)
+    parts = load_file(tmp_path / "parts.safetensors")
+    assert any("lora_B" in name and x.abs().max() > 0 for name, x in parts.items())
+    assert all(x.dtype == torch.float16 for x in parts.values())
+    loaded = assembly.assembled(tmp_path / "parts.safetensors")
+    figure = evaluate.FIGURES["smollm2"]["which of four pictures shows a thing"]
+    assert evaluate.measure(*loaded, (figure[0], 2), 2)[1] == 2
