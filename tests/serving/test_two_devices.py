@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
@@ -66,6 +68,7 @@ def test_replies_are_those_of_one_device(models, spread, variant):
             replies += [
                 engine.submit(inputs=rest, prefix=prefix, max_new_tokens=5) for _ in range(2)
             ]
-            said.append([(x.result(20)[0], x.usage) for x in replies])
+            # A row's bytes depend on which others it meets in a block, and so on time.
+            said.append([(x.result(20)[0], replace(x.usage, cache_bytes=0)) for x in replies])
             assert engine.stats().cache_bytes == engine.stats().reserved_bytes
     assert said[1] == said[0]
