@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 import random
 import re
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from mmkv.builtin.scenes import PLACES, Question, Split, count_of, of_split, plural
+
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
 
-Split = Literal["train", "heldout"]
 Kind = Literal["shape", "word", "number"]
 Point = tuple[float, float]
 
@@ -36,12 +36,6 @@ COLORS: dict[str, tuple[int, int, int]] = {
     "white": (252, 252, 252),
 }
 SIZES = {"small": (0.36, 0.48), "large": (0.74, 0.9)}  # shares of a cell
-PLACES = (
-    *("top left", "top center", "top right"),
-    *("middle left", "center", "middle right"),
-    *("bottom left", "bottom center", "bottom right"),
-)
-NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 _WORDS = (
     "apple arm baby back ball bank bath bear bed bell bird boat body bone book boot bowl box boy "
@@ -59,8 +53,6 @@ _WORDS = (
     "wolf wood yard zebra"
 )
 WORDS = tuple(_WORDS.split())
-
-_HELDOUT_SHARE = 8  # one content checksum in eight belongs to the held-out split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,14 +105,6 @@ class Scene:
     background: tuple[int, int, int] = (185, 185, 185)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """A question about a picture and the answer that is right."""
-
-    text: str
-    answer: str
-
-
 def make_scene(
     seed: int, split: Split = "heldout", count: int | None = None, printed: int | None = None
 ) -> Scene:
@@ -131,15 +115,8 @@ def make_scene(
         count: how many things there are, by default 2 to 6.
         printed: how many of them are words or numbers, by default at most one of each.
     """
-    if count is not None and not 1 <= count <= len(PLACES):
-        raise ValueError(f"count must be 1 to {len(PLACES)}, got {count}")
-    if split not in ("train", "heldout"):
-        raise ValueError(f"split must be 'train' or 'heldout', got {split!r}")
     rng = random.Random(f"drawing:{split}:{seed}:{count}:{printed}")
-    while True:
-        scene = _random_scene(rng, count if count is not None else rng.randint(2, 6), printed)
-        if (_checksum(scene) % _HELDOUT_SHARE == 0) == (split == "heldout"):
-            return scene
+    return of_split(split, count, rng, lambda n: _random_scene(rng, n, printed), _content)
 
 
 def _random_scene(rng: random.Random, count: int, printed: int | None) -> Scene:
@@ -187,8 +164,8 @@ def _random_thing(rng: random.Random, kind: Kind, place: str) -> Object:
     )
 
 
-def _checksum(scene: Scene) -> int:
-    return zlib.crc32(";".join(f"{x.phrase} {x.place}" for x in scene.objects).encode())
+def _content(scene: Scene) -> str:
+    return ";".join(f"{x.phrase} {x.place}" for x in scene.objects)
 
 
 def draw(scene: Scene, size: int = 384) -> Image.Image:
@@ -307,18 +284,9 @@ def _sentence(thing: Object) -> str:
     return f"{article} {thing.phrase} is at the {thing.place}."
 
 
-def _plural(noun: str) -> str:
-    return f"{noun}es" if noun.endswith("s") else f"{noun}s"
-
-
-def _count(number: int, noun: str, tail: str) -> str:
-    there = f"is one {noun}" if number == 1 else f"are {NUMBERS[number]} {_plural(noun)}"
-    return f"There {there} {tail}."
-
-
 def describe(scene: Scene) -> str:
     """The full description: the number of things, then a sentence for each."""
-    first = _count(len(scene.objects), "thing", "in the picture")
+    first = count_of(len(scene.objects), "thing", "in the picture")
     return " ".join([first, *map(_sentence, scene.objects)])
 
 
@@ -381,21 +349,21 @@ def _ask(scene: Scene, rng: random.Random, which: str) -> Question:
     if kind == "count":
         return Question(
             text=f"How many things are {inside}?",
-            answer=_count(len(scene.objects), "thing", "in the picture"),
+            answer=count_of(len(scene.objects), "thing", "in the picture"),
         )
     if kind == "shapes":
         name = rng.choice((shape.name, rng.choice(SHAPES)))
         number = sum(x.name == name for x in scene.objects)
         return Question(
-            text=f"How many {_plural(name)} are {inside}?",
-            answer=_count(number, name, "in the picture"),
+            text=f"How many {plural(name)} are {inside}?",
+            answer=count_of(number, name, "in the picture"),
         )
     if kind == "colors":
         color = rng.choice((shape.color, rng.choice(tuple(COLORS))))
         number = sum(x.color == color and x.kind == "shape" for x in scene.objects)
         return Question(
             text=f"How many {color} shapes are {inside}?",
-            answer=_count(number, f"{color} shape", "in the picture"),
+            answer=count_of(number, f"{color} shape", "in the picture"),
         )
     if kind == "color":
         return Question(

@@ -10,13 +10,15 @@ import math
 import random
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
 
 Split = Literal["train", "heldout"]
+S = TypeVar("S")
 
 COLORS: dict[str, tuple[int, int, int]] = {
     "red": (215, 40, 40),
@@ -72,14 +74,37 @@ class Question:
 
 def make_scene(seed: int, split: Split = "heldout", count: int | None = None) -> Scene:
     """The scene number `seed` of a split, with `count` (else 2 to 6) objects."""
+    rng = random.Random(f"scene:{split}:{seed}:{count}")
+    return of_split(split, count, rng, lambda n: _random_scene(rng, n), _content)
+
+
+def of_split(
+    split: Split,
+    count: int | None,
+    rng: random.Random,
+    make: Callable[[int], S],
+    content: Callable[[S], str],
+) -> S:
+    """The first scene that belongs to a split: one in eight is held out, by its content.
+
+    Args:
+        split: "train" or "heldout".
+        count: how many objects it has; None: 2 to 6, drawn for each.
+        rng: draws that.
+        make: gives another scene of so many objects.
+        content: what is in a scene.
+
+    Raises:
+        ValueError: another split, or a count that the grid does not hold.
+    """
     if count is not None and not 1 <= count <= len(PLACES):
         raise ValueError(f"count must be 1 to {len(PLACES)}, got {count}")
     if split not in ("train", "heldout"):
         raise ValueError(f"split must be 'train' or 'heldout', got {split!r}")
-    rng = random.Random(f"scene:{split}:{seed}:{count}")
     while True:
-        scene = _random_scene(rng, count if count is not None else rng.randint(2, 6))
-        if (_checksum(scene) % _HELDOUT_SHARE == 0) == (split == "heldout"):
+        scene = make(count if count is not None else rng.randint(2, 6))
+        checksum = zlib.crc32(content(scene).encode())
+        if (checksum % _HELDOUT_SHARE == 0) == (split == "heldout"):
             return scene
 
 
@@ -103,9 +128,8 @@ def _random_scene(rng: random.Random, count: int) -> Scene:
     return Scene(objects=objects, background=background)  # type: ignore[arg-type]
 
 
-def _checksum(scene: Scene) -> int:
-    content = ";".join(f"{o.color} {o.shape} {o.place}" for o in scene.objects)
-    return zlib.crc32(content.encode())
+def _content(scene: Scene) -> str:
+    return ";".join(f"{o.color} {o.shape} {o.place}" for o in scene.objects)
 
 
 def draw(scene: Scene, size: int = 384) -> Image.Image:
@@ -164,18 +188,20 @@ def _sentence(item: Object) -> str:
     return text[0].upper() + text[1:]
 
 
-def _count(number: int, noun: str, tail: str) -> str:
-    found = f"is one {noun}" if number == 1 else f"are {NUMBERS[number]} {_plural(noun)}"
+def count_of(number: int, noun: str, tail: str) -> str:
+    """How many there are, in a sentence: "There are two objects in the picture."."""
+    found = f"is one {noun}" if number == 1 else f"are {NUMBERS[number]} {plural(noun)}"
     return f"There {found} {tail}."
 
 
-def _plural(noun: str) -> str:
+def plural(noun: str) -> str:
+    """`noun` for several."""
     return f"{noun}es" if noun.endswith("s") else f"{noun}s"
 
 
 def describe(scene: Scene) -> str:
     """The full description: the number of objects, then a sentence for each."""
-    first = _count(len(scene.objects), "object", "in the picture")
+    first = count_of(len(scene.objects), "object", "in the picture")
     return " ".join([first, *(_sentence(item) for item in scene.objects)])
 
 
@@ -219,16 +245,16 @@ def _ask(scene: Scene, rng: random.Random, which: str, several: bool) -> Questio
         answer = f"The {name} is at the {item.place}."
     elif kind == "count":
         text = f"How many objects are {inside}?"
-        answer = _count(len(scene.objects), "object", tail)
+        answer = count_of(len(scene.objects), "object", tail)
     elif kind == "shapes":
         shape = rng.choice((item.shape, rng.choice(SHAPES)))
-        text = f"How many {_plural(shape)} are {inside}?"
-        answer = _count(sum(o.shape == shape for o in scene.objects), shape, tail)
+        text = f"How many {plural(shape)} are {inside}?"
+        answer = count_of(sum(o.shape == shape for o in scene.objects), shape, tail)
     elif kind == "colors":
         color = rng.choice((item.color, rng.choice(tuple(COLORS))))
         number = sum(o.color == color for o in scene.objects)
         text = f"How many {color} objects are {inside}?"
-        answer = _count(number, f"{color} object", tail)
+        answer = count_of(number, f"{color} object", tail)
     else:
         text = f"What color is the {item.shape} at the {item.place}{of_it}?"
         answer = f"The {item.shape} is {item.color}."
