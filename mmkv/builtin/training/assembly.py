@@ -30,6 +30,39 @@ _TEMPLATE = (
 )
 
 
+def untrained() -> tuple[Any, Any]:
+    """What `build` makes of SmolLM2, in float32.
+
+    Raises:
+        ValueError: SmolLM2 is neither installed nor on the hub.
+    """
+    import torch
+
+    return build(*models.pretrained(models.SMOLLM2, dtype=torch.float32)[:2])
+
+
+def arguments(out: Path, rate: float, **more: Any) -> Any:
+    """Training arguments of both stages: one pass over the data, in bfloat16, with checkpoints."""
+    import torch
+    import transformers as hf
+
+    return hf.TrainingArguments(
+        output_dir=str(out),
+        num_train_epochs=1,
+        learning_rate=rate,
+        lr_scheduler_type="cosine",
+        adam_beta2=0.98,
+        bf16=True,
+        use_cpu=not torch.cuda.is_available(),
+        save_total_limit=1,
+        dataloader_num_workers=1,
+        remove_unused_columns=False,
+        report_to=[],
+        seed=0,
+        **more,
+    )
+
+
 def build(text: Any, tokenizer: Any) -> tuple[Any, Any]:
     """`LlavaForConditionalGeneration` around SmolLM2, in its dtype, and its processor.
 
@@ -131,9 +164,8 @@ def assembled(parts: Path) -> tuple[Any, Any]:
     Raises:
         ValueError: SmolLM2 is neither installed nor on the hub.
     """
-    import torch
     from safetensors.torch import load_file
 
-    model, processor = build(*models.pretrained(models.SMOLLM2, dtype=torch.float32)[:2])
+    model, processor = untrained()
     add_parts(model, load_file(parts))
     return model.eval(), processor

@@ -21,8 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mmkv.builtin import drawings
-from mmkv.builtin.training.assembly import PATCH, SIDE, build
-from mmkv.loading import models
+from mmkv.builtin.training.assembly import PATCH, SIDE, arguments, untrained
 
 IGNORE = -100
 _KINDS = ("shape", "word", "number")
@@ -144,7 +143,7 @@ def main(
     import datasets
     import transformers as hf
 
-    model, processor = build(*models.pretrained(models.SMOLLM2, dtype=torch.float32)[:2])
+    model, processor = untrained()
     model.set_attn_implementation("eager")  # the fused kernel's backward pass is slow on a CPU
     tower = Tower(model, processor.tokenizer)
     for layer in tower.tower.encoder.layers:
@@ -159,27 +158,17 @@ def main(
             return told["loss"]
 
     data = datasets.Dataset.from_dict({"seed": list(range(pictures))}).with_transform(sample)
-    arguments = hf.TrainingArguments(
-        output_dir=str(out),
+    how = arguments(
+        out,
+        rate,
         per_device_train_batch_size=batch,
-        num_train_epochs=1,
-        learning_rate=rate,
-        lr_scheduler_type="cosine",
         warmup_steps=200,
         weight_decay=0.05,
-        adam_beta2=0.98,
-        bf16=True,
-        use_cpu=not torch.cuda.is_available(),
         logging_steps=100,
         save_steps=500,
-        save_total_limit=1,
-        dataloader_num_workers=1,
         dataloader_drop_last=True,
-        remove_unused_columns=False,
-        report_to=[],
-        seed=0,
     )
-    Trainer(tower, arguments, train_dataset=data).train(resume_from_checkpoint=resume or None)
+    Trainer(tower, how, train_dataset=data).train(resume_from_checkpoint=resume or None)
     parts = {k: x for k, x in model.state_dict().items() if "language_model" not in k}
     parts = {k: x.contiguous() for k, x in parts.items() if "lm_head" not in k}
     save_file(parts, out / "tower.safetensors")

@@ -22,9 +22,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmkv.builtin import drawings
-from mmkv.builtin.training.assembly import IMAGE_TOKEN, IMAGE_TOKENS, LORA_SCALE, build
+from mmkv.builtin.training.assembly import (
+    IMAGE_TOKEN,
+    IMAGE_TOKENS,
+    LORA_SCALE,
+    arguments,
+    untrained,
+)
 from mmkv.builtin.training.tower import IGNORE, pixels
-from mmkv.loading import models
 
 RANK = 16
 # Rows and tokens a row of a batch by what it holds, and how often it is drawn.
@@ -178,7 +183,7 @@ def main(
     import datasets
     import transformers as hf
 
-    model, processor = build(*models.pretrained(models.SMOLLM2, dtype=torch.float32)[:2])
+    model, processor = untrained()
     model.load_state_dict(load_file(tower), strict=False)
     model.set_attn_implementation("eager")
     model = prepare(model)
@@ -208,29 +213,14 @@ def main(
         return {"batch": [Rows(processor.tokenizer, read, step).batch() for step in rows["step"]]}
 
     data = datasets.Dataset.from_dict({"step": list(range(steps))}).with_transform(draw)
-    arguments = hf.TrainingArguments(
-        output_dir=str(out),
-        per_device_train_batch_size=1,
-        num_train_epochs=1,
-        learning_rate=rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=30,
-        adam_beta2=0.98,
-        bf16=True,
-        use_cpu=not torch.cuda.is_available(),
-        logging_steps=20,
-        save_steps=100,
-        save_total_limit=1,
-        dataloader_num_workers=1,
-        remove_unused_columns=False,
-        report_to=[],
-        seed=0,
+    how = arguments(
+        out, rate, per_device_train_batch_size=1, warmup_steps=30, logging_steps=20, save_steps=100
     )
 
     def only(rows: list[dict[str, Any]]) -> Any:
         return rows[0]["batch"]
 
-    trainer = Trainer(model, arguments, train_dataset=data, data_collator=only)
+    trainer = Trainer(model, how, train_dataset=data, data_collator=only)
     trainer.train(resume_from_checkpoint=resume or None)
     save_file(parts_of(model), out / "parts.safetensors")
 
