@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import typer
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mmkv.builtin import drawings
@@ -78,12 +78,12 @@ class Tower(nn.Module):
         self.heads = nn.Linear(model.config.vision_config.hidden_size, sum(FIELDS.values()))
         embedding = model.get_input_embeddings().weight.detach()
 
-        def words(texts: Any, drop: int = 0) -> Tensor:
+        def words(texts: Any, drop: int = 0, decay: float = 0.6) -> Tensor:
             rows = []
             for text in texts:
                 ids = tokenizer(text, add_special_tokens=False).input_ids
                 ids = ids[drop : len(ids) - drop] if drop else ids
-                weights = 0.6 ** torch.arange(len(ids))  # the order of a number's digits counts
+                weights = decay ** torch.arange(len(ids))  # the order of a number's digits counts
                 rows.append((weights[:, None] * embedding[ids]).sum(0) / weights.norm())
             return torch.stack(rows)
 
@@ -93,17 +93,17 @@ class Tower(nn.Module):
         self.register_buffer("names", torch.cat([shapes, printed]))
         self.register_buffer("colors", words(f" {x}" for x in drawings.COLORS))
         self.register_buffer("sizes", words(f" {x}" for x in drawings.SIZES))
-        self.register_buffer("places", words(f" {x}" for x in drawings.PLACES))
+        self.register_buffer("places", words((f" {x}" for x in drawings.PLACES), decay=1.0))
         self.norm = float(embedding.norm(dim=1).mean())
 
     def targets(self, labels: Tensor) -> Tensor:
         """Sums of the embeddings of what the tokens show, `[..., D]`."""
         kind, name, color, size, place = labels.unbind(-1)
-        total = self.places[place] * 0.7
-        for table, index in ((self.names, name), (self.colors, color), (self.sizes, size)):
-            total = total + table[index.clamp(min=0)] * (index >= 0)[..., None]
-        total = total + self.kinds[kind] * (kind != 1)[..., None]
-        return F.normalize(total, dim=-1) * self.norm
+        total = self.places[place] * 2**0.5  # both words of a place count in full
+        tables = (self.names, 1.3), (self.colors, 1.0), (self.sizes, 0.7)
+        for (table, weight), index in zip(tables, (name, color, size), strict=True):
+            total = total + weight * table[index.clamp(min=0)] * (index >= 0)[..., None]
+        return total + 0.7 * self.kinds[kind] * (kind != 1)[..., None]
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """The loss, and of the tokens that show something the share told rightly, by field."""
@@ -137,6 +137,7 @@ def main(
     pictures: Annotated[int, typer.Option(help="How many pictures are shown.")] = 80_000,
     batch: int = 32,
     rate: float = 1e-3,
+    start: Annotated[Path | None, typer.Option(help="A tower's parts to begin with.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint.")] = False,
 ) -> None:
     """Train, and leave `tower.safetensors` in `out`."""
@@ -144,6 +145,8 @@ def main(
     import transformers as hf
 
     model, processor = untrained()
+    if start is not None:
+        model.load_state_dict(load_file(start), strict=False)
     model.set_attn_implementation("eager")  # the fused kernel's backward pass is slow on a CPU
     tower = Tower(model, processor.tokenizer)
     for layer in tower.tower.encoder.layers:
