@@ -131,7 +131,7 @@ def eval_command(
     folder = out or Path("runs") / suite
     check_place(folder)
     processes = find_processes(device)
-    if processes.count > 1:
+    if processes.num_processes > 1:
         if device_map is not None:
             raise ValueError("--device-map spreads one process over all GPUs: start only one")
         device = str(processes.device)
@@ -147,7 +147,7 @@ def eval_command(
     except KeyboardInterrupt:
         say(f"stopped; finished rows are in {folder}, the same command goes on")
         raise typer.Exit(130) from None
-    if processes.main:
+    if processes.is_main_process:
         report = Report(folder)
         console().print(report.main_table(), "")
         typer.echo(f"mmkv report {folder}  for all tables and curves")
@@ -203,10 +203,10 @@ def report_command(
 
         report = Report(folders[0])
         tables, written = report.tables(first=not every), report.write()
-        if plots:
+        if plots and len(report.every) > 1:
             from . import draw
 
-            written += draw.plot_report(report, folders[0])
+            written.append(draw.save(draw.curves(report), folders[0] / "curves.png"))
     else:
         from .compare import Comparison
 

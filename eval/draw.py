@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 from .compare import COSTS, front
-from .tabulate import LABELS, LOWER_IS_BETTER, Report, pd
+from .tabulate import LABELS, LOWER_IS_BETTER, Report
 from .variants import FULL, Variant, percent
 
 if TYPE_CHECKING:
@@ -99,20 +99,6 @@ def _log(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def plot_report(report: Report, folder: Path) -> list[Path]:
-    """A run's curves, and a heat-map where samples lie on a grid of depth and length."""
-    from mmkv.budgets import named
-
-    paths = []
-    if len(report.every) > 1:
-        paths.append(save(curves(report), folder / "curves.png"))
-    if {t.split("=")[0] for t in report.tags} >= {"depth", "length"}:
-        paths += [
-            save(heat_map(report, b), folder / f"needle-{named(b)}.png") for b in report.budgets
-        ]
-    return paths
-
-
 def curves(report: Report) -> Figure:
     """One panel a metric: the metric against the budget, one line a policy."""
     budgets = sorted(report.budgets, key=float)
@@ -141,38 +127,6 @@ def curves(report: Report) -> Figure:
         axis.set_xticks(places, [f"{x:g}" for x in places])
     s = report.settings
     return _finish(figure, f"{s['suite']} ({s['data']}), {s['model']}, n = {s['n']}")
-
-
-def heat_map(report: Report, budget: float | int) -> Figure:
-    """Mean score by depth and length, one panel a policy (needle in a haystack)."""
-    policies = [p for p in report.every if report.figures(p, budget) is not None]
-    across = min(4, len(policies))
-    down = -(-len(policies) // across)
-    figure = Figure(figsize=(1.2 + 2.3 * across, 0.9 + 1.9 * down), layout="constrained")
-    grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
-    tags = pd.DataFrame([dict(t.split("=") for t in x if "=" in t) for x in report.rows["tags"]])
-    rows = report.rows.assign(**tags[["depth", "length"]].astype(float))
-    image: Any = None
-    for axis, policy in itertools.zip_longest(grid.flat, policies):
-        if policy is None:
-            axis.set_visible(False)
-            continue
-        kept = 1.0 if policy.split(":")[0] == FULL else budget
-        mine = rows[(rows["policy"] == policy) & (rows["kept"] == repr(kept))]
-        shares = 100 * mine.pivot_table("score", "depth", "length", dropna=False)
-        image = _shares(axis, shares)
-        axis.spines[:].set_visible(False)
-        axis.set_title(policy, fontsize=9)
-        depths = [f"{100 * depth:g}" for depth in shares.index]
-        axis.set_xticks(range(len(shares.columns)), [f"{n:g}" for n in shares.columns], fontsize=7)
-        axis.set_yticks(range(len(depths)), depths, fontsize=7)
-    figure.supxlabel("length of the text", fontsize=9)
-    figure.supylabel("depth of the needle, %", fontsize=9)
-    figure.colorbar(image, ax=grid, label="found, %", shrink=0.8)
-    s = report.settings
-    title = f"{s['suite']}, {s['model']}, kept: {percent(budget)}"
-    figure.suptitle(title, fontsize=10.5, x=0.01, ha="left")
-    return figure
 
 
 def _shares(axis: Any, shares: Any) -> Any:

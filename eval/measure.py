@@ -104,12 +104,6 @@ class Batch:
             inputs = self.apart[0] if hidden else self.inputs
             self.captures[hidden] = Capture.of(self.job.model, inputs)
 
-    @cached_property
-    def halves(self) -> list[Batch]:
-        """Two smaller ones."""
-        middle = len(self.indices) // 2
-        return [Batch(self.job, part) for part in (self.indices[:middle], self.indices[middle:])]
-
     def context(
         self, variant: Variant, budget: float | int, captured: Capture | None
     ) -> mmkv.Context:
@@ -131,8 +125,8 @@ class Batch:
 def measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
     """One policy and budget on one batch.
 
-    Where the core refuses the batch, its halves are tried, down to the one sample whose budget
-    cannot be honoured: that row holds the reason in `error`.
+    Where the core refuses the batch, its samples are tried alone; the row of one whose budget
+    cannot be honoured holds the reason in `error`.
     """
     from torch import OutOfMemoryError
 
@@ -149,7 +143,8 @@ def measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
         if len(batch.indices) == 1:
             (row,) = _new_rows(variant, budget, batch)
             return [row | {"error": str(error).splitlines()[0]}]
-    return [row for half in batch.halves for row in measure(variant, budget, half)]
+    alone = [Batch(job, [i]) for i in batch.indices]
+    return [row for one in alone for row in measure(variant, budget, one)]
 
 
 def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:

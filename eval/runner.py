@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+from accelerate import PartialState
 
 from mmkv.budgets import named, number
 from mmkv.terminal import bar, say
@@ -29,39 +30,11 @@ if TYPE_CHECKING:
 _EVERY = 10.0  # seconds between two lines of progress in a pipe
 
 
-@dataclass(frozen=True)
-class Processes:
-    """One of `count` processes, of which number 0 merges the files.
-
-    `device` is where its model belongs, None where the launcher does not decide it.
-    """
-
-    rank: int = 0
-    count: int = 1
-    device: Any = None
-
-    @property
-    def main(self) -> bool:
-        """Whether this is the first one."""
-        return self.rank == 0
-
-    def wait(self) -> None:
-        """Until all are here."""
-        if self.count > 1:
-            from accelerate import PartialState
-
-            PartialState().wait_for_everyone()
-
-
-def find_processes(device: str | None = None) -> Processes:
-    """Join the others, if the launcher started several."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        return Processes()
-    from accelerate import PartialState
-
+def find_processes(device: str | None = None) -> PartialState:
+    """This process among those that the launcher started."""
     # The first to end waits for the slowest, which may take long.
-    state = PartialState(cpu=device == "cpu", timeout=timedelta(days=7))
-    return Processes(state.process_index, state.num_processes, state.device)
+    several = {"timeout": timedelta(days=7)} if int(os.environ.get("WORLD_SIZE", "1")) > 1 else {}
+    return PartialState(cpu=device == "cpu", **several)
 
 
 def run(
@@ -80,7 +53,7 @@ def run(
     limit: int | None = None,
     max_length: int | None = None,
     seed: int = 0,
-    processes: Processes | None = None,
+    processes: PartialState | None = None,
     progress: bool = True,
     replay: bool = False,
 ) -> list[Row]:
@@ -152,29 +125,29 @@ def run(
     }
     settings |= {"replay": True} if replay else {}
     environment = describe_environment(model.device)
-    store = Store(out, None if processes.count == 1 else processes.rank)
+    store = Store(out, None if processes.num_processes == 1 else processes.process_index)
     order = [v.label for v in variants], [1.0, *(b for b in budgets if named(b) != "1.0")]
-    store.claim(settings, environment, main=processes.main)
-    if processes.main:
+    store.claim(settings, environment, main=processes.is_main_process)
+    if processes.is_main_process:
         store.merge(*order)
-    processes.wait()
+    processes.wait_for_everyone()
     rows = {key_of(row): row for row in store.rows()}
     about = {x: settings[x] for x in ("model", "n")} | {"run": digest([settings, environment])}
     job = Job(model, Encoder(processor, max_length), samples, tuple(metrics), about, replay)
     groups = batches_of(samples, batch_size)
-    if processes.main and len(groups) < processes.count:
+    if processes.is_main_process and len(groups) < processes.num_processes:
         print(
-            f"{processes.count} processes share {len(groups)} batches: some have nothing to do; "
-            f"use --batch-size {max(1, len(samples) // processes.count)} or less"
+            f"{processes.num_processes} processes share {len(groups)} batches: some have nothing "
+            f"to do; use --batch-size {max(1, len(samples) // processes.num_processes)} or less"
         )
     _try_all(model, variants, budgets)
     torch.manual_seed(seed)
-    mine = groups[processes.rank :: processes.count]
+    mine = groups[processes.process_index :: processes.num_processes]
     if replay:  # what a pass of one batch brought is large
         mine = [[batch] for group in mine for batch in group]
     work = [(variant, budget) for variant in variants for budget in variant.budgets(budgets)]
     total = len(work) * sum(len(batch) for group in mine for batch in group)
-    with bar(total, shown=progress and processes.main, every=_EVERY) as advance:
+    with bar(total, shown=progress and processes.is_main_process, every=_EVERY) as advance:
         for group in mine:
             batches = [Batch(job, indices) for indices in group]
             for (variant, budget), batch in itertools.product(work, batches):
@@ -186,9 +159,9 @@ def run(
                 if variant.label == FULL:
                     job.full |= {i: rows[key] for i, key in keys.items()}
                 advance(len(keys), f"{variant.label} {named(budget)}")
-    processes.wait()
-    merged = store.merge(*order) if processes.main else list(rows.values())
-    processes.wait()
+    processes.wait_for_everyone()
+    merged = store.merge(*order) if processes.is_main_process else list(rows.values())
+    processes.wait_for_everyone()
     return merged
 
 

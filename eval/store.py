@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,17 +168,14 @@ def describe_environment(device: Any) -> dict[str, Any]:
 
 
 def _commit(folder: Path) -> str | None:
-    """The checkout's commit, with "+" where code was changed since; None outside of one."""
-
-    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True)
-
+    """The checkout's commit, with "+" where files were changed since; None outside of one."""
+    git: Any = partial(subprocess.run, cwd=folder, capture_output=True, text=True)
     try:
         # An installed copy may lie in somebody else's checkout, which does not track it.
-        if git("ls-files", "--error-unmatch", "__init__.py").returncode:
+        if git(["git", "ls-files", "--error-unmatch", "__init__.py"]).returncode:
             return None
-        head = git("rev-parse", "--short=12", "HEAD").stdout.strip()
-        return head + ("+" if git("diff", "--quiet", "HEAD", "--", ":/*.py").returncode else "")
+        words = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
+        return git(words).stdout.strip()
     except OSError:
         return None
 

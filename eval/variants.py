@@ -30,7 +30,7 @@ class Variant:
         label: how it was asked for, such as "xkv" or "prefixkv:layers=uniform".
         name: the registered policy.
         options: what differs from its defaults.
-        profile: a path, in which "{budget}" is the kept fraction and "{removed}" the rest.
+        profile: a path, in which "{budget}" is the kept fraction.
         kv_dtype: "int8" or "int4" where kept pairs are quantised.
         evict_chunks: prompts are read in chunks of so many tokens, and evicted after each; None:
             read at once.
@@ -65,8 +65,7 @@ class Variant:
         """The profile's path at a budget, None without one."""
         if self.profile is None:
             return None
-        path = self.profile.replace("{budget}", f"{budget:g}")
-        return Path(path.replace("{removed}", f"{1 - budget:.3g}"))
+        return Path(self.profile.replace("{budget}", f"{budget:g}"))
 
     @property
     def recorded(self) -> dict[str, Any]:

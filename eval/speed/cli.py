@@ -236,7 +236,7 @@ def plan_command(
     from mmkv.budgets import parse
     from mmkv.chat import parse_options
     from mmkv.eval.speed.models import SHAPES, make
-    from mmkv.eval.speed.plan import CARDS, Load, Sizes, break_even, plan
+    from mmkv.eval.speed.plan import CARDS, Load, Sizes, plan
     from mmkv.loading.models import empty
     from mmkv.registry import get_policy
 
@@ -259,8 +259,4 @@ def plan_command(
         f"{model}, {sizes.weights / 1e9:.1f} GB of weights in {dtype}; {gpu}, "
         f"{card.memory / 1e9:.0f} GB; {batch} x ({prompt:,} + {new:,}) tokens. Least times."
     )
-    even, note = break_even(plain, smaller), "No step is shorter: the weights decide."
-    if even is not None:
-        at = max(1, math.ceil(even))
-        note = f"What scoring costs is won back with generated token {at:,}."
-    write(console(), Table("", columns, rows, title, [note]))
+    write(console(), Table("", columns, rows, title))

@@ -193,9 +193,3 @@ def plan(
         largest_batch=max(0, int(room // one)),
         fits=load.batch * one <= room,
     )
-
-
-def break_even(plain: Plan, compressed: Plan) -> float | None:
-    """Generated tokens that win back what scoring cost in the prefill; None: never."""
-    saved = plain.token_s - compressed.token_s
-    return None if saved <= 0 else max(0.0, compressed.prefill_s - plain.prefill_s) / saved

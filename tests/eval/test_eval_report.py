@@ -142,7 +142,8 @@ def test_by_task_beside_the_paper(tmp_path):
 
 
 def test_files(report, tmp_path):
-    written = {p.name: p for p in (*report.write(), *draw.plot_report(report, tmp_path))}
+    curves = draw.save(draw.curves(report), tmp_path / "curves.png")
+    written = {p.name: p for p in (*report.write(), curves)}
     assert set(written) == {"report.md", "report.csv", "curves.png"}
     assert "| h2o | 12.2 / 0.38 / 25.0 |" in written["report.md"].read_text()
     assert written["curves.png"].read_bytes()[:8] == PNG
@@ -200,17 +201,6 @@ def test_scores_of_each_layer_are_those_that_evict():
         assert set(kept.tolist()) == set(s[0, 0].topk(len(kept)).indices.tolist())
     with pytest.raises(ValueError, match="no attention score"):
         draw.layer_scores(model, inputs, mmkv.get_policy("local"))
-
-
-def test_needle_heat_map(tmp_path):
-    rows = [
-        row(p, b, i, score=float(i % 2))
-        | {"suite": "needle", "tags": [f"depth={d}", f"length={n}"]}
-        for p, b in (("full", 1.0), ("h2o", 0.1))
-        for i, (d, n) in enumerate([(0.0, 256), (0.0, 512), (1.0, 256), (1.0, 512)])
-    ]
-    report = Report(write_run(tmp_path, rows, suite="needle", policies={"full": {}, "h2o": {}}))
-    assert "needle-0.1.png" in {p.name for p in draw.plot_report(report, tmp_path)}
 
 
 def call(*arguments: str) -> Any:

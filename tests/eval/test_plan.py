@@ -8,7 +8,7 @@ from helpers import zoo
 from helpers.models import make_inputs, make_model
 from mmkv.cli import commands
 from mmkv.eval.speed.models import SHAPES, make
-from mmkv.eval.speed.plan import CARDS, Load, Sizes, break_even, held, plan
+from mmkv.eval.speed.plan import CARDS, Load, Sizes, held, plan
 
 LOAD = Load(batch=4, prompt=3072, new=33)
 
@@ -97,13 +97,6 @@ def test_fewer_bits_and_one_layer_at_a_time(small):
     assert every.peak_bytes > of(small, "snapkv").peak_bytes
     assert one.peak_bytes < every.peak_bytes
     assert of(small, "kvzip").peak_bytes == pytest.approx(every.peak_bytes)
-
-
-def test_what_scoring_costs_is_won_back(small):
-    plain = of(small, "full")
-    dear, cheap = (break_even(plain, of(small, name)) for name in ("h2o", "local"))
-    assert dear > cheap == 0
-    assert break_even(plain, plain) is None
 
 
 def test_the_command(capsys, monkeypatch):
