@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, SupportsFloat
 
@@ -21,7 +21,7 @@ from mmkv.containers import unwrap_container
 from mmkv.digest import adapters
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
-from mmkv.serving import choose, lengths, prompts
+from mmkv.serving import choose, prompts
 from mmkv.serving.memory import Bounds
 from mmkv.serving.reply import Event, Refused, Reply, Sampling, TextStream
 from mmkv.serving.request import Request
@@ -166,9 +166,8 @@ class Engine:
         device = self.model.device
         split = self.share_prefixes and not plan.policy.postpone and not sampling.echo
         if inputs is None:
-            whole, prefix, rest = self.encode(
-                messages, prompt, template, split=split, check=self._check_text
-            )
+            self._check_text(prompts.texts(messages) if prompt is None else prompt)
+            whole, prefix, rest = self.encode(messages, prompt, template, split=split)
             if repeated and split:
                 prefix, rest = prompts.split_last(whole) or (None, None)
             inputs = whole if rest is None else rest
@@ -215,7 +214,6 @@ class Engine:
         template: Mapping[str, Any] | None = None,
         *,
         split: bool = False,
-        check: Callable[[str], None] = lambda text: None,
     ) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None]:
         """The model's inputs for messages or a prompt; see `prompts.encode`.
 
@@ -225,10 +223,10 @@ class Engine:
         if self._tokenizer is None:
             raise Refused("messages and texts need an engine with a processor: give inputs")
         if prompt is not None:
-            return prompts.encode_prompt(self._loaded, prompt, check), None, None
+            return prompts.encode_prompt(self._loaded, prompt), None, None
         if not messages:
             raise Refused("messages=[]: expected one at least")
-        return prompts.encode(self._loaded, messages, template, split=split, check=check)
+        return prompts.encode(self._loaded, messages, template, split=split)
 
     def tokenize(self, **given: Any) -> list[int]:
         """The tokens of messages or a prompt; takes what `encode` takes."""
@@ -345,17 +343,20 @@ class Engine:
                 f"{self.cache_memory}"
             )
 
-    def _check_text(self, text: str) -> None:
-        """Refuse a text that has too many tokens however it is encoded."""
-        most, per_token = self.positions, self._per_token
-        if most is not None and per_token is not None:
-            least = lengths.least_tokens(text, per_token)
-            if least > most:
-                raise _overlong(f"a prompt of {least} or more tokens and a reply", most)
+    def _check_text(self, text: str | Sequence[int]) -> None:
+        """Refuse a text too long for any tokens, as encoding the longest takes a minute.
+
+        Blanks do not count: a token may stand for any number of them.
+        """
+        if isinstance(text, str) and self.positions is not None and self._tokenizer is not None:
+            least = sum(map(len, text.split())) // self._longest
+            if least > self.positions:
+                raise _overlong(f"a prompt of {least} or more tokens and a reply", self.positions)
 
     @cached_property
-    def _per_token(self) -> int | None:
-        return lengths.characters_per_token(self._tokenizer)
+    def _longest(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
 
 def _overlong(told: str, most: int) -> Refused:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,8 +23,6 @@ from mmkv.serving.reply import Logprob, Refused, TokenLogprobs
 from mmkv.serving.request import Request
 
 Message = Mapping[str, Any]
-# Characters that are encoded within a second.
-LONG = 2**18
 
 
 def encode(
@@ -33,15 +31,13 @@ def encode(
     template: Mapping[str, Any] | None = None,
     *,
     split: bool,
-    check: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None]:
     """The inputs of a conversation; and, cut before its last text, what to read and what to ask.
 
     There is a cut where something stands before the last text of the last turn, which is the
     user's: other turns, a system text, or pictures; and no picture behind it.
 
-    What the messages spell is text: a control token in them is encoded as its letters. A very long
-    text is given to `check` before it is encoded.
+    What the messages spell is text: a control token in them is encoded as its letters.
 
     Raises:
         Refused: messages that the model cannot be given.
@@ -57,8 +53,6 @@ def encode(
     given, marks = str([messages, template]), filter(str.strip, tokenizer.get_added_vocab())
     how = {"sanitize": any(mark in given for mark in marks)}
     try:
-        if len(given) > LONG:
-            check(_rendered(loaded.processor, messages, template))
         whole = chat.encode_messages(loaded, messages, template, **how)
         empty = _without_question(messages) if split else None
         if empty is None:
@@ -74,12 +68,11 @@ def encode(
     return whole, prefix, rest
 
 
-def _rendered(processor: Any, messages: Sequence[Message], template: Any) -> str:
-    """What is encoded of messages, marks of pictures aside."""
-    if processor.chat_template is None:
-        return str(messages[0]["content"])
-    how: Any = {"add_generation_prompt": True, **(template or {}), "tokenize": False}
-    return processor.apply_chat_template(messages, **how)
+def texts(messages: Sequence[Message] | None) -> str:
+    """All texts of messages."""
+    contents = [x["content"] for x in messages or ()]
+    parts = [[{"text": x}] if isinstance(x, str) else x for x in contents]
+    return "".join(part.get("text", "") for content in parts for part in content)
 
 
 def _check_template(processor: Any, template: Mapping[str, Any]) -> None:
@@ -105,11 +98,7 @@ def _variables(template: str) -> set[str]:
     return jinja2.meta.find_undeclared_variables(environment.parse(plain))
 
 
-def encode_prompt(
-    loaded: chat.Loaded,
-    prompt: str | Sequence[int],
-    check: Callable[[str], None] = lambda text: None,
-) -> dict[str, Any]:
+def encode_prompt(loaded: chat.Loaded, prompt: str | Sequence[int]) -> dict[str, Any]:
     """The inputs of a prompt that is no conversation: its text, in which control tokens count.
 
     Raises:
@@ -117,8 +106,6 @@ def encode_prompt(
     """
     tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
     if isinstance(prompt, str):
-        if len(prompt) > LONG:
-            check(prompt)
         marks = chat.adds_special(tokenizer, prompt)
         ids = tokenizer(prompt, add_special_tokens=marks, return_tensors="pt")["input_ids"]
     else:
