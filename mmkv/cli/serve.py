@@ -29,7 +29,7 @@ def _from_file(context: typer.Context, path: Path | None) -> None:
     if path is not None:
         from mmkv.serving.settings import read_config
 
-        context.default_map = read_config(path)
+        context.default_map = read_config(path, context)
 
 
 @told

@@ -5,22 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+import typer
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 _MOST_BYTES = 2**20
-_UNITS = {
-    "": 1,
-    "b": 1,
-    **{f"{x}b": 1000**i for i, x in enumerate("kmgt", start=1)},
-    **{f"{x}ib": 1024**i for i, x in enumerate("kmgt", start=1)},
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,56 +65,21 @@ def parse_size(text: str) -> int:
         ValueError: none of these.
     """
     found = _SIZE.fullmatch(text.strip())
-    if found is None or found[2].lower() not in _UNITS:
+    if found is None:
         raise ValueError(f"size {text!r}: expected bytes such as 8GiB, 500MB or 1000000")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    number, unit, binary = found.groups(default="")
+    return int(float(number) * (1024 if binary else 1000) ** " kmgt".find(unit.lower() or " "))
 
 
-def _several(given: Any) -> Any:
-    return given if isinstance(given, list) else [given]
+def read_config(path: Path, context: Any) -> dict[str, Any]:
+    """The options that a file names, checked as on the command line.
 
-
-class ServeConfig(BaseModel):
-    """The options of `mmkv serve` by name; what is left out keeps its default."""
-
-    model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
-
-    model: str | None = None
-    policy: str | None = None
-    budget: str | None = None
-    option: list[str] | None = None
-    plugin: list[Path] | None = None
-    profile: Path | None = None
-    kv_dtype: str | None = None
-    device: str | None = None
-    dtype: str | None = None
-    cache_memory: str | None = None
-    max_batch: int | None = Field(None, ge=1)
-    max_waiting: int | None = Field(None, ge=1)
-    prefill_chunk: int | None = Field(None, ge=1)
-    max_new_tokens: int | None = Field(None, ge=1)
-    timeout: float | None = Field(None, ge=0)
-    name: str | None = None
-    host: str | None = None
-    port: int | None = Field(None, ge=0, le=65535)
-    api_key: Annotated[list[str], BeforeValidator(_several)] | None = None
-    share_prefixes: Literal["key", "all"] | None = None
-    allow_host: list[str] | None = None
-    allow_origin: list[str] | None = None
-    ignore_unknown: bool | None = None
-    grace: float | None = Field(None, ge=0)
-    replicas: int | None = Field(None, ge=1)
-    max_replicas: int | None = Field(None, ge=1)
-    target_requests: int | None = Field(None, ge=1)
-    replica_gpus: float | None = Field(None, ge=0)
-    ray_address: str | None = None
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The options that a file names.
+    Args:
+        path: a file in YAML.
+        context: of typer's command.
 
     Raises:
-        ValueError: no YAML, an unknown option, or a value of another type or range.
+        ValueError: no YAML, an unknown option, or a value that is none of its own.
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
@@ -128,11 +87,23 @@ def read_config(path: Path) -> dict[str, Any]:
     if len(raw) > _MOST_BYTES:
         raise ValueError(f"{path}: more than {_MOST_BYTES} bytes")
     try:
-        found = ServeConfig.model_validate(yaml.safe_load(raw) or {})
+        given = yaml.safe_load(raw) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: no YAML: {error}") from None
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{path}: {place}: {first['msg']}") from None
-    return found.model_dump(mode="json", exclude_none=True)
+    if not isinstance(given, dict):
+        raise ValueError(f"{path}: expected options by name, such as max_batch: 16")
+    options = {x.name: x for x in context.command.params if x.name != "config"}
+    found = dict[str, Any]()
+    for name, value in given.items():
+        if name not in options:
+            raise ValueError(f"{path}: {name}: no option of mmkv serve")
+        if value is None:
+            continue
+        texts = [str(x) for x in (value if isinstance(value, list) else [value])]
+        found[name] = texts if options[name].multiple else ", ".join(texts)
+        try:
+            if options[name].callback is None:
+                options[name].process_value(context, found[name])
+        except typer.BadParameter as error:
+            raise ValueError(f"{path}: {name}: {error.message}") from None
+    return found

@@ -437,12 +437,13 @@ class TestServing:
         with pytest.raises(Reached):
             commands.main(words[1:])
 
-    def test_the_file_of_options(self, tmp_path):
-        settings = pytest.importorskip("mmkv.serving.settings", reason="pip install 'mmkv[serve]'")
+    def test_the_file_of_options(self, tmp_path, monkeypatch):
+        pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
         (block,) = blocks("docs/serving.md", "yaml")
         (tmp_path / "serve.yaml").write_text(block, encoding="utf-8")
-        found = settings.read_config(tmp_path / "serve.yaml")
-        assert (found["replicas"], found["budget"]) == (2, "0.2")
+        monkeypatch.setattr("mmkv.cli.serve.bind", reached)
+        with pytest.raises(Reached):
+            commands.main(["serve", "--config", str(tmp_path / "serve.yaml")])
 
     def test_the_request_by_curl(self, address):
         if shutil.which("curl") is None:
