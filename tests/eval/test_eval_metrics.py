@@ -108,3 +108,22 @@ def test_a_sample_is_scored_by_its_metric_on_its_first_line():
     assert scoring.score(sample, "\n\nring\nstar") == 1
     assert scoring.score(Sample(**options, metric="rouge_l"), "ring\nstar") < 1
     assert scoring.score(Sample(**options), "ring") is None
+
+
+@pytest.mark.parametrize("name", scoring.SCORERS)
+def test_scorers_as_metrics_of_evaluate(name):
+    metrics = pytest.importorskip("mmkv.eval.metrics", reason="the eval extra is not installed")
+    given = {"predictions": [a for a, _ in PAIRS], "references": [[b, "red"] for _, b in PAIRS]}
+    if name == "classification":
+        given["classes"] = [["red", "star"] for _ in PAIRS]
+    classes = given.get("classes", [[]] * len(PAIRS))
+    each = zip(given["predictions"], given["references"], classes, strict=True)
+    expected = [scoring.best(name, *sample) for sample in each]
+    found = metrics.load_metric(name).compute(**given)
+    assert found == {name: pytest.approx(sum(expected) / len(PAIRS))}
+
+
+def test_an_unknown_metric_of_evaluate():
+    metrics = pytest.importorskip("mmkv.eval.metrics", reason="the eval extra is not installed")
+    with pytest.raises(ValueError, match=r"bleu.*rouge_l"):
+        metrics.load_metric("bleu")
