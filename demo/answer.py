@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 from transformers import LogitsProcessor
 
 from mmkv import chat, picture
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache.layer import CompressedLayer
+from mmkv.cache.layer import CompressedLayer, nbytes
 from mmkv.cache_name import CACHE, cache_in
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from .conversation import Settings
 
 Inputs = dict[str, Tensor]  # what a processor returns
@@ -61,21 +60,18 @@ class Answer:
         model: Any,
         before: Answer | None,
         question: str,
-        picture: Image.Image | None,
+        pictures: Sequence[Image.Image],
         settings: Settings,
     ) -> None:
-        """Begin, with a picture that is new; a ValueError if it is more than the model reads."""
+        """Begin, with pictures that are new; a ValueError if it is more than the model reads."""
         self.model, self._loaded = model, loaded
         self.cache: Any = None
         self.done = self.again = False
-        earlier = (
-            []
-            if before is None
-            else [*before._messages, before._message("assistant", before.side().text)]
-        )
-        self._messages = [*earlier, self._message("user", question, picture)]
-        messages = self._messages
-        if loaded.processor.chat_template is None and not loaded.reads_pictures:
+        earlier = list[dict[str, Any]]()
+        if before is not None:
+            earlier = [*before._messages, before._message("assistant", before.side().text)]
+        messages = self._messages = [*earlier, self._message("user", question, pictures)]
+        if loaded.processor.chat_template is None:
             messages = [{"role": "user", "content": "\n".join(x["content"] for x in messages)}]
         self.prompt = inputs = chat.encode_messages(loaded, messages)
         self._ids = ids = inputs["input_ids"][0].cpu()  # then with the answer's tokens
@@ -87,11 +83,7 @@ class Answer:
                 f"the conversation and a new answer take up to {needed} tokens, the model reads "
                 f"{most}: clear the conversation, or ask for fewer new tokens"
             )
-        options: dict[str, Any] = dict.fromkeys(("temperature", "top_p", "top_k"))
-        options |= {"max_new_tokens": settings.max_new_tokens, "do_sample": False}
-        if settings.temperature:
-            draw = _Draw(settings.temperature, settings.seed, loaded.model.device)
-            options["logits_processor"] = [draw]
+        options = generation(settings, loaded.model.device)
         if before is not None:
             seen = before._ids[:-1]
             self.again = before.model is not model or not torch.equal(ids[: len(seen)], seen)
@@ -99,16 +91,18 @@ class Answer:
             # The cache is a copy, so that an error or a refusal leaves the conversation as it was.
             options[CACHE] = copy.deepcopy(before.cache)
             # Of what counts pictures along dimension 0, it has seen the earlier ones.
-            new = {} if picture is None else chat.encode(loaded, "", [picture])
+            new = chat.encode(loaded, "", pictures) if pictures else {}
             inputs = {k: x for k, x in inputs.items() if x.shape == (1, len(ids))} | {
                 k: x for k, x in new.items() if x.shape != new["input_ids"].shape
             }
         self._steps = _steps(model, {**inputs, **options})
 
-    def _message(self, role: str, text: str, picture: Image.Image | None = None) -> dict[str, Any]:
-        shown = [] if picture is None else [{"type": "image", "image": picture}]
+    def _message(
+        self, role: str, text: str, pictures: Sequence[Image.Image] = ()
+    ) -> dict[str, Any]:
+        shown = [{"type": "image", "image": x} for x in pictures]
         parts = [*shown, {"type": "text", "text": text}]
-        return {"role": role, "content": parts if self._loaded.reads_pictures else text}
+        return {"role": role, "content": parts if self._loaded.places_pictures else text}
 
     def step(self) -> bool:
         """One more token; False when the answer had ended and none came."""
@@ -130,13 +124,22 @@ class Answer:
         said, seconds = self._ids[self._start :], self._seconds
         text: str = self._loaded.processor.decode(said, skip_special_tokens=True)
         rate = (len(seconds) - 1) / sum(seconds[1:]) if len(seconds) > 1 else None
-        nbytes = full = chat.cache_nbytes(self.cache)
+        held = full = sum(map(nbytes, self.cache.layers))
         kept = 1.0
         if isinstance(self.cache, CompressedCache):
             report = self.cache.report()
             full, kept = report.full_nbytes, report.prompt_fraction
         text = text.strip().removesuffix("�")
-        return Side(text, len(seconds), seconds[0], rate, nbytes, full, kept)
+        return Side(text, len(seconds), seconds[0], rate, held, full, kept)
+
+
+def generation(settings: Settings, device: torch.device) -> dict[str, Any]:
+    """What `generate` takes for these settings; draws begin with their seed."""
+    options: dict[str, Any] = dict.fromkeys(("temperature", "top_p", "top_k"))
+    options |= {"max_new_tokens": settings.max_new_tokens, "do_sample": False}
+    if settings.temperature:
+        options["logits_processor"] = [_Draw(settings.temperature, settings.seed, device)]
+    return options
 
 
 class _Draw(LogitsProcessor):
@@ -212,14 +215,14 @@ class Kept:
     sizes: list[float]  # for each, the tokens held by a head, mean over heads
     seen: int  # tokens
     words: list[Word]  # the prompt in order
-    patches: list[Shares]  # of the last picture for each layer: the share of heads that hold each
-    picture: Image.Image | None  # as the model sees it, where its patches are known
+    patches: list[Shares]  # for each layer [P, rows, cols]: the share of heads that hold each
+    pictures: list[Image.Image]  # as the model sees them, where their patches are known
     problem: str | None  # why they are not
 
     @property
     def mean(self) -> Shares:
-        """Float32 [rows, cols], the mean of `patches` over layers."""
-        return np.asarray(np.mean(self.patches, axis=0), dtype=np.float32)
+        """Float32 [rows, cols], the mean of the last picture's `patches` over layers."""
+        return np.asarray(np.mean(self.patches, axis=0)[-1], dtype=np.float32)
 
 
 def kept_of(
@@ -239,14 +242,15 @@ def kept_of(
             continue
         texts = loaded.processor.batch_decode(prompt["input_ids"][0, places, None])
         words += [Word(x, layers[i], 1, share[i]) for x, i in zip(texts, places, strict=True)]
-    patches, problem, shown = list[Shares](), None, None
+    patches, problem, shown = list[Shares](), None, list[Image.Image]()
     if pictures:
         try:
-            patches = [picture.kept_patches(x, image, len(pictures))[-1] for x in kept]
-            shown, pixels = pictures[-1], prompt.get("pixel_values")
+            patches = [picture.kept_patches(x, image, len(pictures)) for x in kept]
+            shown, pixels = list(pictures), prompt.get("pixel_values")
             if pixels is not None and pixels.ndim == 4 and len(pixels) == len(pictures):
-                processor = loaded.processor.image_processor
-                shown = picture.as_seen(shown, pixels[-1].float().cpu().numpy(), processor)
+                seen_as, processor = pixels.float().cpu().numpy(), loaded.processor.image_processor
+                each = zip(pictures, seen_as, strict=True)
+                shown = [picture.as_seen(x, y, processor) for x, y in each]
         except ValueError as error:
             problem = str(error)
     sizes = [x.sum(dim=1).mean().item() for x in kept]

@@ -28,17 +28,12 @@ from .answer import Answer, Kept, Side, kept_of
 
 if TYPE_CHECKING:
     from mmkv.policy import Policy
+    from mmkv.report import CacheReport
 
-MOST_TOKENS = 512  # of one answer
-LONGEST_QUESTION = 4000  # characters
 MOST_BYTES = 20 * 2**20  # of a picture
 MOST_PIXELS = 40_000_000
 LONGEST_SIDE = 1024  # pixels of a picture that is kept
 _INTERVAL = 0.1  # seconds between two looks at the answers
-
-
-class NoPictureError(ValueError):
-    """A question before any picture; how to choose one differs between page and terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +41,10 @@ class Settings:
     """What the controls say."""
 
     policy: str = "condense"
-    budget: float = 0.2
+    budget: float | int | None = 0.2
     options: dict[str, Any] = field(default_factory=dict[str, Any])  # that differ from defaults
     kv_dtype: str | None = None  # "int8" or "int4" to hold what is kept in 8 or 4 bits
+    profile: Path | None = None
     max_new_tokens: int = 80
     temperature: float = 0.0  # takes the likeliest token
     seed: int = 0
@@ -64,31 +60,26 @@ class Settings:
         """The policy and its budget; None for a policy that takes none.
 
         Raises:
-            ValueError: an unknown policy or type, a wrong option, or a number out of range.
+            ValueError: an unknown policy or type, a wrong option, or a budget out of range.
         """
         quantize.check(self.kv_dtype)
-        if not 1 <= self.max_new_tokens <= MOST_TOKENS:
-            raise ValueError(
-                f"max new tokens {self.max_new_tokens}: expected a number from 1 to {MOST_TOKENS}"
-            )
-        if not 0 <= self.temperature <= 2:
-            raise ValueError(f"temperature {self.temperature}: expected a number from 0 to 2")
         policy = get_policy(self.policy, **self.options)
-        unsized = policy.keeps_all or policy.retention is not None
+        unsized = policy.keeps_all or policy.retention is not None or self.budget is None
         return policy, None if unsized else number(self.budget)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A question, the picture that came with it, and its two answers."""
+    """A question, the pictures that came with it, and its two answers."""
 
     question: str
-    picture: Image.Image | None
+    pictures: Sequence[Image.Image]
     label: str  # of the compressed side: policy and budget
     full: Side = field(default_factory=Side)
     compressed: Side = field(default_factory=Side)
     notes: tuple[str, ...] = ()
     kept: Kept | None = None  # by the compressed cache, of the prompt; None while answers stream
+    report: CacheReport | None = None  # of the compressed cache; None likewise
     rouge: float | None = None  # ROUGE-L F-measure between the answers; None likewise
     done: bool = False
 
@@ -119,8 +110,8 @@ class Models:
 
 def warm(loaded: chat.Loaded, model: Any) -> None:
     """Run a model once: a first run pays for what later ones find ready, and would be timed."""
-    places = loaded.reads_pictures and loaded.processor.chat_template is not None
-    inputs = chat.encode(loaded, "?", [Image.new("RGB", (64, 64))] if places else [])
+    shown = [Image.new("RGB", (64, 64))] if loaded.places_pictures else []
+    inputs = chat.encode(loaded, "?", shown)
     with suppress(ValueError):  # such as a budget that is too small for so short a prompt
         model.generate(**inputs, max_new_tokens=2, do_sample=False)
 
@@ -128,14 +119,15 @@ def warm(loaded: chat.Loaded, model: Any) -> None:
 class Conversation:
     """One user's turns on one model, `loaded`; `ask` continues it.
 
-    The attribute `closed` says that its user has gone or forgot it.
+    The attribute `closed` says that its user has gone or forgot it. Where answers are `timed`, a
+    wrapped model runs once before its first one.
     """
 
-    def __init__(self, loaded: chat.Loaded) -> None:
-        self.loaded = loaded
+    def __init__(self, loaded: chat.Loaded, *, timed: bool = True) -> None:
+        self.loaded, self._timed = loaded, timed
         self.turns: list[Turn] = []
         self.closed = self._stopped = False
-        self._wrapped: tuple[Policy, float | int | None, str | None] | None = None
+        self._wrapped: tuple[Any, ...] | None = None
         self._sides: tuple[Answer, Answer] | tuple[None, None] = (None, None)
 
     def stop(self) -> None:
@@ -146,55 +138,54 @@ class Conversation:
         """End them for good; what the conversation holds goes with it."""
         self.closed = self._stopped = True
 
-    def ask(
-        self, question: str, picture: Image.Image | None, settings: Settings
-    ) -> Generator[Turn]:
+    def ask(self, question: str, settings: Settings, *pictures: Image.Image) -> Generator[Turn]:
         """Answer a question: the turn as it grows, and last the whole of it.
 
         Args:
             question: of the user.
-            picture: RGB; None, or the same as before, asks on about the earlier ones. Models that
-                read none do not get it.
             settings: where they differ from before, the conversation is read again.
+            pictures: RGB; none, or the last ones again, asks on about the earlier ones. Models that
+                read none do not get them.
 
         Raises:
-            ValueError: an empty question, no picture, a setting out of range, a budget below what
-                must be kept, or more tokens than the model reads. The conversation stays as it was.
+            ValueError: an empty question, a setting out of range, a budget below what must be kept,
+                or more tokens than the model reads. The conversation stays as it was.
         """
         loaded, question = self.loaded, _checked(self.loaded, question)
-        pictures = [x.picture for x in self.turns if x.picture is not None]
-        if not loaded.reads_pictures or (pictures and picture == pictures[-1]):
-            picture = None
-        if picture is not None:
-            pictures.append(picture)
-        elif loaded.reads_pictures and not pictures:
-            raise NoPictureError("there is no picture yet")
+        every = [x for turn in self.turns for x in turn.pictures]
+        if not loaded.reads_pictures or list(pictures) == every[-len(pictures) :]:
+            pictures = ()
+        chat.check_pictures(loaded, pictures)
+        every += pictures
         self._stopped = False
+        how: Any = {"kv_dtype": settings.kv_dtype, "profile": settings.profile}
         policy, budget = settings.chosen()
-        wrapped, before = (policy, budget, settings.kv_dtype), self._sides
+        wrapped, before = (policy, budget, how), self._sides
         if before[0] is not None and wrapped == self._wrapped:
             model = before[0].model
         else:
             with comparing():
-                model = wrap(_twin(loaded.model), policy, budget, kv_dtype=settings.kv_dtype)
-            warm(loaded, model)
-        compressed = Answer(loaded, model, before[0], question, picture, settings)
-        full = Answer(loaded, loaded.model, before[1], question, picture, settings)
+                model = wrap(_twin(loaded.model), policy, budget, **how)
+            if self._timed:
+                warm(loaded, model)
+        compressed = Answer(loaded, model, before[0], question, pictures, settings)
+        full = Answer(loaded, loaded.model, before[1], question, pictures, settings)
         notes = ("It read the whole conversation again.",) if compressed.again else ()
-        turn = Turn(question, picture, settings.label, notes=notes)
+        turn = Turn(question, pictures, settings.label, notes=notes)
         kept, looked = None, 0.0
         try:
             yield turn
             # The compressed one leads: it alone can be refused.
             while compressed.step() | full.step():
                 # What is held before the first decode step is what the prompt left.
-                kept = kept or kept_of(loaded, compressed.prompt, compressed.cache, pictures)
+                kept = kept or kept_of(loaded, compressed.prompt, compressed.cache, every)
                 if self._stopped:
                     break
                 if time.perf_counter() - looked > _INTERVAL:
                     looked = time.perf_counter()
                     yield replace(turn, full=full.side(), compressed=compressed.side())
-            notes += tuple(x.removeprefix("row 0: ") for x in compressed.cache.report().notes)
+            report = compressed.cache.report()
+            notes += tuple(x.removeprefix("row 0: ") for x in report.notes)
             if not (full.done and compressed.done):
                 notes += ("Stopped before the end.",)
         finally:
@@ -202,8 +193,9 @@ class Conversation:
             compressed.close()
         # From here on the turn counts; before, an error left everything as it was.
         self._sides, self._wrapped = (compressed, full), wrapped
-        turn = replace(turn, full=full.side(), compressed=compressed.side(), notes=notes, kept=kept)
-        turn = replace(turn, rouge=rouge_l(turn.full.text, turn.compressed.text), done=True)
+        turn = replace(turn, full=full.side(), compressed=compressed.side(), notes=notes, done=True)
+        rouge = rouge_l(turn.full.text, turn.compressed.text)
+        turn = replace(turn, kept=kept, report=report, rouge=rouge)
         self.turns.append(turn)
         yield turn
 
@@ -212,10 +204,6 @@ def _checked(loaded: chat.Loaded, question: str) -> str:
     question = question.strip()
     if not question:
         raise ValueError("the question is empty")
-    if len(question) > LONGEST_QUESTION:
-        raise ValueError(
-            f"the question has {len(question)} characters: {LONGEST_QUESTION} at most are read"
-        )
     mark = getattr(loaded.processor, "image_token", None)
     if mark and mark in question:
         raise ValueError(f"the question holds {mark!r}, which stands for a picture: reword it")

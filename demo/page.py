@@ -38,6 +38,7 @@ CSS = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 THEME = Default(primary_hue="teal", neutral_hue="slate", font="system-ui")
 _COLOURS = ["#d72828", "#f5dc32", "#28963c", "#2d55d7", "#191919", "#fcfcfc"]
 _POLICY = "condense"
+_MOST_TOKENS, _LONGEST_QUESTION = 512, 4000  # of an answer; characters
 _PLAIN = "the model's type"  # what kept pairs are held as where nothing else is chosen
 _ANNOUNCE = "element.setAttribute('role', '{0}'); element.setAttribute('aria-live', '{1}');"
 _NAME_EXAMPLES = """() => document.querySelectorAll('#examples button').forEach((x, i) => {
@@ -133,9 +134,25 @@ def _policy_chosen(policy: str) -> list[Any]:
     ]
 
 
+def check_limits(question: str, settings: Settings) -> None:
+    """Refuse what would keep the page from others; the browser's own limits can be evaded.
+
+    Raises:
+        ValueError: a question or an answer that is too long, or a temperature out of range.
+    """
+    if len(question) > _LONGEST_QUESTION:
+        raise ValueError(
+            f"the question has {len(question)} characters: {_LONGEST_QUESTION} at most are read"
+        )
+    if not 1 <= settings.max_new_tokens <= _MOST_TOKENS:
+        raise ValueError(
+            f"max new tokens {settings.max_new_tokens}: expected a number from 1 to {_MOST_TOKENS}"
+        )
+    if not 0 <= settings.temperature <= 2:
+        raise ValueError(f"temperature {settings.temperature}: expected a number from 0 to 2")
+
+
 def _explained(error: Exception) -> str:
-    if isinstance(error, conversation.NoPictureError):
-        return f"{error}: choose an example or upload one"
     if isinstance(error, ValueError):
         return str(error)
     logging.getLogger(__name__).error("an answer failed", exc_info=error)
@@ -192,8 +209,7 @@ def build(models: Models) -> gr.Blocks:
                 text = "Keep the prompt's text; only picture tokens compete"
                 protect = gr.Checkbox(label="Protect instructions", info=text, elem_id="protect")
                 with gr.Accordion("Length, sampling, model", open=False):
-                    most = conversation.MOST_TOKENS
-                    longest = gr.Slider(1, most, 80, step=1, label="Max new tokens")
+                    longest = gr.Slider(1, _MOST_TOKENS, 80, step=1, label="Max new tokens")
                     greedy = "0 is greedy"
                     temperature = gr.Slider(0, 2, 0, step=0.05, label="Temperature", info=greedy)
                     bits = "8 or 4 bits for each number that is kept"
@@ -222,13 +238,16 @@ def build(models: Models) -> gr.Blocks:
                     max_new_tokens=said[longest],
                     temperature=said[temperature],
                 )
+                check_limits(said[question], settings)
                 drawn = sent and sent["composite"]
                 picture = conversation.read_upload(drawn["path"]) if drawn else None
                 loaded = models.get(said[model])
                 if now is None or now.loaded is not loaded:
                     now = Conversation(loaded)
                     yield {talk: now}
-                for turn in now.ask(said[question], picture, settings):
+                if loaded.reads_pictures and picture is None and not now.turns:
+                    raise ValueError("there is no picture yet: choose an example or upload one")
+                for turn in now.ask(said[question], settings, *([picture] if picture else [])):
                     if now.closed:
                         return
                     yield {turns: views.conversation([*now.turns, *([] if turn.done else [turn])])}

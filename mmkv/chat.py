@@ -1,19 +1,17 @@
-"""One question to a model, with the full cache and with a compressed one.
+"""A model by its name, its inputs for a question with pictures, and options in words.
 
-What `mmkv chat` does, without its terminal: errors a user can make are `ValueError`s whose message
-is one line.
+Errors a user can make are `ValueError`s whose message is one line.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from mmkv.loading import models, quiet, untrusted
+from mmkv.loading import models, untrusted
 from mmkv.registry import option_types, policy_class
 
 if TYPE_CHECKING:
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmkv.policy import Policy
-    from mmkv.report import CacheReport
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Kept where nothing says how much.
@@ -37,24 +34,10 @@ class Loaded:
     processor: Any
     reads_pictures: bool
 
-
-@dataclass(frozen=True)
-class Answer:
-    """What came out.
-
-    Attributes:
-        text: the answer.
-        tokens: how many tokens were generated.
-        nbytes: bytes of the cache when it ended.
-        report: the compressed cache when it ended; None with the full cache.
-        kept: (layer, int64 [H, n]) for each compressed layer, as `cache.kept`, after the prompt.
-    """
-
-    text: str
-    tokens: int
-    nbytes: int
-    report: CacheReport | None = None
-    kept: list[tuple[int, Tensor]] = field(default_factory=list["tuple[int, Tensor]"])
+    @property
+    def places_pictures(self) -> bool:
+        """Whether its chat template gives pictures a place in a message."""
+        return self.reads_pictures and self.processor.chat_template is not None
 
 
 def parse_options(policy: str, pairs: Sequence[str]) -> dict[str, Any]:
@@ -164,7 +147,7 @@ def encode(loaded: Loaded, question: str, pictures: Sequence[Image.Image]) -> di
     """
     check_pictures(loaded, pictures)
     content: Any = question
-    if loaded.reads_pictures and loaded.processor.chat_template is not None:
+    if loaded.places_pictures:
         content = [{"type": "image", "image": x} for x in pictures]
         content.append({"type": "text", "text": question})
     return encode_messages(loaded, [{"role": "user", "content": content}])
@@ -215,19 +198,6 @@ def encode_messages(
     return on_device(loaded.model, inputs)
 
 
-def split_prompt(
-    loaded: Loaded, question: str, pictures: Sequence[Image.Image]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The inputs of `encode` cut before the question: what to read, and what to ask.
-
-    The first has all pictures; it is what the prompt has in common with one of no question.
-
-    Raises:
-        ValueError: as `encode`.
-    """
-    return split_inputs(encode(loaded, question, pictures), encode(loaded, "", pictures))
-
-
 def split_inputs(
     whole: Mapping[str, Any], empty: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -271,82 +241,6 @@ def adds_special(tokenizer: Any, text: str) -> bool:
     return bos is None or not text.startswith(bos)
 
 
-def ask(
-    loaded: Loaded,
-    inputs: dict[str, Any],
-    policy: Policy | None = None,
-    budget: float | int | None = None,
-    *,
-    profile: str | Path | None = None,
-    kv_dtype: str | None = None,
-    max_new_tokens: int = 80,
-    temperature: float = 0.0,
-    seed: int = 0,
-) -> Answer:
-    """Generate one answer, with the full cache (`policy` None) or a compressed one.
-
-    Args:
-        loaded: a model that is not wrapped; it is left so.
-        inputs: from `encode`.
-        policy: as for `mmkv.wrap`; so are `budget`, `profile` and `kv_dtype`.
-        max_new_tokens: when to stop at the latest.
-        temperature: 0 takes the likeliest token; above, tokens are drawn.
-        seed: what the draws start from.
-
-    Raises:
-        ValueError: what `mmkv.wrap` refuses.
-    """
-    from mmkv.cache_name import cache_in
-    from mmkv.wrapping import wrapped
-
-    model, kept = loaded.model, list[tuple[int, "Tensor"]]()
-
-    def remember(module: Any, args: Any, output: Any) -> None:
-        if not kept:
-            kept.extend(_kept(cache_in(output)))
-
-    how = {**inputs, **generation(max_new_tokens, temperature, seed)}
-    with ExitStack() as stack:
-        stack.enter_context(quiet())
-        if policy is not None:
-            wrap: Any = {"profile": profile, "kv_dtype": kv_dtype}
-            stack.enter_context(wrapped(model, policy, budget, **wrap))
-            stack.callback(model.register_forward_hook(remember).remove)
-        out = model.generate(**how, return_dict_in_generate=True)
-    new = out.sequences[0, inputs["input_ids"].shape[1] :]
-    cache = cache_in(out)
-    return Answer(
-        text=loaded.processor.decode(new, skip_special_tokens=True).strip(),
-        tokens=len(new),
-        nbytes=cache_nbytes(cache),
-        report=None if policy is None else cache.report(),
-        kept=kept,
-    )
-
-
-def generation(max_new_tokens: int, temperature: float, seed: int) -> dict[str, Any]:
-    """What `generate` takes for these; draws start from `seed` now."""
-    import torch
-
-    torch.manual_seed(seed)
-    drawn = {"temperature": temperature} if temperature else {"temperature": None, "top_p": None}
-    return {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, **drawn}
-
-
-def _kept(cache: Any) -> list[tuple[int, Tensor]]:
-    from mmkv.cache.layer import CompressedLayer
-
-    layers = enumerate(cache.layers)
-    return [(i, cache.shares(i)[0].cpu()) for i, x in layers if isinstance(x, CompressedLayer)]
-
-
-def cache_nbytes(cache: Any) -> int:
-    """Bytes that a cache holds for keys and values, of a wrapped model or not."""
-    from mmkv.cache.layer import nbytes
-
-    return sum(map(nbytes, cache.layers))
-
-
 def image_mask(loaded: Loaded, inputs: dict[str, Any]) -> Tensor:
     """Bool [N], True where the prompt holds a token of a picture or a video."""
     import torch
@@ -356,32 +250,3 @@ def image_mask(loaded: Loaded, inputs: dict[str, Any]) -> Tensor:
     ids: Tensor = inputs["input_ids"][0].cpu()
     tokens = adapters.find(loaded.model).image_token_ids
     return torch.isin(ids, torch.tensor(tokens, dtype=ids.dtype))
-
-
-def draw(
-    loaded: Loaded,
-    inputs: dict[str, Any],
-    answer: Answer,
-    pictures: Sequence[Image.Image],
-    paths: Sequence[Path],
-    title: str,
-) -> None:
-    """Write one figure a picture: its patches that the cache kept after the prompt, by layer.
-
-    Raises:
-        ValueError: the model's patch grid is not known.
-        OSError: a file cannot be written.
-    """
-    from mmkv import picture as show
-
-    pixels: Tensor = inputs["pixel_values"].float().cpu()
-    if pixels.ndim != 4 or len(pixels) != len(pictures):
-        raise ValueError(
-            f"the patch grid is not known: pixel_values of shape {tuple(pixels.shape)} for "
-            f"{len(pictures)} picture(s)"
-        )
-    image = image_mask(loaded, inputs)
-    shares = [(i, show.kept_patches(kept, image, len(pictures))) for i, kept in answer.kept]
-    for p, (original, path) in enumerate(zip(pictures, paths, strict=True)):
-        seen = show.as_seen(original, pixels[p].numpy(), loaded.processor.image_processor)
-        show.save(path, seen, [(i, x[p]) for i, x in shares], title)

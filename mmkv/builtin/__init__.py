@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
 PICTURES = Path(__file__).parent / "pictures"
-# Printed below its answers, since photos get meaningless ones.
-KNOWS = "the built-in model knows only drawn, coloured shapes and look-ups in made-up texts"
+# Printed below the answers of a model, since photos get meaningless ones.
+KNOWS = {
+    models.BUILTIN: "the built-in model knows only drawn, coloured shapes and look-ups in made-up "
+    "texts"
+}
 
 __all__ = ["KNOWS", "PICTURES", "WEIGHTS", "example_pictures", "load_builtin"]
 

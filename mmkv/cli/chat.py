@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from mmkv.chat import Loaded
+    from mmkv.demo.conversation import Settings
 
 # What torch takes as a seed.
 _LEAST_SEED, _MOST_SEED = -(2**63), 2**64 - 1
@@ -88,6 +89,7 @@ def chat(
     """Answer a question with the full and a compressed cache. Show what was kept."""
     from mmkv import budgets
     from mmkv import chat as talk
+    from mmkv.demo.conversation import Settings
     from mmkv.registry import get_policy
 
     pairs = [*(option or []), *([] if protect is None else [f"protect={protect}"])]
@@ -95,24 +97,20 @@ def chat(
     chosen = get_policy(policy, **options)
     kept = None if budget is None else budgets.parse(budget)
     how: dict[str, Any] = {
+        "kv_dtype": kv_dtype,
+        "profile": profile,
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "seed": seed,
     }
     if not words:
         from mmkv.cli.lines import converse
-        from mmkv.demo.conversation import Settings
 
-        alone = {"--profile": profile, "--context": context, "--json": as_json or None}
-        for name in (name for name, given in alone.items() if given is not None):
-            raise ValueError(f'{name} needs a question: mmkv chat [PICTURE]... "QUESTION"')
-        if len(image or []) > 1:
-            raise ValueError(
-                f"{len(image or [])} times --image without a question: start with one picture, "
-                "and change it by /image PATH"
-            )
-        kept = talk.DEFAULT_BUDGET if kept is None else kept
-        settings = Settings(policy=policy, budget=kept, options=options, kv_dtype=kv_dtype, **how)
+        for name, given in {"--context": context, "--json": as_json or None}.items():
+            if given is not None:
+                raise ValueError(f'{name} needs a question: mmkv chat [PICTURE]... "QUESTION"')
+        kept = talk.budget_or_default(kept, chosen, profile)
+        settings = Settings(policy=policy, budget=kept, options=options, **how)
         settings.chosen()
         pictures = [talk.read_picture(path) for path in image or []]
         raise typer.Exit(converse(talk.load(model, device, dtype), settings, *pictures))
@@ -134,11 +132,11 @@ def chat(
         _check_out(out, len(paths))
     pictures = [talk.read_picture(path) for path in paths]
     loaded = talk.load(model, device, dtype)
-    wrap = {"policy": chosen, "budget": kept, "profile": profile, "kv_dtype": kv_dtype}
+    settings = Settings(policy=policy, budget=kept, options=options, **how)
     if context is not None:
-        data, tell = _ask_context(context, loaded, question, pictures, wrap, how)
+        data, tell = _ask_context(context, loaded, question, pictures, settings)
     else:
-        data, tell = _ask_both(loaded, question, pictures, paths, out, wrap, how)
+        data, tell = _ask_both(loaded, question, pictures, paths, out, settings)
     if as_json:
         typer.echo(json.dumps(data, indent=2))
         return
@@ -196,18 +194,21 @@ def _ask_both(
     pictures: Sequence[Image.Image],
     paths: Sequence[Path],
     out: Path,
-    wrap: dict[str, Any],
-    how: dict[str, Any],
+    settings: Settings,
 ) -> tuple[dict[str, Any], Shown]:
     """Ask with both caches and write the figures; return the result as JSON and as text."""
     from mmkv import chat
+    from mmkv import picture as figures
     from mmkv.builtin import KNOWS
+    from mmkv.demo.conversation import Conversation
+    from mmkv.loading import quiet
 
-    inputs = chat.encode(loaded, question, pictures)
-    # The compressed run first: a budget that cannot be honoured then costs no full run.
-    compressed = chat.ask(loaded, inputs, **wrap, **how)
-    full, report = chat.ask(loaded, inputs, **how), compressed.report
+    chat.check_pictures(loaded, pictures)
+    with quiet():
+        *_, turn = Conversation(loaded, timed=False).ask(question, settings, *pictures)
+    report, kept = turn.report, turn.kept
     assert report is not None
+    assert kept is not None
     size = "" if report.budget is None else f"-{report.budget}"
     written, stems = [out] * len(paths), [path.stem for path in paths]
     if _is_folder(out):
@@ -215,30 +216,33 @@ def _ask_both(
         written = [out / f"{name}-{report.policy}{size}.png" for name in names]
     title = f"{report.policy}{size.replace('-', ', budget ')}: image patches kept after the prompt"
     try:
-        if pictures:
-            chat.draw(loaded, inputs, compressed, pictures, written, title)
+        if kept.problem is not None:
+            raise ValueError(kept.problem)
+        for i, (shown_as, path) in enumerate(zip(kept.pictures, written, strict=True)):
+            layers = [(layer, x[i]) for layer, x in zip(kept.layers, kept.patches, strict=True)]
+            figures.save(path, shown_as, layers, title)
     except (ValueError, ModuleNotFoundError) as error:
         needs = need(error, "plot") if isinstance(error, ModuleNotFoundError) else None
         say(f"no picture written: {error if needs is None else f'that {needs}'}")
         written = []
-    tokens, n_image = inputs["input_ids"].shape[1], int(chat.image_mask(loaded, inputs).sum())
+    n_image = sum(x.tokens for x in kept.words if x.layers is None)
     images = f", {n_image} of them image tokens" if n_image else ""
-    shown: Shown = [(question, "bold"), (f"prompt: {tokens} tokens{images}", "dim")]
+    shown: Shown = [(question, "bold"), (f"prompt: {kept.seen} tokens{images}", "dim")]
     data: dict[str, Any] = {
         "model": loaded.name,
         "question": question,
         "pictures": list(map(str, paths)),
-        "prompt": {"tokens": tokens, "image_tokens": n_image},
+        "prompt": {"tokens": kept.seen, "image_tokens": n_image},
     }
-    for key, answer in (("full", full), ("compressed", compressed)):
+    for key, answer in (("full", turn.full), ("compressed", turn.compressed)):
         name = "full cache" if key == "full" else f"{report.policy}, budget {report.budget}"
         head = f"{name}: {answer.nbytes / 1024:.1f} KiB after {answer.tokens} tokens"
         shown += [("", None), (head, "bold"), (f"  {answer.text}", None)]
         data[key] = {"answer": answer.text, "tokens": answer.tokens, "nbytes": answer.nbytes}
     data |= {"report": report.to_dict(), "png": list(map(str, written))}
     shown += [("", None), (report, None), *((f"kept patches: {path}", None) for path in written)]
-    if loaded.name == "builtin":
-        shown.append((f"({KNOWS}; --model takes another)", "dim"))
+    if knows := KNOWS.get(loaded.name):
+        shown.append((f"({knows}; --model takes another)", "dim"))
     return data, shown
 
 
@@ -247,29 +251,34 @@ def _ask_context(
     loaded: Loaded,
     question: str,
     pictures: Sequence[Image.Image],
-    wrap: dict[str, Any],
-    how: dict[str, Any],
+    settings: Settings,
 ) -> tuple[dict[str, Any], Shown]:
     """Answer from the context file, made from the pictures if it does not exist yet."""
     from PIL import Image
 
     import mmkv
     from mmkv import chat as talk
+    from mmkv.demo.answer import generation
     from mmkv.loading import quiet
 
+    def parts(pictures: Sequence[Image.Image]) -> tuple[dict[str, Any], dict[str, Any]]:
+        whole, empty = (talk.encode(loaded, text, pictures) for text in (question, ""))
+        return talk.split_inputs(whole, empty)
+
     made = not path.exists()
-    with mmkv.wrapped(loaded.model, **wrap), quiet():
+    policy, budget = settings.chosen()
+    wrap: Any = {"profile": settings.profile, "kv_dtype": settings.kv_dtype}
+    with mmkv.wrapped(loaded.model, policy, budget, **wrap), quiet():
         if made:
-            read, asked = talk.split_prompt(loaded, question, pictures)
+            read, asked = parts(pictures)
             context = mmkv.read(loaded.model, read)
             context.save(path)
         else:
             context = mmkv.load_context(path, loaded.model)
             # The question as it stands behind pictures, if there are any: these are not needed.
             pictured = bool(talk.image_mask(loaded, context.inputs).any())
-            blank = [Image.new("RGB", (64, 64))] if pictured else []
-            asked = talk.split_prompt(loaded, question, blank)[1]
-        new = context.ask(asked, **talk.generation(**how))[0]
+            asked = parts([Image.new("RGB", (64, 64))] if pictured else [])[1]
+        new = context.ask(asked, **generation(settings, loaded.model.device))[0]
     tokens, nbytes = context.inputs["input_ids"].shape[1], context.nbytes
     text = loaded.processor.decode(new, skip_special_tokens=True).strip()
     about = {"file": str(path), "made": made, "tokens": tokens, "nbytes": nbytes}

@@ -41,8 +41,9 @@ def converse(loaded: Loaded, settings: Settings, *pictures: Image.Image) -> int:
 
     screen, terminal = console(), sys.stdin.isatty()
     if terminal:
-        knows = f"\n({KNOWS}; --model takes another)" if loaded.name == "builtin" else ""
-        write(screen, HELP + knows, "dim")
+        knows = KNOWS.get(loaded.name)
+        about = f"\n({knows}; --model takes another)" if knows else ""
+        write(screen, HELP + about, "dim")
     warm(loaded, loaded.model)
     lines = Lines(Conversation(loaded), settings, screen, *pictures)
     refused = lines.run(typed() if terminal else sys.stdin)
@@ -56,7 +57,7 @@ class Lines:
         conversation: the conversation that the questions belong to.
         settings: policy, budget and how to generate.
         screen: output; a terminal gets a live view, a pipe the finished answers.
-        picture: the picture that questions are about; read again only if it changes.
+        pictures: what questions are about; read again only if they change.
     """
 
     def __init__(
@@ -64,15 +65,13 @@ class Lines:
         conversation: Conversation,
         settings: Settings,
         screen: Console,
-        picture: Image.Image | None = None,
+        *pictures: Image.Image,
     ) -> None:
         self.conversation, self.settings, self.screen = conversation, settings, screen
-        self.picture = picture
+        self.pictures = pictures
 
     def run(self, lines: Iterable[str]) -> int:
         """Run until the lines end or /quit; return the number of refused lines."""
-        from mmkv.demo.conversation import NoPictureError
-
         refused = 0
         for text in filter(None, map(str.strip, lines)):
             if text == "/quit":
@@ -81,18 +80,18 @@ class Lines:
                 self._command(*text[1:].split()) if text.startswith("/") else self._ask(text)
             except ValueError as error:
                 refused += 1
-                how = ": /image PATH chooses one" if isinstance(error, NoPictureError) else ""
-                write(self.screen, f"error: {error}{how}", "red")
+                write(self.screen, f"error: {error}", "red")
                 if str(error).startswith("unknown command"):
                     write(self.screen, HELP, "dim")
         return refused
 
     def _command(self, name: str = "", *words: str) -> None:
         from mmkv import budgets, chat
+        from mmkv.demo.conversation import Conversation
 
         match name, words:
             case "image", [_, *_]:
-                self.picture = chat.read_picture(" ".join(words))
+                self.pictures = (chat.read_picture(" ".join(words)),)
                 write(self.screen, f"picture: {' '.join(words)}", "dim")
             case "policy", [policy, *options]:
                 self._set(policy=policy, options=chat.parse_options(policy, options))
@@ -101,7 +100,7 @@ class Lines:
             case "kv-dtype", [text]:
                 self._set(kv_dtype=None if text == "none" else text)
             case "clear", _:
-                self.conversation = type(self.conversation)(self.conversation.loaded)
+                self.conversation = Conversation(self.conversation.loaded)
                 write(self.screen, "conversation cleared", "dim")
             case (("" | "help" | "image" | "policy" | "budget" | "kv-dtype" | "quit"), _):
                 write(self.screen, HELP, "dim")
@@ -123,7 +122,7 @@ class Lines:
     def _ask(self, question: str) -> None:
         from rich.live import Live
 
-        turns = self.conversation.ask(question, self.picture, self.settings)
+        turns = self.conversation.ask(question, self.settings, *self.pictures)
         if not self.screen.is_terminal:
             *_, last = turns
             self.screen.print(_view(last), soft_wrap=True)

@@ -23,6 +23,7 @@ from helpers.models import make_model
 from mmkv import chat, parts, registry, terminal
 from mmkv.builtin import WEIGHTS, example_pictures
 from mmkv.cli import commands
+from mmkv.demo.conversation import Conversation
 from mmkv.eval import cli as mounted
 from mmkv.eval.speed import cli as speed
 
@@ -205,7 +206,7 @@ class TestChat:
         def stop(*args, **kwargs):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(chat, "ask", stop)
+        monkeypatch.setattr(Conversation, "ask", stop)
         assert run(capsys, "chat", picture, QUESTION) == ("", "", 130)
 
     @pytest.mark.parametrize(
@@ -220,7 +221,7 @@ class TestChat:
         def fail(*args, **kwargs):
             raise error
 
-        monkeypatch.setattr(chat, "ask", fail)
+        monkeypatch.setattr(Conversation, "ask", fail)
         out, err, code = run(capsys, "chat", picture, QUESTION)
         assert (code, out) == (1, "")
         assert err.startswith(f"mmkv: {said}")
@@ -302,8 +303,7 @@ def test_bad_options(capsys, picture, monkeypatch, tmp_path, words, expected):
         (("whole.png", "missing.jpg"), "no question"),
         (("whole.png", "-"), "the question is empty"),
         (("--json",), "--json needs a question"),
-        (("--profile", "p.json"), "--profile needs a question"),
-        (("--image", "whole.png", "--image", "whole.png"), "2 times --image"),
+        (("--profile", "p.json"), "profile p.json: No such file"),
     ],
 )
 def test_wrong_use_is_refused_before_a_model_is_loaded(

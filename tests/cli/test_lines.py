@@ -90,7 +90,6 @@ def test_budgets_that_mean_something_else(loaded):
     ("line", "message"),
     slow_except(
         [
-            ("What is there?", "error: there is no picture yet: /image PATH chooses one\n"),
             ("/image nowhere.png", "nowhere.png"),
             ("/policy nosuch", "unknown policy 'nosuch'"),
             ("/policy snapkv windw=3", "'windw'"),
@@ -124,8 +123,9 @@ def test_an_unknown_command_is_named_before_the_help(loaded):
 def test_it_works_in_a_pipe(monkeypatch, capsys):
     from mmkv.cli import commands
 
-    monkeypatch.setattr("sys.stdin", io.StringIO("How many objects are in the picture?\n"))
-    words = ["mmkv", "chat", "--image", str(example_pictures()[0]), "--max-new-tokens", "8"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("How many objects are in the second picture?\n"))
+    words = ["mmkv", "chat", "--max-new-tokens", "8"]
+    words += [word for path in example_pictures()[:2] for word in ("--image", str(path))]
     monkeypatch.setattr("sys.argv", words)
     with pytest.raises(SystemExit) as end:
         commands.main()

@@ -24,7 +24,6 @@ from mmkv.demo import answer, page
 from mmkv.demo.conversation import (
     Conversation,
     Models,
-    NoPictureError,
     Settings,
     Turn,
     read_upload,
@@ -74,8 +73,8 @@ def test_two_turns_are_what_generate_gives(loaded, pictures, policy):
     options = {"window": 8} if "window" in mmkv.get_policy(policy).options() else {}
     talk = Conversation(loaded)
     settings = dataclasses.replace(SHORT, policy=policy, budget=0.3, options=options)
-    first = last(talk.ask(QUESTION, pictures[0], settings))
-    second = last(talk.ask(NEXT, pictures[1], settings))
+    first = last(talk.ask(QUESTION, settings, pictures[0]))
+    second = last(talk.ask(NEXT, settings, pictures[1]))
 
     def reference():
         inputs = chat.encode(loaded, QUESTION, pictures[:1])
@@ -109,17 +108,17 @@ def test_both_models_have_run_before_they_are_timed(pictures, monkeypatch):
 
     monkeypatch.setattr(LlavaForConditionalGeneration, "generate", recorded)
     talk = Conversation(Models(["builtin"], chat.load).get("builtin"))
-    last(talk.ask(QUESTION, pictures[0], SHORT))
+    last(talk.ask(QUESTION, SHORT, pictures[0]))
     assert runs[:2] == [(False, True, 2), (True, True, 2)]
     assert sorted(runs[2:]) == [(False, True, 6), (True, True, 6)]
-    last(talk.ask(NEXT, pictures[0], SHORT))
+    last(talk.ask(NEXT, SHORT, pictures[0]))
     assert len(runs) == 6
 
 
 def test_the_tokens_of_a_conversation_are_the_templates(loaded, pictures):
     talk = Conversation(loaded)
-    one = last(talk.ask(QUESTION, pictures[0], dataclasses.replace(SHORT, max_new_tokens=60)))
-    kept = last(talk.ask(NEXT, pictures[0], SHORT)).kept  # the same picture is none of its own
+    one = last(talk.ask(QUESTION, dataclasses.replace(SHORT, max_new_tokens=60), pictures[0]))
+    kept = last(talk.ask(NEXT, SHORT, pictures[0])).kept  # the same picture is none of its own
     said = "".join("<image>" if x.layers is None else x.text for x in kept.words)
     assert said == (
         f"<s>USER: Picture 1:<image> {QUESTION} ASSISTANT: {one.compressed.text}"
@@ -130,16 +129,16 @@ def test_the_tokens_of_a_conversation_are_the_templates(loaded, pictures):
 
 def test_another_policy_reads_the_conversation_again(loaded, pictures):
     talk = Conversation(loaded)
-    last(talk.ask(QUESTION, pictures[0], SHORT))
+    last(talk.ask(QUESTION, SHORT, pictures[0]))
     xkv = dataclasses.replace(SHORT, policy="xkv", budget=0.5, kv_dtype="int8")
-    second = last(talk.ask(NEXT, pictures[1], xkv))
+    second = last(talk.ask(NEXT, xkv, pictures[1]))
     assert second.notes[0] == "It read the whole conversation again."
     assert second.label == "xkv 0.5 in int8"
     prompt = talk._sides[0].prompt
     with mmkv.wrapped(loaded.model, "xkv", 0.5, kv_dtype="int8"):
         text, *_ = generated(loaded, prompt["input_ids"], prompt["pixel_values"])
     assert second.compressed.text == text
-    assert last(talk.ask("And now?", None, xkv)).notes == ()
+    assert last(talk.ask("And now?", xkv)).notes == ()
 
 
 def test_a_cache_that_does_not_fit_is_left(loaded, pictures):
@@ -149,9 +148,9 @@ def test_a_cache_that_does_not_fit_is_left(loaded, pictures):
     processor.chat_template = "{% for m in messages %}" + turn + "{% endfor %}{% endfor %}A:"
     processor.chat_template = processor.chat_template.replace("'<image>') | upper", "'<image>')")
     talk = Conversation(dataclasses.replace(loaded, processor=processor))
-    last(talk.ask(QUESTION, pictures[0], SHORT))
+    last(talk.ask(QUESTION, SHORT, pictures[0]))
     processor.chat_template = processor.chat_template.replace("m['role']", "m['role'] | upper")
-    turn = last(talk.ask(NEXT, None, SHORT))
+    turn = last(talk.ask(NEXT, SHORT))
     assert turn.notes[0] == "It read the whole conversation again."
     prompt = talk._sides[1].prompt
     assert turn.full.text == generated(loaded, prompt["input_ids"], prompt["pixel_values"])[0]
@@ -164,8 +163,8 @@ def test_conversations_that_alternate_keep_to_themselves(loaded, pictures):
     ]
 
     def turns(user: int, talk: Conversation):
-        yield texts(last(talk.ask(QUESTION, pictures[user], users[user])))
-        yield texts(last(talk.ask(NEXT, None, users[user])))
+        yield texts(last(talk.ask(QUESTION, users[user], pictures[user])))
+        yield texts(last(talk.ask(NEXT, users[user])))
 
     alone = [list(turns(i, Conversation(loaded))) for i in range(3)]
     together = [turns(i, Conversation(loaded)) for i in range(3)]
@@ -178,7 +177,7 @@ def test_conversations_that_alternate_keep_to_themselves(loaded, pictures):
 def test_the_answers_stream_with_their_numbers(loaded, pictures):
     talk = Conversation(loaded)
     settings = Settings(max_new_tokens=40, options={"least": 0})
-    turns = list(talk.ask(QUESTION, pictures[0], settings))
+    turns = list(talk.ask(QUESTION, settings, pictures[0]))
     assert turns[0].full.tokens == 0
     assert not any(x.done for x in turns[:-1])
     final = turns[-1]
@@ -199,7 +198,7 @@ def test_the_answers_stream_with_their_numbers(loaded, pictures):
 
 def test_what_is_kept_after_the_prompt(loaded, pictures):
     settings = dataclasses.replace(SHORT, options={"protect": "instruction"})
-    kept = last(Conversation(loaded).ask(QUESTION, pictures[0], settings)).kept
+    kept = last(Conversation(loaded).ask(QUESTION, settings, pictures[0])).kept
     assert kept.layers == list(range(8))
     assert len(kept.sizes) == len(kept.patches) == 8
     assert sum(kept.sizes) == pytest.approx(round(0.2 * 8 * kept.seen), abs=0.5)
@@ -215,7 +214,7 @@ def test_what_is_kept_after_the_prompt(loaded, pictures):
 def test_draws_repeat_with_their_seed_and_are_equal_on_both_sides(loaded, pictures):
     def said(seed: int) -> tuple[str, str]:
         settings = Settings(policy="full", max_new_tokens=12, temperature=1.5, seed=seed)
-        return texts(last(Conversation(loaded).ask(QUESTION, pictures[0], settings)))
+        return texts(last(Conversation(loaded).ask(QUESTION, settings, pictures[0])))
 
     assert said(1) == said(1)
     assert len({said(seed) for seed in range(3)}) > 1
@@ -226,21 +225,21 @@ def test_draws_repeat_with_their_seed_and_are_equal_on_both_sides(loaded, pictur
 def test_stop_keeps_what_was_said_and_the_conversation_goes_on(loaded, pictures):
     talk = Conversation(loaded)
     long = dataclasses.replace(SHORT, max_new_tokens=200, temperature=2.0)
-    for turn in talk.ask(QUESTION, pictures[0], long):
+    for turn in talk.ask(QUESTION, long, pictures[0]):
         if turn.full.tokens:
             talk.stop()
     assert turn.done
     assert turn.notes == ("Stopped before the end.",)
     assert 0 < turn.full.tokens < 200
-    assert last(talk.ask(NEXT, None, SHORT)).notes == ()
+    assert last(talk.ask(NEXT, SHORT)).notes == ()
     assert len(talk.turns) == 2
 
 
 def test_a_page_that_is_left_ends_its_answer_and_frees_what_it_held(loaded, pictures):
     talk = Conversation(loaded)
-    last(talk.ask(QUESTION, pictures[0], SHORT))
+    last(talk.ask(QUESTION, SHORT, pictures[0]))
     caches = [weakref.ref(x.cache) for x in talk._sides]
-    turns = talk.ask(NEXT, None, Settings(max_new_tokens=200))
+    turns = talk.ask(NEXT, Settings(max_new_tokens=200))
     next(turns)
     next(turns)
     turns.close()
@@ -253,40 +252,59 @@ def test_a_page_that_is_left_ends_its_answer_and_frees_what_it_held(loaded, pict
 
 def test_a_budget_too_small_for_the_window_is_a_note(loaded, pictures):
     settings = dataclasses.replace(SHORT, policy="snapkv", budget=0.01)
-    (note,) = last(Conversation(loaded).ask(QUESTION, pictures[0], settings)).notes
+    (note,) = last(Conversation(loaded).ask(QUESTION, settings, pictures[0])).notes
     assert note.startswith("budget 0.01 gives ")
     assert "too few for window 32" in note
 
 
 WRONG = [
     ({}, "  \n", "the question is empty"),
-    ({}, "x" * 4001, "4001 characters"),
     ({"max_new_tokens": 512}, "7 8 9 " * 660, "the model reads 2048: clear the"),
     ({}, "what is <image>?", "stands for a picture"),
     ({"policy": "snap"}, "?", "Did you mean 'snapkv'"),
     ({"options": {"windw": 1}}, "?", "Did you mean 'window'"),
     ({"policy": "streaming", "options": {"window": 4}}, "?", "has no effect"),
     ({"budget": 1.5}, "?", "in \\(0, 1\\]"),
-    ({"max_new_tokens": 0}, "?", "from 1 to 512"),
-    ({"temperature": -1.0}, "?", "from 0 to 2"),
 ]
 
 
 def test_errors_are_one_line_and_change_nothing(loaded, pictures):
     talk, other = Conversation(loaded), Conversation(loaded)
-    first = last(talk.ask(QUESTION, pictures[0], SHORT))
-    last(other.ask(QUESTION, pictures[0], SHORT))
+    first = last(talk.ask(QUESTION, SHORT, pictures[0]))
+    last(other.ask(QUESTION, SHORT, pictures[0]))
     for settings, question, message in WRONG:
         with pytest.raises(ValueError, match=message) as error:
-            list(talk.ask(question, pictures[1], dataclasses.replace(SHORT, **settings)))
+            list(talk.ask(question, dataclasses.replace(SHORT, **settings), pictures[1]))
         assert len(str(error.value).splitlines()) == 1
         assert talk.turns == [first]
-    assert texts(last(talk.ask(NEXT, None, SHORT))) == texts(last(other.ask(NEXT, None, SHORT)))
+    assert texts(last(talk.ask(NEXT, SHORT))) == texts(last(other.ask(NEXT, SHORT)))
 
 
-def test_a_question_before_any_picture_is_refused(loaded):
-    with pytest.raises(NoPictureError, match="no picture yet"):
-        next(Conversation(loaded).ask(QUESTION, None, SHORT))
+@pytest.mark.parametrize(
+    ("question", "settings", "message"),
+    [
+        ("x" * 4001, Settings(), "4001 characters"),
+        ("?", Settings(max_new_tokens=0), "from 1 to 512"),
+        ("?", Settings(max_new_tokens=513), "from 1 to 512"),
+        ("?", Settings(temperature=-1.0), "from 0 to 2"),
+    ],
+)
+def test_the_page_has_limits_of_its_own(question, settings, message):
+    page.check_limits("?" * 4000, Settings(max_new_tokens=512, temperature=2.0))
+    with pytest.raises(ValueError, match=message):
+        page.check_limits(question, settings)
+
+
+def test_a_question_without_a_picture(loaded):
+    assert last(Conversation(loaded).ask(QUESTION, SHORT)).full.text
+
+
+def test_a_picture_that_has_no_place_is_refused(loaded, pictures):
+    processor = copy.deepcopy(loaded.processor)
+    processor.chat_template = None
+    talk = Conversation(dataclasses.replace(loaded, processor=processor))
+    with pytest.raises(ValueError, match="no place for pictures"):
+        next(talk.ask(QUESTION, SHORT, pictures[0]))
 
 
 def text_model(loaded):
@@ -302,9 +320,9 @@ def test_a_model_that_reads_text_alone(loaded, pictures):
     tiny.processor.chat_template = None
     talk = Conversation(tiny)
     settings = dataclasses.replace(SHORT, policy="local", budget=0.5)
-    first = last(talk.ask(QUESTION, pictures[0], settings))
-    turn = last(talk.ask(NEXT, None, settings))
-    assert (first.picture, turn.kept.patches, turn.kept.problem) == (None, [], None)
+    first = last(talk.ask(QUESTION, settings, pictures[0]))
+    turn = last(talk.ask(NEXT, settings))
+    assert (first.pictures, turn.kept.patches, turn.kept.problem) == ((), [], None)
     said = "".join(x.text for x in turn.kept.words)
     assert QUESTION in said
     assert NEXT in said
@@ -325,8 +343,8 @@ def test_a_conversation_begins_once(loaded, pictures, sees, written):
     assert template.startswith("{{- bos_token -}}")
     processor.chat_template = template if written else template.removeprefix("{{- bos_token -}}")
     talk = Conversation(dataclasses.replace(model, processor=processor))
-    last(talk.ask(QUESTION, pictures[0], SHORT))
-    last(talk.ask(NEXT, None, SHORT))
+    last(talk.ask(QUESTION, SHORT, pictures[0]))
+    last(talk.ask(NEXT, SHORT))
     ids = talk._sides[1].prompt["input_ids"][0].tolist()
     assert ids[0] == tokenizer.bos_token_id
     assert ids.count(tokenizer.bos_token_id) == 1
@@ -404,7 +422,7 @@ def test_what_the_editor_sends(tmp_path):
 
 
 def test_text_is_escaped(loaded, pictures):
-    turn = last(Conversation(loaded).ask("<b>bold</b> & more", pictures[0], SHORT))
+    turn = last(Conversation(loaded).ask("<b>bold</b> & more", SHORT, pictures[0]))
     for part in (page.views.conversation([turn]), page.views.words(turn.kept)):
         assert "<b>bold" not in part
         assert "&lt;" in part

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from PIL import Image
 
 import mmkv
 from helpers.models import make_inputs, make_model
@@ -23,6 +22,7 @@ from helpers.serving import listening
 from mmkv import budgets, chat, registry, tables
 from mmkv.builtin import example_pictures, scenes
 from mmkv.cli import commands
+from mmkv.demo.conversation import Conversation, Settings, Turn
 from mmkv.serving import Engine
 
 ROOT = Path(__file__).parents[2]
@@ -485,35 +485,39 @@ class TestServing:
 
 
 class TestFigures:
-    def test_measured_bytes(self):
-        loaded, inputs = self.described()
+    @pytest.fixture(scope="class")
+    def described(self):
+        picture = chat.read_picture(example_pictures()[0])
+
+        def ask(name: str, size: str, kv_dtype: str | None = None) -> Turn:
+            how = {"budget": budgets.parse(size), "kv_dtype": kv_dtype, "max_new_tokens": 1}
+            talk = Conversation(loaded, timed=False)
+            *_, turn = talk.ask("Describe the image.", Settings(policy=name, **how), picture)
+            return turn
+
+        loaded = chat.load()
+        return ask
+
+    def test_measured_bytes(self, described):
         found = re.findall(r"^\| ([\w ]+) \| ([\d.-]+) \| ([\d.]+) KiB \|$", QUALITY, re.MULTILINE)
         assert len(found) > 3
         for name, size, text in found:
-            policy, budget = None, None
-            if name != "not wrapped":
-                policy, budget = mmkv.get_policy(name), budgets.parse(size)
-            answer = chat.ask(loaded, inputs, policy, budget, max_new_tokens=1)
-            assert f"{answer.nbytes / 1024:.1f}" == text, (name, size)
+            if name == "not wrapped":
+                side = described("full", "1.0").full
+            else:
+                side = described(name, size).compressed
+            assert f"{side.nbytes / 1024:.1f}" == text, (name, size)
 
-    def test_measured_bytes_and_errors_in_few_bits(self):
-        loaded, inputs = self.described()
+    def test_measured_bytes_and_errors_in_few_bits(self, described):
         cells = r"^\| (\w+) \| ([\d.]+) \| (float32|int8|int4) \| ([\d.]+) KiB \| (.+?) \|"
         found = re.findall(cells, QUALITY, re.MULTILINE)
         assert len(found) == 9
         for name, size, held, text, errors in found:
-            policy, budget = mmkv.get_policy(name), budgets.parse(size)
-            kv_dtype = None if held == "float32" else held
-            answer = chat.ask(loaded, inputs, policy, budget, kv_dtype=kv_dtype, max_new_tokens=1)
-            assert f"{answer.nbytes / 1024:.1f}" == text, (name, size, held)
-            measured = (answer.report.key_error, answer.report.value_error)
+            turn = described(name, size, None if held == "float32" else held)
+            assert f"{turn.compressed.nbytes / 1024:.1f}" == text, (name, size, held)
+            measured = (turn.report.key_error, turn.report.value_error)
             for error, said in zip(measured, errors.split(", "), strict=False):
                 assert said == ("-" if error is None else f"{100 * error:.2f} %")
-
-    def described(self):
-        loaded = chat.load()
-        with Image.open(example_pictures()[0]) as picture:
-            return loaded, chat.encode(loaded, "Describe the image.", [picture])
 
 
 class TestLinks:
