@@ -6,31 +6,28 @@ and exit code 2.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmkv.eval.arguments import BudgetsOption, PolicyOption, budget_list
+from mmkv.eval.arguments import BudgetsOption, PolicyOption, budget_list, commands
 from mmkv.options import MODELS, DeviceOption, DtypeOption, PluginOption
 from mmkv.terminal import Progress, Table, check_place, console, say, told, wait_asleep, write
 
 if TYPE_CHECKING:
+    from mmkv.chat import Loaded
     from mmkv.eval.speed.rows import Setting
 
 _MODELS = (
     f"{MODELS}; or random weights: llama-120m-random, llama-7b-2-layers-random, llama-8b-random, "
     "llava-1.5-7b-random, llava-1.5-13b-random, mistral-7b-random."
 )
-_CARDS = ("h200", "h100", "a100", "a100-40", "l40s", "a6000", "rtx4090")
 _Model = Annotated[str, typer.Option(help=_MODELS)]
-commands = typer.Typer(
-    name="mmkv", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
-)
 bench = typer.Typer(rich_markup_mode=None)
 commands.add_typer(bench, name="bench")
 
@@ -95,7 +92,7 @@ def bench_command(
         sizes = tuple(budget_list(budgets))
         settings = [Setting("bench", model, prompt, new, batch, texts, sizes, unwrapped=how)]
     if rounds:
-        settings = [dataclasses.replace(x, rounds=rounds) for x in settings]
+        settings = [replace(x, rounds=rounds) for x in settings]
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder, not a file")
     check_place(out.parent)
@@ -114,37 +111,26 @@ def _run(
     settings: list[Setting], device: str, dtype: str, python: Path | None, until: float, out: Path
 ) -> None:
     """Measure setting after setting; the files are written after each."""
-    from mmkv import chat
-    from mmkv.eval.speed import models
-    from mmkv.eval.speed.report import Result, save
     from mmkv.eval.speed.rival import Worker
+    from mmkv.eval.speed.rows import Result, save
     from mmkv.eval.speed.runner import Bench
-    from mmkv.loading.models import find
 
     screen, tell, results = console(), Progress(), list[Result]()
-    model: Any = None
-    name = ""
+    loaded: Loaded | None = None
     with ExitStack() as stack:
-        worker = None if python is None else Worker(python)
-        if worker is not None:
-            stack.callback(worker.close)
+        worker = None if python is None else stack.enter_context(closing(Worker(python)))
         for i, setting in enumerate(settings):
-            if setting.model != name:
-                model = None  # frees the last model before the next one is made
-                name = setting.model
-                tell(f"making {name}")
-                if shape := models.SHAPES.get(name):
-                    model = models.make(shape, device, dtype)
-                    # Its decoder alone: same speed on text, and known to more libraries.
-                    there = {"shape": shape._replace(kind=shape.kind.replace("llava", "llama"))}
-                else:
-                    model, there = chat.load(name, device, dtype).model, {"path": find(name).path}
+            if loaded is None or setting.model != loaded.name:
+                loaded = None  # frees the last model before the next one is made
+                tell(f"making {setting.model}")
+                loaded = _load(setting.model, device, dtype)
                 if worker is not None:
-                    worker.load(device, str(model.dtype).removeprefix("torch."), **there)
-            _warn_beyond(model, setting.prompt + setting.new)
+                    worker.load(loaded.name, loaded.model)
+            _warn_beyond(loaded.model, setting.prompt + setting.new)
             now = time.monotonic()
             end = now + (until - now) / (len(settings) - i)
-            results.append(Bench(setting, model, worker=worker, until=end, tell=tell).run())
+            made = Bench(setting, loaded.model, worker=worker, until=end, tell=tell)
+            results.append(made.run())
             save(out, results)
             tell("")
             write(screen, results[-1].table)
@@ -152,6 +138,17 @@ def _run(
     if all(result.missing for result in results):
         say(f"nothing could be measured: {results[0].missing}")
         raise typer.Exit(1)
+
+
+def _load(name: str, device: str = "auto", dtype: str = "auto") -> Loaded:
+    """A model by its name, or of random weights, without a processor then."""
+    from mmkv import chat
+    from mmkv.eval.speed.models import SHAPES, make
+    from mmkv.loading.models import find_device
+
+    if shape := SHAPES.get(name):
+        return chat.Loaded(name, make(shape, str(find_device(device)), dtype), None, False)
+    return chat.load(name, device, dtype)
 
 
 def _warn_beyond(model: Any, tokens: int) -> None:
@@ -181,16 +178,10 @@ def serve_command(
 ) -> None:
     """Time an engine under load beside one by one, at equal cache memory."""
     wait_asleep()
-    from mmkv import chat
     from mmkv.eval.speed import models, serve
-    from mmkv.loading.models import find_device
 
-    if model in models.SHAPES:
-        made = models.make(models.SHAPES[model], str(find_device("auto")))
-        loaded, pictures = chat.Loaded(model, made, None, False), 0
-    else:
-        loaded = chat.load(model)
-    net = loaded.model
+    loaded = _load(model)
+    net, pictures = loaded.model, 0 if loaded.processor is None else pictures
     net.generation_config.eos_token_id = None  # every reply is as long as asked for
     net.generation_config.do_sample = False
     asked = serve.make_requests(loaded, requests, tokens, pictures, documents)

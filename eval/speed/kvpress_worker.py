@@ -1,8 +1,10 @@
-"""kvpress's replies, in an environment of its own: `PYTHON kvpress_worker.py`.
+"""kvpress's replies, in an environment of its own: `PYTHON kvpress_worker.py CACHE_NAME.PY`.
 
 kvpress needs an older transformers, so it cannot be imported beside mmkv, and mmkv is not installed
-where it is. `mmkv.eval.speed.rival` sends one JSON object a line, {"do": a method of `Replies`} and
-its arguments, and reads its answer or {"error": "..."}. The end of the input ends it.
+where it is: what is needed of mmkv is loaded from its files, `models.py` beside this one and
+`mmkv/cache_name.py`. `mmkv.eval.speed.rival` sends one JSON object a line, {"do": a method of
+`Replies`} and its arguments, and reads its answer or {"error": "..."}; the end of the input ends
+it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import sys
 from contextlib import ExitStack, suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +25,11 @@ def main() -> None:
     """Answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print goes to the error output
-    # The script's folder must not hide packages of the same names: this is `speed`.
+    # The script's folder must not hide packages of the same names.
     here = Path(__file__).resolve().parent
     sys.path = [p for p in sys.path if Path(p or ".").resolve() != here]
-    sys.path.insert(0, str(here.parent))
-    replies = Replies(import_module("speed.models"))
-    del sys.path[0]
+    _load("mmkv.cache_name", sys.argv[1])
+    replies = Replies(_load("models", here / "models.py"))
     for line in sys.stdin:
         try:
             asked = json.loads(line)
@@ -36,6 +38,14 @@ def main() -> None:
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+
+
+def _load(name: str, path: Path | str) -> Any:
+    """A module from its file, which others can import by its name from then on."""
+    spec: Any = spec_from_file_location(name, path)
+    sys.modules[name] = module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Replies:

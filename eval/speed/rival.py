@@ -12,6 +12,9 @@ from typing import Any, cast
 
 import torch
 
+from mmkv import cache_name
+from mmkv.eval.speed.models import SHAPES
+from mmkv.loading.models import find
 from mmkv.policy import Policy
 
 
@@ -55,41 +58,43 @@ class Worker:
 
     def __init__(self, python: Path) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the worker
-        # Its own packages: nothing of this environment's.
+        # Its own packages: nothing of this environment's but the two files that it is given.
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONHOME"}
-        command, pipe = [python, Path(__file__).with_name("kvpress_worker.py")], subprocess.PIPE
+        files = [Path(__file__).with_name("kvpress_worker.py"), cache_name.__file__]
+        how: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
         try:
-            self._process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True, env=environment
+            self._process: Any = subprocess.Popen(
+                [python, *files], text=True, env=environment, **how
             )
         except OSError as error:
             raise ValueError(f"--kvpress-python {python}: {error.strerror}") from None
-        self._pipe: Any = self._process.stdin
-        self._answers: Any = self._process.stdout
         self.versions: dict[str, str | None] = {}
 
-    def load(self, device: str, dtype: str, **model: Any) -> None:
-        """Make the model there: `shape` or `path`.
+    def load(self, name: str, model: Any) -> None:
+        """Make the same model there, of random weights its decoder alone: it is as fast on text,
+        and known to more libraries.
 
         Raises:
             ValueError: it cannot be made there.
         """
-        how = {"device": device, "dtype": dtype, "threads": torch.get_num_threads()}
+        how: Any = {"device": str(model.device), "threads": torch.get_num_threads()}
+        how["dtype"] = str(model.dtype).removeprefix("torch.")
+        if shape := SHAPES.get(name):
+            how["shape"] = shape._replace(kind=shape.kind.replace("llava", "llama"))
+        else:
+            how["path"] = find(name).path
         try:
-            self.versions = self.ask("load", **how, **model)
+            self.versions = self.ask("load", **how)
         except WorkerError as error:
             raise ValueError(f"--kvpress-python: {error}") from None
 
     def close(self) -> None:
-        """End the process."""
-        with suppress(OSError):
-            self._pipe.close()
+        """End the process, by the end of its input."""
         try:
-            self._process.wait(timeout=20)
+            self._process.communicate(timeout=20)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
-        self._answers.close()
+            self._process.communicate()
         self._errors.close()
 
     def ask(self, do: str, **asked: Any) -> dict[str, Any]:
@@ -100,15 +105,14 @@ class Worker:
         """
         line = ""
         with suppress(OSError):
-            self._pipe.write(json.dumps({"do": do, **asked}) + "\n")
-            self._pipe.flush()
-            line = self._answers.readline()
+            self._process.stdin.write(json.dumps({"do": do, **asked}) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
             self._errors.seek(0)
-            said = self._errors.read().split("\n")
-            last = next((x.strip() for x in reversed(said) if x.strip()), f"exit code {code}")
-            raise WorkerError(f"kvpress's process ended ({last})")
+            said = [x.strip() for x in self._errors if x.strip()] or [f"exit code {code}"]
+            raise WorkerError(f"kvpress's process ended ({said[-1]})")
         try:
             answer = json.loads(line)
         except ValueError:

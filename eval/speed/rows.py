@@ -1,20 +1,35 @@
-"""What takes turns: the unwrapped model, policies at budgets, their nearest presses; presets."""
+"""What takes turns: the unwrapped model, policies at budgets, their nearest presses; the figures.
+
+`make_rows` lists a setting's rows, `mmkv.eval.speed.runner` times them, and `Result` makes medians,
+paired ratios and tables of these times.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from mmkv.budgets import named
 from mmkv.eval.speed.rival import nearest_press, press_label
 from mmkv.eval.variants import parse_variants
 from mmkv.registry import get_policy
+from mmkv.terminal import Table
 
 # The row that ratios compare with, and the same once more: a bench must not tell them apart.
 UNWRAPPED, AGAIN = "unwrapped sdpa", "unwrapped sdpa again"
 # The attention of what the unwrapped model is measured with, see `Setting.unwrapped`.
 ATTENTION = {"eager": "eager", "static": "sdpa", "flash": "flash_attention_2"}
+
+
+# Columns of ratios to the unwrapped row, in the order of `Result.summary`.
+_RATIOS = ("x prefill", "x tokens/s", "x cache", "x peak")
 
 
 @dataclass(frozen=True)
@@ -59,11 +74,14 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
     Raises:
         ValueError: an unknown policy or option, or a value out of range.
     """
-    rows, presses = [Row(UNWRAPPED, "unwrapped", "sdpa"), Row(AGAIN, "again", "sdpa")], list[Row]()
+    rows = [Row(UNWRAPPED, "unwrapped", "sdpa"), Row(AGAIN, "again", "sdpa")]
     for name in setting.unwrapped:
         if name not in ATTENTION:
             raise ValueError(f"unwrapped {name!r}: expected {', '.join(ATTENTION)}")
         rows.append(Row(f"unwrapped {name}", "unwrapped", name))
+    if len(setting.policies) > len(set(setting.policies)):
+        raise ValueError(f"--policies {','.join(setting.policies)} names a policy twice")
+    presses: dict[str, Row] = {}
     for text in dict.fromkeys(("full", *setting.policies)):
         replayed = text.replace(":graph=false", "")
         (variant,) = parse_variants([replayed])
@@ -76,12 +94,11 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
             label = text if budget is None else f"{text} {named(budget)}"
             rows.append(Row(label, "policy", policy.name, budget, options))
             press = nearest_press(policy, budget, setting.prompt) if kvpress and budget else None
-            if press is not None and budget is not None:
-                title = f"kvpress {press_label(press)} {named(budget)}"
-                presses.append(Row(title, "kvpress", press_label(press), budget, press=press))
-    if len(setting.policies) > len(set(setting.policies)):
-        raise ValueError(f"--policies {','.join(setting.policies)} names a policy twice")
-    return [*rows, *{press.label: press for press in presses}.values()]
+            if press is not None:
+                name = press_label(press)
+                label = f"kvpress {name} {named(budget)}"
+                presses[label] = Row(label, "kvpress", name, budget, press=press)
+    return [*rows, *presses.values()]
 
 
 _CI = ("full", "condense", "snapkv", "adakv", "prefixkv", "h2o", "xkv", "squeeze:base=local")
@@ -104,3 +121,127 @@ PRESETS: dict[str, tuple[Setting, ...]] = {
         for n in (1, 32, 64, 128, 224)
     ),
 }
+
+
+def ratio(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
+    """How many times the base, pair by pair, which cancels a machine's drift.
+
+    The median, and the exact interval between two of the n ratios that holds the true one with at
+    least 95 %, whatever their distribution; fewer than six have none.
+    """
+    found = sorted(a / b for a, b in zip(values, base, strict=True))
+    n = len(found)
+    below = itertools.accumulate(math.comb(n, i) for i in range(n + 1))
+    k = next(i for i, count in enumerate(below) if 40 * count >= 2**n)
+    low, high = (found[k - 1], found[n - k]) if k else (None, None)
+    return {"median": median(found), "low": low, "high": high, "n": n}
+
+
+def break_even(cost: float, gain: float) -> int | None:
+    """Decode steps that win back a prefill's seconds more by seconds less each; None: never."""
+    if cost <= 0 <= gain:
+        return 0
+    return math.ceil(cost / gain) if gain > 0 else None
+
+
+@dataclass
+class Result:
+    """One setting's rows; about the model and the machine; and what could not be done."""
+
+    setting: Setting
+    rows: list[Row]
+    about: dict[str, Any]
+    notes: list[str]
+
+    def summary(self, row: Row) -> dict[str, Any]:
+        """A row's medians, and its ratios to the unwrapped row; {} if it was not measured."""
+        if not row.step_s:
+            return {}
+        prefill, step = median(row.prefill_s), median(row.step_s)
+        found: dict[str, Any] = {"prefill_ms": 1e3 * prefill, "step_ms": 1e3 * step}
+        found["tokens_per_s"] = self.setting.batch / step
+        base = next((r for r in self.rows if r.kind == "unwrapped" and r.step_s), row)
+        if base is row:
+            return found
+        ratios: dict[str, Any] = {"prefill": ratio(row.prefill_s, base.prefill_s)}
+        ratios["tokens_per_s"] = ratio(base.step_s, row.step_s)
+        for name in ("cache_bytes", "peak_bytes"):
+            whole = getattr(base, name)
+            ratios[name] = None if whole is None else getattr(row, name) / whole
+        found["to_unwrapped"] = ratios
+        # By ratios as well: a machine that drifts moves each row's median by itself.
+        cost = median(base.prefill_s) * (ratios["prefill"]["median"] - 1)
+        gain = median(base.step_s) * (1 - 1 / ratios["tokens_per_s"]["median"])
+        found["pays_from_steps"] = break_even(cost, gain)
+        return found
+
+    @property
+    def missing(self) -> str:
+        """Why no policy that evicts, where there is one, has numbers; "" if one has."""
+        asked = [r for r in self.rows if r.kind == "policy"]
+        asked = [r for r in asked if r.policy != "full"] or asked
+        return "" if any(r.step_s for r in asked) else f"{asked[0].label}: {asked[0].note}"
+
+    @property
+    def table(self) -> Table:
+        """The rows' figures, and what a reader must know of them."""
+        cells = {row.label: self._cells(row) for row in self.rows}
+        columns = list(dict.fromkeys(name for found in cells.values() for name in found))
+        rows = [(label, [x.get(name, "") for name in columns]) for label, x in cells.items()]
+        x = self.setting
+        title = f"{x.name}: {x.model}, {x.batch} x ({x.prompt:,} + {x.new:,}) tokens"
+        return Table("", columns, rows, title, self._notes())
+
+    def _notes(self) -> list[str]:
+        """What a reader of the table must know."""
+        rounds = max(len(row.prefill_s) for row in self.rows)
+        steps = max(len(row.step_s) for row in self.rows)
+        texts = [
+            f"{self.about['device']}, {self.about['dtype']}",
+            f"each row {rounds} times its prompt and {steps} decode steps, in random order",
+            "medians; ratios to the unwrapped model, pair by pair, with 95 % intervals from six "
+            "pairs on: a machine that drifts moves medians, ratios less",
+            "full is wrapped and evicts nothing: what it gains or loses is not compression's",
+            "pays from: decoded tokens after which the whole run is faster",
+            *self.notes,
+        ]
+        return ["; ".join(texts), *(f"{row.label}: {row.note}" for row in self.rows if row.note)]
+
+    def _cells(self, row: Row) -> dict[str, str]:
+        """By column, in the order of columns."""
+        found = self.summary(row)
+        if not found:
+            return {"prefill ms": "see below"}
+        sizes = {"cache MB": row.cache_bytes, "peak MB": row.peak_bytes}
+        cells = {
+            "prefill ms": f"{found['prefill_ms']:,.0f}",
+            "ms/token": f"{found['step_ms']:.2f}",
+            "tokens/s": f"{found['tokens_per_s']:.1f}",
+            **{name: f"{size / 1e6:,.1f}" for name, size in sizes.items() if size is not None},
+        }
+        if "to_unwrapped" not in found:
+            return cells
+        for column, value in zip(_RATIOS, found["to_unwrapped"].values(), strict=True):
+            if isinstance(value, dict):
+                low, high = value["low"], value["high"]
+                between = "" if low is None else f" ({low:.3g}-{high:.3g})"
+                cells[column] = f"{value['median']:.3g}{between}"
+            elif value is not None:
+                cells[column] = f"{value:.2f}"
+        pays = found["pays_from_steps"]
+        return cells | {"pays from": "never" if pays is None else str(pays)}
+
+
+def save(path: Path, results: Sequence[Result]) -> None:
+    """Write results as JSON, and their tables beside it as Markdown."""
+    settings = [
+        asdict(x.setting)
+        | {"about": x.about, "notes": x.notes}
+        | {"rows": [asdict(row) | {"summary": x.summary(row)} for row in x.rows]}
+        for x in results
+    ]
+    data = {"format": "mmkv-bench", "version": 3, "settings": settings}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    tables = "\n".join(result.table.markdown for result in results)
+    path.with_suffix(".md").write_text(tables, encoding="utf-8")

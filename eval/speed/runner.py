@@ -6,7 +6,10 @@ import gc
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 import psutil
@@ -18,9 +21,8 @@ import mmkv
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.eval.speed import models
-from mmkv.eval.speed.report import Result, about
 from mmkv.eval.speed.rival import RemoteReply, Worker, WorkerError
-from mmkv.eval.speed.rows import ATTENTION, Row, Setting, make_rows
+from mmkv.eval.speed.rows import ATTENTION, Result, Row, Setting, make_rows
 from mmkv.wrapping import comparing
 
 T = TypeVar("T")
@@ -69,8 +71,8 @@ class Bench:
             done, last = 0, 0.0
             while done < setting.rounds and (not done or time.monotonic() + last < self.until):
                 self.tell(f"{setting.name}: round {done + 1}")
-                start, rows = time.monotonic(), [row for row in self.rows if not row.note]
-                rows = self._shuffled(rows)
+                start = time.monotonic()
+                rows = self._shuffled([row for row in self.rows if not row.note])
                 for group in [[row] for row in rows] if apart else [rows]:
                     self._take_turns(group)
                 done, last = done + 1, time.monotonic() - start
@@ -78,13 +80,20 @@ class Bench:
                 notes.append(f"{done} rounds instead of {setting.rounds}: no time")
         finally:
             gc.unfreeze()
-        kvpress = None if self.worker is None else self.worker.versions
-        return Result(setting, self.rows, about(self.model) | {"kvpress": kvpress}, notes)
+        about = {
+            "device": models.device_in_words(self.model.device),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": {name: version(name) for name in ("mmkv", "torch", "transformers")},
+            "kvpress": None if self.worker is None else self.worker.versions,
+        }
+        return Result(setting, self.rows, about, notes)
 
     def _warm_up(self, row: Row) -> None:
         """Read a row's prompt once, and note what it takes."""
-        reply = self._guarded(row, self._make, row)
-        if reply is not None:
+        with _noting(row):
+            reply = self._make(row)
             row.warm_s, row.peak_bytes = reply.start["warm_s"], reply.start["peak_bytes"]
             row.prefill_cache_bytes = reply.start["prefill_cache_bytes"]
             reply.close()
@@ -93,17 +102,16 @@ class Bench:
         """Prompts of rows in random order, then their steps: each is one pair with the others'."""
         replies: list[tuple[Row, AnyReply]] = []
         for row in rows:
-            reply = self._guarded(row, self._make, row)
-            if reply is not None:
+            with _noting(row):
+                reply = self._make(row)
                 row.prefill_s.append(reply.start["prefill_s"])
                 replies.append((row, reply))
         for i in range(self.setting.new - 1):
             if i and time.monotonic() > self.until:
                 break
-            for row, reply in self._shuffled(replies):
-                seconds = None if row.note else self._guarded(row, reply.steps, 1)
-                if seconds is not None:
-                    row.step_s.append(seconds)
+            for row, reply in self._shuffled([x for x in replies if not x[0].note]):
+                with _noting(row):
+                    row.step_s.append(reply.steps(1))
                     row.cache_bytes = reply.nbytes
         for _, reply in replies:
             reply.close()
@@ -132,23 +140,24 @@ class Bench:
         ids = models.make_prompt(self.model, setting.batch, setting.prompt)
         return models.Reply(model, ids, self.warm, cache)
 
-    def _guarded(self, row: Row, work: Callable[..., T], *given: Any) -> T | None:
-        """What `work` gives; None, and a note on its row, where it cannot be done."""
-        try:
-            return work(*given)
-        except (RuntimeError, ValueError) as error:
-            text = f"{type(error).__name__}: {error}"
-            if "OutOfMemory" in text or "not enough memory" in text:
-                row.note = "out of memory"
-            elif isinstance(error, ValueError | WorkerError):
-                row.note = " ".join(str(error).split())
-            else:
-                raise
-        row.prefill_s, row.step_s = [], []
-        return None
-
     def _free(self) -> int:
         if self.gpu:
             torch.cuda.empty_cache()
             return torch.cuda.mem_get_info(self.model.device)[0]
         return psutil.virtual_memory().available
+
+
+@contextmanager
+def _noting(row: Row) -> Generator[None]:
+    """What cannot be done becomes the note on a row, which then has no times."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        text = f"{type(error).__name__}: {error}"
+        if "OutOfMemory" in text or "not enough memory" in text:
+            row.note = "out of memory"
+        elif isinstance(error, ValueError | WorkerError):
+            row.note = " ".join(str(error).split())
+        else:
+            raise
+        row.prefill_s, row.step_s = [], []

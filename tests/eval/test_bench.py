@@ -5,6 +5,7 @@ import math
 import stat
 import sys
 import textwrap
+from contextlib import closing
 from importlib.metadata import version
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import mmkv
 from helpers.marks import slow_except
 from mmkv.cli import commands
-from mmkv.eval.speed import models, report, rival, rows, runner
+from mmkv.eval.speed import models, rival, rows, runner
 
 TOY = models.Shape("llama", (64, 96, 3, 4, 4, 256, 8192))
 
@@ -43,7 +44,7 @@ def row(label="a", kind="policy", **values):
 
 
 def result(*found, batch=2):
-    return report.Result(rows.Setting("x", "m", 100, 11, batch, ()), list(found), {}, [])
+    return rows.Result(rows.Setting("x", "m", 100, 11, batch, ()), list(found), {}, [])
 
 
 class TestNumbers:
@@ -52,26 +53,26 @@ class TestNumbers:
         draw = np.random.default_rng(5)
         inside = 0
         for _ in range(400):
-            found = report.ratio(1.1 * np.exp(draw.normal(0, 0.1, n)), [1.0] * n)
+            found = rows.ratio(1.1 * np.exp(draw.normal(0, 0.1, n)), [1.0] * n)
             inside += found["low"] <= 1.1 <= found["high"]
             assert found["low"] <= found["median"] <= found["high"]
         assert 0.93 < inside / 400 < 0.995
 
     def test_ratios_are_taken_pair_by_pair(self):
         # The machine slowed down by ten in one pair, and one pair is wild.
-        found = report.ratio([2.0, 4.0, 60.0, 900.0, 2.0, 2.0, 2.0, 2.0, 2.0], [1, 2, 30, *[1] * 6])
+        found = rows.ratio([2.0, 4.0, 60.0, 900.0, 2.0, 2.0, 2.0, 2.0, 2.0], [1, 2, 30, *[1] * 6])
         assert (found["median"], found["low"], found["high"], found["n"]) == (2, 2, 2, 9)
         with pytest.raises(ValueError, match="zip"):
-            report.ratio([2, 4], [1, 2, 3])
+            rows.ratio([2, 4], [1, 2, 3])
         found = {"median": 3, "low": None, "high": None, "n": 5}
-        assert report.ratio([1, 2, 3, 4, 5], [1] * 5) == found
+        assert rows.ratio([1, 2, 3, 4, 5], [1] * 5) == found
 
     @pytest.mark.parametrize(
         ("cost", "gain", "steps"),
         [(2, 0.5, 4), (0.1, 0.5, 1), (-1, 0, 0), (2, 0, None), (2, -1, None), (-1, -1, None)],
     )
     def test_break_even(self, cost, gain, steps):
-        assert report.break_even(cost, gain) == steps
+        assert rows.break_even(cost, gain) == steps
 
     def test_a_row_compares_with_the_unwrapped_one(self):
         base = row("u", "unwrapped", prefill_s=[10.0, 10.0], step_s=[0.5, 0.5], cache_bytes=1000)
@@ -319,7 +320,7 @@ class TestModels:
 def test_the_files_hold_raw_times_and_summaries(model, tmp_path):
     found = bench(model, policies=("snapkv:window=8",), rounds=1).run()
     path = tmp_path / "deep" / "bench.json"
-    report.save(path, [found])
+    rows.save(path, [found])
     data = json.loads(path.read_text())["settings"][0]
     assert data["rows"][3]["summary"]["to_unwrapped"]["cache_bytes"] < 0.3
     assert data["rows"][3]["options"]["window"] == 8
@@ -436,14 +437,14 @@ class TestKvpress:
                     yield
             """)
         )
+        # mmkv is not installed where kvpress is.
+        (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['mmkv'] = None\n")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        worker = rival.Worker(sys.executable)
-        try:
-            worker.load("cpu", "float32", shape=TOY)
+        monkeypatch.setitem(models.SHAPES, "toy", TOY)
+        with closing(rival.Worker(sys.executable)) as worker:
+            worker.load("toy", model)
             assert worker.versions["torch"] == version("torch")
             found = bench(model, worker=worker, policies=("snapkv", "adakv")).run()
-        finally:
-            worker.close()
         by_label = {r.label: r for r in found.rows}
         measured = by_label["kvpress SnapKVPress 0.2"]
         assert (len(measured.prefill_s), len(measured.step_s)) == (2, 6)
@@ -458,11 +459,12 @@ class TestKvpress:
             ("""sys.stdin.readline(); print('{"error": "no such model"}')""", "no such model"),
         ],
     )
-    def test_what_goes_wrong_there_is_said(self, tmp_path, body, why):
+    def test_what_goes_wrong_there_is_said(self, model, tmp_path, body, why):
         path = tmp_path / "python"
         path.write_text(f"#!{sys.executable}\nimport sys\n{body}")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
-        worker = rival.Worker(path)
-        with pytest.raises(ValueError, match=f"--kvpress-python: .*{why}"):
-            worker.load("cpu", "float32", path="p")
-        worker.close()
+        with (
+            closing(rival.Worker(path)) as worker,
+            pytest.raises(ValueError, match=f"--kvpress-python: .*{why}"),
+        ):
+            worker.load("builtin", model)
