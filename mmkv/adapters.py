@@ -132,62 +132,47 @@ DECODERS: dict[str, Decoder] = {
 }
 
 
-@dataclass(frozen=True)
-class Model:
-    """Facts about one class of models.
-
-    Attributes:
-        decoders: the kinds of decoder it may hold.
-        images: config attributes that hold the ids of its image and video tokens.
-        both_ways: whether all tokens of a prompt see each other, so that no cut may part them.
-    """
-
-    decoders: tuple[str, ...]
-    images: tuple[str, ...] = ()
-    both_ways: bool = False
-
-
-_IMAGE = ("image_token_id",)
-_IMAGE_AND_VIDEO = ("image_token_id", "video_token_id")
-
-# By class name; a subclass counts as its base.
-MODELS: dict[str, Model] = {
-    "FalconForCausalLM": Model(("falcon",)),
-    "Gemma2ForCausalLM": Model(("gemma2",)),
-    "Gemma3ForCausalLM": Model(("gemma3_text",)),
-    "Gemma3ForConditionalGeneration": Model(("gemma3_text",), _IMAGE),
-    "Gemma4ForCausalLM": Model(("gemma4_text",)),
-    "Gemma4ForConditionalGeneration": Model(("gemma4_text",), _IMAGE_AND_VIDEO),
-    "GemmaForCausalLM": Model(("gemma",)),
-    "Glm4vForConditionalGeneration": Model(("glm4v_text",), _IMAGE_AND_VIDEO),
-    "Glm4vMoeForConditionalGeneration": Model(("glm4v_moe_text",), _IMAGE_AND_VIDEO),
-    "GPTNeoXForCausalLM": Model(("gpt_neox",)),
-    "Idefics3ForConditionalGeneration": Model(("llama",), _IMAGE),
-    "InternVLForConditionalGeneration": Model(("qwen2", "qwen3", "llama"), _IMAGE),
-    "Llama4ForCausalLM": Model(("llama4_text",)),
-    "Llama4ForConditionalGeneration": Model(("llama4_text",), _IMAGE),
-    "LlamaForCausalLM": Model(("llama",)),
-    "LlavaForConditionalGeneration": Model(("llama", "mistral", "qwen2"), _IMAGE),
-    "LlavaNextForConditionalGeneration": Model(("llama", "mistral", "qwen2"), _IMAGE),
-    "LlavaOnevisionForConditionalGeneration": Model(("qwen2",), _IMAGE_AND_VIDEO),
-    "MistralForCausalLM": Model(("mistral",)),
-    "Mistral3ForConditionalGeneration": Model(("ministral3", "mistral"), _IMAGE),
-    "MixtralForCausalLM": Model(("mixtral",)),
-    "OPTForCausalLM": Model(("opt",)),
-    "PaliGemmaForConditionalGeneration": Model(("gemma", "gemma2"), _IMAGE, both_ways=True),
-    "Phi3ForCausalLM": Model(("phi3",)),
-    "Qwen2_5_VLForConditionalGeneration": Model(("qwen2_5_vl_text",), _IMAGE_AND_VIDEO),
-    "Qwen2ForCausalLM": Model(("qwen2",)),
-    "Qwen2VLForConditionalGeneration": Model(("qwen2_vl_text",), _IMAGE_AND_VIDEO),
-    "Qwen3_5ForCausalLM": Model(("qwen3_5_text",)),
-    "Qwen3_5ForConditionalGeneration": Model(("qwen3_5_text",), _IMAGE_AND_VIDEO),
-    "Qwen3_5MoeForCausalLM": Model(("qwen3_5_moe_text",)),
-    "Qwen3_5MoeForConditionalGeneration": Model(("qwen3_5_moe_text",), _IMAGE_AND_VIDEO),
-    "Qwen3ForCausalLM": Model(("qwen3",)),
-    "Qwen3VLForConditionalGeneration": Model(("qwen3_vl_text",), _IMAGE_AND_VIDEO),
-    "Qwen3VLMoeForConditionalGeneration": Model(("qwen3_vl_moe_text",), _IMAGE_AND_VIDEO),
-    "SmolVLMForConditionalGeneration": Model(("llama",), _IMAGE),
+# Kinds of decoders that a model may hold, by its class's name; a subclass counts as its base.
+MODELS: dict[str, tuple[str, ...]] = {
+    "FalconForCausalLM": ("falcon",),
+    "Gemma2ForCausalLM": ("gemma2",),
+    "Gemma3ForCausalLM": ("gemma3_text",),
+    "Gemma3ForConditionalGeneration": ("gemma3_text",),
+    "Gemma4ForCausalLM": ("gemma4_text",),
+    "Gemma4ForConditionalGeneration": ("gemma4_text",),
+    "GemmaForCausalLM": ("gemma",),
+    "Glm4vForConditionalGeneration": ("glm4v_text",),
+    "Glm4vMoeForConditionalGeneration": ("glm4v_moe_text",),
+    "GPTNeoXForCausalLM": ("gpt_neox",),
+    "Idefics3ForConditionalGeneration": ("llama",),
+    "InternVLForConditionalGeneration": ("qwen2", "qwen3", "llama"),
+    "Llama4ForCausalLM": ("llama4_text",),
+    "Llama4ForConditionalGeneration": ("llama4_text",),
+    "LlamaForCausalLM": ("llama",),
+    "LlavaForConditionalGeneration": ("llama", "mistral", "qwen2"),
+    "LlavaNextForConditionalGeneration": ("llama", "mistral", "qwen2"),
+    "LlavaOnevisionForConditionalGeneration": ("qwen2",),
+    "MistralForCausalLM": ("mistral",),
+    "Mistral3ForConditionalGeneration": ("ministral3", "mistral"),
+    "MixtralForCausalLM": ("mixtral",),
+    "OPTForCausalLM": ("opt",),
+    "PaliGemmaForConditionalGeneration": ("gemma", "gemma2"),
+    "Phi3ForCausalLM": ("phi3",),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text",),
+    "Qwen2ForCausalLM": ("qwen2",),
+    "Qwen2VLForConditionalGeneration": ("qwen2_vl_text",),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text",),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5_text",),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text",),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe_text",),
+    "Qwen3ForCausalLM": ("qwen3",),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl_text",),
+    "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe_text",),
+    "SmolVLMForConditionalGeneration": ("llama",),
 }
+
+# Of this one, all tokens of a prompt see each other, so that no cut may part them.
+_BOTH_WAYS = "PaliGemmaForConditionalGeneration"
 
 # Known classes that cannot be wrapped, and why.
 REFUSED: dict[str, str] = {
@@ -344,10 +329,10 @@ def find(model: nn.Module) -> Adapter:
     if type(decoder).__name__ in MODELS:  # Llama 4 finds a whole language model
         decoder = decoder.model
     kind = decoder.config.model_type
-    if kind not in known.decoders:
+    if kind not in known:
         raise ValueError(
             f"mmkv cannot wrap a {name} whose decoder is a {type(decoder).__name__} ({kind!r}); "
-            f"decoders: {', '.join(known.decoders)}"
+            f"decoders: {', '.join(known)}"
         )
     facts = DECODERS[kind]
     for setting, allowed, why in facts.refused:
@@ -356,7 +341,7 @@ def find(model: nn.Module) -> Adapter:
             raise ValueError(f"mmkv cannot wrap a {name} with {setting}={value!r}: {why}")
     layers = tuple(attrgetter(facts.layers)(decoder))
     attentions = tuple(getattr(layer, facts.attention, None) for layer in layers)
-    ids = tuple(getattr(model.config, token) for token in known.images)
+    ids = (getattr(model.config, f"{x}_token_id", None) for x in ("image", "video"))
     return Adapter(
         decoder=decoder,
         config=decoder.config,
@@ -364,7 +349,7 @@ def find(model: nn.Module) -> Adapter:
         attentions=attentions,
         image_token_ids=tuple(token for token in ids if token is not None),
         facts=facts,
-        both_ways=known.both_ways,
+        both_ways=_BOTH_WAYS in names,
         ranks=_ranks((model, decoder, *layers), attentions),
     )
 
@@ -389,8 +374,8 @@ def _ranks(around: Sequence[Any], attentions: Sequence[Any]) -> int:
 def table() -> list[dict[str, str]]:
     """Every known class: "class", "status" ("supported" or "refused") and "compressed"."""
     rows = []
-    for name, model in MODELS.items():
-        others = {DECODERS[kind].others for kind in model.decoders}
+    for name, kinds in MODELS.items():
+        others = {DECODERS[kind].others for kind in kinds}
         what = "every layer"
         if None not in others:
             what = f"layers with full attention; {others.pop()} layers are left alone"

@@ -32,7 +32,7 @@ def test_every_class_is_tried():
     assert sorted({name.partition(":")[0] for name in NAMES}) == sorted(SUPPORTED)
     assert set(mmkv.adapters.MODELS) == set(SUPPORTED)
     tried = {(name.partition(":")[0], decoder_of(name)) for name in NAMES}
-    assert tried == {(n, d) for n, m in mmkv.adapters.MODELS.items() for d in m.decoders}
+    assert tried == {(n, d) for n, kinds in mmkv.adapters.MODELS.items() for d in kinds}
     assert {kind for _, kind in tried} == set(mmkv.adapters.DECODERS)
 
 
