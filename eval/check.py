@@ -60,11 +60,11 @@ def check_command(
     from mmkv import chat
     from mmkv.registry import get_policy
 
-    from . import prompt_files
+    from .prompts import encode_prompts, read_prompts
 
     chosen = get_policy(policy, **chat.parse_options(policy, option or []))
     sizes = budget_list(budgets)
-    own = None if prompts is None else prompt_files.read(prompts)
+    own = None if prompts is None else read_prompts(prompts)
     # Where rows are kept: beside a report's file.
     named = out is not None and out.suffix == ".json"
     folder = FOLDER if out is None else out.with_suffix("") if named else out
@@ -83,7 +83,7 @@ def check_command(
     try:
         with quiet():
             # The built-in model knows no English.
-            inputs = prompt_files.inputs(loaded, own, limit, drawn=model == "builtin")
+            inputs = encode_prompts(loaded, own, limit, drawn=model == "builtin")
             check_prompts(net, inputs, max_new_tokens)
             settings, notes = settings_of(net, chosen, sizes, **how)
             about = {

@@ -39,9 +39,6 @@ __all__ = ["check", "commands"]
 
 POLICIES = "full,local,streaming,h2o,elastic,snapkv,pyramidkv,adakv,squeeze,xkv,prefixkv"
 PLOTS = ("layers", "lorenz", "retention", "heads")
-_SUITES = (
-    "description, mmvet, longbench, needle, ruler, continuation, documents, cnn_dailymail, xsum"
-)
 
 
 @commands.command("eval")
@@ -259,7 +256,7 @@ def calibrate_command(
     """
     from mmkv.budgets import parse
 
-    from . import prompt_files
+    from .prompts import encode_prompts, encode_samples, read_prompts
     from .suites.registry import BUILTIN, default_data
     from .variants import parse_options, parse_variants
 
@@ -272,7 +269,7 @@ def calibrate_command(
     data = data or default_data(suite, model)
     if prompts is not None and named:
         raise ValueError(f"--prompts {prompts} takes the place of a suite and its options")
-    own = None if prompts is None else prompt_files.read(prompts)
+    own = None if prompts is None else read_prompts(prompts)
     (variant,) = parse_variants([policy], chosen, builtin=own is None and data == BUILTIN)
     samples: list[Any] = []
     if named:
@@ -286,9 +283,9 @@ def calibrate_command(
     loaded = chat.load(model, device, dtype, device_map)
     _check_readable(loaded, samples)
     if named:
-        inputs = prompt_files.of_samples(loaded, samples)
+        inputs = encode_samples(loaded, samples)
     else:
-        inputs = prompt_files.inputs(loaded, own, limit, drawn=loaded.reads_pictures)
+        inputs = encode_prompts(loaded, own, limit, drawn=loaded.reads_pictures)
         if not loaded.reads_pictures:
             (variant,) = parse_variants([policy], chosen)
     profile = calibrate(loaded.model, inputs, variant.name, size, **variant.options)
@@ -347,7 +344,8 @@ def plot_command(
     from mmkv import chat
     from mmkv.picture import check_format
 
-    from . import draw, prompt_files
+    from . import draw
+    from .prompts import encode_prompts, encode_samples
     from .samples import Sample, check_image
     from .suites.registry import BUILTIN, default_data
     from .variants import parse_options, parse_variants, split
@@ -386,7 +384,7 @@ def plot_command(
     loaded = chat.load(model, device, dtype, device_map)
     about = f"{Path(model).name}, {shown.suite} {shown.id}"
     if prompt is None and not named and not loaded.reads_pictures:
-        documents = prompt_files.inputs(loaded, None, None)
+        documents = encode_prompts(loaded, None, None)
         if sample >= len(documents):
             raise ValueError(f"--sample {sample}: there are {len(documents)} documents")
         inputs = documents[sample]
@@ -394,7 +392,7 @@ def plot_command(
         about = f"{Path(model).name}, document {sample}"
     else:
         _check_readable(loaded, [shown])
-        (inputs,) = prompt_files.of_samples(loaded, [shown])
+        (inputs,) = encode_samples(loaded, [shown])
     figure = draw.plot_prompt(loaded.model, inputs, kind, variants, size, about)
     typer.echo(f"wrote {draw.save(figure, path)}")
 

@@ -1,21 +1,40 @@
-"""From samples to what a model reads: chat template, pictures, truncation, answer tokens."""
+"""From samples and a user's own prompts to what a model reads.
+
+A `.txt` file of prompts has one a line; in one with lines of three dashes alone, prompts are what
+stands between these. A `.jsonl` file has an object a line: {"prompt": text}, which is the user's
+message, or {"messages": [{"role": ..., "content": text}, ...]}, as chat templates take them.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmkv.chat import adds_special, on_device, split_inputs
+from mmkv.chat import Loaded, adds_special, encode_messages, on_device, split_inputs
 from mmkv.loading.models import load_tokenizer
 
-from .samples import open_images
+from .samples import DataError, Sample, open_images
+from .suites import files
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .samples import Sample
-
+Prompt = list[dict[str, Any]]
+_BETWEEN = re.compile(r"^[ \t]*---[ \t]*$", re.MULTILINE)
+_SUMMARY = "Summarize the text above in three sentences."
+# Topics of the documentation that Python itself holds (PSF licence), and what is asked about each.
+_SHIPPED = {
+    "objects": _SUMMARY,
+    "with": 'When is the "__exit__()" method called? Answer in two sentences.',
+    "import": _SUMMARY,
+    "naming": "Which exception is raised when a name is not found? Answer in one sentence.",
+    "types": "Name the types that the text above describes.",
+    "debugger": "How do you break into the debugger at a certain line? Answer in one sentence.",
+}
+_MOST_LETTERS = 3600  # of a document
 # Left free behind a truncated prompt for what the chat template adds.
 _TEMPLATE_ROOM = 32
 
@@ -177,3 +196,94 @@ def token_counter(name: str) -> Callable[[str], int]:
     tokenizer = load_tokenizer(name)
     tokenizer.model_max_length = 10**9  # no warning: nothing is run on these texts
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a file, as conversations.
+
+    Raises:
+        DataError: no such file, of another kind, without prompts, or with one that is none.
+    """
+    if path.suffix == ".jsonl":
+        return [_conversation(entry) for entry in files.read_lines(path)]
+    if path.suffix != ".txt":
+        raise DataError(f"{path}: expected a .txt file, a prompt a line, or .jsonl")
+    text = files.read_text(path)
+    blocks = _BETWEEN.split(text)
+    if len(blocks) == 1:
+        blocks = text.splitlines()
+    found = [_said(block.strip()) for block in blocks if block.strip()]
+    if not found:
+        raise DataError(f"{path}: has no prompts: write one a line")
+    return found
+
+
+def shipped_prompts() -> list[Prompt]:
+    """Requests about documents that Python itself holds.
+
+    Raises:
+        DataError: this Python comes without them.
+    """
+    topics, found = files.documentation(), list[Prompt]()
+    for name, asked in _SHIPPED.items():
+        text = topics[name].strip()
+        if len(text) > _MOST_LETTERS:  # whole paragraphs
+            text = text[:_MOST_LETTERS].rpartition("\n\n")[0]
+        found.append(_said(f"{text}\n\n{asked}"))
+    return found
+
+
+def encode_prompts(
+    loaded: Loaded, prompts: Sequence[Prompt] | None, limit: int | None, *, drawn: bool = False
+) -> list[dict[str, Any]]:
+    """What the model takes for each prompt, as its chat template writes it.
+
+    Args:
+        loaded: the model.
+        prompts: None: of the shipped ones, or, with `drawn`, about drawn pictures.
+        limit: how many at most.
+
+    Raises:
+        ValueError: the template refuses one; says which.
+    """
+    from jinja2 import TemplateError
+
+    from .suites.registry import load_suite
+
+    if prompts is None and drawn:
+        return encode_samples(loaded, load_suite("description", limit=limit or len(_SHIPPED)))
+    found = list[dict[str, Any]]()
+    prompts = shipped_prompts() if prompts is None else prompts
+    for i, prompt in enumerate(prompts[:limit], start=1):
+        if loaded.places_pictures:
+            prompt = [x | {"content": [{"type": "text", "text": x["content"]}]} for x in prompt]
+        try:
+            found.append(encode_messages(loaded, prompt))
+        except (ValueError, TemplateError) as error:
+            raise ValueError(f"prompt {i}: {error}") from None
+    return found
+
+
+def encode_samples(loaded: Loaded, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """What the model takes for each sample of a suite."""
+    encoder = Encoder(loaded.processor, longest(loaded.model))
+    return [encoder.inputs(loaded.model, [sample]) for sample in samples]
+
+
+def _said(text: str) -> Prompt:
+    return [{"role": "user", "content": text}]
+
+
+def _conversation(entry: files.Entry) -> Prompt:
+    """A line's messages, of text alone."""
+    if "messages" not in entry.fields:
+        return _said(entry.text("prompt"))
+    messages = entry.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise entry.error("messages", "expected a list of messages")
+    for message in messages:
+        turn = message if isinstance(message, dict) else {}
+        if not all(isinstance(turn.get(name), str) for name in ("role", "content")):
+            wanted = 'expected {"role": a text, "content": a text} each; leave pictures out'
+            raise entry.error("messages", wanted)
+    return messages

@@ -18,7 +18,7 @@ from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import short
 from mmkv import calibration, chat, divergence, forcing, sensitivity
 from mmkv.check_report import CheckReport, CheckRow
-from mmkv.eval import cli, prompt_files
+from mmkv.eval import cli, prompts
 from mmkv.eval.store import read_rows
 
 NEW = 10
@@ -254,7 +254,7 @@ def test_it_needs_none_of_the_evaluation_s_packages():
 class TestPrompts:
     def read(self, tmp_path, name: str, text: str) -> list[Any]:
         (tmp_path / name).write_text(text, encoding="utf-8")
-        return prompt_files.read(tmp_path / name)
+        return prompts.read_prompts(tmp_path / name)
 
     @pytest.mark.parametrize(
         ("name", "text", "said"),
@@ -292,7 +292,7 @@ class TestPrompts:
         assert "\n" not in str(error.value)
 
     def test_shipped_ones_are_documents_and_a_request(self):
-        found = prompt_files.shipped()
+        found = prompts.shipped_prompts()
         assert len(found) >= 4
         for ((message,),) in zip(found, strict=True):
             document, _, asked = message["content"].rpartition("\n\n")
@@ -418,12 +418,12 @@ class TestCommand:
         assert "wrote a/report.json" in done.stdout
 
     def test_shipped_prompts(self, monkeypatch):
-        monkeypatch.setattr(prompt_files, "_MOST_LETTERS", 700)
+        monkeypatch.setattr(prompts, "_MOST_LETTERS", 700)
         asked = [x for x in ASKED if x not in ("--prompts", "p.txt")]
         done = call("check", *asked, "--out", "a", "--json")
         assert done.exit_code == 0, done.output
         data = json.loads(done.stdout)
-        assert data["prompts"] == len(prompt_files.shipped())
+        assert data["prompts"] == len(prompts.shipped_prompts())
         assert 20 < data["prompt_tokens"][0] <= data["prompt_tokens"][1] < 300
 
     @pytest.mark.parametrize(
@@ -471,7 +471,7 @@ class TestCalibrate:
     def test_own_prompts(self, folder):
         found = self.profile("--prompts", "p.txt", "--policy", "prefixkv", "--budget", "0.4")
         loaded = chat.load("tiny", "cpu")
-        inputs = prompt_files.inputs(loaded, prompt_files.read(folder / "p.txt"), None)
+        inputs = prompts.encode_prompts(loaded, prompts.read_prompts(folder / "p.txt"), None)
         assert found == mmkv.calibrate(loaded.model, inputs, "prefixkv", 0.4)
         assert (
             self.profile("--prompts", "p.txt", "--policy", "prefixkv", "--limit", "2").samples == 2
@@ -479,7 +479,7 @@ class TestCalibrate:
 
     def test_condense_on_shipped_prompts_where_no_picture_is_read(self, monkeypatch):
         monkeypatch.setattr(sensitivity, "_REPLY", 6)
-        monkeypatch.setattr(prompt_files, "_MOST_LETTERS", 700)
+        monkeypatch.setattr(prompts, "_MOST_LETTERS", 700)
         found = self.profile("--limit", "2")
         assert (found.policy, found.samples) == ("condense", 2)
         assert found.curves is not None

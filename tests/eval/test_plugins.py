@@ -12,7 +12,6 @@ import pytest
 import mmkv
 from helpers.evaluation import make_samples, make_tokenizer
 from helpers.models import make_model
-from mmkv.eval.harness import lmms_eval as plugin
 from mmkv.eval.variants import plugin_arguments
 from mmkv.forcing import score_answers
 
@@ -26,6 +25,16 @@ def harness():
     import mmkv.eval.harness.lm_eval  # noqa: F401 - registers the model
 
     return found
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    """Our module for lmms-eval, which reads a sample's pictures and prompt."""
+    pytest.importorskip("lmms_eval", reason="lmms_eval is not installed")
+    from mmkv.eval.harness import lmms_model
+
+    monkeypatch.setattr(lmms_model, "ChatMessages", Messages)
+    return lmms_model
 
 
 @pytest.fixture
@@ -123,7 +132,7 @@ def test_arguments(caplog):
 
 
 @pytest.mark.usefixtures("registering")
-def test_a_policy_from_a_file(tmp_path):
+def test_a_policy_from_a_file(tmp_path, plugin):
     file = tmp_path / "mine.py"
     file.write_text(
         "from mmkv.registry import policy_class, register_policy\n"
@@ -132,7 +141,7 @@ def test_a_policy_from_a_file(tmp_path):
         '    """SnapKV by another name."""\n'
     )
     given = {"plugin": str(file), "window": "6"}
-    model = plugin.make_class(Lmms, Messages)(policy="mine", budget="0.3", device="cpu", **given)
+    model = plugin.MMKV(policy="mine", budget="0.3", device="cpu", **given)
     assert model.model._mmkv.plan.policy.name == "mine"
     for _ in range(2):  # a program may evaluate several models
         rest = {**given, "dtype": "float32"}
@@ -143,14 +152,6 @@ def test_a_policy_from_a_file(tmp_path):
         )
     with pytest.raises(ValueError, match="expected a Python file"):
         plugin_arguments("mine", 0.3, None, {"plugin": "mine"})
-
-
-class Lmms:
-    """Stands in for lmms-eval's base class: the package has many dependencies."""
-
-    def __init__(self) -> None:
-        self.task_dict: dict[str, Any] = {}
-        self.cache_hook = SimpleNamespace(add_partial=lambda *_: None)
 
 
 class Messages:
@@ -167,11 +168,10 @@ class Messages:
         return [{"role": "user", "content": content}]
 
 
-def test_lmms_model_replies_from_a_compressed_cache():
+def test_lmms_model_replies_from_a_compressed_cache(plugin):
     from mmkv.eval.suites.registry import load_suite
 
-    made = plugin.make_class(Lmms, Messages)
-    model = made(policy="snapkv", budget="0.3", window="6", device="cpu", batch_size="2")
+    model = plugin.MMKV(policy="snapkv", budget="0.3", window="6", device="cpu", batch_size="2")
     plan = model.model._mmkv.plan
     assert (plan.policy.name, plan.policy.score.window, plan.budget) == ("snapkv", 6, 0.3)
     model.task_dict = {"t": {"test": load_suite("description", limit=3)}}
@@ -184,21 +184,20 @@ def test_lmms_model_replies_from_a_compressed_cache():
     assert len(long) == 3
     assert all(a.startswith(b) for a, b in zip(long, short, strict=True))
     with pytest.raises(ValueError, match="unknown arguments: windw"):
-        made(policy="snapkv", windw=3)
+        plugin.MMKV(policy="snapkv", windw=3)
 
 
-def test_stops():
+def test_stops(plugin):
     assert plugin.cut("one two\n\nthree", ["\n\n", "two"]) == "one"
     assert plugin.cut(" one ", ()) == "one"
 
 
-def test_lmms_eval_finds_the_model():
+def test_lmms_eval_finds_the_model(plugin):
     (entry,) = entry_points(group="lmms_eval.models", name="mmkv")
-    assert entry.load() is plugin.manifest
-    registry = pytest.importorskip(
-        "lmms_eval.models", reason="lmms_eval is not installed"
-    ).MODEL_REGISTRY_V2
-    assert registry.get_model_class("mmkv").__name__ == "MMKV"
+    assert entry.load()().model_id == "mmkv"
+    from lmms_eval.models import MODEL_REGISTRY_V2
+
+    assert MODEL_REGISTRY_V2.get_model_class("mmkv") is plugin.MMKV
 
 
 @pytest.mark.parametrize("harness", ["lm_eval", "lmms_eval"])

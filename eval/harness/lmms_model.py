@@ -1,0 +1,112 @@
+"""The model of `mmkv.eval.harness.lmms_eval`, in a file that only lmms-eval loads."""
+
+# pyright: reportMissingImports=false, reportUnknownParameterType=false
+# pyright: reportUntypedBaseClass=false
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from accelerate import Accelerator
+from lmms_eval.api.model import lmms
+from lmms_eval.protocol import ChatMessages
+from tqdm import tqdm
+
+from mmkv.chat import load, on_device
+from mmkv.eval.prompts import encode, longest
+from mmkv.eval.variants import plugin_arguments
+from mmkv.wrapping import wrap
+
+_DEFAULTS = {"max_new_tokens": 1024, "num_beams": 1}
+_PASSED = ("max_new_tokens", "num_beams", "temperature", "top_p")
+
+
+class MMKV(lmms):
+    """A model of transformers with a compressed cache.
+
+    Args:
+        pretrained, device, dtype, device_map: as for `mmkv.chat.load`.
+        policy, budget, profile: as for `mmkv.wrap`.
+        batch_size: requests at once.
+        options: the policy's, and `plugin`: a Python file with policies or parts of one's own.
+    """
+
+    is_simple = False
+
+    def __init__(
+        self,
+        pretrained: str = "builtin",
+        policy: str = "prefixkv",
+        budget: float | int | str | None = 0.5,
+        profile: str | None = None,
+        batch_size: int | str = 1,
+        device: str | None = "auto",
+        dtype: str = "auto",
+        device_map: str | None = None,
+        **options: Any,
+    ) -> None:
+        size, mine, rest = plugin_arguments(policy, budget, profile, options)
+        if rest:
+            raise ValueError(f"unknown arguments: {', '.join(rest)}")
+        super().__init__()
+        self.accelerator = Accelerator()
+        self._rank = self.accelerator.process_index
+        self._world_size = self.accelerator.num_processes
+        place = str(self.accelerator.device) if self._world_size > 1 else device or "auto"
+        loaded = load(pretrained, place, dtype, device_map)
+        self.model, self.processor = loaded.model, loaded.processor
+        self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        self.max_length = longest(self.model) or 2048
+        self.device, self.batch_size = self.model.device, int(batch_size)
+        wrap(self.model, policy, size, profile=profile, **mine)
+
+    def generate_until(self, requests: list[Any]) -> list[str]:
+        """A reply to each request."""
+        groups: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            groups.setdefault(repr(sorted(request.args[2].items())), []).append(i)
+        replies, size = [""] * len(requests), self.batch_size
+        chunks = [x[at : at + size] for x in groups.values() for at in range(0, len(x), size)]
+        for chunk in tqdm(chunks, disable=self.rank != 0, desc="batches of replies"):
+            texts = self._reply([requests[i].args for i in chunk])
+            for i, text in zip(chunk, texts, strict=True):
+                replies[i] = text
+                context, _, options = requests[i].args[:3]
+                self.cache_hook.add_partial("generate_until", (context, options), text)
+        return replies
+
+    def _reply(self, requests: list[tuple[Any, ...]]) -> list[str]:
+        """Replies to a batch that has the same options."""
+        options, texts, pictures = requests[0][2], list[str](), list[Any]()
+        how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+        for _, to_messages, _, place, task, split in requests:
+            chat = ChatMessages(messages=to_messages(self.task_dict[task][split][place]))
+            images, videos, audios = chat.extract_media()
+            if videos or audios:
+                raise ValueError(f"task {task!r} has videos or sounds: only pictures are read")
+            pictures += images
+            texts.append(self.processor.apply_chat_template(chat.to_hf_messages(), **how))
+        inputs = encode(self.processor, texts, pictures)
+        how = _DEFAULTS | {k: options[k] for k in _PASSED if options.get(k) is not None}
+        how["do_sample"] = how.get("temperature", 0) > 0
+        if not how["do_sample"]:
+            how |= {"temperature": None, "top_p": None}
+        ids = self.model.generate(**on_device(self.model, inputs), **how)
+        new = ids[:, inputs["input_ids"].shape[1] :]
+        decoded = self.processor.batch_decode(new, skip_special_tokens=True)
+        return [cut(text, options.get("until") or ()) for text in decoded]
+
+    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+        """Not supported."""
+        raise NotImplementedError("mmkv: only tasks that generate are supported")
+
+    def generate_until_multi_round(self, requests: list[Any]) -> list[str]:
+        """Not supported."""
+        raise NotImplementedError("mmkv: conversations of several rounds are not supported")
+
+
+def cut(text: str, stops: str | Iterable[str]) -> str:
+    """The text before the first of the stops."""
+    for stop in [stops] if isinstance(stops, str) else stops:
+        text = text.split(stop)[0] if stop else text
+    return text.strip()
