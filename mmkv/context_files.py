@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -28,28 +29,32 @@ from mmkv.cache.prompt_kv import PromptKV, token_numbers
 from mmkv.cache.token_masks import TokenMasks
 
 FORMAT, VERSION = "mmkv-context", 3
-# What a model is told of each token, and of each picture or film.
-TOKENWISE = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-_PAIRS = ("keys", "values", "positions", "scores", "bias", "group_index")
-_ABOUT = {
-    "version": int,
-    "plan": str,
-    "weights": str,
-    "dtype": str,
-    "roles": list,
-    "pictures": list,
-    "lead": str,
-    "sizes": list,
-    "task": str,
-    "learned": list,
-    "digest": str,
-}
-# The logarithm of a group's weight; weights far from this would overflow.
-_MOST_BIAS = 32.0
+_TEXTS = ("plan", "weights", "dtype", "lead", "task", "digest")
+_LISTS = ("roles", "pictures", "sizes", "learned")
+_ABOUT = {"version": int} | dict.fromkeys(_TEXTS, str) | dict.fromkeys(_LISTS, list)
 # What a template may be asked to count, in a file.
 _MOST_PICTURES = 10_000
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a tensor of a file must be: its shape, None for any length; types; range."""
+
+    shape: tuple[int | None, ...]
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    least: float = -math.inf
+    most: float = math.inf
+
+
 _INTEGERS = (torch.int64, torch.int32)
+# What a model is told of each token, [B, T], up to which number (that of ids is the model's).
+TOKENWISE = {"input_ids": 0, "attention_mask": 1, "token_type_ids": 2, "mm_token_type_ids": 2}
+# What it is told of each picture or film.
+GRIDS = {
+    "image_grid_thw": _Kind((None, 3), _INTEGERS, 1),
+    "video_grid_thw": _Kind((None, 3), _INTEGERS, 1),
+    "second_per_grid_ts": _Kind((None,), least=1e-6),
+}
 
 
 def save(
@@ -77,7 +82,8 @@ def save(
     for i, layer in zip(cache.ordinal, cache.compressed, strict=True):
         kept = layer.keeping()
         dense = kept.dense()
-        found = {name: getattr(dense, name) for name in _PAIRS}
+        pairs = ("keys", "values", "positions", "scores", "bias", "group_index")
+        found = {name: getattr(dense, name) for name in pairs}
         found |= {"retained": kept.retained, "error": kept.error}
         tensors |= {f"layers.{i}.{k}": x for k, x in found.items() if x is not None}
         sizes.append(kept.sizes)
@@ -87,7 +93,7 @@ def save(
         tensors |= {f"windows.{i}.keys": window.keys, f"windows.{i}.values": window.values}
     about: dict[str, Any] = {
         "version": VERSION,
-        "plan": _plan(cache),
+        "plan": _plan(cache.plan),
         "weights": digest.of_model(model, attachment_of(model).parts.config),
         "dtype": str(model.dtype),
         **opened,
@@ -114,62 +120,64 @@ def load(
     """
     _check_whole(model)
     attachment = attachment_of(model)
-    cache = CompressedCache(attachment.parts.config, attachment.plan)
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             about = _about((file.metadata() or {}).get(FORMAT))
-            _check_model(about, model, cache, attachment)
+            _check_model(about, attachment)
             names: list[str] = list(file.keys())
             tensors = {name: file.get_tensor(name) for name in names}
         known = about.pop("digest")
         if known != digest.of_tensors(tensors, json.dumps(about, sort_keys=True)):
             raise ValueError("damaged: its content is not what was written")
         opened = {name: tuple(about[name]) for name in ("roles", "pictures")}
-        return *_restored(attachment, cache, about, tensors), {**opened, "lead": about["lead"]}
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"context {os.fspath(path)}: unreadable: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"context {os.fspath(path)}: {error}") from None
+        return *_restored(attachment, about, tensors), {**opened, "lead": about["lead"]}
+    except (OSError, SafetensorError, ValueError) as error:
+        what = "" if isinstance(error, ValueError) else "unreadable: "
+        raise ValueError(f"context {os.fspath(path)}: {what}{error}") from None
 
 
 def _about(text: str | None) -> dict[str, Any]:
-    """The header.
-
-    Raises:
-        ValueError: there is none, or it is not what `save` writes.
-    """
+    """The header of a file, from its text."""
     if text is None:
         raise ValueError("it holds no context")
     try:
         found = json.loads(text)
     except RecursionError:
         raise ValueError("its header is nested too deeply") from None
-    if not isinstance(found, dict) or found.get("version") != VERSION:
-        version = found.get("version") if isinstance(found, dict) else found
+    version = found.get("version") if isinstance(found, dict) else found
+    if version != VERSION:
         raise ValueError(f"version {str(version)[:40]}, expected {VERSION}: read it again")
     if found.keys() != _ABOUT.keys():
         raise ValueError(f"its header has not the entries {', '.join(_ABOUT)}")
-    for name, kind in _ABOUT.items():
-        if type(found[name]) is not kind:
-            raise ValueError(f"its header says {name}={str(found[name])[:40]}")
+    if wrong := [name for name, kind in _ABOUT.items() if type(found[name]) is not kind]:
+        raise _wrong(found, *wrong)
     roles, pictures = found["roles"], found["pictures"]
     chat = all(type(x) is str for x in roles) and all(type(x) is int and x >= 0 for x in pictures)
     if not chat or len(roles) != len(pictures) or sum(pictures) > _MOST_PICTURES:
-        raise ValueError(f"its header says roles={str(roles)[:40]}, pictures={str(pictures)[:40]}")
+        raise _wrong(found, "roles", "pictures")
     return found
 
 
-def _check_model(
-    about: dict[str, Any], model: Any, cache: CompressedCache, attachment: Attachment
-) -> None:
-    """Whether a context was read by this model under this wrap.
+def _wrong(about: dict[str, Any], *names: str) -> ValueError:
+    said = ", ".join(f"{name}={str(about[name])[:40]}" for name in names)
+    return ValueError(f"its header says {said}")
 
-    Raises:
-        ValueError: it was not; the message names the difference.
-    """
-    if about["plan"] != _plan(cache):
+
+def _check_model(about: dict[str, Any], attachment: Attachment) -> None:
+    """Whether a context was read by this model under this wrap."""
+    model: Any = attachment.model
+    here, before = _plan(attachment.plan), None
+    if about["plan"] != here:
+        with suppress(ValueError, RecursionError):
+            before = json.loads(about["plan"])
+        if not isinstance(before, dict):
+            raise _wrong(about, "plan")
+        now = json.loads(here)
+        names = [x for x in ("policy", "budget", *now, *before) if before.get(x) != now.get(x)]
+        name = names[0] if names else "policy"
+        old, new = (f"{name}={plan.get(name)}"[:60] for plan in (before, now))
         raise ValueError(
-            f"it was read with {_difference(about['plan'], _plan(cache))} now: wrap it as it was"
+            f"it was read with {old}, and the model is wrapped with {new} now: wrap it as it was"
         )
     if about["dtype"] != str(model.dtype):
         raise ValueError(
@@ -181,17 +189,11 @@ def _check_model(
 
 
 def _restored(
-    attachment: Attachment,
-    cache: CompressedCache,
-    about: dict[str, Any],
-    tensors: dict[str, Tensor],
+    attachment: Attachment, about: dict[str, Any], tensors: dict[str, Tensor]
 ) -> tuple[CompressedCache, dict[str, Tensor]]:
-    """Cache and inputs of a context, from what a file holds.
-
-    Raises:
-        ValueError: it holds what no context does.
-    """
+    """Cache and inputs of a context, from what a file holds."""
     model, parts = attachment.model, attachment.parts
+    cache = CompressedCache(parts.config, attachment.plan)
     device: torch.device = model.device  # type: ignore[assignment]
     inputs = _inputs(attachment, tensors)
     ids, L = inputs["input_ids"], len(cache.compressed)
@@ -205,14 +207,15 @@ def _restored(
         n_layers=L,
     )
     prompt.check_ends()
-    cache.plan = _learned(cache.plan, about, L)
-    if not _are_sizes(about["sizes"], L, prompt.lengths):
-        raise ValueError(f"its header says sizes={str(about['sizes'])[:40]}")
-    dtypes = _dtypes(model)
+    _check_sizes(about, cache.plan, L, prompt.lengths)
+    cache.plan = replace(cache.plan, task=about["task"], learned=tuple(about["learned"]) or None)
+    dtypes: tuple[torch.dtype, ...] = (model.dtype,)  # type: ignore[assignment]
+    if torch.is_autocast_enabled(device.type):
+        dtypes += (torch.get_autocast_dtype(device.type),)
     for i, layer, sizes in zip(cache.ordinal, cache.compressed, about["sizes"], strict=True):
-        found, (heads, dim) = _taken(tensors, f"layers.{i}."), parts.pair_shape(i)
-        held = _pairs(f"layers.{i}", found, cache.plan, prompt, (B, heads, T, dim), dtypes)
-        kept: Any = {name: x.to(device) for name, x in held.items()}
+        heads, dim = parts.pair_shape(i)
+        found = _pairs(f"layers.{i}.", tensors, cache.plan, prompt, (B, heads, T, dim), dtypes)
+        kept: Any = {name: x.to(device) for name, x in found.items()}
         retained, error = kept.pop("retained", None), kept.pop("error", None)
         pairs = PromptKV(**kept)
         if pairs.group_index is not None:
@@ -222,14 +225,10 @@ def _restored(
         layer.state.sizes, layer.state.retained, layer.state.error = sizes, retained, error
         layer.seen, layer.is_initialized = T, True
     for i, window in _windows(cache).items():
-        found = _taken(tensors, f"windows.{i}.")
         (heads, dim), last = parts.pair_shape(i), min(T, window.sliding_window - 1)
-        if found.keys() != {"keys", "values"}:
-            raise ValueError(f"it lacks windows.{i}.keys or windows.{i}.values")
-        keys, values = (
-            _checked(f"windows.{i}.{name}", found[name], (B, heads, last, dim), dtypes).to(device)
-            for name in ("keys", "values")
-        )
+        kind = _Kind((B, heads, last, dim), dtypes)
+        found = _taken(tensors, f"windows.{i}.", {"keys": kind, "values": kind})
+        keys, values = found["keys"].to(device), found["values"].to(device)
         window.lazy_initialization(keys, values)
         window.keys, window.values, window.cumulative_length = keys, values, T
     if tensors:
@@ -240,37 +239,44 @@ def _restored(
     return cache, inputs
 
 
-def _inputs(attachment: Attachment, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What was read, token by token, and the grids of its pictures; taken from `tensors`.
+def _check_sizes(
+    about: dict[str, Any], plan: CacheConfig, n_layers: int, lengths: list[int]
+) -> None:
+    """Check the header's tokens of each layer and row, and shares of layers learned of a task."""
+    sizes, shares = about["sizes"], about["learned"]
+    if [isinstance(x, list) and len(x) for x in sizes] != [len(lengths)] * n_layers or not all(
+        type(n) is int and 0 < n <= most
+        for layer in sizes
+        for n, most in zip(layer, lengths, strict=True)
+    ):
+        raise _wrong(about, "sizes")
+    sound = all(type(x) is float and 0 <= x <= 1 for x in shares)
+    sound = sound and len(shares) in (0, n_layers) and math.isclose(sum(shares or [1.0]), 1.0)
+    if not sound or (plan.sampling is None and (about["task"] or shares)):
+        raise _wrong(about, "task", "learned")
 
-    Raises:
-        ValueError: not what a model is told, or not of tokens and pictures that go together.
-    """
+
+def _inputs(attachment: Attachment, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What was read, token by token, and the grids of its pictures; taken from `tensors`."""
     model: Any = attachment.model
-    found = _taken(tensors, "inputs.")
-    ids = found.get("input_ids")
-    if ids is None or ids.ndim != 2 or 0 in ids.shape or "attention_mask" not in found:
-        raise ValueError("it lacks input_ids [B, T] or attention_mask")
     images = attachment.parts.image_token_ids
+    there = {x.removeprefix("inputs.") for x in tensors if x.startswith("inputs.")}
+    ids = tensors.get("inputs.input_ids", torch.empty(0))
+    if ids.ndim != 2 or 0 in ids.shape:
+        raise ValueError("it lacks input_ids [B, T]")
     words = max([model.get_input_embeddings().num_embeddings - 1, *images])
-    most = {"input_ids": words, "attention_mask": 1}
-    for name, x in found.items():
-        if name in TOKENWISE:
-            _checked(f"inputs.{name}", x, tuple(ids.shape), _INTEGERS, 0, most.get(name, 2))
-        elif name == "second_per_grid_ts":
-            _checked(f"inputs.{name}", x, (len(x),) if x.ndim else (1,), (torch.float32,), 1e-6)
-        elif name in GRIDS:
-            shape = (len(x), 3) if x.ndim else (1, 3)
-            _checked(f"inputs.{name}", x, shape, _INTEGERS, 1)
-        else:
-            raise ValueError(f"it holds inputs.{name[:60]}, which no context does")
-    there = torch.isin(ids, torch.tensor(images, dtype=ids.dtype))
-    kinds = found.get("mm_token_type_ids")
-    if kinds is not None and not torch.equal(kinds > 0, there):
+    kinds = {k: _Kind(tuple(ids.shape), _INTEGERS, 0, most) for k, most in TOKENWISE.items()}
+    kinds = {**kinds, "input_ids": replace(kinds["input_ids"], most=words), **GRIDS}
+    there |= {"attention_mask"}
+    found = _taken(tensors, "inputs.", {k: x for k, x in kinds.items() if k in there})
+    pictured = torch.isin(ids, torch.tensor(images, dtype=ids.dtype))
+    types = found.get("mm_token_type_ids")
+    if types is not None and not torch.equal(types > 0, pictured):
         raise ValueError("inputs.mm_token_type_ids are not those of its pictures")
-    grids = [row for name in GRIDS[:2] if name in found for row in found[name].tolist()]
+    names = ("image_grid_thw", "video_grid_thw")
+    grids = [row for name in names if name in found for row in found[name].tolist()]
     if grids or "image_grid_thw" in signature(type(model).forward).parameters:
-        tokens, patches = int(there.sum()), sum(map(math.prod, grids))
+        tokens, patches = int(pictured.sum()), sum(map(math.prod, grids))
         vision = getattr(model.config, "vision_config", None)
         merged: int = getattr(vision, "spatial_merge_size", 0) ** 2
         if patches != tokens * merged:
@@ -287,34 +293,37 @@ def _inputs(attachment: Attachment, tensors: dict[str, Tensor]) -> dict[str, Ten
 
 def _pairs(
     layer: str,
-    found: dict[str, Tensor],
+    tensors: dict[str, Tensor],
     plan: CacheConfig,
     prompt: TokenMasks,
     shape: tuple[int, int, int, int],
     dtypes: tuple[torch.dtype, ...],
 ) -> dict[str, Tensor]:
-    """The pairs that a layer keeps, checked.
-
-    Args:
-        layer: how their names begin.
-        found: what the file holds of the layer.
-        plan: under which it was read.
-        prompt: what is known of the tokens.
-        shape: B, H, T, D.
-        dtypes: that keys and values may have.
-
-    Raises:
-        ValueError: they are not such as eviction leaves; the message names the tensor.
-    """
+    """The pairs that a layer keeps, checked; taken from `tensors`. The shape is B, H, T, D."""
     (B, H, T, D), policy = shape, plan.policy
-    keys, positions = found.get("keys"), found.get("positions")
-    if keys is None or positions is None:
-        raise ValueError(f"it lacks {layer}.keys or {layer}.positions")
-    U = keys.shape[2] if keys.ndim == 4 and 0 < keys.shape[2] <= T else "n"
-    for name in ("keys", "values"):
-        if name in found:
-            _checked(f"{layer}.{name}", found[name], (B, H, U, D), dtypes)
-    _checked(f"{layer}.positions", positions, (B, H, U), (torch.int64,), -1, T - 1)
+    positions = tensors.get(f"{layer}positions", torch.empty(0))
+    U = min(max(1, positions.shape[-1]), T) if positions.ndim else 1
+    n_kept = int((positions >= 0).sum()) if positions.dtype == torch.int64 else 0
+    added = {"": False, "sum": True, "max": plan.evicts(prompt) or policy.score.repeats}[
+        policy.score.turn_reduction
+    ]
+    kinds = {
+        "keys": _Kind((B, H, U, D), dtypes),
+        "values": _Kind((B, H, U, D), dtypes),
+        "positions": _Kind((B, H, U), (torch.int64,), -1, T - 1),
+    }
+    if (added or policy.decode.needs_decode_attention) and not plan.keeps_everything:
+        kinds["scores"] = _Kind((B, H, U), least=0.0)
+    merges = policy.merge is not None and policy.merge.weighted
+    if grouped := merges and n_kept != H * sum(prompt.lengths):
+        # The logarithm of a group's weight; weights far from this would overflow.
+        kinds["bias"] = _Kind((B, H, U), least=-32.0, most=32.0)
+        kinds["group_index"] = _Kind((B, H, T), (torch.int16, torch.int32), -1, T - 1)
+    if plan.kv_dtype:
+        kinds["error"] = _Kind((B, 2), least=0.0)
+    if policy.score.ranks and f"{layer}retained" in tensors:
+        kinds["retained"] = _Kind((B,), least=0.0, most=1.0)
+    found = _taken(tensors, layer, kinds)
     held, place = positions >= 0, positions.clamp(min=0)
 
     def at(mask: Tensor) -> Tensor:
@@ -323,99 +332,46 @@ def _pairs(
     ascend = (positions[..., 1:] > positions[..., :-1]) | ~held[..., :-1]
     always = at(prompt.always_kept).sum(-1) == torch.tensor(prompt.floors)[:, None]
     sound = ascend.all() & (at(prompt.valid) == held).all() & (always & held[..., -1]).all()
-    whole = torch.tensor(prompt.lengths)[:, None] == held.sum(-1)
     if not bool(sound):
-        raise ValueError(f"{layer}.positions are not those of tokens that are kept, ascending")
-
-    merges = policy.merge is not None and policy.merge.weighted
-    added = {"": False, "sum": True, "max": plan.evicts(prompt) or policy.score.repeats}[
-        policy.score.turn_reduction
-    ]
-    scored = (added or policy.decode.needs_decode_attention) and not plan.keeps_everything
-    expected = {"keys", "values", "positions"} | ({"scores"} if scored else set[str]())
-    expected |= {"bias", "group_index"} if merges and not bool(whole.all()) else set[str]()
-    expected |= {"error"} if plan.kv_dtype else set[str]()
-    expected |= {"retained"} & found.keys() if policy.score.ranks else set[str]()
-    if different := expected ^ found.keys():
-        raise ValueError(f"{layer} has, or lacks, {', '.join(sorted(different))[:60]}")
-
-    floats = (torch.float32,)
-    for name, size, least, most in (
-        ("scores", (B, H, U), 0.0, math.inf),
-        ("bias", (B, H, U), -_MOST_BIAS, _MOST_BIAS),
-        ("group_index", (B, H, T), -1, T - 1),
-        ("retained", (B,), 0.0, 1.0),
-        ("error", (B, 2), 0.0, math.inf),
-    ):
-        if name in found:
-            kinds = (torch.int16, torch.int32) if name == "group_index" else floats
-            _checked(f"{layer}.{name}", found[name], size, kinds, least, most)
-    if merges and "bias" in found:
+        raise ValueError(f"{layer}positions are not those of tokens that are kept, ascending")
+    if grouped:
         group = found["group_index"].long()
-        lead, grouped = group.clamp(min=0), group >= 0
+        lead = group.clamp(min=0)
         leads = torch.zeros(B, H, T + 1, dtype=torch.bool)
         leads.scatter_(-1, positions.masked_fill(~held, T), True)
         sound = (group.gather(-1, lead) == lead) & leads.gather(-1, lead) & prompt.valid[:, None]
-        if not bool((sound | ~grouped).all()):
-            raise ValueError(f"{layer}.group_index names groups that are not there")
-        alone = token_numbers(positions, found["group_index"]) == 1
+        if not bool((sound | (group < 0)).all()):
+            raise ValueError(f"{layer}group_index names groups that are not there")
+        alone = token_numbers(positions, group) == 1
         if bool((found["bias"].masked_fill(~alone, 0.0) != 0).any()):
-            raise ValueError(f"{layer}.bias weighs tokens that are in no group")
+            raise ValueError(f"{layer}bias weighs tokens that are in no group")
     return found
 
 
-def _checked(
-    name: str,
-    x: Tensor,
-    shape: tuple[Any, ...],
-    dtypes: tuple[torch.dtype, ...],
-    least: float = -math.inf,
-    most: float = math.inf,
-) -> Tensor:
-    """A tensor as it is.
-
-    Raises:
-        ValueError: it has another shape or dtype, or numbers that are not finite or out of range.
-    """
-    if tuple(x.shape) != shape or x.dtype not in dtypes:
-        wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise ValueError(
-            f"{name} is {str(x.dtype).removeprefix('torch.')} {list(x.shape)}, expected {wanted} "
-            f"[{', '.join(map(str, shape))}]"
-        )
-    if x.numel() and not (x.isfinite().all() and bool((x >= least).all() & (x <= most).all())):
-        raise ValueError(f"{name} holds numbers that are not finite or not in [{least}, {most}]")
-    return x
-
-
-def _taken(tensors: dict[str, Tensor], start: str) -> dict[str, Tensor]:
+def _taken(tensors: dict[str, Tensor], start: str, kinds: dict[str, _Kind]) -> dict[str, Tensor]:
     """The tensors whose names begin so, by the rest of their names; they are taken out."""
     names = [name for name in tensors if name.startswith(start)]
-    return {name.removeprefix(start): tensors.pop(name) for name in names}
-
-
-def _are_sizes(sizes: list[Any], n_layers: int, lengths: list[int]) -> bool:
-    """Whether they are a number of tokens for each layer and row of a prompt."""
-    return len(sizes) == n_layers and all(
-        isinstance(layer, list)
-        and len(layer) == len(lengths)
-        and all(type(n) is int and 0 < n <= most for n, most in zip(layer, lengths, strict=True))
-        for layer in sizes
-    )
-
-
-def _learned(plan: CacheConfig, about: dict[str, Any], n_layers: int) -> CacheConfig:
-    """The plan with the task of a context, and the layers' shares that were learned before it.
-
-    Raises:
-        ValueError: they are no shares, or nothing is learned under this plan.
-    """
-    task, shares = about["task"], about["learned"]
-    sound = all(type(x) is float and 0 <= x <= 1 for x in shares)
-    sound = sound and len(shares) in (0, n_layers) and math.isclose(sum(shares or [1.0]), 1.0)
-    if not sound or (plan.sampling is None and (task or shares)):
-        raise ValueError(f"its header says task={task[:40]!r}, learned={str(shares)[:40]}")
-    return replace(plan, task=task, learned=tuple(shares) or None)
+    found = {name.removeprefix(start): tensors.pop(name) for name in names}
+    if different := kinds.keys() ^ found.keys():
+        raise ValueError(f"it has, or lacks, {start}{', '.join(sorted(different))[:60]}")
+    for name, kind in kinds.items():
+        x = found[name]
+        fits = len(x.shape) == len(kind.shape) and all(
+            n in (None, m) for n, m in zip(kind.shape, x.shape, strict=True)
+        )
+        if not fits or x.dtype not in kind.dtypes:
+            wanted = " or ".join(str(d).removeprefix("torch.") for d in kind.dtypes)
+            shape = ", ".join("n" if n is None else str(n) for n in kind.shape)
+            raise ValueError(
+                f"{start}{name} is {str(x.dtype).removeprefix('torch.')} {list(x.shape)}, "
+                f"expected {wanted} [{shape}]"
+            )
+        if not bool((x.isfinite() & (x >= kind.least) & (x <= kind.most)).all()):
+            raise ValueError(
+                f"{start}{name} holds numbers that are not finite or not in [{kind.least}, "
+                f"{kind.most}]"
+            )
+    return found
 
 
 def _windows(cache: CompressedCache) -> dict[int, DynamicSlidingWindowLayer]:
@@ -424,41 +380,11 @@ def _windows(cache: CompressedCache) -> dict[int, DynamicSlidingWindowLayer]:
     return {i: x for i, x in layers if isinstance(x, DynamicSlidingWindowLayer)}
 
 
-def _dtypes(model: Any) -> tuple[torch.dtype, ...]:
-    """What keys and values may be: of the model, or of autocast."""
-    kind = model.device.type
-    autocast = torch.is_autocast_enabled(kind)
-    return (model.dtype, torch.get_autocast_dtype(kind)) if autocast else (model.dtype,)
-
-
-def _plan(cache: CompressedCache) -> str:
+def _plan(plan: CacheConfig) -> str:
     """Policy with all its options, budget and type, as one line."""
-    plan = cache.plan
-    known = {
-        "policy": plan.policy.name,
-        **plan.policy.flat(),
-        "budget": plan.budget,
-        "kv_dtype": plan.kv_dtype,
-    }
+    known = {"policy": plan.policy.name, **plan.policy.flat()}
+    known |= {"budget": plan.budget, "kv_dtype": plan.kv_dtype}
     return json.dumps(known, default=str, sort_keys=True)
-
-
-def _difference(there: str, here: str) -> str:
-    """The first entry in which two plans differ, and its values, which may be long.
-
-    Raises:
-        ValueError: the first is no plan.
-    """
-    try:
-        before, now = json.loads(there), json.loads(here)
-    except (ValueError, RecursionError):
-        before = now = None
-    if not isinstance(before, dict) or not isinstance(now, dict):
-        raise ValueError(f"its header says plan={there[:40]}")
-    names = [x for x in ("policy", "budget", *now, *before) if before.get(x) != now.get(x)]
-    name = names[0] if names else "policy"
-    old, new = (f"{name}={plan.get(name)}"[:60] for plan in (before, now))
-    return f"{old}, and the model is wrapped with {new}"
 
 
 def _check_whole(model: Any) -> None:
