@@ -12,7 +12,7 @@ import numpy as np
 from mmkv.terminal import Table
 
 from .store import RunError, digest, read_settings
-from .tabulate import LABELS, LOWER_IS_BETTER, Report, pd, shown_figure, summarise
+from .tabulate import LABELS, LOWER_IS_BETTER, Report, pd, shown_figure
 from .variants import FULL, HIDDEN, METRICS, QUESTION, percent
 
 # What quality is set against, and whether less of it is better.
@@ -64,7 +64,7 @@ class Comparison:
             names, rows = [*metrics, *COSTS], list[tuple[str, list[str]]]()
             for i, point in points.iterrows():
                 label = f"**{point['label']}**" if i in best else str(point["label"])
-                cells = [shown_figure(name, point) for name in names]
+                cells = [shown_figure(name, point[name]) for name in names]
                 rows.append((label, [*cells, str(point["n"] - point["errors"]), point["run"]]))
             columns = [*(LABELS[name] for name in names), "prompts", "run"]
             found.append(Table("policy, kept", columns, rows, title))
@@ -85,7 +85,7 @@ class Comparison:
 
 def _points(report: Report, hidden: bool) -> Any:
     """A run's points with the question visible, or hidden; the full cache counts as both."""
-    found = report.rows.pipe(summarise, ["policy", "kept"]).reset_index()
+    found = report.found[""].reset_index()
     there = (found["policy"] == FULL) | (found["policy"].str.endswith(_HIDDEN) == hidden)
     found = found[there & (found["errors"] < found["n"])]
     if (found["policy"] == FULL).all():

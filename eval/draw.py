@@ -102,23 +102,20 @@ def _log(axis: Any) -> None:
 def curves(report: Report) -> Figure:
     """One panel a metric: the metric against the budget, one line a policy."""
     budgets = sorted(report.budgets, key=float)
-    found = {p: [report.figures(p, b) for b in budgets] for p in report.policies}
-    reached = [f for figures in found.values() for f in figures if f is not None]
     metrics = [*report.shown]
-    metrics += ["retained"] if any(np.isfinite(f["retained"]) for f in reached) else []
+    metrics += ["retained"] if report.found[""]["retained"].notna().any() else []
     figure, axes = _panels(len(metrics))
     full = report.figures(FULL, 1.0)
     fractions = all(isinstance(b, float) for b in budgets)
-    places = [100 * b if fractions else float(b) for b in budgets]
+    places = np.array(budgets, dtype=float) * (100 if fractions else 1)
     style = styles(report.policies)
     for axis, metric in zip(axes, metrics, strict=True):
         top = 100.0 if metric == "score" else 1.0
-        for policy, figures in found.items():
-            values = [np.nan if f is None else top * f[metric] for f in figures]
-            there = [(x, y) for x, y in zip(places, values, strict=True) if np.isfinite(y)]
-            if there:
-                axis.plot(*zip(*there, strict=True), label=policy, **style[policy])
-        if full is not None and np.isfinite(full[metric]):
+        for policy in report.policies:
+            values = top * np.array([report.figures(policy, b)[metric] for b in budgets])
+            if (known := np.isfinite(values)).any():
+                axis.plot(places[known], values[known], label=policy, **style[policy])
+        if np.isfinite(full[metric]):
             axis.axhline(top * full[metric], label="full cache", color=_BLACK, lw=1.2, ls=":")
         if metric == "ppl":
             _log(axis.yaxis)

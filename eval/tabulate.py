@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from mmkv.terminal import Table
 
+from .papers import papers_of
 from .store import Row, RunError, Store, key_of, read_settings
 from .variants import FULL, METRICS, percent
 
@@ -124,44 +123,13 @@ def summarise(rows: Any, by: list[str]) -> Any:
     return found[[*FIGURES]]
 
 
-@dataclass(frozen=True)
-class PaperTable:
-    """One paper's figures for one model and suite, from `papers.json`.
-
-    Attributes:
-        source: paper and table.
-        model: as the paper calls it.
-        models: what a model's name or path contains if it is this one, in lower case.
-        columns: metrics ("ppl", "rouge"), or LongBench tasks and "average", in percent.
-        rows: policy as named here (or "prefixkv:layers=uniform"), the paper's name, budget, and a
-            figure for each column.
-    """
-
-    source: str
-    suite: str
-    model: str
-    models: list[str]
-    columns: list[str]
-    rows: list[list[Any]]
-
-    def of(self, policy: str) -> dict[str, dict[str, dict[str, float]]]:
-        """Figures by the paper's names of a policy, budget as it is written, and column."""
-        found: dict[str, dict[str, dict[str, float]]] = {}
-        for label, name, budget, *numbers in self.rows:
-            if label == policy:
-                each = dict(zip(self.columns, numbers, strict=True))
-                found.setdefault(name, {})[repr(budget)] = each
-        return found
-
-
-def paper_tables() -> list[PaperTable]:
-    """All tables that are known."""
-    text = files("mmkv.eval").joinpath("papers.json").read_text(encoding="utf-8")
-    return [PaperTable(**table) for table in json.loads(text)["tables"]]
-
-
 class Report:
     """A run, read back from its folder, or from several that hold parts of it.
+
+    Attributes:
+        settings, made_by: of its `run.json`.
+        policies: those compared; `every` has the full cache before them.
+        found: `FIGURES` by policy and budget; under "task" and "tag" by these too.
 
     Raises:
         RunError: no run there, one that is damaged, or no finished row yet.
@@ -181,6 +149,7 @@ class Report:
             rows = {key_of(row): row for row in found} | rows
         if not rows:
             raise RunError(f"{self.folder}: no finished row yet")
+        self.papers = papers_of(self.settings)
         self.policies = [p for p in self.settings["policies"] if p != FULL] or [FULL]
         self.every = list(dict.fromkeys([FULL, *self.policies]))
         whole = all(map(_keeps_all, self.policies))
@@ -195,14 +164,14 @@ class Report:
         tagged = frame.explode("tags").rename(columns={"tags": "tag"})
         self.tasks: list[str] = list(frame["task"].unique())
         self.tags: list[str] = list(tagged["tag"].dropna().unique())
-        self._found = {"": summarise(frame, by), "task": summarise(frame, [*by, "task"])}
-        self._found["tag"] = summarise(tagged, [*by, "tag"])
+        self.found = {"": summarise(frame, by), "task": summarise(frame, [*by, "task"])}
+        self.found["tag"] = summarise(tagged, [*by, "tag"])
 
     def figures(self, policy: str, budget: float | int, what: str = "", name: str = "") -> Any:
-        """One cell's `FIGURES`, of all samples or a "task" or "tag"; None where there is no row."""
+        """One cell's `FIGURES`, of all samples or a "task" or "tag"; NaN where there is no row."""
         key = (policy, repr(1.0 if _keeps_all(policy) else budget), *([name] if what else []))
-        found = self._found[what]
-        return found.loc[key] if key in found.index else None
+        found = self.found[what]
+        return found.loc[key] if key in found.index else pd.Series(np.nan, [*FIGURES])
 
     def budgets_of(self, policy: str) -> list[float | int]:
         """The budgets that a policy ran at: what keeps all has only one."""
@@ -211,23 +180,14 @@ class Report:
     @property
     def shown(self) -> list[str]:
         """The metrics of the main table's cells."""
-        return [m for m in METRICS if self._found[""][m].notna().any()]
+        return [m for m in METRICS if self.found[""][m].notna().any()]
 
     @property
     def measured(self) -> bool:
         """Whether a policy reached any figure at any budget."""
-        found = self._found[""]
+        found = self.found[""]
         mine = found[found.index.get_level_values(0).isin(self.policies)]
         return bool((mine["errors"] < mine["n"]).any())
-
-    @property
-    def papers(self) -> list[PaperTable]:
-        """What the papers print for this model and suite; nothing where the data are our own."""
-        if self.settings["data"] == "builtin":
-            return []
-        name = self.settings["model"].lower().replace("_", "-")
-        mine = [t for t in paper_tables() if t.suite == self.settings["suite"]]
-        return [t for t in mine if any(m in name for m in t.models)]
 
     def tables(self, *, first: bool = False) -> list[Table]:
         """All tables; or `first` what papers print: the main one, by task and by capability."""
@@ -241,14 +201,15 @@ class Report:
 
     def main_table(self) -> Table:
         """Policies by budgets, with the papers' rows below ours."""
-        cells = {p: [self.figures(p, b) for b in self.budgets] for p in self.policies}
-        columns = zip(*cells.values(), strict=True)
-        best = [{m: _best(m, column) for m in self.shown} for column in columns]
+        best = [
+            {m: _best(m, [self.figures(p, b)[m] for p in self.policies]) for m in self.shown}
+            for b in self.budgets
+        ]
         rows: list[tuple[str, list[str]]] = []
-        for policy, found in cells.items():
-            each = zip(found, best, strict=True)
-            rows.append((policy, [_cell(f, self.shown, b) for f, b in each]))
-            rows += self._paper_rows(policy, [(b, "") for b in self.budgets])
+        for policy in self.policies:
+            each = zip(self.budgets, best, strict=True)
+            cells = [_cell(self.figures(policy, b), self.shown, top) for b, top in each]
+            rows += [(policy, cells), *self._paper_rows(policy, [(b, "") for b in self.budgets])]
         title = f"{self.settings['suite']} ({self.settings['data']}), {self.settings['model']}"
         if self.shown:
             title += ": " + " / ".join(LABELS[m] for m in self.shown)
@@ -265,21 +226,19 @@ class Report:
                     yield f"paper: {name}", cells
 
     def _paper_cell(self, found: dict[str, float], task: str) -> str:
-        score = found.get(task or AVERAGE)
-        found = found if score is None else found | {"score": score / 100}
-        texts = [shown_figure(m, found) for m in (["score"] if task else self.shown)]
+        found = found | {"score": found.get(task or AVERAGE, np.nan) / 100}
+        texts = [shown_figure(m, found.get(m)) for m in (["score"] if task else self.shown)]
         return " / ".join(texts) if set(texts) != {NONE} else NONE
 
     def side_tables(self) -> list[Table]:
         """What goes beside quality: one table each."""
-        found, full = list[Table](), self.figures(FULL, 1.0)
-        columns = list(map(percent, self.budgets))
+        found, columns = list[Table](), list(map(percent, self.budgets))
         for metric in [m for m in LABELS if m not in METRICS]:
-            each = {p: [self.figures(p, b) for b in self.budgets] for p in self.policies}
-            rows = [(p, [shown_figure(metric, f) for f in figures]) for p, figures in each.items()]
-            if all(set(cells) == {NONE} for _, cells in rows):
+            each = {p: [self.figures(p, b)[metric] for b in self.budgets] for p in self.policies}
+            if np.isnan([*each.values()]).all():
                 continue
-            whole, notes = shown_figure(metric, full), list[str]()
+            rows = [(p, [shown_figure(metric, x) for x in values]) for p, values in each.items()]
+            whole, notes = shown_figure(metric, self.figures(FULL, 1.0)[metric]), list[str]()
             if whole != NONE:
                 notes.append(f"Full cache: {whole}.")
             if metric == "retained":
@@ -299,14 +258,12 @@ class Report:
         for budget in self.budgets:
             rows: list[tuple[str, list[str]]] = []
             for policy in self.every:
-                group = [self.figures(policy, budget, what, n) for n in names]
-                known = [f for f in group if f is not None]
-                if not known:
+                group = pd.DataFrame([self.figures(policy, budget, what, n) for n in names])
+                if group["n"].isna().all():
                     continue
-                cells = [_cell(f, shown) for f in group]
+                cells = [_cell(f, shown) for _, f in group.iterrows()]
                 if averaged:
-                    means = pd.DataFrame(known)[shown].mean()
-                    cells.append(" / ".join(shown_figure(m, means) for m in shown))
+                    cells.append(" / ".join(shown_figure(m, group[m].mean()) for m in shown))
                 rows.append((policy, cells))
                 if what == "task":
                     kept = 1.0 if policy == FULL else budget
@@ -320,14 +277,14 @@ class Report:
         """What a reader of the tables must know."""
         s = self.settings
         notes, full = list[str](), self.figures(FULL, 1.0)
-        if full is not None:
+        if full["n"] > 0:
             values = ", ".join(f"{LABELS[m]} {_cell(full, [m])}" for m in self.shown)
             notes.append(f"Full cache: {values}.")
-            if full["score"] == 0:
-                notes.append(
-                    "The full cache scores 0: the model cannot do this task, so scores tell "
-                    "nothing of policies."
-                )
+        if full["score"] == 0:
+            notes.append(
+                "The full cache scores 0: the model cannot do this task, so scores tell nothing "
+                "of policies."
+            )
         expected = s["n"] * sum(len(self.budgets_of(p)) for p in s["policies"])
         if len(self.rows) < expected:
             notes.append(f"Not finished: {len(self.rows)} of {expected} rows.")
@@ -363,13 +320,13 @@ class Report:
         tables = "\n".join(t.markdown for t in self.tables())
         text, data = self.folder / "report.md", self.folder / "report.csv"
         text.write_text(f"# {self.settings['suite']}, {self.settings['model']}\n\n{tables}")
-        groups = [("", ""), *(("task", t) for t in self.tasks), *(("tag", t) for t in self.tags)]
+        groups = [("", "all"), *(("task", t) for t in self.tasks), *(("tag", t) for t in self.tags)]
         found = [
-            {"group": f"{what} {name}".strip() or "all", "policy": p, "budget": repr(b), **figures}
+            {"group": f"{what} {name}".strip(), "policy": p, "budget": repr(b), **figures}
             for what, name in groups
             for p in self.every
             for b in self.budgets_of(p)
-            if (figures := self.figures(p, b, what, name)) is not None
+            if (figures := self.figures(p, b, what, name))["n"] > 0
         ]
         pd.DataFrame(found).astype({"n": int, "errors": int}).to_csv(data, index=False)
         return [text, data]
@@ -380,9 +337,8 @@ def _keeps_all(policy: str) -> bool:
     return policy.split(":")[0] == FULL
 
 
-def shown_figure(metric: str, figures: Any) -> str:
-    """One of some figures with its digits, in the unit that tables show it in."""
-    value = None if figures is None else figures.get(metric)
+def shown_figure(metric: str, value: float | None) -> str:
+    """A figure with its digits, in the unit that tables show it in."""
     if value is None or np.isnan(value):
         return NONE
     if metric == "ppl":  # three digits, as in the papers
@@ -393,17 +349,16 @@ def shown_figure(metric: str, figures: Any) -> str:
 
 def _cell(figures: Any, shown: Sequence[str], best: dict[str, str] | None = None) -> str:
     """Metrics between slashes; the best are bold; "†" where some samples are missing."""
-    if figures is None or figures["errors"] == figures["n"]:
+    if not figures["errors"] < figures["n"]:
         return NONE
-    texts = []
-    for metric in shown:
-        text = shown_figure(metric, figures)
-        texts.append(f"**{text}**" if best and text == best[metric] and text != NONE else text)
+    texts = [shown_figure(m, figures[m]) for m in shown]
+    if best is not None:
+        pairs = zip(shown, texts, strict=True)
+        texts = [f"**{x}**" if x == best[m] != NONE else x for m, x in pairs]
     return " / ".join(texts) + ("†" if figures["errors"] else "")
 
 
-def _best(metric: str, column: Sequence[Any]) -> str:
+def _best(metric: str, column: Sequence[float]) -> str:
     """The best of a column, as it is shown."""
-    values = pd.Series([f[metric] for f in column if f is not None], dtype=float)
-    top = values.min() if metric in LOWER_IS_BETTER else values.max()
-    return shown_figure(metric, {metric: top})
+    values = pd.Series(column)
+    return shown_figure(metric, values.min() if metric in LOWER_IS_BETTER else values.max())
