@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmkv import budgets
+from mmkv.terminal import Table
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -114,30 +115,22 @@ class CheckReport:
         """A table for the terminal, the verdict and the notes."""
         from rich.console import Group
         from rich.filesize import decimal
-        from rich.table import Table
         from rich.text import Text
 
         least, most = self.prompt_tokens
         long = f"{least:,}" if least == most else f"{least:,} to {most:,}"
         some = "1 prompt" if self.prompts == 1 else f"{self.prompts:,} prompts"
         title = f"{some} of {long} tokens, {self.tokens:,} tokens of replies"
-        table = Table(title=title)
-        table.add_column("cache", no_wrap=True)
-        for column in ("nats a token", "worst prompt", "same token", "kept"):
-            table.add_column(column, justify="right")
-        table.add_column("bytes a prompt", justify="right", no_wrap=True)
+        columns = ("nats a token", "worst prompt", "same token", "kept", "bytes a prompt")
         full = CheckRow(FULL, 1.0, 0.0, 0.0, 0, 1.0, 1.0, self.full_nbytes)
+        rows = list[tuple[str, list[str]]]()
         for x in (full, *self.rows):
-            table.add_row(
-                x.name,
-                f"{x.divergence:.4f}",
-                f"{x.worst:.4f}",
-                f"{x.same:.1%}",
-                f"{x.kept:.1%}",
-                f"{decimal(x.nbytes)} ({x.nbytes / self.full_nbytes:.0%})",
-            )
+            size = f"{decimal(x.nbytes)} ({x.nbytes / self.full_nbytes:.0%})"
+            numbers = f"{x.divergence:.4f}", f"{x.worst:.4f}", f"{x.same:.1%}", f"{x.kept:.1%}"
+            rows.append((x.name, [*numbers, size]))
         notes = [Text(f"({x})", style="dim") for x in self.notes]
-        return Group(table, Text(self.verdict, style="bold"), *notes)
+        verdict = Text(self.verdict, style="bold")
+        return Group(Table("cache", columns, rows, title), verdict, *notes)
 
 
 def summed_up(rows: Iterable[Row], within: float, notes: Sequence[str] = ()) -> CheckReport:

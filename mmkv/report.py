@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from mmkv.terminal import Table
 
+if TYPE_CHECKING:
     from mmkv.cache.state import CacheState
 
 
@@ -140,43 +140,37 @@ class CacheReport:
         return dataclasses.asdict(self)
 
     def __rich__(self) -> Table:
-        """A table for the terminal."""
-        from rich.table import Table
+        """A table for the terminal; it has no columns of what is unknown."""
 
-        title = f"{self.policy}, budget {self.budget}: {self.headline}"
-        table = Table(title=title, caption="; ".join(self.notes) or None)
-        grouped = any(x.groups is not None for x in self.layers)
-        columns = ["layer", "kept per head", "min-max", "KiB", "retained importance"]
-        if grouped:
-            columns.insert(2, "of them groups")
-        if self.kv_dtype is not None:
-            columns.append("key, value error")
-        for column in columns:
-            table.add_column(column, justify="right")
+        def figures(x: LayerReport | CacheReport) -> dict[str, str]:
+            errors = [f"{e:.2%}" for e in (x.key_error, x.value_error) if e is not None]
+            retained = "" if x.retained is None else f"{x.retained:.3f}"
+            return {"retained importance": retained, "key, value error": ", ".join(errors)}
+
+        rows: dict[str, dict[str, str]] = {}
         for x in self.layers:
             counts = [n for row in x.kept for n in row]
-            table.add_row(
-                str(x.layer),
-                f"{x.mean_kept:.1f}" if x.compressed else "left alone",
-                *(["" if x.groups is None else f"{x.groups:.1f}"] if grouped else []),
-                f"{min(counts)}-{max(counts)}" if counts else "",
-                f"{x.nbytes / 1024:.1f}",
-                "" if x.retained is None else f"{x.retained:.3f}",
-                *self._errors(x),
-            )
-        table.add_section()
+            rows[str(x.layer)] = {
+                "kept per head": f"{x.mean_kept:.1f}" if x.compressed else "left alone",
+                "of them groups": "" if x.groups is None else f"{x.groups:.1f}",
+                "min-max": f"{min(counts)}-{max(counts)}" if counts else "",
+                "KiB": f"{x.nbytes / 1024:.1f}",
+                **figures(x),
+            }
+        columns = [name for name in rows["0"] if any(row[name] for row in rows.values())]
         seen = sum(self.seen) / len(self.seen)
-        share = "" if self.retained is None else f"{self.retained:.3f}"
-        table.add_row(
-            "all",
-            f"{self.kept_fraction * seen:.1f} of {seen:.0f}",
-            *([""] if grouped else []),
-            "",
-            f"{self.nbytes / 1024:.1f} of {self.full_nbytes / 1024:.1f}",
-            share,
-            *self._errors(self),
+        rows["all"] = {
+            "kept per head": f"{self.kept_fraction * seen:.1f} of {seen:.0f}",
+            "KiB": f"{self.nbytes / 1024:.1f} of {self.full_nbytes / 1024:.1f}",
+            **figures(self),
+        }
+        return Table(
+            "layer",
+            columns,
+            [(name, [row.get(x, "") for x in columns]) for name, row in rows.items()],
+            f"{self.policy}, budget {self.budget}: {self.headline}",
+            self.notes,
         )
-        return table
 
     @property
     def headline(self) -> str:
@@ -190,12 +184,6 @@ class CacheReport:
         beside = f"{(self.kept_fraction * seen - prompt) / rows:.1f}".removesuffix(".0")
         of = "" if beside == str(self.generated) else f"{beside} of "
         return f"{kept}, {of}{self.generated} generated tokens beside it"
-
-    def _errors(self, x: LayerReport | CacheReport) -> list[str]:
-        if self.kv_dtype is None:
-            return []
-        known = [f"{e:.2%}" for e in (x.key_error, x.value_error) if e is not None]
-        return [", ".join(known)]
 
 
 def mean_known(numbers: Iterable[float | None]) -> float | None:
