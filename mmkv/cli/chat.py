@@ -254,31 +254,27 @@ def _ask_context(
     settings: Settings,
 ) -> tuple[dict[str, Any], Shown]:
     """Answer from the context file, made from the pictures if it does not exist yet."""
-    from PIL import Image
-
     import mmkv
     from mmkv import chat as talk
     from mmkv.demo.answer import generation
     from mmkv.loading import quiet
+    from mmkv.picture import check_size
 
-    def parts(pictures: Sequence[Image.Image]) -> tuple[dict[str, Any], dict[str, Any]]:
-        whole, empty = (talk.encode(loaded, text, pictures) for text in (question, ""))
-        return talk.split_inputs(whole, empty)
-
-    made = not path.exists()
+    made, processor = not path.exists(), loaded.processor
     policy, budget = settings.chosen()
     wrap: Any = {"profile": settings.profile, "kv_dtype": settings.kv_dtype}
     with mmkv.wrapped(loaded.model, policy, budget, **wrap), quiet():
         if made:
-            read, asked = parts(pictures)
-            context = mmkv.read(loaded.model, read)
+            talk.check_pictures(loaded, pictures)
+            for picture in pictures:
+                check_size(picture, getattr(processor, "image_processor", None))
+            content = [{"type": "image", "image": x} for x in pictures]
+            message = {"role": "user", "content": content}
+            context = mmkv.read(loaded.model, [message], processor=processor)
             context.save(path)
         else:
-            context = mmkv.load_context(path, loaded.model)
-            # The question as it stands behind pictures, if there are any: these are not needed.
-            pictured = bool(talk.image_mask(loaded, context.inputs).any())
-            asked = parts([Image.new("RGB", (64, 64))] if pictured else [])[1]
-        new = context.ask(asked, **generation(settings, loaded.model.device))[0]
+            context = mmkv.load_context(path, loaded.model, processor=processor)
+        new = context.ask(question, **generation(settings, loaded.model.device))[0]
     tokens, nbytes = context.inputs["input_ids"].shape[1], context.nbytes
     text = loaded.processor.decode(new, skip_special_tokens=True).strip()
     about = {"file": str(path), "made": made, "tokens": tokens, "nbytes": nbytes}
