@@ -27,8 +27,6 @@ from .variants import FULL, METRICS, Variant, parse_variants
 if TYPE_CHECKING:
     from .samples import Sample
 
-_EVERY = 10.0  # seconds between two lines of progress in a pipe
-
 
 def find_processes(device: str | None = None) -> PartialState:
     """This process among those that the launcher started."""
@@ -147,7 +145,7 @@ def run(
         mine = [[batch] for group in mine for batch in group]
     work = [(variant, budget) for variant in variants for budget in variant.budgets(budgets)]
     total = len(work) * sum(len(batch) for group in mine for batch in group)
-    with bar(total, shown=progress and processes.is_main_process, every=_EVERY) as advance:
+    with bar(total, shown=progress and processes.is_main_process) as advance:
         for group in mine:
             batches = [Batch(job, indices) for indices in group]
             for (variant, budget), batch in itertools.product(work, batches):

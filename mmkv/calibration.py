@@ -17,9 +17,6 @@ from mmkv.sizes.profiled import RetrievalHeads, VisualHeads
 from mmkv.terminal import bar
 from mmkv.wrapping import comparing, wrapped
 
-# Seconds between two lines of progress, where there is no terminal.
-_EVERY = 10.0
-
 
 @comparing()
 def calibrate(
@@ -105,7 +102,7 @@ def calibrate(
 def _checked(samples: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
     """The samples, with a bar of how many are done; in a pipe, a line now and then."""
     total = len(samples) if isinstance(samples, Sized) else None
-    with bar(total, every=_EVERY) as advance:
+    with bar(total) as advance:
         for i, sample in enumerate(samples):
             yield checked_inputs(sample, i, "calibrate")
             advance(1, "calibrate")

@@ -24,6 +24,7 @@ from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache_name import CACHE, cache_in
 from mmkv.containers import unwrap_container
+from mmkv.context_files import GRIDS, TOKENWISE
 from mmkv.context_texts import Opened
 from mmkv.report import CacheReport
 
@@ -183,7 +184,7 @@ class Context:
                 f"{asked} rows behind a context of {rows}: give one row for each of the context's"
                 + ("" if cache is self.cache else ", or read one row and ask many questions")
             )
-        grids = [name for name in more if _is_grid(name)]
+        grids = [name for name in more if name in GRIDS]
         if grids and asked > 1:
             raise ValueError(
                 f"{grids[0]} for {asked} rows behind a context of {rows}: with pictures in the "
@@ -197,7 +198,7 @@ class Context:
         if grids:
             given |= _features(self.model, given)
         for name, old in before.items():
-            if _is_grid(name):
+            if name in GRIDS:
                 given[name] = torch.cat([old, more[name]]) if name in more else old
             else:
                 new = more.get(name)
@@ -346,9 +347,5 @@ def _tensors(inputs: Mapping[str, Any], model: Any) -> dict[str, Any]:
 
 def _lasting(given: Mapping[str, Any]) -> dict[str, Tensor]:
     """What later turns must be told: all that goes token by token, and grids of pictures."""
-    tensors = {k: x for k, x in given.items() if isinstance(x, Tensor)}
-    return {k: x for k, x in tensors.items() if k in context_files.TOKENWISE or _is_grid(k)}
-
-
-def _is_grid(name: str) -> bool:
-    return name in context_files.GRIDS
+    known = given.keys() & {*TOKENWISE, *GRIDS}
+    return {k: x for k, x in given.items() if k in known and isinstance(x, Tensor)}

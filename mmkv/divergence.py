@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from mmkv.profiles import Profile
 
 BUDGETS, WITHIN, REPLY = (0.05, 0.1, 0.2, 0.3, 0.5), 0.05, 48
-# Seconds between two lines of progress, where there is no terminal.
-_EVERY = 10.0
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ def measured(
     What is `done`, by policy, budget and number of the row, is left out.
     """
     first = 0
-    with bar(len(samples) * len(settings), every=_EVERY) as advance:
+    with bar(len(samples) * len(settings)) as advance:
         for i, sample in enumerate(samples, start=1):
             left = [x for x in settings if (x.label, repr(x.budget), first) not in done]
             name = f"prompt {i} of {len(samples)}"

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# Between two lines of progress in a pipe.
+_SECONDS = 10.0
 # Columns where no terminal says its own: in a file, lines are found by grep, not by eye.
 _FILE_WIDTH = 200
 # Operating system errors that say that a path, a port or a device was wrong.
@@ -257,15 +259,12 @@ class Table:
 
 
 @contextmanager
-def bar(
-    total: int | None, *, shown: bool = True, every: float = 0.0
-) -> Generator[Callable[[int, str], None]]:
-    """A bar with the time left on standard error; in a pipe, lines.
+def bar(total: int | None, *, shown: bool = True) -> Generator[Callable[[int, str], None]]:
+    """A bar with the time left on standard error; in a pipe, a line now and then.
 
     Args:
         total: how much there is to do; None where that is not known.
         shown: False says nothing.
-        every: in a pipe, seconds between two lines; 0: a line whenever the work has another name.
 
     Yields:
         what to call with how much more is done, and with the name of the work.
@@ -274,30 +273,19 @@ def bar(
     from rich.console import Console
 
     console = Console(stderr=True)
-    columns = (
-        progress.TextColumn("{task.description:<24}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TextColumn("left"),
-        progress.TimeRemainingColumn(),
-    )
+    columns = (*progress.Progress.get_default_columns(), progress.MofNCompleteColumn())
     drawn = progress.Progress(
         *columns, console=console, disable=not (shown and console.is_terminal)
     )
-    task = drawn.add_task("", total=total)
-    done, last, said = 0, "", time.monotonic()
+    task, said = drawn.add_task("", total=total), time.monotonic()
 
     def advance(n: int, what: str) -> None:
-        nonlocal done, last, said
+        nonlocal said
         drawn.update(task, advance=n, description=what)
-        done += n
-        due = time.monotonic() - said >= every if every else what != last
-        if shown and not console.is_terminal and due:
+        if shown and not console.is_terminal and time.monotonic() - said >= _SECONDS:
             of = "" if total is None else f" of {total}"
-            print(f"{done}{of}: {what}", file=sys.stderr, flush=True)
+            print(f"{drawn.tasks[task].completed:.0f}{of}: {what}", file=sys.stderr, flush=True)
             said = time.monotonic()
-        last = what
 
     with drawn:
         yield advance

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -66,9 +65,7 @@ def _options(
 
 
 def _mount(package: str, commands: dict[str, str]) -> None:
-    """Add a package's commands if it is installed; each imports the package when it runs."""
-    if find_spec(package) is None or find_spec(f"{package}.cli") is None:
-        return
+    """Add a package's commands; each imports the package when it runs."""
 
     @told
     def forward(context: typer.Context) -> None:
