@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "commands"]
 
-POLICIES = "full,local,streaming,h2o,elastic,snapkv,pyramidkv,adakv,squeeze,xkv,prefixkv"
 PLOTS = ("layers", "lorenz", "retention", "heads")
 
 
@@ -59,7 +58,7 @@ def eval_command(
             help="Names, or name:option=value:option=value, with commas between; all: each that "
             "the model can have."
         ),
-    ] = POLICIES,
+    ] = "full,local,streaming,h2o,elastic,snapkv,pyramidkv,adakv,squeeze,xkv,prefixkv",
     budgets: BudgetsOption = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9",
     metrics: Annotated[
         str,
@@ -110,8 +109,9 @@ def eval_command(
     from mmkv import chat
     from mmkv.registry import list_policies
 
+    from .prompts import token_counter
     from .runner import check_arguments, find_processes, fitting, run
-    from .suites.registry import BUILTIN, default_data
+    from .suites.registry import BUILTIN, default_data, load_suite
     from .tabulate import Report
     from .variants import parse_options, split, with_question
 
@@ -124,7 +124,7 @@ def eval_command(
     check_arguments(names, sizes, wanted, chosen, builtin=data == BUILTIN)
     more: dict[str, Any] = {"tasks": None if tasks is None else split(tasks), "limit": limit}
     more |= {"length": length, "image_folder": image_folder, "questions": questions}
-    samples = _samples(suite, data, model, **more)
+    samples = load_suite(suite, data, count=token_counter(model), **more)
     folder = out or Path("runs") / suite
     check_place(folder)
     processes = find_processes(device)
@@ -164,15 +164,6 @@ def _check_readable(loaded: Loaded, samples: Sequence[Sample]) -> None:
             f"suite {samples[0].suite!r} shows pictures, and model {loaded.name!r} reads text only:"
             " use continuation, ruler, needle, longbench, documents, cnn_dailymail or xsum"
         )
-
-
-def _samples(suite: str, data: str, model: str, **more: Any) -> list[Sample]:
-    """A suite's samples, whose lengths are in tokens of the model."""
-    from .prompts import token_counter
-    from .suites.registry import BUILTIN, SUITES, load_suite
-
-    counts = suite in SUITES and SUITES[suite].has_length and data != BUILTIN
-    return load_suite(suite, data, count=token_counter(model) if counts else None, **more)
 
 
 @commands.command("report")
@@ -256,8 +247,8 @@ def calibrate_command(
     """
     from mmkv.budgets import parse
 
-    from .prompts import encode_prompts, encode_samples, read_prompts
-    from .suites.registry import BUILTIN, default_data
+    from .prompts import encode_prompts, encode_samples, read_prompts, token_counter
+    from .suites.registry import BUILTIN, default_data, load_suite
     from .variants import parse_options, parse_variants
 
     size = parse(budget)
@@ -274,7 +265,7 @@ def calibrate_command(
     samples: list[Any] = []
     if named:
         more: Any = {"limit": limit, "image_folder": image_folder, "length": length}
-        samples = _samples(suite, data, model, **more)
+        samples = load_suite(suite, data, count=token_counter(model), **more)
     _check_file(out)
 
     from mmkv import chat
@@ -345,24 +336,21 @@ def plot_command(
     from mmkv.picture import check_format
 
     from . import draw
-    from .prompts import encode_prompts, encode_samples
+    from .prompts import encode_prompts, encode_samples, token_counter
     from .samples import Sample, check_image
-    from .suites.registry import BUILTIN, default_data
+    from .suites.registry import BUILTIN, default_data, load_suite
     from .variants import parse_options, parse_variants, split
 
     if kind not in PLOTS:
         raise ValueError(f"plot {kind!r}: expected one of {', '.join(PLOTS)}")
-    size, *more = budget_list(budget)
-    if more:
+    size, *others = budget_list(budget)
+    if others:
         raise ValueError(f"--budget {budget}: a plot has one budget")
     if image and prompt is None:
         raise ValueError(f"--image {image[0]} goes before a --prompt: give one")
     path = out or Path(f"{kind}.png")
     _check_file(path)
-    try:
-        check_format(path)
-    except ValueError as error:
-        raise ValueError(f"--out {error}") from None
+    check_format(path)
     if kind == "heads":
         typer.echo(f"wrote {draw.save(draw.heads(profile, model), path)}")
         return
@@ -377,7 +365,8 @@ def plot_command(
             check_image(picture)
         shown = Sample(id="prompt", suite="prompt", task="prompt", prompt=prompt, images=pictures)
     else:
-        samples = _samples(suite, data, model, limit=sample + 1, image_folder=image_folder)
+        more: Any = {"limit": sample + 1, "image_folder": image_folder}
+        samples = load_suite(suite, data, count=token_counter(model), **more)
         if sample >= len(samples):
             raise ValueError(f"--sample {sample}: the suite has {len(samples)}")
         shown = samples[sample]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -188,14 +189,19 @@ def longest(model: Any) -> int | None:
 
 
 def token_counter(name: str) -> Callable[[str], int]:
-    """How many tokens a text has for a model, by its tokenizer alone.
+    """How many tokens a text has for a model, by its tokenizer alone, which the first one loads.
 
     Raises:
         ValueError: no tokenizer can be loaded.
     """
-    tokenizer = load_tokenizer(name)
-    tokenizer.model_max_length = 10**9  # no warning: nothing is run on these texts
-    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    @cache
+    def tokenizer() -> Any:
+        found = load_tokenizer(name)
+        found.model_max_length = 10**9  # no warning: nothing is run on these texts
+        return found
+
+    return lambda text: len(tokenizer()(text, add_special_tokens=False)["input_ids"])
 
 
 def read_prompts(path: Path) -> list[Prompt]:

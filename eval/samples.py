@@ -31,10 +31,16 @@ def words(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What of a suite is asked for, as in `load_suite`; `data` is None for the built-in data.
+    """What of a suite is asked for.
 
-    `count` says how many tokens a text has, `questions` how many are asked about each context, at
-    most, where the suite makes its data.
+    Attributes:
+        data: None for the built-in data.
+        limit: take the first samples; where a suite has tasks, they take turns.
+        tasks: LongBench datasets, tasks of RULER or of documents, or kinds of built-in task.
+        image_folder: by default `images` beside the data file, else the file's own folder.
+        length: tokens of a prompt and its answer, for suites that make prompts of any length.
+        count: how many tokens a text has; words by default.
+        questions: most on each context, for suites that make them; published data has its own.
     """
 
     data: Path | None = None

@@ -20,10 +20,8 @@ BUILTIN_NOTE = "the data is built in, drawn and composed by the package"
 
 def load(request: Request) -> list[Sample]:
     """The built-in samples, those of drawings, or those of a published file."""
-    if request.data is None:
-        return builtin(request.limit or BUILTIN_SIZE)
-    if files.is_drawings(request.data):
-        return drawn(request.limit or BUILTIN_SIZE)
+    if request.data is None or files.is_drawings(request.data):
+        return builtin(request.limit or BUILTIN_SIZE, drawn=request.data is not None)
     entries, folder = files.read_entries(request)
     samples: list[Sample] = []
     for name, entry in entries.items():
@@ -54,26 +52,18 @@ def _turns(entry: files.Entry) -> tuple[str, str]:
     return texts[0], texts[1]
 
 
-def builtin(size: int) -> list[Sample]:
-    """Held-out scenes, each with its full description as the reference."""
-    from mmkv.builtin import scenes
+def builtin(size: int, *, drawn: bool = False) -> list[Sample]:
+    """Held-out scenes, or the richer ones of `drawings`, each with its full description as the
+    reference."""
+    from mmkv.builtin import drawings, scenes
 
-    return _described(scenes, size, 96)
-
-
-def drawn(size: int) -> list[Sample]:
-    """The same of the richer scenes of `drawings`."""
-    from mmkv.builtin import drawings
-
-    return _described(drawings, size, 160)
-
-
-def _described(source: Any, size: int, longest: int) -> list[Sample]:
+    source: Any = drawings if drawn else scenes
     samples: list[Sample] = []
     for seed in range(size):
         scene, rng = source.make_scene(seed), random.Random(f"description:{seed}")
         made: Any = {"images": (source.draw(scene),), "answers": (source.describe(scene),)}
         made |= {"tags": (f"objects={len(scene.objects)}",), "note": BUILTIN_NOTE}
         made |= {"prompt": source.describe_question("the picture", rng)}
-        samples.append(Sample(id=f"scene-{seed}", max_new_tokens=longest, **made))
+        made |= {"max_new_tokens": 160 if drawn else 96}
+        samples.append(Sample(id=f"scene-{seed}", **made))
     return samples

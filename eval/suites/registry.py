@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmkv.eval.samples import Request, Sample, words
+from mmkv.eval.samples import Request, Sample
 from mmkv.eval.suites import (
     continuation,
     description,
@@ -70,28 +70,13 @@ def default_data(name: str, model: str) -> str:
     return STDLIB if stdlib else BUILTIN
 
 
-def load_suite(
-    name: str,
-    data: str | Path = BUILTIN,
-    *,
-    limit: int | None = None,
-    tasks: list[str] | None = None,
-    image_folder: Path | None = None,
-    length: int | None = None,
-    count: Callable[[str], int] | None = None,
-    questions: int = 1,
-) -> list[Sample]:
+def load_suite(name: str, data: str | Path = BUILTIN, **asked: Any) -> list[Sample]:
     """The samples of a suite, from the built-in data or from published files.
 
     Args:
         name: the suite's.
         data: "builtin", or a path.
-        limit: take the first samples; where a suite has tasks, they take turns.
-        tasks: LongBench datasets, tasks of RULER or of documents, or kinds of built-in task.
-        image_folder: by default `images` beside the data file, else the file's own folder.
-        length: tokens of a prompt and its answer, for suites that make prompts of any length.
-        count: how many tokens a text has; words by default.
-        questions: most on each context, for suites that make them; published data has its own.
+        asked: the other fields of `Request`.
 
     Raises:
         ValueError: the suite, a task or the limit is not possible.
@@ -100,27 +85,28 @@ def load_suite(
     if name not in SUITES:
         raise ValueError(f"suite must be one of {sorted(SUITES)}, got {name!r}")
     suite, path = SUITES[name], None if str(data) == BUILTIN else Path(data)
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit must be at least 1, got {limit}")
-    if tasks and not suite.has_tasks:
-        raise ValueError(f"suite {name!r} has no tasks to select from, got {tasks}")
+    request = Request(data=path, **asked)
+    if request.limit is not None and request.limit < 1:
+        raise ValueError(f"limit must be at least 1, got {request.limit}")
+    if request.tasks and not suite.has_tasks:
+        raise ValueError(f"suite {name!r} has no tasks to select from, got {request.tasks}")
     if path is None and suite.wants:
         raise ValueError(f"suite {name!r} has no built-in data: --data names {suite.wants}")
-    if length is not None and (path is None or not suite.has_length):
+    if request.length is not None and (path is None or not suite.has_length):
         what = "the built-in data" if suite.has_length else f"suite {name!r}"
-        raise ValueError(f"length={length}: {what} has lengths of its own")
+        raise ValueError(f"length={request.length}: {what} has lengths of its own")
     if is_drawings(path) and not suite.draws:
         raise ValueError(f"suite {name!r} does not read drawings: {', '.join(DRAWN)} do")
     own = path is None or is_drawings(path)
     fixed = not suite.has_questions or (not own and name == "mmvet")
-    if questions < 1 or (fixed and questions != 1):
+    if request.questions < 1 or (fixed and request.questions != 1):
         what = f"suite {name!r}" if path is None else f"suite {name!r} of {path}"
         raise ValueError(
-            f"questions={questions}: expected 1 or more, of ruler or the built-in mmvet; {what} "
-            "has the questions that its data has"
+            f"questions={request.questions}: expected 1 or more, of ruler or the built-in mmvet; "
+            f"{what} has the questions that its data has"
         )
-    if own and image_folder is not None:
-        raise ValueError(f"image folder {image_folder}: the built-in data has its own pictures")
-    more: Any = {"image_folder": image_folder, "length": length, "questions": questions}
-    request = Request(data=path, limit=limit, tasks=tasks, count=count or words, **more)
+    if own and request.image_folder is not None:
+        raise ValueError(
+            f"image folder {request.image_folder}: the built-in data has its own pictures"
+        )
     return [replace(s, suite=name, task=s.task or name) for s in suite.load(request)]

@@ -246,7 +246,7 @@ def test_what_is_wrong_is_one_line_before_a_model_is_loaded(
     monkeypatch.setattr("mmkv.chat.load", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setattr("mmkv.eval.suites.description.BUILTIN_SIZE", 2)
     if "3000000" in arguments:
-        monkeypatch.setattr("mmkv.eval.suites.description.builtin", lambda size: [])
+        monkeypatch.setattr("mmkv.eval.suites.description.builtin", lambda size, drawn: [])
     done = call(*arguments)
     assert done.exit_code == 2
     assert message in done.stderr
