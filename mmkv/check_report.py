@@ -134,7 +134,7 @@ class CheckReport:
 
 
 def summed_up(rows: Iterable[Row], within: float, notes: Sequence[str] = ()) -> CheckReport:
-    """The report on rows of `mmkv.divergence.measure`, those of the policy first.
+    """The report on rows of `mmkv.divergence.measured`, those of the policy first.
 
     Raises:
         ValueError: no reply has a token that a cache has a say in.

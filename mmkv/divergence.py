@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mmkv import budgets as sizes
 from mmkv.cache.quantize import BITS
 from mmkv.check_report import FULL, CheckReport, Row, summed_up
-from mmkv.forcing import checked_inputs, log_probabilities, replies, score_answers
+from mmkv.forcing import Scored, checked_inputs, log_probabilities, replies, score_answers
 from mmkv.registry import get_policy
 from mmkv.terminal import bar
 from mmkv.wrapping import wrapped
@@ -102,17 +102,53 @@ def measured(
     """The rows of all samples, those of one cache and sample at a time, with a bar of progress.
 
     What is `done`, by policy, budget and number of the row, is left out.
+
+    Raises:
+        ValueError: a distribution is not finite.
     """
     first = 0
     with bar(len(samples) * len(settings)) as advance:
-        for i, sample in enumerate(samples, start=1):
+        for i, inputs in enumerate(samples, start=1):
             left = [x for x in settings if (x.label, repr(x.budget), first) not in done]
             name = f"prompt {i} of {len(samples)}"
             advance(len(settings) - len(left), name)
-            for found in measure(model, sample, left, max_new_tokens, first=first) if left else ():
-                yield found
-                advance(1, name)
-            first += len(sample["input_ids"])
+            if left:
+                answers = replies(model, inputs, max_new_tokens)
+                full, whole = log_probabilities(model, inputs, answers)
+                for setting in left:
+                    with setting.wrapped(model):
+                        scored = score_answers(model, inputs, answers, full=full)
+                    yield _rows(setting, scored, _lengths(inputs), whole, first)
+                    advance(1, name)
+            first += len(inputs["input_ids"])
+
+
+def _rows(
+    setting: Setting, scored: Scored, lengths: list[int], whole: int, first: int
+) -> list[Row]:
+    """What a cache scored on each prompt of a batch, whose full cache has `whole` bytes."""
+    if not all(map(math.isfinite, scored.divergence)):
+        raise ValueError(
+            f"{setting.label} {sizes.named(setting.budget)}: the model's next-token "
+            "probabilities are not finite: use another dtype, such as bfloat16 or float32"
+        )
+    kept, rows = kept_shares(scored.cache), list[Row]()
+    for i, n in enumerate(scored.compared):
+        rows.append(
+            {
+                "policy": setting.label,
+                "budget": setting.budget,
+                "index": first + i,
+                "prompt_tokens": lengths[i],
+                "tokens": n,
+                "divergence": scored.divergence[i] / n if n else None,
+                "same": scored.same[i] / n if n else None,
+                "kept": kept[i],
+                "nbytes": scored.held_bytes // len(kept),
+                "full_nbytes": whole // len(kept),
+            }
+        )
+    return rows
 
 
 def check_arguments(
@@ -191,55 +227,6 @@ def settings_of(
         except ValueError as error:
             notes.append(f"the full cache in {dtype} is left out: {error}")
     return found, notes
-
-
-def measure(
-    model: Any,
-    inputs: Mapping[str, Any],
-    settings: Sequence[Setting],
-    max_new_tokens: int = REPLY,
-    first: int = 0,
-) -> Iterator[list[Row]]:
-    """Each setting's rows on one prompt, or on a left-padded batch of them.
-
-    Args:
-        model: not wrapped; it is wrapped while a setting is measured.
-        inputs: what `model(**inputs)` takes.
-        settings: what is compared with the full cache.
-        max_new_tokens: most tokens of a reply.
-        first: number of the first row.
-
-    Raises:
-        ValueError: a distribution is not finite.
-    """
-    answers = replies(model, inputs, max_new_tokens)
-    full, whole = log_probabilities(model, inputs, answers)
-    for setting in settings:
-        with setting.wrapped(model):
-            scored = score_answers(model, inputs, answers, full=full)
-        each = zip(scored.divergence, scored.same, scored.compared, strict=True)
-        if not all(math.isfinite(nats) for nats in scored.divergence):
-            raise ValueError(
-                f"{setting.label} {sizes.named(setting.budget)}: the model's next-token "
-                "probabilities are not finite: use another dtype, such as bfloat16 or float32"
-            )
-        means = [(nats / n, same / n) if n else (None, None) for nats, same, n in each]
-        kept = kept_shares(scored.cache)
-        yield [
-            {
-                "policy": setting.label,
-                "budget": setting.budget,
-                "index": first + row,
-                "prompt_tokens": n,
-                "tokens": scored.compared[row],
-                "divergence": means[row][0],
-                "same": means[row][1],
-                "kept": kept[row],
-                "nbytes": scored.held_bytes // len(kept),
-                "full_nbytes": whole // len(kept),
-            }
-            for row, n in enumerate(_lengths(inputs))
-        ]
 
 
 def kept_shares(cache: Any) -> list[float]:

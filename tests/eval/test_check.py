@@ -360,13 +360,13 @@ class TestCommand:
         assert "12 of 12" not in first.stderr
         rows = (folder / "a" / "rows.jsonl").read_text().splitlines(keepends=True)
         report = (folder / "a" / "report.json").read_text()
-        real, measured = divergence.measure, []
+        real, measured = divergence._rows, []
 
-        def measure(model, inputs, settings, *args, first):
-            measured.extend((x.label, x.budget, first) for x in settings)
-            return real(model, inputs, settings, *args, first=first)
+        def rows_of(setting, *given):
+            measured.append((setting.label, setting.budget, given[-1]))
+            return real(setting, *given)
 
-        monkeypatch.setattr(divergence, "measure", measure)
+        monkeypatch.setattr(divergence, "_rows", rows_of)
         lost = json.loads(rows[4])
         (folder / "a" / "rows.jsonl").write_text("".join([*rows[:4], *rows[5:], rows[4][:20]]))
         again = call("check", *ASKED, "--out", "a")
