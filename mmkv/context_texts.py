@@ -70,12 +70,13 @@ def encode(
             "processor=, to mmkv.read or mmkv.load_context for all that follows"
         )
     known: Any = processor
+    messages: Any = given
     if chat:
-        messages: Any = given
         return _chat(messages, known, before, ends)
     texts: list[Any] = [given] if isinstance(given, str) else list(given)
     if before.roles if before else known.chat_template is not None:
-        found = [_chat([_user(text)], known, before, ends) for text in texts]
+        messages = [{"role": "user", "content": text} for text in texts]
+        found = [_chat([message], known, before, ends) for message in messages]
         return _padded([inputs for inputs, _ in found]), found[0][1]
     return _padded(_tokens(known, text, begins=before is None) for text in texts), Opened()
 
@@ -188,10 +189,6 @@ def _padded(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
         name: torch.cat([pad(x[name], (most - x[name].shape[1], 0)) for x in rows])
         for name in rows[0]
     }
-
-
-def _user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 def _text(text: str) -> dict[str, str]:

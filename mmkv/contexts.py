@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -33,9 +33,9 @@ Given = Mapping[str, Any] | str | Sequence[str] | Sequence[Mapping[str, Any]] | 
 # Of videos (Qwen2.5-VL), one for each grid.
 _SECONDS = "second_per_grid_ts"
 _MOST_NEW = 256
-_UNKNOWN = Opened()
 
 
+@dataclass(eq=False, repr=False)
 class Context:
     """A prompt that was read, and what its compressed cache holds.
 
@@ -49,19 +49,11 @@ class Context:
         opened: how texts and messages go on behind what was read.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        cache: CompressedCache,
-        inputs: dict[str, Tensor],
-        processor: Any = None,
-        opened: Opened = _UNKNOWN,
-    ) -> None:
-        self.model = model
-        self.cache = cache
-        self.inputs = inputs
-        self.processor = processor
-        self.opened = opened
+    model: Any
+    cache: CompressedCache
+    inputs: dict[str, Tensor]
+    processor: Any = None
+    opened: Opened = Opened()
 
     @property
     def nbytes(self) -> int:

@@ -142,17 +142,14 @@ class _Probe(CompressedCache):
         self.heads = key.shape[1]
         with torch.no_grad():
             whole = prompt.to(key.device)
+            plans = [replace(self.plan, budget=level) for level in LEVELS[:-1]]
+            each = [[n for (n,) in sizes_of_rows(plan, prompt, 1)] for plan in plans]
             changes = [
                 read(evict(held, self.plan, whole, sizes, 0, layer_idx).dense()) - out
-                for sizes in map(self._sizes_at, LEVELS[:-1])
+                for sizes in each
             ]
         self.changes.append(torch.stack(changes))
         return out.to(query.dtype), None
-
-    def _sizes_at(self, level: float) -> list[int]:
-        """Each row's tokens at a level."""
-        assert self.prompt is not None
-        return [n for (n,) in sizes_of_rows(replace(self.plan, budget=level), self.prompt, 1)]
 
     def costs(self, log_p: Tensor, valid: Tensor, generator: torch.Generator) -> Tensor:
         """Cost curves [L, H, R], in nats, summed over all replies' tokens.
