@@ -236,6 +236,4 @@ def command(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command()(command)
-    app()
+    typer.run(command)

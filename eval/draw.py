@@ -126,12 +126,6 @@ def curves(report: Report) -> Figure:
     return _finish(figure, f"{s['suite']} ({s['data']}), {s['model']}, n = {s['n']}")
 
 
-def _shares(axis: Any, shares: Any) -> Any:
-    """Shares in percent as a picture."""
-    axis.grid(False)
-    return axis.imshow(shares, vmin=0, vmax=100, cmap="YlGnBu", aspect="auto")
-
-
 def fronts(sections: Sequence[tuple[str, list[str], Any]]) -> Figure:
     """Quality against each cost, a row of panels for each section of a `Comparison`.
 
@@ -273,7 +267,8 @@ def heads(path: Path | None, model: str) -> Figure:
     image: Any = None
     for place, budget in zip(maps, budgets, strict=True):
         shares = 100 * np.array(measured.shares(budget, range(len(costs))))
-        image = _shares(place, shares)
+        place.grid(False)
+        image = place.imshow(shares, vmin=0, vmax=100, cmap="YlGnBu", aspect="auto")
         for (y, x), value in np.ndenumerate(shares) if shares.size <= 100 else ():
             how: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7}
             place.text(x, y, f"{value:.0f}", color="white" if value > 55 else "black", **how)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import mmkv
@@ -64,6 +65,8 @@ class Batch:
     def __init__(self, job: Job, indices: Sequence[int]) -> None:
         self.job, self.indices = job, indices
         self.samples = [job.samples[i] for i in indices]
+        # What one pass brought of the prompts; under True, of what precedes their questions.
+        self.captures: dict[bool, Capture] = {}
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
@@ -84,22 +87,17 @@ class Batch:
     def replies(self) -> list[list[int]]:
         """Token ids along which next tokens are compared: how a text goes on, or else the full
         cache's own reply; [] where that is not known."""
-        full = [self.job.full.get(i, {}).get("reply", []) for i in self.indices]
-        each = zip(self.samples, self.answers, full, strict=True)
-        return [answer if s.goes_on else reply for s, answer, reply in each]
+        each = zip(self.indices, self.samples, self.answers, strict=True)
+        full = self.job.full
+        return [answer if s.goes_on else full.get(i, {}).get("reply", []) for i, s, answer in each]
 
     @cached_property
     def full(self) -> list[Tensor]:
         """The full cache's distributions along the replies, by the model unwrapped."""
         return log_probabilities(self.job.model, self.inputs, self.replies)[0]
 
-    @cached_property
-    def captures(self) -> dict[bool, Capture]:
-        """What one pass brought of the prompts; under True, of what precedes their questions."""
-        return {}
-
     def capture(self, hidden: bool) -> None:
-        """Run that pass, by the model unwrapped."""
+        """Run the pass of `captures`, by the model unwrapped."""
         if hidden not in self.captures:
             inputs = self.apart[0] if hidden else self.inputs
             self.captures[hidden] = Capture.of(self.job.model, inputs)
@@ -109,8 +107,10 @@ class Batch:
     ) -> mmkv.Context:
         """The prompts before their questions, compressed; the same again are not read again."""
         job, how, given = self.job, (variant.label, budget), self.apart[0]
-        if job.read is not None and job.read[0] == how and _equal(job.read[1], given):
-            return job.read[2]
+        if job.read is not None and job.read[0] == how:
+            before = job.read[1]
+            if before.keys() == given.keys() and all(before[x].equal(given[x]) for x in given):
+                return job.read[2]
         job.read = None  # before memory is asked for another
         if captured is None:
             context = mmkv.read(job.model, given, prefill_chunk_size=variant.evict_chunks)
@@ -173,17 +173,15 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
             return behind(context, batch.apart[1])
         return batch.inputs, None if captured is None else captured.read(model)
 
-    def force(replies: list[list[int]], full: list[Tensor] | None) -> Scored:
-        whole, read = known()
-        return score_answers(model, whole, replies, full=full, read=read, hidden=variant.hidden)
-
     answers = batch.answers if perplexed else None
     replies = batch.replies if job.compares and not reference else None
     full = None if replies is None else batch.full
     # A text that goes on is fed once for both.
     for ids in [answers] if answers == replies else [answers, replies]:
         if ids is not None:
-            scored = force(ids, full if ids == replies else None)
+            whole, read = known()
+            how: Any = {"full": full if ids == replies else None, "hidden": variant.hidden}
+            scored = score_answers(model, whole, ids, read=read, **how)
             cache, held = scored.cache, held or scored.held_bytes
             _add_scores(rows, batch.samples, scored, ids is answers, ids == replies)
             del scored
@@ -251,29 +249,24 @@ def timed(
     "first_token_s" and "tokens_per_s"; and the cache's bytes once the prompt was read.
     """
     import torch
-    from transformers.generation.streamers import BaseStreamer
 
     times, caches, held = list[float](), list[Any](), 0
 
-    class Clock(BaseStreamer):
-        """When tokens come: first the prompt, then the first new ones."""
-
-        def put(self, value: Any) -> None:
-            nonlocal held
-            times.append(time.perf_counter())
-            held = caches[-1].nbytes if len(times) == 2 else held
-
-        def end(self) -> None:
-            pass
+    def put(value: Any) -> None:
+        """Note when tokens come: first the prompt, then the first new ones."""
+        nonlocal held
+        times.append(time.perf_counter())
+        held = caches[-1].nbytes if len(times) == 2 else held
 
     def watch(module: Any, args: Any, output: Any) -> None:
         caches[:] = [cache_in(output)]
 
     how: dict[str, Any] = {"max_new_tokens": max(limits), "do_sample": False, "num_beams": 1}
     how |= {"pad_token_id": pad, "return_dict_in_generate": True, "use_cache": True}
+    how["streamer"] = SimpleNamespace(put=put, end=lambda: None)
     start = time.perf_counter()
     with torch.no_grad(), model.register_forward_hook(watch):
-        out = model.generate(**inputs, **how, streamer=Clock(), prefill_chunk_size=chunk)
+        out = model.generate(**inputs, **how, prefill_chunk_size=chunk)
     new = out.sequences[:, inputs["input_ids"].shape[1] :]
     seconds, ends = time.perf_counter() - start, ends_of(model)
     replies = [up_to_end(ids, ends) for ids in new.tolist()]
@@ -281,13 +274,6 @@ def timed(
     found = [ids[:limit] for ids, limit in zip(replies, limits, strict=True)]
     first = {"first_token_s": round(times[1] - start, 4), "tokens_per_s": speed}
     return found, caches[-1], first, held
-
-
-def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether a model reads the same."""
-    from torch import equal
-
-    return one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
 
 
 def _rouge(sample: Sample, text: str, full: str | None) -> dict[str, float | None]:
@@ -330,14 +316,9 @@ def kept_by_row(cache: Any) -> list[dict[str, Any]]:
     return found
 
 
-def head(variant: Variant, budget: float | int, index: int) -> Row:
-    """What identifies a row."""
-    return {"policy": variant.label, "budget": budget, "index": index}
-
-
 def _new_rows(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
     return [
-        head(variant, budget, index)
+        {"policy": variant.label, "budget": budget, "index": index}
         | {"sample": s.id, "suite": s.suite, "task": s.task, "tags": list(s.tags)}
         | {"options": variant.recorded, **batch.job.about}
         for index, s in zip(batch.indices, batch.samples, strict=True)

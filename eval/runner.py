@@ -8,6 +8,7 @@ are in batches of one group, so that a context whose question is hidden is read 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -18,7 +19,7 @@ from accelerate import PartialState
 from mmkv.budgets import named, number
 from mmkv.terminal import bar, say
 
-from .measure import COMPARED, Batch, Job, head, measure
+from .measure import COMPARED, Batch, Job, measure
 from .prompts import Encoder, longest
 from .samples import suite_notes
 from .store import Row, Store, describe_environment, digest, key_of
@@ -149,7 +150,7 @@ def run(
         for group in mine:
             batches = [Batch(job, indices) for indices in group]
             for (variant, budget), batch in itertools.product(work, batches):
-                keys = {i: key_of(head(variant, budget, i)) for i in batch.indices}
+                keys = {i: (variant.label, json.dumps(budget), i) for i in batch.indices}
                 if missing := [i for i, key in keys.items() if key not in rows]:
                     done = [r for r in measure(variant, budget, batch) if r["index"] in missing]
                     store.append(done)

@@ -123,18 +123,17 @@ class Store:
             file.writelines(map(_line, rows))
             os.fsync(file.fileno())
 
-    def merge(self, policies: Sequence[str] = (), budgets: Sequence[float | int] = ()) -> list[Row]:
+    def merge(self, policies: Sequence[str], budgets: Sequence[float | int]) -> list[Row]:
         """Bring all rows into `rows.jsonl`, in order of policy, budget and sample.
 
         To be called by one process while no other writes, and before rows are appended: a last
         line that was cut short is dropped here.
         """
-        known = [*policies], list(map(json.dumps, budgets))
+        sizes = list(map(json.dumps, budgets))
 
-        def order(row: Row) -> list[int]:
-            *names, index = key_of(row)
-            pairs = zip(names, known, strict=True)
-            return [*(x.index(n) if n in x else len(x) for n, x in pairs), index]
+        def order(row: Row) -> tuple[int, int, int]:
+            policy, budget, index = key_of(row)
+            return policies.index(policy), sizes.index(budget), index
 
         rows, parts = sorted(self.rows(), key=order), list(self.folder.glob("rows.*.jsonl"))
         if parts or self.rows_file.exists():

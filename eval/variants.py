@@ -7,7 +7,6 @@ import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -61,11 +60,9 @@ class Variant:
         with comparing(), wrapped(model, self.name, budget, **how, **self.options):
             yield model
 
-    def profile_at(self, budget: float | int) -> Path | None:
+    def profile_at(self, budget: float | int) -> str | None:
         """The profile's path at a budget, None without one."""
-        if self.profile is None:
-            return None
-        return Path(self.profile.replace("{budget}", f"{budget:g}"))
+        return self.profile and self.profile.replace("{budget}", f"{budget:g}")
 
     @property
     def recorded(self) -> dict[str, Any]:

@@ -12,9 +12,9 @@ nothing.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
@@ -23,6 +23,7 @@ from mmkv.eval.prompts import left_padded
 from mmkv.eval.variants import plugin_arguments
 from mmkv.forcing import score_answers
 from mmkv.loading import models
+from mmkv.wrapping import wrap
 
 # Its metaclass hides its attributes from a type checker.
 _Base: Any = HFLM
@@ -53,8 +54,6 @@ class MMKV(_Base):
         batch_size: int | str = 1,
         **kwargs: Any,
     ) -> None:
-        from mmkv.wrapping import wrap
-
         size, mine, rest = plugin_arguments(policy, budget, profile, kwargs)
         if not str(batch_size).isdigit():
             raise ValueError(f"batch_size={batch_size!r}: a compressed model needs a number")
@@ -81,8 +80,14 @@ class MMKV(_Base):
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0)
         for start in range(0, len(order), size):
             places = order[start : start + size]
-            contexts, answers = zip(*(self._cut(requests[i]) for i in places), strict=True)
-            scored = score_answers(self.model, self._left_padded(contexts), answers)
+            answers = [requests[i][2] for i in places]
+            rows: list[dict[str, Any]] = []
+            for i in places:  # a context that is too long loses its beginning
+                room = max(1, self.max_length - len(requests[i][2]))
+                ids = torch.tensor([requests[i][1][-room:]], device=self.device)
+                rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+            inputs = left_padded(rows, self.tokenizer.pad_token_id or 0)
+            scored = score_answers(self.model, inputs, answers)
             for i, nll, greedy in zip(places, scored.nll, scored.greedy, strict=True):
                 found[i] = (-nll, greedy)
                 if (text := requests[i][0]) is not None:
@@ -90,19 +95,6 @@ class MMKV(_Base):
             bar.update(len(places))
         bar.close()
         return found
-
-    def _cut(self, request: Request) -> tuple[list[int], list[int]]:
-        """Context and continuation; a context that is too long loses its beginning."""
-        _, context, continuation = request
-        room = max(1, self.max_length - len(continuation))
-        return context[-room:], continuation
-
-    def _left_padded(self, contexts: Sequence[list[int]]) -> dict[str, Any]:
-        import torch
-
-        ids = [torch.tensor([context], device=self.device) for context in contexts]
-        rows = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in ids]
-        return left_padded(rows, self.tokenizer.pad_token_id or 0)
 
 
 def builtin_text_model() -> tuple[Any, Any]:

@@ -244,10 +244,10 @@ def plan_command(
     plain = plan(sizes, load, card, get_policy("full"))
     smaller = plan(sizes, load, card, chosen, parse(budget), kv_dtype)
     name = " ".join(filter(None, (policy, budget, kv_dtype)))
-    columns = ["cache GB", "peak GB", "prefill s", "ms a token", "tokens/s", "largest batch"]
-    rows = [(label, x.cells(load)) for label, x in (("full cache", plain), (name, smaller))]
+    cells = {"full cache": plain.cells(load), name: smaller.cells(load)}
+    rows = [(label, [*found.values()]) for label, found in cells.items()]
     title = (
         f"{model}, {sizes.weights / 1e9:.1f} GB of weights in {dtype}; {gpu}, "
         f"{card.memory / 1e9:.0f} GB; {batch} x ({prompt:,} + {new:,}) tokens. Least times."
     )
-    write(console(), Table("", columns, rows, title))
+    write(console(), Table("", [*cells[name]], rows, title))

@@ -105,11 +105,6 @@ def make_prompt(model: Any, batch: int, tokens: int, seed: int = 0) -> Tensor:
     return ids.to(model.device)
 
 
-def weight_bytes(model: Any) -> int:
-    """Bytes of all weights."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
 def step_bytes(model: Any) -> int:
     """Bytes of the weights that a decode step reads: the decoder's without its token embeddings,
     and the output layer's."""

@@ -15,7 +15,7 @@ import torch
 from mmkv.budgets import checked
 from mmkv.cache.token_masks import kept_whole, total_kept
 from mmkv.cache_name import cache_in
-from mmkv.eval.speed.models import step_bytes, weight_bytes
+from mmkv.eval.speed.models import step_bytes
 from mmkv.scores.accumulated import AccumulatedAttention
 from mmkv.scores.observers import Observers
 
@@ -72,7 +72,7 @@ class Sizes:
         What each layer holds is seen in a forward pass, which computes nothing there.
         """
         config = model.config.get_text_config()
-        weights, read = weight_bytes(model), step_bytes(model)
+        weights, read = model.get_memory_footprint(return_buffers=False), step_bytes(model)
         itemsize = next(model.parameters()).element_size()
         with torch.no_grad(), torch.device("meta"):
             ids = torch.ones(1, 2, dtype=torch.long)
@@ -102,8 +102,7 @@ class Load(NamedTuple):
     new: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """Bounds for one policy."""
 
     cache_bytes: float  # of the batch, at the end of its replies
@@ -113,16 +112,17 @@ class Plan:
     largest_batch: int  # sequences that fit, 0 if not even one does
     fits: bool  # whether the batch that is asked for does
 
-    def cells(self, load: Load) -> list[str]:
-        """Cache and peak in GB, prefill s, ms a token, tokens/s with the prefill, largest batch."""
+    def cells(self, load: Load) -> dict[str, str]:
+        """By the columns of the table; tokens/s are with the prefill."""
         rate = load.batch * load.new / (self.prefill_s + self.token_s * load.new)
-        times = [f"{self.prefill_s:.2f}", f"{1000 * self.token_s:.2f}", f"{rate:,.0f}"]
-        return [
-            f"{self.cache_bytes / 1e9:.2f}",
-            f"{self.peak_bytes / 1e9:.1f}",
-            *(times if self.fits else ["does not fit", "", ""]),
-            f"{self.largest_batch:,}",
-        ]
+        return {
+            "cache GB": f"{self.cache_bytes / 1e9:.2f}",
+            "peak GB": f"{self.peak_bytes / 1e9:.1f}",
+            "prefill s": f"{self.prefill_s:.2f}" if self.fits else "does not fit",
+            "ms a token": f"{1000 * self.token_s:.2f}" if self.fits else "",
+            "tokens/s": f"{rate:,.0f}" if self.fits else "",
+            "largest batch": f"{self.largest_batch:,}",
+        }
 
 
 def held(

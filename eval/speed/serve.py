@@ -12,11 +12,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import mmkv
 from mmkv import chat
@@ -105,20 +105,6 @@ async def drive(
     return timings
 
 
-class _Clock:
-    """A streamer of `generate` that notes when each token came; first it is given the prompt."""
-
-    def __init__(self, timing: Timing) -> None:
-        self.timing, self.calls = timing, 0
-
-    def put(self, value: Tensor) -> None:
-        self.timing.tokens += [time.perf_counter()] if self.calls else []
-        self.calls += 1
-
-    def end(self) -> None:
-        pass
-
-
 def summary(timings: Sequence[Timing], within: tuple[float, float]) -> list[str]:
     """Percentiles of what clients waited, tokens a second, and requests in time a second.
 
@@ -181,9 +167,13 @@ def compare(
     turn = asyncio.Semaphore()
 
     async def one_by_one(asked: Asked, timing: Timing) -> None:
+        def put(value: Any) -> None:
+            timing.tokens.append(time.perf_counter())
+
         async with turn:
-            how = {"max_new_tokens": new, "streamer": _Clock(timing)}
+            how: Any = {"max_new_tokens": new, "streamer": SimpleNamespace(put=put, end=int)}
             await asyncio.to_thread(model.generate, **asked.inputs, **how)
+            del timing.tokens[0]  # a streamer is given the prompt first
 
     measured("generate, one by one", one_by_one)
     tell("")

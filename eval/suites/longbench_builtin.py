@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mmkv.eval import scoring
@@ -26,7 +27,6 @@ from mmkv.eval.samples import Request, Sample
 from mmkv.eval.suites.description import BUILTIN_NOTE
 
 if TYPE_CHECKING:
-    from mmkv.builtin.scenes import Question
     from mmkv.builtin.texts import Lookup
 
 BUILTIN_SIZE = 10  # samples of each task
@@ -76,17 +76,12 @@ def _asked(text: str, question: str, answers: tuple[str, ...], **more: Any) -> d
     return made | {"max_new_tokens": 8} | more
 
 
-def _look_up(text: str, question: Question) -> dict[str, Any]:
+def _look_up(lookup: Lookup, rng: random.Random, *, number: int = 1) -> dict[str, Any]:
+    """One record of a text, or of so many passages."""
+    question, text = rng.choice(lookup.questions), f"{lookup.text} "
+    if number > 1:
+        text = _under_headings(range(1, number + 1), passages(lookup.text, number)) + "\n\n"
     return _asked(text, question.text, (question.answer,), metric="token_f1")
-
-
-def _single(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
-    return _look_up(f"{lookup.text} ", rng.choice(lookup.questions))
-
-
-def _multi(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
-    text = _under_headings(range(1, 5), passages(lookup.text, 4))
-    return _look_up(f"{text}\n\n", rng.choice(lookup.questions))
 
 
 def _summary(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
@@ -161,8 +156,8 @@ def _code(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
 
 
 BUILDERS: dict[str, Callable[[Lookup, random.Random], dict[str, Any]]] = {
-    "single_doc_qa": _single,
-    "multi_doc_qa": _multi,
+    "single_doc_qa": _look_up,
+    "multi_doc_qa": partial(_look_up, number=4),
     "summary": _summary,
     "few_shot": _few_shot,
     "count": _count,
