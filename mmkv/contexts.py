@@ -314,11 +314,13 @@ def _features(model: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(inputs: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    """Model inputs on the model's device, with a mask."""
+    """Model inputs on the model's device, pictures in its type, with a mask."""
     found = dict(inputs)
     if isinstance(seconds := found.get(_SECONDS), list):
         found[_SECONDS] = torch.tensor(seconds)
     found = {k: x.to(model.device) if isinstance(x, Tensor) else x for k, x in found.items()}
+    # Processors give float32, and not every vision tower makes it the model's type (Llama 4).
+    found |= {k: x.to(model.dtype) for k, x in found.items() if k.startswith("pixel_values")}
     if "input_ids" not in found:
         raise ValueError(f"there are no input_ids among {sorted(inputs)}")
     if found["input_ids"].ndim != 2:

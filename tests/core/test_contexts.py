@@ -663,6 +663,15 @@ def test_what_cannot_be_asked_is_said(models):
         context.ask(padded(question(4), question(5)), max_new_tokens=2)
 
 
+def test_pictures_are_read_in_the_models_type():
+    """A processor gives float32, which Llama 4's vision tower does not take in bfloat16."""
+    model = copy.deepcopy(zoo.model_of("Llama4ForConditionalGeneration")).bfloat16()
+    inputs = zoo.inputs_of(model, "one")
+    inputs["pixel_values"] = inputs["pixel_values"].float()
+    with mmkv.wrapped(model, "condense", 1.0):
+        assert mmkv.read(model, inputs).cache.lengths == [inputs["input_ids"].shape[1]]
+
+
 def test_a_question_may_bring_a_picture(models):
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (60,))
     ids = torch.cat([torch.full((1, 16), IMAGE), question(5)["input_ids"]], 1)
