@@ -32,7 +32,10 @@ class Steps:
         self.model, self.inputs = model, inputs
         self.mask = inputs["attention_mask"] if "attention_mask" in inputs else torch.ones_like(ids)
         accepted = inspect.signature(model.forward).parameters
-        self.numbered = "position_ids" in accepted and not _counts_positions_itself(model)
+        # Positions of more than one axis (Qwen2-VL) are left to the model.
+        models = (model, getattr(model, "model", None))
+        itself = any(hasattr(x, "get_rope_index") for x in models)
+        self.numbered = "position_ids" in accepted and not itself
         self.last = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
     def read(self) -> tuple[Any, Tensor]:
@@ -254,16 +257,8 @@ def checked_inputs(sample: Any, i: int, what: str) -> Mapping[str, Any]:
 
 def drops_nothing(cache: Any) -> bool:
     """Whether decoding only adds to this cache, so that several tokens may be fed at once."""
-    plan = getattr(cache, "plan", None)
-    if plan is None:
-        return True  # transformers' own cache of a model that is not wrapped
-    if keeps_everything(plan.policy, plan.budget):
+    plan = getattr(cache, "plan", None)  # transformers' own cache has none
+    if plan is None or keeps_everything(plan.policy, plan.budget):
         return True
     policy = plan.policy
     return policy.decode.name == "grow" and not (policy.reposition or policy.postpone)
-
-
-def _counts_positions_itself(model: Any) -> bool:
-    """Whether positions have more than one axis (Qwen2-VL), so that they are left to the model."""
-    inner = getattr(model, "model", None)
-    return hasattr(model, "get_rope_index") or hasattr(inner, "get_rope_index")

@@ -115,8 +115,11 @@ class Profile:
                 raise ValueError(f"expected a JSON list, or an object with format={_FORMAT!r}")
             if data.get("version") != _VERSION:
                 raise ValueError(f"version {data.get('version')!r}, expected {_VERSION}")
-            kinds = {"policy": str, "samples": int, "model": dict}
-            known: dict[str, Any] = {k: _typed(data, k, kind) for k, kind in kinds.items()}
+            known: dict[str, Any] = {}
+            for name, kind in (("policy", str), ("samples", int), ("model", dict)):
+                known[name] = value = data.get(name)
+                if value is not None and not isinstance(value, kind):
+                    raise ValueError(f"{name!r} is {str(value)[:40]!r}, expected {kind.__name__}")
             if "costs" in data:
                 levels = _numbers(data.get("levels"), "levels", 1)
                 return cls(curves=Curves(levels, _numbers(data["costs"], "costs", 3)), **known)
@@ -198,10 +201,9 @@ def own(model: Any, file: str = FILE) -> Profile | None:
         ValueError: the file is no profile.
     """
     path = beside(model, file)
-    if path is None:
-        return None
-    found = Profile.load(path)
-    return found if found.model == adapters.shape(model.get_decoder().config) else None
+    found = None if path is None else Profile.load(path)
+    fits = found is not None and found.model == adapters.shape(model.get_decoder().config)
+    return found if fits else None
 
 
 def _reason(error: ValueError) -> str:
@@ -227,10 +229,3 @@ def _numbers(x: Any, name: str, depth: int) -> Any:
     if not isinstance(x, list):
         raise ValueError(f"{name!r} is not a list{' of lists' * (depth - 1)}")
     return tuple(_numbers(y, name, depth - 1) for y in x)
-
-
-def _typed(data: dict[str, Any], name: str, kind: type) -> Any:
-    value = data.get(name)
-    if value is not None and not isinstance(value, kind):
-        raise ValueError(f"{name!r} is {str(value)[:40]!r}, expected {kind.__name__}")
-    return value

@@ -233,12 +233,11 @@ class Table:
             yield Text(self.title, style="bold")
         wide, rest = options.update(width=10_000), list(range(len(self.columns)))
         while rest:
-            n = 1
-            while n < len(rest):
-                needed = Measurement.get(console, wide, self._part(rest[: n + 1])).maximum
-                if needed > options.max_width:
-                    break
-                n += 1
+            n = len(rest)
+            while n > 1 and (
+                Measurement.get(console, wide, self._part(rest[:n])).maximum > options.max_width
+            ):
+                n -= 1
             yield self._part(rest[:n])
             rest = rest[n:]
         yield from (Text(note, style="dim") for note in self.notes)

@@ -95,30 +95,30 @@ def chat(
     pairs = [*(option or []), *([] if protect is None else [f"protect={protect}"])]
     options = talk.parse_options(policy, pairs)
     chosen = get_policy(policy, **options)
-    kept = None if budget is None else budgets.parse(budget)
-    how: dict[str, Any] = {
-        "kv_dtype": kv_dtype,
-        "profile": profile,
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "seed": seed,
-    }
+    given = None if budget is None else budgets.parse(budget)
+    settings = Settings(
+        policy=policy,
+        budget=talk.budget_or_default(given, chosen, profile),
+        options=options,
+        kv_dtype=kv_dtype,
+        profile=profile,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
     if not words:
         from mmkv.cli.lines import converse
 
-        for name, given in {"--context": context, "--json": as_json or None}.items():
-            if given is not None:
-                raise ValueError(f'{name} needs a question: mmkv chat [PICTURE]... "QUESTION"')
-        kept = talk.budget_or_default(kept, chosen, profile)
-        settings = Settings(policy=policy, budget=kept, options=options, **how)
+        if context is not None or as_json:
+            name = "--json" if context is None else "--context"
+            raise ValueError(f'{name} needs a question: mmkv chat [PICTURE]... "QUESTION"')
         settings.chosen()
         pictures = [talk.read_picture(path) for path in image or []]
         raise typer.Exit(converse(talk.load(model, device, dtype), settings, *pictures))
     paths, question = _pictures_and_question(words, image or [])
-    kept = talk.budget_or_default(kept, chosen, profile)
     if chosen.keeps_all and budget is not None:
         say(f"policy {chosen.name} keeps everything: --budget {budget} is ignored")
-    elif note := budgets.note(kept):
+    elif note := budgets.note(settings.budget):
         say(note)
     if context is not None:
         if context.exists() and paths:
@@ -132,7 +132,6 @@ def chat(
         _check_out(out, len(paths))
     pictures = [talk.read_picture(path) for path in paths]
     loaded = talk.load(model, device, dtype)
-    settings = Settings(policy=policy, budget=kept, options=options, **how)
     if context is not None:
         data, tell = _ask_context(context, loaded, question, pictures, settings)
     else:
