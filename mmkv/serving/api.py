@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from mmkv.serving import choose, tools
-from mmkv.serving.errors import RequestError, wrong_body
+from mmkv.serving.errors import Body, RequestError
 from mmkv.serving.reply import MOST_LOGPROBS, Sampling
-from mmkv.serving.unknown import drop_unknown
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -18,40 +17,35 @@ if TYPE_CHECKING:
 _MOST_REPLIES = 128
 
 
-class _Given(BaseModel):
-    # Unknown fields are judged by `drop_unknown`.
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
-
-
-class TextPart(_Given):
+class TextPart(Body):
     """A piece of text in a message."""
 
     type: Literal["text"]
     text: str
 
 
-class ImageURL(_Given):
+class ImageURL(Body):
     """Where a picture is; `detail` has no effect."""
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class ImagePart(_Given):
+class ImagePart(Body):
     """A picture in a message."""
 
     type: Literal["image_url"]
     image_url: ImageURL
 
 
-class CalledFunction(_Given):
+class CalledFunction(Body):
     """What a model called: `arguments` is a JSON text."""
 
     name: str
     arguments: str
 
 
-class ToolCall(_Given):
+class ToolCall(Body):
     """A call in an answer that is sent back."""
 
     id: str | None = None
@@ -59,7 +53,7 @@ class ToolCall(_Given):
     function: CalledFunction
 
 
-class Function(_Given):
+class Function(Body):
     """A function that a model may call; `parameters` is a JSON schema."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -68,27 +62,27 @@ class Function(_Given):
     strict: bool | None = None
 
 
-class Tool(_Given):
+class Tool(Body):
     """What a model may use."""
 
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(_Given):
+class NamedFunction(Body):
     """The name of a function."""
 
     name: str
 
 
-class NamedTool(_Given):
+class NamedTool(Body):
     """The tool that a model has to use."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class JSONSchema(_Given):
+class JSONSchema(Body):
     """The form of an answer; it is held whether `strict` or not."""
 
     name: str | None = None
@@ -97,14 +91,14 @@ class JSONSchema(_Given):
     strict: bool | None = None
 
 
-class ResponseFormat(_Given):
+class ResponseFormat(Body):
     """Text, JSON, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
 
 
-class Message(_Given):
+class Message(Body):
     """One turn. What an answer of OpenAI's holds beside its text is taken where it is empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -117,14 +111,32 @@ class Message(_Given):
     annotations: list[Any] | None = None
 
 
-class StreamOptions(_Given):
+def _checked(given: list[Message]) -> list[Message]:
+    """Refuse messages whose fields do not go together."""
+    for i, message in enumerate(given):
+        place, told, content = f"messages[{i}]", None, message.content
+        if content is None and message.role != "assistant":
+            told = f"{place}.content is null: give a text"
+        if message.tool_calls and message.role != "assistant":
+            told = f"{place}.tool_calls: only an assistant's message has them"
+        if message.role != "user" and any(isinstance(x, ImagePart) for x in content or ()):
+            told = f"{place}: pictures can only be in messages of the user"
+        if told is not None:
+            raise RequestError(told, param=place)
+    return given
+
+
+Messages = Annotated[list[Message], Field(min_length=1), AfterValidator(_checked)]
+
+
+class StreamOptions(Body):
     """What a stream tells beside its text; padding against eavesdroppers is not done."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class Compression(_Given):
+class Compression(Body):
     """Ours: how this request's cache is compressed."""
 
     policy: str | None = None
@@ -134,12 +146,15 @@ class Compression(_Given):
 
 def _texts(given: Any) -> Any:
     """Stop texts as a list; what is null in it asks for nothing."""
-    if isinstance(given, list):
-        return [x for x in given if x is not None]
-    return [given] if isinstance(given, str) else given or []
+    if isinstance(given, str) or given is None:
+        given = [given]
+    found = [x for x in given if x is not None] if isinstance(given, list) else given
+    if found and "" in found:
+        raise RequestError("stop: an empty text would end every answer", param="stop")
+    return found
 
 
-class _Asked(_Given):
+class _Asked(Body):
     """What all requests for text have."""
 
     model: str
@@ -149,7 +164,9 @@ class _Asked(_Given):
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[str], Field(max_length=16), BeforeValidator(_texts)] = []
+    stop: Annotated[list[str], Field(max_length=16), BeforeValidator(_texts)] = Field(
+        default_factory=list[str]
+    )
     n: Annotated[int, Field(ge=1, le=_MOST_REPLIES)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -158,6 +175,12 @@ class _Asked(_Given):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     mmkv: Compression = Compression()
+
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        if self.stream_options and not self.stream:
+            raise RequestError("stream_options: only with stream=true", param="stream_options")
+        return self
 
     def sampling(self, i: int = 0, **more: Any) -> Sampling:
         """How the tokens of the i-th reply to one prompt are chosen.
@@ -217,7 +240,7 @@ class CompletionRequest(_Asked):
 class ChatRequest(_Asked):
     """A conversation to be answered."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -270,12 +293,12 @@ class ChatRequest(_Asked):
         return [{**shared, "sampling": self.sampling(i, **more)} for i in range(self.n or 1)]
 
 
-class TokenizeRequest(_Given):
+class TokenizeRequest(Body):
     """A text or a conversation whose tokens are asked for."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -288,50 +311,6 @@ class TokenizeRequest(_Given):
 def _template(given: Sequence[Tool] | None, more: dict[str, Any] | None) -> dict[str, Any]:
     listed = [x.model_dump(exclude_none=True) for x in given or ()]
     return {**(more or {}), **({"tools": listed} if listed else {})}
-
-
-Kind = TypeVar("Kind", bound=BaseModel)
-
-
-def parse(raw: bytes, kind: type[Kind], *, ignore_unknown: bool = False) -> Kind:
-    """A request's body, checked.
-
-    Args:
-        raw: JSON.
-        kind: what is asked for.
-        ignore_unknown: do without fields that are not supported; the log has their names.
-
-    Raises:
-        RequestError: no JSON, a field of another type or range, or one that is not supported.
-    """
-    try:
-        found = kind.model_validate_json(raw)
-    except ValidationError as error:
-        raise wrong_body(error, raw) from None
-    drop_unknown(found, ignore=ignore_unknown)
-    if isinstance(found, _Asked):
-        if "" in found.stop:
-            raise RequestError("stop: an empty text would end every answer", param="stop")
-        if found.stream_options and not found.stream:
-            raise RequestError("stream_options: only with stream=true", param="stream_options")
-    given: Sequence[Message] = getattr(found, "messages", None) or ()
-    for i, message in enumerate(given):
-        _check_message(f"messages[{i}]", message)
-    return found
-
-
-def _check_message(place: str, message: Message) -> None:
-    told = None
-    content = message.content
-    if content is None and message.role != "assistant":
-        told = f"{place}.content is null: give a text"
-    if message.tool_calls and message.role != "assistant":
-        told = f"{place}.tool_calls: only an assistant's message has them"
-    pictures = [x for x in content or () if isinstance(x, ImagePart)]
-    if pictures and message.role != "user":
-        told = f"{place}: pictures can only be in messages of the user"
-    if told is not None:
-        raise RequestError(told, param=place)
 
 
 def picture_urls(given: Sequence[Message]) -> list[str]:

@@ -1,15 +1,41 @@
-"""What is answered in place of a completion, and the bounds of what is read."""
+"""What is answered in place of a completion; bodies of requests read within bounds and checked."""
 
 from __future__ import annotations
 
+import logging
+import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import from_json
 
-_LONGEST_MESSAGE = 500
+_log = logging.getLogger(__name__)
+_LONGEST_LINE, _LONGEST_MESSAGE = 200, 500
 _PARTS = "text and image_url"
+# Known to OpenAI's clients and without effect on what is answered.
+_NO_EFFECT = {
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
+# Not supported, so only a value that asks for nothing is taken.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "function_call": (None, "none", "auto"),
+    "functions": (None, []),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "suffix": (None, ""),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
 
 
 class RequestError(Exception):
@@ -62,33 +88,97 @@ class Limits:
     connections: int = 2048
 
 
-def wrong_body(error: ValidationError, raw: bytes) -> RequestError:
+class Body(BaseModel):
+    """A body, or an object in one."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {k: x for k, x in given.items() if k not in _NEUTRAL or x not in _NEUTRAL[k]}
+
+
+Kind = TypeVar("Kind", bound=Body)
+
+
+def read(raw: bytes, kind: type[Kind], *, ignore_unknown: bool = False) -> Kind:
+    """A body, checked.
+
+    Args:
+        raw: JSON.
+        kind: what is asked for.
+        ignore_unknown: do without fields that are not supported; the log has their names.
+
+    Raises:
+        RequestError: no JSON, a field of another type or range, or one that is not supported.
+    """
+    try:
+        given = from_json(raw)
+    except ValueError as error:
+        raise RequestError(f"the body is no JSON that can be read: {error}") from None
+    if isinstance(given, dict):
+        given = {name: x for name, x in given.items() if name not in _NO_EFFECT}
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        every = error.errors(include_url=False)
+    try:
+        found = kind.model_validate(given, extra="ignore")
+    except ValidationError as error:
+        raise _wrong(error, given) from None
+    unknown = [_place(x["loc"], given)[0] for x in every if x["type"] == "extra_forbidden"]
+    if not ignore_unknown:
+        raise _unknown(unknown[0])
+    names = sorted({re.sub(r"\[\d+\]", "[]", x) for x in unknown})
+    _log.warning("ignored in a request: %r", ", ".join(names)[:_LONGEST_LINE])
+    return found
+
+
+def _unknown(place: str) -> RequestError:
+    """The refusal of a field that no model has."""
+    known = place.rpartition(".")[2] in _NEUTRAL
+    if known or "." in place:
+        told = f"{place} is not {'supported' if known else 'known here'}: leave it out"
+    else:
+        told = f"Unrecognized request argument supplied: {place}"
+    return RequestError(told, param=place)
+
+
+def _wrong(error: ValidationError, given: Any) -> RequestError:
     """One sentence about what is most likely meant: the error that lies deepest in a body."""
     every = error.errors(include_url=False)
     # Of a union, each kind tells its own; that one lies deepest which was begun.
     first = max(every, key=lambda x: (len(x["loc"]), not x["type"].endswith("_type")))
-    kind, told = first["type"], first["msg"]
-    if kind == "json_invalid":
-        return RequestError(f"the body is no JSON that can be read: {told}")
-    place, at = "", from_json(raw, allow_partial=True)
-    for i, x in enumerate(first["loc"], start=1):
-        missing = kind == "missing" and i == len(first["loc"])
-        if isinstance(x, int) and isinstance(at, list) and x < len(at):
-            place, at = f"{place}[{x}]", at[x]
-        elif isinstance(x, str) and isinstance(at, dict) and (x in at or missing):
-            place, at = f"{place}.{x[:80]}".lstrip("."), at.get(x)
-    shown = repr(at)[:60]
+    kind, told, context = first["type"], first["msg"], first.get("ctx", {})
+    place, at = _place(first["loc"], given)
     if kind == "missing":
+        place = f"{place}.{first['loc'][-1]}".lstrip(".")
         told = f"{place} is missing"
     elif kind == "union_tag_invalid":
-        tag = str(first.get("ctx", {}).get("tag"))[:40]
+        tag = str(context.get("tag"))[:40]
         told = f"{place}: parts of type {tag!r} are not read here, only {_PARTS}"
     elif kind == "union_tag_not_found":
         told = f"{place}: a part needs a type: {_PARTS}"
     elif kind == "literal_error":
-        told = f"{place}: {shown} is not {first.get('ctx', {}).get('expected')}"
+        told = f"{place}: {repr(at)[:60]} is not {context.get('expected')}"
     elif place.endswith(".content"):
-        told = f"{place}: expected a text or a list of parts, not {shown}"
+        told = f"{place}: expected a text or a list of parts, not {repr(at)[:60]}"
     else:
         told = f"{place or 'body'}: {told[0].lower()}{told[1:]}"
     return RequestError(told, param=place or None)
+
+
+def _place(loc: tuple[int | str, ...], at: Any) -> tuple[str, Any]:
+    """Where an error lies in a body, and what stands there; kinds of unions are left out."""
+    place = ""
+    for before, x in zip((None, *loc), loc, strict=False):
+        if isinstance(before, int) and x in ("text", "image_url"):
+            continue  # which kind of part it is, no field of it
+        if isinstance(x, int) and isinstance(at, list) and x < len(at):
+            place, at = f"{place}[{x}]", at[x]
+        elif isinstance(at, dict) and x in at:
+            place, at = f"{place}.{str(x)[:80]}".lstrip("."), at[x]
+    return place, at

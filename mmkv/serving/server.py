@@ -8,6 +8,7 @@ import hmac
 import signal
 import socket
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, Literal
 
 import uvicorn
@@ -15,10 +16,12 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from . import connections
 from .errors import Limits, RequestError
 from .service import Service
+
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
 
 
 def app(
@@ -111,6 +114,64 @@ def _admit(
     return same[0]
 
 
+class _Connection(H11Protocol):
+    """A connection that cannot be held open for nothing: uvicorn's, with bounds of number and time.
+
+    Further ones than may be open are told to try again. Headers have to be there within
+    `limits.read_seconds`, and what is sent has to be read by the client within
+    `limits.write_seconds`, as far as it does not fit into the buffers on the way.
+    """
+
+    def __init__(self, limits: Limits, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._limits = limits
+        self._timers = dict[str, asyncio.TimerHandle]()
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.connections:
+            transport.write(_FULL)
+            transport.close()
+        else:
+            self._look()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._end_after("writing", self._limits.write_seconds)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop("writing")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop("reading")
+        self._stop("writing")
+
+    def _look(self) -> None:
+        """The time runs while no request of this connection is being answered."""
+        cycle: Any = self.cycle  # None before the first request
+        if cycle is not None and not cycle.response_complete:
+            self._stop("reading")
+        elif "reading" not in self._timers and not self.transport.is_closing():
+            self._end_after("reading", self._limits.read_seconds)
+
+    def _end_after(self, what: str, seconds: float) -> None:
+        self._timers[what] = self.loop.call_later(seconds, self.transport.abort)
+
+    def _stop(self, what: str) -> None:
+        if what in self._timers:
+            self._timers.pop(what).cancel()
+
+
 class _Server(uvicorn.Server):
     """Says when it listens; ends by letting answers finish for a while."""
 
@@ -135,6 +196,22 @@ class _Server(uvicorn.Server):
         await asyncio.to_thread(self._service.engine.close)  # what runs is cancelled by that
 
 
+def config(served: FastAPI, **more: Any) -> uvicorn.Config:
+    """How uvicorn serves an app."""
+    return uvicorn.Config(
+        served,
+        http=partial(_Connection, served.state.service.limits),  # pyright: ignore[reportArgumentType]
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        # uvicorn's own configuration would close every handler of the process.
+        log_config=None,
+        log_level="warning",
+        server_header=False,
+        **more,
+    )
+
+
 def run(
     served: FastAPI,
     listening: socket.socket,
@@ -150,19 +227,8 @@ def run(
         grace: seconds that answers may go on when it ends.
         ready: called once it listens.
     """
-    config = uvicorn.Config(
-        served,
-        http=connections.bounded(served.state.service.limits),
-        ws="none",
-        lifespan="off",
-        access_log=False,
-        # uvicorn's own configuration would close every handler of the process.
-        log_config=None,
-        log_level="warning",
-        server_header=False,
-        timeout_graceful_shutdown=int(grace) + 10,
-    )
-    server = _Server(config, served.state.service, grace, ready)
+    how = config(served, timeout_graceful_shutdown=int(grace) + 10)
+    server = _Server(how, served.state.service, grace, ready)
     ends = (signal.SIGINT, signal.SIGTERM)
     # uvicorn raises the signals again that it ended by.
     before = {x: signal.signal(x, lambda number, frame: None) for x in ends}

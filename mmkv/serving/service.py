@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from . import Busy, Closed, Event, Refused, api, pictures
 from .answers import ChatAnswer, CompletionAnswer
-from .errors import Limits, RequestError
+from .errors import Limits, RequestError, read
 from .metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Service:
         """The tokens of a text or a conversation."""
         with ExitStack() as ending:
             raw = await self._body(request, ending)
-            asked = api.parse(raw, api.TokenizeRequest, ignore_unknown=self._ignore_unknown)
+            asked = read(raw, api.TokenizeRequest, ignore_unknown=self._ignore_unknown)
             if asked.model is not None:
                 await self.check_model(asked.model)
             given: dict[str, Any] = {"prompt": asked.prompt}
@@ -140,7 +140,7 @@ class Service:
             held = ExitStack()  # what is no longer needed once the replies have ended
             ending.callback(held.close)
             raw = await self._body(request, held)
-            asked = api.parse(raw, kind, ignore_unknown=self._ignore_unknown)
+            asked = read(raw, kind, ignore_unknown=self._ignore_unknown)
             await self.check_model(asked.model)
             replies = await self._replies(request, asked, held, ending)
             watch = asyncio.create_task(_hang_up(request, replies))

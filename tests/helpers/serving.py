@@ -127,12 +127,10 @@ def listening(served: Any) -> Generator[str]:
     """Serve an app from a thread; gives its address."""
     import uvicorn
 
-    from mmkv.serving import connections
+    from mmkv.serving.server import config
 
     socket = terminal.bind("127.0.0.1", 0)
-    made: Any = connections.bounded(served.state.service.limits)
-    config = uvicorn.Config(served, http=made, lifespan="off", log_config=None, log_level="error")
-    running = uvicorn.Server(config)
+    running = uvicorn.Server(config(served))
     thread = threading.Thread(target=running.run, args=([socket],), daemon=True)
     thread.start()
     try:
