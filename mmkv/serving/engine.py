@@ -166,7 +166,6 @@ class Engine:
         device = self.model.device
         split = self.share_prefixes and not plan.policy.postpone and not sampling.echo
         if inputs is None:
-            self._check_text(prompts.texts(messages) if prompt is None else prompt)
             whole, prefix, rest = self.encode(messages, prompt, template, split=split)
             if repeated and split:
                 prefix, rest = prompts.split_last(whole) or (None, None)
@@ -218,10 +217,12 @@ class Engine:
         """The model's inputs for messages or a prompt; see `prompts.encode`.
 
         Raises:
-            Refused: what cannot be turned into a prompt, or an engine without a processor.
+            Refused: what cannot be turned into a prompt or has more tokens than the model has
+                positions however it is cut, or an engine without a processor.
         """
         if self._tokenizer is None:
             raise Refused("messages and texts need an engine with a processor: give inputs")
+        self._check_text(prompts.texts(messages) if prompt is None else prompt)
         if prompt is not None:
             return prompts.encode_prompt(self._loaded, prompt), None, None
         if not messages:
@@ -348,7 +349,7 @@ class Engine:
 
         Blanks do not count: a token may stand for any number of them.
         """
-        if isinstance(text, str) and self.positions is not None and self._tokenizer is not None:
+        if isinstance(text, str) and self.positions is not None:
             least = sum(map(len, text.split())) // self._longest
             if least > self.positions:
                 raise _overlong(f"a prompt of {least} or more tokens and a reply", self.positions)

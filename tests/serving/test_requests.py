@@ -208,9 +208,10 @@ class TestLongTexts:
         with monkeypatch.context() as patch:
             patch.setattr(type(chat[1]), "__call__", never)
             for given in ({"prompt": "x" * 2**20}, {"messages": asked("x " * 2**20)}):
-                with pytest.raises(Refused, match=r"tokens .* 2048 positions") as error:
-                    engine.submit(**given)
-                assert error.value.code == "context_length_exceeded"
+                for function in (engine.submit, engine.tokenize):
+                    with pytest.raises(Refused, match=r"tokens .* 2048 positions") as error:
+                        function(**given)
+                    assert error.value.code == "context_length_exceeded"
 
     def test_that_fit_are_read(self, engine):
         mark = "<|im_start|>"
