@@ -61,18 +61,18 @@ def calibrate(
             "first: use allocation='one-pass'"
         )
     parts = adapters.find(model)
-    config = parts.config
     if parts.ranks > 1:
         raise ValueError(
             f"calibrate measures all heads, and those of this model are spread over {parts.ranks} "
             "processes: measure it in one, with device_map='auto'"
         )
+    about: Any = {"policy": chosen.name, "model": adapters.shape(parts.config)}
     if isinstance(chosen.heads, CalibratedHeads | RetrievalHeads):
         curves, n = sensitivity.measure(model, _checked(samples), chosen)
-        return Profile(policy=chosen.name, samples=n, model=adapters.shape(config), curves=curves)
+        return Profile(curves=curves, samples=n, **about)
     if isinstance(chosen.heads, VisualHeads):
         scores, n = visual_heads.measure(model, _checked(samples), chosen)
-        return Profile(policy=chosen.name, samples=n, model=adapters.shape(config), visual=scores)
+        return Profile(visual=scores, samples=n, **about)
     if not chosen.layers.needs:
         raise ValueError(
             f"policy {chosen.name!r} sizes its layers without looking at the prompt "
@@ -89,14 +89,9 @@ def calibrate(
         raise ValueError("calibrate: no samples")
     mean = tuple(sum(layer) / len(rows) for layer in zip(*rows, strict=True))
     spent = sum(mean) / len(mean)
-    return Profile(
-        mean,
-        # Sizes are whole tokens: what is spent differs from what was asked for by less than one.
-        budget=spent if asked is None or abs(spent - asked) > CLOSE else asked,
-        policy=chosen.name,
-        samples=len(rows),
-        model=adapters.shape(config),
-    )
+    # Sizes are whole tokens: what is spent differs from what was asked for by less than one.
+    size = spent if asked is None or abs(spent - asked) > CLOSE else asked
+    return Profile(mean, budget=size, samples=len(rows), **about)
 
 
 def _checked(samples: Iterable[Any]) -> Iterator[Mapping[str, Any]]:

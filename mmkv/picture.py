@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,7 +37,7 @@ def check_format(path: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: says the name and the suffixes.
     """
-    if os.path.splitext(os.fspath(path))[1].lower() not in FORMATS:
+    if Path(path).suffix.lower() not in FORMATS:
         raise ValueError(f"{os.fspath(path)}: expected a name that ends in {', '.join(FORMATS)}")
 
 
@@ -191,8 +192,7 @@ def save(
     for label, side in zip(beside.get_xticklabels(), ("left", "right"), strict=True):
         label.set_horizontalalignment(side)
 
-    parent = os.path.dirname(os.fspath(path))
-    os.makedirs(parent or ".", exist_ok=True)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(os.fspath(path))
 
 

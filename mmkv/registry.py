@@ -192,11 +192,13 @@ def _load_all() -> None:
         discover()
         _loaded = True
         # Parts first: policies may be made of them.
-        for where, entry in sorted(_entries(), key=lambda x: (x[1].group, x[0], x[1].name)):
+        found = [x for group in _GROUPS for x in entry_points(group=group)]
+        for entry in sorted(found, key=lambda x: (x.group, _origin(x), x.name)):
             try:
                 with _all_or_nothing():
                     _load(entry)
             except (Exception, SystemExit) as error:  # whatever another package's code does
+                where = _origin(entry)
                 _skipped[entry.name] = where, error
                 what = "part" if entry.group == "mmkv.parts" else "policy"
                 log.warning("%s %r of %s is skipped: %s", what, entry.name, where, _reason(error))
@@ -272,13 +274,10 @@ def _load(entry: EntryPoint) -> None:
         register_policy(entry.name)(cls)
 
 
-def _entries() -> Generator[tuple[str, EntryPoint]]:
-    """The entry points of all installed distributions: "name version" and the entry."""
-    for entry in (x for group in _GROUPS for x in entry_points(group=group)):
-        where = "an unknown distribution"
-        if entry.dist is not None:
-            where = f"{entry.dist.name} {entry.dist.version}"
-        yield where, entry
+def _origin(entry: EntryPoint) -> str:
+    """The distribution that an entry point is of, with its version."""
+    dist = entry.dist
+    return "an unknown distribution" if dist is None else f"{dist.name} {dist.version}"
 
 
 def _reason(error: BaseException) -> str:
