@@ -26,23 +26,6 @@ _DECODERS = 2
 _GONE = 499  # nginx's: the client has closed the connection, so nobody reads this
 
 
-class _Room:
-    """Bytes that all requests hold together."""
-
-    def __init__(self, size: int) -> None:
-        self.left = size
-
-    def take(self, size: int, ending: ExitStack) -> None:
-        """A request takes some of it, and gives that back at its end."""
-        if size > self.left:
-            raise RequestError("too many large requests at once: try again", status=429)
-        self.left -= size
-        ending.callback(self._give, size)
-
-    def _give(self, size: int) -> None:
-        self.left += size
-
-
 class _Stream(StreamingResponse):
     """Server-sent events; what the request holds is given back however sending ends."""
 
@@ -73,7 +56,8 @@ class Service:
         self.model = {"id": name, "object": "model", "created": created, "owned_by": "mmkv"}
         self._hosts = frozenset(x.lower() for x in allow_hosts)
         self._ignore_unknown, self._timeout = ignore_unknown, timeout
-        self._room, self._decoders = _Room(limits.held_bytes), asyncio.Semaphore(_DECODERS)
+        self.room = limits.held_bytes  # that all requests together may still take
+        self._decoders = asyncio.Semaphore(_DECODERS)
 
     async def health(self) -> dict[str, str]:
         """Whether new requests are taken."""
@@ -102,11 +86,11 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """The answer to a conversation, whole or as a stream."""
-        return await self._told(request, api.ChatRequest, ChatAnswer)
+        return await self._counted(request, api.ChatRequest, ChatAnswer)
 
     async def complete(self, request: Request) -> Response:
         """The continuation of texts, whole or as a stream."""
-        return await self._told(request, api.CompletionRequest, CompletionAnswer)
+        return await self._counted(request, api.CompletionRequest, CompletionAnswer)
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
         """The tokens of a text or a conversation."""
@@ -124,7 +108,7 @@ class Service:
         most = getattr(self.engine, "positions", None)
         return {"count": len(tokens), "max_model_len": most, "tokens": tokens}
 
-    async def _told(self, request: Request, kind: Any, answering: Any) -> Response:
+    async def _counted(self, request: Request, kind: Any, answering: Any) -> Response:
         try:
             return await self._answer(request, kind, answering)
         except ClientDisconnect:
@@ -159,6 +143,17 @@ class Service:
             return JSONResponse(answer.whole(pieces, replies))
         raise AssertionError  # for pyright: an ExitStack might swallow exceptions
 
+    def _take(self, size: int, ending: ExitStack) -> None:
+        """A request takes some of the room for all, and gives it back at its end."""
+        if size > self.room:
+            raise RequestError("too many large requests at once: try again", status=429)
+
+        def give_back() -> None:
+            self.room += size
+
+        self.room -= size
+        ending.callback(give_back)
+
     async def _body(self, request: Request, ending: ExitStack) -> bytes:
         # A browser sends this type to another origin only after asking.
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -171,7 +166,7 @@ class Service:
         try:
             async with asyncio.timeout(self.limits.read_seconds):
                 async for piece in request.stream():
-                    self._room.take(len(piece), ending)
+                    self._take(len(piece), ending)
                     raw += piece
                     if len(raw) > most:
                         raise large
@@ -192,7 +187,7 @@ class Service:
                     pictures.read_picture, url, self.limits, self._hosts, left
                 )
             left -= picture.width * picture.height
-            self._room.take(3 * picture.width * picture.height, ending)
+            self._take(3 * picture.width * picture.height, ending)
             found.append(picture)
         return found
 
@@ -216,12 +211,8 @@ class Service:
         try:
             # Tokenising and preparing pictures takes its time.
             return await asyncio.to_thread(function, **given)
-        except ValueError as error:
-            raise _refused(error) from None
-        except Busy as error:
-            raise RequestError(str(error), status=429) from None
-        except Closed:
-            raise _closing() from None
+        except Exception as error:
+            raise _failure(error) from None
 
     async def _events(
         self, replies: list[Any], clock: Any, held: ExitStack, ending: ExitStack
@@ -245,36 +236,21 @@ class Service:
             except Exception as error:
                 found.put_nowait((i, error))
 
-        tasks = [asyncio.create_task(take(*x)) for x in enumerate(replies)]
-        left = len(tasks)
+        async def take_all() -> None:
+            with held:
+                await asyncio.gather(*map(take, range(len(replies)), replies))
 
-        def ended(task: asyncio.Task[None]) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                held.close()
-
-        for task in tasks:
-            task.add_done_callback(ended)
-            ending.callback(task.cancel)
-        running = len(tasks)
+        ending.callback(asyncio.create_task(take_all()).cancel)
+        running = len(replies)
         while running:
             i, event = await found.get()
             if isinstance(event, Exception):
-                raise self._failure(event) from None
+                raise _failure(event) from None
             if isinstance(event, Event):
                 clock()
             else:
                 running -= 1
             yield i, event
-
-    def _failure(self, error: Exception) -> Exception:
-        if isinstance(error, RequestError | ClientDisconnect):
-            return error
-        if isinstance(error, ValueError):
-            return _refused(error)
-        _log.error("a request failed", exc_info=error)
-        return RequestError("the engine failed; the server's log says how", status=500)
 
     def _reason(self, reply: Any) -> str:
         """Why a reply ended as it should; an error where it did not."""
@@ -327,9 +303,18 @@ def _pieces(answer: Any, i: int, event: Event | str) -> list[dict[str, Any]]:
     return [] if piece is None else [piece]
 
 
-def _refused(error: ValueError) -> RequestError:
-    code = error.code if isinstance(error, Refused) else None
-    return RequestError(str(error), code=code)
+def _failure(error: Exception) -> Exception:
+    """What a client is told of an error in the engine."""
+    if isinstance(error, RequestError | ClientDisconnect):
+        return error
+    if isinstance(error, ValueError):
+        return RequestError(str(error), code=error.code if isinstance(error, Refused) else None)
+    if isinstance(error, Busy):
+        return RequestError(str(error), status=429)
+    if isinstance(error, Closed):
+        return _closing()
+    _log.error("a request failed", exc_info=error)
+    return RequestError("the engine failed; the server's log says how", status=500)
 
 
 def _closing() -> RequestError:

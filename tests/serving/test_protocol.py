@@ -36,8 +36,8 @@ def served():
     app = server.app(engine, name="tiny")
     with listening(app) as address:
         yield address, engine
-        room, held = app.state.service._room, errors.Limits().held_bytes
-        assert until(lambda: room.left == held), "bytes were not given back"
+        service, held = app.state.service, errors.Limits().held_bytes
+        assert until(lambda: service.room == held), "bytes were not given back"
 
 
 class TestCompletions:
@@ -564,9 +564,9 @@ class TestConnections:
         app = server.app(engine, name="tiny", limits=limits)
         with listening(app) as address, raw_connection(address) as raw:
             raw.sendall(request_of({**HELLO, "stream": True, "user": "x" * 10**6}))
-            room = app.state.service._room
+            service = app.state.service
             assert until(lambda: engine.asked)
-            assert until(lambda: room.left == limits.held_bytes)
+            assert until(lambda: service.room == limits.held_bytes)
             if seconds < 1:  # it is cut off, and what is left of the answer is sent nowhere
                 page = app.state.service.metrics.page
                 assert until(lambda: b'ended="stop"' in page())

@@ -40,8 +40,8 @@ def served():
     app = server.app(engine, name="tiny", timeout=60, limits=LIMITS)
     with listening(app) as address:
         yield address, engine
-        room = app.state.service._room
-        assert until(lambda: room.left == LIMITS.held_bytes), "bytes were not given back"
+        service = app.state.service
+        assert until(lambda: service.room == LIMITS.held_bytes), "bytes were not given back"
 
 
 def connected(address):
