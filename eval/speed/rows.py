@@ -93,8 +93,9 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
         for budget in (None,) if whole else setting.budgets:
             label = text if budget is None else f"{text} {named(budget)}"
             rows.append(Row(label, "policy", policy.name, budget, options))
-            press = nearest_press(policy, budget, setting.prompt) if kvpress and budget else None
-            if press is not None:
+            if not kvpress or budget is None:
+                continue
+            if press := nearest_press(policy, budget, setting.prompt):
                 name = press_label(press)
                 label = f"kvpress {name} {named(budget)}"
                 presses[label] = Row(label, "kvpress", name, budget, press=press)

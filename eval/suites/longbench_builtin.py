@@ -70,7 +70,7 @@ def _under_headings(names: Iterable[Any], parts: Iterable[str]) -> str:
     return "\n\n".join(f"Passage {name}:\n{part}" for name, part in pairs)
 
 
-def _asked(text: str, question: str, answers: tuple[str, ...], **more: Any) -> dict[str, Any]:
+def asked_about(text: str, question: str, answers: tuple[str, ...], **more: Any) -> dict[str, Any]:
     """Fields of a sample that asks about a text; `more` are others."""
     made: dict[str, Any] = {"prompt": f"{text}{question}", "question": question, "answers": answers}
     return made | {"max_new_tokens": 8} | more
@@ -81,7 +81,7 @@ def _look_up(lookup: Lookup, rng: random.Random, *, number: int = 1) -> dict[str
     question, text = rng.choice(lookup.questions), f"{lookup.text} "
     if number > 1:
         text = _under_headings(range(1, number + 1), passages(lookup.text, number)) + "\n\n"
-    return _asked(text, question.text, (question.answer,), metric="token_f1")
+    return asked_about(text, question.text, (question.answer,), metric="token_f1")
 
 
 def _summary(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _summary(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
     scene = scenes.make_scene(rng.randrange(10**9))
     question, answers = scenes.describe_question("the picture", rng), (scenes.describe(scene),)
     how: Any = {"images": (scenes.draw(scene),), "max_new_tokens": 96, "metric": "rouge_l"}
-    return _asked(f"{lookup.text} ", question, answers, **how)
+    return asked_about(f"{lookup.text} ", question, answers, **how)
 
 
 def _few_shot(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _few_shot(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
     lines = [f"USER: {lookup.text} {turns[0]}", *(f"USER: {turn}" for turn in turns[1:])]
     how: Any = {"classes": classes, "chat": False, "metric": "classification", "first_line": True}
     question = f"USER: {last.text} ASSISTANT:"
-    return _asked("\n".join([*lines, ""]), question, (last.answer, value), **how)
+    return asked_about("\n".join([*lines, ""]), question, (last.answer, value), **how)
 
 
 def _count(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _count(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
     question = next(q for q in asked if q.text.startswith("How many"))
     number = question.answer.split()[2]  # "There are three ..."
     how: Any = {"images": (scenes.draw(scene),), "max_new_tokens": 16, "metric": "contains"}
-    return _asked(f"{lookup.text} ", question.text, (question.answer, number), **how)
+    return asked_about(f"{lookup.text} ", question.text, (question.answer, number), **how)
 
 
 def _retrieval(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _retrieval(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
     text = _under_headings(names, (" ".join(parts[a:b]) for a, b in itertools.pairwise(bounds)))
     answers = (f"{key} {name}.", name)
     how: Any = {"classes": names, "metric": "classification"}
-    return _asked(f"{text}\n\n", f"Look up {key}.", answers, **how)
+    return asked_about(f"{text}\n\n", f"Look up {key}.", answers, **how)
 
 
 def _code(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def _code(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
     text, asked = "\n".join(["USER: values", *lines, "    "]), f"# {question.text} ASSISTANT:"
     # Code is compared with its blanks, and the model's words begin with one.
     answers = (question.answer, f" {question.answer}")
-    return _asked(text, asked, answers, chat=False, metric="edit_similarity")
+    return asked_about(text, asked, answers, chat=False, metric="edit_similarity")
 
 
 BUILDERS: dict[str, Callable[[Lookup, random.Random], dict[str, Any]]] = {

@@ -17,7 +17,7 @@ from typing import Any
 from mmkv.eval.samples import DataError, Request, Sample
 from mmkv.eval.suites import files
 from mmkv.eval.suites.description import BUILTIN_NOTE
-from mmkv.eval.suites.longbench_builtin import sentences
+from mmkv.eval.suites.longbench_builtin import asked_about, sentences
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LENGTHS = (256, 512, 768, 1024)
@@ -42,9 +42,7 @@ def load(request: Request) -> list[Sample]:
         cell = f"{depth}:{length}:{repeat}"
         rng = random.Random(f"needle:{cell}" if data is None else f"needle:{data.name}:{cell}")
         made = _from_words(rng, words, length, depth) if words else _builtin(rng, length, depth)
-        text, question, made["answers"] = made.pop("parts")
-        made |= {"prompt": text + question, "question": question, "metric": "contains"}
-        made["tags"] = (f"depth={depth}", f"length={length}")
+        made |= {"metric": "contains", "tags": (f"depth={depth}", f"length={length}")}
         samples.append(Sample(id=f"depth={depth}/length={length}/{repeat}", **made))
     return samples[: request.limit]
 
@@ -70,7 +68,6 @@ def _in_pictures() -> list[Sample]:
 
 
 def _builtin(rng: random.Random, length: int, depth: float) -> dict[str, Any]:
-    """The text, the question and its answers (`parts`), and more of a sample."""
     from mmkv.builtin import texts
 
     lookup = texts.make_lookup(400_000 + rng.randrange(100_000), length)
@@ -78,8 +75,8 @@ def _builtin(rng: random.Random, length: int, depth: float) -> dict[str, Any]:
     needle = texts.answer(key, value)
     rest = sentences(lookup.text)
     rest.remove(needle)
-    parts = f"{' '.join(_insert(rest, needle, depth))} ", texts.phrase(key, rng), (needle, value)
-    return {"parts": parts, "max_new_tokens": 8, "note": BUILTIN_NOTE}
+    text, question = f"{' '.join(_insert(rest, needle, depth))} ", texts.phrase(key, rng)
+    return asked_about(text, question, (needle, value), note=BUILTIN_NOTE)
 
 
 def _from_words(rng: random.Random, words: list[str], length: int, depth: float) -> dict[str, Any]:
@@ -89,8 +86,8 @@ def _from_words(rng: random.Random, words: list[str], length: int, depth: float)
     key, value = rng.choice(texts.KEYS), rng.choice(texts.VALUES)
     needle = f"The secret word of {key} is {value}."
     text = " ".join(_insert(words[start : start + length], needle, depth))
-    parts = f"{text}\n\n", f"What is the secret word of {key}?", (needle, value)
-    return {"parts": parts, "max_new_tokens": 24, "note": NOTE}
+    question, how = f"What is the secret word of {key}?", {"max_new_tokens": 24, "note": NOTE}
+    return asked_about(f"{text}\n\n", question, (needle, value), **how)
 
 
 def _insert(parts: list[str], needle: str, depth: float) -> list[str]:
