@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .errors import RequestError
-from .reply import Busy, Event, Refused, Sampling, Usage
+from .reply import Busy, Closed, Event, Refused, Sampling, Usage
 from .settings import EngineSettings, make_engine
 
 _log = logging.getLogger(__name__)
@@ -45,21 +45,26 @@ class _Replica:
             finally:
                 reply.cancel()
         except Exception as error:
-            kinds = {"refused": ValueError, "full": Busy}
-            kind = next((k for k, cls in kinds.items() if isinstance(error, cls)), "error")
-            told = f"{type(error).__name__}: {error}" if kind == "error" else str(error)
-            yield kind, (told, getattr(error, "code", None)) if kind == "refused" else told
+            yield "error", _portable(error)
             return
         stats = self._engine.stats()
         held = {name: getattr(stats, name) or 0 for name in _SUMMED}
         yield "end", (reply.finish_reason, reply.usage, self._name, held)
 
-    async def tokenize(self, key: str, given: dict[str, Any]) -> tuple[list[int], Any]:
+    async def tokenize(self, key: str, given: dict[str, Any]) -> list[int] | Exception:
         """Tokens, or why there are none."""
         try:
-            return await asyncio.to_thread(self._engine.tokenize, **given), None
-        except Refused as error:
-            return [], (str(error), error.code)
+            return await asyncio.to_thread(self._engine.tokenize, **given)
+        except Exception as error:
+            return _portable(error)
+
+
+def _portable(error: Exception) -> Exception:
+    """An error as the server's process can read it; its own class may not be known there."""
+    if isinstance(error, Refused | Busy | Closed):
+        return error.with_traceback(None)
+    kind = Refused if isinstance(error, ValueError) else RuntimeError
+    return kind(f"{type(error).__name__}: {error}" if kind is RuntimeError else str(error))
 
 
 class _Reply:
@@ -141,10 +146,8 @@ class _Reply:
             elif kind == "end":
                 self.finish_reason, self.usage, name, held = what
                 self._replicas.note(name, held, self.usage)
-            elif kind == "full":
-                raise RequestError(what, status=429)
             else:
-                raise Refused(*what) if kind == "refused" else RuntimeError(what)
+                raise what
 
 
 def _lost() -> RequestError:
@@ -226,10 +229,10 @@ class Replicas:
 
     def tokenize(self, **given: Any) -> list[int]:
         """As `Engine.tokenize`, by any replica."""
-        tokens, refused = self._handle.tokenize.remote("", given).result()
-        if refused is not None:
-            raise Refused(*refused)
-        return tokens
+        found = self._handle.tokenize.remote("", given).result()
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def ask(self, key: str, given: dict[str, Any]) -> Any:
         """The answers of the replica that reads this prefix, or of one with less to do."""

@@ -16,7 +16,7 @@ from mmkv.attach.attachment import attachment_of
 from mmkv.budgets import number
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
-from mmkv.chat import Loaded
+from mmkv.chat import Loaded, cut
 from mmkv.containers import unwrap_container
 from mmkv.digest import adapters
 from mmkv.policy import Policy
@@ -167,8 +167,9 @@ class Engine:
         split = self.share_prefixes and not plan.policy.postpone and not sampling.echo
         if inputs is None:
             whole, prefix, rest = self.encode(messages, prompt, template, split=split)
-            if repeated and split:
-                prefix, rest = prompts.split_last(whole) or (None, None)
+            if repeated and split:  # replies share all but the last token
+                length = whole["input_ids"].shape[1]
+                prefix, rest = cut(whole, length - 1) if length > 1 else (None, None)
             inputs = whole if rest is None else rest
         inputs = prompts.checked(inputs, device)
         tokens = inputs["input_ids"].shape[1]

@@ -121,14 +121,6 @@ def encode_prompt(loaded: chat.Loaded, prompt: str | Sequence[int]) -> dict[str,
     return inputs
 
 
-def split_last(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """A prompt without its last token, which several replies may share, and that token."""
-    ids = inputs["input_ids"]
-    if ids.shape[1] < 2:
-        return None
-    return chat.cut(inputs, ids.shape[1] - 1)
-
-
 def _without_question(messages: Sequence[Message]) -> list[Message] | None:
     """The messages with the last text empty; None where nothing is to be shared before it."""
     last = messages[-1]
@@ -255,28 +247,23 @@ class Reader:
             hook = self._scores(request, given)
             given = {**given, "logits_to_keep": 0}
         try:
-            self._generate(given, drawn, request, read)
+            self.model.generate(
+                **given,
+                **drawn,
+                logits_processor=LogitsProcessorList(request.custom),
+                do_sample=sampling.draws,
+                max_new_tokens=max(1, request.new),  # none is chosen here
+                use_cache=True,
+                num_beams=1,
+                num_return_sequences=1,
+                prefill_chunk_size=self.chunk(given),
+                disable_compile=True,
+                custom_generate=read,
+            )
         finally:
             if hook is not None:
                 hook.remove()
         return found[0]
-
-    def _generate(
-        self, given: dict[str, Any], drawn: dict[str, Any], request: Request, read: Any
-    ) -> None:
-        self.model.generate(
-            **given,
-            **drawn,
-            logits_processor=LogitsProcessorList(request.custom),
-            do_sample=request.sampling.draws,
-            max_new_tokens=max(1, request.new),  # none is chosen here
-            use_cache=True,
-            num_beams=1,
-            num_return_sequences=1,
-            prefill_chunk_size=self.chunk(given),
-            disable_compile=True,
-            custom_generate=read,
-        )
 
     def _scores(self, request: Request, given: dict[str, Any]) -> Any:
         """A hook that notes how likely the prompt's tokens are, chunk by chunk."""

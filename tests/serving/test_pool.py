@@ -22,8 +22,8 @@ from mmkv.builtin import example_pictures
 from mmkv.cache import padded_blocks
 from mmkv.parts.slots import GrowingSlots, Ring
 from mmkv.serving import Engine
+from mmkv.serving.batch import RowCaches
 from mmkv.serving.pool import Member, Pool, SharedBlock, capacity
-from mmkv.serving.rows import RowCaches
 
 # Slots behind everything, rings, freed slots by distance, heads of their own sizes, groups.
 JOIN = [
