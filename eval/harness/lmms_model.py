@@ -48,6 +48,8 @@ class MMKV(lmms):
         size, mine, rest = plugin_arguments(policy, budget, profile, options)
         if rest:
             raise ValueError(f"unknown arguments: {', '.join(rest)}")
+        if not str(batch_size).isdigit():
+            raise ValueError(f"batch_size={batch_size!r}: a compressed model needs a number")
         super().__init__()
         self.accelerator = Accelerator()
         self._rank = self.accelerator.process_index

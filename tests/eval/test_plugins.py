@@ -183,6 +183,8 @@ def test_lmms_model_replies_from_a_compressed_cache(plugin):
     long, short = ask({"max_new_tokens": 6}), ask({"max_new_tokens": 3})
     assert len(long) == 3
     assert all(a.startswith(b) for a, b in zip(long, short, strict=True))
+    with pytest.raises(ValueError, match="batch_size='auto': a compressed"):
+        plugin.MMKV(batch_size="auto")
     with pytest.raises(ValueError, match="unknown arguments: windw"):
         plugin.MMKV(policy="snapkv", windw=3)
 
