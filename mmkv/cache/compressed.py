@@ -248,21 +248,20 @@ class CompressedCache(CacheState):
             with outside_inference_mode():
                 return self._step(layer_idx, running, query, key, value, mask, options), None
         assert self.prompt is not None
+        out = delegate() if layer.state is None else None
         first = layer.seen - query.shape[2]
         new = self.prompt.valid[:, first:]
         view = running.view(mask, new)
         with outside_inference_mode():
             positions = torch.arange(first, layer.seen, device=key.device)
             positions = positions.masked_fill(~new.to(key.device), -1)[:, None]
-            past = None if layer.state is None else layer.dense()
-            if past is not None and phase.hides:
-                past = past.masked(self.prompt.valid)
             held = PromptKV(key, value, positions)
-            if past is not None:
+            if out is None:
+                past: Any = layer.dense()
+                if phase.hides:
+                    past = past.masked(self.prompt.valid)
                 held = past.extended(key, value, positions)
-        if past is None:
-            out = delegate()
-        else:
+        if out is None:
             inv_freq = self.plan.inv_freq
             attended = held.attend(query, first, among=view, inv_freq=inv_freq, **options)
             out = refuse_gradient(attended), None

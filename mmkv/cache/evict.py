@@ -203,7 +203,7 @@ def _schedule(
     return schedule
 
 
-def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = 0.04) -> list[np.ndarray]:
+def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = 0.15) -> list[np.ndarray]:
     """Split rows into as few blocks as hold them with little padding.
 
     Args:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -104,11 +105,9 @@ def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Te
 
     def of_rows(window: int, rows: LayerInputs) -> Tensor:
         # A row that is nothing but window loses nothing, so that its scores decide nothing.
-        window = min(window, most)
-        score = policy.score
-        if score.window and window != score.window:
-            score = replace(score, window=window)
-        return score(rows)
+        score, window = policy.score, min(window, most)
+        shorter = score.window and window != score.window
+        return (_observed_by(score, window) if shorter else score)(rows)
 
     # Under autocast, products of float32 would be rounded to 16 bits.
     exact = nullcontext()
@@ -129,6 +128,11 @@ def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Te
     if policy.score.average_heads and found.shape[1] > 1:
         found = found.mean(dim=1, keepdim=True)
     return found.nan_to_num(nan=0.0, posinf=1e30, neginf=0.0)
+
+
+@lru_cache(maxsize=64)
+def _observed_by(score: Score, window: int) -> Score:
+    return replace(score, window=window)
 
 
 def _check_scores(score: Score, found: Tensor, query: Tensor, key: Tensor) -> None:

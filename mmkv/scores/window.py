@@ -164,11 +164,12 @@ def window_attention(
 
     Source: SnapKV, arXiv 2404.14469, section 4; weights: PyramidInfer, arXiv 2405.12532, section 3.
     """
+    if window < 1:
+        raise ValueError(f"window must be at least 1, got {window}")
+    per_query = _window_weights(weights, window, query.device)
     B, Hq, Q, _ = checked(query, key, valid, mask, softcap)
     valid = unless_all(valid)
     H, N = key.shape[1], key.shape[2]
-    if window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
     if window >= N:
         raise ValueError(f"the prompt has {N} tokens, not more than the window of {window}")
     if not window <= Q <= N:
@@ -179,8 +180,6 @@ def window_attention(
         raise ValueError(f'pooling must be "avg", "max" or None, got {pooling!r}')
     if pooling is not None and (kernel_size < 1 or kernel_size % 2 == 0):
         raise ValueError(f"kernel_size must be a positive odd number, got {kernel_size}")
-    per_query = _window_weights(weights, window, query.device)
-
     if valid is not None:
         per_query = per_query * valid[:, -window:].float()[:, None, None, None, :]
     per_query = per_query / per_query.sum(-1, keepdim=True).clamp_min(torch.finfo().tiny)
