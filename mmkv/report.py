@@ -145,14 +145,14 @@ class CacheReport:
         def figures(x: LayerReport | CacheReport) -> dict[str, str]:
             errors = [f"{e:.2%}" for e in (x.key_error, x.value_error) if e is not None]
             retained = "" if x.retained is None else f"{x.retained:.3f}"
-            return {"retained importance": retained, "key, value error": ", ".join(errors)}
+            return {"retained": retained, "key, value error": ", ".join(errors)}
 
         rows: dict[str, dict[str, str]] = {}
         for x in self.layers:
             counts = [n for row in x.kept for n in row]
             rows[str(x.layer)] = {
                 "kept per head": f"{x.mean_kept:.1f}" if x.compressed else "left alone",
-                "of them groups": "" if x.groups is None else f"{x.groups:.1f}",
+                "groups": "" if x.groups is None else f"{x.groups:.1f}",
                 "min-max": f"{min(counts)}-{max(counts)}" if counts else "",
                 "KiB": f"{x.nbytes / 1024:.1f}",
                 **figures(x),

@@ -81,7 +81,7 @@ def test_a_constant_size_is_not_set_aside_before_it_is_needed(models):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_rows_share_the_fewest_blocks_that_waste_little(seed):
-    """4 % of padding at the most, or what six blocks cannot avoid; against every way to cut."""
+    """15 % of padding at the most, or what six blocks cannot avoid; against every way to cut."""
     rng = np.random.default_rng(seed)
     counts = np.append(rng.choice(rng.integers(1, 33, 3 + seed), 40), 32)
     blocks = group_rows(counts)
@@ -97,6 +97,6 @@ def test_rows_share_the_fewest_blocks_that_waste_little(seed):
         min(slots(np.split(ordered, cuts)) for cuts in combinations(places, n))
         for n in range(min(6, len(places) + 1))
     ]
-    enough = [n for n, found in enumerate(least) if found <= 1.04 * counts.sum()]
+    enough = [n for n, found in enumerate(least) if found <= 1.15 * counts.sum()]
     n = enough[0] if enough else 5
     assert (len(blocks), slots(counts[rows] for rows in blocks)) == (n + 1, least[n])

@@ -7,7 +7,9 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from mmkv.loading import models
 
@@ -30,6 +32,11 @@ _TEMPLATE = (
 )
 
 
+Bf16 = Annotated[
+    bool, typer.Option(help="In bfloat16: faster on a GPU, and on a processor with AMX.")
+]
+
+
 def untrained() -> tuple[Any, Any]:
     """What `build` makes of SmolLM2, in float32.
 
@@ -41,8 +48,8 @@ def untrained() -> tuple[Any, Any]:
     return build(*models.pretrained(models.SMOLLM2, dtype=torch.float32)[:2])
 
 
-def arguments(out: Path, rate: float, **more: Any) -> Any:
-    """Training arguments of both stages: one pass over the data, in bfloat16, with checkpoints."""
+def arguments(out: Path, rate: float, bf16: bool, **more: Any) -> Any:
+    """Training arguments of both stages: one pass over the data, with checkpoints."""
     import torch
     import transformers as hf
 
@@ -52,7 +59,7 @@ def arguments(out: Path, rate: float, **more: Any) -> Any:
         learning_rate=rate,
         lr_scheduler_type="cosine",
         adam_beta2=0.98,
-        bf16=True,
+        bf16=bf16,
         use_cpu=not torch.cuda.is_available(),
         save_total_limit=1,
         dataloader_num_workers=1,

@@ -2,10 +2,11 @@
 
     python -m mmkv.builtin.training.vision --out DIR --tower TOWER/tower.safetensors --texts FOLDER
 
-Tower, projector and low-rank updates of SmolLM2's layers learn to answer in SmolLM2's own
-instruction format. Every eighth batch holds texts without pictures, on which the updated model
-keeps the next-token distributions of SmolLM2 itself. FOLDER is what `python -m mmkv.eval.corpus`
-writes. `--resume` goes on from the last checkpoint in DIR.
+Low-rank updates of SmolLM2's layers learn to answer in SmolLM2's own instruction format; tower and
+projector stay as they are, since a few hundred batches make them read worse. Every eighth batch
+holds texts without pictures, on which the updated model keeps the next-token distributions of
+SmolLM2 itself. FOLDER is what `python -m mmkv.eval.corpus` writes. `--resume` goes on from the last
+checkpoint in DIR.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from mmkv.builtin.training.assembly import (
     IMAGE_TOKEN,
     IMAGE_TOKENS,
     LORA_SCALE,
+    Bf16,
     arguments,
     untrained,
 )
@@ -153,30 +155,24 @@ def _answered(hidden: Tensor, embedding: Tensor, wanted: Tensor) -> Tensor:
 
 
 def prepare(model: Any) -> Any:
-    """The model with low-rank updates of its text layers; they, tower and projector train."""
+    """The model with low-rank updates of its text layers, which alone train."""
     import peft
 
-    model.model.language_model.to(torch.bfloat16)
     layers = r".*language_model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj"
-    config = peft.LoraConfig(
-        r=RANK,
-        lora_alpha=int(LORA_SCALE * RANK),
-        target_modules=layers,
-        modules_to_save=["vision_tower", "multi_modal_projector"],
-    )
+    config = peft.LoraConfig(r=RANK, lora_alpha=int(LORA_SCALE * RANK), target_modules=layers)
     return peft.get_peft_model(model, config)
 
 
-def parts_of(model: Any) -> dict[str, Tensor]:
-    """What was trained, in float16, by its name in the model without updates."""
-    found = {name: x.detach().half() for name, x in model.named_parameters() if x.requires_grad}
-    for mark in ("base_model.model.", ".modules_to_save.default", ".default.weight"):
+def updates_of(model: Any) -> dict[str, Tensor]:
+    """What was trained, by its name in the model without updates."""
+    found = {name: x.detach() for name, x in model.named_parameters() if x.requires_grad}
+    for mark in ("base_model.model.", ".default.weight"):
         found = {name.replace(mark, "", 1): x for name, x in found.items()}
     return found
 
 
 def begin_with(model: Any, parts: dict[str, Tensor]) -> None:
-    """Take the low-rank updates among `parts`, as `parts_of` gives them."""
+    """Take the low-rank updates among `parts`, as `updates_of` gives them."""
     weights = dict(model.named_parameters())
     with torch.no_grad():
         for name, part in parts.items():
@@ -192,6 +188,7 @@ def main(
     rate: float = 6e-4,
     start: Annotated[Path | None, typer.Option(help="Parts whose updates to begin with.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint.")] = False,
+    bf16: Bf16 = True,
     compile: Annotated[bool, typer.Option(help="Compile the layers.")] = True,
 ) -> None:
     """Train, and leave `parts.safetensors` in `out`."""
@@ -199,7 +196,10 @@ def main(
     import transformers as hf
 
     model, processor = untrained()
-    model.load_state_dict(load_file(tower), strict=False)
+    parts = load_file(tower)
+    model.load_state_dict(parts, strict=False)
+    if bf16:
+        model.model.language_model.to(torch.bfloat16)
     model = prepare(model)
     if start is not None:
         begin_with(model, load_file(start))
@@ -230,7 +230,13 @@ def main(
 
     data = datasets.Dataset.from_dict({"step": list(range(steps))}).with_transform(draw)
     how = arguments(
-        out, rate, per_device_train_batch_size=1, warmup_steps=30, logging_steps=20, save_steps=100
+        out,
+        rate,
+        bf16,
+        per_device_train_batch_size=1,
+        warmup_steps=20,
+        logging_steps=20,
+        save_steps=50,
     )
 
     def only(rows: list[dict[str, Any]]) -> Any:
@@ -238,7 +244,8 @@ def main(
 
     trainer = Trainer(model, how, train_dataset=data, data_collator=only)
     trainer.train(resume_from_checkpoint=resume or None)
-    save_file(parts_of(model), out / "parts.safetensors")
+    parts |= updates_of(model)
+    save_file({name: x.half() for name, x in parts.items()}, out / "parts.safetensors")
 
 
 if __name__ == "__main__":
