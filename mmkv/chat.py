@@ -219,12 +219,16 @@ def check_pictures(loaded: Loaded, pictures: Sequence[Image.Image]) -> None:
     """Refuse pictures that a model cannot be shown.
 
     Raises:
-        ValueError: it reads none, or has no chat template to place them.
+        ValueError: it reads none, has no chat template to place them, or one is of extreme shape.
     """
+    from mmkv.picture import check_size
+
     if pictures and not loaded.reads_pictures:
         raise ValueError(f"model {loaded.name!r} reads text only: leave the pictures out")
     if pictures and loaded.processor.chat_template is None:
         raise ValueError(f"model {loaded.name!r} has no chat template: no place for pictures")
+    for picture in pictures:
+        check_size(picture, getattr(loaded.processor, "image_processor", None))
 
 
 def on_device(model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

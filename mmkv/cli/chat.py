@@ -132,6 +132,7 @@ def chat(
         _check_out(out, len(paths))
     pictures = [talk.read_picture(path) for path in paths]
     loaded = talk.load(model, device, dtype)
+    talk.check_pictures(loaded, pictures)
     if context is not None:
         data, tell = _ask_context(context, loaded, question, pictures, settings)
     else:
@@ -196,13 +197,11 @@ def _ask_both(
     settings: Settings,
 ) -> tuple[dict[str, Any], Shown]:
     """Ask with both caches and write the figures; return the result as JSON and as text."""
-    from mmkv import chat
     from mmkv import picture as figures
     from mmkv.builtin import KNOWS
     from mmkv.demo.conversation import Conversation
     from mmkv.loading import quiet
 
-    chat.check_pictures(loaded, pictures)
     with quiet():
         *_, turn = Conversation(loaded, timed=False).ask(question, settings, *pictures)
     report, kept = turn.report, turn.kept
@@ -254,19 +253,14 @@ def _ask_context(
 ) -> tuple[dict[str, Any], Shown]:
     """Answer from the context file, made from the pictures if it does not exist yet."""
     import mmkv
-    from mmkv import chat as talk
     from mmkv.demo.answer import generation
     from mmkv.loading import quiet
-    from mmkv.picture import check_size
 
     made, processor = not path.exists(), loaded.processor
     policy, budget = settings.chosen()
     wrap: Any = {"profile": settings.profile, "kv_dtype": settings.kv_dtype}
     with mmkv.wrapped(loaded.model, policy, budget, **wrap), quiet():
         if made:
-            talk.check_pictures(loaded, pictures)
-            for picture in pictures:
-                check_size(picture, getattr(processor, "image_processor", None))
             content = [{"type": "image", "image": x} for x in pictures]
             message = {"role": "user", "content": content}
             context = mmkv.read(loaded.model, [message], processor=processor)

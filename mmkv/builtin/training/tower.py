@@ -10,7 +10,6 @@ it knows. A step costs a hundredth of one with the text model.
 
 from __future__ import annotations
 
-import itertools
 import random
 from functools import cache
 from pathlib import Path
@@ -75,21 +74,10 @@ class Speller:
 
     def all_ids(self) -> Tensor:
         """Every token that `ids` may give, ascending."""
-        names = [("shape", x) for x in drawings.SHAPES] + [("word", x) for x in drawings.WORDS]
-        names += [("number", str(x)) for x in range(100)]
-        colors, sizes = (itertools.cycle(x) for x in (drawings.COLORS, drawings.SIZES))
-        texts = list[str]()
-        for i, (kind, name) in enumerate(names):
-            place = drawings.PLACES[i % 9]
-            thing = drawings.Object(
-                kind=kind,  # type: ignore[arg-type]
-                name=name,
-                color=next(colors),
-                place=place,
-                size=next(sizes),
-            )
-            texts += [*spelled(thing, place), *spelled(None, place)]
-        return torch.tensor(sorted({i for text in texts for i in self._four(text)}))
+        texts = [*drawings.SHAPES, *drawings.COLORS, *drawings.SIZES, *drawings.PLACES]
+        texts += ["at", "in", "nothing", "word", "number", *map(str, range(100))]
+        texts += [f'"{word}"' for word in drawings.WORDS]
+        return torch.tensor(sorted({i for text in texts for i in self._four(f" {text}")}))
 
 
 def scene_of(seed: int) -> drawings.Scene:
@@ -104,10 +92,10 @@ class Tower(nn.Module):
 
     words: Tensor
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    def __init__(self, model: Any, speller: Speller) -> None:
         super().__init__()
         self.tower, self.projector = model.model.vision_tower, model.model.multi_modal_projector
-        self.ids = Speller(tokenizer).all_ids()
+        self.ids = speller.all_ids()
         embedding = model.get_input_embeddings().weight.detach()
         self.register_buffer("words", embedding[self.ids].clone(), persistent=False)
         self.norm = float(embedding.norm(dim=1).mean())
@@ -140,7 +128,8 @@ def main(
     if start is not None:
         model.load_state_dict(load_file(start), strict=False)
     model.set_attn_implementation("eager")  # the fused kernel's backward pass is slow on a CPU
-    tower, speller = Tower(model, processor.tokenizer), Speller(processor.tokenizer)
+    speller = Speller(processor.tokenizer)
+    tower = Tower(model, speller)
     for layer in tower.tower.encoder.layers:
         layer.compile(dynamic=False)
 
