@@ -5,10 +5,10 @@ Shape letters as in `mmkv.scores`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -130,9 +130,11 @@ def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Te
     return found.nan_to_num(nan=0.0, posinf=1e30, neginf=0.0)
 
 
-@lru_cache(maxsize=64)
 def _observed_by(score: Score, window: int) -> Score:
-    return replace(score, window=window)
+    """The score with another window; its other options were checked when it was made."""
+    shorter = copy.copy(score)
+    object.__setattr__(shorter, "window", window)
+    return shorter
 
 
 def _check_scores(score: Score, found: Tensor, query: Tensor, key: Tensor) -> None:

@@ -95,3 +95,17 @@ def test_head_sizes_of_others_pass_the_oracle(others):
         assert kept == round(0.4 * 3 * n)
     counts = (cache.kept(0)[0] >= 0).sum(-1)
     assert counts[0] != counts[1]
+
+
+def test_a_score_with_a_list_reads_a_prompt_shorter_than_its_window():
+    @dataclass(frozen=True, kw_only=True)
+    class Listed(WindowAttention):
+        names: list[str] | None = None
+
+    model, inputs = make_model("llama"), make_inputs("llama", (20,))
+    policy = mmkv.get_policy("snapkv", score=Listed(window=30, names=["a"]))
+    with mmkv.wrapped(model, policy, 0.5):
+        given = model(**inputs, use_cache=True).past_key_values
+    with mmkv.wrapped(model, "snapkv", 0.5, window=30):
+        same = model(**inputs, use_cache=True).past_key_values
+    assert given.kept(0).equal(same.kept(0))
