@@ -44,7 +44,7 @@ def encode(
     """
     parts = [part for x in messages if not isinstance(x["content"], str) for part in x["content"]]
     try:
-        chat.check_pictures(loaded, [x for x in parts if x.get("type") == "image"])
+        chat.check_pictures(loaded, [x["image"] for x in parts if x.get("type") == "image"])
     except ValueError as error:
         raise Refused(str(error)) from None
     if template:
