@@ -285,9 +285,8 @@ def _sentence(thing: Object) -> str:
 
 
 def describe(scene: Scene) -> str:
-    """The full description: the number of things, then a sentence for each."""
-    first = count_of(len(scene.objects), "thing", "in the picture")
-    return " ".join([first, *map(_sentence, scene.objects)])
+    """The full description: a sentence for each thing, in reading order."""
+    return " ".join(map(_sentence, scene.objects))
 
 
 def score_description(text: str, scene: Scene) -> tuple[int, int]:

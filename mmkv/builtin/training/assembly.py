@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mmkv.builtin import drawings
 from mmkv.loading import models
 
 LORA_SCALE = 2.0  # alpha / rank
@@ -19,14 +20,17 @@ IMAGE_TOKENS = (SIDE // PATCH) ** 2
 IMAGE_TOKEN = "<image>"
 _RESERVED = "<filename>"  # of SmolLM2's special tokens, the one that stands for a picture
 _TEMPLATE = (
+    "{% set names = " + repr(drawings.ORDINALS) + " %}{% set seen = namespace(pictures=0) %}"
     "{% for message in messages %}"
     "{% if loop.first and messages[0]['role'] != 'system' %}"
     "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
     "<|im_end|>\n' }}{% endif %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}{{ '<image>\n' }}{% else %}{{ part['text'] }}{% endif %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "{{ 'The ' + (names[seen.pictures] or 'next') + ' picture:\n<image>\n' }}"
+    "{% set seen.pictures = seen.pictures + 1 %}"
+    "{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )

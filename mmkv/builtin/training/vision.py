@@ -35,7 +35,7 @@ from mmkv.builtin.training.tower import IGNORE, pixels
 
 RANK = 16
 # Rows and tokens a row of a batch by what it holds, and how often it is drawn.
-KINDS = {"one": (8, 448, 0.66), "several": (4, 768, 0.22), "text": (8, 256, 0.12)}
+KINDS = {"one": (8, 448, 0.52), "several": (4, 800, 0.36), "text": (8, 256, 0.12)}
 _SYSTEM = "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
 _REQUESTS = ("Summarize this text.", "What is this about?", "Continue.", "Explain this.", "Why?")
 
@@ -66,7 +66,10 @@ class Rows:
         return [(token, answered) for token in _encoded(self.tokenizer, text)]
 
     def _turn(self, question: str, answer: str, pictures: int = 0) -> list[tuple[int, bool]]:
-        shown = f"{IMAGE_TOKEN * IMAGE_TOKENS}\n" * pictures
+        shown = "".join(
+            f"The {order} picture:\n{IMAGE_TOKEN * IMAGE_TOKENS}\n"
+            for order in drawings.ORDINALS[:pictures]
+        )
         asked = f"<|im_start|>user\n{shown}{question}<|im_end|>\n<|im_start|>assistant\n"
         return [
             *self._encode(asked),
@@ -95,8 +98,8 @@ class Rows:
             finds = (drawings.find_question(scenes, rng) for _ in range(3))
             turns += [x for x in finds if x is not None]
         rng.shuffle(turns)
-        if number == 1 and rng.random() < 0.5:
-            turns.sort(key=lambda x: not x.answer.startswith("There are"))
+        if number == 1 and rng.random() < 0.5:  # what is asked first is often to describe it
+            turns.sort(key=lambda x: x.answer != drawings.describe(scenes[0]))
         row = self._encode(f"<|im_start|>{_SYSTEM}<|im_end|>\n")
         for i, turn in enumerate(turns):
             more = self._turn(turn.text, turn.answer, 0 if i else number)
