@@ -169,6 +169,9 @@ def serve_command(
     ] = 0,
     new: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 64,
     rate: Annotated[float, typer.Option(min=0.01, help="Requests a second, at random.")] = 1.0,
+    data: Annotated[
+        Path | None, typer.Option(help="A folder of real texts, as of the suite documents.")
+    ] = None,
     clients: Annotated[int, typer.Option(min=0, help="Ask in turn, instead of a rate.")] = 0,
     budget: Annotated[float, typer.Option(help="Of condense.")] = 0.2,
     cache_memory: Annotated[float, typer.Option(help="MB for keys and values.")] = 40.0,
@@ -181,13 +184,15 @@ def serve_command(
     from mmkv.eval.speed import models, serve
 
     loaded = _load(model)
-    net, pictures = loaded.model, 0 if loaded.processor is None else pictures
+    net, pictures = loaded.model, pictures if loaded.reads_pictures else 0
+    if data is not None and loaded.processor is None:
+        raise ValueError(f"--data: {model} has no tokenizer, it is asked about random tokens")
     net.generation_config.eos_token_id = None  # every reply is as long as asked for
     net.generation_config.do_sample = False
-    asked = serve.make_requests(loaded, requests, tokens, pictures, documents)
+    asked = serve.make_requests(loaded, requests, tokens, pictures, documents, data)
     load: Any = {"rate": rate, "clients": clients, "within": (first_within, next_within)}
     size: Any = {"new": new, "budget": budget, "memory": int(cache_memory * 1e6)}
-    rows = serve.compare(net, asked, **size, **load, tell=Progress())
+    rows = serve.compare(loaded, asked, **size, **load, tell=Progress())
     how = f"{clients} clients" if clients else f"{rate:g} requests a second"
     what = f"{requests} requests of {tokens // 2:,} to {tokens * 3 // 2:,} tokens"
     if documents:
@@ -195,7 +200,7 @@ def serve_command(
     title = (
         f"{models.device_in_words(net.device)}; {what} and {pictures} pictures, {new} new; {how}; "
         f"{cache_memory:g} MB of cache; in time: first token within {first_within:g} s, "
-        f"then {next_within:g} s a token"
+        f"then {next_within:g} s a token; F1: of words, with the full cache's replies"
     )
     write(console(), Table("", serve.COLUMNS, rows, title))
 

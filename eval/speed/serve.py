@@ -1,7 +1,8 @@
 """An engine under load: how long clients wait, and what fits in the same memory.
 
 Requests come as a Poisson process, or from clients that each wait for their answer. Condense and
-the full cache have the same bytes of cache; `generate` answers one after another.
+the full cache have the same bytes of cache; `generate` answers one after another. Replies are as
+long as asked for, and compared with the full cache's as far as they would have gone.
 """
 
 from __future__ import annotations
@@ -12,17 +13,22 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import mmkv
 from mmkv import chat
 from mmkv.builtin.scenes import draw, make_scene
 from mmkv.builtin.texts import make_lookup
+from mmkv.eval.scoring import token_f1
 from mmkv.eval.speed.models import make_prompt
+from mmkv.eval.suites import documents as real
 from mmkv.registry import exact_share
 from mmkv.serving import Engine
 
@@ -31,8 +37,9 @@ Inputs = dict[str, Any]
 _QUESTION = 16
 COLUMNS = (
     *("first token s, p50 / 90 / 99", "between tokens ms", "tokens/s", "in time/s"),
-    "at once",
+    *("at once", "F1"),
 )
+_ASKED = (real.SUMMARY, *(x for x in real.QUESTIONS if "{" not in x))
 
 
 class Asked(NamedTuple):
@@ -45,24 +52,36 @@ class Asked(NamedTuple):
 
 @dataclass
 class Timing:
-    """One request as its client saw it: seconds at which it was asked, and each token came."""
+    """One request as its client saw it: seconds at which it was asked, and each token came; ids."""
 
     asked: float
     tokens: list[float] = field(default_factory=list[float])
+    ids: list[int] = field(default_factory=list[int])
 
 
 Serve = Callable[[Asked, Timing], Awaitable[None]]
 
 
 def make_requests(
-    loaded: chat.Loaded, number: int, tokens: int, pictures: int, documents: int = 0
+    loaded: chat.Loaded,
+    number: int,
+    tokens: int,
+    pictures: int,
+    documents: int = 0,
+    data: Path | None = None,
 ) -> list[Asked]:
     """Questions about long texts with pictures before them, of half to one and a half `tokens`.
 
     Without a processor, random tokens. With `documents`, so many texts of `tokens` each are shared.
+    Texts are those of the folder `data`, as of the suite `documents`, or made-up look-ups.
+
+    Raises:
+        ValueError: the folder has fewer texts of that length.
     """
     rng = random.Random(0)
     found: list[Asked] = []
+    longest = tokens if documents else tokens * 3 // 2
+    texts = [] if data is None else _real_texts(loaded, data, documents or number, longest)
     for i in range(number):
         turn, about = divmod(i, documents or number)
         length = tokens if documents else rng.randrange(tokens // 2, tokens * 3 // 2)
@@ -73,12 +92,38 @@ def make_requests(
             empty: Inputs = {"input_ids": ids}
         else:
             shown = [draw(make_scene(8 * about + k)) for k in range(pictures)]
-            text = make_lookup(about, tokens=length, records=8)
-            question = text.questions[turn % len(text.questions)]
-            whole = chat.encode(loaded, f"{text.text}\n{question.text}", shown)
-            empty = chat.encode(loaded, f"{text.text}\n", shown) if documents else {}
+            if data is None:
+                lookup = make_lookup(about, tokens=length, records=8)
+                text, asked = lookup.text, [x.text for x in lookup.questions]
+            else:
+                text, asked = _cut(loaded, texts[about], length), _ASKED
+            question = asked[turn % len(asked)]
+            whole = chat.encode(loaded, f"{text}\n{question}", shown)
+            empty = chat.encode(loaded, f"{text}\n", shown) if documents else {}
         found.append(Asked(whole, *chat.split_inputs(whole, empty)) if documents else Asked(whole))
     return found
+
+
+def _real_texts(loaded: chat.Loaded, data: Path, number: int, tokens: int) -> list[str]:
+    """The first texts of a folder that have so many tokens."""
+    tokenizer = _tokenizer(loaded)
+    found = real.texts_of(data, tokens, lambda text: len(tokenizer(text).input_ids))
+    if len(found) < number:
+        raise ValueError(
+            f"{data}: {len(found)} texts have {tokens} tokens or more, and {number} are asked "
+            f"about: --documents {len(found)}, or fewer --tokens"
+        )
+    return [text for _, text in found[:number]]
+
+
+def _cut(loaded: chat.Loaded, text: str, tokens: int) -> str:
+    tokenizer = _tokenizer(loaded)
+    ids = tokenizer(text, add_special_tokens=False).input_ids[:tokens]
+    return tokenizer.decode(ids)
+
+
+def _tokenizer(loaded: chat.Loaded) -> Any:
+    return getattr(loaded.processor, "tokenizer", loaded.processor)
 
 
 async def drive(
@@ -123,8 +168,22 @@ def summary(timings: Sequence[Timing], within: tuple[float, float]) -> list[str]
     return [*shown, f"{tokens / took:.1f}", f"{good / took:.2f}"]
 
 
+def agreement(loaded: chat.Loaded, some: Sequence[Timing], others: Sequence[Timing]) -> str:
+    """The mean F1 of words of replies against others, each up to where it ends; "-": no text."""
+    if loaded.processor is None:
+        return "-"
+    tokenizer = _tokenizer(loaded)
+
+    def text(timing: Timing) -> str:
+        said = takewhile(lambda i: i != tokenizer.eos_token_id, timing.ids)
+        return tokenizer.decode(list(said), skip_special_tokens=True)
+
+    pairs = zip(some, others, strict=True)
+    return f"{np.mean([token_f1(text(a), text(b)) for a, b in pairs]):.2f}"
+
+
 def compare(
-    model: Any,
+    loaded: chat.Loaded,
     requests: Sequence[Asked],
     *,
     new: int,
@@ -135,12 +194,14 @@ def compare(
     within: tuple[float, float],
     tell: Callable[[str], None],
 ) -> list[tuple[str, list[str]]]:
-    """Each way's name, its `summary`, and how many replies grew at once.
+    """Each way's name, its `summary`, how many replies grew at once, and `agreement` with the full
+    cache's.
 
     The model is not wrapped yet; `new` are tokens of each reply, `budget` is condense's, `memory`
     are bytes of an engine's keys and values.
     """
-    rows: list[tuple[str, list[str]]] = []
+    model: Any = loaded.model
+    rows: list[tuple[str, list[str], list[Timing]]] = []
     together: list[int] = []
 
     def measured(name: str, serve: Serve) -> None:
@@ -149,13 +210,14 @@ def compare(
         asyncio.run(drive(serve, requests[:5], rate=rate, clients=1))
         together[:] = [1]
         timings = asyncio.run(drive(serve, requests, rate=rate, clients=clients))
-        rows.append((name, [*summary(timings, within), str(max(together))]))
+        rows.append((name, [*summary(timings, within), str(max(together))], timings))
 
     async def by_engine(engine: Engine, asked: Asked, timing: Timing) -> None:
         inputs = asked.inputs if asked.rest is None else asked.rest
         reply = engine.submit(inputs=inputs, prefix=asked.prefix, max_new_tokens=new)
-        async for _ in reply:
+        async for event in reply:
             timing.tokens.append(time.perf_counter())
+            timing.ids.append(event.token)
             together.append(engine.stats().running)
 
     for name, policy, kept in ((f"condense {budget:g}", "condense", budget), ("full", "full", 1.0)):
@@ -167,14 +229,17 @@ def compare(
     turn = asyncio.Semaphore()
 
     async def one_by_one(asked: Asked, timing: Timing) -> None:
-        def put(value: Any) -> None:
+        def put(value: Tensor) -> None:
             timing.tokens.append(time.perf_counter())
+            timing.ids += value.flatten().tolist()
 
         async with turn:
             how: Any = {"max_new_tokens": new, "streamer": SimpleNamespace(put=put, end=int)}
             await asyncio.to_thread(model.generate, **asked.inputs, **how)
-            del timing.tokens[0]  # a streamer is given the prompt first
+            # A streamer is given the prompt first.
+            del timing.tokens[0], timing.ids[: asked.inputs["input_ids"].shape[1]]
 
     measured("generate, one by one", one_by_one)
     tell("")
-    return rows
+    (_, _, full), *_ = (row for row in rows if row[0] == "full")
+    return [(name, [*cells, agreement(loaded, x, full)]) for name, cells, x in rows]

@@ -51,7 +51,7 @@ def load(request: Request) -> list[Sample]:
     assert request.data is not None
     chosen, known = request.chosen(TASKS), list(TASKS)
     sizes = {name: request.length or (TEXT_LENGTH if name == "text" else LENGTH) for name in TASKS}
-    documents = _documents(request.data, max(sizes.values()) + FOLLOWS, request.count)
+    documents = texts_of(request.data, max(sizes.values()) + FOLLOWS, request.count)
 
     def make(name: str, n: int) -> list[Sample]:
         turn = documents[(EACH * known.index(name) + n) % len(documents)]
@@ -60,7 +60,7 @@ def load(request: Request) -> list[Sample]:
     return request.in_turns(chosen, EACH, make)
 
 
-def _documents(data: Path, tokens: int, count: Callable[[str], int]) -> list[tuple[str, str]]:
+def texts_of(data: Path, tokens: int, count: Callable[[str], int]) -> list[tuple[str, str]]:
     """Names and texts of at least so many tokens; the folders take turns, in a mixed order."""
     paths = {path.relative_to(data).as_posix(): path for path in data.rglob("*.txt")}
     if not data.is_dir():

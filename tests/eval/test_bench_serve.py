@@ -33,7 +33,8 @@ def test_the_table(how, capsys):
     with pytest.raises(SystemExit) as end:
         commands.main(["bench", "serve", *SMALL, *how])
     assert end.value.code == 0
-    assert re.search(r"generate, one by one │ +\d.* 1 │", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert re.search(r"generate, one by one │ +\d.* 1 │ +1.00 │", out)
 
 
 @pytest.mark.parametrize("random", [True, False])
@@ -53,12 +54,47 @@ def test_questions_about_one_text_share_it(random):
     assert not torch.equal(first.inputs["input_ids"], third.inputs["input_ids"])
 
 
+def test_questions_about_real_documents(tmp_path):
+    words = [f"Word {chr(97 + i)} follows here." * 60 for i in range(3)]
+    for i, text in enumerate(words):
+        (tmp_path / f"{i}.txt").write_text(text)
+    loaded = chat.Loaded("builtin", *mmkv.load_builtin(), True)
+    asked = serve.make_requests(loaded, 4, 100, 0, documents=2, data=tmp_path)
+    tokenizer = loaded.processor.tokenizer
+    told = [tokenizer.decode(x.inputs["input_ids"][0], skip_special_tokens=True) for x in asked]
+    first, second, third, _ = told
+    (about,) = [text for text in words if text[:40] in first]
+    assert about[:40] in third
+    assert about[:40] not in second
+    assert first.rstrip().endswith("Summarize the text above in a few sentences. ASSISTANT:")
+    assert "Answer in one sentence." in third
+    with pytest.raises(ValueError, match="3 texts have 100 tokens or more, and 4 are asked about"):
+        serve.make_requests(loaded, 4, 100, 0, documents=4, data=tmp_path)
+
+
+def test_replies_agree_by_the_words_before_they_end():
+    loaded = chat.Loaded("builtin", *mmkv.load_builtin(), True)
+    tokenizer = loaded.processor.tokenizer
+
+    def timing(text, behind=""):
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        behind = tokenizer(behind, add_special_tokens=False).input_ids
+        return Timing(0.0, [], [*ids, tokenizer.eos_token_id, *behind])
+
+    full = [timing("red circle"), timing("blue star", "green ring")]
+    other = [timing("red circle", "blue"), timing("blue ring")]
+    assert serve.agreement(loaded, full, full) == "1.00"
+    assert serve.agreement(loaded, other, full) == "0.75"
+    assert serve.agreement(chat.Loaded("random", None, None, False), full, full) == "-"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--prompt", "64", "serve"], "--prompt stands before 'serve'"),
         (["serve", "--prompt", "64"], "--prompt"),
         (["server"], "server"),
+        (["serve", "--model", "llama-120m-random", "--data", "."], "has no tokenizer"),
     ],
 )
 def test_options_of_the_other_command_are_refused(words, said, capsys):
