@@ -209,9 +209,10 @@ class PaddedBlock:
             self.keys[where], self.values[where] = key, value
             new = torch.arange(position, position + q, device=key.device) if q > 1 else position
             self.positions[where] = new
-            if self.bias is not None and self.log_weights is not None:
-                self.bias[:, 0, slots : slots + q] = 0.0
-            self._reset(where)
+            if self.schedule.drops:  # else nothing has been in these slots: they weigh one token
+                if self.bias is not None and self.log_weights is not None:
+                    self.bias[:, 0, slots : slots + q] = 0.0
+                self._reset(where)
         else:
             self._write(key, value, slots, position)
 

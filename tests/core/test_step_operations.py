@@ -1,0 +1,89 @@
+"""What a decode step does of a layer: few operations, none of which the host waits for."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmkv.cache.layer import KeptKV
+from mmkv.cache.padded_blocks import PaddedBlock
+from mmkv.parts.slots import GrowingSlots, Ring
+
+LENGTHS, HEAD_DIM = (40, 20, 10), 8
+
+
+class Operations(TorchDispatchMode):
+    """Counts what computes or copies: no views, and nothing that only makes room."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        aliases = any(x.alias_info is not None for x in func._schema.returns)
+        if (not aliases or func._schema.is_mutable) and "empty" not in func.name():
+            self.found.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def kept(schedule, weighed, device):
+    """A layer's six rows in three blocks with room for four tokens, on a device without data."""
+    blocks = []
+    for i, n in enumerate(LENGTHS):
+        shape = (2, n + 4)
+        blocks.append(
+            PaddedBlock.of(
+                torch.zeros(*shape, HEAD_DIM, device=device),
+                torch.zeros(*shape, HEAD_DIM, device=device),
+                torch.zeros(shape, dtype=torch.int32, device=device),
+                None,
+                schedule(n),
+                n,
+                rows=torch.tensor([2 * i, 2 * i + 1], device=device),
+                log_weights=torch.zeros(shape, device=device) if weighed else None,
+            )
+        )
+    return KeptKV(blocks, 1, 6, [20])
+
+
+def growing(n):
+    return GrowingSlots(counts=np.array([n, n]))
+
+
+def ring(n):
+    counts = np.array([n, n])
+    return Ring(counts=counts, protected=np.array([0, 0]), capacity=counts)
+
+
+def step(layer, device):
+    """Two steps, and the operations of the second: what is made once is made by the first."""
+    query = torch.zeros(1, 12, 1, HEAD_DIM, device=device)
+    pair = torch.zeros(1, 6, 1, HEAD_DIM, device=device)
+    how = {"scale": 1.0, "softcap": None}
+    layer.attend(query, pair, pair, 51, **how)
+    with Operations() as operations:
+        out = layer.attend(query, pair, pair, 52, **how)
+    assert out.shape == (1, 1, 12, HEAD_DIM)
+    return operations.found
+
+
+CASES = pytest.mark.parametrize(
+    ("schedule", "weighed", "most"),
+    # Of a block: two copies of pairs, a position, attention; of a layer: four to sort rows, one to
+    # join them. A slot that is taken again weighs one token again: two more of a block.
+    [(growing, True, 17), (growing, False, 17), (ring, True, 23)],
+    ids=["groups", "growing", "ring"],
+)
+
+
+@CASES
+def test_few_operations(schedule, weighed, most):
+    found = step(kept(schedule, weighed, "cpu"), "cpu")
+    assert sum("scaled_dot_product" in name for name in found) == len(LENGTHS)
+    assert len(found) <= most, found
+
+
+@CASES
+def test_the_host_waits_for_nothing(schedule, weighed, most):
+    """On a device without data: there, reading a value is an error."""
+    assert step(kept(schedule, weighed, "meta"), "meta")
