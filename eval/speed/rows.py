@@ -24,6 +24,8 @@ from mmkv.terminal import Table
 
 # The row that ratios compare with, and the same once more: a bench must not tell them apart.
 UNWRAPPED, AGAIN = "unwrapped sdpa", "unwrapped sdpa again"
+# Holds one token of the prompt, so that its step is nearly all that is not attention.
+BOUND = "one token kept"
 # The attention of what the unwrapped model is measured with, see `Setting.unwrapped`.
 ATTENTION = {"eager": "eager", "static": "sdpa", "flash": "flash_attention_2"}
 
@@ -53,7 +55,7 @@ class Row:
     """What takes turns, and what was measured of it: seconds, and bytes."""
 
     label: str
-    kind: str  # "unwrapped", "again", "policy" or "kvpress"
+    kind: str  # "unwrapped", "again", "bound", "policy" or "kvpress"
     policy: str  # its name, or what the unwrapped model has, or the press
     budget: float | int | None = None  # None: nothing is evicted
     options: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -69,12 +71,13 @@ class Row:
 
 def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
     """A setting's rows. The full cache, wrapped, is always among them: what it gains or loses is
-    not compression's.
+    not compression's; and a cache of one token, whose step bounds what compression can gain.
 
     Raises:
         ValueError: an unknown policy or option, or a value out of range.
     """
     rows = [Row(UNWRAPPED, "unwrapped", "sdpa"), Row(AGAIN, "again", "sdpa")]
+    rows.append(Row(BOUND, "bound", "local", 1))
     for name in setting.unwrapped:
         if name not in ATTENTION:
             raise ValueError(f"unwrapped {name!r}: expected {', '.join(ATTENTION)}")
@@ -161,6 +164,8 @@ class Result:
         prefill, step = median(row.prefill_s), median(row.step_s)
         found: dict[str, Any] = {"prefill_ms": 1e3 * prefill, "step_ms": 1e3 * step}
         found["tokens_per_s"] = self.setting.batch / step
+        bound = next((r for r in self.rows if r.kind == "bound" and r.step_s), row)
+        found["of_bound"] = ratio(bound.step_s, row.step_s)
         base = next((r for r in self.rows if r.kind == "unwrapped" and r.step_s), row)
         if base is row:
             return found
@@ -203,6 +208,7 @@ class Result:
             "medians; ratios to the unwrapped model, pair by pair, with 95 % intervals from six "
             "pairs on: a machine that drifts moves medians, ratios less",
             "full is wrapped and evicts nothing: what it gains or loses is not compression's",
+            f"of bound: tokens/s beside those of {BOUND!r}, whose steps attend to next to nothing",
             "pays from: decoded tokens after which the whole run is faster",
             *self.notes,
         ]
@@ -218,6 +224,7 @@ class Result:
             "prefill ms": f"{found['prefill_ms']:,.0f}",
             "ms/token": f"{found['step_ms']:.2f}",
             "tokens/s": f"{found['tokens_per_s']:.1f}",
+            "of bound": f"{found['of_bound']['median']:.2f}",
             **{name: f"{size / 1e6:,.1f}" for name, size in sizes.items() if size is not None},
         }
         if "to_unwrapped" not in found:

@@ -130,7 +130,7 @@ class Bench:
         model = models.twin(self.model)
         # `generate` knows how long a reply may become, too.
         most = setting.prompt + self.warm + setting.new
-        if row.kind == "policy":
+        if row.kind in ("policy", "bound"):
             attached = attachment_of(mmkv.wrap(model, row.policy, row.budget, **row.options))
             cache = CompressedCache(attached.parts.config, attached.plan, max_length=most)
         else:

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from contextlib import closing
 from importlib.metadata import version
+from statistics import median
 
 import numpy as np
 import pytest
@@ -129,15 +130,16 @@ class TestPairs:
         made, log, _ = clocked(new=33, rounds=3, budgets=(0.2, 0.5))
         found = made.run()
         labels = sorted(r.label for r in made.rows)
-        assert labels == ["full", "snapkv 0.2", "snapkv 0.5", rows.UNWRAPPED, rows.AGAIN]
+        own = ["full", rows.BOUND, "snapkv 0.2", "snapkv 0.5", rows.UNWRAPPED, rows.AGAIN]
+        assert labels == own
         steps = [x for what, x in log if what == "step"]
-        turns = [steps[i : i + 5] for i in range(0, len(steps), 5)]
+        turns = [steps[i : i + 6] for i in range(0, len(steps), 6)]
         assert len(turns) == 3 * 32
         assert all(sorted(x) == labels for x in turns)
         assert len({tuple(x) for x in turns}) > 30
         assert all(len(r.step_s) == 96 and len(r.prefill_s) == 3 for r in found.rows)
         # The first prefills warm up; in a round all are read before any step.
-        assert [what for what, _ in log[:15]] == ["prefill", "close"] * 5 + ["prefill"] * 5
+        assert [what for what, _ in log[:18]] == ["prefill", "close"] * 6 + ["prefill"] * 6
 
     def test_a_slow_row_is_seen_and_a_drifting_machine_is_not(self, clocked):
         made, _, costs = clocked(new=65, rounds=50)
@@ -172,16 +174,16 @@ class TestPairs:
         assert len({len(r.step_s) for r in found.rows}) == 1
         assert steps in (None, len(found.rows[0].step_s))
         assert "no time" in found.notes[-1]
-        assert runner.time.monotonic() < until + 15
+        assert runner.time.monotonic() < until + 18
 
     def test_caches_that_do_not_fit_side_by_side_follow_each_prefill(self, clocked, monkeypatch):
         monkeypatch.setattr(runner.Bench, "_free", lambda self: 40)
         made, log, _ = clocked(new=5, rounds=4)
         found = made.run()
         assert "side by side" in found.notes[0]
-        assert [len(r.step_s) for r in found.rows] == [16] * 4
-        turns = [what for what, _ in log if what != "close"][-20:]
-        assert turns == ["prefill", *["step"] * 4] * 4
+        assert [len(r.step_s) for r in found.rows] == [16] * 5
+        turns = [what for what, _ in log if what != "close"][-25:]
+        assert turns == ["prefill", *["step"] * 4] * 5
 
 
 class TestRows:
@@ -322,14 +324,19 @@ def test_the_files_hold_raw_times_and_summaries(model, tmp_path):
     path = tmp_path / "deep" / "bench.json"
     rows.save(path, [found])
     data = json.loads(path.read_text())["settings"][0]
-    assert data["rows"][3]["summary"]["to_unwrapped"]["cache_bytes"] < 0.3
-    assert data["rows"][3]["options"]["window"] == 8
-    assert data["rows"][3]["step_s"] == found.rows[3].step_s
+    row = {row["label"]: row for row in data["rows"]}
+    mine, bound = row["snapkv:window=8 0.2"], row[rows.BOUND]
+    assert mine["summary"]["to_unwrapped"]["cache_bytes"] < 0.3
+    pairs = zip(bound["step_s"], mine["step_s"], strict=True)
+    assert mine["summary"]["of_bound"]["median"] == median(a / b for a, b in pairs)
+    assert mine["options"]["window"] == 8
+    timed = {x.label: x for x in found.rows}[mine["label"]]
+    assert mine["step_s"] == timed.step_s
     assert data["about"]["versions"]["torch"] == torch.__version__
     lines = path.with_suffix(".md").read_text().splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| snapkv")]
     assert [x[0] for x in cells] == ["snapkv:window=8 0.2"]
-    assert cells[0][4] == f"{found.rows[3].cache_bytes / 1e6:,.1f}"
+    assert cells[0][5] == f"{timed.cache_bytes / 1e6:,.1f}"
 
 
 def run_command(capsys, *words):
