@@ -8,7 +8,12 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-NEEDED = ("mmkv/builtin/weights/*", "mmkv/builtin/pictures/*.png", "mmkv/py.typed")
+NEEDED = (
+    "mmkv/builtin/weights/*",
+    "mmkv/builtin/vision/*",
+    "mmkv/builtin/pictures/*.png",
+    "mmkv/py.typed",
+)
 FOLDERS, SUFFIXES = ("policies", "eval", "demo"), (".py", ".json", ".css", ".js", ".html")
 LEFT_OUT = ("mmkv/builtin/training/", "tests/", "docs/")
 

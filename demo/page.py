@@ -182,7 +182,7 @@ def build(models: Models) -> gr.Blocks:
                     height=360,
                     elem_id="picture",
                 )
-                pictures = [[str(path)] for path in example_pictures()]
+                pictures = [[str(path)] for path in example_pictures(models.names[0])]
                 gr.Examples(pictures, [editor], label="Example pictures", elem_id="examples")
                 hint = "Ask about the picture"
                 question = gr.Textbox("", label="Question", placeholder=hint, elem_id="question")

@@ -20,7 +20,9 @@ def _plugins(files: list[Path] | None) -> list[Path] | None:
     return files
 
 
-MODELS = "builtin, smollm2, a folder, a .gguf file, or an id that transformers loads"
+MODELS = (
+    "builtin, smollm2, smollm2-vision, a folder, a .gguf file, or an id that transformers loads"
+)
 ModelOption = Annotated[str, typer.Option(help=f"{MODELS}.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]

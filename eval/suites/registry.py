@@ -18,7 +18,8 @@ from mmkv.eval.suites import (
     ruler,
     summaries,
 )
-from mmkv.eval.suites.files import STDLIB, is_drawings
+from mmkv.eval.suites.files import DRAWINGS, STDLIB, is_drawings
+from mmkv.loading.models import SMOLLM2_VISION
 
 BUILTIN = "builtin"
 
@@ -64,8 +65,11 @@ def default_data(name: str, model: str) -> str:
     """What a suite's prompts are from where nobody says: what the model can read.
 
     The built-in texts are look-ups that the built-in model was trained on; others cannot do them.
+    Drawings are what smollm2-vision was trained on.
     """
     suite = SUITES.get(name)
+    if suite is not None and suite.draws and model == SMOLLM2_VISION:
+        return DRAWINGS
     stdlib = suite is not None and suite.reads_stdlib and (suite.wants or model != BUILTIN)
     return STDLIB if stdlib else BUILTIN
 

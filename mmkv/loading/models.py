@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmkv.loading import gguf_files, quiet
+from mmkv.loading import gguf_files, quiet, smollm2_vision
 
 if TYPE_CHECKING:
     import torch
 
-BUILTIN, SMOLLM2 = "builtin", "smollm2"
-NAMES = (BUILTIN, SMOLLM2)
+BUILTIN, SMOLLM2, SMOLLM2_VISION = "builtin", "smollm2", "smollm2-vision"
+NAMES = (BUILTIN, SMOLLM2, SMOLLM2_VISION)
 WEIGHTS = Path(__file__).parents[1] / "builtin" / "weights"
 # SmolLM2-135M-Instruct (arXiv 2502.02737), Apache-2.0: a package that holds it as GGUF, and the
 # hub's id. The package's own module is not imported: it needs a compiled runtime.
@@ -70,7 +70,7 @@ def find(name: str, *, convert: bool = True) -> Source:
     """What is loaded for the name of a model; a GGUF file is converted once, into the user's cache.
 
     Args:
-        name: "builtin", "smollm2", a GGUF file, a folder with a model or one GGUF file, or a hub's
+        name: one of `NAMES`, a GGUF file, a folder with a model or one GGUF file, or a hub's
             id.
         convert: False reads a GGUF file that is not converted as it is: enough for a config.
 
@@ -79,6 +79,9 @@ def find(name: str, *, convert: bool = True) -> Source:
     """
     if name == BUILTIN:
         return Source(str(WEIGHTS), dtype="float32")
+    if name == SMOLLM2_VISION:
+        folder = smollm2_vision.assembled(_smollm2, find(SMOLLM2).path)
+        return Source(str(folder), dtype="float32")
     path = _packaged() if name == SMOLLM2 else _path(name)
     if path is None:
         smollm2 = Source(_HUB, dtype="float32", remedy=_REMEDY)
@@ -90,6 +93,10 @@ def find(name: str, *, convert: bool = True) -> Source:
     if folder is not None:
         return Source(str(folder), dtype="float32")
     return Source(str(path.parent), path.name, dtype="float32")
+
+
+def _smollm2() -> tuple[Any, Any]:
+    return pretrained(SMOLLM2, dtype="float16")[:2]
 
 
 def _packaged() -> Path | None:

@@ -1,17 +1,21 @@
-"""Drawn scenes, and how a LLaVA around SmolLM2 is trained on them."""
+"""smollm2-vision: its drawn scenes, how its parts are trained and added, and what it can do."""
 
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
-from mmkv.builtin import drawings
-from mmkv.builtin.training import assembly, evaluate, tower, vision
-from mmkv.builtin.training.evaluate import user
-from mmkv.eval.suites.registry import load_suite
-from mmkv.loading import models
+import mmkv
+from mmkv.builtin import drawings, example_pictures
+from mmkv.builtin.training import calibrate, evaluate, tower, vision
+from mmkv.builtin.training.evaluate import encode, user
+from mmkv.eval.suites.registry import default_data, load_suite
+from mmkv.loading import models, smollm2_vision
+from mmkv.profiles import Profile
 
 pytest.importorskip("peft", reason="peft trains the parts")
 
@@ -33,6 +37,11 @@ SCENE = drawings.Scene(
 @pytest.fixture(scope="module")
 def text():
     return models.pretrained("smollm2")[:2]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return mmkv.load_builtin("smollm2-vision")
 
 
 # Scenes ------------------------------------------------------------------------------------------
@@ -92,8 +101,17 @@ def test_the_suites_that_show_pictures_draw_them(suite):
     samples = load_suite(suite, "drawings", limit=12)
     assert len(samples) == 12
     assert all(sample.images and sample.answers for sample in samples)
+    assert default_data(suite, "smollm2-vision") == "drawings"
     with pytest.raises(ValueError, match="does not read drawings: description, mmvet, needle do"):
         load_suite("ruler", "drawings")
+
+
+def test_example_pictures_are_heldout_scenes():
+    paths = example_pictures("smollm2-vision")
+    assert len(paths) == 4
+    for seed, path in enumerate(paths):
+        drawn = drawings.draw(drawings.make_scene(seed, count=seed + 3, printed=seed % 3))
+        assert (np.asarray(Image.open(path)) == np.asarray(drawn)).mean() > 0.98  # of a font
 
 
 # Training ----------------------------------------------------------------------------------------
@@ -118,7 +136,7 @@ def test_image_tokens_spell_what_their_cell_shows(text):
 
 
 def test_rows_are_what_the_chat_template_and_the_image_processor_give(text):
-    _, processor = assembly.build(*text)
+    _, processor = smollm2_vision.build(*text)
     rows = vision.Rows(processor.tokenizer, [], 0)
     row = rows._encode(f"<|im_start|>{vision._SYSTEM}<|im_end|>\n")
     row += rows._turn("Describe the picture.", "A circle.", 1) + rows._turn("What else?", "None.")
@@ -139,9 +157,34 @@ def test_rows_are_what_the_chat_template_and_the_image_processor_give(text):
     assert processor.tokenizer(plain).input_ids == text[1](plain).input_ids
 
 
+def test_words_are_read_from_the_cell_of_their_thing(text):
+    _, processor = smollm2_vision.build(*text)
+    (sample,) = calibrate.described(processor, 1, drawings)
+    scene = drawings.make_scene(calibrate.FIRST)
+    first = (sample["input_ids"][0] == processor.image_token_id).nonzero()[0].item()
+    told = iter(zip(sample["reply"], sample["regions"], strict=True))
+    for thing in scene.objects:
+        row, column = thing.row_column
+        cell = [first + 12 * (4 * row + i) + 4 * column + j for i in range(4) for j in range(4)]
+        said = [next(told)]
+        while "." not in processor.tokenizer.decode(said[-1][0]):
+            said.append(next(told))
+        assert thing.name in processor.tokenizer.decode([token for token, _ in said])
+        assert all(region == cell for _, region in said)
+    assert not list(told)
+
+
+def test_visual_heads_are_set_beside_those_that_copy():
+    seen = Profile(visual=((0.4, 0.3), (0.2, 0.1)))
+    copied = Profile(retrieval=((0.1, 0.9), (0.8, 0.0)))
+    said = calibrate.beside_copies(seen, copied)
+    assert said.startswith("2 of 4 heads do half of what is visual; 1 of them are among the 2")
+    assert said.endswith("do 50% of it")
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks for a name that is going
 def test_updates_are_added_as_peft_adds_them(text):
-    model, _ = assembly.build(*text)
+    model, _ = smollm2_vision.build(*text)
     trained = vision.prepare(model)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -149,8 +192,8 @@ def test_updates_are_added_as_peft_adds_them(text):
             if "lora_B" in name:
                 x.normal_(0, 0.1)
     parts = vision.updates_of(trained)
-    other, _ = assembly.build(*text)
-    assembly.add_parts(other, parts)
+    other, _ = smollm2_vision.build(*text)
+    smollm2_vision.add_parts(other, parts)
     merged = trained.merge_and_unload().state_dict()
     for name, x in other.state_dict().items():
         assert torch.allclose(x.float(), merged[name].float(), rtol=1e-2, atol=4e-3), name
@@ -170,6 +213,46 @@ def test_a_run_trains_and_its_parts_can_be_asked(tmp_path):
     parts = load_file(tmp_path / "parts.safetensors")
     assert any("lora_B" in name and x.abs().max() > 0 for name, x in parts.items())
     assert all(x.dtype == torch.float16 for x in parts.values())
-    loaded = assembly.assembled(tmp_path / "parts.safetensors")
-    figure = evaluate.FIGURES["smollm2"]["which of four pictures shows a thing"]
-    assert evaluate.measure(*loaded, (figure[0], 2), 2)[1] == 2
+    model, processor = smollm2_vision.build(*models.pretrained("smollm2", dtype=torch.float32)[:2])
+    smollm2_vision.add_parts(model, load_file(tmp_path / "parts.safetensors"))
+    figure = evaluate.FIGURES["smollm2-vision"]["which of four pictures shows a thing"]
+    assert evaluate.measure(model, processor, (figure[0], 2), 2)[1] == 2
+
+
+# Model -------------------------------------------------------------------------------------------
+
+LEAST = {
+    "objects described": 0.9,
+    "short questions answered": 0.5,  # of eight
+    "objects described, one of 2-3 pictures": 0.7,
+    "printed words and numbers read": 0.8,
+    "which of four pictures shows a thing": 0.6,
+}
+
+
+def test_the_parts_are_small_and_the_whole_is_put_together_once(loaded, monkeypatch, tmp_path):
+    assert smollm2_vision.PARTS.stat().st_size <= 25_000_000
+    assert all(x.dtype == torch.float16 for x in load_file(smollm2_vision.PARTS).values())
+    monkeypatch.setattr(smollm2_vision, "build", None)
+    folder = models.find("smollm2-vision").path
+    assert models.find("smollm2-vision").path == folder
+    monkeypatch.setenv("MMKV_CACHE", str(tmp_path / "file" / "x"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="MMKV_CACHE names another folder"):
+        smollm2_vision.assembled(lambda: None, "x")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", evaluate.FIGURES["smollm2-vision"])
+def test_what_it_can_do(loaded, name):
+    figure = evaluate.FIGURES["smollm2-vision"][name]
+    right, total = evaluate.measure(*loaded, figure, 8, first=5000)
+    assert right / total >= LEAST[name]
+
+
+def test_it_says_the_same_with_half_of_the_cache(loaded):
+    model, processor = loaded
+    inputs = encode(processor, user("Describe the picture.", drawings.draw(SCENE)))
+    full = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    with mmkv.wrapped(model, budget=0.5) as wrapped:
+        assert wrapped.generate(**inputs, max_new_tokens=24, do_sample=False).equal(full)

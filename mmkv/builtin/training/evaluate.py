@@ -1,6 +1,4 @@
-"""Prints the built-in model's figures: `python -m mmkv.builtin.training.evaluate`.
-
-With `--parts` they are those of a LLaVA around SmolLM2.
+"""Prints a built-in model's figures: `python -m mmkv.builtin.training.evaluate`.
 
 Greedy decoding with the full cache, on held-out seeds. Objects count as right with all that a
 description says of them; a short question counts as right with the whole answer, a look-up with the
@@ -19,8 +17,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from mmkv.builtin import WEIGHTS, drawings, load_builtin, scenes, texts
-from mmkv.builtin.training.assembly import assembled
+from mmkv.builtin import drawings, load_builtin, scenes, texts
+from mmkv.loading import models
 
 Message = dict[str, Any]
 # A conversation, and what of the reply is right, of how much.
@@ -110,7 +108,7 @@ FIGURES: dict[str, Figures] = {
             for n in (256, 512, 1024)
         },
     },
-    "smollm2": {
+    "smollm2-vision": {
         **_figures(drawings, 160),
         "printed words and numbers read": (_print, 24),
         "which of four pictures shows a thing": (_which, 24),
@@ -150,10 +148,7 @@ def perplexity(model: Any, tokenizer: Any, paths: list[Path], n: int, length: in
 
 
 def main(
-    parts: Annotated[
-        Path | None, typer.Option(help="What `vision` left: a LLaVA around SmolLM2 instead.")
-    ] = None,
-    weights: Annotated[Path, typer.Option(help="Other weights of the built-in model.")] = WEIGHTS,
+    model: Annotated[str, typer.Option(help=f"Of {', '.join(FIGURES)}.")] = models.SMOLLM2_VISION,
     n: Annotated[int, typer.Option(help="Prompts of each figure.")] = 200,
     first: Annotated[int, typer.Option(help="The first held-out seed.")] = 0,
     texts: Annotated[
@@ -161,9 +156,8 @@ def main(
     ] = None,
 ) -> None:
     """Print each figure over `n` held-out seeds from `first` on."""
-    figures = FIGURES["builtin" if parts is None else "smollm2"]
-    loaded, processor = load_builtin(weights=weights) if parts is None else assembled(parts)
-    for name, figure in figures.items():
+    loaded, processor = load_builtin(model)
+    for name, figure in FIGURES[model].items():
         right, total = measure(loaded, processor, figure, n, first)
         seeds = f"{n} prompts, held-out seeds {first}..{first + n - 1}"
         print(f"{name}: {right / total:.1%} ({right}/{total}; {seeds})", flush=True)

@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mmkv.builtin import drawings
-from mmkv.builtin.training.assembly import SIDE, Bf16, arguments, untrained
+from mmkv.builtin.training.assembly import Bf16, arguments, untrained
+from mmkv.loading.smollm2_vision import SIDE
 
 IGNORE = -100
 _SIZES = (192, 192, 256, 384)

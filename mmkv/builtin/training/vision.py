@@ -23,15 +23,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmkv.builtin import drawings
-from mmkv.builtin.training.assembly import (
-    IMAGE_TOKEN,
-    IMAGE_TOKENS,
-    LORA_SCALE,
-    Bf16,
-    arguments,
-    untrained,
-)
+from mmkv.builtin.training.assembly import Bf16, arguments, untrained
 from mmkv.builtin.training.tower import IGNORE, pixels
+from mmkv.loading.smollm2_vision import IMAGE_TOKEN, IMAGE_TOKENS, LORA_SCALE
 
 RANK = 16
 # Rows and tokens a row of a batch by what it holds, and how often it is drawn.

@@ -1,0 +1,167 @@
+"""smollm2-vision: a LLaVA whose text model is SmolLM2, put together once in the user's cache.
+
+Shipped is what was trained (`mmkv.builtin.training.vision`): a vision tower of the shape of a small
+CLIP, a projector, and low-rank updates of the text layers, which are added to their weights here.
+What lies in the cache is an ordinary checkpoint of `LlavaForConditionalGeneration`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mmkv.loading import cache_folder, quiet
+from mmkv.loading.conversions import make_once
+
+PARTS = Path(__file__).parents[1] / "builtin" / "vision" / "parts.safetensors"
+LORA_SCALE = 2.0  # alpha / rank
+SIDE, PATCH = 192, 16
+IMAGE_TOKENS = (SIDE // PATCH) ** 2
+IMAGE_TOKEN = "<image>"
+ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+_RESERVED = "<filename>"  # of SmolLM2's special tokens, the one that stands for a picture
+_TEMPLATE = (
+    "{% set names = " + repr(ORDINALS) + " %}{% set seen = namespace(pictures=0) %}"
+    "{% for message in messages %}"
+    "{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    "<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "{{ 'The ' + (names[seen.pictures] or 'next') + ' picture:\n<image>\n' }}"
+    "{% set seen.pictures = seen.pictures + 1 %}"
+    "{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def build(text: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """`LlavaForConditionalGeneration` around SmolLM2, in its dtype, and its processor.
+
+    Pictures are `SIDE` pixels high and wide and give `IMAGE_TOKENS` tokens. The tower and the
+    projector are not trained.
+
+    Args:
+        text: SmolLM2, whose weights are copied.
+        tokenizer: its tokenizer.
+    """
+    import torch
+    import transformers as hf
+
+    tokenizer = _with_image_token(tokenizer)
+    torch.manual_seed(0)
+    tower = hf.CLIPVisionConfig(
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        image_size=SIDE,
+        patch_size=PATCH,
+        projection_dim=256,
+    )
+    config = hf.LlavaConfig(
+        vision_config=tower,
+        text_config=text.config,
+        image_token_index=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
+        image_seq_length=IMAGE_TOKENS,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=True,
+    )
+    model = hf.LlavaForConditionalGeneration(config).to(text.dtype)
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.tie_weights()
+    model.generation_config = hf.GenerationConfig.from_dict(text.generation_config.to_dict())
+    images = hf.CLIPImageProcessorPil(
+        size={"height": SIDE, "width": SIDE},
+        crop_size={"height": SIDE, "width": SIDE},
+        do_center_crop=False,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    )
+    processor = hf.LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=PATCH,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy="default",
+        image_token=IMAGE_TOKEN,
+        chat_template=_TEMPLATE,
+    )
+    return model, processor
+
+
+def _with_image_token(tokenizer: Any) -> Any:
+    """The tokenizer with a reserved token's name changed: no token is added to the vocabulary."""
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as place:
+        tokenizer.save_pretrained(place)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            path = Path(place) / name
+            text = path.read_text(encoding="utf-8")
+            path.write_text(
+                text.replace(json.dumps(_RESERVED), json.dumps(IMAGE_TOKEN)), encoding="utf-8"
+            )
+        changed = AutoTokenizer.from_pretrained(place, padding_side="left")
+    changed.chat_template = _TEMPLATE
+    return changed
+
+
+def add_parts(model: Any, parts: dict[str, Any]) -> None:
+    """Put trained parts into a model that `build` made, in place.
+
+    Args:
+        model: the model.
+        parts: weights by name; of a low-rank update `<layer>.lora_A` `[r, in]` and
+            `<layer>.lora_B` `[out, r]`.
+    """
+    import torch
+
+    weights = model.state_dict()
+    with torch.no_grad():
+        for name, part in parts.items():
+            layer, _, kind = name.rpartition(".")
+            if kind == "lora_A":
+                update = parts[f"{layer}.lora_B"].float() @ part.float()
+                weight = weights[f"{layer}.weight"]
+                weight.copy_(weight.float() + LORA_SCALE * update)
+            elif kind != "lora_B":
+                weights[name].copy_(part)
+
+
+def assembled(load: Callable[[], tuple[Any, Any]], source: str) -> Path:
+    """The folder of the whole checkpoint, made where it is not there yet.
+
+    Args:
+        load: gives SmolLM2 and its tokenizer.
+        source: what tells one copy of SmolLM2's weights from another.
+
+    Raises:
+        ValueError: the cache folder cannot be written.
+    """
+    from safetensors.torch import load_file
+
+    told = (source + _TEMPLATE).encode() + PARTS.read_bytes()
+    digest = hashlib.blake2b(told, digest_size=16).hexdigest()
+
+    def make(folder: Path) -> None:
+        model, processor = build(*load())
+        add_parts(model, load_file(PARTS))
+        with quiet():
+            model.save_pretrained(folder)
+            processor.save_pretrained(folder)
+
+    root = cache_folder() / "smollm2-vision"
+    if (folder := make_once(root / digest, digest, make, "smollm2-vision")) is None:
+        raise ValueError(
+            f"smollm2-vision is put together in {root}, which cannot be written: MMKV_CACHE names "
+            "another folder"
+        )
+    return folder
