@@ -4,7 +4,7 @@ PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,\
 BIN := .venv/bin
 STAMP := .venv/.installed
 TEST := -n 2
-PICTURE := mmkv/builtin/pictures/scene1.png
+PICTURE := mmkv/builtin/vision/scene2.png
 FOLDERS := mmkv policies $(wildcard eval demo)
 
 # The oldest transformers we support, the pinned one and the newest, on the pinned torch.
@@ -13,7 +13,7 @@ MATRIX := 5.17.0 5.23.0 5.24.0
 .PHONY: run demo test test-slow test-all test-matrix lint type mutants docs dist format clean install
 
 run: install
-	$(BIN)/mmkv chat $(PICTURE) "Describe the image." --budget 0.2 --option least=0
+	$(BIN)/mmkv chat $(PICTURE) "Describe the picture." --model smollm2-vision --budget 0.2 --option least=0
 
 demo: install
 	$(BIN)/mmkv demo
