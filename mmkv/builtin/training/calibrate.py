@@ -87,6 +87,7 @@ def main(
     out: Annotated[Path, typer.Option(help="The folder for the profile.")] = WEIGHTS,
 ) -> None:
     """Measure, and write the profile."""
+    out.mkdir(parents=True, exist_ok=True)
     loaded = chat.load(model)
     drawn = drawings if model == SMOLLM2_VISION else scenes
     net, processor = loaded.model, loaded.processor
