@@ -318,12 +318,14 @@ class TestCommands:
         with pytest.raises(Reached):
             commands.main(["eval", *shlex.split(after)])
 
-    def test_the_built_in_models_own_figures(self, monkeypatch):
-        from mmkv.builtin.training import evaluate, tower, vision
+    def test_the_built_in_models_own_figures(self, monkeypatch, tmp_path):
+        from mmkv.builtin.training import calibrate, evaluate, tower, vision
 
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("mmkv.chat.load", reached)
         monkeypatch.setattr(evaluate, "load_builtin", reached)
         monkeypatch.setattr("mmkv.loading.models.pretrained", reached)
-        for module, number in ((evaluate, 2), (tower, 1), (vision, 1)):
+        for module, number in ((calibrate, 1), (evaluate, 2), (tower, 1), (vision, 1)):
             found = [x for x in lines() if f" -m {module.__name__} " in x]
             assert len(found) == number
             for line in found:
@@ -372,7 +374,7 @@ class TestCommands:
             r"curl -s http://127\.0\.0\.1:8000/v1/",
             rf"\.venv/bin/mmkv ({'|'.join(checked)})\b",
             r"\.venv/bin/accelerate launch ",
-            r"\.venv/bin/python -m mmkv\.builtin\.training\.(evaluate|tower|vision) ",
+            r"\.venv/bin/python -m mmkv\.builtin\.training\.(calibrate|evaluate|tower|vision) ",
             r"\.venv/bin/python -m mmkv\.eval\.(harness\.lm_eval|corpus) ",
             r"make [a-z -]+$",
             r"pip install \.$",
