@@ -103,25 +103,13 @@ class TestTables:
 
     def test_the_readmes_figures_are_those_of_the_pages(self):
         shown = rows(between(README, "## Measured", "## Limits"))
-        pictures = rows(between(QUALITY, "## Descriptions", "## Layer sizes"))
-        texts = rows(between(QUALITY, "<!-- longbench -->", "<!-- /longbench -->"))
-        speeds = rows(SPEED)
+        page = rows(between(QUALITY, "<!-- documents -->", "<!-- /documents -->"))
+        speeds = rows(between(SPEED, "## SmolLM2", "\n## "))
         assert len(shown) > 8
         for name, cells in shown.items():
-            if name in ("policy", "---"):
-                continue
-            if name == "condense":
-                assert cells == [pictures[name][1], texts[name][1], *["-"] * 4]
-                continue
-            seconds, token, _, cache, peak = (
-                speeds.get(f"{name} 0.2") or speeds.get(f"{name} (local) 0.2") or speeds[name]
-            )
-            if name in ("not wrapped", "full"):  # the same answers
-                assert f"Full cache: {cells[0]}." in QUALITY
-                assert f"full cache {cells[1]}:" in QUALITY
-            else:
-                assert cells[:2] == [pictures[name][1], texts[name][1]], name
-            assert cells[2:] == [seconds, token, cache, peak], name
+            if name not in ("policy", "---"):
+                assert cells[0] == (page[name][2] if name in page else "-"), name
+                assert cells[1:] == [speeds[name][i] for i in (0, 1, 4)], name
 
     def test_the_readmes_figures_of_a_real_model_are_those_of_the_page(self):
         shown = rows(between(README, "## On a real model", "## Try it"))
