@@ -145,9 +145,8 @@ def encode(loaded: Loaded, question: str, pictures: Sequence[Image.Image]) -> di
     Raises:
         ValueError: pictures for a model that reads none, or no chat template to place them.
     """
-    check_pictures(loaded, pictures)
     content: Any = question
-    if loaded.places_pictures:
+    if pictures or loaded.places_pictures:
         content = [{"type": "image", "image": x} for x in pictures]
         content.append({"type": "text", "text": question})
     return encode_messages(loaded, [{"role": "user", "content": content}])
@@ -170,13 +169,11 @@ def encode_messages(
         sanitize: encode control tokens that the messages spell as the text that they are.
 
     Raises:
-        ValueError: no chat template, and more than one message; or a picture of extreme shape.
+        ValueError: no chat template, and more than one message; or what `check_pictures` says.
     """
-    from mmkv.picture import check_size
-
     shown: Any = [x["content"] for x in messages if isinstance(x.get("content"), list)]
-    for part in (part for parts in shown for part in parts if part.get("type") == "image"):
-        check_size(part["image"], getattr(loaded.processor, "image_processor", None))
+    pictures = [x["image"] for parts in shown for x in parts if x.get("type") == "image"]
+    check_pictures(loaded, pictures)
     processor: Any = loaded.processor
     how: Any = {"add_generation_prompt": True, **(template or {}), "tokenize": False}
     marked: Any = {"sanitize_control_tokens": True} if sanitize else {}

@@ -76,8 +76,11 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
     Raises:
         ValueError: an unknown policy or option, or a value out of range.
     """
-    rows = [Row(UNWRAPPED, "unwrapped", "sdpa"), Row(AGAIN, "again", "sdpa")]
-    rows.append(Row(BOUND, "bound", "local", 1))
+    rows = [
+        Row(UNWRAPPED, "unwrapped", "sdpa"),
+        Row(AGAIN, "again", "sdpa"),
+        Row(BOUND, "bound", "local", 1),
+    ]
     for name in setting.unwrapped:
         if name not in ATTENTION:
             raise ValueError(f"unwrapped {name!r}: expected {', '.join(ATTENTION)}")

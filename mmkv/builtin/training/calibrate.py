@@ -73,10 +73,11 @@ def beside_copies(visual: Profile, copies: Profile) -> str:
     seen, copied = (np.array(x).ravel() for x in (visual.visual, copies.retrieval))
     most = np.argsort(-seen)
     half = 1 + int(np.searchsorted(seen[most].cumsum(), 0.5))
-    both = set(most[:half].tolist()) & set(np.argsort(-copied)[:half].tolist())
+    copying = np.argsort(-copied)[:half]
+    both = len(np.intersect1d(most[:half], copying))
     return (
-        f"{half} of {len(seen)} heads do half of what is visual; {len(both)} of them are among the "
-        f"{half} that copy most, which do {seen[np.argsort(-copied)[:half]].sum():.0%} of it"
+        f"{half} of {len(seen)} heads do half of what is visual; {both} of them are among the "
+        f"{half} that copy most, which do {seen[copying].sum():.0%} of it"
     )
 
 
