@@ -35,6 +35,11 @@ class Loaded:
     reads_pictures: bool
 
     @property
+    def tokenizer(self) -> Any:
+        """The processor's tokenizer, or the processor where that is one."""
+        return getattr(self.processor, "tokenizer", self.processor)
+
+    @property
     def places_pictures(self) -> bool:
         """Whether its chat template gives pictures a place in a message."""
         return self.reads_pictures and self.processor.chat_template is not None

@@ -106,7 +106,7 @@ def make_requests(
 
 def _real_texts(loaded: chat.Loaded, data: Path, number: int, tokens: int) -> list[str]:
     """The first texts of a folder that have so many tokens."""
-    tokenizer = _tokenizer(loaded)
+    tokenizer = loaded.tokenizer
     found = real.texts_of(data, tokens, lambda text: len(tokenizer(text).input_ids))
     if len(found) < number:
         raise ValueError(
@@ -117,13 +117,9 @@ def _real_texts(loaded: chat.Loaded, data: Path, number: int, tokens: int) -> li
 
 
 def _cut(loaded: chat.Loaded, text: str, tokens: int) -> str:
-    tokenizer = _tokenizer(loaded)
+    tokenizer = loaded.tokenizer
     ids = tokenizer(text, add_special_tokens=False).input_ids[:tokens]
     return tokenizer.decode(ids)
-
-
-def _tokenizer(loaded: chat.Loaded) -> Any:
-    return getattr(loaded.processor, "tokenizer", loaded.processor)
 
 
 async def drive(
@@ -172,7 +168,7 @@ def agreement(loaded: chat.Loaded, some: Sequence[Timing], others: Sequence[Timi
     """The mean F1 of words of replies against others, each up to where it ends; "-": no text."""
     if loaded.processor is None:
         return "-"
-    tokenizer = _tokenizer(loaded)
+    tokenizer = loaded.tokenizer
 
     def text(timing: Timing) -> str:
         said = takewhile(lambda i: i != tokenizer.eos_token_id, timing.ids)

@@ -49,7 +49,7 @@ def encode(
         raise Refused(str(error)) from None
     if template:
         _check_template(loaded.processor, template)
-    tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
+    tokenizer = loaded.tokenizer
     given, marks = str([messages, template]), filter(str.strip, tokenizer.get_added_vocab())
     how = {"sanitize": any(mark in given for mark in marks)}
     try:
@@ -104,7 +104,7 @@ def encode_prompt(loaded: chat.Loaded, prompt: str | Sequence[int]) -> dict[str,
     Raises:
         Refused: it is empty, has tokens that the model has not, or such as stand for a picture.
     """
-    tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
+    tokenizer = loaded.tokenizer
     if isinstance(prompt, str):
         marks = chat.adds_special(tokenizer, prompt)
         ids = tokenizer(prompt, add_special_tokens=marks, return_tensors="pt")["input_ids"]
