@@ -152,7 +152,7 @@ def leaders(
     found = torch.full((B, H, N + 1), -1, device=device)
     found[..., :N] = torch.where(alone, _count(order), -1)
     wide = max(plan.width, keys.shape[-1] + values.shape[-1])
-    together = max(1, tile(device) // 2 // (B * H * plan.longest * wide))
+    together = max(1, tile(device) // (B * H * plan.longest * wide))
     parts = zip(members.split(together, dim=2), slots.split(together, dim=2), strict=True)
     for token, number in parts:
         at, absent = token.clamp(min=0).flatten(2), token < 0

@@ -21,7 +21,7 @@ Value = Literal["norm", "output", "residual"]
 # Elements of attention probabilities in flight. On a CPU a tile that stays in cache is twice as
 # fast as one that goes through memory, while much smaller ones wait on threads; an accelerator
 # wants few large launches.
-_CPU_TILE_PER_THREAD = 2**20
+_CPU_TILE_PER_THREAD = 2**18
 _DEVICE_TILE = 2**28
 
 

@@ -12,6 +12,7 @@ Related: observers beyond the window (KVzip, arXiv 2505.23416), the leave-one-ou
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -112,55 +113,94 @@ def observer_scores(
     Returns:
         float32 `[B, H, N]`, not negative, in units of the layer's output.
     """
-    (B, Hq, Q, D), (H, N), device = query.shape, key.shape[1:3], key.device
-    factor = D**-0.5 if scale is None else scale
+    (B, H, N, D), Q, G = key.shape, query.shape[2], query.shape[1] // key.shape[1]
     if valid is None:
-        valid = torch.ones(B, N, dtype=torch.bool, device=device)
+        valid = torch.ones(B, N, dtype=torch.bool, device=key.device)
     # Where the host knows without waiting that there is no padding, runs are slices.
-    sliced = device.type == "cpu" and bool(valid.all())
-    scores = torch.zeros(B, H, N + 1, device=device)
-    C, root = min(run, N), None if gram is None else _root(gram).to(device)
-    most = tile(device)
-    together = max(1, most // (B * Hq * C * C))
+    sliced = key.device.type == "cpu" and bool(valid.all())
+    if not sliced:  # what padding holds may be anything, NaN included
+        key, value = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (key, value))
+        query = query.masked_fill(~valid[:, None, N - Q :, None], 0.0)
+    root = None if gram is None else _root(gram).to(key.device).unflatten(1, (H, -1))
+    # Some heads, and of these some runs, at a time: what is computed of them stays near.
+    most = tile(key.device)
+    heads = min(H, max(1, most // (B * G * N * min(run, N))))
+    most = max(1, most // (B * G * heads))
+    of_runs, of_all = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
     for first, last in ((0, N - Q), (N - Q, N)):
-        if first == last:
-            continue
-        runs = _runs(valid[:, first:last], run)
-        if sliced:  # none is longer
-            runs = runs[..., : -(-(last - first) // runs.shape[1])]
-        for tokens in runs.split(together, dim=1):
-            tokens = torch.where(tokens < 0, -1, tokens + first)  # [B, n, C]
-            asking, skipped = tokens - first, 0
-            if last < N:  # their own queries are gone
-                asking = _last(valid[:, N - Q :], run)[:, None]
-                skipped = (asking.shape[-1] - 1) % stride
-            k, v = (_taken(x, tokens, sliced=sliced) for x in (key, value))
-            q = _taken(query, asking, sliced=sliced)[..., skipped::stride, :]
-            q, asking = q.unflatten(1, (H, -1)), asking[..., skipped::stride]  # [B, H, G, n, O, D]
-            full = sliced and bool((tokens >= 0).all())
-            biased = None if bias is None else _taken(bias[..., None], tokens, sliced=sliced)
-            absent = None if full else tokens < 0
-            table = _table(v, Hq // H, root, absent)
-            lost = _lost(q * factor, k, table, softcap, biased, absent, asking >= 0)
-            at = tokens.masked_fill(tokens < 0, N).flatten(1)[:, None].expand(-1, H, -1)
-            scores.scatter_(-1, at, lost.flatten(2))
-    scores = scores[..., :N]
-    if not whole or run >= N:
-        return scores
-    asking = _spread(valid[:, N - Q :], whole)
-    tokens = torch.arange(N, device=device).masked_fill(~valid, -1)[:, None]
-    absent = None if sliced else tokens < 0
-    k, v = (_taken(x, tokens, sliced=sliced) for x in (key, value))
-    biased = None if bias is None else bias[:, :, None, :, None].float()
-    found, table = torch.zeros_like(scores), _table(v, Hq // H, root, absent)
-    for some in asking.split(max(1, most // (B * Hq * N)), dim=1):
-        q = _taken(query, some[:, None], sliced=False).unflatten(1, (H, -1))
-        lost = _lost(q * factor, k, table, softcap, biased, absent, some[:, None] >= 0)
-        found = torch.maximum(found, lost[:, :, 0])
-    tiny = torch.finfo(torch.float32).tiny
-    found *= scores.sum(-1, keepdim=True) / found.sum(-1, keepdim=True).clamp(min=tiny)
-    several = valid.sum(-1) > run
-    return torch.where(several[:, None, None], torch.maximum(scores, found), scores)
+        for tokens in _runs(valid[:, first:last], run, alike=sliced) if first < last else ():
+            for some in tokens.split(max(1, most // min(run, N) ** 2), dim=1):
+                if last == N:
+                    asking = some[..., ::stride]
+                else:  # their own queries are gone
+                    asking = _last(valid[:, N - Q :], run)[:, None].flip(-1)[..., ::stride]
+                of_runs.append((some.add(first).masked_fill_(some < 0, -1), asking))
+    if whole and run < N:
+        tokens = torch.arange(N, device=key.device).masked_fill(~valid, -1)[:, None]
+        asking = _spread(valid[:, N - Q :], whole)[:, None]
+        of_all = [(tokens, some) for some in asking.split(max(1, most // N), dim=-1)]
+    several, tiny = (valid.sum(-1) > run)[:, None, None], torch.finfo(torch.float32).tiny
+    scores = key.new_zeros(B, H, N, dtype=torch.float32)
+    for h in range(0, H, heads):
+        found = scores[:, h : h + heads]
+        k, v = (x[:, h : h + heads].float() for x in (key, value))
+        given = (
+            query[:, h * G : (h + heads) * G].float() * (D**-0.5 if scale is None else scale),
+            k,
+            _table(v, G, None if root is None else root[:, h : h + heads], valid),
+            softcap,
+            None if bias is None else bias[:, h : h + heads].float(),
+        )
+        found[:] = _observed(of_runs, *given, sliced=sliced)
+        if of_all:
+            wide = _observed(of_all, *given, sliced=sliced)
+            wide *= found.sum(-1, keepdim=True) / wide.sum(-1, keepdim=True).clamp(min=tiny)
+            found[:] = torch.where(several, torch.maximum(found, wide), found)
+    return scores
+
+
+def _observed(
+    runs: Iterable[tuple[Tensor, Tensor]],
+    query: Tensor,
+    key: Tensor,
+    table: Tensor,
+    softcap: float | None,
+    bias: Tensor | None,
+    *,
+    sliced: bool,
+) -> Tensor:
+    """The most that observers of runs lose without a token: float32 [B, H, N].
+
+    Args:
+        runs: tokens int64 [B, n, C] and who observes them, int64 [B, n or 1, O] among the queries;
+            -1 as filler.
+        query: float32 [B, Hq, Q, D], times the scale.
+        key: float32 [B, H, N, D].
+        table: [B, Hq, N, Dv + 2], from `_table`.
+        softcap: bound of the logits, or None.
+        bias: float32 [B, H, N], added to the logits of each key; None: nothing.
+        sliced: runs have no fillers, and are alike in all rows.
+    """
+    (B, H, N), G = key.shape[:3], query.shape[1] // key.shape[1]
+    found = torch.zeros(B, H, N + 1, device=key.device)
+    for tokens, asking in runs:
+        absent = None if sliced else tokens < 0
+        lost = _lost(
+            rows(query, asking.clamp(min=0).flatten(1)[:, None])
+            .unflatten(2, asking.shape[1:])
+            .unflatten(1, (H, G)),
+            _taken(key, tokens, sliced=sliced),
+            _taken(table, tokens, sliced=sliced).unflatten(1, (H, G)),
+            softcap,
+            None if bias is None else _taken(bias[..., None], tokens, sliced=sliced),
+            absent,
+            asking >= 0,
+        )
+        # A token alone in its run leaves nothing that could be read in its place.
+        lost.masked_fill_((tokens >= 0).sum(-1, keepdim=True)[:, None] == 1, 0.0)
+        at = tokens.masked_fill(tokens < 0, N).flatten(1)[:, None].expand(-1, H, -1)
+        found.scatter_reduce_(-1, at, lost.flatten(2), "amax")
+    return found[..., :N]
 
 
 def _lost(
@@ -210,32 +250,26 @@ def _lost(
     return found if absent is None else found.masked_fill_(absent[:, None], 0.0)
 
 
-def _table(value: Tensor, groups: int, root: Tensor | None, absent: Tensor | None) -> Tensor:
+def _table(value: Tensor, groups: int, root: Tensor | None, valid: Tensor) -> Tensor:
     """Values where lengths are those of the layer's output, a one, and half their squared length.
 
     Two products with these give sums of values and distances from a value.
 
     Args:
-        value: [B, H, n, C, Dv].
+        value: float32 [B, H, N, Dv], 0 for padding.
         groups: G, query heads that read each key-value head.
-        root: [1 or B, H * G, Dv, Dv], of the gram matrices; None: lengths are the values' own.
-        absent: bool [B, n, C], where there is no token; None: nowhere.
+        root: [1 or B, H, G, Dv, Dv], of the gram matrices; None: lengths are the values' own.
+        valid: bool [B, N], False for padding.
 
     Returns:
-        float32 [B, H, G, n, C, Dv + 2], of values about the mean of their run.
+        float32 [B, H * G, N, Dv + 2], of values about their mean.
     """
     # About their mean: differences of nearly equal values keep their digits.
-    if absent is None:
-        value = value - value.mean(-2, keepdim=True)
-    else:
-        number = (~absent).sum(-1).clamp(min=1)[:, None, :, None, None]
-        value = value - value.sum(-2, keepdim=True) / number
-        value.masked_fill_(absent[:, None, :, :, None], 0.0)
-    n, C = value.shape[2:4]
-    value = value.flatten(2, 3)[:, :, None]  # [B, H, 1 or G, n * C, Dv]
+    number = valid.sum(-1).clamp(min=1)[:, None, None, None]
+    value = (value - value.sum(-2, keepdim=True) / number)[:, :, None]
     if root is not None:
-        value = value @ root.unflatten(1, (value.shape[1], -1))
-    value = value.unflatten(3, (n, C)).expand(-1, -1, groups, -1, -1, -1)
+        value = value @ root
+    value = value.expand(-1, -1, groups, -1, -1).flatten(1, 2)
     return torch.cat([value, torch.ones_like(value[..., :1]), _half_square(value)], dim=-1)
 
 
@@ -266,16 +300,22 @@ def spans(starts: Tensor, width: int) -> Tensor:
     return place.masked_fill(place >= starts[..., 1:, None], -1)
 
 
-def _runs(valid: Tensor, run: int) -> Tensor:
-    """Each row's valid tokens [B, N] in runs of equal length: int64 [B, R, C], -1 as filler."""
+def _runs(valid: Tensor, run: int, *, alike: bool) -> list[Tensor]:
+    """Each row's valid tokens [B, N] in runs of equal length, to one: int64 [B, R, C].
+
+    -1 as filler; those of rows that are `alike`, without padding, are apart by length instead.
+    """
     N = valid.shape[1]
     R, counts = -(-N // run), valid.sum(-1)[:, None]
     runs = (-(-counts // run)).clamp(min=1)
     starts = torch.arange(R + 1, device=valid.device).minimum(runs) * counts // runs
     places = spans(starts, min(run, N))  # [B, R, C]
+    if alike:
+        lengths = starts[0].diff()
+        return [places[:, lengths == n, :n] for n in lengths.unique().tolist()]
     order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
     tokens = order.gather(1, places.clamp(min=0).flatten(1)).view_as(places)
-    return tokens.masked_fill(places < 0, -1)
+    return [tokens.masked_fill(places < 0, -1)]
 
 
 def _last(valid: Tensor, most: int) -> Tensor:
@@ -300,24 +340,17 @@ def _spread(valid: Tensor, number: int) -> Tensor:
 
 
 def _taken(x: Tensor, tokens: Tensor, *, sliced: bool) -> Tensor:
-    """float32 [B, H, n, C, D], the tokens [B, n, C] of x [B, H, N, D]; 0 where there is none.
+    """The tokens [B, n, C] of x [B, H, N, D]: [B, H, n, C, D]; any where there is none.
 
-    `sliced`: runs are alike in all rows, and follow their first tokens.
+    `sliced`: runs are alike in all rows, and have no fillers.
     """
-    absent, (n, C) = tokens < 0, tokens.shape[1:]
-    if sliced:
-        starts = tokens[0, :, 0].tolist()
-        whole = not absent.any()
-        if whole and starts[-1] - starts[0] == (n - 1) * C:  # a view
-            return x[:, :, starts[0] : starts[-1] + C].unflatten(2, (n, C)).float()
-        found = torch.stack([x[:, :, i : i + C] for i in starts], dim=2).float()
-        if whole:
-            return found
-    else:
-        at = tokens.clamp(min=0).flatten(1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-        found = x.gather(2, at).float().unflatten(2, tokens.shape[1:])
-    # What padding holds may be anything, NaN included.
-    return found.masked_fill_(absent[:, None, :, :, None], 0.0)
+    n, C = tokens.shape[1:]
+    if not sliced:
+        return rows(x, tokens.clamp(min=0).flatten(1)[:, None]).unflatten(2, (n, C))
+    starts = tokens[0, :, 0].tolist()
+    if starts[-1] - starts[0] == (n - 1) * C:  # a view
+        return x[:, :, starts[0] : starts[-1] + C].unflatten(2, (n, C))
+    return torch.stack([x[:, :, i : i + C] for i in starts], dim=2)
 
 
 def rows(x: Tensor, at: Tensor) -> Tensor:
