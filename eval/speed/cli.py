@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmkv.eval.arguments import BudgetsOption, PolicyOption, budget_list, commands
-from mmkv.options import MODELS, DeviceOption, DtypeOption, PluginOption
+from mmkv.options import MODELS, DeviceOption, DtypeOption, PluginOption, ProfileOption
 from mmkv.terminal import Progress, Table, check_place, console, say, told, wait_asleep, write
 
 if TYPE_CHECKING:
@@ -216,6 +216,7 @@ def plan_command(
     budget: Annotated[str, typer.Option(help="A share of the prompt, or tokens.")] = "0.2",
     option: PolicyOption = None,
     plugin: PluginOption = None,
+    profile: ProfileOption = None,
     gpu: Annotated[
         str, typer.Option(help="h200, h100, a100, a100-40, l40s, a6000, rtx4090.")
     ] = "h100",
@@ -229,12 +230,14 @@ def plan_command(
     """
     import torch
 
+    from mmkv import adapters
     from mmkv.budgets import parse
     from mmkv.chat import parse_options
     from mmkv.eval.speed.models import SHAPES, make
     from mmkv.eval.speed.plan import CARDS, Load, Sizes, plan
     from mmkv.loading.models import empty
     from mmkv.registry import get_policy
+    from mmkv.wrapping import planned
 
     if gpu not in CARDS:
         raise ValueError(f"gpu {gpu!r}: expected one of {', '.join(CARDS)}")
@@ -244,6 +247,9 @@ def plan_command(
     known = SHAPES.get(model)
     made = make(known, "meta", dtype) if known else empty(model, getattr(torch, dtype))
     _warn_beyond(made, prompt + new)
+    if profile is not None:
+        found, _ = planned(made, adapters.find(made), chosen, parse(budget), profile=profile)
+        chosen = found.policy
     sizes = Sizes.of(made)
     load, card = Load(batch=batch, prompt=prompt, new=new), CARDS[gpu]
     plain = plan(sizes, load, card, get_policy("full"))

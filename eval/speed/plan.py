@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mmkv.budgets import checked
-from mmkv.cache.token_masks import kept_whole, total_kept
+from mmkv.cache import selection
+from mmkv.cache.config import CacheConfig, sizes_of_rows
+from mmkv.cache.evict import group_rows
+from mmkv.cache.token_masks import TokenMasks, kept_whole, total_kept
 from mmkv.cache_name import cache_in
 from mmkv.eval.speed.models import step_bytes
 from mmkv.scores.accumulated import AccumulatedAttention
 from mmkv.scores.observers import Observers
+from mmkv.sizes.profiled import HeadsByWeight
 
 if TYPE_CHECKING:
     from mmkv.policy import Policy
@@ -143,6 +147,27 @@ def held(
     return max(kept, min(kept_whole(policy, budget), seen))  # filled up
 
 
+def empty_slots(policy: Policy, budget: float | int, load: Load) -> float:
+    """Slots that a layer leaves empty for each sequence and head, a mean over layers.
+
+    Heads of different sizes share blocks, each as long as its largest (`group_rows`).
+    """
+    heads = policy.heads
+    if not isinstance(heads, HeadsByWeight) or kept_whole(policy, budget) >= load.prompt:
+        return 0.0
+    n_layers, H = len(heads.weights), len(heads.weights[0])
+    valid = torch.ones(1, load.prompt, dtype=torch.bool)
+    prompt = TokenMasks.of(policy, valid, budget=budget, n_layers=n_layers)
+    scores, positions = torch.zeros(1, H, load.prompt), torch.arange(load.prompt).view(1, 1, -1)
+    (of_layers,) = sizes_of_rows(CacheConfig(policy, budget), prompt, n_layers)
+    empty = 0
+    for layer, size in zip(heads.layers, of_layers, strict=True):
+        ranking = selection.ranked(policy, scores, positions, prompt, [size], layer, None)
+        counts = ranking.size.expand(load.batch, H).flatten().numpy()
+        empty += sum(len(x) * int(counts[x].max()) for x in group_rows(counts)) - int(counts.sum())
+    return empty / (n_layers * H * load.batch)
+
+
 def plan(
     sizes: Sizes,
     load: Load,
@@ -154,6 +179,7 @@ def plan(
     """Bytes and least times of a policy on a card; `budget` and `kv_dtype` as for `mmkv.wrap`."""
     if policy.retention is None:
         checked(policy, budget)
+    empty = empty_slots(policy, budget, load)
     number, full = sizes.itemsize, [x for x in sizes.layers if not x.window]
     # A scale and a zero point of 16 bits for a head's numbers, or for 64 of them.
     width = min([64, *(x.width for x in full)])
@@ -162,7 +188,7 @@ def plan(
     def cache(generated: int) -> float:
         """Bytes of one sequence after so many generated tokens."""
         seen = load.prompt + generated
-        tokens = held(policy, budget, load.prompt, generated, len(full) or 1)
+        tokens = empty + held(policy, budget, load.prompt, generated, len(full) or 1)
         sliding = sum(x.pair * min(seen, x.window) for x in sizes.layers if x.window)
         return sum(x.pair for x in full) * tokens * bits / 8 + sliding * number
 

@@ -1,5 +1,7 @@
 """What `mmkv plan` bounds, against caches that were made and figures that were published."""
 
+import re
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from helpers import zoo
 from helpers.models import make_inputs, make_model
 from mmkv.cli import commands
 from mmkv.eval.speed.models import SHAPES, make
-from mmkv.eval.speed.plan import CARDS, Load, Sizes, held, plan
+from mmkv.eval.speed.plan import CARDS, Load, Sizes, empty_slots, held, plan
 
 LOAD = Load(batch=4, prompt=3072, new=33)
 
@@ -37,6 +39,38 @@ def test_a_caches_bytes_are_those_of_a_real_one(policy, name):
     bound = plan(sizes, load, CARDS["h100"], mmkv.get_policy(policy), 0.3).cache_bytes
     slot = 2 * 4 * sum(layer.pair for layer in sizes.layers)
     assert bound - slot <= out.past_key_values.nbytes <= bound + 80 * slot
+
+
+def test_heads_of_a_profile_share_blocks(tmp_path, capsys):
+    """What is padded counts: the slots of a real cache, which keeps what was asked for."""
+    model, batch, prompt = make_model("llama"), 2, 300
+    scores = ((0.5, 0.6), (1.0, 0.0), (0.3, 0.3))
+    profile = mmkv.Profile(retrieval=scores)
+    with mmkv.wrapped(model, "condense", 0.3, profile=profile) as wrapped:
+        policy = wrapped._mmkv.plan.policy
+        out = wrapped.generate(
+            **make_inputs("llama", (prompt, prompt)), max_new_tokens=1, return_dict_in_generate=True
+        )
+    blocks = [block for layer in out.past_key_values.layers for block in layer.state.blocks]
+    assert len(blocks) == 4
+    assert out.past_key_values.report().kept_fraction == pytest.approx(0.3, abs=0.01)
+    kept = sum(int((block.positions >= 0).sum()) for block in blocks)
+    wide = sum(len(x.positions) * int((x.positions >= 0).sum(-1).max()) for x in blocks)
+    empty = empty_slots(policy, 0.3, Load(batch, prompt, 0))
+    assert empty == pytest.approx((wide - kept) / (3 * 2 * batch))
+    assert empty > 0
+    profile = mmkv.Profile(retrieval=(tuple(i / 31 for i in range(32)), (0.5,) * 32))
+    profile.save(tmp_path / "profile.json")
+    shown = list[str]()
+    for more in ([], ["--profile", str(tmp_path / "profile.json")]):
+        with pytest.raises(SystemExit) as end:
+            commands.main(
+                ["plan", "llama-7b-2-layers-random", "--batch", "64", "--prompt", "2048", *more]
+            )
+        assert not end.value.code
+        shown += re.findall(r"condense 0.2 +\S +([\d.]+)", capsys.readouterr().out)
+    plain, padded = map(float, shown)
+    assert plain < padded < 1.15 * plain
 
 
 @pytest.mark.parametrize(
