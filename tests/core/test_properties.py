@@ -119,7 +119,7 @@ def two_turns(model, inputs, more, chunk):
 
 @pytest.mark.slow
 @settings(
-    max_examples=400,
+    max_examples=200,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -120,6 +120,7 @@ def main(
     start: Annotated[Path | None, typer.Option(help="A tower's parts to begin with.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint.")] = False,
     bf16: Bf16 = True,
+    compile: Annotated[bool, typer.Option(help="Compile the layers.")] = True,
 ) -> None:
     """Train, and leave `tower.safetensors` in `out`."""
     import datasets
@@ -131,7 +132,7 @@ def main(
     model.set_attn_implementation("eager")  # the fused kernel's backward pass is slow on a CPU
     speller = Speller(processor.tokenizer)
     tower = Tower(model, speller)
-    for layer in tower.tower.encoder.layers:
+    for layer in tower.tower.encoder.layers if compile else ():
         layer.compile(dynamic=False)
 
     def sample(rows: dict[str, list[int]]) -> dict[str, list[Tensor]]:
