@@ -320,7 +320,7 @@ def test_stop_ends_the_answers(page):
 def test_four_tabs_at_once_keep_to_themselves(page, browser, server):
     first = browser.current_window_handle
     tabs = [first]
-    for i in range(1, 4):
+    for _ in range(3):
         browser.switch_to.new_window("tab")
         tabs.append(browser.current_window_handle)
         opened(browser, server)
