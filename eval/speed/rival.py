@@ -30,6 +30,10 @@ def nearest_press(policy: Policy, budget: float | int, prompt: int) -> dict[str,
         return {"name": "StreamingLLMPress", "options": share | {"n_sink": policy.sinks}}
     if name == "h2o":
         return {"name": "ObservedAttentionPress", "options": share, "eager": True}
+    if name == "expected":
+        score = parts.score
+        share |= {"n_future_positions": score.positions, "n_sink": score.skip}
+        return {"name": "ExpectedAttentionPress", "options": share | {"epsilon": score.epsilon}}
     if name not in ("snapkv", "adakv", "pyramidkv", "ada-pyramidkv"):
         return None
     share |= {"window_size": parts.score.window, "kernel_size": parts.score.kernel_size}

@@ -422,6 +422,12 @@ class TestKvpress:
         assert press("pyramidkv")["name"] == "PyramidKVPress"
         assert press("h2o")["eager"]
         assert press("streaming")["options"]["n_sink"] == 4
+        assert press("expected", skip=2)["options"] == {
+            "compression_ratio": 0.8,
+            "n_future_positions": 512,
+            "n_sink": 2,
+            "epsilon": 0.02,
+        }
         assert press("full") is press("xkv") is press("condense") is None
 
     @pytest.mark.slow
