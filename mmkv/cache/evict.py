@@ -124,7 +124,7 @@ def evict(
                 None if mass is None else pad(mass[index, :width], empty),
                 schedule,
                 width,
-                rows=None if len(rows) == B * H else index,
+                rows=rows,
                 inv_freq=plan.inv_freq,
                 log_weights=None if bias is None else pad(bias[index, :width], empty),
             )

@@ -145,18 +145,23 @@ class KeptKV:
         key, value = key.detach().flatten(0, 1), value.detach().flatten(0, 1)
         if hidden is not None:
             hidden = hidden.repeat_interleave(self.heads, dim=0)
-        order, back = self._order
-        parts = [(rows, key, value, hidden)]
+        given = (rows, key, value) if hidden is None else (rows, key, value, hidden)
+        order = self._order
+        parts = [[x[block.rows] for x in given] for block in self.blocks if order is None]
         if order is not None:
             sizes = [len(b.positions) for b in self.blocks]
-            split = [x[order].split(sizes) for x in (rows, key, value)]
-            unseen = [None] * len(sizes) if hidden is None else hidden[order].split(sizes)
-            parts = list(zip(*split, unseen, strict=True))
+            parts = [list(x) for x in zip(*(x[order[0]].split(sizes) for x in given), strict=True)]
         out = [
-            block.step(mine, new_key, new_value, first, clock, hidden=unseen, **options)
-            for block, (mine, new_key, new_value, unseen) in zip(self.blocks, parts, strict=True)
+            block.step(x, k, v, first, clock, hidden=unseen[0] if unseen else None, **options)
+            for block, (x, k, v, *unseen) in zip(self.blocks, parts, strict=True)
         ]
-        done = out[0] if back is None else torch.cat(out)[back]
+        done = out[0]
+        if order is not None:
+            done = torch.cat(out)[order[1]]
+        elif len(out) > 1:
+            done = done.new_empty(R, *done.shape[1:])
+            for block, found in zip(self.blocks, out, strict=True):
+                done[block.rows] = found
         return done.view(B, Hq, q, -1).transpose(1, 2)
 
     def select_rows(self, batch: Tensor) -> KeptKV:
@@ -166,13 +171,11 @@ class KeptKV:
         blocks = []
         for block in self.blocks:
             everything = self.batch * self.heads
-            old = np.arange(everything) if block.rows is None else block.rows.cpu().numpy()
             place = np.full(everything, -1)
-            place[old] = np.arange(len(old))
+            place[block.row_numbers] = np.arange(len(block.positions))
             mine = np.flatnonzero(place[wanted] >= 0)
             if len(mine):
-                rows = None if block.rows is None else torch.from_numpy(mine).to(block.rows.device)
-                blocks.append(block.select(place[wanted[mine]], rows))
+                blocks.append(block.select(place[wanted[mine]], mine))
 
         def chosen_of(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[batch.to(x.device)]
@@ -188,11 +191,15 @@ class KeptKV:
         )
 
     @cached_property
-    def _order(self) -> tuple[Tensor | None, Tensor | None]:
-        """The rows as they lie in the blocks, and the way back; None where one block holds all."""
-        rows = [b.rows for b in self.blocks if b.rows is not None]
-        order = torch.cat(rows) if rows else None
-        return order, None if order is None else order.argsort()
+    def _order(self) -> tuple[Tensor, Tensor] | None:
+        """The rows as they lie in the blocks, and the way back; None where all are slices."""
+        rows = [b.rows for b in self.blocks]
+        if all(isinstance(x, slice) for x in rows):
+            return None
+        device = self.blocks[0].positions.device
+        everything = torch.arange(self.batch * self.heads, device=device)
+        order = torch.cat([everything[x] for x in rows])
+        return order, order.argsort()
 
 
 def _ascending(positions: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ class PaddedBlock:
     """Rows of similar length and the slots they share.
 
     Attributes:
-        rows: int64 [R], index into the layer's B * H rows; None when the block holds all, in order.
+        rows: which of the layer's B * H rows, rising: a slice where they are evenly apart, so that
+            taking them is a view, or int64 [R].
         keys, values: [R, S, D]; S is the capacity, of which the schedule's `width` is in use. In 8
             or 4 bits they are read and written in the model's type all the same.
         positions: int32 [R, S], original position of each slot's token, -1 where empty.
@@ -44,7 +45,7 @@ class PaddedBlock:
         inv_freq: [D / 2], to count positions inside the cache; None to keep the original ones.
     """
 
-    rows: Tensor | None
+    rows: slice | Tensor
     keys: Stored
     values: Stored
     positions: Tensor
@@ -69,14 +70,15 @@ class PaddedBlock:
         schedule: SlotSchedule,
         width: int,
         *,
-        rows: Tensor | None = None,
+        rows: np.ndarray,
         inv_freq: Tensor | None = None,
         log_weights: Tensor | None = None,
     ) -> PaddedBlock:
         """Take over storage [R, S, D] that holds kept pairs, at most `width` of them in a row."""
         if mass is not None and schedule.needs_decode_attention:
             mass = mass.masked_fill(positions < 0, torch.inf)
-        block = cls(rows, keys, values, positions, None, mass, schedule, inv_freq, log_weights)
+        where = _evenly(rows, positions.device)
+        block = cls(where, keys, values, positions, None, mass, schedule, inv_freq, log_weights)
         block._bias_for(width)
         return block
 
@@ -308,14 +310,21 @@ class PaddedBlock:
             return attend(query, keys, values, visible, scale=scale, softcap=softcap)
         return mixed(self.weights, values)
 
-    def select(self, chosen: np.ndarray, rows: Tensor | None) -> PaddedBlock:
+    @property
+    def row_numbers(self) -> np.ndarray:
+        """Which of the layer's rows it holds, on the host."""
+        if isinstance(self.rows, Tensor):
+            return self.rows.cpu().numpy()
+        return np.arange(self.rows.stop)[self.rows]
+
+    def select(self, chosen: np.ndarray, rows: np.ndarray) -> PaddedBlock:
         """A copy holding the block's rows `chosen`, which become the layer's rows `rows`."""
         if self.frozen:
             self.thaw()
         index = torch.from_numpy(chosen).to(self.keys.device)
         return replace(
             self,
-            rows=rows,
+            rows=_evenly(rows, self.positions.device),
             keys=select(self.keys, index),
             values=select(self.values, index),
             positions=self.positions[index],
@@ -350,6 +359,14 @@ class PaddedBlock:
             self.log_weights = grown(self.log_weights, 0)
         if self.bias is not None:
             self.bias = grown(self.bias[:, 0], 0 if self.schedule.shared else -torch.inf)[:, None]
+
+
+def _evenly(rows: np.ndarray, device: torch.device) -> slice | Tensor:
+    """Rising rows as a slice if they are evenly apart, or as an index."""
+    apart = set(np.diff(rows).tolist()) or {1}
+    if len(apart) == 1:
+        return slice(int(rows[0]), int(rows[-1]) + 1, apart.pop())
+    return torch.from_numpy(rows).to(device, non_blocking=True)
 
 
 def attend(

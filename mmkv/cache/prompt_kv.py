@@ -332,7 +332,7 @@ def by_age(
         whole = torch.full((R, width, *one.shape[2:]), fill, dtype=one.dtype, device=one.device)
         for block in blocks:
             part: Tensor = getattr(block, name)[:, :]  # in 8 or 4 bits: read
-            whole[slice(None) if block.rows is None else block.rows, : part.shape[1]] = part
+            whole[block.rows, : part.shape[1]] = part
         return whole
 
     positions, order = gathered("held", -1).long().sort(dim=-1)

@@ -216,7 +216,7 @@ class Member:
         plan_slots(schedules)
         columns, end = np.empty((len(kept), kept[0].heads), dtype=np.int64), 0
         for mine, block in ((columns[i], block) for i, x in enumerate(kept) for block in x.blocks):
-            rows, schedule = _heads(block), block.schedule
+            rows, schedule = block.row_numbers, block.schedule
             schedule.prepare()
             mine[rows] = end + schedule.own_columns(len(rows))
             end += schedule.planned.shape[1]
@@ -318,7 +318,7 @@ class Pool:
                         most = capacity(block.schedule.most(new), step)
                         if most not in layer.blocks:
                             layer.blocks[most] = SharedBlock(block, most)
-                        layer.blocks[most].add(first + _heads(block), block)
+                        layer.blocks[most].add(first + block.row_numbers, block)
         except Exception:
             self.leave(member)
             raise
@@ -357,11 +357,6 @@ class Pool:
         with outside_inference_mode():
             out = self.layers[layer].attend(query.reshape(R, -1, D), key, value, **options)
         return refuse_gradient(out.view(B, 1, Hq, -1))
-
-
-def _heads(block: Any) -> np.ndarray:
-    """The heads of a block."""
-    return np.arange(len(block.positions)) if block.rows is None else block.rows.cpu().numpy()
 
 
 def _plain(block: Any) -> bool:
