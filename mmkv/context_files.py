@@ -166,6 +166,15 @@ def _wrong(about: dict[str, Any], *names: str) -> ValueError:
 def _check_model(about: dict[str, Any], attachment: Attachment) -> None:
     """Whether a context was read by this model under this wrap."""
     model: Any = attachment.model
+    if about["dtype"] != str(model.dtype):
+        raise ValueError(
+            f"it was read in {about['dtype'][:40]}, and the model is in {model.dtype}: load the "
+            "model in that dtype, or read it again"
+        )
+    if about["weights"] != digest.of_model(model, attachment.parts.config):
+        raise ValueError(
+            "it was read by a model with other weights or adapters: load that model (--model)"
+        )
     here, before = _plan(attachment.plan), None
     if about["plan"] != here:
         with suppress(ValueError, RecursionError):
@@ -179,13 +188,6 @@ def _check_model(about: dict[str, Any], attachment: Attachment) -> None:
         raise ValueError(
             f"it was read with {old}, and the model is wrapped with {new} now: wrap it as it was"
         )
-    if about["dtype"] != str(model.dtype):
-        raise ValueError(
-            f"it was read in {about['dtype'][:40]}, and the model is in {model.dtype}: load the "
-            "model in that dtype, or read it again"
-        )
-    if about["weights"] != digest.of_model(model, attachment.parts.config):
-        raise ValueError("it was read by a model with other weights or adapters")
 
 
 def _restored(
