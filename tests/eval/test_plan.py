@@ -41,7 +41,7 @@ def test_a_caches_bytes_are_those_of_a_real_one(policy, name):
     assert bound - slot <= out.past_key_values.nbytes <= bound + 80 * slot
 
 
-def test_heads_of_a_profile_share_blocks(tmp_path, capsys):
+def test_heads_of_a_profile_share_blocks(tmp_path, capsys, monkeypatch):
     """What is padded counts: the slots of a real cache, which keeps what was asked for."""
     model, batch, prompt = make_model("llama"), 2, 300
     scores = ((0.5, 0.6), (1.0, 0.0), (0.3, 0.3))
@@ -61,6 +61,7 @@ def test_heads_of_a_profile_share_blocks(tmp_path, capsys):
     assert empty > 0
     profile = mmkv.Profile(retrieval=(tuple(i / 31 for i in range(32)), (0.5,) * 32))
     profile.save(tmp_path / "profile.json")
+    monkeypatch.setenv("COLUMNS", "200")
     shown = list[str]()
     for more in ([], ["--profile", str(tmp_path / "profile.json")]):
         with pytest.raises(SystemExit) as end:
