@@ -17,6 +17,7 @@ from mmkv.cache.clock import GraphInputs
 from mmkv.cache.padded_blocks import PaddedBlock
 from mmkv.cache.prompt_kv import PromptKV, Tail, by_age, token_numbers
 from mmkv.layer_inputs import Rotary
+from mmkv.parts.slots import send
 
 
 @dataclass(eq=False)
@@ -146,22 +147,19 @@ class KeptKV:
         if hidden is not None:
             hidden = hidden.repeat_interleave(self.heads, dim=0)
         given = (rows, key, value) if hidden is None else (rows, key, value, hidden)
-        order = self._order
-        parts = [[x[block.rows] for x in given] for block in self.blocks if order is None]
-        if order is not None:
+        order, back = self._order
+        if order is None:
+            parts = [[x[block.rows] for x in given] for block in self.blocks]
+        else:
             sizes = [len(b.positions) for b in self.blocks]
-            parts = [list(x) for x in zip(*(x[order[0]].split(sizes) for x in given), strict=True)]
+            parts = [list(x) for x in zip(*(x[order].split(sizes) for x in given), strict=True)]
         out = [
             block.step(x, k, v, first, clock, hidden=unseen[0] if unseen else None, **options)
             for block, (x, k, v, *unseen) in zip(self.blocks, parts, strict=True)
         ]
-        done = out[0]
-        if order is not None:
-            done = torch.cat(out)[order[1]]
-        elif len(out) > 1:
-            done = done.new_empty(R, *done.shape[1:])
-            for block, found in zip(self.blocks, out, strict=True):
-                done[block.rows] = found
+        done = out[0] if len(out) == 1 else torch.cat(out)
+        if back is not None:
+            done = done.index_select(0, back)
         return done.view(B, Hq, q, -1).transpose(1, 2)
 
     def select_rows(self, batch: Tensor) -> KeptKV:
@@ -191,12 +189,12 @@ class KeptKV:
         )
 
     @cached_property
-    def _order(self) -> tuple[Tensor, Tensor] | None:
-        """The rows as they lie in the blocks, and the way back; None where all are slices."""
-        rows = [b.rows for b in self.blocks]
+    def _order(self) -> tuple[Tensor | None, Tensor | None]:
+        """The rows as they lie in the blocks, None where all are slices; and the way back."""
+        rows, device = [b.rows for b in self.blocks], self.blocks[0].positions.device
         if all(isinstance(x, slice) for x in rows):
-            return None
-        device = self.blocks[0].positions.device
+            there = np.concatenate([b.row_numbers for b in self.blocks])
+            return None, send(there.argsort(), device) if bool((np.diff(there) < 0).any()) else None
         everything = torch.arange(self.batch * self.heads, device=device)
         order = torch.cat([everything[x] for x in rows])
         return order, order.argsort()

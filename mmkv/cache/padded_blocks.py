@@ -34,7 +34,8 @@ class PaddedBlock:
             taking them is a view, or int64 [R].
         keys, values: [R, S, D]; S is the capacity, of which the schedule's `width` is in use. In 8
             or 4 bits they are read and written in the model's type all the same.
-        positions: int32 [R, S], original position of each slot's token, -1 where empty.
+        positions: int32 [R, S], original position of each slot's token, -1 where empty; where no
+            token is dropped, also those of tokens to come (`held` has none of them).
         bias: [R, 1, S], added to the logits: 0 for filled slots, -inf for empty ones; None while
             all in use are filled. A bool mask would be turned into one in every step.
         mass: float32 [R, S], attention accumulated by each slot, for policies that score by it;
@@ -59,6 +60,8 @@ class PaddedBlock:
     weights: Tensor | None = None
     # While a clock drives the steps (`freeze`).
     frozen: bool = False
+    # Slots whose positions are written, and what their tokens' positions are ahead of them by.
+    dated: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(
@@ -107,7 +110,7 @@ class PaddedBlock:
 
     def slot_bias(self) -> Tensor:
         """[R, 1, S]: -inf where a slot is empty, the logarithm of its weight elsewhere."""
-        empty = self.positions[:, None] < 0
+        empty = (self.positions if self.schedule.drops else self.held)[:, None] < 0
         bias = torch.zeros(empty.shape, dtype=self.keys.dtype, device=empty.device)
         if self.log_weights is not None:
             bias += self.log_weights[:, None]
@@ -147,6 +150,9 @@ class PaddedBlock:
     @property
     def held(self) -> Tensor:
         """Positions [R, S], -1 where empty: where the next token goes, nothing is held any more."""
+        if not self.schedule.drops:
+            behind = torch.arange(self.positions.shape[1], device=self.keys.device)
+            return self.positions.masked_fill(behind >= self.schedule.used, -1)
         slots = self.schedule.slots(self.keys.device)
         if isinstance(slots, int):
             if slots >= self.positions.shape[1]:
@@ -209,12 +215,17 @@ class PaddedBlock:
         if isinstance(slots, int):
             where: tuple[Any, ...] = (slice(None), slice(slots, slots + q))
             self.keys[where], self.values[where] = key, value
-            new = torch.arange(position, position + q, device=key.device) if q > 1 else position
-            self.positions[where] = new
-            if self.schedule.drops:  # else nothing has been in these slots: they weigh one token
+            if self.schedule.drops:
+                new = torch.arange(position, position + q, device=key.device) if q > 1 else position
+                self.positions[where] = new
                 if self.bias is not None and self.log_weights is not None:
                     self.bias[:, 0, slots : slots + q] = 0.0
                 self._reset(where)
+            elif self.dated[0] < slots + q or self.dated[1] != position - slots:
+                # Nothing has been in these slots, nor behind them: all that will be is known.
+                end, ahead = self.positions.shape[1], position - slots
+                self.positions[:, slots:] = torch.arange(position, end + ahead, device=key.device)
+                self.dated = end, ahead
         else:
             self._write(key, value, slots, position)
 

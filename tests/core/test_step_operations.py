@@ -69,9 +69,9 @@ def step(layer, device):
 
 CASES = pytest.mark.parametrize(
     ("schedule", "weighed", "most"),
-    # Of a block: two copies of pairs, a position, attention, and a copy of what it found. A slot
-    # that is taken again weighs one token again: two more.
-    [(growing, True, 15), (growing, False, 15), (ring, True, 21)],
+    # Of a block: two copies of pairs, and attention; then one that joins what they found. A slot
+    # that is taken again has another position, and weighs one token again: three more.
+    [(growing, True, 10), (growing, False, 10), (ring, True, 19)],
     ids=["groups", "growing", "ring"],
 )
 
