@@ -169,7 +169,7 @@ class CacheReport:
             columns,
             [(name, [row.get(x, "") for x in columns]) for name, row in rows.items()],
             f"{self.policy}, budget {self.budget}: {self.headline}",
-            self.notes,
+            [*self.notes, _LEGEND],
         )
 
     @property
@@ -184,6 +184,12 @@ class CacheReport:
         beside = f"{(self.kept_fraction * seen - prompt) / rows:.1f}".removesuffix(".0")
         of = "" if beside == str(self.generated) else f"{beside} of "
         return f"{kept}, {of}{self.generated} generated tokens beside it"
+
+
+_LEGEND = (
+    "kept per head: the mean of heads, groups and generated tokens among them; min-max: of single "
+    "heads; retained: the share of the importance that is kept"
+)
 
 
 def mean_known(numbers: Iterable[float | None]) -> float | None:

@@ -15,8 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmkv.eval.arguments import BudgetsOption, PolicyOption, budget_list, commands
-from mmkv.options import MODELS, DeviceOption, DtypeOption, PluginOption, ProfileOption
+from mmkv.eval.arguments import BudgetsOption, budget_list, commands
+from mmkv.options import (
+    MODELS,
+    DeviceOption,
+    DtypeOption,
+    PairsOption,
+    PluginOption,
+    ProfileOption,
+)
 from mmkv.terminal import Progress, Table, check_place, console, say, told, wait_asleep, write
 
 if TYPE_CHECKING:
@@ -214,7 +221,7 @@ def plan_command(
     new: Annotated[int, typer.Option(min=1, help="Tokens generated.")] = 256,
     policy: Annotated[str, typer.Option(help="See mmkv policies.")] = "condense",
     budget: Annotated[str, typer.Option(help="A share of the prompt, or tokens.")] = "0.2",
-    option: PolicyOption = None,
+    option: PairsOption = None,
     plugin: PluginOption = None,
     profile: ProfileOption = None,
     gpu: Annotated[

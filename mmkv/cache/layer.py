@@ -17,7 +17,6 @@ from mmkv.cache.clock import GraphInputs
 from mmkv.cache.padded_blocks import PaddedBlock
 from mmkv.cache.prompt_kv import PromptKV, Tail, by_age, token_numbers
 from mmkv.layer_inputs import Rotary
-from mmkv.parts.slots import send
 
 
 @dataclass(eq=False)
@@ -191,13 +190,14 @@ class KeptKV:
     @cached_property
     def _order(self) -> tuple[Tensor | None, Tensor | None]:
         """The rows as they lie in the blocks, None where all are slices; and the way back."""
-        rows, device = [b.rows for b in self.blocks], self.blocks[0].positions.device
-        if all(isinstance(x, slice) for x in rows):
-            there = np.concatenate([b.row_numbers for b in self.blocks])
-            return None, send(there.argsort(), device) if bool((np.diff(there) < 0).any()) else None
-        everything = torch.arange(self.batch * self.heads, device=device)
-        order = torch.cat([everything[x] for x in rows])
-        return order, order.argsort()
+        order = np.concatenate([b.row_numbers for b in self.blocks])
+        slices = all(isinstance(b.rows, slice) for b in self.blocks)
+
+        def sent(x: np.ndarray) -> Tensor:
+            return torch.from_numpy(x).to(self.blocks[0].positions.device, non_blocking=True)
+
+        back = sent(order.argsort()) if bool((np.diff(order) < 0).any()) else None
+        return None if slices else sent(order), back
 
 
 def _ascending(positions: Tensor) -> Tensor:

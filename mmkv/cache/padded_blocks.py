@@ -30,8 +30,9 @@ class PaddedBlock:
     """Rows of similar length and the slots they share.
 
     Attributes:
-        rows: which of the layer's B * H rows, rising: a slice where they are evenly apart, so that
-            taking them is a view, or int64 [R].
+        row_numbers: which of the layer's B * H rows, rising, on the host.
+        rows: the same as an index: a slice where they are evenly apart, so that taking them is a
+            view, or int64 [R].
         keys, values: [R, S, D]; S is the capacity, of which the schedule's `width` is in use. In 8
             or 4 bits they are read and written in the model's type all the same.
         positions: int32 [R, S], original position of each slot's token, -1 where empty; where no
@@ -46,6 +47,7 @@ class PaddedBlock:
         inv_freq: [D / 2], to count positions inside the cache; None to keep the original ones.
     """
 
+    row_numbers: np.ndarray
     rows: slice | Tensor
     keys: Stored
     values: Stored
@@ -81,7 +83,9 @@ class PaddedBlock:
         if mass is not None and schedule.needs_decode_attention:
             mass = mass.masked_fill(positions < 0, torch.inf)
         where = _evenly(rows, positions.device)
-        block = cls(where, keys, values, positions, None, mass, schedule, inv_freq, log_weights)
+        block = cls(
+            rows, where, keys, values, positions, None, mass, schedule, inv_freq, log_weights
+        )
         block._bias_for(width)
         return block
 
@@ -110,7 +114,7 @@ class PaddedBlock:
 
     def slot_bias(self) -> Tensor:
         """[R, 1, S]: -inf where a slot is empty, the logarithm of its weight elsewhere."""
-        empty = (self.positions if self.schedule.drops else self.held)[:, None] < 0
+        empty = (self.held if self.dated[0] else self.positions)[:, None] < 0
         bias = torch.zeros(empty.shape, dtype=self.keys.dtype, device=empty.device)
         if self.log_weights is not None:
             bias += self.log_weights[:, None]
@@ -321,13 +325,6 @@ class PaddedBlock:
             return attend(query, keys, values, visible, scale=scale, softcap=softcap)
         return mixed(self.weights, values)
 
-    @property
-    def row_numbers(self) -> np.ndarray:
-        """Which of the layer's rows it holds, on the host."""
-        if isinstance(self.rows, Tensor):
-            return self.rows.cpu().numpy()
-        return np.arange(self.rows.stop)[self.rows]
-
     def select(self, chosen: np.ndarray, rows: np.ndarray) -> PaddedBlock:
         """A copy holding the block's rows `chosen`, which become the layer's rows `rows`."""
         if self.frozen:
@@ -335,6 +332,7 @@ class PaddedBlock:
         index = torch.from_numpy(chosen).to(self.keys.device)
         return replace(
             self,
+            row_numbers=rows,
             rows=_evenly(rows, self.positions.device),
             keys=select(self.keys, index),
             values=select(self.values, index),

@@ -235,6 +235,8 @@ def _ask_both(
     for key, answer in (("full", turn.full), ("compressed", turn.compressed)):
         name = "full cache" if key == "full" else f"{report.policy}, budget {report.budget}"
         head = f"{name}: {answer.nbytes / 1024:.1f} KiB after {answer.tokens} tokens"
+        if answer.tokens == settings.max_new_tokens:
+            head += ", the most that --max-new-tokens allows"
         shown += [("", None), (head, "bold"), (f"  {answer.text}", None)]
         data[key] = {"answer": answer.text, "tokens": answer.tokens, "nbytes": answer.nbytes}
     data |= {"report": report.to_dict(), "png": list(map(str, written))}
