@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -113,15 +113,53 @@ def observer_scores(
     Returns:
         float32 `[B, H, N]`, not negative, in units of the layer's output.
     """
-    (B, H, N, D), Q, G = key.shape, query.shape[2], query.shape[1] // key.shape[1]
+    (B, H, N, D), Q = key.shape, query.shape[2]
     if valid is None:
         valid = torch.ones(B, N, dtype=torch.bool, device=key.device)
+    root = None if gram is None else _root(gram).to(key.device).unflatten(1, (H, -1))
+    how: dict[str, Any] = {"run": run, "stride": stride, "whole": whole, "softcap": softcap}
+    how["scale"] = D**-0.5 if scale is None else scale
+    if key.device.type != "cpu":
+        return _scores(query, key, value, valid, bias, root, **how)
+    # A row at a time, without its padding: what is computed stays near, and runs are slices.
+    found = key.new_zeros(B, H, N, dtype=torch.float32)
+    for b in range(B):
+        row, start = slice(b, b + 1), int(valid[b].to(torch.uint8).argmax())
+        if not valid[b, start:].all():
+            start = 0
+        found[row, :, start:] = _scores(
+            query[row, :, max(0, start - (N - Q)) :],
+            key[row, :, start:],
+            value[row, :, start:],
+            valid[row, start:],
+            None if bias is None else bias[row, :, start:],
+            root if root is None or len(root) < B else root[row],
+            **how,
+        )
+    return found
+
+
+def _scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    valid: Tensor,
+    bias: Tensor | None,
+    root: Tensor | None,
+    *,
+    run: int,
+    stride: int,
+    whole: int,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """`observer_scores` of rows together, with the gram matrices' `_root`."""
+    (B, H, N, _), Q, G = key.shape, query.shape[2], query.shape[1] // key.shape[1]
     # Where the host knows without waiting that there is no padding, runs are slices.
     sliced = key.device.type == "cpu" and bool(valid.all())
     if not sliced:  # what padding holds may be anything, NaN included
         key, value = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (key, value))
         query = query.masked_fill(~valid[:, None, N - Q :, None], 0.0)
-    root = None if gram is None else _root(gram).to(key.device).unflatten(1, (H, -1))
     # Some heads, and of these some runs, at a time: what is computed of them stays near.
     most = tile(key.device)
     heads = min(H, max(1, most // (B * G * N * min(run, N))))
@@ -145,7 +183,7 @@ def observer_scores(
         found = scores[:, h : h + heads]
         k, v = (x[:, h : h + heads].float() for x in (key, value))
         given = (
-            query[:, h * G : (h + heads) * G].float() * (D**-0.5 if scale is None else scale),
+            query[:, h * G : (h + heads) * G].float() * scale,
             k,
             _table(v, G, None if root is None else root[:, h : h + heads], valid),
             softcap,
