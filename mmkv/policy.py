@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from mmkv.parts import (
@@ -209,7 +210,7 @@ class Policy:
             known = {} if cls is Policy else Policy.hints()
             return {f.name: known.get(f.name, Any) for f in dataclasses.fields(cls)}
 
-    @property
+    @cached_property
     def window_size(self) -> int:
         """How many last tokens observe and are themselves always kept."""
         return 0 if self.keeps_all else self.score.window + self.postpone

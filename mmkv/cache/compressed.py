@@ -98,7 +98,7 @@ class CompressedCache(CacheState):
             ValueError: a row without tokens or padded on the right, or tokens that were masked
                 before and are gone.
         """
-        phase, seen = self.phase, self.get_seq_length()
+        phase, seen = self.phase, self.compressed[0].seen
         assert isinstance(phase, Reading)
         if seen == 0:
             self.plan = self.plan.started()

@@ -61,7 +61,7 @@ class CacheConfig:
         more += ", evict_chunks=True" if self.evict_chunks else ""
         return f"policy={self.policy.name!r}, budget={self.budget}{more}"
 
-    @property
+    @cached_property
     def waits_for_probe(self) -> bool:
         """Whether head sizes are to be found by the copy probe."""
         return self.policy.heads.name == "retrieval" and not self.keeps_everything
@@ -236,7 +236,7 @@ def sizes_of_rows(
         spent = list(totals.values())
         given = SizeInputs(totals=spent, lengths=lengths, floors=floors, n_layers=n_layers, **known)
         wished = policy.layers(given)
-        if policy.retention is not None:
+        if policy.layers.retention is not None:
             totals = {
                 b: max(n, int(sum(w))) for (b, n), w in zip(totals.items(), wished, strict=True)
             }

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from mmkv.cache import selection
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.layer import KeptKV
-from mmkv.cache.padded_blocks import PaddedBlock
+from mmkv.cache.padded_blocks import PaddedBlock, gathered
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.quantize import QuantizedKV, Stored, relative_error, squares
 from mmkv.cache.token_masks import TokenMasks
@@ -43,7 +43,10 @@ def evict(
         split: what `head_sizes` found for this layer.
     """
     policy, (B, H, U, _) = plan.policy, held.keys.shape
-    ranking = selection.ranked(policy, held.scores, held.positions, prompt, sizes, layer_idx, split)
+    marks = prompt.at(held.positions, "always_kept", "protected", "image")
+    ranking = selection.ranked(
+        policy, held.scores, held.positions, prompt, marks, sizes, layer_idx, split
+    )
     merge = None if list(sizes) == prompt.lengths else policy.merge
     if merge is None:
         kept = ranking.kept(held)
@@ -238,18 +241,3 @@ def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = 0.15) -> lis
         edges.append(int(step[edges[-1]]))
     edges.reverse()
     return [np.sort(order[cuts[a] : cuts[b]]) for a, b in pairwise(edges) if a < b]
-
-
-def gathered(x: Tensor, rows: Tensor, at: Tensor) -> Tensor:
-    """The pairs of `rows` [...] at tokens `at` [...] of x [B, H, U, D], in storage of their own.
-
-    [..., D]; where `at` is -1, for an empty slot, any token is copied.
-    """
-    _, H, U, D = x.shape
-    at = at.clamp(min=0)
-    if x.transpose(1, 2).is_contiguous():  # as a projection leaves it
-        place = rows // H * U + at
-        place, flat = place * H + rows % H, x.transpose(1, 2).reshape(-1, D)
-    else:
-        place, flat = rows * U + at, x.reshape(-1, D)
-    return flat.index_select(0, place.flatten()).view(*at.shape, D)

@@ -378,6 +378,21 @@ def _evenly(rows: np.ndarray, device: torch.device) -> slice | Tensor:
     return torch.from_numpy(rows).to(device, non_blocking=True)
 
 
+def gathered(x: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+    """The pairs of `rows` [...] at tokens `at` [...] of x [B, H, U, D], in storage of their own.
+
+    [..., D]; where `at` is -1, for an empty slot, any token is copied.
+    """
+    _, H, U, D = x.shape
+    at = at.clamp(min=0)
+    if x.transpose(1, 2).is_contiguous():  # as a projection leaves it
+        place = rows // H * U + at
+        place, flat = place * H + rows % H, x.transpose(1, 2).reshape(-1, D)
+    else:
+        place, flat = rows * U + at, x.reshape(-1, D)
+    return flat.index_select(0, place.flatten()).view(*at.shape, D)
+
+
 def attend(
     query: Tensor,
     keys: Stored,

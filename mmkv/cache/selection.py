@@ -161,6 +161,7 @@ def ranked(
     scores: Tensor | None,
     positions: Tensor,
     prompt: TokenMasks,
+    marks: Sequence[Tensor],
     sizes: Sequence[int],
     layer_idx: int = 0,
     split: Tensor | None = None,
@@ -172,6 +173,7 @@ def ranked(
         scores: [B, 1 or H, U]; None when every row keeps everything.
         positions: [B, 1 or H, U], ascending, -1 where there is no token.
         prompt: what is known of the tokens.
+        marks: bool [B, 1 or H, U], which are always kept, protected, and of a picture.
         sizes: tokens kept per head, for each of the B rows.
         layer_idx: which layer of the model.
         split: int64 [B, H], tokens kept by each head, where all layers shared them out at once.
@@ -184,8 +186,7 @@ def ranked(
         each = 1 if scores is None else scores.shape[1]
         counts = torch.tensor(sizes).minimum(lengths)
         known = counts[:, None].expand(-1, each), n_pinned[:, None].expand(-1, each)
-    names = ("always_kept", "protected", *(("image",) if policy.text_prior else ()))
-    always_kept, protected, *image = prompt.at(positions, *names)
+    always_kept, protected, image = marks
     free = (positions >= 0) & ~always_kept
     scores, present, always_kept, size = contested(policy, scores, positions, always_kept, sizes)
     protected = protected.expand(present.shape)
@@ -201,7 +202,7 @@ def ranked(
         always_kept = always_kept | _last(latest, present & ~always_kept)
     rank = scores.masked_fill(always_kept, float("inf")).masked_fill(~present, float("-inf"))
     if policy.text_prior:
-        rank = _text_first(rank, image[0].expand(present.shape))
+        rank = _text_first(rank, image.expand(present.shape))
     return Ranking(rank, size, protected, free, known)
 
 

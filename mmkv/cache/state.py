@@ -55,10 +55,13 @@ class CacheState(Cache):
         """Tokens seen, not kept."""
         if self.on_clock:
             raise NotCapturableError("the model asks the cache for the number of tokens each step")
-        return super().get_seq_length(layer_idx)
+        return self.get_query_offset(layer_idx)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Where a mask's new tokens begin; its columns begin there too, see `get_mask_sizes`."""
+        layer = self.layers[layer_idx]
+        if isinstance(layer, CompressedLayer):
+            return layer.seen
         return super().get_seq_length(layer_idx)
 
     @property

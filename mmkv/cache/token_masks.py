@@ -85,21 +85,21 @@ class TokenMasks:
             valid = torch.cat([earlier, valid], dim=1)
             image = torch.cat([before.image, neither, image], dim=1)
             is_prompt = torch.cat([before.is_prompt, neither, is_prompt], dim=1)
-        order = valid.cumsum(-1)
+        order, window = valid.cumsum(-1), policy.window_size
         length = order[:, -1:]
         protected = valid & (order <= policy.sinks)
         if policy.protect is not None:
             protected = protected | policy.protect.marks(valid, is_prompt, image)
-        always_kept = protected | (valid & (order > length - policy.window_size))
+        always_kept = protected | (valid & (order > length - window))
         before_first = (order == 0).sum(-1)
         counted = torch.stack([length[:, 0], always_kept.sum(-1), protected.sum(-1), before_first])
         lengths, floors, n_pinned, outer = counted.tolist()
         inner = [valid.shape[1] - n - m for n, m in zip(lengths, outer, strict=True)]
         windows = [
-            _window(policy, budget, n_layers=n_layers, length=n, floor=floor)
+            _window(policy, window, budget, n_layers=n_layers, length=n, floor=floor)
             for n, floor in zip(lengths, floors, strict=True)
         ]
-        if any(w < policy.window_size for w in windows):
+        if any(w < window for w in windows):
             last = torch.tensor(windows, device=valid.device)[:, None]
             always_kept = protected | (valid & (order > length - last))
             floors = always_kept.sum(-1).tolist()
@@ -182,12 +182,18 @@ def keeps_everything(policy: Policy, budget: float | int | None) -> bool:
 
 
 def _window(
-    policy: Policy, budget: float | int | None, *, n_layers: int, length: int, floor: int
+    policy: Policy,
+    window: int,
+    budget: float | int | None,
+    *,
+    n_layers: int,
+    length: int,
+    floor: int,
 ) -> int:
     """How many last tokens of one row observe: half of its budget where that is below the floor."""
     if budget is None or keeps_everything(policy, budget):
-        return policy.window_size
+        return window
     total = total_kept(policy, budget, n_layers, length)
     if total >= n_layers * floor:
-        return policy.window_size
-    return min(policy.window_size, max(1, total // (2 * n_layers)))
+        return window
+    return min(window, max(1, total // (2 * n_layers)))

@@ -118,7 +118,11 @@ class WindowAttention(Score):
             kernel_size=self.kernel_size,
             pooling=self.pooling,
             weights=weights,
-            **layer.attention,
+            scale=layer.scale,
+            softcap=layer.softcap,
+            valid=layer.valid,
+            mask=layer.mask,
+            bias=layer.bias,
         )
 
 
