@@ -1,8 +1,8 @@
 """How many small changes of the code the tests notice: `make mutants`, or with names of modules.
 
 cosmic-ray changes one operator, number, comparison or condition at a time, in a copy of the
-repository. Of each place of the code that it can change (annotations aside) one change is drawn,
-and of these some for each module. Tests that run the changed lines are run on it: those that
+repository. Of each place of the code that it can change (types and guards aside) one change is
+drawn, and of these some for each module. Tests that run the changed lines are run on it: those that
 noticed others, and then the quickest. What survives is shown, for a reader
 to find a test for it or to see that it changes nothing.
 """
@@ -44,19 +44,23 @@ from cosmic_ray.work_item import MutationSpec
 ROOT = Path(__file__).parents[1]
 CORE = "contexts", "context_files", "context_texts", "digest"
 FOLDERS = "cache", "merge", "parts", "scores", "sizes", "serving"
-# Of small numbers, None and objects without an equality of their own.
-SAME = ("_Is_Eq", "_Eq_Is", "_IsNot_NotEq", "_NotEq_IsNot")
+# Keywords of zip, dataclasses and json, and `non_blocking`, that tests do not see on a CPU.
+GUARDS = ("strict", "eq", "repr", "sort_keys", "non_blocking", "daemon")
+# Of small numbers, None, bools and objects without an equality of their own.
+SAME = ("_BitAnd_Mul", "_Is_Eq", "_Eq_Is", "_IsNot_NotEq", "_NotEq_IsNot")
 MEMORY = 12 * 2**30  # bytes that a mutant may map: some would take all that there is
 
 
-def annotations(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Where types are named: a change there changes nothing that runs."""
+def spared(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where a change changes nothing that runs: types, and guards of what the code has right."""
     found: list[ast.expr | None] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.arg | ast.AnnAssign):
             found.append(node.annotation)
         elif isinstance(node, ast.FunctionDef):
             found.append(node.returns)
+        elif isinstance(node, ast.keyword) and node.arg in GUARDS:
+            found.append(node.value)
     return [
         ((x.lineno, x.col_offset), (x.end_lineno or 0, x.end_col_offset or 0))
         for x in found
@@ -66,13 +70,13 @@ def annotations(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 
 def drawn(module: Path, seed: int, at_most: int) -> list[MutationSpec]:
     """One mutant for each of some places of a module, in the order of the code."""
-    types = annotations(module.read_text(encoding="utf-8"))
+    without = spared(module.read_text(encoding="utf-8"))
     places: dict[tuple[int, int], list[MutationSpec]] = defaultdict(list)
     for item in _all_work_items([module], {}):
         mutant = item.mutations[0]
         if mutant.operator_name.endswith(SAME):
             continue
-        if not any(start <= mutant.start_pos < end for start, end in types):
+        if not any(start <= mutant.start_pos < end for start, end in without):
             places[mutant.start_pos].append(mutant)
     rng = random.Random(seed)
     chosen = sorted(rng.sample(sorted(places), min(at_most, len(places))))
