@@ -1,0 +1,109 @@
+"""Single rules of the cache by hand: what a whole run shows only in rare prompts."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mmkv
+from mmkv.cache import quantize, selection
+from mmkv.cache.clock import step_of
+from mmkv.cache.config import CacheConfig
+from mmkv.cache.forward_pass import ForwardPass
+from mmkv.cache.phases import Reading
+from mmkv.cache.rerotate import reposition
+from mmkv.cache.token_masks import TokenMasks
+
+
+def test_chunks_of_a_prompt_count_by_their_tokens():
+    """The mean similarity of four tokens at 1, then of two at 4; nothing where there is none."""
+    phase = Reading()
+    phase.compare(0, torch.tensor([1.0, 9.0]), torch.tensor([4, 0]))
+    phase.compare(0, torch.tensor([4.0, 5.0]), torch.tensor([2, 1]))
+    mean, tokens = phase.similarity[0]
+    assert mean.tolist() == [2.0, 5.0]
+    assert tokens.tolist() == [6, 1]
+
+
+class TestMasks:
+    """Which new tokens see which."""
+
+    valid = torch.tensor([[True, True, True], [False, True, True]])
+
+    def view(self, block):
+        return ForwardPass(ids=None, parts=None).view(
+            block[None, None].expand(2, 1, -1, -1), self.valid
+        )
+
+    def test_a_causal_one_is_none(self):
+        assert self.view(torch.ones(3, 3, dtype=torch.bool).tril()) is None
+        logits = torch.zeros(3, 5).masked_fill(torch.ones(3, 5).triu(3) > 0, -torch.inf)
+        assert self.view(logits) is None, "columns of earlier tokens stand before"
+
+    def test_one_in_which_all_see_all_is_kept_without_padding(self):
+        seen = self.view(torch.ones(3, 3, dtype=torch.bool))
+        assert seen[0].all()
+        assert seen[1, 0].tolist() == [[False] * 3, [False, True, True], [False, True, True]]
+
+
+def test_what_must_stay_of_a_padded_row():
+    policy = mmkv.get_policy("snapkv", sinks=1, window=2, decode="rounds", latest=4)
+    valid = torch.tensor([[True] * 6, [False, False, True, True, False, True]])
+    prompt = TokenMasks.of(policy, valid, None, budget=6, n_layers=1)
+    assert prompt.lengths == [6, 3]
+    assert prompt.inner == [0, 1], "a token that is gone between others"
+    assert prompt.always_kept.long().tolist() == [[1, 0, 0, 0, 1, 1], [0, 0, 1, 1, 0, 1]]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_share_that_is_kept_counts_the_first_token(first):
+    scores, free = torch.tensor([[[3.0, 1.0]]]), torch.ones(1, 1, 2, dtype=torch.bool)
+    share = selection.retained(scores, torch.tensor([[[first, -1]]]), free)
+    assert share.tolist() == [[0.75, 0.25][first]]
+
+
+def test_head_sizes_that_four_bits_can_hold():
+    for head_dim in (6, 8, 64, 66, None):
+        quantize.check("int4", head_dim)
+    for head_dim in (5, 7, 63):
+        with pytest.raises(ValueError, match=f"a head has {head_dim}"):
+            quantize.check("int4", head_dim)
+
+
+class TestSteps:
+    """The step of schedules with a table."""
+
+    def blocks(self, *steps, decided=()):
+        def schedule(at, needs):
+            return SimpleNamespace(at=at, needs_decode_attention=needs, prepare=lambda: None)
+
+        made = [schedule(at, False) for at in steps] + [schedule(at, True) for at in decided]
+        return [SimpleNamespace(schedule=x) for x in made]
+
+    def test_it_is_that_of_all(self):
+        assert step_of(self.blocks(3, 3, decided=[9])) == 3
+        assert step_of(self.blocks(decided=[9])) == 0
+
+    def test_layers_at_other_steps_are_refused(self):
+        with pytest.raises(ValueError, match=r"at \[3, 4\]"):
+            step_of(self.blocks(3, 4))
+
+
+def test_an_empty_slot_is_at_no_distance():
+    """Its key stays as it is, and the others close up."""
+    keys = torch.ones(1, 3, 2)
+    moved = reposition(keys, torch.tensor([[2, -1, 9]]), 9, torch.tensor([1.0]))
+    assert torch.equal(moved[:, 1:], keys[:, 1:])
+    back = torch.tensor(6.0)  # from seven before the newest to one
+    turned = torch.stack([back.cos() - back.sin(), back.sin() + back.cos()])
+    torch.testing.assert_close(moved[0, 0], turned)
+
+
+def test_a_row_whose_window_is_cut_is_named_where_much_is_left():
+    """Half of what is kept observes; the other half is left, and still it is said."""
+    plan = CacheConfig(mmkv.get_policy("snapkv", window=32), 0.2)
+    prompt = TokenMasks.of(
+        plan.policy, torch.ones(1, 40, dtype=torch.bool), None, budget=0.2, n_layers=1
+    )
+    (said,) = plan.shortfalls(prompt, 1)
+    assert said.endswith("too few for window 32; its last 4 observe instead")
