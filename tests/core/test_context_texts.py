@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 
 import mmkv
-from helpers.marks import slow_except
 from mmkv import chat
 from mmkv.builtin import example_pictures
 
@@ -75,7 +74,8 @@ def test_pictures_are_asked_about_in_words():
         assert seen(context, ASKED) == ids_of(processor, [user(one, two), said, user(ASKED)])
 
 
-@pytest.mark.parametrize("system", slow_except([True, False], True))
+@pytest.mark.slow
+@pytest.mark.parametrize("system", [True, False])
 def test_a_document_is_asked_about_in_words(system, tmp_path):
     model, tokenizer = smollm2()
     document = "The keeper's dog is called Pepper.", "The mayor is John Fisk."

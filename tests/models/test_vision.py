@@ -117,6 +117,7 @@ def test_example_pictures_are_heldout_scenes():
 # Training ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_image_tokens_spell_what_their_cell_shows(text):
     speller = tower.Speller(text[1])
     ids, known = speller.ids(SCENE).view(12, 12), set(speller.all_ids().tolist())
@@ -135,6 +136,7 @@ def test_image_tokens_spell_what_their_cell_shows(text):
         assert known >= set(speller.ids(tower.scene_of(seed)).tolist())
 
 
+@pytest.mark.slow
 def test_rows_are_what_the_chat_template_and_the_image_processor_give(text):
     _, processor = smollm2_vision.build(*text)
     rows = vision.Rows(processor.tokenizer, [], 0)
@@ -157,6 +159,7 @@ def test_rows_are_what_the_chat_template_and_the_image_processor_give(text):
     assert processor.tokenizer(plain).input_ids == text[1](plain).input_ids
 
 
+@pytest.mark.slow
 def test_words_are_read_from_the_cell_of_their_thing(text):
     _, processor = smollm2_vision.build(*text)
     (sample,) = calibrate.described(processor, 1, drawings)
@@ -183,6 +186,7 @@ def test_visual_heads_are_set_beside_those_that_copy():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks for a name that is going
+@pytest.mark.slow
 def test_updates_are_added_as_peft_adds_them(text):
     model, _ = smollm2_vision.build(*text)
     trained = vision.prepare(model)
@@ -229,6 +233,7 @@ LEAST = {
 }
 
 
+@pytest.mark.slow
 def test_the_parts_are_small_and_the_whole_is_put_together_once(loaded, monkeypatch, tmp_path):
     assert smollm2_vision.PARTS.stat().st_size <= 25_000_000
     assert all(x.dtype == torch.float16 for x in load_file(smollm2_vision.PARTS).values())
@@ -249,6 +254,7 @@ def test_what_it_can_do(loaded, name):
     assert right / total >= LEAST[name]
 
 
+@pytest.mark.slow
 def test_it_says_the_same_with_half_of_the_cache(loaded):
     model, processor = loaded
     inputs = encode(processor, user("Describe the picture.", drawings.draw(SCENE)))

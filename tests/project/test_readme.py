@@ -263,6 +263,7 @@ class TestCommands:
         for side in ("full", "compressed"):
             assert data[side]["answer"] == f"A {item.color} {item.shape} is at the {item.place}."
 
+    @pytest.mark.slow
     def test_make_run_shows_the_same_answer_with_a_fifth(self, capsys, monkeypatch, tmp_path):
         monkeypatch.chdir(ROOT)
         (line,) = re.findall(r"^\t\$\(BIN\)/mmkv (chat .*)$", MAKEFILE, re.MULTILINE)
