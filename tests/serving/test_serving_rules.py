@@ -1,0 +1,84 @@
+"""Single rules of the server by hand."""
+
+import pytest
+
+import mmkv
+from helpers.models import make_model
+from mmkv.attach.attachment import attachment_of
+from mmkv.serving import Engine
+from mmkv.serving.batch import _let_go
+from mmkv.serving.errors import RequestError
+from mmkv.serving.memory import Bounds
+
+CHUNK = 64
+
+
+def promised(policy, budget, tokens, new, behind=0, **options):
+    """Bytes promised to a request, and of one pair of keys and values in all layers and heads."""
+    model = make_model("llama")
+    config = model.config
+    with mmkv.wrapped(model, policy, budget, **options):
+        at = attachment_of(model)
+        bounds = Bounds(at.parts, 4, CHUNK)
+        most = bounds.prompt(at.plan.started(), tokens, new, behind)
+    rows = config.num_hidden_layers * config.num_key_value_heads
+    return most, rows, rows * 2 * config.head_dim * 4
+
+
+@pytest.mark.parametrize(("tokens", "new", "behind"), [(40, 8, 0), (40, 8, 10), (400, 30, 25)])
+def test_a_prompt_that_waits_whole_is_promised_its_slots(tokens, new, behind):
+    """All of it and the reply, and an eighth of that or 16 slots."""
+    most, _, pair = promised("snapkv", 0.2, tokens, new, behind)
+    slots = tokens + new
+    assert most == (slots + max(16, slots // 8)) * pair
+
+
+def test_groups_are_promised_their_weights():
+    most, rows, pair = promised("condense", 0.2, 40, 8, heads="uniform")
+    assert most == (48 + 16) * (pair + 12 * rows)
+
+
+@pytest.mark.parametrize(("budget", "kept"), [(0.2, 80), (0.01, 3 + 4)])
+def test_a_prompt_evicted_in_chunks_is_promised_what_is_kept_and_a_chunk(budget, kept):
+    """A fifth of the prompt, or what must be kept where that is more."""
+    options = {"window": 4, "sinks": 3, "evict_chunks": True}
+    most, _, pair = promised("snapkv", budget, 390, 10, **options)
+    slots = kept + CHUNK + 10
+    assert most == (slots + max(16, slots // 8)) * pair
+
+
+@pytest.mark.parametrize("name", ["max_batch", "prefill_chunk", "max_new_tokens"])
+def test_an_engine_that_could_do_nothing_is_refused(text_model, name):
+    mmkv.wrap(text_model, "full")
+    with pytest.raises(ValueError, match=f"{name}=0: expected 1 or more"):
+        Engine(text_model, **{name: 0})
+
+
+def test_an_error_that_a_client_holds_holds_no_frames():
+    """They would hold caches; what they say stays as text."""
+    try:
+        try:
+            raise KeyError("inner")
+        except KeyError as inner:
+            raise ValueError("outer") from inner
+    except ValueError as error:
+        found = error
+    _let_go(found)
+    for error in (found, found.__cause__):
+        assert error.__traceback__ is None
+        assert "test_an_error_that_a_client_holds" in error.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (403, "permission_error"),
+        (404, "invalid_request_error"),
+        (429, "rate_limit_error"),
+        (500, "server_error"),
+    ],
+)
+def test_kinds_of_errors(status, kind):
+    assert RequestError("no", status=status).body()["error"]["type"] == kind
