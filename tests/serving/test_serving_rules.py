@@ -1,6 +1,11 @@
 """Single rules of the server by hand."""
 
+import asyncio
+from collections import namedtuple
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 import mmkv
 from helpers.models import make_model
@@ -9,8 +14,11 @@ from mmkv.serving import Engine
 from mmkv.serving.batch import _let_go
 from mmkv.serving.errors import RequestError
 from mmkv.serving.memory import Bounds
+from mmkv.serving.prompts import checked
+from mmkv.serving.reply import MOST_LOGPROBS, Sampling, TextStream, overlap
 
 CHUNK = 64
+Id = namedtuple("Id", "unique_id")
 
 
 def promised(policy, budget, tokens, new, behind=0, **options):
@@ -82,3 +90,74 @@ def test_an_error_that_a_client_holds_holds_no_frames():
 )
 def test_kinds_of_errors(status, kind):
     assert RequestError("no", status=status).body()["error"]["type"] == kind
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "n"),
+    [
+        ("abc", "xyz", 0),
+        ("abc<", "<end>", 1),
+        ("<end", "<end>", 4),
+        ("<end>", "<end>", 0),
+        ("", "x", 0),
+    ],
+)
+def test_what_may_begin_a_stop_text(text, stop, n):
+    assert overlap(text, stop) == n
+
+
+class Bytes:
+    """A tokenizer of single bytes, of which 0 is a special token."""
+
+    def decode(self, tokens, skip_special_tokens=False):
+        shown = [x for x in tokens if x or not skip_special_tokens]
+        return bytes(shown).decode(errors="replace")
+
+
+def test_a_reply_shows_whole_characters_and_no_special_tokens():
+    stream = TextStream(Bytes())
+    assert [stream.add(x) for x in b"a\x00\xe2\x82\xacb"] == ["a", "", "", "", "€", "b"]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [None, [[1, 2]], torch.tensor([1, 2]), torch.ones(2, 3).long(), torch.ones(1, 0).long()],
+    ids=["none", "a list", "no batch", "two rows", "no tokens"],
+)
+def test_inputs_of_other_than_one_row_are_refused(ids):
+    with pytest.raises(ValueError, match="a request is one row"):
+        checked({"input_ids": ids}, torch.device("cpu"))
+
+
+def test_more_likely_tokens_than_are_told_are_refused():
+    Sampling(logprobs=MOST_LOGPROBS)
+    for n in (-1, MOST_LOGPROBS + 1):
+        with pytest.raises(ValueError, match=f"logprobs={n}: expected 0 to {MOST_LOGPROBS}"):
+            Sampling(logprobs=n)
+
+
+class TestPrefixRouter:
+    """Which of Ray's replicas it chooses, by what these hold."""
+
+    def choose(self, key, held, busy=4):
+        pytest.importorskip("ray.serve", reason="pip install 'mmkv[ray]'")
+        from mmkv.serving.routing import PrefixRouter
+
+        class Router(PrefixRouter):
+            replica_queue_len_cache = held
+
+        router = object.__new__(Router)
+        router.initialize_state(busy=busy)
+        replicas = [SimpleNamespace(replica_id=Id(x)) for x in "abc"]
+        pending = None if key is None else SimpleNamespace(args=[key])
+        found = asyncio.run(router.choose_replicas(replicas, pending))
+        return [[x.replica_id.unique_id for x in group] for group in found]
+
+    def test_without_a_key_all_are_offered(self):
+        assert self.choose("", {}) == self.choose(None, {}) == [["a", "b", "c"]]
+
+    def test_a_key_has_an_order_and_the_busy_come_last(self):
+        order = [x for (x,) in self.choose("key", {})]
+        assert sorted(order) == ["a", "b", "c"]
+        held = {Id(order[0]): 4, Id(order[1]): 3}
+        assert [x for (x,) in self.choose("key", held)] == [order[1], order[2], order[0]]
