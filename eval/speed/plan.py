@@ -160,7 +160,7 @@ def empty_slots(policy: Policy, budget: float | int, load: Load) -> float:
     prompt = TokenMasks.of(policy, valid, budget=budget, n_layers=n_layers)
     scores, positions = torch.zeros(1, H, load.prompt), torch.arange(load.prompt).view(1, 1, -1)
     (of_layers,) = sizes_of_rows(CacheConfig(policy, budget), prompt, n_layers)
-    marks, empty = prompt.at(positions, "always_kept", "protected", "image"), 0
+    marks, empty = prompt.marks(positions), 0
     for layer, size in zip(heads.layers, of_layers, strict=True):
         ranking = selection.ranked(policy, scores, positions, prompt, marks, [size], layer)
         counts = ranking.size.expand(load.batch, H).flatten().numpy()

@@ -43,7 +43,7 @@ def evict(
         split: what `head_sizes` found for this layer.
     """
     policy, (B, H, U, _) = plan.policy, held.keys.shape
-    marks = prompt.at(held.positions, "always_kept", "protected", "image")
+    marks = prompt.marks(held.positions)
     ranking = selection.ranked(
         policy, held.scores, held.positions, prompt, marks, sizes, layer_idx, split
     )

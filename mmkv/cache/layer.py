@@ -192,12 +192,12 @@ class KeptKV:
         """The rows as they lie in the blocks, None where all are slices; and the way back."""
         order = np.concatenate([b.row_numbers for b in self.blocks])
         slices = all(isinstance(b.rows, slice) for b in self.blocks)
-
-        def sent(x: np.ndarray) -> Tensor:
-            return torch.from_numpy(x).to(self.blocks[0].positions.device, non_blocking=True)
-
-        back = sent(order.argsort()) if bool((np.diff(order) < 0).any()) else None
-        return None if slices else sent(order), back
+        device, rising = self.blocks[0].positions.device, bool((np.diff(order) > 0).all())
+        there, back = (torch.from_numpy(x) for x in (order, order.argsort()))
+        return (
+            None if slices else there.to(device, non_blocking=True),
+            None if rising else back.to(device, non_blocking=True),
+        )
 
 
 def _ascending(positions: Tensor) -> Tensor:

@@ -173,7 +173,7 @@ def ranked(
         scores: [B, 1 or H, U]; None when every row keeps everything.
         positions: [B, 1 or H, U], ascending, -1 where there is no token.
         prompt: what is known of the tokens.
-        marks: bool [B, 1 or H, U], which are always kept, protected, and of a picture.
+        marks: `prompt.marks(positions)`, bool [B, 1 or H, U] each.
         sizes: tokens kept per head, for each of the B rows.
         layer_idx: which layer of the model.
         split: int64 [B, H], tokens kept by each head, where all layers shared them out at once.

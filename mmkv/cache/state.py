@@ -59,9 +59,8 @@ class CacheState(Cache):
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Where a mask's new tokens begin; its columns begin there too, see `get_mask_sizes`."""
-        layer = self.layers[layer_idx]
-        if isinstance(layer, CompressedLayer):
-            return layer.seen
+        if layer_idx in self.ordinal:
+            return self.compressed[self.ordinal[layer_idx]].seen
         return super().get_seq_length(layer_idx)
 
     @property

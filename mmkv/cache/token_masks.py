@@ -161,6 +161,10 @@ class TokenMasks:
         marks = (getattr(self, x)[:, None].expand(-1, positions.shape[1], -1) for x in names)
         return [x.gather(-1, place) & present for x in marks]
 
+    def marks(self, positions: Tensor) -> list[Tensor]:
+        """Which tokens at `positions` are always kept, protected, and of a picture."""
+        return self.at(positions, "always_kept", "protected", "image")
+
 
 def total_kept(policy: Policy, budget: float | int | None, n_layers: int, length: int) -> int:
     """Tokens asked for over all layers (per head): a float is a fraction, an int a mean per layer.
