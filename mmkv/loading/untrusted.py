@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +23,7 @@ T = TypeVar("T")
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 MOST_PIXELS = 50_000_000
 MOST_BYTES = 64 * 2**20
+_DECODING = threading.Lock()  # what is strict while a picture is read is the process's own
 
 
 class PictureError(ValueError):
@@ -59,16 +62,13 @@ def read_picture(
     if size > most_bytes:
         raise PictureError(f"larger than {most_bytes / 2**20:g} MiB")
     try:
-        with warnings.catch_warnings():
-            # Pillow only warns about a decompression bomb up to twice its limit.
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(source, formats=formats) as picture:
-                width, height = picture.size
-                if width * height > most_pixels:
-                    raise PictureError(
-                        f"{width} x {height} pixels, more than {most_pixels // 10**6} million"
-                    )
-                return read(picture)
+        with _strictly(), Image.open(source, formats=formats) as picture:
+            width, height = picture.size
+            if width * height > most_pixels:
+                raise PictureError(
+                    f"{width} x {height} pixels, more than {most_pixels // 10**6} million"
+                )
+            return read(picture)
     except UnidentifiedImageError:
         raise PictureError(f"not a picture in a known format ({', '.join(formats)})") from None
     except PictureError:
@@ -76,6 +76,21 @@ def read_picture(
     except Exception as error:  # decoders meet broken files with errors of every type
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise PictureError(f"broken: {' '.join(why.split())}") from error
+
+
+@contextmanager
+def _strictly() -> Iterator[None]:
+    """Pillow refuses decompression bombs (up to twice its limit it only warns) and cut files."""
+    from PIL import Image, ImageFile
+
+    with _DECODING, warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        lenient = ImageFile.LOAD_TRUNCATED_IMAGES  # other packages turn it on, as lmms-eval
+        ImageFile.LOAD_TRUNCATED_IMAGES = False
+        try:
+            yield
+        finally:
+            ImageFile.LOAD_TRUNCATED_IMAGES = lenient
 
 
 def upright(picture: Image.Image) -> Image.Image:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from PIL import Image, PngImagePlugin
+from PIL import Image, ImageFile, PngImagePlugin
 
 from helpers.memory import bounded
 from mmkv import chat
@@ -83,6 +83,17 @@ def test_a_picture_that_is_none(tmp_path, monkeypatch, name, reader):
     with bounded(), pytest.raises(ValueError, match=re.escape(name)) as caught:
         READERS[reader](path)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_cut_picture_where_another_package_allows_them(tmp_path, monkeypatch, reader):
+    """lmms-eval turns Pillow's switch on for its whole process: it stays on, but not for ours."""
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    path = tmp_path / "cut.png"
+    path.write_bytes(PICTURES["cut.png"])
+    with pytest.raises(ValueError, match=r"cut\.png"):
+        READERS[reader](path)
+    assert ImageFile.LOAD_TRUNCATED_IMAGES
 
 
 @pytest.mark.parametrize("reader", READERS)
