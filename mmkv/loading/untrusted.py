@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -79,7 +79,7 @@ def read_picture(
 
 
 @contextmanager
-def _strictly() -> Iterator[None]:
+def _strictly() -> Generator[None]:
     """Pillow refuses decompression bombs (up to twice its limit it only warns) and cut files."""
     from PIL import Image, ImageFile
 

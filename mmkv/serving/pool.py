@@ -7,7 +7,7 @@ indexed copy. Which slot a token takes is what each request's own schedules say.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,12 @@ from torch import Tensor
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.forward_pass import outside_inference_mode, refuse_gradient
 from mmkv.cache.layer import KeptKV
-from mmkv.cache.padded_blocks import attend
+from mmkv.cache.padded_blocks import PaddedBlock, attend
 from mmkv.cache.phases import Decoding
+from mmkv.contexts import Context
 from mmkv.parts.slots import SlotSchedule, send
 from mmkv.parts.slots import plan as plan_slots
+from mmkv.serving.behind import SharedPrefix, part, tails
 
 # Widths are multiples of it, as fused kernels want of a bias.
 _STEP = 16
@@ -41,6 +43,7 @@ class SharedBlock:
 
     Attributes:
         capacity: slots of a row at the most.
+        behind: whether they attend to a shared prefix before what they hold.
         stored: keys [C, S, D], values [C, S, Dv] and bias [C, S, 1], of which the first rows are in
             use. The bias is added to the logits: -inf where a slot is empty, elsewhere the
             logarithm of what its pair weighs.
@@ -48,8 +51,8 @@ class SharedBlock:
         used: int64 [n], slots of each that are in use.
     """
 
-    def __init__(self, like: Any, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, like: Any, capacity: int, behind: bool = False) -> None:
+        self.capacity, self.behind = capacity, behind
         widths = (like.keys.shape[-1], like.values.shape[-1], 1)
         self.stored = [like.keys.new_empty(0, 0, width) for width in widths]
         self.rows = self.used = np.empty(0, dtype=np.int64)
@@ -119,20 +122,31 @@ class SharedBlock:
             self.resize(len(self.rows), width)
         return np.arange(len(slots)) * self.stored[0].shape[1] + slots
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, at: Tensor, **options: Any) -> Any:
-        """Write new pairs [n, D] where `advance` says; what queries [n, G, D] then find."""
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor, **options: Any
+    ) -> Tensor:
+        """Write new pairs [n, D] where `advance` says; what queries [n, G, D] then find.
+
+        The rest is what they found in shared prefixes (`SharedPrefix.attend`), if any of the
+        pool's did, and the places of the new pairs.
+        """
+        *before, at = rest
         keys, values, bias = self.stored
         keys.flatten(0, 1).index_copy_(0, at, key)
         values.flatten(0, 1).index_copy_(0, at, value)
         bias.flatten().index_fill_(0, at, 0.0)
         width = -(-int(self.used.max()) // _STEP) * _STEP
         keys, values, bias = (x[: len(at), :width] for x in self.stored)
-        return attend(query, keys, values, bias.mT, **options)
+        if not self.behind:
+            return attend(query, keys, values, bias.mT, **options)
+        out, total = part(query, keys, values, bias.mT, **options)
+        mine = torch.sigmoid(total - before[1])[..., None]
+        return torch.lerp(before[0], out, mine).to(query.dtype)
 
 
 @dataclass(eq=False)
 class SharedLayer:
-    """One layer's blocks, by their capacity.
+    """One layer's blocks, by their capacity and whether they are behind shared prefixes.
 
     Attributes:
         rows: int64 [R], the rows of the batch as they lie in the blocks; None: to be found.
@@ -140,7 +154,9 @@ class SharedLayer:
         at: int64 [n] for each block, where the next tokens go.
     """
 
-    blocks: dict[int, SharedBlock] = field(default_factory=dict[int, SharedBlock])
+    blocks: dict[tuple[int, bool], SharedBlock] = field(
+        default_factory=dict[tuple[int, bool], SharedBlock]
+    )
     rows: np.ndarray | None = None
     order: Tensor | None = None
     back: Tensor | None = None
@@ -165,7 +181,7 @@ class SharedLayer:
             block.remove(block.rows // heads == member)
             block.rows[block.rows // heads == last] -= (last - member) * heads
             if not len(block.rows):
-                del self.blocks[block.capacity]
+                del self.blocks[block.capacity, block.behind]
         self.rows = None
 
     def advance(self, slots: np.ndarray) -> np.ndarray:
@@ -179,11 +195,10 @@ class SharedLayer:
         split = np.split(slots[self.rows], np.cumsum(self.sizes)[:-1])
         return np.concatenate([x.advance(mine) for x, mine in zip(self, split, strict=True)])
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Write the new pairs [R, D], and attend with queries [R, G, D] to what each row holds."""
-        given = [query, key, value]
+    def attend(self, *given: Tensor, **options: Any) -> Tensor:
+        """As `SharedBlock.attend`, with all rows of the layer."""
         if self.order is not None:
-            given = [x.index_select(0, self.order) for x in given]
+            given = tuple(x.index_select(0, self.order) for x in given)
         parts = zip(self, *(x.split(self.sizes) for x in given), self.at, strict=True)
         out = torch.cat([block.attend(*mine, **options) for block, *mine in parts])
         return out if self.back is None else out.index_select(0, self.back)
@@ -199,6 +214,7 @@ class Member:
         schedules: of all its blocks.
         columns: [L, H], where the slots of each layer's heads lie in those of `schedules`.
         slots: [n, L, H], the slots of the next steps, from `at` on.
+        prefix: what it attends to before its own pairs, or None.
     """
 
     owner: Any
@@ -207,15 +223,15 @@ class Member:
     columns: np.ndarray
     slots: np.ndarray
     at: int = 0
+    prefix: SharedPrefix | None = None
 
     @classmethod
-    def of(cls, owner: Any, cache: CompressedCache) -> Member:
-        """A cache whose pairs are going into the pool."""
-        kept = [x.keeping() for x in cache.compressed]
-        schedules = [block.schedule for x in kept for block in x.blocks]
+    def of(cls, owner: Any, cache: CompressedCache, kept: list[Sequence[PaddedBlock]]) -> Member:
+        """A cache whose pairs, the blocks of each layer, are going into the pool."""
+        schedules = [block.schedule for blocks in kept for block in blocks]
         plan_slots(schedules)
-        columns, end = np.empty((len(kept), kept[0].heads), dtype=np.int64), 0
-        for mine, block in ((columns[i], block) for i, x in enumerate(kept) for block in x.blocks):
+        columns, end = np.empty((len(kept), sum(len(x.row_numbers) for x in kept[0])), np.int64), 0
+        for mine, block in ((columns[i], block) for i, x in enumerate(kept) for block in x):
             rows, schedule = block.row_numbers, block.schedule
             schedule.prepare()
             mine[rows] = end + schedule.own_columns(len(rows))
@@ -242,11 +258,13 @@ class Pool:
     Attributes:
         members: in the order of the batch's rows.
         layers: the blocks of each layer.
+        prefixes: what members attend to without holding it.
     """
 
     def __init__(self) -> None:
         self.members: list[Member] = []
         self.layers: list[SharedLayer] = []
+        self.prefixes: list[SharedPrefix] = []
 
     @property
     def blocks(self) -> list[SharedBlock]:
@@ -293,7 +311,12 @@ class Pool:
         )
 
     def join(
-        self, owner: Any, cache: CompressedCache, new: int, limit: int | None = None
+        self,
+        owner: Any,
+        cache: CompressedCache,
+        new: int,
+        limit: int | None = None,
+        context: Context | None = None,
     ) -> Member:
         """Move what a cache of one row keeps into the pool, layer by layer.
 
@@ -302,10 +325,22 @@ class Pool:
             cache: one that the pool `takes`; it holds nothing any more afterwards.
             new: tokens that will be generated, at the most.
             limit: bytes that it may come to, at least what its pairs need; None: any.
+            context: what the cache began as a copy of. If its pairs stay as they are, the member
+                attends to these and holds only what came behind them.
         """
-        member = Member.of(owner, cache)
-        blocks = [block for layer in cache.compressed for block in layer.keeping().blocks]
-        needs = [capacity(x.schedule.most(new)) * x.nbytes // x.positions.shape[1] for x in blocks]
+        kept: list[Sequence[PaddedBlock]] = [x.keeping().blocks for x in cache.compressed]
+        own = None if context is None else tails(context, kept)
+        kept = kept if own is None else own
+        member = Member.of(owner, cache, kept)
+        if context is not None and own is not None:
+            known = [x for x in self.prefixes if x.context is context]
+            member.prefix = known[0] if known else SharedPrefix(context)
+            self.prefixes += [] if known else [member.prefix]
+        needs = [
+            capacity(x.schedule.most(new)) * x.nbytes // x.positions.shape[1]
+            for blocks in kept
+            for x in blocks
+        ]
         step = _STEP if limit is not None and sum(needs) > limit else None
         self.layers = self.layers or [SharedLayer() for _ in cache.layers]
         first = len(self.members) * member.columns.shape[1]
@@ -313,16 +348,26 @@ class Pool:
         try:
             with outside_inference_mode(), torch.no_grad():
                 for mine, layer in zip(cache.compressed, self.layers, strict=True):
-                    kept, mine.state, layer.rows = mine.keeping(), None, None
-                    for block in kept.blocks:
+                    blocks, mine.state, layer.rows = kept.pop(0), None, None
+                    for block in blocks:
                         most = capacity(block.schedule.most(new), step)
-                        if most not in layer.blocks:
-                            layer.blocks[most] = SharedBlock(block, most)
-                        layer.blocks[most].add(first + block.row_numbers, block)
+                        which = most, member.prefix is not None
+                        if which not in layer.blocks:
+                            layer.blocks[which] = SharedBlock(block, *which)
+                        layer.blocks[which].add(first + block.row_numbers, block)
         except Exception:
             self.leave(member)
             raise
+        self._find_members()
         return member
+
+    def _find_members(self) -> None:
+        """Tell the prefixes which members are behind them; those that none is behind go."""
+        devices = {x.device for x in self.layers if x.blocks}
+        for prefix in self.prefixes:
+            at = np.array([i for i, x in enumerate(self.members) if x.prefix is prefix], np.int64)
+            prefix.members = {device: send(at, device) for device in devices if len(at)}
+        self.prefixes = [x for x in self.prefixes if x.members]
 
     def leave(self, member: Member) -> None:
         """Give back what a member holds; the last one takes its place in the batch."""
@@ -332,6 +377,7 @@ class Pool:
                 layer.remove(at, last, member.columns.shape[1])
         self.members[at] = self.members[last]
         self.members.pop()
+        self._find_members()
 
     def step(self) -> None:
         """Before one token of each member: where the pairs go, on the devices of the layers."""
@@ -354,9 +400,27 @@ class Pool:
         R = B * key.shape[1]
         key, value = (x.detach().reshape(R, -1) for x in (key, value))
         options = {"scale": D**-0.5 if scale is None else scale, "softcap": softcap}
+        query = query.reshape(R, -1, D)
         with outside_inference_mode():
-            out = self.layers[layer].attend(query.reshape(R, -1, D), key, value, **options)
+            before = self._before(layer, query, value.shape[-1], **options) if self.prefixes else ()
+            out = self.layers[layer].attend(query, key, value, *before, **options)
         return refuse_gradient(out.view(B, 1, Hq, -1))
+
+    def _before(
+        self, layer: int, query: Tensor, width: int, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """What queries [R, G, D] find in shared prefixes: see `part`; nothing where none is."""
+        R, G, _ = query.shape
+        exact = torch.promote_types(query.dtype, torch.float32)
+        out = query.new_zeros(R, G, width, dtype=exact)
+        total = out.new_full((R, G), -torch.inf)
+        members = [x.view(len(self.members), -1, *x.shape[1:]) for x in (query, out, total)]
+        for prefix in self.prefixes:
+            at = prefix.members[query.device]
+            found = prefix.attend(layer, members[0][at], **options)
+            for all_rows, mine in zip(members[1:], found, strict=True):
+                all_rows[at] = mine
+        return out, total
 
 
 def _plain(block: Any) -> bool:

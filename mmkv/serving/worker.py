@@ -232,7 +232,7 @@ class Worker:
             if self.live() or ahead:
                 return None
             # Alone, and still no room for a second copy of the prefix: it takes the first.
-            self.prefixes.pop(request.key, None)
+            self._drop([request.key])
             self._has_room(need)
         with self.wake:
             self.waiting.remove(request)
@@ -267,16 +267,27 @@ class Worker:
             return False
         if free - self.batch.pool.spare < need:
             self.batch.pool.trim()
-        with self.wake:
-            for key in going:
-                del self.prefixes[key]
+        self._drop(going)
         return True
 
     def _spare_prefixes(self) -> list[str]:
-        """Keys of the held prefixes: the least recently used first, what requests wait for last."""
+        """Keys of the held prefixes that no reply attends to.
+
+        The least recently used come first, what requests wait for last.
+        """
         with self.wake:
             wanted = {request.key for request in self.waiting}
-        return sorted(self.prefixes, key=wanted.__contains__)
+        in_use = [x.context for x in self.batch.pool.prefixes]
+        free = [key for key, x in self.prefixes.items() if x not in in_use]
+        return sorted(free, key=wanted.__contains__)
+
+    def _drop(self, keys: list[str]) -> None:
+        """Forget prefixes; replies that began as their copies go on with these."""
+        with self.wake:
+            gone = [self.prefixes.pop(key, None) for key in keys]
+        for request in self.live():
+            if request.copied in gone:
+                request.copied = None
 
     def _start(self, request: Request) -> None:
         """Read a request's prompt; then it joins the batch."""
@@ -327,13 +338,12 @@ class Worker:
                 request.reserved = need
                 with self.wake:
                     self.prefixes[request.key] = context
-                    over = max(0, len(self.prefixes) - self.limits.max_prefixes)
-                    for key in self._spare_prefixes()[:over]:
-                        del self.prefixes[key]
+                over = max(0, len(self.prefixes) - self.limits.max_prefixes)
+                self._drop(self._spare_prefixes()[:over])
             else:
                 request.reserved = request.whole
         context, own = request.context, self.prefixes.get(request.key) is not request.context
-        request.context = None
+        request.context, request.copied = None, None if own else context
         return context.behind(request.inputs, copied=not own)
 
     def _before_chunk(self, module: Any, args: Any) -> None:

@@ -67,6 +67,21 @@ def caches(model, variants, lengths):
             yield out.past_key_values
 
 
+def asked(model, variants, lengths):
+    """As `caches`, each with the context that it began as a copy of; two have the same."""
+    for i, n in enumerate(lengths):
+        variant = variants[i % len(variants)]
+        with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
+            inputs = {k: x.to(model.device) for k, x in make_inputs("llama", (n,), seed=n).items()}
+            context = mmkv.read(model, inputs)
+            for q in (5, 18):
+                question = {k: x.to(model.device) for k, x in make_inputs("llama", (q,)).items()}
+                out = model.generate(
+                    **context.behind(question), max_new_tokens=1, return_dict_in_generate=True
+                )
+                yield out.past_key_values, context
+
+
 def check_blocks(pool):
     """Each row of the batch lies in one place of each layer, and none holds more than promised."""
     B = len(pool.members)
@@ -87,15 +102,21 @@ def check_blocks(pool):
 
 @torch.no_grad()
 def run(pool, waiting, rng, dtype, softcap=None):
-    """Requests join and leave at random; each step's attention is that of the twins."""
+    """Requests join and leave at random; each step's attention is that of the twins.
+
+    Of those that wait some have a context, which they attend to without holding it.
+    """
     g, twins = torch.Generator().manual_seed(0), []
     options = {"scale": 0.3, "softcap": softcap}
     while waiting or twins:
         if waiting and (not twins or rng.random() < 0.2):
-            cache, new = waiting.pop(), rng.randint(1, 80)
+            (cache, context), new = waiting.pop(), rng.randint(1, 80)
             twin = copy.deepcopy(cache)
             assert pool.takes(cache)
-            twins.append(Twin(pool.join(None, cache, new), twin, new))
+            member = pool.join(None, cache, new, context=context)
+            drops = any(x.drops for x in member.schedules)
+            assert (member.prefix is not None) == (context is not None and not drops)
+            twins.append(Twin(member, twin, new))
             assert cache.nbytes == 0
         check_blocks(pool)
         before = pool.most + pool.spare
@@ -127,8 +148,16 @@ def run(pool, waiting, rng, dtype, softcap=None):
 def test_attention_is_that_of_each_request_alone(seed, dtype, softcap):
     rng = random.Random(seed)
     lengths = [rng.randint(10, 120) for _ in range(12)]
-    waiting = list(caches(make_model("llama").to(dtype), JOIN, lengths))
+    model = make_model("llama").to(dtype)
+    waiting = [(x, None) for x in caches(model, JOIN, lengths)]
     run(Pool(), waiting, rng, dtype, softcap)
+    waiting += asked(model, JOIN, [90, 40, 80, 60, 120, 70])
+    held = [(context, context.nbytes) for _, context in waiting]
+    waiting += [(x, None) for x in caches(model, JOIN[-2:], (50, 30))]
+    rng.shuffle(waiting)
+    run(pool := Pool(), waiting, rng, dtype, softcap)
+    assert not pool.prefixes
+    assert all(context.nbytes == before for context, before in held)
 
 
 def test_requests_in_bfloat16_are_one_batch(monkeypatch):
@@ -147,7 +176,10 @@ def test_requests_in_bfloat16_are_one_batch(monkeypatch):
         return sdpa(query, *args, **options)
 
     monkeypatch.setattr(padded_blocks, "scaled_dot_product_attention", counting)
-    with mmkv.wrapped(model, "snapkv", 0.5, window=8), Engine(model, processor) as engine:
+    with (
+        mmkv.wrapped(model, "snapkv", 0.8, window=8),
+        Engine(model, processor, share_prefixes=False) as engine,
+    ):
         wanted, replies = [], []
         for single in (True, False):
             for parts in asked:
@@ -185,6 +217,9 @@ def test_a_step_on_a_gpu_waits_for_nothing(monkeypatch):
             pool, logits = Pool(), []
             for cache in caches(model, JOIN, lengths):
                 pool.join(None, cache, rounds + 1)
+            for cache, context in asked(model, JOIN[-1:], (50, 70)):
+                pool.join(None, cache, rounds + 1, context=context)
+            assert len(pool.prefixes) == 2
             mmkv.wrap(model, "full")
             for i in range(rounds):
                 if i == rounds // 2:

@@ -362,3 +362,54 @@ def test_a_stop_text_that_ends_in_the_token_of_an_incomplete_character():
     assert (stream.add(1), stream.stopped) == ("", True)
     whole = TextStream(Pieces(b"one EM", b"D\xe2", b"\x82\xac"), ("END",))
     assert "".join(map(whole.add, range(3))) + whole.end() == "one EMD€"
+
+
+@pytest.mark.parametrize(
+    ("policy", "shares"), [("condense", True), ("adakv", True), ("prefixkv", False)]
+)
+def test_replies_attend_to_a_held_prefix_and_hold_what_comes_behind_it(models, policy, shares):
+    model, prefix = models("llama"), make_inputs("llama", (300,))
+    questions = [make_inputs("llama", (n,), seed=n) for n in (5, 9, 7, 6)]
+    with mmkv.wrapped(model, policy, 0.4, **exact_share(policy)):
+        context = mmkv.read(model, prefix)
+        wanted = [context.ask(x, max_new_tokens=40)[0].tolist() for x in questions]
+        with Engine(model) as engine:
+            worker, seen = engine._worker, []
+
+            def look(*args):
+                seen.append((len(worker.batch.pool.members), worker.batch.pool.nbytes))
+
+            hook = model.model.layers[0].register_forward_hook(look)
+            engine.submit(inputs=questions[0], prefix=prefix, max_new_tokens=2).result(60)
+            with worker.wake:
+                replies = [
+                    engine.submit(inputs=x, prefix=prefix, max_new_tokens=40) for x in questions
+                ]
+            assert [x.result(60)[0] for x in replies] == wanted
+            hook.remove()
+            assert not worker.batch.pool.prefixes
+    together = [held for members, held in seen if members == 4]
+    assert (max(together) < 2 * context.nbytes) == shares
+
+
+def test_a_prefix_that_replies_attend_to_is_not_dropped(models):
+    """Another one is read and dropped in its place, and replies that hold a copy go on with it."""
+    model = models("llama")
+    prefixes = [make_inputs("llama", (60,), seed=i) for i in range(2)]
+    question = make_inputs("llama", (5,), seed=9)
+    with mmkv.wrapped(model, "full"), Engine(model, max_prefixes=1) as engine:
+        wanted = [mmkv.read(model, x).ask(question, max_new_tokens=60)[0] for x in prefixes]
+        held = []
+        hook = model.model.layers[0].register_forward_hook(
+            lambda *args: held.append(list(engine._worker.prefixes))
+        )
+        with engine._worker.wake:
+            replies = [
+                engine.submit(inputs=question, prefix=prefixes[i], max_new_tokens=60)
+                for i in (0, 0, 1, 1)
+            ]
+        for i, reply in zip((0, 0, 1, 1), replies, strict=True):
+            assert reply.result(60)[0] == wanted[i].tolist()
+        hook.remove()
+        assert engine.stats().prefixes == 1
+        assert len({x[0] for x in held if x}) == 1
