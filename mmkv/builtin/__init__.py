@@ -1,4 +1,4 @@
-"""The built-in vision-language model, its data and its training.
+"""The built-in vision-language model and its data.
 
 A small LLaVA (CLIP vision tower, Llama text model, 144 tokens for each picture) that describes
 pictures of coloured shapes and looks up records in long texts. It is shipped inside the package,

@@ -1,16 +1,15 @@
-"""The built-in model: its data, its processor, its weights, its training and what it can do."""
+"""The built-in model: its data, its processor, its weights and what it can do."""
 
 import json
 import random
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from safetensors import safe_open
 
 from mmkv.builtin import WEIGHTS, example_pictures, load_builtin, scenes, texts
-from mmkv.builtin.training import curriculum, evaluate, train
+from mmkv.builtin.training import evaluate
 from mmkv.builtin.training.evaluate import encode
 
 SCENE = scenes.Scene(
@@ -136,32 +135,6 @@ def test_each_picture_takes_144_tokens_and_pictures_are_numbered(processor):
     )
 
 
-def test_training_sequences_are_what_the_chat_template_writes(processor):
-    picture = scenes.draw(SCENE)
-    writer = curriculum.Writer(processor.tokenizer, 400)
-    assert writer.turn("Describe the picture.", scenes.describe(SCENE), picture)
-    assert writer.turn("What is at the center?", "An orange star is at the center.")
-    messages = [
-        *evaluate.user("Describe the picture.", picture),
-        {"role": "assistant", "content": [{"type": "text", "text": scenes.describe(SCENE)}]},
-        *evaluate.user("What is at the center?"),
-        {"role": "assistant", "content": "An orange star is at the center."},
-    ]
-    inputs = processor.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_tensors="pt"
-    )
-    assert inputs["input_ids"][0].tolist() == writer.ids
-    answers = [i for i, label in zip(writer.ids, writer.labels, strict=True) if label >= 0]
-    assert processor.tokenizer.decode(answers) == (
-        f" {scenes.describe(SCENE)}</s> An orange star is at the center.</s>"
-    )
-    writer.scenes.append(SCENE)
-    batch = curriculum.collate(processor, [writer])
-    assert torch.equal(batch["pixel_values"], inputs["pixel_values"])
-    assert batch["cells"][0, 0].tolist() == [1 + list(scenes.COLORS).index("red"), 1]
-    assert batch["cells"][0, 1].tolist() == [0, 0]
-
-
 # Model -------------------------------------------------------------------------------------------
 
 
@@ -175,22 +148,6 @@ def test_the_shipped_weights_are_a_small_grouped_query_llava_in_bfloat16():
     text = config["text_config"]
     assert text["num_attention_heads"] > text["num_key_value_heads"]
     assert text["max_position_embeddings"] >= 2048
-
-
-@pytest.mark.slow
-def test_a_smoke_run_trains_resumes_and_can_be_loaded(tmp_path):
-    train.train(tmp_path, steps=2, small=True, compile=False)
-    before = torch.load(tmp_path / "checkpoint.pt")
-    # A run that has come to its end takes no further step: what it holds is the checkpoint's.
-    assert train.train(tmp_path, steps=2, resume=True, small=True, compile=False) == 2
-    after = torch.load(tmp_path / "checkpoint.pt")
-    assert all(torch.equal(x, after["model"][name]) for name, x in before["model"].items())
-    assert train.train(tmp_path, steps=3, resume=True, small=True, compile=False) == 3
-    after = torch.load(tmp_path / "checkpoint.pt")
-    assert not all(torch.equal(x, after["model"][name]) for name, x in before["model"].items())
-    model, processor = load_builtin(weights=tmp_path / "weights")
-    inputs = encode(processor, evaluate.user("Describe the picture.", scenes.draw(SCENE)))
-    assert model.generate(**inputs, max_new_tokens=2).shape[1] == inputs["input_ids"].shape[1] + 2
 
 
 @pytest.mark.parametrize(
