@@ -34,6 +34,7 @@ class Request:
         cache: what it holds; None before, and once it is a member of the pool.
         member: what it is in the pool, which then counts its bytes and what it may take.
         unread: tokens of its prompt that are not read.
+        passed: how many requests that waited less were begun before it.
         turns: chunks of its prompt that are read before a shorter prompt may come between.
         echo: what the reply begins with: the prompt's text, and what was likely in it.
         custom: what its tokens are chosen by beside what `generate` has.
@@ -61,6 +62,7 @@ class Request:
     kept: int = 0
     most: int = 0
     unread: int = 0
+    passed: int = 0
     turns: int = 0
     # Set when its prompt is read: what `generate` would choose by, and where the next token goes.
     ids: Tensor = field(default_factory=lambda: torch.empty(0))

@@ -210,6 +210,9 @@ class Worker:
     def _admitted(self, most: int | None = None) -> Request | None:
         """The request that has waited longest, if there is room for it now.
 
+        One whose prefix is held goes first: it costs less, and others may need the prefix's room.
+        No request waits for more than `max_batch` of these.
+
         Args:
             most: tokens of its prompt at the most; it may go ahead of longer ones that wait, if
                 there is room for these as well.
@@ -226,6 +229,10 @@ class Worker:
                 ahead += request.whole
             else:
                 return None
+            oldest = request
+            if most is None and oldest.passed < self.limits.max_batch:
+                request = next((x for x in self.waiting if x.key in self.prefixes), oldest)
+                ahead *= request is oldest
         context = self.prefixes.get(request.key)
         need = request.whole if context is None else self._behind(request, context)
         if not self._has_room(need + ahead, spared=request.key):
@@ -236,6 +243,7 @@ class Worker:
             self._has_room(need)
         with self.wake:
             self.waiting.remove(request)
+            oldest.passed += request is not oldest
             request.reserved, request.context = need, context
             request.shared = context is not None
             self.reading.append(request)

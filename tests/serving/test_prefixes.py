@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -105,9 +106,9 @@ def test_a_request_waits_for_memory_rather_than_take_its_prefix_from_others(mode
     prefix, question = make_inputs("llama", (60,)), make_inputs("llama", (5,), seed=9)
     with mmkv.wrapped(model, "full"), Engine(model, cache_memory=235 * 768) as engine:
         engine.submit(inputs=question, prefix=prefix, max_new_tokens=2).result(60)
-        with engine._worker.wake:  # both wait before either is begun
-            first = engine.submit(inputs=make_inputs("llama", (60,), seed=1), max_new_tokens=60)
-            reply = engine.submit(inputs=question, prefix=prefix, max_new_tokens=2)
+        first = engine.submit(inputs=make_inputs("llama", (60,), seed=1), max_new_tokens=60)
+        next(iter(first))
+        reply = engine.submit(inputs=question, prefix=prefix, max_new_tokens=2)
         next(iter(reply))
         assert first.finish_reason == "length"
         assert reply.usage.shared
@@ -413,3 +414,27 @@ def test_a_prefix_that_replies_attend_to_is_not_dropped(models):
         hook.remove()
         assert engine.stats().prefixes == 1
         assert len({x[0] for x in held if x}) == 1
+
+
+@pytest.mark.parametrize(("most", "order"), [(1, [1, 0, 2, 3]), (32, [1, 2, 3, 0])])
+def test_requests_with_a_held_prefix_go_first_but_for_some_time_only(
+    models, monkeypatch, most, order
+):
+    model = models("llama")
+    prefixes = [make_inputs("llama", (60,), seed=i) for i in range(2)]
+    question = make_inputs("llama", (5,), seed=9)
+    with mmkv.wrapped(model, "local", 0.4), Engine(model) as engine:
+
+        def ask(i):
+            return engine.submit(inputs=question, prefix=prefixes[i], max_new_tokens=2)
+
+        ask(1).result(60)
+        worker, begun = engine._worker, []
+        monkeypatch.setattr(worker, "limits", replace(worker.limits, max_batch=most))
+        start = worker._start
+        monkeypatch.setattr(worker, "_start", lambda x: (begun.append(x.reply), start(x)))
+        with worker.wake:  # all wait before one is begun
+            replies = [ask(i) for i in (0, 1, 1, 1)]
+        for reply in replies:
+            reply.result(60)
+    assert [replies.index(x) for x in begun] == order
