@@ -19,7 +19,7 @@ from mmkv.options import (
     PolicyName,
     ProfileOption,
 )
-from mmkv.terminal import bind, told, wait_asleep
+from mmkv.terminal import bind, say, told, wait_asleep
 
 
 @told
@@ -128,6 +128,8 @@ def serve(
     options = chat.parse_options(policy, option or [])
     chosen = get_policy(policy, **options)
     kept = None if budget is None else budgets.parse(budget)
+    if doubt := budgets.note(kept):
+        say(doubt)
     kept = chat.budget_or_default(kept, chosen, profile)
     settings = EngineSettings(
         model=model,

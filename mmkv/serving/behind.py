@@ -84,13 +84,18 @@ def part(
     """
     exact = torch.promote_types(query.dtype, torch.float32)  # rounded logits would move weights
     query, keys, values = (x.to(exact) for x in (query, keys, values))
-    logits = (query * scale) @ keys.mT
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    if bias is not None:
-        logits = logits + bias
-    total = logits.logsumexp(-1)
-    return (logits - total[..., None]).exp_() @ values, total
+    bias = None if bias is None else bias.to(exact)
+    if softcap is None and bias is not None:
+        logits = torch.baddbmm(bias, query, keys.mT, alpha=scale)
+    else:
+        logits = (query * scale) @ keys.mT
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        if bias is not None:
+            logits = logits + bias
+    weights = logits.softmax(-1)
+    # The largest weight is that of the largest logit, and not below 1 / U.
+    return weights @ values, logits.amax(-1) - weights.amax(-1).log()
 
 
 def tails(
