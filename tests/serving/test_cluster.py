@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -145,6 +146,33 @@ class TestReply:
         replicas = WrittenReplicas([event(1), event(2), END])
         tokens, reply = self.read(replicas)
         assert (tokens, reply.finish_reason, replicas.noted) == ([1, 2], "stop", ["a"])
+
+    def test_text_without_a_token_is_not_counted(self, lost):
+        """The end of a text that a stop was looked for in is told by an event of its own."""
+        replicas = WrittenReplicas([event(1), ("event", (Event(-1, "end"), Usage())), END])
+        tokens, _ = self.read(replicas)
+        assert (tokens, replicas.tokens) == ([1, -1], 1)
+
+    def test_what_a_replica_holds_is_told_with_its_end(self):
+        """The sums of its engine, 0 where the engine says nothing of one."""
+
+        class Replied(WrittenReplicas.Answers):
+            finish_reason, usage = "stop", Usage(completion_tokens=1)
+
+        sums = dict.fromkeys(cluster._SUMMED, 7)
+        engine = SimpleNamespace(
+            submit=lambda **given: Replied(WrittenReplicas(), [Event(1, "a")]),
+            stats=lambda: SimpleNamespace(**{**sums, "cache_memory": None}),
+        )
+        replica = cluster._Replica.__new__(cluster._Replica)
+        replica._engine, replica._name = engine, "a"
+
+        async def read():
+            return [x async for x in replica.reply("", {})]
+
+        (_, _), (kind, (reason, _, name, held)) = asyncio.run(read())
+        assert (kind, reason, name) == ("end", "stop", "a")
+        assert held == {**sums, "cache_memory": 0}
 
     def test_of_one_that_dies_and_another(self, lost):
         whole = [event(1), event(2), event(3), END]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mmkv
-from helpers.models import make_model
+from helpers.models import make_inputs, make_model
 from mmkv.attach.attachment import attachment_of
 from mmkv.serving import Engine
 from mmkv.serving.batch import _let_go
@@ -161,3 +161,24 @@ class TestPrefixRouter:
         assert sorted(order) == ["a", "b", "c"]
         held = {Id(order[0]): 4, Id(order[1]): 3}
         assert [x for (x,) in self.choose("key", held)] == [order[1], order[2], order[0]]
+
+    def test_a_replica_of_which_nothing_is_known_is_not_busy(self):
+        for key in map(str, range(20)):  # "a" has one request, "b" none
+            order = self.choose(key, {Id("a"): 1, Id("b"): 0}, busy=1)
+            assert order[-1] == ["a"]
+
+
+def test_a_prompt_without_a_prefix_shares_nothing(text_model):
+    with mmkv.wrapped(text_model, "full"), Engine(text_model) as engine:
+        reply = engine.submit(inputs=make_inputs("llama", (20,)), max_new_tokens=2)
+        reply.result(60)
+    assert not reply.usage.shared
+
+
+def test_one_best_answer_of_several_is_what_is_given():
+    pytest.importorskip("pydantic", reason="pip install 'mmkv[serve]'")
+    from mmkv.serving.api import CompletionRequest
+
+    CompletionRequest(model="m", prompt="a", n=2, best_of=1).replies()
+    with pytest.raises(RequestError, match="best_of"):
+        CompletionRequest(model="m", prompt="a", n=2, best_of=3).replies()
