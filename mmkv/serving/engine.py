@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, SupportsFloat
 
@@ -25,10 +26,29 @@ from mmkv.serving import choose, prompts
 from mmkv.serving.memory import Bounds
 from mmkv.serving.reply import Event, Refused, Reply, Sampling, TextStream
 from mmkv.serving.request import Request
-from mmkv.serving.worker import EngineStats, Limits, Worker
+from mmkv.serving.worker import Limits, Worker
 
 # The largest number that an option of a request's policy may be: no prompt has more tokens.
 _MOST_OPTION = 2**17
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine does now (requests and bytes; `None` is no limit), and did so far (counts)."""
+
+    running: int
+    waiting: int
+    prefilling: int
+    cache_bytes: int
+    cache_memory: int | None
+    reserved_bytes: int  # what `cache_bytes` may come to
+    prefixes: int  # held to be shared
+    step_seconds: float  # of the last decode step
+    tokens_generated: int
+    prompt_tokens: int
+    requests_done: int  # for whatever reason
+    prefix_hits: int  # requests that found theirs read
+    steps: int
 
 
 class Engine:
@@ -251,7 +271,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the engine does now, and did so far."""
-        return self._worker.stats()
+        return EngineStats(**self._worker.stats())
 
     def cache_bytes(self) -> int:
         """Bytes of keys and values of all requests and shared prefixes, now."""

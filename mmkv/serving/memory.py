@@ -8,7 +8,7 @@ from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.padded_blocks import PaddedBlock
 from mmkv.parts.slots import AHEAD, spare
-from mmkv.serving.pool import capacity
+from mmkv.serving.shared_blocks import capacity
 
 
 class Bounds:

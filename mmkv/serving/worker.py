@@ -45,25 +45,6 @@ class Limits:
     max_prefixes: int
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """What an engine does now (requests and bytes; `None` is no limit), and did so far (counts)."""
-
-    running: int
-    waiting: int
-    prefilling: int
-    cache_bytes: int
-    cache_memory: int | None
-    reserved_bytes: int  # what `cache_bytes` may come to
-    prefixes: int  # held to be shared
-    step_seconds: float  # of the last decode step
-    tokens_generated: int
-    prompt_tokens: int
-    requests_done: int  # for whatever reason
-    prefix_hits: int  # requests that found theirs read
-    steps: int
-
-
 class _Over(Exception):  # noqa: N818 - a signal, not an error
     """Ends the reading of a prompt whose request is over."""
 
@@ -133,11 +114,11 @@ class Worker:
         """Those that hold or may take memory."""
         return [*self.batch.running, *self.reading]
 
-    def stats(self) -> EngineStats:
-        """What the engine does now, and did so far."""
+    def stats(self) -> dict[str, Any]:
+        """The fields of `EngineStats`."""
         with self.wake:
             live, held = self.live(), list(self.prefixes.values())
-            return EngineStats(
+            return dict(
                 running=len(self.batch.running),
                 waiting=len(self.waiting),
                 prefilling=len(self.reading),

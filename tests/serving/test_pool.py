@@ -24,7 +24,8 @@ from mmkv.parts import slots as slot_schedules
 from mmkv.parts.slots import GrowingSlots, Ring
 from mmkv.serving import Engine
 from mmkv.serving.batch import RowCaches
-from mmkv.serving.pool import Member, Pool, SharedBlock, capacity
+from mmkv.serving.pool import Member, Pool
+from mmkv.serving.shared_blocks import SharedBlock, capacity
 
 # Slots behind everything, rings, freed slots by distance, heads of their own sizes, groups.
 JOIN = [
