@@ -30,34 +30,33 @@ class SharedPrefix:
         self.context = context
         self.members: dict[torch.device, Tensor] = {}
         self._layers = [
-            [(x.rows, *_in_use(x)) for x in layer.keeping().blocks]
+            [(x.rows, *_in_use(x)) for x in layer.keeping().blocks if x.schedule.used]
             for layer in context.cache.compressed
         ]
 
     def attend(
-        self, layer: int, query: Tensor, *, scale: float, softcap: float | None
+        self, layer: int, query: Tensor, width: int, *, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        """What queries [m, H, G, D] find: out [m, H, G, Dv] and total [m, H, G], see `part`."""
+        """What queries [m, H, G, D] find: out [m, H, G, width] and total [m, H, G], see `part`."""
         m, H, G, D = query.shape
         rows = query.transpose(0, 1).reshape(H, m * G, D)
-        found = [
-            (at, *part(rows[at], keys, values, bias, scale=scale, softcap=softcap))
-            for at, keys, values, bias in self._layers[layer]
-        ]
-        out = found[0][1].new_empty(H, m * G, found[0][1].shape[-1])
-        total = out.new_empty(H, m * G)
-        for at, mine, weight in found:
-            out[at], total[at] = mine, weight
+        exact = torch.promote_types(query.dtype, torch.float32)
+        out = rows.new_zeros(H, m * G, width, dtype=exact)
+        total = out.new_full((H, m * G), -torch.inf)
+        for at, keys, values, bias in self._layers[layer]:
+            found = part(rows[at], keys, values, bias, scale=scale, softcap=softcap)
+            out[at], total[at] = found
         return out.view(H, m, G, -1).transpose(0, 1), total.view(H, m, G).transpose(0, 1)
 
 
 def _in_use(block: PaddedBlock) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The keys, values and bias of the slots in use."""
+    """The keys, values and bias of the slots in use; a row may have none of them."""
     keys, values = block.keys, block.values
     assert isinstance(keys, Tensor)  # others are in no pool
     assert isinstance(values, Tensor)
     n = block.schedule.used
-    return keys[:, :n], values[:, :n], None if block.bias is None else block.bias[:, :, :n]
+    bias = None if block.bias is None else block.bias[:, :, :n]
+    return keys[:, :n], values[:, :n], bias
 
 
 def part(
@@ -93,6 +92,7 @@ def part(
             logits = softcap * torch.tanh(logits / softcap)
         if bias is not None:
             logits = logits + bias
+    logits.clamp_(min=torch.finfo(torch.float32).min)  # a row of empty slots weighs nothing
     weights = logits.softmax(-1)
     # The largest weight is that of the largest logit, and not below 1 / U.
     return weights @ values, logits.amax(-1) - weights.amax(-1).log()

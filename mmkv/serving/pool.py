@@ -239,7 +239,7 @@ class Pool:
         members = [x.view(len(self.members), -1, *x.shape[1:]) for x in (query, out, total)]
         for prefix in self.prefixes:
             at = prefix.members[query.device]
-            found = prefix.attend(layer, members[0][at], **options)
+            found = prefix.attend(layer, members[0][at], width, **options)
             for all_rows, mine in zip(members[1:], found, strict=True):
                 all_rows[at] = mine
         return out, total
