@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mmkv.policy import Policy
 
-_FEW = 16  # tokens that are likely meant as percent
 _MOST = 2**31  # far more tokens than any prompt has, and few enough to calculate with
 
 
@@ -115,8 +114,6 @@ def note(budget: float | int | None) -> str:
     """What a user may not have meant by a budget; "" where there is no doubt."""
     if budget == 1 and isinstance(budget, int):
         return "a budget of 1 is one token per layer and head; 1.0 or 100% keeps everything"
-    if isinstance(budget, int) and budget <= _FEW:
-        return f"a budget of {budget} is {budget} tokens per layer and head; a share is {budget}%"
     return ""
 
 
