@@ -422,15 +422,22 @@ def attend(
             query[:, None], keys[:, None], values[:, None], attn_mask=mask, scale=scale
         )
         return out[:, 0]
+    return mixed(masked_logits(query, keys, visible, scale, softcap).softmax(dim=-1), values)
+
+
+def masked_logits(
+    query: Tensor, keys: Stored, visible: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
+    """The logits of `attend` in float32 at least, [R, G * q, U]."""
     logits = products(query, keys, scale)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    if visible is not None and visible.dtype == torch.bool:
-        logits = logits.masked_fill(~visible, -torch.inf)
-    elif visible is not None:
-        logits = logits + visible
-    return mixed(logits.softmax(dim=-1), values)
+    if visible is None:
+        return logits
+    if visible.dtype == torch.bool:
+        return logits.masked_fill(~visible, -torch.inf)
+    return logits + visible
 
 
 def weigh(

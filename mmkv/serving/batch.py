@@ -84,8 +84,8 @@ class Batch:
             try:
                 new = request.new - len(request.reply.tokens)
                 limit = request.reserved if self.limited else None
-                request.member = self.pool.join(request, cache, new, limit, request.copied)
-                request.cache, request.copied, request.reserved = None, None, 0
+                request.member = self.pool.join(request, cache, new, limit, request.context)
+                request.cache, request.context, request.reserved = None, None, 0
             except Exception as error:
                 self.end(request, "error", error)
 
@@ -126,7 +126,7 @@ class Batch:
                 if request in self.running:
                     self.running.remove(request)
                 self.counts["requests_done"] += 1
-            request.cache = request.context = request.copied = request.member = None
+            request.cache = request.context = request.member = None
             request.reserved = 0
             if error is not None:
                 _let_go(error)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mmkv.cache.padded_blocks import PaddedBlock
+from mmkv.cache.padded_blocks import PaddedBlock, masked_logits
 from mmkv.contexts import Context
 from mmkv.parts.slots import GrowingSlots
 
@@ -83,15 +83,7 @@ def part(
     """
     exact = torch.promote_types(query.dtype, torch.float32)  # rounded logits would move weights
     query, keys, values = (x.to(exact) for x in (query, keys, values))
-    bias = None if bias is None else bias.to(exact)
-    if softcap is None and bias is not None:
-        logits = torch.baddbmm(bias, query, keys.mT, alpha=scale)
-    else:
-        logits = (query * scale) @ keys.mT
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        if bias is not None:
-            logits = logits + bias
+    logits = masked_logits(query, keys, bias, scale, softcap)
     logits.clamp_(min=torch.finfo(torch.float32).min)  # a row of empty slots weighs nothing
     weights = logits.softmax(-1)
     # The largest weight is that of the largest logit, and not below 1 / U.

@@ -155,9 +155,8 @@ class Pool:
         kept = kept if own is None else own
         member = Member.of(owner, cache, kept)
         if context is not None and own is not None:
-            known = [x for x in self.prefixes if x.context is context]
-            member.prefix = known[0] if known else SharedPrefix(context)
-            self.prefixes += [] if known else [member.prefix]
+            known = (x for x in self.prefixes if x.context is context)
+            member.prefix = next(known, None) or SharedPrefix(context)
         needs = [
             capacity(x.schedule.most(new)) * x.nbytes // x.positions.shape[1]
             for blocks in kept
@@ -170,6 +169,7 @@ class Pool:
         try:
             with outside_inference_mode(), torch.no_grad():
                 for mine, layer in zip(cache.compressed, self.layers, strict=True):
+                    # Popped, so that a layer's storage is free once it is copied.
                     blocks, mine.state, layer.rows = kept.pop(0), None, None
                     for block in blocks:
                         most = capacity(block.schedule.most(new), step)
@@ -184,12 +184,12 @@ class Pool:
         return member
 
     def _find_members(self) -> None:
-        """Tell the prefixes which members are behind them; those that none is behind go."""
+        """Find the prefixes that members are behind, and tell each which these are."""
         devices = {x.device for x in self.layers if x.blocks}
+        self.prefixes = list(dict.fromkeys(x.prefix for x in self.members if x.prefix is not None))
         for prefix in self.prefixes:
-            at = np.array([i for i, x in enumerate(self.members) if x.prefix is prefix], np.int64)
-            prefix.members = {device: send(at, device) for device in devices if len(at)}
-        self.prefixes = [x for x in self.prefixes if x.members]
+            at = np.array([i for i, x in enumerate(self.members) if x.prefix is prefix])
+            prefix.members = {device: send(at, device) for device in devices}
 
     def leave(self, member: Member) -> None:
         """Give back what a member holds; the last one takes its place in the batch."""

@@ -29,8 +29,8 @@ class Request:
         tokens: of the whole prompt.
         whole: bytes that it takes at the most, alone.
         reserved: bytes that it may take from now on.
-        context: what was read of the prefix; it is held by others too, unless taken over.
-        copied: a context that is held for others, and that its cache began as a copy of.
+        context: what was read of the prefix, while that is held for others too and its cache begins
+            as a copy of it.
         cache: what it holds; None before, and once it is a member of the pool.
         member: what it is in the pool, which then counts its bytes and what it may take.
         unread: tokens of its prompt that are not read.
@@ -54,7 +54,6 @@ class Request:
     reserved: int = 0
     context: Context | None = None
     shared: bool = False
-    copied: Context | None = None
     cache: CompressedCache | None = None
     member: Member | None = None
     echo: Event = Event(-1, "")

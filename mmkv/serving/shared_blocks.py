@@ -116,14 +116,12 @@ class SharedBlock:
         return np.arange(len(slots)) * self.stored[0].shape[1] + slots
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor, **options: Any
+        self, at: Tensor, query: Tensor, key: Tensor, value: Tensor, *before: Tensor, **options: Any
     ) -> Tensor:
-        """Write new pairs [n, D] where `advance` says; what queries [n, G, D] then find.
+        """Write new pairs [n, D] `at` the places of `advance`; what queries [n, G, D] then find.
 
-        The rest is what they found in shared prefixes (`SharedPrefix.attend`), if any of the
-        pool's did, and the places of the new pairs.
+        Before it they found in shared prefixes, if the pool has any, what `part` gives.
         """
-        *before, at = rest
         keys, values, bias = self.stored
         keys.flatten(0, 1).index_copy_(0, at, key)
         values.flatten(0, 1).index_copy_(0, at, value)
@@ -189,9 +187,9 @@ class SharedLayer:
         return np.concatenate([x.advance(mine) for x, mine in zip(self, split, strict=True)])
 
     def attend(self, *given: Tensor, **options: Any) -> Tensor:
-        """As `SharedBlock.attend`, with all rows of the layer."""
+        """As `SharedBlock.attend` where `at` says, with all rows of the layer."""
         if self.order is not None:
             given = tuple(x.index_select(0, self.order) for x in given)
-        parts = zip(self, *(x.split(self.sizes) for x in given), self.at, strict=True)
+        parts = zip(self, self.at, *(x.split(self.sizes) for x in given), strict=True)
         out = torch.cat([block.attend(*mine, **options) for block, *mine in parts])
         return out if self.back is None else out.index_select(0, self.back)

@@ -275,8 +275,8 @@ class Worker:
         with self.wake:
             gone = [self.prefixes.pop(key, None) for key in keys]
         for request in self.live():
-            if request.copied in gone:
-                request.copied = None
+            if request.context in gone:
+                request.context = None
 
     def _start(self, request: Request) -> None:
         """Read a request's prompt; then it joins the batch."""
@@ -316,11 +316,12 @@ class Worker:
         """What the model is given of a request, with a cache that is its own."""
         if request.prefix is None:
             return {**request.inputs, CACHE: self.reader.cache(request.plan)}
-        if request.context is None:
+        context = request.context
+        if context is None:
             cache = request.cache = self.reader.cache(request.plan)
             chunk = self.reader.chunk(request.prefix)
             context = contexts.read_into(cache, self.model, request.prefix, chunk)
-            request.context, request.cache = context, None
+            request.cache = None
             need = self._behind(request, context)
             request.reserved = 0
             if self.limits.share_prefixes and self._has_room(context.nbytes + need):
@@ -331,8 +332,8 @@ class Worker:
                 self._drop(self._spare_prefixes()[:over])
             else:
                 request.reserved = request.whole
-        context, own = request.context, self.prefixes.get(request.key) is not request.context
-        request.context, request.copied = None, None if own else context
+        own = self.prefixes.get(request.key) is not context
+        request.context = None if own else context
         return context.behind(request.inputs, copied=not own)
 
     def _before_chunk(self, module: Any, args: Any) -> None:
