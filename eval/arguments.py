@@ -12,9 +12,8 @@ from mmkv.terminal import say
 DataOption = Annotated[
     str | None,
     typer.Option(
-        help="builtin, a published file or folder, or stdlib: texts that Python brings, for "
-        "continuation, needle and ruler, or drawings: scenes for description, mmvet and needle. "
-        "[default: stdlib for the former where the model is not the built-in one; builtin]"
+        help="builtin; a published file or folder; stdlib, for continuation, needle and ruler; or "
+        "drawings, for description, mmvet and needle. [default: what the model can read]"
     ),
 ]
 BudgetsOption = Annotated[
@@ -24,8 +23,7 @@ PolicyOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=VALUE",
-        help="A policy option, for every policy that reads it. With the built-in data, window=8 "
-        "unless given.",
+        help="For every policy that reads it. With the built-in data, window=8 unless given.",
     ),
 ]
 MapOption = Annotated[
@@ -44,11 +42,17 @@ PromptsOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Your own prompts: .txt, one a line (or longer ones between lines of ---), or .jsonl "
-        'of {"prompt": ...} or {"messages": [...]}. [default: English ones that are shipped]',
+        help="Your own: .txt, one a line (or longer ones between lines of ---), or .jsonl of "
+        '{"prompt": ...} or {"messages": [...]}. [default: English ones that are shipped]',
     ),
 ]
 LimitOption = Annotated[int | None, typer.Option(min=1, help="Use the first samples only.")]
+SuiteOption = Annotated[
+    str | None,
+    typer.Option(
+        help="The suite of the prompts. [default: description, where the model reads pictures]"
+    ),
+]
 
 # What `mmkv` mounts.
 commands = typer.Typer(
@@ -57,7 +61,7 @@ commands = typer.Typer(
 
 
 def budget_list(text: str) -> list[float | int]:
-    """Those of an option; a user who may have meant another is told."""
+    """Those of an option; a user who may have meant others is told."""
     from mmkv.budgets import note, parse_list
 
     found = parse_list(text)

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from mmkv.options import (
-    DeviceOption,
-    DtypeOption,
-    KvDtypeOption,
-    ModelOption,
-    PairsOption,
-    PluginOption,
-    PolicyName,
-    ProfileOption,
-)
+from mmkv import options
 from mmkv.terminal import check_place, console, say, told
 
 from .arguments import BudgetsOption, LimitOption, PromptsOption, budget_list, commands
@@ -29,33 +20,32 @@ FOLDER = Path("runs/check")
 @commands.command("check")
 @told
 def check_command(
-    model: ModelOption = "builtin",
+    model: options.ModelOption = "builtin",
     prompts: PromptsOption = None,
     within: Annotated[float, typer.Option(help="Tolerated divergence, nats a token.")] = 0.05,
-    policy: PolicyName = "condense",
+    policy: options.PolicyName = "condense",
     budgets: BudgetsOption = "0.05,0.1,0.2,0.3,0.5",
-    option: PairsOption = None,
-    plugin: PluginOption = None,
-    profile: ProfileOption = None,
-    kv_dtype: KvDtypeOption = None,
+    option: options.PairsOption = None,
+    plugin: options.PluginOption = None,
+    profile: options.ProfileOption = None,
+    kv_dtype: options.KvDtypeOption = None,
     limit: LimitOption = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of a reply.")] = 48,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the rows and the report, or FILE.json for the report and rows in the "
-            "folder FILE; the same command goes on. [default: one of its own in runs/check]"
+            help="Folder of rows and report.json, or FILE.json for the report, with rows in FILE; "
+            "the same command goes on. [default: one of its own in runs/check]"
         ),
     ] = None,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
+    device: options.DeviceOption = "auto",
+    dtype: options.DtypeOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
     """Find the smallest cache that serves your prompts, by how far its predictions move.
 
     Each budget, and the full cache in 8 and in 4 bits, is compared with the full cache on the
-    model's own replies: divergence of the next-token distribution, the share of the same next
-    tokens, and bytes.
+    model's own replies: divergence of next tokens, share of the same ones, and bytes.
     """
     from mmkv import chat
     from mmkv.registry import get_policy
@@ -65,11 +55,11 @@ def check_command(
     chosen = get_policy(policy, **chat.parse_options(policy, option or []))
     sizes = budget_list(budgets)
     own = None if prompts is None else read_prompts(prompts)
-    # Where rows are kept: beside a report's file.
-    named = out is not None and out.suffix == ".json"
-    folder = FOLDER if out is None else out.with_suffix("") if named else out
-    if out is not None and (out.is_dir() if named else out.is_file()):
-        raise ValueError(f"--out {out}: expected a folder, or a file named FILE.json")
+    # Rows are kept beside a report's file.
+    file = out if out is not None and out.suffix == ".json" else None
+    folder = (out or FOLDER) if file is None else file.with_suffix("")
+    if folder.is_file() or (file is not None and file.is_dir()):
+        raise ValueError(f"--out {file or folder}: expected a folder, or a file named FILE.json")
     check_place(folder)
 
     from mmkv.check_report import summed_up
@@ -79,13 +69,12 @@ def check_command(
     check_arguments(chosen, sizes, within, max_new_tokens)
     loaded = chat.load(model, device, dtype)
     net = loaded.model
-    how: dict[str, Any] = {"profile": profile, "kv_dtype": kv_dtype}
     try:
         with quiet():
             # The built-in model knows no English.
             inputs = encode_prompts(loaded, own, limit, drawn=model == "builtin")
             check_prompts(net, inputs, max_new_tokens)
-            settings, notes = settings_of(net, chosen, sizes, **how)
+            settings, notes = settings_of(net, chosen, sizes, profile=profile, kv_dtype=kv_dtype)
             about = {
                 "model": loaded.name,
                 "policy": settings[0].label,
@@ -112,13 +101,11 @@ def check_command(
     except KeyboardInterrupt:
         say("stopped; finished rows are kept, the same command goes on")
         raise typer.Exit(130) from None
-    report = summed_up(each, within, notes)
-    path = out if out is not None and named else folder / "report.json"
-    data = about | environment | report.to_dict() | {"each": each}
-    text = json.dumps(data, indent=2) + "\n"
+    report, path = summed_up(each, within, notes), file or folder / "report.json"
+    text = json.dumps(about | environment | report.to_dict() | {"each": each}, indent=2) + "\n"
     replace(path, text)
     if as_json:
         typer.echo(text, nl=False)
-        return
-    console().print(report)
-    typer.echo(f"wrote {path}")
+    else:
+        console().print(report)
+        typer.echo(f"wrote {path}")

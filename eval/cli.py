@@ -16,26 +16,14 @@ import typer
 from mmkv.options import DeviceOption, DtypeOption, ModelOption, PluginOption
 from mmkv.terminal import check_place, console, say, told
 
-from . import check  # its command is among these
-from .arguments import (
-    BudgetsOption,
-    DataOption,
-    ImagesOption,
-    LengthOption,
-    LimitOption,
-    MapOption,
-    PolicyOption,
-    PromptsOption,
-    budget_list,
-    commands,
-)
+from . import arguments
+from . import check as check  # its command is among these
+from .arguments import budget_list, commands
 
 if TYPE_CHECKING:
     from mmkv.chat import Loaded
 
     from .samples import Sample
-
-__all__ = ["check", "commands"]
 
 PLOTS = ("layers", "lorenz", "retention", "heads")
 
@@ -51,53 +39,44 @@ def eval_command(
         ),
     ],
     model: ModelOption = "builtin",
-    data: DataOption = None,
+    data: arguments.DataOption = None,
     policies: Annotated[
         str,
-        typer.Option(
-            help="Names, or name:option=value:option=value, with commas between; all: each that "
-            "the model can have."
-        ),
+        typer.Option(help="Names, or name:option=value:..., commas between; or all."),
     ] = "full,local,streaming,h2o,elastic,snapkv,pyramidkv,adakv,squeeze,xkv,prefixkv",
-    budgets: BudgetsOption = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9",
+    budgets: arguments.BudgetsOption = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9",
     metrics: Annotated[
-        str,
-        typer.Option(help="Of ppl, divergence, next, rouge, score; the last two generate replies."),
+        str, typer.Option(help="Of ppl, divergence, next, rouge, score; the last two need replies.")
     ] = "ppl,rouge",
     question: Annotated[
-        str,
-        typer.Option(help="visible: compressed with the prompt; hidden: asked afterwards; both."),
+        str, typer.Option(help="visible: compressed with the prompt; hidden: asked later; both.")
     ] = "visible",
-    limit: LimitOption = None,
+    limit: arguments.LimitOption = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="The run's folder; the same command goes on. [default: runs/SUITE]"),
+        Path | None, typer.Option(help="Where a run is, and goes on. [default: runs/SUITE]")
     ] = None,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Samples at once; a stop loses at most one batch.")
     ] = 25,
-    option: PolicyOption = None,
+    option: arguments.PolicyOption = None,
     plugin: PluginOption = None,
     tasks: Annotated[
-        str | None,
-        typer.Option(help="Of longbench, ruler or documents; commas between. [default: all]"),
+        str | None, typer.Option(help="Of longbench, ruler or documents. [default: all]")
     ] = None,
-    length: LengthOption = None,
+    length: arguments.LengthOption = None,
     questions: Annotated[
         int, typer.Option(min=1, help="Most on each context, of ruler and the built-in mmvet.")
     ] = 1,
-    image_folder: ImagesOption = None,
+    image_folder: arguments.ImagesOption = None,
     max_length: Annotated[
-        int | None,
-        typer.Option(min=64, help="Cut long texts to it. [default: the model's length]"),
+        int | None, typer.Option(min=64, help="Cut long texts to it. [default: the model's]")
     ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
-    device_map: MapOption = None,
+    device_map: arguments.MapOption = None,
     seed: Annotated[int, typer.Option(help="Recorded with the run.")] = 0,
     replay: Annotated[
-        bool,
-        typer.Option("--replay", help="Read each prompt once for all policies; nothing is timed."),
+        bool, typer.Option("--replay", help="Read each prompt once for all policies, untimed.")
     ] = False,
 ) -> None:
     """Measure policies at budgets on a suite; every finished row is kept.
@@ -136,9 +115,9 @@ def eval_command(
     _check_readable(loaded, samples)
     if policies == "all":
         names = with_question(fitting(loaded.model, sizes), question)
-    how: dict[str, Any] = {"options": chosen, "batch_size": batch_size, "model_name": model}
-    how |= {"data": data, "limit": limit, "max_length": max_length, "seed": seed, "replay": replay}
-    how |= {"policies": names, "budgets": sizes, "metrics": wanted, "processes": processes}
+    how: dict[str, Any] = {"policies": names, "budgets": sizes, "metrics": wanted}
+    how |= {"options": chosen, "batch_size": batch_size, "model_name": model, "data": data}
+    how |= {"limit": limit, "max_length": max_length, "seed": seed, "replay": replay}
     try:
         run(loaded.model, loaded.processor, samples, out=folder, **how)
     except KeyboardInterrupt:
@@ -154,11 +133,7 @@ def eval_command(
 
 
 def _check_readable(loaded: Loaded, samples: Sequence[Sample]) -> None:
-    """Refuse pictures for a model that reads text only.
-
-    Raises:
-        ValueError: names suites that it can read.
-    """
+    """Refuse pictures for a model that reads text only."""
     if samples and not loaded.reads_pictures and all(sample.images for sample in samples):
         raise ValueError(
             f"suite {samples[0].suite!r} shows pictures, and model {loaded.name!r} reads text only:"
@@ -176,7 +151,6 @@ def report_command(
     every: Annotated[
         bool, typer.Option("--all", help="Print all tables of report.md, not only the papers'.")
     ] = False,
-    plots: Annotated[bool, typer.Option(help="Draw the curves, or the fronts.")] = True,
     out: Annotated[
         Path | None, typer.Option(help="Where several runs' files go. [default: the first folder]")
     ] = None,
@@ -186,26 +160,21 @@ def report_command(
     Of several runs: what quality costs in bytes, in time to the first token and in speed; runs.md,
     runs.csv and fronts.png.
     """
-    if len(folders) == 1 and (folders[0] / "run.json").exists():
-        from .tabulate import Report
+    from . import draw
+    from .compare import Comparison
+    from .tabulate import Report
 
+    if len(folders) == 1 and (folders[0] / "run.json").exists():
         report = Report(folders[0])
         tables, written = report.tables(first=not every), report.write()
-        if plots and len(report.every) > 1:
-            from . import draw
-
+        if len(report.every) > 1:
             written.append(draw.save(draw.curves(report), folders[0] / "curves.png"))
     else:
-        from .compare import Comparison
-
         place = out or folders[0]
         check_place(place)
         runs = Comparison(folders)
         tables, written = runs.tables(), runs.write(place)
-        if plots:
-            from . import draw
-
-            written.append(draw.save(draw.fronts(runs.sections()), place / "fronts.png"))
+        written.append(draw.save(draw.fronts(runs.sections()), place / "fronts.png"))
     for table in tables:
         console().print(table, "")
     for path in written:
@@ -217,37 +186,33 @@ def report_command(
 def calibrate_command(
     out: Annotated[Path, typer.Option(help="The profile's file.")] = Path("profile.json"),
     policy: Annotated[
-        str,
-        typer.Option(help="prefixkv, xkv or squeeze, which size layers; condense or sparsemm."),
+        str, typer.Option(help="prefixkv, xkv or squeeze (layer sizes), condense or sparsemm.")
     ] = "condense",
     budget: Annotated[str, typer.Option(help="Fraction of the prompt kept.")] = "0.2",
     model: ModelOption = "builtin",
-    prompts: PromptsOption = None,
-    suite: Annotated[
-        str | None,
-        typer.Option(
-            help="The suite that prompts are from. [default: description, where the model reads "
-            "pictures]"
-        ),
-    ] = None,
-    data: DataOption = None,
-    limit: LimitOption = 10,
-    length: LengthOption = None,
-    option: PolicyOption = None,
+    prompts: arguments.PromptsOption = None,
+    suite: arguments.SuiteOption = None,
+    data: arguments.DataOption = None,
+    limit: arguments.LimitOption = 10,
+    length: arguments.LengthOption = None,
+    option: arguments.PolicyOption = None,
     plugin: PluginOption = None,
-    image_folder: ImagesOption = None,
+    image_folder: arguments.ImagesOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
-    device_map: MapOption = None,
+    device_map: arguments.MapOption = None,
 ) -> None:
     """Measure a policy's layer sizes, or what each head costs, on prompts of yours or a suite's.
 
     Use it by `mmkv.wrap(model, profile=...)`, or in a run as the policy prefixkv:profile=PATH, in
     which {budget} stands for each budget.
     """
+    from mmkv import chat
     from mmkv.budgets import parse
+    from mmkv.calibration import calibrate
 
     from .prompts import encode_prompts, encode_samples, read_prompts, token_counter
+    from .samples import Sample
     from .suites.registry import BUILTIN, default_data, load_suite
     from .variants import parse_options, parse_variants
 
@@ -262,15 +227,11 @@ def calibrate_command(
         raise ValueError(f"--prompts {prompts} takes the place of a suite and its options")
     own = None if prompts is None else read_prompts(prompts)
     (variant,) = parse_variants([policy], chosen, builtin=own is None and data == BUILTIN)
-    samples: list[Any] = []
+    samples = list[Sample]()
     if named:
         more: Any = {"limit": limit, "image_folder": image_folder, "length": length}
         samples = load_suite(suite, data, count=token_counter(model), **more)
     _check_file(out)
-
-    from mmkv import chat
-    from mmkv.calibration import calibrate
-
     loaded = chat.load(model, device, dtype, device_map)
     _check_readable(loaded, samples)
     if named:
@@ -297,9 +258,8 @@ def plot_command(
     kind: Annotated[
         str,
         typer.Argument(
-            help="layers: kept tokens by layer; lorenz: importance held by the top tokens, by "
-            "layer; retention: importance retained by layer; heads: what heads cost, and their "
-            "sizes, by a profile of calibrate."
+            help="layers: kept tokens; lorenz: importance held by the top tokens; retention: "
+            "importance retained; heads: what heads cost, and their sizes, by a profile."
         ),
     ],
     out: Annotated[
@@ -313,23 +273,15 @@ def plot_command(
         Path | None, typer.Option(help="For heads. [default: what the model comes with]")
     ] = None,
     model: ModelOption = "builtin",
-    suite: Annotated[
-        str | None,
-        typer.Option(
-            help="The suite that the prompt is from. [default: description, where the model reads "
-            "pictures]"
-        ),
-    ] = None,
-    data: DataOption = None,
+    suite: arguments.SuiteOption = None,
+    data: arguments.DataOption = None,
     sample: Annotated[int, typer.Option(min=0, help="Number of the suite's sample.")] = 0,
-    prompt: Annotated[str | None, typer.Option(help="A prompt instead of a sample.")] = None,
-    image: Annotated[list[Path] | None, typer.Option(help="Pictures before the prompt.")] = None,
-    option: PolicyOption = None,
+    option: arguments.PolicyOption = None,
     plugin: PluginOption = None,
-    image_folder: ImagesOption = None,
+    image_folder: arguments.ImagesOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
-    device_map: MapOption = None,
+    device_map: arguments.MapOption = None,
 ) -> None:
     """Draw what policies keep of one prompt."""
     from mmkv import chat
@@ -337,7 +289,6 @@ def plot_command(
 
     from . import draw
     from .prompts import encode_prompts, encode_samples, token_counter
-    from .samples import Sample, check_image
     from .suites.registry import BUILTIN, default_data, load_suite
     from .variants import parse_options, parse_variants, split
 
@@ -346,8 +297,6 @@ def plot_command(
     size, *others = budget_list(budget)
     if others:
         raise ValueError(f"--budget {budget}: a plot has one budget")
-    if image and prompt is None:
-        raise ValueError(f"--image {image[0]} goes before a --prompt: give one")
     path = out or Path(f"{kind}.png")
     _check_file(path)
     check_format(path)
@@ -359,20 +308,13 @@ def plot_command(
     suite = suite or "description"
     data = data or default_data(suite, model)
     variants = parse_variants(split(policies), chosen, builtin=data == BUILTIN)
-    if prompt is not None:
-        pictures = tuple(image or [])
-        for picture in pictures:
-            check_image(picture)
-        shown = Sample(id="prompt", suite="prompt", task="prompt", prompt=prompt, images=pictures)
-    else:
-        more: Any = {"limit": sample + 1, "image_folder": image_folder}
-        samples = load_suite(suite, data, count=token_counter(model), **more)
-        if sample >= len(samples):
-            raise ValueError(f"--sample {sample}: the suite has {len(samples)}")
-        shown = samples[sample]
+    more: Any = {"limit": sample + 1, "image_folder": image_folder}
+    samples = load_suite(suite, data, count=token_counter(model), **more)
+    if sample >= len(samples):
+        raise ValueError(f"--sample {sample}: the suite has {len(samples)}")
     loaded = chat.load(model, device, dtype, device_map)
-    about = f"{Path(model).name}, {shown.suite} {shown.id}"
-    if prompt is None and not named and not loaded.reads_pictures:
+    about = f"{Path(model).name}, {suite} {samples[sample].id}"
+    if not named and not loaded.reads_pictures:
         documents = encode_prompts(loaded, None, None)
         if sample >= len(documents):
             raise ValueError(f"--sample {sample}: there are {len(documents)} documents")
@@ -380,8 +322,8 @@ def plot_command(
         variants = parse_variants(split(policies), chosen)
         about = f"{Path(model).name}, document {sample}"
     else:
-        _check_readable(loaded, [shown])
-        (inputs,) = encode_samples(loaded, [shown])
+        _check_readable(loaded, samples)
+        (inputs,) = encode_samples(loaded, samples[sample:])
     figure = draw.plot_prompt(loaded.model, inputs, kind, variants, size, about)
     typer.echo(f"wrote {draw.save(figure, path)}")
 

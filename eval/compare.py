@@ -22,14 +22,7 @@ _HIDDEN = f":{QUESTION}={HIDDEN}"
 
 class Comparison:
     """All runs below some folders, side by side: what quality costs in bytes, time and speed.
-
-    Attributes:
-        reports: one of each run; rows of a run that lie in several folders are put together.
-        points: a row for each model, suite, data, place of the question, run, policy and budget.
-
-    Raises:
-        RunError: no run there, none of a policy but the full cache, or one that is damaged.
-    """
+    Raises RunError where there is none of a policy but the full cache, or a damaged one."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         runs: dict[str, list[Path]] = {}
@@ -39,6 +32,7 @@ class Comparison:
                 raise RunError(f"{folder}: no run here")
             for path in found:
                 runs.setdefault(digest(read_settings(path)["settings"]), []).append(path)
+        # Rows of a run that lie in several folders are put together.
         self.reports = [Report(*paths) for paths in runs.values()]
         parts = [_points(report, hidden) for report in self.reports for hidden in (False, True)]
         self.points = pd.concat(parts)
@@ -94,9 +88,9 @@ def _points(report: Report, hidden: bool) -> Any:
     kept = [percent(json.loads(text)) for text in found["kept"]]
     label = policy.where(policy == FULL, policy + " " + kept)
     about = {name: report.settings[name] for name in ("model", "suite", "data")}
-    place = {"question": HIDDEN if hidden else "visible", "run": report.made_by[-1]["id"]}
-    found = found.assign(**about, **place, policy=policy, kept=kept, label=label)
-    return found.set_axis([f"{place}{label}" for label in found["label"]])
+    about |= {"question": HIDDEN if hidden else "visible", "run": report.made_by[-1]["id"]}
+    found = found.assign(**about, policy=policy, kept=kept, label=label)
+    return found.set_axis([f"{about}{x}" for x in label])
 
 
 def front(points: Any, cost: str, metric: str) -> Any:

@@ -27,8 +27,6 @@ from mmkv.terminal import check_place, told
 
 SHORTEST = 12_000  # characters of a text
 SOURCES = "SOURCES.txt"
-
-
 # Texts by name, as paragraphs, read from the folder of an extracted package.
 Texts = Iterator[tuple[str, list[str]]]
 
@@ -91,8 +89,7 @@ def handbook(package: Path) -> Texts:
 
 def faq(package: Path) -> Texts:
     """Sections of An Anarchist FAQ."""
-    (folder,) = package.rglob("anarchism/html")
-    for page in sorted(folder.glob("sec*.html")):
+    for page in sorted(package.rglob("anarchism/html/sec*.html")):
         yield page.stem.removeprefix("sec"), _Page(page).blocks
 
 
@@ -105,16 +102,13 @@ ALL: dict[str, tuple[str, str, Callable[[Path], Texts]]] = {
 
 
 class _Page(HTMLParser):
-    """The prose of an HTML page: `blocks`, its paragraphs and headings, and `links` by relation.
+    """The prose of an HTML page: `blocks`, its paragraphs and headings, and `links` by relation."""
 
-    Blocks of fewer than four words are headings' remains or code; listings, tables, lists of
-    contents and what Publican puts around a page are left out.
-    """
-
+    # Listings, tables, lists of contents and what Publican puts around a page are left out.
     _SKIPPED = frozenset(("head", "pre", "table", "sup", "script", "style"))
     _NOISE = frozenset(("docnav", "toc", "banner", "footnotes", "title"))
-    _BLOCKS = frozenset(("div", "p", "li", "ul", "ol", "dl", "dt", "dd", "blockquote", "br"))
     _HEADINGS = frozenset(("h1", "h2", "h3", "h4", "h5"))
+    _BLOCKS = _HEADINGS | {"div", "p", "li", "ul", "ol", "dl", "dt", "dd", "blockquote", "br"}
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -134,11 +128,10 @@ class _Page(HTMLParser):
             self._depth += tag == self._skipped
             return
         names = set(f"{found.get('class', '')} {found.get('id', '')}".split())
-        noise = tag not in self._HEADINGS and names & self._NOISE
-        if tag in self._SKIPPED or noise:
+        if tag in self._SKIPPED or (tag not in self._HEADINGS and names & self._NOISE):
             self._end()
             self._skipped, self._depth = tag, 1
-        elif tag in self._BLOCKS or tag in self._HEADINGS:
+        elif tag in self._BLOCKS:
             self._end()
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -151,7 +144,7 @@ class _Page(HTMLParser):
         if self._skipped:
             self._depth -= tag == self._skipped
             self._skipped = self._skipped if self._depth else ""
-        elif tag in self._BLOCKS or tag in self._HEADINGS:
+        elif tag in self._BLOCKS:
             self._end()
 
     def handle_data(self, data: str) -> None:
@@ -160,10 +153,9 @@ class _Page(HTMLParser):
             self._text += data
 
     def _end(self) -> None:
-        text = _plain(self._text)
-        if len(text.split()) > 3:
+        text, self._text = _plain(self._text), ""
+        if len(text.split()) > 3:  # others are headings' remains or code
             self.blocks.append(text)
-        self._text = ""
 
 
 def _plain(text: str) -> str:
@@ -171,15 +163,8 @@ def _plain(text: str) -> str:
 
 
 def write(folder: Path, debs: Path | None = None) -> dict[str, int]:
-    """Write all texts into a folder; returns how many each package gave.
-
-    Args:
-        folder: is made; texts of the same name are replaced.
-        debs: a folder with the packages; by default they are downloaded by `apt-get`.
-
-    Raises:
-        ValueError: a tool or a package is missing; says which, and what to do.
-    """
+    """Write all texts into a folder, from packages in `debs` or downloaded; returns how many each
+    gave. Raises ValueError, which says what is missing and what to do."""
     if shutil.which("dpkg-deb") is None or (debs is None and shutil.which("apt-get") is None):
         names = ", ".join(package for package, *_ in ALL.values())
         raise ValueError(
@@ -197,17 +182,18 @@ def write(folder: Path, debs: Path | None = None) -> dict[str, int]:
             package, out = Path(place) / name, folder / kind
             _call("dpkg-deb", "-x", str(found[-1]), str(package))
             out.mkdir(parents=True, exist_ok=True)
-            texts = {title: "\n".join(x) + "\n" for title, x in read(package)}
-            texts = {title: text for title, text in texts.items() if len(text) >= SHORTEST}
-            for title, text in texts.items():
-                (out / f"{title}.txt").write_text(text, encoding="utf-8")
-            counts[kind] = len(texts)
+            counts[kind] = 0
+            for title, paragraphs in read(package):
+                text = "\n".join(paragraphs) + "\n"
+                if len(text) >= SHORTEST:
+                    (out / f"{title}.txt").write_text(text, encoding="utf-8")
+                    counts[kind] += 1
             version = _call("dpkg-deb", "-f", str(found[-1]), "Version").strip()
             terms = (package / "usr/share/doc" / name / "copyright").read_text()
             given = re.search(r"^Files: \*\n(?:.+\n)*?License: *(.+)", terms, re.MULTILINE)
             lines.append(
-                f"{kind}: {len(texts)} texts of {about}; Debian package {name} {version}, licence "
-                f"of the package {given[1] if given else 'see the package'}\n"
+                f"{kind}: {counts[kind]} texts of {about}; Debian package {name} {version}, "
+                f"licence of the package {given[1] if given else 'see the package'}\n"
             )
     (folder / SOURCES).write_text("".join(lines), encoding="utf-8")
     return counts

@@ -54,9 +54,9 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def _panels(across: int, down: int = 1, width: float = 3.7) -> tuple[Figure, list[Axes]]:
+def _panels(across: int, down: int = 1) -> tuple[Figure, list[Axes]]:
     """A figure of panels, row by row."""
-    figure = Figure(figsize=(1.9 + width * across, 3.7 * down), layout="constrained")
+    figure = Figure(figsize=(1.9 + 3.7 * across, 3.7 * down), layout="constrained")
     axes = list(figure.subplots(down, across, squeeze=False).flat)
     for axis in axes:
         axis.grid(True, color="#e6e6e6", linewidth=0.7)
@@ -102,8 +102,8 @@ def _log(axis: Any) -> None:
 def curves(report: Report) -> Figure:
     """One panel a metric: the metric against the budget, one line a policy."""
     budgets = sorted(report.budgets, key=float)
-    metrics = [*report.shown]
-    metrics += ["retained"] if report.found[""]["retained"].notna().any() else []
+    known = report.found[""]["retained"].notna().any()
+    metrics = [*report.shown, *(["retained"] if known else [])]
     figure, axes = _panels(len(metrics))
     full = report.figures(FULL, 1.0)
     fractions = all(isinstance(b, float) for b in budgets)
@@ -174,15 +174,10 @@ def plot_prompt(
     budget: float | int,
     about: str,
 ) -> Figure:
-    """What policies make of one prompt.
+    """What policies make of one prompt, with a model that is not wrapped.
 
-    Args:
-        model: not wrapped.
-        inputs: the prompt, one row.
-        kind: "layers" (kept tokens), "lorenz" (of the first policy's score) or "retention".
-        variants: the policies.
-        budget: for "layers" and "retention".
-        about: model and prompt, for the title.
+    `kind` is "layers" (kept tokens), "lorenz" (of the first policy's score) or "retention"; `about`
+    names model and prompt in the title.
     """
     import torch
 
@@ -213,25 +208,25 @@ def plot_prompt(
     return _finish(figure, f"{about}, kept: {percent(budget)}")
 
 
-def _by_depth(n: int) -> list[Any]:
-    """A colour for each of n layers."""
-    return [mpl.colormaps["viridis"](0.92 * i / max(1, n - 1)) for i in range(n)]
+def _draw_layers(axis: Axes, lines: Sequence[tuple[Any, Any]]) -> None:
+    """A line of x and y for each layer, from dark to light."""
+    for layer, (x, y) in enumerate(lines):
+        colour = mpl.colormaps["viridis"](0.92 * layer / max(1, len(lines) - 1))
+        axis.plot(x, y, color=colour, lw=1.4, label=f"layer {layer}")
 
 
 def _lorenz(model: Any, inputs: Mapping[str, Any], variant: Variant, about: str) -> Figure:
-    """Share of importance held by the most important tokens, one line a layer.
-
-    Heads are averaged after each is sorted, as each keeps its own best.
-    """
+    """Share of importance held by the most important tokens, one line a layer."""
     from mmkv.registry import get_policy
 
     scores = layer_scores(model, inputs, get_policy(variant.name, **variant.options))
-    figure, (axis,) = _panels(1)
-    for layer, (s, colour) in enumerate(zip(scores, _by_depth(len(scores)), strict=True)):
+    (figure, (axis,)), lines = _panels(1), list[tuple[Any, Any]]()
+    for s in scores:
+        # Heads are averaged after each is sorted, as each keeps its own best.
         ranked = s[0].float().cpu().clamp(min=0).sort(dim=-1, descending=True).values.mean(0)
         share = np.insert((ranked.cumsum(0) / ranked.sum()).numpy(), 0, 0.0)
-        x = np.linspace(0, 100, len(share))
-        axis.plot(x, 100 * share, color=colour, lw=1.4, label=f"layer {layer}")
+        lines.append((np.linspace(0, 100, len(share)), 100 * share))
+    _draw_layers(axis, lines)
     axis.plot([0, 100], [0, 100], color="#bbbbbb", lw=1, ls=":", label="all alike")
     what = f"share of importance held, %, by the score of {variant.label}"
     _head(axis, what, "most important tokens, % of the prompt")
@@ -241,12 +236,7 @@ def _lorenz(model: Any, inputs: Mapping[str, Any], variant: Variant, about: str)
 def heads(path: Path | None, model: str) -> Figure:
     """What shrinking a head costs, one line a layer, and each head's share at some budgets.
 
-    Args:
-        path: a profile of cost curves; by default that of the model's folder.
-        model: its name.
-
-    Raises:
-        ValueError: the profile has none.
+    By a profile of cost curves, by default that of the model's folder. Raises ValueError.
     """
     from mmkv.loading import models
     from mmkv.profiles import FILE, Profile
@@ -259,9 +249,7 @@ def heads(path: Path | None, model: str) -> Figure:
     figure, (axis, *maps) = _panels(1 + len(budgets))
     costs = np.array(measured.costs)  # layers, heads, levels
     places = 100 * np.array(measured.levels)
-    for layer, (mean, colour) in enumerate(zip(costs.mean(1), _by_depth(len(costs)), strict=True)):
-        known = mean > 0
-        axis.plot(places[known], mean[known], color=colour, lw=1.4, label=f"layer {layer}")
+    _draw_layers(axis, [(places[mean > 0], mean[mean > 0]) for mean in costs.mean(1)])
     axis.set_yscale("log")
     _head(axis, "cost of one head alone, nats a token", "kept by the head, % of the prompt")
     image: Any = None
@@ -280,16 +268,8 @@ def heads(path: Path | None, model: str) -> Figure:
 
 
 def layer_scores(model: Any, inputs: Mapping[str, Any], policy: Any) -> list[Tensor]:
-    """A policy's importance of a prompt's tokens in each layer, [B, H or 1, N].
-
-    Args:
-        model: not wrapped.
-        inputs: what a processor returns.
-        policy: a `Policy` with an attention score.
-
-    Raises:
-        ValueError: the policy has none, or the prompt is too short to lose a token.
-    """
+    """A policy's importance of a prompt's tokens in each layer, [B, H or 1, N]. Raises ValueError
+    where it has no attention score, or the prompt is too short to lose a token."""
     import torch
 
     from mmkv.sizes.heads import UniformHeads

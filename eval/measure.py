@@ -40,10 +40,9 @@ class Job:
     model: Any
     encoder: Encoder
     samples: Sequence[Sample]
-    metrics: tuple[str, ...]
+    metrics: Sequence[str]
     about: dict[str, Any]
-    # Whether one pass of a batch's prompts serves all policies, see `replay`.
-    replays: bool = False
+    replays: bool = False  # whether one pass of a batch's prompts serves all policies
     full: dict[int, Row] = field(default_factory=dict[int, Row])  # the full cache's rows, by sample
     # The context that was read last, and of what.
     read: tuple[tuple[str, float | int], dict[str, Any], mmkv.Context] | None = None
@@ -71,7 +70,7 @@ class Batch:
     @cached_property
     def inputs(self) -> dict[str, Any]:
         """The prompts on the model's device."""
-        return self.job.encoder.inputs(self.job.model, self.samples)
+        return on_device(self.job.model, self.job.encoder.batch(self.samples))
 
     @cached_property
     def apart(self) -> list[dict[str, Any]]:
@@ -96,12 +95,6 @@ class Batch:
         """The full cache's distributions along the replies, by the model unwrapped."""
         return log_probabilities(self.job.model, self.inputs, self.replies)[0]
 
-    def capture(self, hidden: bool) -> None:
-        """Run the pass of `captures`, by the model unwrapped."""
-        if hidden not in self.captures:
-            inputs = self.apart[0] if hidden else self.inputs
-            self.captures[hidden] = Capture.of(self.job.model, inputs)
-
     def context(
         self, variant: Variant, budget: float | int, captured: Capture | None
     ) -> mmkv.Context:
@@ -123,11 +116,8 @@ class Batch:
 
 
 def measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
-    """One policy and budget on one batch.
-
-    Where the core refuses the batch, its samples are tried alone; the row of one whose budget
-    cannot be honoured holds the reason in `error`.
-    """
+    """One policy and budget on one batch; where the core refuses it, its samples are tried alone,
+    and the row of one whose budget cannot be honoured holds the reason in `error`."""
     from torch import OutOfMemoryError
 
     job = batch.job
@@ -135,8 +125,9 @@ def measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
         if variant.label != FULL:  # by the model as it is, before it is wrapped
             if job.compares:
                 _ = batch.full
-            if job.replays:
-                batch.capture(variant.hidden)
+            if job.replays and variant.hidden not in batch.captures:
+                inputs = batch.apart[0] if variant.hidden else batch.inputs
+                batch.captures[variant.hidden] = Capture.of(job.model, inputs)
         with variant.wrapped(job.model, budget):
             return _measure(variant, budget, batch)
     except (ValueError, OutOfMemoryError) as error:
@@ -160,9 +151,8 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
             f"{what} reads prompts at once, and evict_chunks in chunks: use --metrics rouge, "
             "or --question hidden"
         )
-    captured = batch.captures.get(variant.hidden) if not reference else None
-    if captured is not None and not applies(attachment_of(model).plan):
-        captured = None
+    replayed = not reference and applies(attachment_of(model).plan)
+    captured = batch.captures.get(variant.hidden) if replayed else None
     if variant.hidden:
         context = batch.context(variant, budget, captured)
         held = context.cache.nbytes
@@ -290,8 +280,7 @@ def _rouge(sample: Sample, text: str, full: str | None) -> dict[str, float | Non
 def kept_by_row(cache: Any) -> list[dict[str, Any]]:
     """What each row kept of its prompt, right after the prefill.
 
-    `cache_bytes` counts the kept pairs alone, so it does not depend on a row's batch; what the
-    storages hold beside them is in `held_bytes`.
+    `cache_bytes` counts the kept pairs alone, so it does not depend on a row's batch.
     """
     layers, report, found = [x.keeping() for x in cache.compressed], cache.report(), []
     n, heads, seen = len(layers), layers[0].heads, cache.get_seq_length()
@@ -300,19 +289,11 @@ def kept_by_row(cache: Any) -> list[dict[str, Any]]:
     block = layers[0].blocks[0]
     held = block.nbytes // block.slots  # of one pair, fewer in 8 or 4 bits
     for row, length in enumerate(cache.lengths):
-        kept = sum(x.sizes[row] for x in layers)
-        retained = mean_known(
-            None if x.retained is None else float(x.retained[row]) for x in layers
-        )
-        found.append(
-            {
-                "prompt_tokens": length,
-                "kept_fraction": kept / (length * n),
-                "cache_bytes": kept * heads * held,
-                "full_bytes": length * n * heads * pair,
-                "retained": 1.0 if kept == length * n else retained,
-            }
-        )
+        kept, whole = sum(x.sizes[row] for x in layers), length * n
+        shares = [None if x.retained is None else float(x.retained[row]) for x in layers]
+        sizes = {"cache_bytes": kept * heads * held, "full_bytes": whole * heads * pair}
+        facts = {"prompt_tokens": length, "kept_fraction": kept / whole, **sizes}
+        found.append(facts | {"retained": 1.0 if kept == whole else mean_known(shares)})
     return found
 
 

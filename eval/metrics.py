@@ -39,18 +39,13 @@ class _Score(evaluate.Metric):
         references: list[list[str]],
         classes: list[list[str]] | None = None,
     ) -> dict[str, Any]:
-        named = classes or [[] for _ in predictions]
-        name = str(self.config_name)
+        name, named = str(self.config_name), classes or [[]] * len(predictions)
         samples = zip(predictions, references, named, strict=True)
         return {name: fmean(best(name, *sample) for sample in samples)}
 
 
 def load_metric(name: str) -> evaluate.Metric:
-    """A metric by the name of a scorer (`mmkv.eval.scoring.SCORERS`), which keeps data in memory.
-
-    Raises:
-        ValueError: an unknown name; says which there are.
-    """
+    """A metric by the name of a scorer (`mmkv.eval.scoring.SCORERS`). Raises ValueError."""
     if name not in SCORERS:
         raise ValueError(f"metric={name!r}: expected one of {list(SCORERS)}")
     return _Score(config_name=name, keep_in_memory=True)

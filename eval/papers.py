@@ -10,23 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One paper's figures for one model and suite, from `papers.json`.
+    """One paper's figures for one model and suite, from `papers.json`."""
 
-    Attributes:
-        source: paper and table.
-        model: as the paper calls it.
-        models: what a model's name or path contains if it is this one, in lower case.
-        columns: metrics ("ppl", "rouge"), or LongBench tasks and "average", in percent.
-        rows: policy as named here (or "prefixkv:layers=uniform"), the paper's name, budget, and a
-            figure for each column.
-    """
-
-    source: str
+    source: str  # paper and table
     suite: str
-    model: str
-    models: list[str]
-    columns: list[str]
-    rows: list[list[Any]]
+    model: str  # as the paper calls it
+    models: list[str]  # what a model's name or path contains if it is this one, in lower case
+    columns: list[str]  # metrics ("ppl", "rouge"), or LongBench tasks and "average", in percent
+    rows: list[list[Any]]  # policy as named here, the paper's name, budget, a figure a column
 
     def of(self, policy: str) -> dict[str, dict[str, dict[str, float]]]:
         """Figures by the paper's names of a policy, budget as it is written, and column."""
@@ -46,6 +37,8 @@ def paper_tables() -> list[PaperTable]:
 
 def papers_of(settings: dict[str, Any]) -> list[PaperTable]:
     """Those of a run's model and suite; none where its data are our own."""
+    if settings["data"] == "builtin":
+        return []
     name = settings["model"].lower().replace("_", "-")
     mine = [t for t in paper_tables() if t.suite == settings["suite"]]
-    return [t for t in mine if settings["data"] != "builtin" and any(m in name for m in t.models)]
+    return [t for t in mine if any(m in name for m in t.models)]

@@ -41,10 +41,8 @@ _TEMPLATE_ROOM = 32
 
 
 class Encoder:
-    """Encodes samples by a transformers processor, or a tokenizer for a text model.
-
-    Prompts of samples with `truncate` are cut in their middle to fit `max_length` tokens.
-    """
+    """Encodes samples by a transformers processor, or a tokenizer for a text model; prompts of
+    those with `truncate` are cut in their middle to fit `max_length` tokens."""
 
     def __init__(self, processor: Any, max_length: int | None = None) -> None:
         self.processor = processor
@@ -53,31 +51,17 @@ class Encoder:
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
 
-    @property
-    def reads_text_only(self) -> bool:
-        """Whether what encodes is a tokenizer."""
-        return self.processor is self.tokenizer
-
-    def inputs(self, model: Any, samples: Sequence[Sample]) -> dict[str, Any]:
-        """`batch`, where the model is."""
-        return on_device(model, self.batch(samples))
-
     def batch(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """The prompts as one left-padded batch of tensors."""
         texts = [self.render(s, self.fit(s)) for s in samples]
         images = [image for s in samples for image in open_images(s)]
-        if images and self.reads_text_only:
+        if images and self.processor is self.tokenizer:
             raise ValueError(f"sample {samples[0].id}: has pictures, but the model reads none")
         return encode(self.processor, texts, images)
 
     def apart(self, samples: Sequence[Sample]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The prompts cut before their questions: contexts and questions, each left-padded.
-
-        A context is what a prompt has in common with one that asks nothing, pictures included.
-
-        Raises:
-            ValueError: a sample has no question apart from its context.
-        """
+        """Contexts and questions, each left-padded: a context is what a prompt has in common with
+        one that asks nothing, pictures included. Raises ValueError where there is none."""
         empty = [replace(s, prompt=_before(self.fit(s), s), truncate=False) for s in samples]
         whole, rest = self.batch(samples), self.batch(empty)
         by_token = [name for name, x in whole.items() if x.shape == whole["input_ids"].shape]
@@ -102,7 +86,7 @@ class Encoder:
             return text + ("" if text[-1:].isspace() else " ") + answer
 
         def content(text: str, images: int = 0) -> Any:
-            if self.reads_text_only:  # a text model's template reads plain text
+            if self.processor is self.tokenizer:  # a text model's template reads plain text
                 return text
             return [{"type": "image"}] * images + [{"type": "text", "text": text}]
 
@@ -137,8 +121,8 @@ class Encoder:
         return self._ids(whole[len(before) :], special=False)
 
     def fit(self, sample: Sample) -> str:
-        """The prompt's text; its first and last halves, as LongBench cuts it, where the sample
-        allows it and it is too long."""
+        """The prompt's text; of one that is too long its first and last halves, as LongBench cuts
+        it, where the sample allows it."""
         if not sample.truncate or self.max_length is None:
             return sample.prompt
         room = max(2, self.max_length - sample.max_new_tokens - _TEMPLATE_ROOM)
@@ -168,15 +152,20 @@ def left_padded(rows: Sequence[Mapping[str, Tensor]], pad: int) -> dict[str, Ten
     """Rows of one token sequence each, [1, n], as one batch; masks are 0 where there is padding."""
     from torch.nn.utils.rnn import pad_sequence
 
-    found: dict[str, Tensor] = {}
-    for name in rows[0]:
-        fill, texts = pad if name == "input_ids" else 0, [row[name][0] for row in rows]
-        found[name] = pad_sequence(texts, True, fill, padding_side="left")
-    return found
+    fill = dict.fromkeys(rows[0], 0) | {"input_ids": pad}
+    return {
+        name: pad_sequence([row[name][0] for row in rows], True, fill[name], padding_side="left")
+        for name in rows[0]
+    }
 
 
 def _before(prompt: str, sample: Sample) -> str:
     """A prompt without its question, which a cut in its middle leaves whole."""
+    if not sample.asked:
+        raise ValueError(
+            f"sample {sample.id}: its prompt is not a context and then a question, so that the "
+            "question cannot be hidden"
+        )
     if not prompt.endswith(sample.asked):
         raise ValueError(f"sample {sample.id}: its question is longer than half of the prompt")
     return prompt.removesuffix(sample.asked)
@@ -184,16 +173,11 @@ def _before(prompt: str, sample: Sample) -> str:
 
 def longest(model: Any) -> int | None:
     """The longest sequence a model was made for, from its text config."""
-    config = model.config.get_text_config()
-    return getattr(config, "max_position_embeddings", None)
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def token_counter(name: str) -> Callable[[str], int]:
-    """How many tokens a text has for a model, by its tokenizer alone, which the first one loads.
-
-    Raises:
-        ValueError: no tokenizer can be loaded.
-    """
+    """How many tokens a text has for a model, by its tokenizer alone, which the first one loads."""
 
     @cache
     def tokenizer() -> Any:
@@ -205,11 +189,7 @@ def token_counter(name: str) -> Callable[[str], int]:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file, as conversations.
-
-    Raises:
-        DataError: no such file, of another kind, without prompts, or with one that is none.
-    """
+    """The prompts of a file, as conversations. Raises DataError."""
     if path.suffix == ".jsonl":
         return [_conversation(entry) for entry in files.read_lines(path)]
     if path.suffix != ".txt":
@@ -225,11 +205,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def shipped_prompts() -> list[Prompt]:
-    """Requests about documents that Python itself holds.
-
-    Raises:
-        DataError: this Python comes without them.
-    """
+    """Requests about documents that Python itself holds. Raises DataError."""
     topics, found = files.documentation(), list[Prompt]()
     for name, asked in _SHIPPED.items():
         text = topics[name].strip()
@@ -242,16 +218,8 @@ def shipped_prompts() -> list[Prompt]:
 def encode_prompts(
     loaded: Loaded, prompts: Sequence[Prompt] | None, limit: int | None, *, drawn: bool = False
 ) -> list[dict[str, Any]]:
-    """What the model takes for each prompt, as its chat template writes it.
-
-    Args:
-        loaded: the model.
-        prompts: None: of the shipped ones, or, with `drawn`, about drawn pictures.
-        limit: how many at most.
-
-    Raises:
-        ValueError: the template refuses one; says which.
-    """
+    """What the model takes for each prompt, as its chat template writes it; by default of the
+    shipped ones, or, with `drawn`, about drawn pictures. Raises ValueError if it refuses one."""
     from jinja2 import TemplateError
 
     from .suites.registry import load_suite
@@ -259,8 +227,7 @@ def encode_prompts(
     if prompts is None and drawn:
         return encode_samples(loaded, load_suite("description", limit=limit or len(_SHIPPED)))
     found = list[dict[str, Any]]()
-    prompts = shipped_prompts() if prompts is None else prompts
-    for i, prompt in enumerate(prompts[:limit], start=1):
+    for i, prompt in enumerate((prompts or shipped_prompts())[:limit], start=1):
         if loaded.places_pictures:
             prompt = [x | {"content": [{"type": "text", "text": x["content"]}]} for x in prompt]
         try:
@@ -273,7 +240,7 @@ def encode_prompts(
 def encode_samples(loaded: Loaded, samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """What the model takes for each sample of a suite."""
     encoder = Encoder(loaded.processor, longest(loaded.model))
-    return [encoder.inputs(loaded.model, [sample]) for sample in samples]
+    return [on_device(loaded.model, encoder.batch([sample])) for sample in samples]
 
 
 def _said(text: str) -> Prompt:
@@ -284,7 +251,7 @@ def _conversation(entry: files.Entry) -> Prompt:
     """A line's messages, of text alone."""
     if "messages" not in entry.fields:
         return _said(entry.text("prompt"))
-    messages = entry.get("messages")
+    messages = entry.fields["messages"]
     if not isinstance(messages, list) or not messages:
         raise entry.error("messages", "expected a list of messages")
     for message in messages:

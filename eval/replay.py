@@ -36,26 +36,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """What one pass of a batch's prompts brought to each layer's attention.
+    """What one pass of a batch's prompts brought to each layer's attention."""
 
-    Attributes:
-        logits: float [B, 1, V], of the token behind the prompt.
-        ids: int64 [B, N].
-        recorded: what each layer was given.
-    """
-
-    logits: Tensor
-    ids: Tensor
+    logits: Tensor  # float [B, 1, V], of the token behind the prompt
+    ids: Tensor  # int64 [B, N]
     recorded: _Recorder
 
     @classmethod
     def of(cls, model: Any, inputs: Mapping[str, Any]) -> Capture:
-        """Run the prompts of `inputs` through a model that is not wrapped.
-
-        Args:
-            model: any that can be wrapped.
-            inputs: what a processor returns for left-padded prompts, on the model's device.
-        """
+        """Run left-padded prompts on the model's device through a model that is not wrapped."""
         # With all that some score or layer part asks of a pass.
         asking = get_policy("snapkv", score="observers", layers="squeeze")
         with comparing(), wrapped(model, asking, 0.5), torch.no_grad():
@@ -140,10 +129,7 @@ def continued(
 
 
 def behind(context: Context, question: Mapping[str, Tensor]) -> tuple[dict[str, Any], Read]:
-    """All tokens of a context and a question, left-padded, and what reads the question behind it.
-
-    The question may hold text alone.
-    """
+    """All tokens of a context and a question of text, and what reads the question behind it."""
     given = context.behind(question)
     cache, ids = given.pop(CACHE), question["input_ids"]
 
@@ -178,11 +164,7 @@ class _Recorder(CompressedCache):
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Refuse states that are no keys and values.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuse states that are no keys and values."""
         raise ValueError("a pass of a model with linear attention cannot be taken in")
 
     def attend(

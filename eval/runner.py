@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 def find_processes(device: str | None = None) -> PartialState:
     """This process among those that the launcher started."""
     # The first to end waits for the slowest, which may take long.
-    several = {"timeout": timedelta(days=7)} if int(os.environ.get("WORLD_SIZE", "1")) > 1 else {}
-    return PartialState(cpu=device == "cpu", **several)
+    return PartialState(cpu=device == "cpu", timeout=timedelta(days=7))
 
 
 def run(
@@ -52,8 +51,6 @@ def run(
     limit: int | None = None,
     max_length: int | None = None,
     seed: int = 0,
-    processes: PartialState | None = None,
-    progress: bool = True,
     replay: bool = False,
 ) -> list[Row]:
     """Measure policies at budgets, or go on with a run that was stopped.
@@ -61,31 +58,28 @@ def run(
     Args:
         model: not wrapped; it is wrapped for each policy and budget, and left unwrapped.
         processor: a transformers processor, or a tokenizer for a text model.
-        samples: the suite, as they are; `data` and `limit`, from which they came, are recorded.
-        policies: see `parse_variants`. "full" is added where the metrics compare with it.
+        samples: of one suite; `data` and `limit`, from which they came, are recorded.
+        policies, options: see `parse_variants`. "full" is added where the metrics compare with it.
         budgets: fractions of the prompt, or numbers of tokens.
         metrics: of `METRICS`: perplexity of the answer; divergence of the next-token distributions
             from the full cache's, and the share of the same next tokens, along how a text goes on
             or the full cache's own reply; ROUGE-L against that reply; the sample's own metric.
         out: the run's folder; see `mmkv.eval.store`.
-        options: given to every policy that reads them.
         batch_size: samples at once. With several processes, at most samples / processes.
         model_name: recorded; by default the config's.
         data: with "builtin", windows default to 8 tokens.
         max_length: prompts that may be cut are cut to it; by default the model's own length.
         seed: of torch, for policies that draw.
-        processes: this process's place; by default what the launcher says.
-        progress: say on standard error how far it is.
         replay: run each prompt through the model once for all policies (`mmkv.eval.replay`); rows
             then have no times, and batches are small.
 
     Returns:
-        All rows, in order of policy, budget and sample. In a run of several processes, the first
-        one's; the others return their own.
+        All rows, in order of policy, budget and sample; of several processes, the first returns
+        them, the others their own.
 
     Raises:
-        RunError: the folder holds a run of other settings.
-        ValueError: bad arguments, or a policy that cannot be put on this model.
+        ValueError: bad arguments, a policy that cannot be put on this model, or a folder that holds
+            a run of other settings.
     """
     import torch
 
@@ -100,17 +94,16 @@ def run(
         raise ValueError(f"metric 'ppl': the samples of suite {suite!r} have no answers to score")
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: expected at least 1")
-    processes = processes or find_processes()
+    processes = find_processes()
     max_length = longest(model) if max_length is None else max_length
+    identified = [[s.id, s.task, s.prompt, list(s.answers), len(s.images)] for s in samples]
     settings = {
         "model": model_name or model.config.name_or_path or type(model).__name__,
         "suite": suite,
         "data": data,
-        "data_digest": digest(
-            [[s.id, s.task, s.prompt, list(s.answers), len(s.images)] for s in samples]
-        ),
+        "data_digest": digest(identified),
         "policies": {v.label: v.recorded for v in variants},
-        "budgets": list(budgets),
+        "budgets": budgets,
         "metrics": list(metrics),
         "options": dict(options or {}),
         "limit": limit,
@@ -121,8 +114,8 @@ def run(
         "device": model.device.type,
         "seed": seed,
         "notes": list(suite_notes(samples)),
+        **({"replay": True} if replay else {}),
     }
-    settings |= {"replay": True} if replay else {}
     environment = describe_environment(model.device)
     store = Store(out, None if processes.num_processes == 1 else processes.process_index)
     order = [v.label for v in variants], [1.0, *(b for b in budgets if named(b) != "1.0")]
@@ -146,7 +139,7 @@ def run(
         mine = [[batch] for group in mine for batch in group]
     work = [(variant, budget) for variant in variants for budget in variant.budgets(budgets)]
     total = len(work) * sum(len(batch) for group in mine for batch in group)
-    with bar(total, shown=progress and processes.is_main_process) as advance:
+    with bar(total, shown=processes.is_main_process) as advance:
         for group in mine:
             batches = [Batch(job, indices) for indices in group]
             for (variant, budget), batch in itertools.product(work, batches):
@@ -190,11 +183,7 @@ def check_arguments(
     *,
     builtin: bool = False,
 ) -> list[Variant]:
-    """What can be checked without a model; returns the policies, the full cache first.
-
-    Raises:
-        ValueError: says what is wrong.
-    """
+    """Return the policies, the full cache first. Raises ValueError, without a model."""
     unknown = [m for m in metrics if m not in METRICS]
     if unknown or not metrics:
         raise ValueError(f"metric {(unknown or [''])[0]!r}: expected some of {', '.join(METRICS)}")

@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from PIL import Image
 
 T = TypeVar("T")
-# A picture of more pixels or bytes than this is refused; both are far above any published one.
-MAX_PIXELS = 50_000_000
-MAX_IMAGE_BYTES = 64 * 2**20
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 
 
 class DataError(ValueError):
@@ -25,38 +21,24 @@ class DataError(ValueError):
 
 
 def words(text: str) -> int:
-    """How many a text has, where no tokenizer counts."""
+    """How many a text has."""
     return len(text.split())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What of a suite is asked for.
+    """What of a suite is asked for."""
 
-    Attributes:
-        data: None for the built-in data.
-        limit: take the first samples; where a suite has tasks, they take turns.
-        tasks: LongBench datasets, tasks of RULER or of documents, or kinds of built-in task.
-        image_folder: by default `images` beside the data file, else the file's own folder.
-        length: tokens of a prompt and its answer, for suites that make prompts of any length.
-        count: how many tokens a text has; words by default.
-        questions: most on each context, for suites that make them; published data has its own.
-    """
-
-    data: Path | None = None
-    limit: int | None = None
+    data: Path | None = None  # None: the built-in data
+    limit: int | None = None  # the first samples only; where a suite has tasks, they take turns
     tasks: list[str] | None = None
-    image_folder: Path | None = None
-    length: int | None = None
-    count: Callable[[str], int] = words
-    questions: int = 1
+    image_folder: Path | None = None  # by default `images` beside the data file, or its own folder
+    length: int | None = None  # tokens of a prompt and its answer, where a suite makes prompts
+    count: Callable[[str], int] = words  # how many tokens a text has
+    questions: int = 1  # most on each context, where a suite makes them
 
     def chosen(self, known: Iterable[str]) -> list[str]:
-        """The tasks that are asked for, by default all.
-
-        Raises:
-            ValueError: no such task.
-        """
+        """The tasks that are asked for, by default all. Raises ValueError where one is unknown."""
         names = list(known)
         if wrong := [name for name in self.tasks or () if name not in names]:
             raise ValueError(f"tasks must be among {names}, got {wrong}")
@@ -74,42 +56,24 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One prompt of a suite, with what is needed to run and to score it.
+    """One prompt of a suite, with what is needed to run and to score it."""
 
-    Attributes:
-        id: unique within a run.
-        suite: its name, which `load_suite` sets.
-        task: the LongBench dataset or kind of task, else the suite's name.
-        prompt: the user's text, without placeholders for images.
-        question: the end of `prompt` that a hidden question leaves out of what is compressed; "":
-            all of it, where there are pictures.
-        images: before the prompt; Pillow images, or paths that `open_images` reads.
-        answers: reference answers; the first is teacher-forced for perplexity.
-        chat: whether the chat template is applied.
-        max_new_tokens: most tokens to generate.
-        metric: a name in `mmkv.eval.scoring.SCORERS` for the generated text, or None.
-        classes: all classes of a classification task.
-        tags: groups that the sample counts in, such as "ocr" or "depth=0.5".
-        truncate: whether a prompt beyond the model's length is cut in its middle.
-        first_line: whether only the first line of the output is scored.
-        note: why figures of this sample do not compare with published ones; "" if they do.
-    """
-
-    id: str
-    suite: str = ""
-    task: str = ""
-    prompt: str
+    id: str  # unique within a run
+    suite: str = ""  # its name, which `load_suite` sets
+    task: str = ""  # the LongBench dataset or kind of task, else the suite's name
+    prompt: str  # without placeholders for images
+    # The end of `prompt` that is left out where questions are hidden; "": all, beside pictures.
     question: str = ""
-    images: tuple[Any, ...] = ()
-    answers: tuple[str, ...] = ()
-    chat: bool = True
+    images: tuple[Any, ...] = ()  # before the prompt; Pillow images, or paths
+    answers: tuple[str, ...] = ()  # for reference; the first is teacher-forced for perplexity
+    chat: bool = True  # whether the chat template is applied
     max_new_tokens: int = 128
-    metric: str | None = None
-    classes: tuple[str, ...] = ()
-    tags: tuple[str, ...] = ()
-    truncate: bool = False
-    first_line: bool = False
-    note: str = ""
+    metric: str | None = None  # a name in `mmkv.eval.scoring.SCORERS` for the generated text
+    classes: tuple[str, ...] = ()  # all of a classification task
+    tags: tuple[str, ...] = ()  # groups that it counts in, such as "ocr" or "depth=0.5"
+    truncate: bool = False  # whether a prompt beyond the model's length is cut in its middle
+    first_line: bool = False  # whether only the first line of the output is scored
+    note: str = ""  # why its figures do not compare with published ones; "" if they do
 
     @property
     def goes_on(self) -> bool:
@@ -118,30 +82,22 @@ class Sample:
 
     @property
     def asked(self) -> str:
-        """The question apart from its context, the end of `prompt`.
-
-        Raises:
-            ValueError: there is no context apart from it.
-        """
-        if end := self._end:
-            return end
-        raise ValueError(
-            f"sample {self.id}: its prompt is not a context and then a question, so that the "
-            "question cannot be hidden"
-        )
-
-    @property
-    def _end(self) -> str:
-        """The question as the end of the prompt; "" where it is not."""
+        """The question as the end of `prompt`; "" where there is no context apart from it, so that
+        it cannot be hidden."""
         question = self.question or (self.prompt if self.images else "")
         return question if self.prompt.endswith(question) else ""
 
     @property
     def context(self) -> tuple[object, ...]:
-        """What samples share that ask about the same text and pictures; of the sample alone where
-        its question cannot be hidden."""
+        """What samples share that ask about the same text and pictures."""
         pictures = (str(i) if isinstance(i, str | Path) else id(i) for i in self.images)
-        return (self.prompt.removesuffix(self._end), *pictures) if self._end else (self.id,)
+        return (self.prompt.removesuffix(self.asked), *pictures) if self.asked else (self.id,)
+
+
+def asked_about(text: str, question: str, answers: tuple[str, ...], **more: Any) -> dict[str, Any]:
+    """Fields of a sample that asks about a text; `more` are others."""
+    made: dict[str, Any] = {"prompt": f"{text}{question}", "question": question, "answers": answers}
+    return made | {"max_new_tokens": 8} | more
 
 
 def suite_notes(samples: Iterable[Sample]) -> tuple[str, ...]:
@@ -155,18 +111,11 @@ def open_images(sample: Sample) -> list[Image.Image]:
 
 
 def read_image(path: str | Path, *, decode: bool = True) -> Image.Image:
-    """One picture as RGB, its first frame if it has several; or its checked header. Raises
-    DataError."""
-    limits: Any = {"formats": FORMATS, "most_pixels": MAX_PIXELS, "most_bytes": MAX_IMAGE_BYTES}
+    """One picture as RGB, the first of several frames; or its checked header. Raises DataError."""
     try:
-        return untrusted.read_picture(path, lambda x: x.convert("RGB") if decode else x, **limits)
+        return untrusted.read_picture(path, lambda x: x.convert("RGB") if decode else x)
     except untrusted.PictureError as error:
         raise DataError(f"{path}: picture: {error}") from error
-
-
-def check_image(path: str | Path) -> None:
-    """Check a picture's size and header without decoding it. Raises DataError."""
-    read_image(path, decode=False)
 
 
 def interleave(groups: Sequence[Sequence[T]]) -> list[T]:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache, partial
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _NUMBER = re.compile(r"\d+")
-_COMMENT_MARKS = ("`", "#", "//")
 
 
 def normalise(text: str) -> str:
@@ -78,7 +78,7 @@ def retrieval(text: str, answer: str) -> float:
 def edit_similarity(text: str, answer: str) -> float:
     """How alike the answer and the text's first line that is not a comment are."""
     lines = text.lstrip("\n").split("\n")
-    code = [line for line in lines if not any(mark in line for mark in _COMMENT_MARKS)]
+    code = [line for line in lines if not any(mark in line for mark in ("`", "#", "//"))]
     return round(100 * SequenceMatcher(None, code[0] if code else "", answer).ratio()) / 100
 
 
@@ -110,10 +110,8 @@ def best(name: str, text: str, answers: Sequence[str], classes: Sequence[str] = 
     """A text's score by its best answer; of "contains_all" the mean over all (RULER's
     string_match_all)."""
     more = [classes] if name == "classification" else []
-    found = [SCORERS[name](text, answer, *more) for answer in answers]
-    if name == "contains_all":
-        return sum(found) / max(1, len(found))
-    return max(found, default=0.0)
+    found = [SCORERS[name](text, answer, *more) for answer in answers] or [0.0]
+    return fmean(found) if name == "contains_all" else max(found)
 
 
 def score(sample: Sample, text: str) -> float | None:

@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,32 +33,23 @@ def key_of(row: Row) -> Key:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Rows of one file; [] if there is none. A last line that was cut short is left out.
-
-    Raises:
-        RunError: a line in the middle is not a row.
-    """
+    """Rows of one file; [] if there is none. A last line that was cut short is left out; raises
+    RunError where another is not a row."""
     if not path.exists():
         return []
     rows: list[Row] = []
-    lines = path.read_bytes().split(b"\n")
     # What follows the last newline was being written when the run was killed.
-    for number, line in enumerate(lines[:-1], start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            row = json.loads(line)
-            key_of(row)
+            rows.append(json.loads(line))
+            key_of(rows[-1])
         except (ValueError, TypeError, KeyError, RecursionError):
             raise RunError(f"{path}: line {number} is not a row of a run") from None
-        rows.append(row)
     return rows
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The content of `run.json`.
-
-    Raises:
-        RunError: the folder holds no run.
-    """
+    """The content of `run.json`. Raises RunError where the folder holds no run."""
     path = folder / _SETTINGS
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -80,19 +70,16 @@ class Store:
 
     def __init__(self, folder: str | os.PathLike[str], rank: int | None = None) -> None:
         self.folder, name = Path(folder), _ROWS if rank is None else f"rows.{rank}.jsonl"
-        self.settings_file, self.rows_file = self.folder / _SETTINGS, self.folder / _ROWS
-        self.own_file = self.folder / name  # where this process appends
+        # The last is where this process appends.
+        self.rows_file, self.own_file = self.folder / _ROWS, self.folder / name
 
     def claim(
         self, settings: dict[str, Any], environment: dict[str, Any], *, main: bool = True
     ) -> None:
         """Start a run here, or go on with the one that is here; the `main` process writes that.
-
-        Raises:
-            RunError: the folder holds a run of other settings; the message names the first.
-        """
+        Raises RunError where that has other settings."""
         run: dict[str, Any] = {"settings": settings, "made_by": []}
-        if self.settings_file.exists():
+        if (self.folder / _SETTINGS).exists():
             run = read_settings(self.folder)
             there, here = run["settings"], json.loads(json.dumps(settings))
             for name in {**there, **here}:
@@ -106,7 +93,7 @@ class Store:
         if main and made_by not in run["made_by"]:
             run["made_by"].append(made_by)
             self.folder.mkdir(parents=True, exist_ok=True)
-            replace(self.settings_file, json.dumps(run, indent=2) + "\n")
+            replace(self.folder / _SETTINGS, json.dumps(run, indent=2) + "\n")
 
     def rows(self) -> list[Row]:
         """All rows of all processes, each once, in the order found."""
@@ -126,8 +113,8 @@ class Store:
     def merge(self, policies: Sequence[str], budgets: Sequence[float | int]) -> list[Row]:
         """Bring all rows into `rows.jsonl`, in order of policy, budget and sample.
 
-        To be called by one process while no other writes, and before rows are appended: a last
-        line that was cut short is dropped here.
+        By one process while no other writes, and before rows are appended: a last line that was
+        cut short is dropped here.
         """
         sizes = list(map(json.dumps, budgets))
 
@@ -168,14 +155,13 @@ def describe_environment(device: Any) -> dict[str, Any]:
 
 def _commit(folder: Path) -> str | None:
     """The checkout's commit, with "+" where files were changed since; None outside of one."""
-    git: Any = partial(subprocess.run, cwd=folder, capture_output=True, text=True)
+    how: Any = {"cwd": folder, "capture_output": True, "text": True, "check": True}
+    words = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
     try:
         # An installed copy may lie in somebody else's checkout, which does not track it.
-        if git(["git", "ls-files", "--error-unmatch", "__init__.py"]).returncode:
-            return None
-        words = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
-        return git(words).stdout.strip()
-    except OSError:
+        subprocess.run(["git", "ls-files", "--error-unmatch", "__init__.py"], **how)
+        return subprocess.run(words, **how).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
         return None
 
 

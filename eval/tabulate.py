@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import ConfigDict, ValidationError, create_model
 
 from mmkv.terminal import Table
 
@@ -45,7 +45,6 @@ _SHOWN = {
     **dict.fromkeys(("cache_bytes", "held_bytes"), (1 / 1024, 0)),
     "tokens_per_s": (1, 0),
 }
-_BY_TASK = ("divergence", "next", "score")  # alone, where there are scores
 _MEANS = (
     *("rouge", "rouge_reference", "same", "kept_fraction", "retained", "cache_bytes"),
     *("full_bytes", "held_bytes", "first_token_s", "tokens_per_s"),
@@ -54,46 +53,31 @@ _SUMS = ("nll", "answer_tokens", "divergence_sum", "next_sum", "next_tokens")
 FIGURES = ("n", "errors", "ppl", "divergence", "next", *_MEANS[:3], "score", *_MEANS[3:])
 
 
-class _Data(BaseModel):
-    # Other fields stay as they are: nothing reads them.
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+def _schema(fields: dict[str, Any]) -> Any:
+    """What must be there, by type; of other fields nothing is read."""
+    given = {name: x if isinstance(x, tuple) else (x, ...) for name, x in fields.items()}
+    how = ConfigDict(extra="allow", allow_inf_nan=False)
+    return create_model("_Schema", __config__=how, **given)
 
 
 _NUMBERS = [*_MEANS, *_SUMS, "score"]
-_FIELDS: dict[str, Any] = {
-    **dict.fromkeys(("policy", "task"), (str, ...)),
-    **dict.fromkeys(("index", "n"), (int, ...)),
-    **{"budget": (int | float, ...), "tags": (list[str], ...), "error": (str, "")},
-    **dict.fromkeys(_NUMBERS, (float | None, None)),
-}
-_Row: Any = create_model("_Row", __base__=_Data, **_FIELDS)
+_ROW = _schema(
+    {"policy": str, "task": str, "index": int, "n": int, "budget": int | float}
+    | {"tags": list[str], "error": (str, ""), **dict.fromkeys(_NUMBERS, (float | None, None))}
+)
+_SETTINGS = _schema(
+    {**dict.fromkeys(("model", "suite", "data", "dtype"), str), "n": int}
+    | {
+        "policies": dict[str, dict[str, Any]],
+        "budgets": list[int | float],
+        "notes": (list[str], []),
+    }
+)
+_MADE = _schema(dict.fromkeys(("id", "mmkv", "torch", "transformers", "device"), str))
+_RUN = _schema({"settings": _SETTINGS, "made_by": list[_MADE]})
 
 
-class _Settings(_Data):
-    model: str
-    suite: str
-    data: str
-    dtype: str
-    policies: dict[str, dict[str, Any]]
-    budgets: list[int | float]
-    n: int
-    notes: list[str] = []
-
-
-class _Made(_Data):
-    id: str
-    mmkv: str
-    torch: str
-    transformers: str
-    device: str
-
-
-class _Run(_Data):
-    settings: _Settings
-    made_by: list[_Made]
-
-
-def _check(place: Path | str, schema: type[BaseModel], data: Any) -> None:
+def _check(place: str, schema: Any, data: Any) -> None:
     """Refuse what no run has written: it may be a stranger's."""
     try:
         schema.model_validate(data)
@@ -106,10 +90,10 @@ def _check(place: Path | str, schema: type[BaseModel], data: Any) -> None:
 def summarise(rows: Any, by: list[str]) -> Any:
     """What was reached in each group of rows, `FIGURES`; NaN where nothing was measured.
 
-    Means are over samples. Beside the fields of a row: `n` samples, of which `errors` could not be
-    measured; `ppl`, `divergence` and `next` are over the tokens of all; `score`, in [0, 1], is with
-    several tasks the mean of their means, as LongBench averages; bytes are of one sample,
-    `first_token_s` and `tokens_per_s` of a batch.
+    Means are over samples, but `ppl`, `divergence` and `next` over the tokens of all; `score`, in
+    [0, 1], is with several tasks the mean of their means, as LongBench averages; bytes are of one
+    sample, `first_token_s` and `tokens_per_s` of a batch. `errors` of `n` samples could not be
+    measured.
     """
     groups = rows.groupby(by, sort=False)
     found, sums = groups[[*_MEANS]].mean(), groups[[*_SUMS]].sum()
@@ -126,13 +110,8 @@ def summarise(rows: Any, by: list[str]) -> Any:
 class Report:
     """A run, read back from its folder, or from several that hold parts of it.
 
-    Attributes:
-        settings, made_by: of its `run.json`.
-        policies: those compared; `every` has the full cache before them.
-        found: `FIGURES` by policy and budget; under "task" and "tag" by these too.
-
-    Raises:
-        RunError: no run there, one that is damaged, or no finished row yet.
+    `policies` are those compared; `every` has the full cache before them. `found` has `FIGURES` by
+    policy and budget, under "task" and "tag" by these too. Raises RunError.
     """
 
     def __init__(self, *folders: str | os.PathLike[str]) -> None:
@@ -141,9 +120,9 @@ class Report:
         rows: dict[Any, Row] = {}
         for folder in map(Path, folders):
             run, found = read_settings(folder), Store(folder).rows()
-            _check(f"{folder}: run.json", _Run, run)
+            _check(f"{folder}: run.json", _RUN, run)
             for i, row in enumerate(found, start=1):
-                _check(f"{folder}: row {i}", _Row, row)
+                _check(f"{folder}: row {i}", _ROW, row)
             self.settings: dict[str, Any] = run["settings"]
             self.made_by += [made for made in run["made_by"] if made not in self.made_by]
             rows = {key_of(row): row for row in found} | rows
@@ -166,6 +145,8 @@ class Report:
         self.tags: list[str] = list(tagged["tag"].dropna().unique())
         self.found = {"": summarise(frame, by), "task": summarise(frame, [*by, "task"])}
         self.found["tag"] = summarise(tagged, [*by, "tag"])
+        # The metrics of the main table's cells.
+        self.shown = [m for m in METRICS if self.found[""][m].notna().any()]
 
     def figures(self, policy: str, budget: float | int, what: str = "", name: str = "") -> Any:
         """One cell's `FIGURES`, of all samples or a "task" or "tag"; NaN where there is no row."""
@@ -176,11 +157,6 @@ class Report:
     def budgets_of(self, policy: str) -> list[float | int]:
         """The budgets that a policy ran at: what keeps all has only one."""
         return [1.0] if _keeps_all(policy) else self.budgets
-
-    @property
-    def shown(self) -> list[str]:
-        """The metrics of the main table's cells."""
-        return [m for m in METRICS if self.found[""][m].notna().any()]
 
     @property
     def measured(self) -> bool:
@@ -201,19 +177,22 @@ class Report:
 
     def main_table(self) -> Table:
         """Policies by budgets, with the papers' rows below ours."""
-        best = [
-            {m: _best(m, [self.figures(p, b)[m] for p in self.policies]) for m in self.shown}
-            for b in self.budgets
-        ]
+        best = {b: self._best(b) for b in self.budgets}
         rows: list[tuple[str, list[str]]] = []
         for policy in self.policies:
-            each = zip(self.budgets, best, strict=True)
-            cells = [_cell(self.figures(policy, b), self.shown, top) for b, top in each]
+            cells = [_cell(self.figures(policy, b), self.shown, best[b]) for b in self.budgets]
             rows += [(policy, cells), *self._paper_rows(policy, [(b, "") for b in self.budgets])]
         title = f"{self.settings['suite']} ({self.settings['data']}), {self.settings['model']}"
         if self.shown:
             title += ": " + " / ".join(LABELS[m] for m in self.shown)
         return Table("kept", list(map(percent, self.budgets)), rows, title, self.notes())
+
+    def _best(self, budget: float | int) -> dict[str, str]:
+        """The best of each metric at a budget, as it is shown."""
+        found = pd.DataFrame([self.figures(p, budget) for p in self.policies])
+        low, high = found.min(), found.max()
+        each = {m: low[m] if m in LOWER_IS_BETTER else high[m] for m in self.shown}
+        return {m: shown_figure(m, value) for m, value in each.items()}
 
     def _paper_rows(
         self, policy: str, places: Sequence[tuple[float | int, str]]
@@ -238,9 +217,8 @@ class Report:
             if np.isnan([*each.values()]).all():
                 continue
             rows = [(p, [shown_figure(metric, x) for x in values]) for p, values in each.items()]
-            whole, notes = shown_figure(metric, self.figures(FULL, 1.0)[metric]), list[str]()
-            if whole != NONE:
-                notes.append(f"Full cache: {whole}.")
+            whole = shown_figure(metric, self.figures(FULL, 1.0)[metric])
+            notes = [f"Full cache: {whole}."] if whole != NONE else []
             if metric == "retained":
                 notes.append(
                     "A share of what the policy's own score finds: compare policies of one "
@@ -251,8 +229,9 @@ class Report:
 
     def group_tables(self, what: str, names: Sequence[str]) -> list[Table]:
         """One table a budget: policies by tasks, or by tags such as capabilities."""
-        scored = "score" in self.shown
-        shown = [m for m in self.shown if m in _BY_TASK] if scored else self.shown
+        scored, shown = "score" in self.shown, self.shown
+        if scored:
+            shown = [m for m in shown if m in ("divergence", "next", "score")]
         averaged = what == "task" and scored
         found: list[Table] = []
         for budget in self.budgets:
@@ -289,13 +268,10 @@ class Report:
         if len(self.rows) < expected:
             notes.append(f"Not finished: {len(self.rows)} of {expected} rows.")
         notes += self.errors()
-        options = [
-            f"{label} with {', '.join(f'{k}={v}' for k, v in chosen.items())}"
-            for label, chosen in s["policies"].items()
-            if chosen and ":" not in label
-        ]
-        if options:
-            notes.append(f"Options: {'; '.join(options)}.")
+        named = {x: chosen for x, chosen in s["policies"].items() if chosen and ":" not in x}
+        if named:
+            each = {x: ", ".join(f"{k}={v}" for k, v in named[x].items()) for x in named}
+            notes.append(f"Options: {'; '.join(f'{x} with {each[x]}' for x in each)}.")
         notes += [f"Not comparable with published figures: {note}." for note in s.get("notes", [])]
         notes += [f"Rows 'paper:' are from {t.source} ({t.model})." for t in self.papers]
         for m in self.made_by:
@@ -356,9 +332,3 @@ def _cell(figures: Any, shown: Sequence[str], best: dict[str, str] | None = None
         pairs = zip(shown, texts, strict=True)
         texts = [f"**{x}**" if x == best[m] != NONE else x for m, x in pairs]
     return " / ".join(texts) + ("†" if figures["errors"] else "")
-
-
-def _best(metric: str, column: Sequence[float]) -> str:
-    """The best of a column, as it is shown."""
-    values = pd.Series(column)
-    return shown_figure(metric, values.min() if metric in LOWER_IS_BETTER else values.max())

@@ -6,8 +6,10 @@ import json
 import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from mmkv.budgets import note, number, parse
 
 logger = logging.getLogger(__name__)
 
@@ -23,26 +25,15 @@ QUESTIONS = ("visible", HIDDEN, "both")
 
 @dataclass(frozen=True)
 class Variant:
-    """A policy as one run uses it.
+    """A policy as one run uses it."""
 
-    Attributes:
-        label: how it was asked for, such as "xkv" or "prefixkv:layers=uniform".
-        name: the registered policy.
-        options: what differs from its defaults.
-        profile: a path, in which "{budget}" is the kept fraction.
-        kv_dtype: "int8" or "int4" where kept pairs are quantised.
-        evict_chunks: prompts are read in chunks of so many tokens, and evicted after each; None:
-            read at once.
-        hidden: prompts are compressed without their questions, which then stand behind them.
-    """
-
-    label: str
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-    profile: str | None = None
-    kv_dtype: str | None = None
-    evict_chunks: int | None = None
-    hidden: bool = False
+    label: str  # how it was asked for, such as "prefixkv:layers=uniform"
+    name: str  # the registered policy
+    options: dict[str, Any]  # what differs from its defaults
+    profile: str | None = None  # a path, in which "{budget}" is the kept fraction
+    kv_dtype: str | None = None  # "int8" or "int4" where kept pairs are quantised
+    evict_chunks: int | None = None  # tokens after each of which is evicted; None: read at once
+    hidden: bool = False  # prompts are compressed without their questions, which stand behind
 
     def budgets(self, budgets: Sequence[float | int]) -> list[float | int]:
         """The budgets it runs at: the full cache has only one."""
@@ -80,25 +71,24 @@ def parse_variants(
     Args:
         policies: "name" or "name:option=value:option=value"; besides the policy's options,
             "profile", "kv_dtype", "evict_chunks" with the tokens of a chunk, and "question=hidden".
-        options: given to every policy that reads them.
+        options: given to every policy that reads them; one that none reads is refused.
         builtin: of the built-in data: windows are 8 tokens, unless told otherwise.
 
     Raises:
-        ValueError: an unknown policy or option, a bad value, an option that no policy reads, a
-            policy named twice, or one that learns from one request for the next.
+        ValueError: names the policy or option.
     """
     options, used = dict(options or {}), set[str]()
-    variants: list[Variant] = []
+    variants: dict[str, Variant] = {}
     for text in policies:
         variant, known = _parse(text, options, builtin)
         used |= known
-        if any(v.label == variant.label for v in variants):
+        if variant.label in variants:
             raise ValueError(f"policy {variant.label!r} is named twice")
-        variants.append(variant)
+        variants[variant.label] = variant
     if unread := [name for name in options if name not in used]:
-        labels = ", ".join(v.label for v in variants)
+        labels = ", ".join(variants)
         raise ValueError(f"option {unread[0]!r} is read by none of the policies {labels}")
-    return variants
+    return list(variants.values())
 
 
 def _parse(text: str, options: Mapping[str, Any], builtin: bool) -> tuple[Variant, set[str]]:
@@ -136,10 +126,7 @@ def _parse(text: str, options: Mapping[str, Any], builtin: bool) -> tuple[Varian
 def with_question(policies: Sequence[str], question: str) -> list[str]:
     """The policies with the question "visible", "hidden" or "both", each of them twice then.
 
-    The full cache is the same with either, and stays as it is.
-
-    Raises:
-        ValueError: another word.
+    The full cache is the same with either, and stays as it is. Raises ValueError.
     """
     from mmkv.registry import policy_class
 
@@ -159,11 +146,7 @@ def split(text: str) -> list[str]:
 
 
 def parse_options(texts: Sequence[str]) -> dict[str, Any]:
-    """Options from "key=value" texts; a value is JSON, or else a word.
-
-    Raises:
-        ValueError: no "=", or a key named twice.
-    """
+    """Options from "key=value" texts; a value is JSON, or else a word. Raises ValueError."""
     options: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -187,17 +170,13 @@ def plugin_arguments(
 ) -> tuple[float | int | None, dict[str, Any], dict[str, Any]]:
     """Budget, the policy's options with "kv_dtype" and least=0, and what is left for the harness.
 
-    A "plugin" is a file with policies or parts of one's own, which is read first.
-
-    Raises:
-        ValueError: an unknown policy, option or budget, or a file that registers nothing.
+    A "plugin" is a file with policies or parts of one's own, which is read first. Raises
+    ValueError: an unknown policy, option or budget, or a file that registers nothing.
     """
-    from mmkv.budgets import note, number, parse
     from mmkv.registry import exact_share, get_policy, load_plugin, option_types, policy_class
 
-    if "plugin" in kwargs:
-        load_plugin(kwargs["plugin"])
-        kwargs = {k: v for k, v in kwargs.items() if k != "plugin"}
+    if plugin := kwargs.get("plugin"):
+        load_plugin(plugin)
     names = {*option_types(policy_class(policy)), KV_DTYPE}
     given = parse_options([f"{k}={v}" for k, v in kwargs.items() if k in names])
     mine = exact_share(policy) | given
@@ -207,4 +186,4 @@ def plugin_arguments(
         size = parse(budget) if isinstance(budget, str) else number(budget)
         if doubt := note(size):
             logger.warning(doubt)
-    return size, mine, {k: v for k, v in kwargs.items() if k not in names}
+    return size, mine, {k: v for k, v in kwargs.items() if k not in names | {"plugin"}}

@@ -35,7 +35,7 @@ class MMKV(_Base):
     """A causal model of transformers with a compressed cache.
 
     Args:
-        pretrained: a model's name, as for `mmkv.chat.load`, or a model.
+        pretrained: the name of a model that reads text only, as for `mmkv.chat.load`, or a model.
         policy, budget, profile: as for `mmkv.wrap`.
         batch_size: a number; "auto" is not supported.
         kwargs: the policy's options, what lm_eval's `hf` takes, and `plugin`: a Python file with
@@ -57,9 +57,7 @@ class MMKV(_Base):
         size, mine, rest = plugin_arguments(policy, budget, profile, kwargs)
         if not str(batch_size).isdigit():
             raise ValueError(f"batch_size={batch_size!r}: a compressed model needs a number")
-        if pretrained == "builtin":
-            pretrained, rest["tokenizer"] = builtin_text_model()
-        elif isinstance(pretrained, str):
+        if isinstance(pretrained, str):
             source = models.find(pretrained)
             pretrained, rest = source.path, {"dtype": source.dtype, **source.options, **rest}
         super().__init__(pretrained, batch_size=int(batch_size), **rest)
@@ -77,38 +75,21 @@ class MMKV(_Base):
         # Equal lengths side by side: little padding, and the largest batch first.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]))
         size = override_bs or int(self.batch_size)
-        bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0)
-        for start in range(0, len(order), size):
-            places = order[start : start + size]
-            answers = [requests[i][2] for i in places]
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        for places in tqdm(batches, disable=disable_tqdm or self.rank != 0):
             rows: list[dict[str, Any]] = []
-            for i in places:  # a context that is too long loses its beginning
-                room = max(1, self.max_length - len(requests[i][2]))
-                ids = torch.tensor([requests[i][1][-room:]], device=self.device)
+            for _, context, answer in (requests[i] for i in places):
+                # A context that is too long loses its beginning.
+                room = max(1, self.max_length - len(answer))
+                ids = torch.tensor([context[-room:]], device=self.device)
                 rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
             inputs = left_padded(rows, self.tokenizer.pad_token_id or 0)
-            scored = score_answers(self.model, inputs, answers)
+            scored = score_answers(self.model, inputs, [requests[i][2] for i in places])
             for i, nll, greedy in zip(places, scored.nll, scored.greedy, strict=True):
                 found[i] = (-nll, greedy)
                 if (text := requests[i][0]) is not None:
                     self.cache_hook.add_partial("loglikelihood", text, found[i])
-            bar.update(len(places))
-        bar.close()
         return found
-
-
-def builtin_text_model() -> tuple[Any, Any]:
-    """The built-in model without its vision tower, and its tokenizer."""
-    from transformers import LlamaForCausalLM
-
-    from mmkv.builtin import load_builtin
-
-    loaded: tuple[Any, Any] = load_builtin()
-    model, processor = loaded
-    text: Any = LlamaForCausalLM(model.get_decoder().config)
-    text.model, text.lm_head = model.get_decoder(), model.lm_head
-    text.generation_config = model.generation_config
-    return text.eval(), processor.tokenizer
 
 
 def main() -> None:

@@ -57,8 +57,7 @@ class MMKV(lmms):
         place = str(self.accelerator.device) if self._world_size > 1 else device or "auto"
         loaded = load(pretrained, place, dtype, device_map)
         self.model, self.processor = loaded.model, loaded.processor
-        self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
-        self.max_length = longest(self.model) or 2048
+        self.tokenizer, self.max_length = loaded.tokenizer, longest(self.model) or 2048
         self.device, self.batch_size = self.model.device, int(batch_size)
         wrap(self.model, policy, size, profile=profile, **mine)
 

@@ -12,46 +12,38 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmkv.builtin import source
 from mmkv.eval.samples import DataError, Request, Sample
 from mmkv.eval.suites import files
 
 LENGTH = 1024  # tokens of a prompt and of what follows it
-_FOLLOWS = 0.25  # the share of the text that follows
+# Ends, as shares of the text: of what a hidden question leaves, of the prompt, and of all.
+_SHARES = (0.65625, 0.75, 1)
 _MOST_LETTERS = 12  # of a token, in what is looked at
 SUFFIXES = (".txt", ".md", ".py")
-_QUESTION = 0.125  # the share of the prompt that a hidden question leaves out
 NOTE = "texts are this machine's own"
 
 
 def load(request: Request) -> list[Sample]:
-    """One sample of each text that is long enough, cut between two words of one line.
-
-    Raises:
-        DataError: no text is, or a file is no text in UTF-8.
-    """
+    """One sample of each text that is long enough, cut between two words of one line."""
     assert request.data is not None
     length, samples = request.length or LENGTH, []
     for name, path in _paths(request.data).items():
         if request.limit is not None and len(samples) == request.limit:
             break
         text = files.read_text(path)[: _MOST_LETTERS * length]
-        shares = ((1 - _FOLLOWS) * (1 - _QUESTION), 1 - _FOLLOWS, 1)
-        asked, start, end = cuts(text, request.count, [share * length for share in shares])
-        if end is None:
-            continue
-        made: Any = {"question": text[asked:start], "answers": (text[start:end].strip(),)}
-        made |= {"chat": False, "max_new_tokens": 64, "note": NOTE}
-        samples.append(Sample(id=name, prompt=text[:start], **made))
+        asked, start, end = cuts(text, request.count, [share * length for share in _SHARES])
+        if end is not None:
+            made: Any = {"question": text[asked:start], "answers": (text[start:end].strip(),)}
+            made |= {"chat": False, "max_new_tokens": 64, "note": NOTE}
+            samples.append(Sample(id=name, prompt=text[:start], **made))
     if not samples:
         raise DataError(f"{request.data}: no text of {length} tokens or more in {SUFFIXES} files")
     return samples
 
 
 def _paths(data: Path) -> dict[str, Path]:
-    """The texts by name."""
-    if files.is_stdlib(data):
-        from mmkv.builtin import source
-
+    if files.stands_for(data, files.STDLIB):
         return source.files()
     if not data.is_dir():
         return {data.name: data}

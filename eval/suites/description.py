@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from mmkv.builtin import drawings, scenes
 from mmkv.eval.samples import Request, Sample
 from mmkv.eval.suites import files
 
@@ -20,8 +21,9 @@ BUILTIN_NOTE = "the data is built in, drawn and composed by the package"
 
 def load(request: Request) -> list[Sample]:
     """The built-in samples, those of drawings, or those of a published file."""
-    if request.data is None or files.is_drawings(request.data):
-        return builtin(request.limit or BUILTIN_SIZE, drawn=request.data is not None)
+    drawn = files.stands_for(request.data, files.DRAWINGS)
+    if request.data is None or drawn:
+        return builtin(request.limit or BUILTIN_SIZE, drawn=drawn)
     entries, folder = files.read_entries(request)
     samples: list[Sample] = []
     for name, entry in entries.items():
@@ -32,7 +34,6 @@ def load(request: Request) -> list[Sample]:
 
 
 def _turns(entry: files.Entry) -> tuple[str, str]:
-    """The first turn of the human, without the image mark, and the reply to it."""
     turns = entry.fields.get("conversations")
     if not isinstance(turns, list) or len(turns) < 2:
         raise entry.error("conversations", "expected a list of a human and a gpt turn")
@@ -53,10 +54,7 @@ def _turns(entry: files.Entry) -> tuple[str, str]:
 
 
 def builtin(size: int, *, drawn: bool = False) -> list[Sample]:
-    """Held-out scenes, or the richer ones of `drawings`, each with its full description as the
-    reference."""
-    from mmkv.builtin import drawings, scenes
-
+    """Held-out scenes, or those of `drawings`, each with its description as the reference."""
     source: Any = drawings if drawn else scenes
     samples: list[Sample] = []
     for seed in range(size):

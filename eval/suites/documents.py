@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmkv.eval.samples import DataError, Request, Sample, interleave
+from mmkv.eval.samples import DataError, Request, Sample, asked_about, interleave
 from mmkv.eval.suites import files
 from mmkv.eval.suites.continuation import cuts
 
@@ -40,22 +40,18 @@ _LETTERS = 6  # of a token, more than prose has: how far an excerpt may begin fr
 
 
 def load(request: Request) -> list[Sample]:
-    """Samples of every task, or of `request.tasks`, which take turns.
+    """Samples of every task, or of `request.tasks`; tasks take turns, and folders of documents.
 
-    So do the folders of the documents. Each task has documents of its own while there are enough.
-
-    Raises:
-        ValueError: no such task.
-        DataError: no document is long enough, or a file is no text in UTF-8.
+    Each task has documents of its own while there are enough.
     """
     assert request.data is not None
-    chosen, known = request.chosen(TASKS), list(TASKS)
-    sizes = {name: request.length or (TEXT_LENGTH if name == "text" else LENGTH) for name in TASKS}
-    documents = texts_of(request.data, max(sizes.values()) + FOLLOWS, request.count)
+    chosen, known, count = request.chosen(TASKS), list(TASKS), request.count
+    documents = texts_of(request.data, (request.length or LENGTH) + FOLLOWS, count)
 
     def make(name: str, n: int) -> list[Sample]:
+        size = request.length or (TEXT_LENGTH if name == "text" else LENGTH)
         turn = documents[(EACH * known.index(name) + n) % len(documents)]
-        return [_sample(name, n, sizes[name], request.count, *turn)]
+        return [_sample(name, n, size, count, *turn)]
 
     return request.in_turns(chosen, EACH, make)
 
@@ -98,13 +94,12 @@ def _sample(
 
 def _text(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[str, Any]:
     """The text goes on; a hidden question is its last eighth."""
-    question = excerpt[excerpt.rfind(" ", 0, len(excerpt) * 7 // 8) :]
-    made: dict[str, Any] = {"prompt": excerpt, "question": question, "answers": (rest,)}
-    return made | {"chat": False, "max_new_tokens": 64}
+    end = excerpt.rfind(" ", 0, len(excerpt) * 7 // 8)
+    return asked_about(excerpt[:end], excerpt[end:], (rest,), chat=False, max_new_tokens=64)
 
 
 def _summary(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[str, Any]:
-    return _asked(_whole(excerpt), SUMMARY)
+    return asked_about(f"{_whole(excerpt)}\n\n", SUMMARY, (), max_new_tokens=64)
 
 
 def _question(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[str, Any]:
@@ -113,7 +108,8 @@ def _question(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[
     found = Counter(re.findall(r"\b[a-z]{6,}\b", excerpt))
     once = [word for word, times in found.items() if times == 1]
     asked = QUESTIONS[number % len(QUESTIONS)]
-    return _asked(excerpt, asked.format(word=rng.choice(once or list(found) or ["the"])))
+    asked = asked.format(word=rng.choice(once or list(found) or ["the"]))
+    return asked_about(f"{excerpt}\n\n", asked, (), max_new_tokens=64)
 
 
 def _needle(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[str, Any]:
@@ -125,13 +121,10 @@ def _needle(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[st
     place = min(places, key=lambda end: abs(end - depth * len(excerpt)))
     planted = f"The access code for the {what} is {code}."
     parts = (excerpt[:place], planted, excerpt[place:].lstrip())
+    text = " ".join(part for part in parts if part)
     asked = f"What is the access code for the {what}? Reply with the number."
-    made = _asked(" ".join(part for part in parts if part), asked) | {"answers": (code,)}
-    return made | {"max_new_tokens": 24, "metric": "contains", "tags": (f"depth={depth}",)}
-
-
-def _asked(excerpt: str, question: str) -> dict[str, Any]:
-    return {"prompt": f"{excerpt}\n\n{question}", "question": question, "max_new_tokens": 64}
+    how: Any = {"max_new_tokens": 24, "metric": "contains", "tags": (f"depth={depth}",)}
+    return asked_about(f"{text}\n\n", asked, (code,), **how)
 
 
 def _whole(excerpt: str) -> str:
@@ -140,8 +133,7 @@ def _whole(excerpt: str) -> str:
     return excerpt[: ends[-1]] if ends and 2 * ends[-1] > len(excerpt) else excerpt
 
 
-# Each task: what makes its prompt of an excerpt, what follows that, its number, and a source of
-# chance.
+# What makes a sample of an excerpt, what follows that, its number, and a source of chance.
 TASKS: dict[str, Callable[[str, str, int, random.Random], dict[str, Any]]] = {
     "text": _text,
     "summary": _summary,

@@ -6,10 +6,10 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from mmkv.eval.samples import DataError, Request, check_image
+from mmkv.eval.samples import DataError, Request, read_image
 from mmkv.loading import untrusted
 
 # Limits against a wrong file by mistake or a hostile one; the published files are far below them.
@@ -17,6 +17,11 @@ MAX_JSON_BYTES = 256 * 2**20
 MAX_LINE_BYTES = 32 * 2**20
 # In the place of data: what Python brings, and what mmkv draws.
 STDLIB, DRAWINGS = "stdlib", "drawings"
+
+
+def stands_for(data: Path | None, word: str) -> bool:
+    """Whether data is `STDLIB` or `DRAWINGS`, and no file or folder of that name."""
+    return data is not None and str(data) == word and not data.exists()
 
 
 def read_text(path: Path) -> str:
@@ -30,22 +35,9 @@ def read_text(path: Path) -> str:
         raise DataError(f"{path}: not a text file in UTF-8: {error}") from error
 
 
-def is_stdlib(data: Path) -> bool:
-    """Whether data is what Python brings, and no file or folder of that name."""
-    return str(data) == STDLIB and not data.exists()
-
-
-def is_drawings(data: Path | None) -> bool:
-    """Whether data is what mmkv draws, and no file or folder of that name."""
-    return str(data) == DRAWINGS and data is not None and not data.exists()
-
-
 def documentation() -> dict[str, str]:
-    """Topics of Python's documentation (PSF licence): English that most machines have.
-
-    Raises:
-        DataError: this Python comes without them.
-    """
+    """Topics of Python's documentation (PSF licence), where this Python has them. Raises
+    DataError."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -70,25 +62,24 @@ class Entry:
         given = [self.fields[x] for x in fields if self.fields.get(x) is not None]
         return str(given[0]) if given else self.place.split()[-1]
 
-    def get(self, field: str) -> Any:
-        """A field that must be there."""
-        if field not in self.fields:
-            raise self.error(field, f"is missing; the entry has {sorted(self.fields)}")
-        return self.fields[field]
-
     def text(self, field: str, *, empty: bool = False) -> str:
         """A text field; blank only where `empty` allows it."""
-        value = self._text(field, self.get(field))
+        value = self._text(field, self._get(field))
         if not value.strip() and not empty:
             raise self.error(field, "is empty")
         return value
 
     def texts(self, field: str) -> tuple[str, ...]:
         """A field that is a list of at least one text."""
-        value = self.get(field)
+        value = self._get(field)
         if not isinstance(value, list) or not value:
             raise self.error(field, f"expected a list of texts, got {_shown(value)}")
         return tuple(self._text(field, item, f"item {i}: ") for i, item in enumerate(value))
+
+    def _get(self, field: str) -> Any:
+        if field not in self.fields:
+            raise self.error(field, f"is missing; the entry has {sorted(self.fields)}")
+        return self.fields[field]
 
     def _text(self, field: str, value: Any, item: str = "") -> str:
         if not isinstance(value, str):
@@ -100,14 +91,11 @@ class Entry:
         return value
 
     def image(self, field: str, folder: Path) -> Path:
-        """The picture that a field names, which must lie inside `folder`.
-
-        The name is a relative path without "..", and no link may lead out of the folder. The
-        picture's header is checked too.
-        """
+        """The picture that a field names: a relative path without "..", and no link out of
+        `folder`. Its header is checked too."""
         name = self.text(field)
         windows = PureWindowsPath(name)
-        if "\0" in name or PurePosixPath(name).is_absolute() or windows.anchor:
+        if "\0" in name or windows.anchor:  # also of what begins with a slash
             raise self.error(field, f"expected a path inside the image folder, got {name!r}")
         if ".." in windows.parts:
             raise self.error(field, f"must not contain '..', got {name!r}")
@@ -120,7 +108,7 @@ class Entry:
         except (OSError, RuntimeError) as error:  # too long a name, a loop of links
             raise self.error(field, f"{name[:200]!r} cannot be looked up: {error}") from error
         try:
-            check_image(path)
+            read_image(path, decode=False)
         except DataError as error:
             raise self.error(field, str(error)) from error
         return path
@@ -160,7 +148,7 @@ def read_lines(path: Path, limit: int | None = None) -> Iterator[Entry]:
 
 
 def as_entry(path: Path, place: str, value: Any) -> Entry:
-    """`value` as an entry; raises DataError if it is no JSON object."""
+    """`value` as an entry. Raises DataError."""
     if not isinstance(value, dict):
         raise DataError(f"{path}: {place}: expected an object, got {_shown(value)}")
     return Entry(path=path, place=place, fields=value)
@@ -183,10 +171,7 @@ def find_file(data: str | Path, suffix: str, *names: str) -> Path:
 
 def read_entries(request: Request, *names: str) -> tuple[dict[str, Entry], Path]:
     """The entries of a JSON list or of an object by id, each with a name of its own, and the folder
-    of their pictures.
-
-    `names` are what the file may be called in a folder of several.
-    """
+    of their pictures; `names` are what the file may be called in a folder of several."""
     assert request.data is not None
     path = find_file(request.data, ".json", *names)
     content = read_json(path)
@@ -198,17 +183,11 @@ def read_entries(request: Request, *names: str) -> tuple[dict[str, Entry], Path]
     for key, value in numbered[: request.limit]:
         entry = as_entry(path, f"entry {key!r}", value)
         found[unique.unique(entry.name("id", "question_id") if listed else key)] = entry
-    return found, find_image_folder(path, request.image_folder)
-
-
-def find_image_folder(data: Path, image_folder: Path | None) -> Path:
-    """The folder of the pictures: given, or `images` beside `data`, or that folder."""
-    if image_folder is None:
-        beside = data.parent / "images"
-        return beside if beside.is_dir() else data.parent
-    if not image_folder.is_dir():
-        raise DataError(f"{image_folder}: the image folder does not exist")
-    return image_folder
+    beside = path.parent / "images"
+    folder = request.image_folder or (beside if beside.is_dir() else path.parent)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: the image folder does not exist")
+    return found, folder
 
 
 class Names(Counter[str]):

@@ -24,10 +24,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Task:
-    """How a dataset is scored, and asked where the benchmark's own prompts are not there.
-
-    `kind` is one of LongBench's categories, `metric` one of `mmkv.eval.scoring.SCORERS`.
-    """
+    """How a dataset is scored, and asked where the benchmark's own prompts are not there; `kind` is
+    one of LongBench's categories."""
 
     kind: str
     metric: str
@@ -38,7 +36,6 @@ class Task:
 
 
 _ASK = "{context}\n\nFrom the %s above, answer this in a few words: {input}\nAnswer:"
-_SUM_UP = "{context}\n\nSummarise the text above. {input}\nSummary:"
 _COUNT = (
     "{context}\n\nSome of the paragraphs above occur more than once. How many different ones are "
     "there? Reply with the number alone.\nNumber:"
@@ -49,6 +46,7 @@ _RETRIEVE = (
 )
 _SINGLE = Task("single-document QA", "token_f1", _ASK % "text", 64)
 _MULTI = Task("multi-document QA", "token_f1", _ASK % "documents")
+_SUM_UP = "{context}\n\nSummarise the text above. {input}\nSummary:"
 _SUMMARY = Task("summarisation", "rouge_l", _SUM_UP, 512)
 _FEW_SHOT = Task("few-shot", "token_f1", "{context}\n{input}", 64, chat=False, first_line=True)
 _CODE = Task("code", "edit_similarity", "{context}{input}", 64, chat=False)
@@ -69,15 +67,11 @@ def load(request: Request) -> list[Sample]:
     """The samples; the tasks take turns, so that a limit covers all of them.
 
     Published data is a folder with task files (in itself or in `data/`), or one task's file.
-
-    Raises:
-        ValueError: a name in `tasks` is not a task.
     """
-    data, limit = request.data, request.limit
-    if data is None:
+    if request.data is None:
         return longbench_builtin.load(request)
     request.chosen(TASKS)
-    paths = _task_files(data, request.tasks)
+    paths = _task_files(request.data, request.tasks)
     folder = next(iter(paths.values())).parent
     prompts = _read_config(folder, PROMPTS_FILE, str, list(paths))
     lengths = _read_config(folder, LENGTHS_FILE, int, list(paths))
@@ -87,8 +81,8 @@ def load(request: Request) -> list[Sample]:
         task = TASKS[name]
         prompt, length = prompts.get(name, task.prompt), lengths.get(name, task.max_new_tokens)
         task = replace(task, prompt=prompt, max_new_tokens=length)
-        groups.append(_read_task(name, task, path, limit, note))
-    return interleave(groups)[:limit]
+        groups.append(_read_task(name, task, path, request.limit, note))
+    return interleave(groups)[: request.limit]
 
 
 def _task_files(data: Path, tasks: list[str] | None) -> dict[str, Path]:
@@ -111,10 +105,10 @@ def _task_files(data: Path, tasks: list[str] | None) -> dict[str, Path]:
 def _read_config(folder: Path, name: str, kind: type[T], tasks: list[str]) -> dict[str, T]:
     """Values by task from the benchmark's file, in the data's folder or nearby; {} without one."""
     places = (folder, folder / "config", folder.parent, folder.parent / "config")
-    path = next((place / name for place in places if (place / name).is_file()), None)
-    if path is None:
+    found = [place / name for place in places if (place / name).is_file()]
+    if not found:
         return {}
-    content = files.read_json(path)
+    path, content = found[0], files.read_json(found[0])
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected an object of values by task")
     for task in tasks:
@@ -142,6 +136,8 @@ def _parse(template: str, place: str) -> list[tuple[str, str | None]]:
 
 def _read_task(name: str, task: Task, path: Path, limit: int | None, note: str) -> list[Sample]:
     pieces = _parse(task.prompt, f"{PROMPTS_FILE}: entry {name!r}")
+    fields = [field for _, field in pieces]
+    end = fields.index("context") + 1 if "context" in fields else len(fields)
     names, samples = files.Names(), []
     for entry in files.read_lines(path, limit):
         dataset = entry.fields.get("dataset")
@@ -150,22 +146,11 @@ def _read_task(name: str, task: Task, path: Path, limit: int | None, note: str) 
         # Summaries and code may have nothing in `input`.
         values = {"context": entry.text("context"), "input": entry.text("input", empty=True)}
         filled = [text + (values[field] if field else "") for text, field in pieces]
-        fields = [field for _, field in pieces]
-        behind = fields.index("context") + 1 if "context" in fields else len(fields)
         how: Any = {x: getattr(task, x) for x in ("metric", "chat", "max_new_tokens", "first_line")}
+        how |= {"task": name, "tags": (task.kind,), "truncate": True, "note": note}
+        how |= {"prompt": "".join(filled), "question": "".join(filled[end:]).lstrip()}
+        how["answers"] = entry.texts("answers")
         if task.metric == "classification":
             how["classes"] = entry.texts("all_classes")
-        samples.append(
-            Sample(
-                id=names.unique(f"{name}/{entry.name('_id')}"),
-                task=name,
-                prompt="".join(filled),
-                question="".join(filled[behind:]).lstrip(),
-                answers=entry.texts("answers"),
-                tags=(task.kind,),
-                truncate=True,
-                note=note,
-                **how,
-            )
-        )
+        samples.append(Sample(id=names.unique(f"{name}/{entry.name('_id')}"), **how))
     return samples

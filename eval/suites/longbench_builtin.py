@@ -18,16 +18,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mmkv.builtin import scenes, texts
+from mmkv.builtin.texts import Lookup
 from mmkv.eval import scoring
-from mmkv.eval.samples import Request, Sample
+from mmkv.eval.samples import Request, Sample, asked_about
 from mmkv.eval.suites.description import BUILTIN_NOTE
-
-if TYPE_CHECKING:
-    from mmkv.builtin.texts import Lookup
 
 BUILTIN_SIZE = 10  # samples of each task
 LENGTHS = (320, 448, 576, 704)  # tokens of the text, in turn
@@ -41,16 +40,13 @@ def load(request: Request) -> list[Sample]:
 
 
 def _build(name: str, number: int) -> list[Sample]:
-    from mmkv.builtin import texts
-
     # Every task has texts of its own, in turn of each length.
     seed = 10_000 * (1 + list(BUILDERS).index(name)) + number
-    lengths = PICTURE_LENGTHS if name in WITH_PICTURE else LENGTHS
-    length = lengths[number % len(lengths)]
+    length = (PICTURE_LENGTHS if name in WITH_PICTURE else LENGTHS)[number % 4]
     lookup = texts.make_lookup(seed, length)
     made = BUILDERS[name](lookup, random.Random(f"longbench:{name}:{number}"))
-    about: dict[str, Any] = {"task": name, "note": BUILTIN_NOTE}
-    return [Sample(id=f"{name}-{number}", tags=(f"length={length}",), **about, **made)]
+    made |= {"task": name, "tags": (f"length={length}",), "note": BUILTIN_NOTE}
+    return [Sample(id=f"{name}-{number}", **made)]
 
 
 def sentences(text: str) -> list[str]:
@@ -58,35 +54,23 @@ def sentences(text: str) -> list[str]:
     return [f"{sentence}." for sentence in text.removesuffix(".").split(". ")]
 
 
-def passages(text: str, number: int) -> list[str]:
-    """`text` cut into `number` passages of nearly as many sentences each."""
-    parts = sentences(text)
-    cuts = [round(i * len(parts) / number) for i in range(number + 1)]
-    return [" ".join(parts[a:b]) for a, b in itertools.pairwise(cuts)]
-
-
-def _under_headings(names: Iterable[Any], parts: Iterable[str]) -> str:
-    pairs = zip(names, parts, strict=True)
-    return "\n\n".join(f"Passage {name}:\n{part}" for name, part in pairs)
-
-
-def asked_about(text: str, question: str, answers: tuple[str, ...], **more: Any) -> dict[str, Any]:
-    """Fields of a sample that asks about a text; `more` are others."""
-    made: dict[str, Any] = {"prompt": f"{text}{question}", "question": question, "answers": answers}
-    return made | {"max_new_tokens": 8} | more
+def _passages(names: Sequence[Any], parts: list[str], cuts: list[int]) -> str:
+    """Sentences cut into as many passages as there are names, each under its own."""
+    each = zip(names, itertools.pairwise(cuts), strict=True)
+    return "\n\n".join(f"Passage {name}:\n{' '.join(parts[a:b])}" for name, (a, b) in each)
 
 
 def _look_up(lookup: Lookup, rng: random.Random, *, number: int = 1) -> dict[str, Any]:
     """One record of a text, or of so many passages."""
     question, text = rng.choice(lookup.questions), f"{lookup.text} "
     if number > 1:
-        text = _under_headings(range(1, number + 1), passages(lookup.text, number)) + "\n\n"
+        parts = sentences(lookup.text)
+        cuts = [round(i * len(parts) / number) for i in range(number + 1)]
+        text = _passages(range(1, number + 1), parts, cuts) + "\n\n"
     return asked_about(text, question.text, (question.answer,), metric="token_f1")
 
 
 def _summary(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
-    from mmkv.builtin import scenes
-
     scene = scenes.make_scene(rng.randrange(10**9))
     question, answers = scenes.describe_question("the picture", rng), (scenes.describe(scene),)
     how: Any = {"images": (scenes.draw(scene),), "max_new_tokens": 96, "metric": "rouge_l"}
@@ -112,14 +96,12 @@ def _few_shot(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
 
 
 def _count(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
-    from mmkv.builtin import scenes
-
     scene = scenes.make_scene(rng.randrange(10**9))
     asked = scenes.ask(scene, rng, 50)
     question = next(q for q in asked if q.text.startswith("How many"))
-    number = question.answer.split()[2]  # "There are three ..."
+    answers = (question.answer, question.answer.split()[2])  # "There are three ..."
     how: Any = {"images": (scenes.draw(scene),), "max_new_tokens": 16, "metric": "contains"}
-    return asked_about(f"{lookup.text} ", question.text, (question.answer, number), **how)
+    return asked_about(f"{lookup.text} ", question.text, answers, **how)
 
 
 def _retrieval(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
@@ -136,8 +118,7 @@ def _retrieval(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
         fair = scoring.classification(f"{key} {name}.", name, names) == 1
         if fair and len(set(names)) == len(names):
             break
-    text = _under_headings(names, (" ".join(parts[a:b]) for a, b in itertools.pairwise(bounds)))
-    answers = (f"{key} {name}.", name)
+    text, answers = _passages(names, parts, bounds), (f"{key} {name}.", name)
     how: Any = {"classes": names, "metric": "classification"}
     return asked_about(f"{text}\n\n", f"Look up {key}.", answers, **how)
 

@@ -11,6 +11,7 @@ import itertools
 import random
 from typing import Any
 
+from mmkv.builtin import drawings, scenes
 from mmkv.eval.samples import Request, Sample
 from mmkv.eval.suites import files
 from mmkv.eval.suites.description import BUILTIN_NOTE, IMAGE_MARK
@@ -21,9 +22,9 @@ NOTE = "MM-Vet's own score is given by GPT-4; here it is the F1 of the answer's 
 
 def load(request: Request) -> list[Sample]:
     """The built-in samples, those of drawings, or those of a published file."""
-    if request.data is None or files.is_drawings(request.data):
-        size = request.limit or BUILTIN_SIZE
-        return builtin(size, request.questions, drawn=request.data is not None)
+    drawn = files.stands_for(request.data, files.DRAWINGS)
+    if request.data is None or drawn:
+        return _builtin(request.limit or BUILTIN_SIZE, request.questions, drawn)
     entries, folder = files.read_entries(request, "mm-vet.json")
     samples: list[Sample] = []
     for name, entry in entries.items():
@@ -41,15 +42,8 @@ def load(request: Request) -> list[Sample]:
     return samples
 
 
-def builtin(size: int, questions: int = 1, *, drawn: bool = False) -> list[Sample]:
-    """`size` questions about held-out scenes, up to `questions` different ones about each.
-
-    Capabilities: "rec" to recognise colour or shape, "spat" to place, "count" to count, "ocr" to
-    read print, which only `drawn` scenes hold, and "several" where two pictures are shown and one
-    is asked about.
-    """
-    from mmkv.builtin import drawings, scenes
-
+def _builtin(size: int, questions: int, drawn: bool) -> list[Sample]:
+    """Up to `questions` different ones about each of the held-out scenes, `size` in all."""
     source: Any = drawings if drawn else scenes
     samples: list[Sample] = []
     for seed in itertools.count():
@@ -73,6 +67,7 @@ def builtin(size: int, questions: int = 1, *, drawn: bool = False) -> list[Sampl
 
 
 def _capabilities(question: str) -> tuple[str, ...]:
+    """Of recognising colour or shape, placing, counting, and reading print."""
     if question.startswith("How many"):
         whole = question.startswith(("How many objects", "How many things"))
         return ("count",) if whole else ("rec", "count")

@@ -14,10 +14,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-from mmkv.eval.samples import DataError, Request, Sample
+from mmkv.builtin import drawings, texts
+from mmkv.eval.samples import DataError, Request, Sample, asked_about
 from mmkv.eval.suites import files
 from mmkv.eval.suites.description import BUILTIN_NOTE
-from mmkv.eval.suites.longbench_builtin import asked_about, sentences
+from mmkv.eval.suites.longbench_builtin import sentences
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LENGTHS = (256, 512, 768, 1024)
@@ -33,7 +34,7 @@ def load(request: Request) -> list[Sample]:
     Every cell of the grid comes once before any comes twice. Tags are "depth=0.5" and "length=512".
     """
     data = request.data
-    if files.is_drawings(data):
+    if files.stands_for(data, files.DRAWINGS):
         return _in_pictures()[: request.limit]
     words = [] if data is None else read_words(data)
     lengths = [size for size in FILE_LENGTHS if size <= len(words)] if words else LENGTHS
@@ -48,9 +49,6 @@ def load(request: Request) -> list[Sample]:
 
 
 def _in_pictures() -> list[Sample]:
-    """Which of several pictures shows a thing, for every number of pictures and every place."""
-    from mmkv.builtin import drawings
-
     samples: list[Sample] = []
     for repeat, count in itertools.product(range(REPEATS), PICTURES):
         for number in range(count):
@@ -59,17 +57,15 @@ def _in_pictures() -> list[Sample]:
                 shown = [drawings.make_scene(rng.randrange(2**40)) for _ in range(count)]
                 if asked := drawings.find_question(shown, rng, number):
                     break
-            made: Any = {"images": tuple(map(drawings.draw, shown)), "metric": "contains"}
-            made |= {"prompt": asked.text, "question": asked.text, "note": BUILTIN_NOTE}
-            made |= {"answers": (f"{drawings.ORDINALS[number]} picture",), "max_new_tokens": 24}
-            made["tags"] = (f"pictures={count}", f"shown={number + 1}")
+            how: Any = {"images": tuple(map(drawings.draw, shown)), "metric": "contains"}
+            how |= {"tags": (f"pictures={count}", f"shown={number + 1}"), "note": BUILTIN_NOTE}
+            answers = (f"{drawings.ORDINALS[number]} picture",)
+            made: Any = asked_about("", asked.text, answers, max_new_tokens=24, **how)
             samples.append(Sample(id=f"pictures={count}/{number}/{repeat}", **made))
     return samples
 
 
 def _builtin(rng: random.Random, length: int, depth: float) -> dict[str, Any]:
-    from mmkv.builtin import texts
-
     lookup = texts.make_lookup(400_000 + rng.randrange(100_000), length)
     key, value = rng.choice(lookup.records)
     needle = texts.answer(key, value)
@@ -80,8 +76,6 @@ def _builtin(rng: random.Random, length: int, depth: float) -> dict[str, Any]:
 
 
 def _from_words(rng: random.Random, words: list[str], length: int, depth: float) -> dict[str, Any]:
-    from mmkv.builtin import texts
-
     start = rng.randrange(len(words) - length + 1)
     key, value = rng.choice(texts.KEYS), rng.choice(texts.VALUES)
     needle = f"The secret word of {key} is {value}."
@@ -99,10 +93,8 @@ def _insert(parts: list[str], needle: str, depth: float) -> list[str]:
 
 def read_words(data: Path) -> list[str]:
     """The words of a text file, of all those of a folder, or "stdlib": of Python's documentation.
-
-    Raises DataError.
-    """
-    if files.is_stdlib(data):
+    Raises DataError."""
+    if files.stands_for(data, files.STDLIB):
         return " ".join(files.documentation().values()).split()
     paths = sorted(data.glob("*.txt")) if data.is_dir() else [data]
     words = [word for path in paths for word in files.read_text(path).split()]

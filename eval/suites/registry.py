@@ -8,38 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.eval.samples import Request, Sample
-from mmkv.eval.suites import (
-    continuation,
-    description,
-    documents,
-    longbench,
-    mmvet,
-    needle,
-    ruler,
-    summaries,
-)
-from mmkv.eval.suites.files import DRAWINGS, STDLIB, is_drawings
 from mmkv.loading.models import SMOLLM2_VISION
+
+from . import continuation, description, documents, longbench, mmvet, needle, ruler, summaries
+from .files import DRAWINGS, STDLIB, stands_for
 
 BUILTIN = "builtin"
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite's loader, and what may be chosen.
-
-    That is its tasks, with `has_length` how many tokens a prompt has, and with `has_questions` how
-    many questions each context has. `wants`: what `data` names, where nothing is built in.
-    `reads_stdlib`: that may be texts that Python brings; `draws`: scenes that mmkv draws.
-    """
+    """A suite's loader, and what may be chosen."""
 
     load: Callable[[Request], list[Sample]]
     has_tasks: bool = False
-    has_length: bool = False
-    has_questions: bool = False
-    wants: str = ""
+    has_length: bool = False  # tokens of a prompt
+    has_questions: bool = False  # on each context
+    wants: str = ""  # what `data` names, where nothing is built in
     reads_stdlib: bool = False
-    draws: bool = False
+    draws: bool = False  # `data` may be scenes that mmkv draws
 
 
 _CORPUS = "a folder, such as python -m mmkv.eval.corpus FOLDER writes"
@@ -58,7 +45,6 @@ SUITES: dict[str, Suite] = {
     "cnn_dailymail": Suite(summaries.CNN_DAILYMAIL.load),
     "xsum": Suite(summaries.XSUM.load),
 }
-DRAWN = [name for name, suite in SUITES.items() if suite.draws]
 
 
 def default_data(name: str, model: str) -> str:
@@ -68,22 +54,17 @@ def default_data(name: str, model: str) -> str:
     Drawings are what smollm2-vision was trained on.
     """
     suite = SUITES.get(name)
-    if suite is not None and suite.draws and model == SMOLLM2_VISION:
+    if suite and suite.draws and model == SMOLLM2_VISION:
         return DRAWINGS
-    stdlib = suite is not None and suite.reads_stdlib and (suite.wants or model != BUILTIN)
+    stdlib = suite and suite.reads_stdlib and (suite.wants or model != BUILTIN)
     return STDLIB if stdlib else BUILTIN
 
 
 def load_suite(name: str, data: str | Path = BUILTIN, **asked: Any) -> list[Sample]:
-    """The samples of a suite, from the built-in data or from published files.
-
-    Args:
-        name: the suite's.
-        data: "builtin", or a path.
-        asked: the other fields of `Request`.
+    """The samples of a suite, from "builtin" data or a path; `asked` are other fields of `Request`.
 
     Raises:
-        ValueError: the suite, a task or the limit is not possible.
+        ValueError: the suite, a task, the length or the limit is not possible.
         DataError: a file is not what the suite expects.
     """
     if name not in SUITES:
@@ -99,18 +80,18 @@ def load_suite(name: str, data: str | Path = BUILTIN, **asked: Any) -> list[Samp
     if request.length is not None and (path is None or not suite.has_length):
         what = "the built-in data" if suite.has_length else f"suite {name!r}"
         raise ValueError(f"length={request.length}: {what} has lengths of its own")
-    if is_drawings(path) and not suite.draws:
-        raise ValueError(f"suite {name!r} does not read drawings: {', '.join(DRAWN)} do")
-    own = path is None or is_drawings(path)
+    drawn = stands_for(path, DRAWINGS)
+    if drawn and not suite.draws:
+        known = ", ".join(other for other in SUITES if SUITES[other].draws)
+        raise ValueError(f"suite {name!r} does not read drawings: {known} do")
+    own = path is None or drawn
     fixed = not suite.has_questions or (not own and name == "mmvet")
     if request.questions < 1 or (fixed and request.questions != 1):
-        what = f"suite {name!r}" if path is None else f"suite {name!r} of {path}"
+        what = f"suite {name!r}" + ("" if path is None else f" of {path}")
         raise ValueError(
             f"questions={request.questions}: expected 1 or more, of ruler or the built-in mmvet; "
             f"{what} has the questions that its data has"
         )
-    if own and request.image_folder is not None:
-        raise ValueError(
-            f"image folder {request.image_folder}: the built-in data has its own pictures"
-        )
+    if own and (folder := request.image_folder) is not None:
+        raise ValueError(f"image folder {folder}: the built-in data has its own pictures")
     return [replace(s, suite=name, task=s.task or name) for s in suite.load(request)]

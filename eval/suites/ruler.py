@@ -19,12 +19,12 @@ import random
 import string
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmkv.eval.samples import DataError, Request, Sample
+from mmkv.builtin import texts
+from mmkv.eval.samples import DataError, Request, Sample, asked_about
 from mmkv.eval.suites import files, needle
 from mmkv.eval.suites.description import BUILTIN_NOTE
 from mmkv.eval.suites.longbench_builtin import sentences
@@ -41,21 +41,12 @@ Question = tuple[str, tuple[str, ...]]  # with its answers
 Parts = tuple[str, list[str], list[Question]]
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Questions on the same passages, among which the answers stand."""
-
-    passages: tuple[str, ...]
-    questions: tuple[Question, ...]
+# Passages, and questions that they answer.
+Reading = tuple[list[str], list[Question]]
 
 
 def load(request: Request) -> list[Sample]:
-    """Samples of every task, or of `request.tasks`, which take turns.
-
-    Raises:
-        ValueError: no such task, or a length that has no room for one.
-        DataError: a file is not what is expected.
-    """
+    """Samples of every task, or of `request.tasks`, which take turns."""
     chosen = request.chosen(BUILTIN if request.data is None else TASKS)
     if request.data is None:
         return request.in_turns(chosen, EACH, partial(_builtin, request.questions))
@@ -77,8 +68,8 @@ def load(request: Request) -> list[Sample]:
 def _generated(
     name: str, number: int, words: list[str], readings: list[Reading], request: Request
 ) -> list[Sample]:
-    """Context `number` of a task, as long as fits into the length with its longest question and an
-    answer, with up to `request.questions` of its questions."""
+    """Context `number` of a task, as long as has room in the length with its longest question and
+    an answer, with up to `request.questions` of its questions."""
     length, count = request.length or LENGTH, request.count
     make, haystack, new = TASKS[name]
     if name == "cwe" and length < LENGTH:
@@ -87,13 +78,13 @@ def _generated(
     def context(size: int) -> tuple[str, list[Question]]:
         rng = random.Random(f"ruler:{name}:{number}")
         header, hidden, asked = make(rng, size, readings)
-        parts: list[str] = []
+        parts = list[str]()  # without a haystack what is hidden is all there is
         if haystack == "noise":
             parts = sentences((_NOISE * (size // 16 + 1)).strip())[: size // 4]
         elif haystack == "text":
             start = rng.randrange(max(1, len(words) - size))
             parts = words[start : start + size]
-        # What is hidden keeps its order; without a haystack it is all there is.
+        # What is hidden keeps its order.
         places = sorted(rng.randrange(len(parts) + 1) for _ in hidden)
         for place, part in reversed(list(zip(places, hidden, strict=True))):
             parts.insert(place, part)
@@ -117,15 +108,11 @@ def _samples(
     """One sample for each question asked of context `number` of a task."""
     how: Any = {"metric": "contains" if name in _READINGS else "contains_all", "note": note}
     how |= {"task": name, "max_new_tokens": new, "tags": (f"length={length}",)}
-    found: list[Sample] = []
+    found = list[Sample]()
     for i, (question, answers) in enumerate(asked):
-        made: Any = how | {"prompt": text + question, "question": question, "answers": answers}
+        made: Any = how | asked_about(text, question, answers, max_new_tokens=new)
         found.append(Sample(id=f"{name}-{number}" + (f"-{i}" if i else ""), **made))
     return found
-
-
-def _number(rng: random.Random) -> str:
-    return str(rng.randrange(10**6, 10**7))
 
 
 def _uuid(rng: random.Random) -> str:
@@ -154,7 +141,7 @@ def _niah(
     values: int = 1,
     queries: int = 1,
     key: Callable[[random.Random], str] = _word,
-    value: Callable[[random.Random], str] = _number,
+    value: Callable[[random.Random], str] = lambda rng: str(rng.randrange(10**6, 10**7)),
     fill: bool = False,
 ) -> Parts:
     """Needles `key: value` in a haystack, or, with `fill`, in a haystack of needles."""
@@ -164,14 +151,12 @@ def _niah(
     first = rng.sample(names, queries)
     hidden = [f"One special number for {k} is {v}." for k in names for v in known[k]]
     rng.shuffle(hidden)
-    order = [*first, *(name for name in names if name not in first)]
-    asked = [order[i : i + queries] for i in range(0, len(order) - queries + 1, queries)]
-    return _HEADER, hidden, [_about(some, known) for some in asked]
-
-
-def _about(names: list[str], known: dict[str, list[str]]) -> Question:
-    question = f"What are all the special numbers for {', '.join(names)} in the text above?"
-    return question, tuple(value for name in names for value in known[name])
+    order, asked = [*first, *(name for name in names if name not in first)], list[Question]()
+    for i in range(0, len(order) - queries + 1, queries):
+        some = order[i : i + queries]
+        question = f"What are all the special numbers for {', '.join(some)} in the text above?"
+        asked.append((question, tuple(v for k in some for v in known[k])))
+    return _HEADER, hidden, asked
 
 
 def _variables(rng: random.Random, size: int, readings: Any, *, hops: int = 4) -> Parts:
@@ -212,13 +197,13 @@ def _frequent(rng: random.Random, size: int, readings: Any) -> Parts:
 
 def _qa(rng: random.Random, size: int, readings: Sequence[Reading]) -> Parts:
     """Questions on one of many passages, or on several of them."""
-    chosen = readings[rng.randrange(len(readings))]
-    every = dict.fromkeys(passage for reading in readings for passage in reading.passages)
-    others = [passage for passage in every if passage not in chosen.passages]
-    shown = [*chosen.passages, *rng.sample(others, min(len(others), size // 100))]
+    mine, questions = readings[rng.randrange(len(readings))]
+    every = dict.fromkeys(passage for passages, _ in readings for passage in passages)
+    others = [passage for passage in every if passage not in mine]
+    shown = [*mine, *rng.sample(others, min(len(others), size // 100))]
     rng.shuffle(shown)
     hidden = [f"Passage {i}: {p}" for i, p in enumerate(shown, start=1)]
-    asked = [(f"{text} Answer in few words.", answers) for text, answers in chosen.questions]
+    asked = [(f"{text} Answer in few words.", answers) for text, answers in questions]
     return "Answer from the passages below.\n", hidden, asked
 
 
@@ -243,8 +228,6 @@ BUILTIN = {"niah_single_1": 1, "niah_multikey_1": 4, "niah_multikey_2": None}
 
 
 def _builtin(questions: int, name: str, number: int) -> list[Sample]:
-    from mmkv.builtin import texts
-
     length = BUILTIN_LENGTHS[number % len(BUILTIN_LENGTHS)]
     seed = 500_000 + 10_000 * list(BUILTIN).index(name) + number
     lookup = texts.make_lookup(seed, length, records=BUILTIN[name])
@@ -259,11 +242,10 @@ def _readings(folder: Path, task: str) -> list[Reading]:
     file, of, read = _READINGS[task]
     if not (folder / file).exists():
         return []
+    content = files.read_json(folder / file)
     try:
-        return [reading for reading in read(files.read_json(folder / file)) if reading.questions]
+        return [reading for reading in read(content) if reading[1]]
     except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
         raise DataError(f"{folder / file}: not in {of}'s format: {error!r}") from None
 
 
@@ -279,19 +261,19 @@ def _squad(data: Any) -> list[Reading]:
     def asked(qa: Any) -> Question:
         return _text(qa["question"]), tuple(_text(answer["text"]) for answer in qa["answers"])
 
-    paragraphs = [passage for article in data["data"] for passage in article["paragraphs"]]
     return [
-        Reading((_text(x["context"]),), tuple(asked(qa) for qa in x["qas"] if qa["answers"]))
-        for x in paragraphs
+        ([_text(x["context"])], [asked(qa) for qa in x["qas"] if qa["answers"]])
+        for article in data["data"]
+        for x in article["paragraphs"]
     ]
 
 
 def _hotpot(data: Any) -> list[Reading]:
     """HotpotQA's questions, each with ten passages, two of which are needed."""
     return [
-        Reading(
-            tuple(f"{title}\n{''.join(lines)}" for title, lines in entry["context"]),
-            ((_text(entry["question"]), (_text(entry["answer"]),)),),
+        (
+            [f"{title}\n{''.join(lines)}" for title, lines in entry["context"]],
+            [(_text(entry["question"]), (_text(entry["answer"]),))],
         )
         for entry in data
     ]

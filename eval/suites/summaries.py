@@ -12,7 +12,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from mmkv.eval.samples import Request, Sample
+from mmkv.builtin import scenes, texts
+from mmkv.eval.samples import Request, Sample, asked_about
 from mmkv.eval.suites import files
 from mmkv.eval.suites.description import BUILTIN_NOTE
 
@@ -38,17 +39,13 @@ class Articles:
         path = files.find_file(request.data, ".jsonl", f"{self.name}.jsonl", "test.jsonl")
         names, question = files.Names(), f"{self.request}\nSummary:"
         how: Any = {"metric": "rouge_2", "truncate": True, "note": NOTE}
-        return [
-            Sample(
-                id=names.unique(entry.name("id")),
-                prompt=f"{entry.text(self.source)}\n\n{question}",
-                question=question,
-                answers=(entry.text(self.target).strip(),),
-                max_new_tokens=self.max_new_tokens,
-                **how,
-            )
-            for entry in files.read_lines(path, request.limit)
-        ]
+        how |= {"max_new_tokens": self.max_new_tokens}
+        samples: list[Sample] = []
+        for entry in files.read_lines(path, request.limit):
+            text, answer = f"{entry.text(self.source)}\n\n", entry.text(self.target).strip()
+            made: Any = asked_about(text, question, (answer,), **how)
+            samples.append(Sample(id=names.unique(entry.name("id")), **made))
+        return samples
 
 
 _CNN = "Summarise the article above in three or four sentences."
@@ -58,21 +55,19 @@ XSUM = Articles("xsum", "document", "summary", _XSUM, 64, seed=300_000)
 
 
 def _builtin(which: Articles, size: int) -> list[Sample]:
-    from mmkv.builtin import scenes, texts
-
     samples: list[Sample] = []
     for number in range(size):
-        rng = random.Random(f"{which.name}:{number}")
+        rng, seed = random.Random(f"{which.name}:{number}"), which.seed + number
+        how: Any = {"metric": "rouge_2", "note": BUILTIN_NOTE}
         if which is CNN_DAILYMAIL:
-            lookup = texts.make_lookup(which.seed + number, rng.choice((160, 240, 320)))
-            scene = scenes.make_scene(which.seed + number)
-            question = scenes.describe_question("the picture", rng)
-            made: Any = {"images": (scenes.draw(scene),), "max_new_tokens": 96}
-            made["answers"] = (scenes.describe(scene),)
+            lookup = texts.make_lookup(seed, rng.choice((160, 240, 320)))
+            scene = scenes.make_scene(seed)
+            question, answer = scenes.describe_question("the picture", rng), scenes.describe(scene)
+            how |= {"images": (scenes.draw(scene),), "max_new_tokens": 96}
         else:
-            lookup = texts.make_lookup(which.seed + number, rng.choice((384, 512, 640)))
+            lookup = texts.make_lookup(seed, rng.choice((384, 512, 640)))
             asked = rng.choice(lookup.questions)
-            question, made = asked.text, {"answers": (asked.answer,), "max_new_tokens": 8}
-        made |= {"metric": "rouge_2", "note": BUILTIN_NOTE, "question": question}
-        samples.append(Sample(id=f"text-{number}", prompt=f"{lookup.text} {question}", **made))
+            question, answer = asked.text, asked.answer
+        made: Any = asked_about(f"{lookup.text} ", question, (answer,), **how)
+        samples.append(Sample(id=f"text-{number}", **made))
     return samples

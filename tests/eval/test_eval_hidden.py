@@ -31,7 +31,6 @@ def run(model, samples, out, policies, budget, **options):
         policies=policies,
         budgets=[budget],
         batch_size=2,
-        progress=False,
         out=out,
         **options,
     )
@@ -103,7 +102,7 @@ def test_what_cannot_be_hidden_is_said(model, samples, tmp_path):
     errors = [r["error"] for r in rows if r["policy"] != "full"]
     assert all("is not a context and then a question" in e for e in errors)
     with pytest.raises(ValueError, match="is not a context and then a question"):
-        _ = Sample(id="a", suite="b", task="c", prompt="text", question="else").asked
+        Encoder(make_tokenizer()).apart([Sample(id="a", prompt="text", question="else")])
     long = replace(samples[0], truncate=True, question=samples[0].prompt[2:])
     encoder = Encoder(make_tokenizer(), max_length=34 + long.max_new_tokens)
     with pytest.raises(ValueError, match="longer than half of the prompt"):

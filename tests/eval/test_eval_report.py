@@ -234,7 +234,6 @@ def call(*arguments: str) -> Any:
         (["plot", "layers", "--out", "x.xyz"], "x.xyz: expected a name that ends in .png"),
         (["plot", "circles"], "plot 'circles'"),
         (["plot", "layers", "--budget", "0.1,0.2"], "one budget"),
-        (["plot", "layers", "--image", "a.png"], "--image a.png goes before a --prompt"),
         (["plot", "layers", "--sample", "3000000"], "the suite has"),
         (["report", "missing"], "no run here"),
     ],

@@ -22,7 +22,7 @@ ASKED = {"policies": ["full", "snapkv", "prefixkv", "h2o"], "budgets": [0.5, 1.0
 
 def run(model, tokenizer, out, samples=None, **asked):
     samples = make_samples() if samples is None else samples
-    return runner.run(model, tokenizer, samples, out=out, progress=False, **{**ASKED, **asked})
+    return runner.run(model, tokenizer, samples, out=out, **{**ASKED, **asked})
 
 
 def without_times(rows):
