@@ -47,6 +47,9 @@ PromptsOption = Annotated[
     ),
 ]
 LimitOption = Annotated[int | None, typer.Option(min=1, help="Use the first samples only.")]
+RunOption = Annotated[
+    Path | None, typer.Option(help="The run's folder; the same command goes on. [default: in runs]")
+]
 SuiteOption = Annotated[
     str | None,
     typer.Option(

@@ -11,7 +11,7 @@ import typer
 from mmkv import options
 from mmkv.terminal import check_place, console, say, told
 
-from .arguments import BudgetsOption, LimitOption, PromptsOption, budget_list, commands
+from .arguments import BudgetsOption, LimitOption, PromptsOption, RunOption, budget_list, commands
 from .store import Store, describe_environment, digest, key_of, replace
 
 FOLDER = Path("runs/check")
@@ -31,13 +31,7 @@ def check_command(
     kv_dtype: options.KvDtypeOption = None,
     limit: LimitOption = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of a reply.")] = 48,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of rows and report.json, or FILE.json for the report, with rows in FILE; "
-            "the same command goes on. [default: one of its own in runs/check]"
-        ),
-    ] = None,
+    out: RunOption = None,
     device: options.DeviceOption = "auto",
     dtype: options.DtypeOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
@@ -55,12 +49,7 @@ def check_command(
     chosen = get_policy(policy, **chat.parse_options(policy, option or []))
     sizes = budget_list(budgets)
     own = None if prompts is None else read_prompts(prompts)
-    # Rows are kept beside a report's file.
-    file = out if out is not None and out.suffix == ".json" else None
-    folder = (out or FOLDER) if file is None else file.with_suffix("")
-    if folder.is_file() or (file is not None and file.is_dir()):
-        raise ValueError(f"--out {file or folder}: expected a folder, or a file named FILE.json")
-    check_place(folder)
+    check_place(out or FOLDER)
 
     from mmkv.check_report import summed_up
     from mmkv.divergence import check_arguments, check_prompts, measured, settings_of
@@ -88,7 +77,7 @@ def check_command(
                 "device": net.device.type,
             }
             environment = describe_environment(net.device)
-            folder = folder / digest([about, environment]) if out is None else folder
+            folder = out or FOLDER / digest([about, environment])
             store = Store(folder)
             store.claim(about, environment)
             order = list(dict.fromkeys(x.label for x in settings)), [x.budget for x in settings]
@@ -101,7 +90,7 @@ def check_command(
     except KeyboardInterrupt:
         say("stopped; finished rows are kept, the same command goes on")
         raise typer.Exit(130) from None
-    report, path = summed_up(each, within, notes), file or folder / "report.json"
+    report, path = summed_up(each, within, notes), folder / "report.json"
     text = json.dumps(about | environment | report.to_dict() | {"each": each}, indent=2) + "\n"
     replace(path, text)
     if as_json:

@@ -52,9 +52,7 @@ def eval_command(
         str, typer.Option(help="visible: compressed with the prompt; hidden: asked later; both.")
     ] = "visible",
     limit: arguments.LimitOption = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Where a run is, and goes on. [default: runs/SUITE]")
-    ] = None,
+    out: arguments.RunOption = None,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Samples at once; a stop loses at most one batch.")
     ] = 25,

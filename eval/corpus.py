@@ -3,8 +3,7 @@
     python -m mmkv.eval.corpus FOLDER [--from DEBS]
 
 writes FOLDER/novels, FOLDER/handbook and FOLDER/faq, one `.txt` file a chapter or section with a
-paragraph or heading a line, and FOLDER/SOURCES.txt: of which package and version they are, and
-under which licence. The packages hold data alone and run on no machine in particular; what they
+paragraph or heading a line, and FOLDER/SOURCES.txt with versions and licences. What the packages
 hold differs a little from one release of Debian to the next.
 """
 

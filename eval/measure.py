@@ -47,15 +47,9 @@ class Job:
     # The context that was read last, and of what.
     read: tuple[tuple[str, float | int], dict[str, Any], mmkv.Context] | None = None
 
-    @property
-    def generates(self) -> bool:
-        """Whether a metric needs the model's own reply."""
-        return bool({"rouge", "score"} & set(self.metrics))
-
-    @property
-    def compares(self) -> bool:
-        """Whether a metric compares next tokens with the full cache's."""
-        return bool(COMPARED & set(self.metrics))
+    def measures(self, *names: str) -> bool:
+        """Whether a metric is among these."""
+        return not set(names).isdisjoint(self.metrics)
 
 
 class Batch:
@@ -123,7 +117,7 @@ def measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
     job = batch.job
     try:
         if variant.label != FULL:  # by the model as it is, before it is wrapped
-            if job.compares:
+            if job.measures(*COMPARED):
                 _ = batch.full
             if job.replays and variant.hidden not in batch.captures:
                 inputs = batch.apart[0] if variant.hidden else batch.inputs
@@ -144,8 +138,9 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
     cache: Any = None
     held = 0
     rows = _new_rows(variant, budget, batch)
-    perplexed, reference = "ppl" in job.metrics, variant.label == FULL
-    if (perplexed or job.compares) and variant.evict_chunks is not None and not variant.hidden:
+    perplexed, compares = job.measures("ppl"), job.measures(*COMPARED)
+    generates, reference = job.measures("rouge", "score"), variant.label == FULL
+    if (perplexed or compares) and variant.evict_chunks is not None and not variant.hidden:
         what = "perplexity" if perplexed else "divergence"
         raise ValueError(
             f"{what} reads prompts at once, and evict_chunks in chunks: use --metrics rouge, "
@@ -164,7 +159,7 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
         return batch.inputs, None if captured is None else captured.read(model)
 
     answers = batch.answers if perplexed else None
-    replies = batch.replies if job.compares and not reference else None
+    replies = batch.replies if compares and not reference else None
     full = None if replies is None else batch.full
     # A text that goes on is fed once for both.
     for ids in [answers] if answers == replies else [answers, replies]:
@@ -175,8 +170,8 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
             cache, held = scored.cache, held or scored.held_bytes
             _add_scores(rows, batch.samples, scored, ids is answers, ids == replies)
             del scored
-    itself = reference and job.compares
-    if job.generates or itself:
+    itself = reference and compares
+    if generates or itself:
         limits = [sample.max_new_tokens for sample in batch.samples]
         if captured is None:
             pad, chunk = job.encoder.tokenizer.pad_token_id, variant.evict_chunks
@@ -192,7 +187,7 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
             if itself:
                 n = max(0, len(answer if sample.goes_on else ids) - 1)
                 row |= {"reply": ids, "divergence_sum": 0.0, "next_sum": n, "next_tokens": n}
-            if job.generates:
+            if generates:
                 text = job.encoder.decode(ids).strip()
                 full_text = text if reference else job.full.get(row["index"], {}).get("text")
                 rouged = _rouge(sample, text, full_text) if "rouge" in job.metrics else {}

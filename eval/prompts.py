@@ -1,9 +1,4 @@
-"""From samples and a user's own prompts to what a model reads.
-
-A `.txt` file of prompts has one a line; in one with lines of three dashes alone, prompts are what
-stands between these. A `.jsonl` file has an object a line: {"prompt": text}, which is the user's
-message, or {"messages": [{"role": ..., "content": text}, ...]}, as chat templates take them.
-"""
+"""From samples and a user's own prompts to what a model reads."""
 
 from __future__ import annotations
 
@@ -189,7 +184,11 @@ def token_counter(name: str) -> Callable[[str], int]:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file, as conversations. Raises DataError."""
+    """The prompts of a file, as conversations. Raises DataError.
+
+    A `.txt` file has one a line, or between lines of three dashes alone. A `.jsonl` file has
+    {"prompt": text} a line, or {"messages": [{"role": ..., "content": text}, ...]}.
+    """
     if path.suffix == ".jsonl":
         return [_conversation(entry) for entry in files.read_lines(path)]
     if path.suffix != ".txt":

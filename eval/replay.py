@@ -21,7 +21,6 @@ from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.forward_pass import ForwardPass, current
-from mmkv.cache.phases import Reading
 from mmkv.cache.selection import importance
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.cache_name import CACHE, passing
@@ -59,23 +58,21 @@ class Capture:
         attachment = attachment_of(model)
         cache = CompressedCache(attachment.parts.config, attachment.plan)
         # Other policies' passes are not told of it.
-        rotary = dict(self.recorded.rotary) if attachment.plan.policy.score.uses_rotary else {}
+        recorded: Any = self.recorded
+        rotary = dict(recorded.rotary) if attachment.plan.policy.score.uses_rotary else {}
         running = ForwardPass(ids=self.ids, parts=attachment.parts, rotary=rotary)
         before = current.set(running)
-        prompt, phase = self.recorded.prompt, self.recorded.phase
-        assert prompt is not None
-        assert isinstance(phase, Reading)
         try:
             with torch.no_grad():
                 first = partial(self._scores, running, attachment.plan)
-                cache.begin(running, prompt.valid, None, prompt.image, first)
-                for i, (key, value, query, options) in self.recorded.calls.items():
+                cache.begin(running, recorded.prompt.valid, None, recorded.prompt.image, first)
+                for i, (key, value, query, options) in recorded.calls.items():
                     cache.update(key, value, i)
                     if query is not None:
                         running.pending = None
                         cache.attend(i, query, key, value, _nothing, **options)
-                assert isinstance(cache.phase, Reading)
-                cache.phase.similarity = dict(phase.similarity)
+                phase: Any = cache.phase
+                phase.similarity = dict(recorded.phase.similarity)
                 cache.finish()
         finally:
             current.reset(before)
@@ -180,8 +177,7 @@ class _Recorder(CompressedCache):
         running = current.get()
         assert running is not None
         self.calls[layer_idx] = key, value, query, options
-        if layer_idx in running.rotary:
-            self.rotary[layer_idx] = running.rotary[layer_idx]
+        self.rotary |= running.rotary
         return delegate()
 
     def finish(self) -> None:

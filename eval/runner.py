@@ -58,7 +58,7 @@ def run(
     Args:
         model: not wrapped; it is wrapped for each policy and budget, and left unwrapped.
         processor: a transformers processor, or a tokenizer for a text model.
-        samples: of one suite; `data` and `limit`, from which they came, are recorded.
+        samples: of one suite; `model_name`, `data` and `limit`, where they are from, are recorded.
         policies, options: see `parse_variants`. "full" is added where the metrics compare with it.
         budgets: fractions of the prompt, or numbers of tokens.
         metrics: of `METRICS`: perplexity of the answer; divergence of the next-token distributions
@@ -66,12 +66,9 @@ def run(
             or the full cache's own reply; ROUGE-L against that reply; the sample's own metric.
         out: the run's folder; see `mmkv.eval.store`.
         batch_size: samples at once. With several processes, at most samples / processes.
-        model_name: recorded; by default the config's.
-        data: with "builtin", windows default to 8 tokens.
         max_length: prompts that may be cut are cut to it; by default the model's own length.
         seed: of torch, for policies that draw.
-        replay: run each prompt through the model once for all policies (`mmkv.eval.replay`); rows
-            then have no times, and batches are small.
+        replay: see `mmkv.eval.replay`; rows then have no times, and batches are small.
 
     Returns:
         All rows, in order of policy, budget and sample; of several processes, the first returns

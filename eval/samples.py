@@ -58,7 +58,7 @@ class Request:
 class Sample:
     """One prompt of a suite, with what is needed to run and to score it."""
 
-    id: str  # unique within a run
+    id: str
     suite: str = ""  # its name, which `load_suite` sets
     task: str = ""  # the LongBench dataset or kind of task, else the suite's name
     prompt: str  # without placeholders for images

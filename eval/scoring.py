@@ -17,9 +17,9 @@ import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
-from functools import lru_cache, partial
+from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .samples import Sample
@@ -42,16 +42,11 @@ def token_f1(text: str, answer: str) -> float:
     return 2 * shared / (len(words) + len(right)) if shared else 0.0
 
 
-@lru_cache(maxsize=4)
-def _rouge(kind: str) -> Any:
-    from rouge_score.rouge_scorer import RougeScorer
-
-    return RougeScorer([kind], use_stemmer=False)
-
-
 def rouge(text: str, answer: str, *, kind: str = "rougeL") -> float:
     """The F-measure over pairs of words ("rouge2") or words in order ("rougeL")."""
-    return float(_rouge(kind).score(answer, text)[kind].fmeasure)
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return float(RougeScorer([kind]).score(answer, text)[kind].fmeasure)
 
 
 def classification(text: str, answer: str, classes: Sequence[str]) -> float:

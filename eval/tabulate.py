@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from pydantic import ConfigDict, ValidationError, create_model
 
 from mmkv.terminal import Table
 
-from .papers import papers_of
 from .store import Row, RunError, Store, key_of, read_settings
 from .variants import FULL, METRICS, percent
 
@@ -55,7 +55,7 @@ FIGURES = ("n", "errors", "ppl", "divergence", "next", *_MEANS[:3], "score", *_M
 
 def _schema(fields: dict[str, Any]) -> Any:
     """What must be there, by type; of other fields nothing is read."""
-    given = {name: x if isinstance(x, tuple) else (x, ...) for name, x in fields.items()}
+    given: Any = {name: x if isinstance(x, tuple) else (x, ...) for name, x in fields.items()}
     how = ConfigDict(extra="allow", allow_inf_nan=False)
     return create_model("_Schema", __config__=how, **given)
 
@@ -75,6 +75,33 @@ _SETTINGS = _schema(
 )
 _MADE = _schema(dict.fromkeys(("id", "mmkv", "torch", "transformers", "device"), str))
 _RUN = _schema({"settings": _SETTINGS, "made_by": list[_MADE]})
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """What a paper prints of one model and suite, beside which such a run is shown."""
+
+    source: str  # paper and table
+    suite: str
+    model: str  # as the paper calls it
+    models: list[str]  # what a model's name or path contains if it is this one, in lower case
+    columns: list[str]  # metrics ("ppl", "rouge"), or LongBench tasks and "average", in percent
+    rows: list[list[Any]]  # policy as named here, the paper's name, budget, a figure a column
+
+    def of(self, policy: str) -> dict[str, dict[str, dict[str, float]]]:
+        """Figures by the paper's names of a policy, budget as it is written, and column."""
+        found: dict[str, dict[str, dict[str, float]]] = {}
+        for label, name, budget, *numbers in self.rows:
+            if label == policy:
+                each = dict(zip(self.columns, numbers, strict=True))
+                found.setdefault(name, {})[repr(budget)] = each
+        return found
+
+
+def paper_tables() -> list[PaperTable]:
+    """All tables that are known."""
+    text = Path(__file__).with_name("papers.json").read_text(encoding="utf-8")
+    return [PaperTable(**table) for table in json.loads(text)["tables"]]
 
 
 def _check(place: str, schema: Any, data: Any) -> None:
@@ -128,7 +155,9 @@ class Report:
             rows = {key_of(row): row for row in found} | rows
         if not rows:
             raise RunError(f"{self.folder}: no finished row yet")
-        self.papers = papers_of(self.settings)
+        name, suite = self.settings["model"].lower().replace("_", "-"), self.settings["suite"]
+        tables = [] if self.settings["data"] == "builtin" else paper_tables()
+        self.papers = [t for t in tables if t.suite == suite and any(m in name for m in t.models)]
         self.policies = [p for p in self.settings["policies"] if p != FULL] or [FULL]
         self.every = list(dict.fromkeys([FULL, *self.policies]))
         whole = all(map(_keeps_all, self.policies))
@@ -177,10 +206,10 @@ class Report:
 
     def main_table(self) -> Table:
         """Policies by budgets, with the papers' rows below ours."""
-        best = {b: self._best(b) for b in self.budgets}
+        best = [(b, self._best(b)) for b in self.budgets]
         rows: list[tuple[str, list[str]]] = []
         for policy in self.policies:
-            cells = [_cell(self.figures(policy, b), self.shown, best[b]) for b in self.budgets]
+            cells = [_cell(self.figures(policy, b), self.shown, top) for b, top in best]
             rows += [(policy, cells), *self._paper_rows(policy, [(b, "") for b in self.budgets])]
         title = f"{self.settings['suite']} ({self.settings['data']}), {self.settings['model']}"
         if self.shown:
@@ -220,10 +249,8 @@ class Report:
             whole = shown_figure(metric, self.figures(FULL, 1.0)[metric])
             notes = [f"Full cache: {whole}."] if whole != NONE else []
             if metric == "retained":
-                notes.append(
-                    "A share of what the policy's own score finds: compare policies of one "
-                    "score, such as xkv with xkv:layers=uniform."
-                )
+                alike = "compare policies of one score, such as xkv with xkv:layers=uniform"
+                notes.append(f"A share of what the policy's own score finds: {alike}.")
             found.append(Table("kept", columns, rows, LABELS[metric], notes))
         return found
 
@@ -260,18 +287,19 @@ class Report:
             values = ", ".join(f"{LABELS[m]} {_cell(full, [m])}" for m in self.shown)
             notes.append(f"Full cache: {values}.")
         if full["score"] == 0:
-            notes.append(
-                "The full cache scores 0: the model cannot do this task, so scores tell nothing "
-                "of policies."
-            )
+            why = "the model cannot do this task, so scores tell nothing of policies"
+            notes.append(f"The full cache scores 0: {why}.")
         expected = s["n"] * sum(len(self.budgets_of(p)) for p in s["policies"])
         if len(self.rows) < expected:
             notes.append(f"Not finished: {len(self.rows)} of {expected} rows.")
         notes += self.errors()
-        named = {x: chosen for x, chosen in s["policies"].items() if chosen and ":" not in x}
-        if named:
-            each = {x: ", ".join(f"{k}={v}" for k, v in named[x].items()) for x in named}
-            notes.append(f"Options: {'; '.join(f'{x} with {each[x]}' for x in each)}.")
+        options = [
+            f"{label} with {', '.join(f'{k}={v}' for k, v in chosen.items())}"
+            for label, chosen in s["policies"].items()
+            if chosen and ":" not in label
+        ]
+        if options:
+            notes.append(f"Options: {'; '.join(options)}.")
         notes += [f"Not comparable with published figures: {note}." for note in s.get("notes", [])]
         notes += [f"Rows 'paper:' are from {t.source} ({t.model})." for t in self.papers]
         for m in self.made_by:

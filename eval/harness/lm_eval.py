@@ -36,13 +36,10 @@ class MMKV(_Base):
 
     Args:
         pretrained: the name of a model that reads text only, as for `mmkv.chat.load`, or a model.
-        policy, budget, profile: as for `mmkv.wrap`.
+        policy, budget, profile: as for `mmkv.wrap`, which may raise ValueError.
         batch_size: a number; "auto" is not supported.
         kwargs: the policy's options, what lm_eval's `hf` takes, and `plugin`: a Python file with
             policies or parts of one's own.
-
-    Raises:
-        ValueError: what `mmkv.wrap` refuses.
     """
 
     def __init__(
@@ -78,10 +75,9 @@ class MMKV(_Base):
         batches = [order[start : start + size] for start in range(0, len(order), size)]
         for places in tqdm(batches, disable=disable_tqdm or self.rank != 0):
             rows: list[dict[str, Any]] = []
-            for _, context, answer in (requests[i] for i in places):
-                # A context that is too long loses its beginning.
-                room = max(1, self.max_length - len(answer))
-                ids = torch.tensor([context[-room:]], device=self.device)
+            for i in places:  # a context that is too long loses its beginning
+                room = max(1, self.max_length - len(requests[i][2]))
+                ids = torch.tensor([requests[i][1][-room:]], device=self.device)
                 rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
             inputs = left_padded(rows, self.tokenizer.pad_token_id or 0)
             scored = score_answers(self.model, inputs, [requests[i][2] for i in places])

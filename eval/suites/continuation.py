@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from mmkv.builtin import source
@@ -28,7 +27,9 @@ def load(request: Request) -> list[Sample]:
     """One sample of each text that is long enough, cut between two words of one line."""
     assert request.data is not None
     length, samples = request.length or LENGTH, []
-    for name, path in _paths(request.data).items():
+    stdlib = files.stands_for(request.data, files.STDLIB)
+    paths = source.files() if stdlib else files.text_files(request.data, *SUFFIXES)
+    for name, path in paths.items():
         if request.limit is not None and len(samples) == request.limit:
             break
         text = files.read_text(path)[: _MOST_LETTERS * length]
@@ -40,15 +41,6 @@ def load(request: Request) -> list[Sample]:
     if not samples:
         raise DataError(f"{request.data}: no text of {length} tokens or more in {SUFFIXES} files")
     return samples
-
-
-def _paths(data: Path) -> dict[str, Path]:
-    if files.stands_for(data, files.STDLIB):
-        return source.files()
-    if not data.is_dir():
-        return {data.name: data}
-    found = sorted(path for path in data.rglob("*") if path.suffix in SUFFIXES)
-    return {path.relative_to(data).as_posix(): path for path in found}
 
 
 def cuts(text: str, count: Callable[[str], int], tokens: Sequence[float]) -> list[int | None]:

@@ -26,7 +26,7 @@ def load(request: Request) -> list[Sample]:
         return builtin(request.limit or BUILTIN_SIZE, drawn=drawn)
     entries, folder = files.read_entries(request)
     samples: list[Sample] = []
-    for name, entry in entries.items():
+    for name, entry in entries:
         question, answer = _turns(entry)
         shown: Any = {"images": (entry.image("image", folder),), "max_new_tokens": 512}
         samples.append(Sample(id=name, prompt=question, answers=(answer,), **shown))

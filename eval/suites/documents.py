@@ -18,6 +18,7 @@ from typing import Any
 from mmkv.eval.samples import DataError, Request, Sample, asked_about, interleave
 from mmkv.eval.suites import files
 from mmkv.eval.suites.continuation import cuts
+from mmkv.eval.suites.needle import DEPTHS
 
 NOTE = "the documents are the user's own, and the questions are worded here"
 EACH = 20  # samples of each task
@@ -31,7 +32,6 @@ QUESTIONS = (
     "Name three things that the text above mentions.",
     "How does the text above end? Answer in one sentence.",
 )
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _ADJECTIVES = ("quiet", "northern", "golden", "broken", "crooked", "silver", "hidden", "narrow")
 _NOUNS = ("harbor", "orchard", "archive", "lantern", "workshop", "cellar", "bridge", "granary")
 # Three small letters stand before it, as "Mrs." and "p." have not, and a capital behind it.
@@ -58,9 +58,7 @@ def load(request: Request) -> list[Sample]:
 
 def texts_of(data: Path, tokens: int, count: Callable[[str], int]) -> list[tuple[str, str]]:
     """Names and texts of at least so many tokens; the folders take turns, in a mixed order."""
-    paths = {path.relative_to(data).as_posix(): path for path in data.rglob("*.txt")}
-    if not data.is_dir():
-        paths = {data.name: data}
+    paths = files.text_files(data, ".txt")
     # By a hash of the name: neighbouring chapters are alike, and a new file moves no other.
     names = sorted(paths, key=lambda name: hashlib.sha256(name.encode()).digest())
     folders: dict[str, list[tuple[str, str]]] = {}
@@ -69,10 +67,8 @@ def texts_of(data: Path, tokens: int, count: Callable[[str], int]) -> list[tuple
         if count(text[: 2 * _LETTERS * tokens]) >= tokens:
             folders.setdefault(name.rpartition("/")[0], []).append((name, text))
     if not folders:
-        raise DataError(
-            f"{data}: no .txt file of {tokens} tokens or more; python -m mmkv.eval.corpus FOLDER "
-            "writes some"
-        )
+        wanted = f"no .txt file of {tokens} tokens or more"
+        raise DataError(f"{data}: {wanted}; python -m mmkv.eval.corpus FOLDER writes some")
     return interleave([folders[folder] for folder in sorted(folders)])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
@@ -33,6 +32,14 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a text file in UTF-8: {error}") from error
+
+
+def text_files(data: Path, *suffixes: str) -> dict[str, Path]:
+    """The texts of a folder by name, or the one file."""
+    if not data.is_dir():
+        return {data.name: data}
+    found = sorted(path for path in data.rglob("*") if path.suffix in suffixes)
+    return {path.relative_to(data).as_posix(): path for path in found}
 
 
 def documentation() -> dict[str, str]:
@@ -137,9 +144,7 @@ def read_lines(path: Path, limit: int | None = None) -> Iterator[Entry]:
                 continue
             try:
                 value = json.loads(raw.decode("utf-8-sig"))
-            except RecursionError as error:
-                raise DataError(f"{path}: {place}: is nested too deeply") from error
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{path}: {place}: not a JSON object in UTF-8: {error}") from error
             found += 1
             yield as_entry(path, place, value)
@@ -154,24 +159,21 @@ def as_entry(path: Path, place: str, value: Any) -> Entry:
     return Entry(path=path, place=place, fields=value)
 
 
-def find_file(data: str | Path, suffix: str, *names: str) -> Path:
+def find_file(data: Path, suffix: str, *names: str) -> Path:
     """The data file: `data` itself, or in a folder one of `names`, else the only one."""
-    path = Path(data)
-    if not path.is_dir():
-        _require_file(path)
-        return path
-    for name in names:
-        if (path / name).is_file():
-            return path / name
-    found = sorted(path.glob(f"*{suffix}"))
+    if not data.is_dir():
+        _require_file(data)
+        return data
+    named = [data / name for name in names if (data / name).is_file()]
+    found = named[:1] or list(data.glob(f"*{suffix}"))
     if len(found) != 1:
-        raise DataError(f"{path}: expected one {suffix} file in this folder, found {len(found)}")
+        raise DataError(f"{data}: expected one {suffix} file in this folder, found {len(found)}")
     return found[0]
 
 
-def read_entries(request: Request, *names: str) -> tuple[dict[str, Entry], Path]:
-    """The entries of a JSON list or of an object by id, each with a name of its own, and the folder
-    of their pictures; `names` are what the file may be called in a folder of several."""
+def read_entries(request: Request, *names: str) -> tuple[list[tuple[str, Entry]], Path]:
+    """The entries of a JSON list or of an object by id, with their names, and the folder of their
+    pictures; `names` are what the file may be called in a folder of several."""
     assert request.data is not None
     path = find_file(request.data, ".json", *names)
     content = read_json(path)
@@ -179,27 +181,15 @@ def read_entries(request: Request, *names: str) -> tuple[dict[str, Entry], Path]
         raise DataError(f"{path}: expected a list of entries, or an object of entries by id")
     listed = isinstance(content, list)
     numbered: list[tuple[Any, Any]] = list(enumerate(content) if listed else content.items())
-    unique, found = Names(), dict[str, Entry]()
+    found = list[tuple[str, Entry]]()
     for key, value in numbered[: request.limit]:
         entry = as_entry(path, f"entry {key!r}", value)
-        found[unique.unique(entry.name("id", "question_id") if listed else key)] = entry
+        found.append((entry.name("id", "question_id") if listed else key, entry))
     beside = path.parent / "images"
     folder = request.image_folder or (beside if beside.is_dir() else path.parent)
     if not folder.is_dir():
         raise DataError(f"{folder}: the image folder does not exist")
     return found, folder
-
-
-class Names(Counter[str]):
-    """Gives each sample of a run an id of its own."""
-
-    def unique(self, name: str) -> str:
-        """`name`, with "#2", "#3" and so on when it was given before."""
-        while True:
-            self[name] += 1
-            if self[name] == 1:
-                return name
-            name = f"{name}#{self[name]}"
 
 
 def _require_file(path: Path) -> None:

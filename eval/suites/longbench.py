@@ -1,10 +1,8 @@
 """LongBench: sixteen English tasks over long texts (arXiv 2308.14508).
 
-Published data is a folder with one JSONL file for each task, named after it, with the fields
-`input, context, answers, length, dataset, language, all_classes, _id`. Prompts and output lengths
-come from the benchmark's own `dataset2prompt.json` and `dataset2maxlen.json` beside the data;
-without them the prompts are worded here, and figures do not compare with published ones. Built-in
-data is composed in `longbench_builtin`.
+Published data is a folder with one JSONL file for each task, named after it. Prompts and output
+lengths come from the benchmark's own `dataset2prompt.json` and `dataset2maxlen.json` beside the
+data; without them the prompts are worded here, and figures do not compare with published ones.
 """
 
 from __future__ import annotations
@@ -138,7 +136,7 @@ def _read_task(name: str, task: Task, path: Path, limit: int | None, note: str) 
     pieces = _parse(task.prompt, f"{PROMPTS_FILE}: entry {name!r}")
     fields = [field for _, field in pieces]
     end = fields.index("context") + 1 if "context" in fields else len(fields)
-    names, samples = files.Names(), []
+    samples: list[Sample] = []
     for entry in files.read_lines(path, limit):
         dataset = entry.fields.get("dataset")
         if dataset not in (None, name):
@@ -152,5 +150,5 @@ def _read_task(name: str, task: Task, path: Path, limit: int | None, note: str) 
         how["answers"] = entry.texts("answers")
         if task.metric == "classification":
             how["classes"] = entry.texts("all_classes")
-        samples.append(Sample(id=names.unique(f"{name}/{entry.name('_id')}"), **how))
+        samples.append(Sample(id=f"{name}/{entry.name('_id')}", **how))
     return samples

@@ -1,8 +1,7 @@
 """Built-in stand-ins for LongBench: its seven kinds of task, composed from look-up texts.
 
-The texts are held-out ones of the kind that the built-in model was trained on: sentences of filler
-and records such as "amber lamp.". That model can say one record or speak of a picture, and no more;
-so each kind of task is brought to something it can answer:
+The texts are held-out ones of the kind that the built-in model was trained on. It can say one
+record or speak of a picture; so each kind of task is brought to something it can answer:
 
 - single_doc_qa, multi_doc_qa: look up a record in a text, or in four passages.
 - summary: a text with a picture; describe the picture (the one long answer the model can give).
@@ -10,8 +9,6 @@ so each kind of task is brought to something it can answer:
 - count: a text with a picture; how many objects of a kind are in it.
 - retrieval: six passages, each named by one of its records; which has the record asked for.
 - code: a listing of records and comments; the last comment asks for the next line.
-
-The tasks summary and count need a model that reads pictures.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """MM-Vet: open questions about pictures, each with the capabilities it needs (arXiv 2308.02490).
 
-Published data has two shapes: a JSON object of id -> `{imagename, question, answer, imagesource,
-capability}`, and a JSON list of `{image, question, answer}`. In answers, "<OR>" separates
-alternatives and "<AND>" joins parts. Built-in data are questions about held-out scenes.
+In published answers "<OR>" separates alternatives and "<AND>" joins parts.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ def load(request: Request) -> list[Sample]:
         return _builtin(request.limit or BUILTIN_SIZE, request.questions, drawn)
     entries, folder = files.read_entries(request, "mm-vet.json")
     samples: list[Sample] = []
-    for name, entry in entries.items():
+    for name, entry in entries:
         question = entry.text("question").replace(IMAGE_MARK, "").strip()
         if not question:
             raise entry.error("question", "is empty beside the image mark")

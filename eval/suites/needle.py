@@ -1,10 +1,8 @@
 """Needle in a haystack: one record in a long text, over a grid of depth and length.
 
-With "drawings" as data it is a thing that one of two to eight pictures shows.
-
-Built-in data puts the asked record at a given depth of a look-up text that holds other records as
-well; lengths are in tokens of the built-in model. Other haystacks are `.txt` files (one, or a
-folder of them, read in order of name) or "stdlib", Python's documentation, cut to lengths in words.
+With "drawings" as data it is a thing that one of two to eight pictures shows. Built-in data puts
+the record at a depth of a look-up text that holds others, of a length in tokens of the built-in
+model; other haystacks are `.txt` files or Python's documentation, cut to lengths in words.
 """
 
 from __future__ import annotations
@@ -99,8 +97,6 @@ def read_words(data: Path) -> list[str]:
     paths = sorted(data.glob("*.txt")) if data.is_dir() else [data]
     words = [word for path in paths for word in files.read_text(path).split()]
     if len(words) < FILE_LENGTHS[0]:
-        raise DataError(
-            f"{data}: expected a haystack of {FILE_LENGTHS[0]} words or more in .txt files, "
-            f"got {len(words)}"
-        )
+        wanted = f"a haystack of {FILE_LENGTHS[0]} words or more in .txt files"
+        raise DataError(f"{data}: expected {wanted}, got {len(words)}")
     return words

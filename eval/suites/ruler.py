@@ -1,14 +1,9 @@
 """RULER's tasks, generated for any tokenizer and length.
 
 Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?", arXiv
-2404.06654, table 2 and appendix B. Needles in a haystack (one or more keys, values and queries),
-chains of variables, the most common words, and questions on passages. Prompts are worded here, and
-the haystack is the user's own text, so that scores do not compare with published ones.
-
-The data is a folder of `.txt` files, the haystack, and for the tasks of questions on passages a
-`squad.json` (SQuAD's format) and a `hotpot.json` (HotpotQA's, whose answers need two passages); or
-"stdlib", Python's documentation as the haystack. The built-in data is a small form: needles among
-the records of look-up texts, which the built-in model was trained to answer.
+2404.06654, table 2 and appendix B. Prompts are worded here, and the haystack is the user's own
+text, so that scores do not compare with published ones. The built-in data is a small form: needles
+among the records of look-up texts, which the built-in model was trained to answer.
 """
 
 from __future__ import annotations

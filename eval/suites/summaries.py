@@ -1,9 +1,7 @@
 """CNN/DailyMail and XSum: summarise an article; ROUGE-2 against the reference.
 
-The tasks are two of SqueezeAttention's (arXiv 2404.04793). Published data is JSONL with `article`
-and `highlights` (CNN/DailyMail) or `document` and `summary` (XSum), and perhaps `id`. Built-in data
-is what the built-in model can answer: for CNN/DailyMail several sentences on the picture beside a
-text, for XSum one record of a text.
+The tasks are two of SqueezeAttention's (arXiv 2404.04793). Built-in data is what the built-in model
+can answer: for CNN/DailyMail the picture beside a text, for XSum one record of a text.
 """
 
 from __future__ import annotations
@@ -37,14 +35,14 @@ class Articles:
         if request.data is None:
             return _builtin(self, request.limit or BUILTIN_SIZE)
         path = files.find_file(request.data, ".jsonl", f"{self.name}.jsonl", "test.jsonl")
-        names, question = files.Names(), f"{self.request}\nSummary:"
+        question = f"{self.request}\nSummary:"
         how: Any = {"metric": "rouge_2", "truncate": True, "note": NOTE}
         how |= {"max_new_tokens": self.max_new_tokens}
         samples: list[Sample] = []
         for entry in files.read_lines(path, request.limit):
             text, answer = f"{entry.text(self.source)}\n\n", entry.text(self.target).strip()
             made: Any = asked_about(text, question, (answer,), **how)
-            samples.append(Sample(id=names.unique(entry.name("id")), **made))
+            samples.append(Sample(id=entry.name("id"), **made))
         return samples
 
 

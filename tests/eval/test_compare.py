@@ -7,11 +7,9 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from test_eval_report import PNG, row, write_run
-from typer.testing import CliRunner
+from test_eval_report import PNG, call, row, write_run
 
 from helpers.models import make_model
-from mmkv.eval.cli import commands
 from mmkv.eval.compare import Comparison, front
 from mmkv.eval.runner import fitting
 from mmkv.eval.store import RunError
@@ -71,15 +69,10 @@ def folder(tmp_path):
     return tmp_path
 
 
-def call(*arguments: Any) -> Any:
-    return CliRunner().invoke(commands, ["report", *map(str, arguments)])
-
-
 def test_visible_and_hidden_questions_are_sections_of_their_own(folder):
     tables = Comparison([folder]).tables()
-    assert [t.title for t in tables] == [
-        f"mmvet (builtin), question {question}: llava" for question in ("visible", "hidden")
-    ]
+    titles = [f"mmvet (builtin), question {question}: llava" for question in ("visible", "hidden")]
+    assert [t.title for t in tables] == titles
     rest = ["0.500", "20", "2", "r"]
     full = ("**full**", ["90.0", "10", *rest])
     visible = [("h2o 10%", ["20.0", "1", *rest]), ("**snapkv 10%**", ["40.0", "1", *rest])]
@@ -102,11 +95,10 @@ def test_runs_of_others_stand_beside_mine(tmp_path, folder):
     mine.mkdir()
     shutil.move(folder / "mmvet", mine / "mmvet")
     write_run(mine / "part", ROWS[:5], **SETTINGS)
-    done = call(mine, theirs, "--out", tmp_path / "all")
+    done = call("report", mine, theirs, "--out", tmp_path / "all")
     assert done.exit_code == 0, done.output
-    assert sorted(p.name for p in (tmp_path / "all").iterdir()) == [
-        *("fronts.png", "runs.csv", "runs.md")
-    ]
+    written = {p.name for p in (tmp_path / "all").iterdir()}
+    assert written == {"fronts.png", "runs.csv", "runs.md"}
     assert (tmp_path / "all" / "fronts.png").read_bytes()[:8] == PNG
     points = pd.read_csv(tmp_path / "all" / "runs.csv")
     assert list(points.groupby("model", sort=False).size()) == [5, 3]
@@ -126,7 +118,7 @@ def test_runs_of_others_stand_beside_mine(tmp_path, folder):
 )
 def test_what_is_no_row_is_refused(tmp_path, folder, change, message):
     write_run(tmp_path / "bad", [ROWS[0], ROWS[1] | change, *ROWS[2:]], **SETTINGS)
-    done = call(folder / "mmvet", tmp_path / "bad", "--out", tmp_path / "all")
+    done = call("report", folder / "mmvet", tmp_path / "bad", "--out", tmp_path / "all")
     assert done.exit_code == 2
     assert re.search(re.escape(message), done.stderr)
     assert not (tmp_path / "all").exists()

@@ -9,15 +9,8 @@ from mmkv.eval import scoring
 from mmkv.eval.suites import longbench_builtin
 from mmkv.eval.suites.registry import load_suite
 
-SIZES = {
-    "description": 50,
-    "mmvet": 48,
-    "longbench": 70,
-    "needle": 40,
-    "ruler": 60,
-    "cnn_dailymail": 20,
-    "xsum": 20,
-}
+SIZES = {"description": 50, "mmvet": 48, "longbench": 70, "needle": 40, "ruler": 60}
+SIZES |= {"cnn_dailymail": 20, "xsum": 20}
 
 
 @pytest.fixture(scope="module")

@@ -219,12 +219,10 @@ def test_with_perplexity_the_figures_are_the_same(model, samples, tmp_path, monk
     # The full cache's perplexity, and that of two policies at two budgets, of three batches.
     assert len(calls) == 3 * (5 + 4 + (5 if texts else 9))
     for one, two, both in zip(*found.values(), strict=True):
-        for alone, names in (
-            (one, ("nll", "answer_tokens")),
-            (two, ("divergence_sum", "next_sum")),
-        ):
-            for name in names:
-                assert both[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6)
+        for name in ("nll", "answer_tokens"):
+            assert both[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6)
+        for name in ("divergence_sum", "next_sum"):
+            assert both[name] == pytest.approx(two[name], rel=1e-4, abs=1e-6)
 
 
 def test_whether_a_reply_would_be_the_full_caches_is_known_without_generating_it(
@@ -276,9 +274,7 @@ def test_means_are_over_tokens(model, samples, tmp_path):
     assert nats == f"{found.divergence:.3f}"
     assert same == f"{100 * found['next']:.1f}"
     # Less divergence is better, more of the same tokens too.
-    best = dict(
-        zip(report.policies, [report.figures(p, 0.5) for p in report.policies], strict=True)
-    )
+    best = {p: report.figures(p, 0.5) for p in report.policies}
     (name,) = [p for p in best if table[p][0].startswith("**")]
     assert best[name].divergence == min(f.divergence for f in best.values())
     assert report.group_tables("task", report.tasks)[0].title.startswith("divergence")

@@ -1,4 +1,4 @@
-"""The suite `documents`, and the texts that are made for it from packages."""
+"""The suites `documents` and `continuation`, and the texts that are made from packages."""
 
 import random
 import shutil
@@ -8,14 +8,11 @@ import zlib
 
 import pytest
 
+from mmkv.builtin import source
 from mmkv.eval import corpus
-from mmkv.eval.samples import DataError
+from mmkv.eval.samples import DataError, words
 from mmkv.eval.suites import documents
 from mmkv.eval.suites.registry import load_suite
-
-
-def words(text: str) -> int:
-    return len(text.split())
 
 
 def paragraph(name: str, number: int) -> str:
@@ -116,17 +113,77 @@ def test_a_sentence_ends_neither_at_a_title_nor_at_a_page():
     [
         ({"tasks": ["poem"]}, ValueError, "tasks must be among .*'text'"),
         ({"length": 5000}, DataError, "no .txt file of 5128 tokens or more; python -m"),
-        (
-            {"data": "builtin"},
-            ValueError,
-            "--data names a folder, such as python -m mmkv.eval.corp",
-        ),
+        ({"data": "builtin"}, ValueError, "--data names a folder, such as python -m mmkv.eval.c"),
         ({"data": "nowhere"}, DataError, "nowhere: no such file"),
     ],
 )
 def test_what_cannot_be_is_said(folder, change, error, message):
     with pytest.raises(error, match=message):
         load_suite("documents", **{"data": folder} | change)
+
+
+# Texts that go on ---------------------------------------------------------------------------------
+
+
+def letters(text: str) -> int:
+    """Tokens of four letters."""
+    return len(text) // 4
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Two long texts and a short one, of lines of ten words; a file that is no text."""
+    for name, lines in (("b.txt", 900), ("deep/a.md", 400), ("short.py", 3)):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(
+            "\n".join(" ".join(f"w{10 * i + j}" for j in range(10)) for i in range(lines))
+        )
+    (tmp_path / "c.bin").write_bytes(b"\xff" * 9000)
+    return tmp_path
+
+
+@pytest.mark.parametrize("count", [words, letters])
+def test_a_text_is_cut_by_tokens_between_words(texts, count):
+    samples = load_suite("continuation", texts, length=1000, count=count)
+    assert [s.id for s in samples] == ["b.txt", "deep/a.md"]
+    for sample in samples:
+        text = (texts / sample.id).read_text()
+        (answer,) = sample.answers
+        assert text.startswith(f"{sample.prompt} {answer}")
+        assert count(sample.prompt) == pytest.approx(750, abs=2)
+        assert count(f"{sample.prompt} {answer}") == pytest.approx(1000, abs=2)
+        assert count(sample.asked) == pytest.approx(94, abs=3)
+        assert "\n" not in text[len(sample.prompt) - 2 : len(sample.prompt) + 3]
+
+
+def test_a_limit_and_one_file(texts):
+    assert len(load_suite("continuation", texts, length=1000, limit=1)) == 1
+    assert [s.id for s in load_suite("continuation", texts / "b.txt", length=256)] == ["b.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("short.py", "no text of 1024 tokens or more"),
+        ("none.txt", "none.txt: no such file"),
+        ("c.bin", "not a text file in UTF-8"),
+    ],
+)
+def test_what_is_no_text_is_said(texts, name, message):
+    with pytest.raises(DataError, match=message):
+        load_suite("continuation", texts / name)
+
+
+@pytest.mark.slow
+def test_the_standard_library_without_its_tests():
+    found = source.files()
+    assert 20 < len(found) < 200
+    assert "test" not in {part for name in found for part in name.split("/")}
+    assert all("site-packages" not in path.parts for path in found.values())
+    names = {s.id for s in load_suite("continuation", "stdlib", length=400)}
+    assert names
+    assert names <= set(found)
 
 
 # Texts from packages -----------------------------------------------------------------------------

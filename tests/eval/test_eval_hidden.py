@@ -23,17 +23,9 @@ def samples():
     return [replace(s, question=" ".join(s.prompt.split()[-2:])) for s in found]
 
 
-def run(model, samples, out, policies, budget, **options):
-    return runner.run(
-        model,
-        make_tokenizer(),
-        samples,
-        policies=policies,
-        budgets=[budget],
-        batch_size=2,
-        out=out,
-        **options,
-    )
+def run(model, samples, out, policies, budget):
+    how = {"policies": policies, "budgets": [budget], "batch_size": 2}
+    return runner.run(model, make_tokenizer(), samples, out=out, **how)
 
 
 @pytest.mark.parametrize("chunk", ["", ":evict_chunks=5"])
@@ -123,13 +115,12 @@ def test_policies_are_doubled_but_for_the_full_cache():
 def test_a_context_is_read_once_for_all_of_its_questions(model, samples, tmp_path, monkeypatch):
     """Two contexts with two questions each, one with one: the rows are as from separate runs."""
     last = samples[2]
-    several = [
-        replace(s, id=f"{s.id}-{i}", prompt=s.prompt.removesuffix(s.question) + text, question=text)
-        for i in range(2)
+    other = "w7 w8 w9"
+    more = [
+        replace(s, id=f"{s.id}-1", prompt=s.prompt.removesuffix(s.question) + other, question=other)
         for s in samples[:2]
-        for text in [s.question if i == 0 else "w7 w8 w9"]
     ]
-    asked = [*several[:2], last, *several[2:]]
+    asked = [*samples[:2], last, *more]
     read, calls = mmkv.read, []
     monkeypatch.setattr(mmkv, "read", lambda *a, **k: calls.append(a) or read(*a, **k))
     policies = ["snapkv:question=hidden:window=2", "h2o:question=hidden"]

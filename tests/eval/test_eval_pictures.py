@@ -1,10 +1,8 @@
 """Suites of pictures read from published files, and the errors for bad files and pictures."""
 
-import json
-from pathlib import Path
-
 import pytest
 from PIL import Image
+from test_eval_suites import write
 
 from mmkv.eval.samples import DataError, open_images, suite_notes
 from mmkv.eval.suites import files
@@ -17,11 +15,6 @@ def folder(tmp_path):
     for name in ("a.png", "b.jpg"):
         Image.new("RGB", (8, 6), (200, 30, 30)).save(tmp_path / "images" / name)
     return tmp_path
-
-
-def write(path: Path, content) -> Path:
-    path.write_text(json.dumps(content), encoding="utf-8")
-    return path
 
 
 def description(**changes) -> dict:
@@ -53,9 +46,8 @@ def test_pictures_may_lie_beside_the_file_or_in_a_given_folder(folder):
     path = write(folder / "images" / "data.json", [description()])
     assert load_suite("description", path)[0].images == (folder / "images" / "a.png",)
     moved = write(folder / "data.json", [description(image="images/a.png")])
-    assert load_suite("description", moved, image_folder=folder)[0].images == (
-        folder / "images" / "a.png",
-    )
+    (sample,) = load_suite("description", moved, image_folder=folder)
+    assert sample.images == (folder / "images" / "a.png",)
     with pytest.raises(DataError, match="nowhere"):
         load_suite("description", moved, image_folder=folder / "nowhere")
 

@@ -15,10 +15,9 @@ from helpers.evaluation import make_samples, make_tokenizer, save_model
 from helpers.models import make_model
 from mmkv.eval import draw, measure, runner
 from mmkv.eval.cli import PLOTS, commands
-from mmkv.eval.papers import paper_tables
 from mmkv.eval.prompts import Encoder
 from mmkv.eval.store import RunError, read_rows
-from mmkv.eval.tabulate import Report
+from mmkv.eval.tabulate import Report, paper_tables
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -42,16 +41,9 @@ ROWS = [
 
 def write_run(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> Path:
     folder.mkdir(exist_ok=True)
-    asked = {
-        "model": "llava-hf/llava-1.5-7b-hf",
-        "suite": "mmvet",
-        "data": "mm-vet.json",
-        "policies": {"full": {}, "h2o": {}, "prefixkv": {"distance": 9}},
-        "budgets": [0.1],
-        "n": 2,
-        "dtype": "float16",
-        "notes": [],
-    }
+    asked = {"model": "llava-hf/llava-1.5-7b-hf", "suite": "mmvet", "data": "mm-vet.json"}
+    asked |= {"policies": {"full": {}, "h2o": {}, "prefixkv": {"distance": 9}}, "budgets": [0.1]}
+    asked |= {"n": 2, "dtype": "float16", "notes": []}
     made = {"id": "r", "mmkv": "0", "torch": "2", "transformers": "5", "commit": "c", "device": "x"}
     run = {"settings": {**asked, **settings}, "made_by": [made]}
     (folder / "run.json").write_text(json.dumps(run))
@@ -121,16 +113,9 @@ def test_by_task_beside_the_paper(tmp_path):
         row("snapkv", 128, i, score=s) | {"suite": "longbench", "task": t, "tags": []}
         for i, (t, s) in enumerate([("qasper", 0.2), ("trec", 0.5), ("trec", 0.6)])
     ]
-    report = Report(
-        write_run(
-            tmp_path,
-            rows,
-            suite="longbench",
-            model="mistralai/Mistral-7B-Instruct-v0.2",
-            policies={"snapkv": {}},
-            budgets=[128],
-        )
-    )
+    how = {"suite": "longbench", "model": "mistralai/Mistral-7B-Instruct-v0.2"}
+    how |= {"policies": {"snapkv": {}}, "budgets": [128]}
+    report = Report(write_run(tmp_path, rows, **how))
     (table,) = [t for t in report.tables() if t.corner == "task"]
     assert table.columns == ["qasper", "trec", "average"]
     assert table.rows == [
@@ -150,12 +135,8 @@ def test_files(report, tmp_path):
     assert written["curves.png"].read_bytes()[:8] == PNG
     with written["report.csv"].open(newline="") as file:
         lines = list(csv.DictReader(file))
-    assert [(x["group"], x["policy"]) for x in lines[:4]] == [
-        ("all", "full"),
-        ("all", "h2o"),
-        ("all", "prefixkv"),
-        ("task mmvet", "full"),
-    ]
+    groups = [("all", "full"), ("all", "h2o"), ("all", "prefixkv"), ("task mmvet", "full")]
+    assert [(x["group"], x["policy"]) for x in lines[:4]] == groups
     assert float(lines[1]["ppl"]) == pytest.approx(math.exp(15 / 6))
     assert lines[1]["retained"] == ""
 
@@ -204,8 +185,8 @@ def test_scores_of_each_layer_are_those_that_evict():
         draw.layer_scores(model, inputs, mmkv.get_policy("local"))
 
 
-def call(*arguments: str) -> Any:
-    return CliRunner().invoke(commands, list(arguments))
+def call(*arguments: Any) -> Any:
+    return CliRunner().invoke(commands, list(map(str, arguments)))
 
 
 @pytest.mark.parametrize(
@@ -219,6 +200,13 @@ def call(*arguments: str) -> Any:
         (["eval", "description", "--option", "windw=3"], "read by none of the policies"),
         (["eval", "mmvet", "--data", "missing.json"], "missing.json"),
         (["check", "--within", "0"], "within=0.0"),
+        (["check", "--policy", "snapkv", "--option", "window"], "expected name=value"),
+        (
+            ["check", "--policy", "snapkv", "--option", "window=6", "--budgets", "3"],
+            "budget=3 is below the 6 tokens",
+        ),
+        (["check", "--prompts", "empty.txt"], "empty.txt: has no prompts"),
+        (["check", "--out", "empty.txt"], "--out empty.txt: empty.txt is a file, not a folder"),
         (["check", "--budgets", "0.1,0.1"], "named twice"),
         (["check", "--policy", "snapkx"], "unknown policy 'snapkx'"),
         (["check", "--policy", "full"], "keeps everything"),
@@ -242,15 +230,16 @@ def test_what_is_wrong_is_one_line_before_a_model_is_loaded(
     arguments, message, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("\n")
     monkeypatch.setattr("mmkv.chat.load", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setattr("mmkv.eval.suites.description.BUILTIN_SIZE", 2)
     if "3000000" in arguments:
         monkeypatch.setattr("mmkv.eval.suites.description.builtin", lambda size, drawn: [])
     done = call(*arguments)
-    assert done.exit_code == 2
+    assert (done.exit_code, done.stdout) == (2, "")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.rglob("*")) == [tmp_path / "empty.txt"]
 
 
 @pytest.mark.slow
@@ -260,10 +249,8 @@ def test_commands_end_to_end(tmp_path, monkeypatch):
     done = call("eval", "description", *asked, "--metrics", "ppl", "--device", "cpu")
     assert done.exit_code == 0, done.output
     rows = read_rows(tmp_path / "a" / "rows.jsonl")
-    assert [(r["policy"], r["options"]) for r in rows[::2]] == [
-        ("snapkv", {"window": 8}),
-        ("prefixkv", {}),
-    ]
+    options = [("snapkv", {"window": 8}), ("prefixkv", {})]
+    assert [(r["policy"], r["options"]) for r in rows[::2]] == options
     again = call("eval", "description", *asked, "--metrics", "ppl", "--limit", "1")
     assert again.exit_code == 2
     assert "choose another --out" in again.stderr
@@ -275,16 +262,15 @@ def test_commands_end_to_end(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     profile = mmkv.profiles.Profile.load("p.json")
     assert (profile.samples, profile.budget) == (2, 0.3)
-    for kind in PLOTS[:3]:
-        done = call("plot", kind, "--policies", "xkv,h2o", "--out", f"{kind}.png")
-        assert done.exit_code == 0, done.output
-        assert (tmp_path / f"{kind}.png").read_bytes()[:8] == PNG
     done = call("calibrate", "--limit", "1", "--out", "c.json")
     assert done.exit_code == 0, done.output
     assert mmkv.profiles.Profile.load("c.json").curves is not None
     assert done.output.split("prompts: ")[1].split("\n")[0].count("0.") == 8
-    done = call("plot", "heads", "--profile", "c.json", "--out", "c.png")
-    assert done.exit_code == 0, done.output
+    for kind in PLOTS:
+        asked = ("--policies", "xkv,h2o", "--profile", "c.json", "--out", f"{kind}.png")
+        done = call("plot", kind, *asked)
+        assert done.exit_code == 0, done.output
+        assert (tmp_path / f"{kind}.png").read_bytes()[:8] == PNG
     done = call("plot", "heads", "--profile", "p.json", "--out", "c.png")
     assert done.exit_code == 2
     assert "p.json: it has layer sizes alone" in done.output

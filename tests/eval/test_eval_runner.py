@@ -96,11 +96,10 @@ def test_prompts_evicted_chunk_by_chunk(model, tokenizer, tmp_path, monkeypatch)
 
 
 def test_the_full_cache_is_added_for_rouge_only(model, tokenizer, tmp_path):
-    rows = run(model, tokenizer, tmp_path / "a", policies=["snapkv"], budgets=[0.5])
+    asked = {"policies": ["snapkv"], "budgets": [0.5]}
+    rows = run(model, tokenizer, tmp_path / "a", **asked)
     assert {r["policy"] for r in rows} == {"full", "snapkv"}
-    rows = run(
-        model, tokenizer, tmp_path / "b", policies=["snapkv"], budgets=[0.5], metrics=["ppl"]
-    )
+    rows = run(model, tokenizer, tmp_path / "b", **asked, metrics=["ppl"])
     assert {r["policy"] for r in rows} == {"snapkv"}
     assert "text" not in rows[0]
 
@@ -173,15 +172,14 @@ def test_a_sample_that_is_refused_is_a_row_with_its_reason(model, tokenizer, tmp
         return real(variant, budget, batch)
 
     monkeypatch.setattr(measure, "_measure", refuse)
-    rows = run(model, tokenizer, tmp_path, policies=["snapkv"], budgets=[0.2], batch_size=5)
+    asked = {"policies": ["snapkv"], "budgets": [0.2]}
+    rows = run(model, tokenizer, tmp_path, **asked, batch_size=5)
     rows = [r for r in rows if r["policy"] == "snapkv"]
     assert [r["index"] for r in rows] == [0, 1, 2, 3, 4]
     assert ["error" in r for r in rows] == [False, True, False, True, False]
     assert rows[1]["error"] == "8 must be kept"
     assert "ppl" not in rows[1]
-    alone = run(
-        model, tokenizer, tmp_path / "alone", policies=["snapkv"], budgets=[0.2], batch_size=1
-    )
+    alone = run(model, tokenizer, tmp_path / "alone", **asked, batch_size=1)
     for row, other in zip(rows, alone[5:], strict=True):
         assert row.get("text") == other.get("text")
         assert row.get("error") == other.get("error")
@@ -239,16 +237,10 @@ def test_variants():
             parse_variants([f"condense:evict_chunks={wrong}"])
     with pytest.raises(ValueError, match="kv_dtype='int3': expected"):
         parse_variants(["snapkv:kv_dtype=int3"])
-    assert [v.options for v in parse_variants(["snapkv", "h2o"], builtin=True)] == [
-        {"window": 8},
-        {},
-    ]
-    assert parse_options(["a=1", "b=x", "c=0.5", "d=None"]) == {
-        "a": 1,
-        "b": "x",
-        "c": 0.5,
-        "d": None,
-    }
+    shown = parse_variants(["snapkv", "h2o"], builtin=True)
+    assert [v.options for v in shown] == [{"window": 8}, {}]
+    found = parse_options(["a=1", "b=x", "c=0.5", "d=None"])
+    assert found == {"a": 1, "b": "x", "c": 0.5, "d": None}
     refused = {
         "named twice": ["h2o", "h2o"],
         "no effect": ["local:window=3"],

@@ -20,32 +20,20 @@ TASKS = Path(lm_eval.__file__).parent / "tasks"
 TEXT = " ".join(f"w{i}" for i in range(3, 80))
 SUM = "w4 w5 = 7\n#### 7"
 LONG = {"context": TEXT, "question": "w7"}
+CHOICE = {"choices": ["w8", "w9", "w10", "w11"], "answer": "B"}
+ASKED = {"key": 1, "prompt": TEXT, "instruction_id_list": ["keywords:existence"]}
+ASKED |= {"kwargs": [{"keywords": ["w8"]}]}
 # By task: its folder, the extra packages it needs, a row of its data, and what it reports.
 CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any], str]] = {
     "gsm8k": ("gsm8k", (), {"question": "w7 w5", "answer": SUM}, "exact_match,strict-match"),
-    "longbench2_academic_single": (
-        "longbench2",
-        (),
-        LONG | {"choices": ["w8", "w9", "w10", "w11"], "answer": "B"},
-        "acc,none",
-    ),
+    "longbench2_academic_single": ("longbench2", (), LONG | CHOICE, "acc,none"),
     "longbench_hotpotqa": (
         "longbench",
         ("jieba", "fuzzywuzzy", "rouge"),
         LONG | {"answers": ["w8"], "all_classes": None},
         "qa_f1_score,none",
     ),
-    "ifeval": (
-        "ifeval",
-        ("langdetect", "immutabledict"),
-        {
-            "key": 1,
-            "prompt": TEXT,
-            "instruction_id_list": ["keywords:existence"],
-            "kwargs": [{"keywords": ["w8"]}],
-        },
-        "prompt_level_strict_acc,none",
-    ),
+    "ifeval": ("ifeval", ("langdetect", "immutabledict"), ASKED, "prompt_level_strict_acc,none"),
 }
 
 

@@ -18,6 +18,8 @@ lmms_eval = pytest.importorskip("lmms_eval", reason="lmms-eval is not installed"
 TASKS = Path(lmms_eval.__file__).parent / "tasks"
 QUESTION = "what is in the picture ?"
 ASKED = {"question": QUESTION, "answer": "ring"}
+CHOICE = {"question": "<image 1> " + QUESTION, "question_type": "multiple-choice", "answer": "A"}
+CHOICE |= {"options": "['ring', 'star']", "id": "validation_Art_1", "subfield": "x"}
 # By task: its folder, a row of its data beside the picture, and what it reports.
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "docvqa_val": ("docvqa", {"question": QUESTION, "answers": ["ring"]}, "anls,none"),
@@ -32,19 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "exact_match,none",
     ),
     "chartqa": ("chartqa", {**ASKED, "type": "human_test"}, "relaxed_overall,none"),
-    "mmmu_val": (
-        "mmmu",
-        {
-            **ASKED,
-            "id": "validation_Art_1",
-            "question": "<image 1> " + QUESTION,
-            "question_type": "multiple-choice",
-            "options": "['ring', 'star']",
-            "answer": "A",
-            "subfield": "x",
-        },
-        "mmmu_acc,none",
-    ),
+    "mmmu_val": ("mmmu", CHOICE, "mmmu_acc,none"),
 }
 
 
@@ -63,11 +53,8 @@ def make_task(name: str, folder: Path, pictures: list[Any]) -> None:
     place, row, _ = CASES[name]
     column = "image_1" if name == "mmmu_val" else "image"
     Dataset.from_list([row | {column: p} for p in pictures]).to_parquet(folder / "rows.parquet")
-    (own,) = [
-        path
-        for path in (TASKS / place).glob("*.yaml")
-        if f"task: {name}\n" in path.read_text().replace('"', "")
-    ]
+    each = {path: path.read_text().replace('"', "") for path in (TASKS / place).glob("*.yaml")}
+    (own,) = [path for path, text in each.items() if f"task: {name}\n" in text]
     data = f"{{test: {folder}/rows.parquet, validation: {folder}/rows.parquet}}"
     (folder / "mine.yaml").write_text(
         f"include: {own}\ntask: mine\ntag: []\ndataset_path: parquet\ndataset_name: null\n"

@@ -58,8 +58,7 @@ num_fewshot: 0
 """
     (tmp_path / "choose.yaml").write_text(
         f"task: choose{common}output_type: multiple_choice\n"
-        "doc_to_target: label\ndoc_to_choice: choices\n"
-        "metric_list: [{metric: acc}]\n"
+        "doc_to_target: label\ndoc_to_choice: choices\nmetric_list: [{metric: acc}]\n"
     )
     (tmp_path / "write.yaml").write_text(
         f"task: write{common}output_type: generate_until\n"
@@ -116,11 +115,8 @@ def test_continuations_are_scored_behind_the_compressed_context(harness, tasks):
 
 
 def test_arguments(caplog):
-    assert plugin_arguments("xkv", "0.2", None, {"window": "4", "device": "cpu"}) == (
-        0.2,
-        {"window": 4},
-        {"device": "cpu"},
-    )
+    found = plugin_arguments("xkv", "0.2", None, {"window": "4", "device": "cpu"})
+    assert found == (0.2, {"window": 4}, {"device": "cpu"})
     assert plugin_arguments("prefixkv", 0.5, "p.json", {})[0] is None
     assert plugin_arguments("xkv", "20%", None, {})[0] == 0.2
     assert not caplog.records
@@ -144,12 +140,8 @@ def test_a_policy_from_a_file(tmp_path, plugin):
     model = plugin.MMKV(policy="mine", budget="0.3", device="cpu", **given)
     assert model.model._mmkv.plan.policy.name == "mine"
     for _ in range(2):  # a program may evaluate several models
-        rest = {**given, "dtype": "float32"}
-        assert plugin_arguments("mine", 0.3, None, rest) == (
-            0.3,
-            {"window": 6},
-            {"dtype": "float32"},
-        )
+        found = plugin_arguments("mine", 0.3, None, {**given, "dtype": "float32"})
+        assert found == (0.3, {"window": 6}, {"dtype": "float32"})
     with pytest.raises(ValueError, match="expected a Python file"):
         plugin_arguments("mine", 0.3, None, {"plugin": "mine"})
 

@@ -37,11 +37,7 @@ def layer_of(cache, i) -> bool:
     return cache.layers[i] in cache.compressed
 
 
-@pytest.mark.parametrize(
-    "variant",
-    slow_except(VARIANTS, *VARIANTS[::4], *COMPOSED[::4]),
-    ids=str,
-)
+@pytest.mark.parametrize("variant", slow_except(VARIANTS, *VARIANTS[::4], *COMPOSED[::4]), ids=str)
 def test_the_cache_is_that_of_a_pass_of_its_own(variant):
     model, inputs = make_model("llava-llama"), make_inputs("llava-llama", ROWS["padded"])
     own, replayed = compared(model, inputs, variant.policy, variant.budget, options_of(variant))
@@ -81,13 +77,9 @@ def test_an_evaluation_by_replays_gives_the_rows_of_one_without(tmp_path, batch_
     model, tokenizer = make_model("llama"), make_tokenizer()
     samples = make_samples((60, 71, 52))
     samples = [replace(x, question=" ".join(x.prompt.split()[-2:])) for x in samples]
-    how = {
-        "policies": ["snapkv", "condense", "snapkv:question=hidden", "h2o", "kvzip"],
-        "options": {"window": 6},
-        "budgets": [0.3],
-        "metrics": ["ppl", "divergence", "next", "rouge", "score"],
-        "batch_size": batch_size,
-    }
+    how = {"policies": ["snapkv", "condense", "snapkv:question=hidden", "h2o", "kvzip"]}
+    how |= {"options": {"window": 6}, "budgets": [0.3], "batch_size": batch_size}
+    how |= {"metrics": ["ppl", "divergence", "next", "rouge", "score"]}
     plain = run(model, tokenizer, samples, out=tmp_path / "plain", **how)
     reads = _Reads()
     with model.register_forward_pre_hook(reads, with_kwargs=True):
