@@ -28,8 +28,7 @@ _HINTS = {
     "rouge": " against the full cache's reply",
     "retained": ", mean over layers",
 }
-_MARKERS = "osD^vP<>Xph*d"
-_GREY, _BLACK = "#c8ccd2", "#222222"
+_BLACK = "#222222"
 
 
 def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -38,7 +37,7 @@ def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
     # Twenty colours, dark ones first.
     palette = [mpl.colormaps["tab20"](i) for i in (*range(0, 20, 2), *range(1, 20, 2))]
     found: dict[str, dict[str, Any]] = {}
-    for label, marker in zip(dict.fromkeys(labels), itertools.cycle(_MARKERS), strict=False):
+    for label, marker in zip(dict.fromkeys(labels), itertools.cycle("osD^vP<>Xph*d"), strict=False):
         colour = palette[names.index(label.split(":")[0]) % len(palette)]
         line, inside = ("-", colour) if ":" not in label else ((0, (3, 1.5)), "white")
         found[label] = {"color": colour, "marker": marker, "linestyle": line, "linewidth": 1.6}
@@ -143,7 +142,7 @@ def fronts(sections: Sequence[tuple[str, list[str], Any]]) -> Figure:
             continue
         x, y = 1 / 1024 if cost == "held_bytes" else 1, 100 if metric == "score" else 1
         rest = points.drop(best.index)
-        axis.plot(x * rest[cost], y * rest[metric], "o", color=_GREY, markersize=3.5, zorder=1)
+        axis.plot(x * rest[cost], y * rest[metric], "o", color="#c8ccd2", markersize=3.5, zorder=1)
         axis.plot(x * best[cost], y * best[metric], color="#9aa3ad", linewidth=1, zorder=2)
         for name, mine in best.groupby("policy", sort=False):
             how: Any = style[str(name)] | {"linestyle": "none"}

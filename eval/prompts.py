@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Prompt = list[dict[str, Any]]
-_BETWEEN = re.compile(r"^[ \t]*---[ \t]*$", re.MULTILINE)
 _SUMMARY = "Summarize the text above in three sentences."
 # Topics of the documentation that Python itself holds (PSF licence), and what is asked about each.
 _SHIPPED = {
@@ -31,8 +30,6 @@ _SHIPPED = {
     "debugger": "How do you break into the debugger at a certain line? Answer in one sentence.",
 }
 _MOST_LETTERS = 3600  # of a document
-# Left free behind a truncated prompt for what the chat template adds.
-_TEMPLATE_ROOM = 32
 
 
 class Encoder:
@@ -120,7 +117,8 @@ class Encoder:
         it, where the sample allows it."""
         if not sample.truncate or self.max_length is None:
             return sample.prompt
-        room = max(2, self.max_length - sample.max_new_tokens - _TEMPLATE_ROOM)
+        # 32 tokens are left for what the chat template adds.
+        room = max(2, self.max_length - sample.max_new_tokens - 32)
         ids = self._ids(sample.prompt, special=False)
         if len(ids) <= room:
             return sample.prompt
@@ -194,7 +192,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     if path.suffix != ".txt":
         raise DataError(f"{path}: expected a .txt file, a prompt a line, or .jsonl")
     text = files.read_text(path)
-    blocks = _BETWEEN.split(text)
+    blocks = re.split(r"(?m)^[ \t]*---[ \t]*$", text)
     if len(blocks) == 1:
         blocks = text.splitlines()
     found = [_said(block.strip()) for block in blocks if block.strip()]

@@ -62,6 +62,7 @@ class Capture:
         rotary = dict(recorded.rotary) if attachment.plan.policy.score.uses_rotary else {}
         running = ForwardPass(ids=self.ids, parts=attachment.parts, rotary=rotary)
         before = current.set(running)
+        output = torch.empty(0), None  # of a layer, which nothing reads
         try:
             with torch.no_grad():
                 first = partial(self._scores, running, attachment.plan)
@@ -70,7 +71,7 @@ class Capture:
                     cache.update(key, value, i)
                     if query is not None:
                         running.pending = None
-                        cache.attend(i, query, key, value, _nothing, **options)
+                        cache.attend(i, query, key, value, lambda: output, **options)
                 phase: Any = cache.phase
                 phase.similarity = dict(recorded.phase.similarity)
                 cache.finish()
@@ -182,8 +183,3 @@ class _Recorder(CompressedCache):
 
     def finish(self) -> None:
         """Nothing is evicted."""
-
-
-def _nothing() -> tuple[Tensor, Any]:
-    """In place of a layer's output, which nothing reads."""
-    return torch.empty(0), None

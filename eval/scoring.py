@@ -1,13 +1,9 @@
 """Scores generated text against references: pure functions, each in [0, 1], higher is better.
 
-A scorer takes `(text, answer)`, "classification" also the names of all classes; `best` is the
-best over several answers. The rules are those of LongBench (arXiv 2308.14508), so that figures
-compare; two libraries differ:
-
-- ROUGE is rouge-score's F-measure without stemming. It lower-cases and reads letters and digits
-  alone, while LongBench's library splits at blanks.
-- `edit_similarity` is difflib's ratio, rounded to whole percent: what fuzzywuzzy's `ratio`, which
-  LongBench calls, computes where no compiled edit distance is installed beside it.
+The rules are those of LongBench (arXiv 2308.14508), so that figures compare; two libraries differ.
+ROUGE is rouge-score's F-measure without stemming, which reads letters and digits alone, while
+LongBench's library splits at blanks. `edit_similarity` is difflib's ratio in whole percent: what
+fuzzywuzzy's `ratio`, which LongBench calls, computes without a compiled edit distance.
 """
 
 from __future__ import annotations
@@ -24,14 +20,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .samples import Sample
 
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _NUMBER = re.compile(r"\d+")
 
 
 def normalise(text: str) -> str:
     """`text` in lower case without punctuation, articles and runs of blanks."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def token_f1(text: str, answer: str) -> float:

@@ -18,8 +18,6 @@ from typing import Any
 Row = dict[str, Any]
 Key = tuple[str, str, int]
 
-# What differs between two runs of the same thing: measured time, and storage shared by a batch.
-MACHINE_FIELDS = ("seconds", "first_token_s", "tokens_per_s", "held_bytes")
 _SETTINGS, _ROWS = "run.json", "rows.jsonl"
 
 

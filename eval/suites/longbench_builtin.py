@@ -1,14 +1,7 @@
 """Built-in stand-ins for LongBench: its seven kinds of task, composed from look-up texts.
 
 The texts are held-out ones of the kind that the built-in model was trained on. It can say one
-record or speak of a picture; so each kind of task is brought to something it can answer:
-
-- single_doc_qa, multi_doc_qa: look up a record in a text, or in four passages.
-- summary: a text with a picture; describe the picture (the one long answer the model can give).
-- few_shot: three solved look-ups and one to solve, scored as a classification by the value.
-- count: a text with a picture; how many objects of a kind are in it.
-- retrieval: six passages, each named by one of its records; which has the record asked for.
-- code: a listing of records and comments; the last comment asks for the next line.
+record or speak of a picture; so each kind of task is brought to something it can answer.
 """
 
 from __future__ import annotations
@@ -68,6 +61,7 @@ def _look_up(lookup: Lookup, rng: random.Random, *, number: int = 1) -> dict[str
 
 
 def _summary(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
+    """Describe the picture beside a text, the one long answer that the model can give."""
     scene = scenes.make_scene(rng.randrange(10**9))
     question, answers = scenes.describe_question("the picture", rng), (scenes.describe(scene),)
     how: Any = {"images": (scenes.draw(scene),), "max_new_tokens": 96, "metric": "rouge_l"}
@@ -93,6 +87,7 @@ def _few_shot(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
 
 
 def _count(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
+    """How many objects of a kind are in the picture beside a text."""
     scene = scenes.make_scene(rng.randrange(10**9))
     asked = scenes.ask(scene, rng, 50)
     question = next(q for q in asked if q.text.startswith("How many"))
@@ -102,6 +97,7 @@ def _count(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
 
 
 def _retrieval(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
+    """Which of six passages, each named by one of its records, has the record asked for."""
     # Cut before every so many records, so that each passage has one to be named by.
     parts, records = sentences(lookup.text), lookup.records
     cuts = [round(i * len(records) / 6) for i in range(7)]
@@ -121,6 +117,7 @@ def _retrieval(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
 
 
 def _code(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
+    """A listing of records and comments; the last comment asks for the next line."""
     records = {f"{key} {value}." for key, value in lookup.records}
     lines = [
         f"    set {sentence.removesuffix('.')}" if sentence in records else f"    # {sentence}"

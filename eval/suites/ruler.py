@@ -30,12 +30,9 @@ LENGTH = 4096  # tokens of a prompt and its answer
 BUILTIN_LENGTHS = (256, 512, 768, 1024)
 
 _NOISE = "The road goes on. Birds sing in the tree. It may rain later. Nobody is in a hurry. "
-_HEADER = "Some special numbers are hidden in the text below. Remember them; they are asked for.\n"
 Question = tuple[str, tuple[str, ...]]  # with its answers
 # What a task makes: the text before the haystack, what is hidden in it, and what can be asked.
 Parts = tuple[str, list[str], list[Question]]
-
-
 # Passages, and questions that they answer.
 Reading = tuple[list[str], list[Question]]
 
@@ -100,7 +97,6 @@ def _generated(
 def _samples(
     name: str, number: int, text: str, asked: Sequence[Question], length: int, new: int, note: str
 ) -> list[Sample]:
-    """One sample for each question asked of context `number` of a task."""
     how: Any = {"metric": "contains" if name in _READINGS else "contains_all", "note": note}
     how |= {"task": name, "max_new_tokens": new, "tags": (f"length={length}",)}
     found = list[Sample]()
@@ -151,7 +147,8 @@ def _niah(
         some = order[i : i + queries]
         question = f"What are all the special numbers for {', '.join(some)} in the text above?"
         asked.append((question, tuple(v for k in some for v in known[k])))
-    return _HEADER, hidden, asked
+    header = "Some special numbers are hidden in the text below. Remember them; they are asked for."
+    return f"{header}\n", hidden, asked
 
 
 def _variables(rng: random.Random, size: int, readings: Any, *, hops: int = 4) -> Parts:
@@ -168,7 +165,6 @@ def _variables(rng: random.Random, size: int, readings: Any, *, hops: int = 4) -
 def _common(
     rng: random.Random, size: int, readings: Any, *, often: int = 30, seldom: int = 3
 ) -> Parts:
-    """A list of words, ten of which come ten times as often as the others."""
     names = _names(rng, 10 + max(1, size // 12), _word)
     words = names[:10] * often + names[10:] * seldom
     rng.shuffle(words)
@@ -179,10 +175,8 @@ def _common(
 
 
 def _frequent(rng: random.Random, size: int, readings: Any) -> Parts:
-    """A coded text whose words are Zipf-distributed, alpha 2: the three most frequent."""
-    names = _names(rng, 100, _word)
-    total = max(60, size // 2)
-    weights = [rank**-2.0 for rank in range(1, len(names) + 1)]
+    names, total = _names(rng, 100, _word), max(60, size // 2)
+    weights = [rank**-2.0 for rank in range(1, len(names) + 1)]  # Zipf's law, alpha 2
     times = [max(1, round(total * w / sum(weights))) for w in weights]
     words = [name for name, n in zip(names, times, strict=True) for _ in range(n)]
     rng.shuffle(words)
@@ -251,8 +245,6 @@ def _text(value: Any) -> str:
 
 
 def _squad(data: Any) -> list[Reading]:
-    """SQuAD's paragraphs, each with several questions."""
-
     def asked(qa: Any) -> Question:
         return _text(qa["question"]), tuple(_text(answer["text"]) for answer in qa["answers"])
 
@@ -264,7 +256,6 @@ def _squad(data: Any) -> list[Reading]:
 
 
 def _hotpot(data: Any) -> list[Reading]:
-    """HotpotQA's questions, each with ten passages, two of which are needed."""
     return [
         (
             [f"{title}\n{''.join(lines)}" for title, lines in entry["context"]],
