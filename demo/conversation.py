@@ -151,7 +151,12 @@ class Conversation:
             ValueError: an empty question, a setting out of range, a budget below what must be kept,
                 or more tokens than the model reads. The conversation stays as it was.
         """
-        loaded, question = self.loaded, _checked(self.loaded, question)
+        loaded, question = self.loaded, question.strip()
+        if not question:
+            raise ValueError("the question is empty")
+        mark = getattr(loaded.processor, "image_token", None)
+        if mark and mark in question:
+            raise ValueError(f"the question holds {mark!r}, which stands for a picture: reword it")
         every = [x for turn in self.turns for x in turn.pictures]
         if not loaded.reads_pictures or list(pictures) == every[-len(pictures) :]:
             pictures = ()
@@ -164,8 +169,10 @@ class Conversation:
         if before[0] is not None and wrapped == self._wrapped:
             model = before[0].model
         else:
+            # Of its own structure and state, with the same weights.
+            weights = {id(x): x for x in (*loaded.model.parameters(), *loaded.model.buffers())}
             with comparing():
-                model = wrap(_twin(loaded.model), policy, budget, **how)
+                model = wrap(copy.deepcopy(loaded.model, weights), policy, budget, **how)
             if self._timed:
                 warm(loaded, model)
         compressed = Answer(loaded, model, before[0], question, pictures, settings)
@@ -198,22 +205,6 @@ class Conversation:
         turn = replace(turn, kept=kept, report=report, rouge=rouge)
         self.turns.append(turn)
         yield turn
-
-
-def _checked(loaded: chat.Loaded, question: str) -> str:
-    question = question.strip()
-    if not question:
-        raise ValueError("the question is empty")
-    mark = getattr(loaded.processor, "image_token", None)
-    if mark and mark in question:
-        raise ValueError(f"the question holds {mark!r}, which stands for a picture: reword it")
-    return question
-
-
-def _twin(model: Any) -> Any:
-    """A model of its own structure and state that shares every weight."""
-    shared: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, shared)
 
 
 def rouge_l(one: str, other: str) -> float | None:

@@ -57,10 +57,6 @@ def _uri(picture: Image.Image, side: int = 96) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def _heat(share: float) -> str:
-    return to_hex(colormaps["cividis"](share))
-
-
 def _edges(shares: Shares) -> str:
     """A thin line around what is kept, as an SVG path: objects stay apart from covered patches."""
     held = np.pad(shares > 0, 1)
@@ -69,11 +65,11 @@ def _edges(shares: Shares) -> str:
     return "".join([f"M{c} {r - 1}v1" for r, c in across] + [f"M{c - 1} {r}h1" for r, c in down])
 
 
-_environment = jinja2.Environment(
+_environment: Any = jinja2.Environment(
     loader=jinja2.PackageLoader("mmkv.demo", ""), autoescape=True, undefined=jinja2.StrictUndefined
 )
-_environment.filters |= {"uri": _uri, "edges": _edges, "heat": _heat}
-views: Any = _environment.get_template("views.html").module  # the page's parts, a macro each
+_environment.filters |= {"uri": _uri, "edges": _edges, "heat": colormaps["cividis"], "hex": to_hex}
+views = _environment.get_template("views.html").module  # the page's parts, a macro each
 
 
 def option_hints() -> dict[str, Any]:
@@ -157,11 +153,6 @@ def _explained(error: Exception) -> str:
         return str(error)
     logging.getLogger(__name__).error("an answer failed", exc_info=error)
     return f"the model failed: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
-
-
-def _layer(talk: Conversation | None, place: int) -> Any:
-    """Show another layer's patches."""
-    return views.patches(talk.turns[-1].kept, place) if talk and talk.turns else gr.skip()
 
 
 def build(models: Models) -> gr.Blocks:
@@ -268,9 +259,8 @@ def build(models: Models) -> gr.Blocks:
                 yield idle | {problem: views.message(_explained(error)), status: ""}
                 yield {turns: views.conversation(now.turns if now else [])}
 
-        def halt(now: Conversation | None) -> None:
-            if now is not None:
-                now.stop()
+        def other_layer(now: Conversation | None, place: int) -> Any:
+            return views.patches(now.turns[-1].kept, place) if now and now.turns else gr.skip()
 
         def forget(left: Conversation | None) -> dict[Any, Any]:
             if left is not None:
@@ -297,10 +287,10 @@ def build(models: Models) -> gr.Blocks:
             api_visibility="private",
             preprocess=False,  # Gradio would decode any picture
         )
-        stop.click(halt, [talk], None, **_quick)
+        stop.click(lambda now: now and now.stop(), [talk], None, **_quick)
         policy.change(_policy_chosen, [policy], controls, **_quick)
         clear.click(forget, [talk], updated, **_quick)
-        layer.input(_layer, [talk, layer], [patches], **_quick)
+        layer.input(other_layer, [talk, layer], [patches], **_quick)
         page.load(js=_NAME_EXAMPLES)
     page.queue(max_size=64, api_open=False)
     return page

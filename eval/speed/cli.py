@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import ExitStack, closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -98,8 +98,6 @@ def bench_command(
         texts, how = tuple(split(policies)), tuple(split(unwrapped))
         sizes = tuple(budget_list(budgets))
         settings = [Setting("bench", model, prompt, new, batch, texts, sizes, unwrapped=how)]
-    if rounds:
-        settings = [replace(x, rounds=rounds) for x in settings]
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder, not a file")
     check_place(out.parent)
@@ -110,6 +108,7 @@ def bench_command(
         make_rows(setting, kvpress=False)
         if setting.model.endswith("-random") and setting.model not in SHAPES:
             raise ValueError(f"model {setting.model!r}: expected one of {', '.join(SHAPES)}")
+    settings = [replace(x, rounds=rounds or x.rounds) for x in settings]
     limit = minutes or (10 if preset == "ci" else math.inf)
     _run(settings, where, dtype, kvpress_python, started + 60 * limit, out)
 
@@ -122,10 +121,9 @@ def _run(
     from mmkv.eval.speed.rows import Result, save
     from mmkv.eval.speed.runner import Bench
 
-    screen, tell, results = console(), Progress(), list[Result]()
+    tell, results = Progress(), list[Result]()
     loaded: Loaded | None = None
-    with ExitStack() as stack:
-        worker = None if python is None else stack.enter_context(closing(Worker(python)))
+    with nullcontext() if python is None else closing(Worker(python)) as worker:
         for i, setting in enumerate(settings):
             if loaded is None or setting.model != loaded.name:
                 loaded = None  # frees the last model before the next one is made
@@ -140,21 +138,20 @@ def _run(
             results.append(made.run())
             save(out, results)
             tell("")
-            write(screen, results[-1].table)
+            write(console(), results[-1].table)
     typer.echo(f"wrote {out}")
     if all(result.missing for result in results):
         say(f"nothing could be measured: {results[0].missing}")
         raise typer.Exit(1)
 
 
-def _load(name: str, device: str = "auto", dtype: str = "auto") -> Loaded:
+def _load(name: str, device: str, dtype: str = "auto") -> Loaded:
     """A model by its name, or of random weights, without a processor then."""
     from mmkv import chat
     from mmkv.eval.speed.models import SHAPES, make
-    from mmkv.loading.models import find_device
 
-    if shape := SHAPES.get(name):
-        return chat.Loaded(name, make(shape, str(find_device(device)), dtype), None, False)
+    if name in SHAPES:
+        return chat.Loaded(name, make(SHAPES[name], device, dtype), None, False)
     return chat.load(name, device, dtype)
 
 
@@ -189,8 +186,9 @@ def serve_command(
     """Time an engine under load beside one by one, at equal cache memory."""
     wait_asleep()
     from mmkv.eval.speed import models, serve
+    from mmkv.loading.models import find_device
 
-    loaded = _load(model)
+    loaded = _load(model, str(find_device("auto")))
     net, pictures = loaded.model, pictures if loaded.reads_pictures else 0
     if data is not None and loaded.processor is None:
         raise ValueError(f"--data: {model} has no tokenizer, it is asked about random tokens")

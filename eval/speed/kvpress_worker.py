@@ -1,10 +1,9 @@
-"""kvpress's replies, in an environment of its own: `PYTHON kvpress_worker.py CACHE_NAME.PY`.
+"""kvpress's replies, in an environment of its own: `PYTHON kvpress_worker.py FOLDER_OF_MMKV`.
 
 kvpress needs an older transformers, so it cannot be imported beside mmkv, and mmkv is not installed
-where it is: what is needed of mmkv is loaded from its files, `models.py` beside this one and
-`mmkv/cache_name.py`. `mmkv.eval.speed.rival` sends one JSON object a line, {"do": a method of
-`Replies`} and its arguments, and reads its answer or {"error": "..."}; the end of the input ends
-it.
+where it is: of mmkv, `mmkv.eval.speed.models` alone is imported. `mmkv.eval.speed.rival` sends one
+JSON object a line, {"do": a method of `Replies`} and its arguments, and reads its answer or
+{"error": "..."}; the end of the input ends it.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import gc
 import json
 import os
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.metadata import distributions
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -28,8 +27,9 @@ def main() -> None:
     # The script's folder must not hide packages of the same names.
     here = Path(__file__).resolve().parent
     sys.path = [p for p in sys.path if Path(p or ".").resolve() != here]
-    _load("mmkv.cache_name", sys.argv[1])
-    replies = Replies(_load("models", here / "models.py"))
+    sys.modules["mmkv"] = package = ModuleType("mmkv")  # without what mmkv itself imports
+    package.__path__ = sys.argv[1:]
+    replies = Replies(import_module("mmkv.eval.speed.models"))
     for line in sys.stdin:
         try:
             asked = json.loads(line)
@@ -40,22 +40,13 @@ def main() -> None:
         answers.flush()
 
 
-def _load(name: str, path: Path | str) -> Any:
-    """A module from its file, which others can import by its name from then on."""
-    spec: Any = spec_from_file_location(name, path)
-    sys.modules[name] = module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class Replies:
-    """A model, and replies of it that wait for their next steps."""
+    """A model, and by their labels replies of it that wait for their next steps."""
 
     def __init__(self, models: Any) -> None:
         self.models = models
         self.model: Any = None
-        self.replies: dict[int, tuple[Any, ExitStack]] = {}
-        self.number = 0
+        self.replies: dict[str, tuple[Any, ExitStack]] = {}
 
     def load(
         self, device: str, dtype: str, threads: int, shape: Any = None, path: str = ""
@@ -76,13 +67,12 @@ class Replies:
         gc.collect()
         gc.freeze()
         found: dict[str, Any] = dict.fromkeys(("kvpress", "transformers", "torch"))
-        for name in found:
-            with suppress(PackageNotFoundError):
-                found[name] = version(name)
-        return found
+        return found | {x.name: x.version for x in distributions() if x.name in found}
 
-    def open(self, press: dict[str, Any], batch: int, prompt: int, warm: int) -> dict[str, Any]:
-        """Read a prompt with a press: the reply's number, and what was measured."""
+    def open(
+        self, label: str, press: dict[str, Any], batch: int, prompt: int, warm: int
+    ) -> dict[str, Any]:
+        """Read a prompt with a press; what was measured."""
         # A model of its own: presses leave state on modules.
         model, pressed = self.models.twin(self.model), _press(press)
         ids = self.models.make_prompt(model, batch, prompt)
@@ -91,20 +81,17 @@ class Replies:
         with ExitStack() as stack:
             stack.enter_context(pressed(model))
             reply = self.models.Reply(model, ids, warm)
-            self.number += 1
-            self.replies[self.number] = reply, stack.pop_all()
-        return {"number": self.number, **reply.start}
+            self.replies[label] = reply, stack.pop_all()
+        return reply.start
 
-    def steps(self, reply: int, number: int) -> dict[str, Any]:
+    def steps(self, label: str, number: int) -> dict[str, Any]:
         """Seconds of so many more steps, and bytes held then."""
-        found = self.replies[reply][0]
-        return {"seconds": found.steps(number), "nbytes": found.nbytes}
+        reply, _ = self.replies[label]
+        return {"seconds": reply.steps(number), "nbytes": reply.nbytes}
 
-    def close(self, reply: int) -> dict[str, Any]:
+    def close(self, label: str) -> dict[str, Any]:
         """Let go of a reply."""
-        found, stack = self.replies.pop(reply)
-        stack.close()
-        found.close()
+        self.replies.pop(label)[1].close()
         return {}
 
 

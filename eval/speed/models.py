@@ -1,6 +1,6 @@
 """Models for timing, of random weights in the shape of real ones, and replies that are timed.
 
-Imports nothing of mmkv: kvpress's environment, in which mmkv is not installed, loads this file too.
+Imports nothing of mmkv but names: it is imported in kvpress's environment too, without mmkv's own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class Shape(NamedTuple):
 
     kind: str
     sizes: tuple[int, ...]  # in the order of `_SIZES`
-    more: dict[str, Any] = {}  # noqa: RUF012 - never written to
 
 
 SHAPES = {
@@ -45,35 +44,32 @@ SHAPES = {
     "llama-8b-random": Shape("llama", (4096, 14336, 32, 32, 8, 128256, 131072)),
     "llava-1.5-7b-random": Shape("llava", (4096, 11008, 32, 32, 32, 32064, 4096)),
     "llava-1.5-13b-random": Shape("llava", (5120, 13824, 40, 40, 40, 32064, 4096)),
-    "mistral-7b-random": Shape(
-        "mistral", (4096, 14336, 32, 32, 8, 32000, 32768), {"sliding_window": None}
-    ),
+    "mistral-7b-random": Shape("mistral", (4096, 14336, 32, 32, 8, 32000, 32768)),
 }
 
 
-def make(shape: Shape, device: str, dtype: str = "auto", seed: int = 0) -> Any:
-    """A model of this shape with random weights, in eval mode; nothing is downloaded.
+def make(shape: Shape, device: str, dtype: str = "auto") -> Any:
+    """A model of this shape with random weights, in eval mode; a ValueError for an unknown dtype.
 
     Queries and keys are wider than a fresh model's, each head by its own factor: attention then
     prefers some tokens, and policies with sizes per head get heads that differ.
-
-    Raises:
-        ValueError: an unknown dtype.
     """
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"dtype {dtype!r}: expected auto, float32, bfloat16 or float16")
     if dtype == "auto":
         dtype = "float32" if torch.device(device).type == "cpu" else "bfloat16"
-    fields = {**dict(zip(_SIZES, shape.sizes, strict=True)), **shape.more}
+    fields: dict[str, Any] = dict(zip(_SIZES, shape.sizes, strict=True))
+    if shape.kind == "mistral":
+        fields["sliding_window"] = None
     config: Any = hf.AutoConfig.for_model(shape.kind.replace("llava", "llama"), **fields)
     maker: Any = hf.AutoModelForCausalLM
     if shape.kind == "llava":
         config = hf.LlavaConfig(text_config=config, image_token_index=config.vocab_size - 1)
         maker = hf.AutoModelForImageTextToText
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     with torch.device(device):
-        kind = getattr(torch, dtype)
-        model: Any = maker.from_config(config, dtype=kind, attn_implementation="sdpa")
+        how: Any = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
+        model = maker.from_config(config, **how)
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     with torch.no_grad():
         for name, weight in model.get_decoder().named_parameters():
@@ -105,16 +101,6 @@ def make_prompt(model: Any, batch: int, tokens: int, seed: int = 0) -> Tensor:
     return ids.to(model.device)
 
 
-def step_bytes(model: Any) -> int:
-    """Bytes of the weights that a decode step reads: the decoder's without its token embeddings,
-    and the output layer's."""
-    table, out = model.get_input_embeddings(), model.get_output_embeddings()
-    read = {id(p): p for p in model.get_decoder().parameters() if p is not table.weight}
-    if out is not None:
-        read[id(out.weight)] = out.weight
-    return sum(p.numel() * p.element_size() for p in read.values())
-
-
 def device_in_words(device: torch.device) -> str:
     """The card; or the processor, its threads, and how oneMKL was told to multiply."""
     if device.type == "cuda":
@@ -130,13 +116,8 @@ def device_in_words(device: torch.device) -> str:
 class Reply:
     """A batch in the middle of its greedy reply: the prompt is read, and steps can be asked for.
 
-    The device is synchronised around what is timed, nowhere else.
-
-    Args:
-        model: wrapped or not.
-        ids: int64 [B, N], without padding.
-        warm: steps to take at once, which count as warm-up.
-        cache: empty, to be filled; None: the model's own.
+    The device is synchronised around what is timed, nowhere else. `ids` are int64 [B, N], without
+    padding; `warm` steps follow at once, as warm-up; `cache` is empty, None takes the model's own.
 
     Attributes:
         start: seconds to the first token ("prefill_s") and of the warm-up, a GPU's capture included
@@ -153,8 +134,9 @@ class Reply:
         if gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
-        self.start: dict[str, Any] = {"prefill_s": self._seconds(self._read)}
-        self.start["prefill_cache_bytes"] = self.nbytes
+        every = torch.ones_like(ids)
+        seconds = self._seconds(lambda: self._forward(attention_mask=every, logits_to_keep=1))
+        self.start: dict[str, Any] = {"prefill_s": seconds, "prefill_cache_bytes": self.nbytes}
         # As `generate` does: for each step it calls the model, or what replays it.
         config = copy.deepcopy(model.generation_config)
         config.max_new_tokens = _LONG
@@ -167,11 +149,10 @@ class Reply:
     @property
     def nbytes(self) -> int:
         """Bytes of the storages that the cache really holds."""
-        counted = getattr(self.cache, "nbytes", None)
-        if isinstance(counted, int):
-            return counted
+        if hasattr(self.cache, "nbytes"):
+            return self.cache.nbytes
         found = (getattr(x, name, None) for x in self.cache.layers for name in ("keys", "values"))
-        storages = [x.untyped_storage() for x in found if isinstance(x, Tensor) and x.numel()]
+        storages = [x.untyped_storage() for x in found if isinstance(x, Tensor)]
         return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
 
     def steps(self, number: int) -> float:
@@ -191,9 +172,6 @@ class Reply:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-    def _read(self) -> None:
-        self._forward(attention_mask=torch.ones_like(self.token), logits_to_keep=1)
 
     def _step(self) -> None:
         # Without padding a step's mask says nothing; looking at it would make a GPU wait.

@@ -18,7 +18,6 @@ from mmkv.cache.config import CacheConfig, sizes_of_rows
 from mmkv.cache.evict import group_rows
 from mmkv.cache.token_masks import TokenMasks, kept_whole, total_kept
 from mmkv.cache_name import cache_in
-from mmkv.eval.speed.models import step_bytes
 from mmkv.scores.accumulated import AccumulatedAttention
 from mmkv.scores.observers import Observers
 from mmkv.sizes.profiled import HeadsByWeight
@@ -64,8 +63,8 @@ class Sizes:
     """What of a model decides."""
 
     weights: int  # bytes of all
-    read: int  # bytes of those that a decode step reads; of experts, all
-    layers: tuple[Layer, ...]  # those that hold keys and values
+    read: int  # of those that a decode step reads: no table of embeddings, but all experts
+    layers: list[Layer]  # those that hold keys and values
     hidden: int  # numbers that one token takes in a layer while it is computed
     itemsize: int  # bytes of one number
 
@@ -76,7 +75,10 @@ class Sizes:
         What each layer holds is seen in a forward pass, which computes nothing there.
         """
         config = model.config.get_text_config()
-        weights, read = model.get_memory_footprint(return_buffers=False), step_bytes(model)
+        weights = model.get_memory_footprint(return_buffers=False)
+        table, out = model.get_input_embeddings(), model.get_output_embeddings()
+        decoder = {*model.get_decoder().parameters()} - {table.weight}
+        read = sum(x.nbytes for x in decoder | ({out.weight} if out is not None else set()))
         itemsize = next(model.parameters()).element_size()
         with torch.no_grad(), torch.device("meta"):
             ids = torch.ones(1, 2, dtype=torch.long)
@@ -89,13 +91,13 @@ class Sizes:
         }
         layers: list[Layer] = []
         for kind, layer in zip(kinds, cache_in(seen).layers, strict=False):
-            keys, values = (getattr(layer, name, None) for name in ("keys", "values"))
+            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
             if keys is not None and values is not None:
                 pair, width = keys.shape[1] * (keys.shape[3] + values.shape[3]), keys.shape[3]
                 queried = config.num_attention_heads * width
                 layers.append(Layer(pair, queried, width, windows.get(kind, 0)))
         hidden = 4 * config.hidden_size + 2 * (getattr(config, "intermediate_size", 0) or 0)
-        return cls(weights, read, tuple(layers), hidden, itemsize)
+        return cls(weights, read, layers, hidden, itemsize)
 
 
 class Load(NamedTuple):
@@ -114,17 +116,17 @@ class Plan(NamedTuple):
     prefill_s: float  # at least
     token_s: float  # at least, mean over the reply
     largest_batch: int  # sequences that fit, 0 if not even one does
-    fits: bool  # whether the batch that is asked for does
 
     def cells(self, load: Load) -> dict[str, str]:
         """By the columns of the table; tokens/s are with the prefill."""
         rate = load.batch * load.new / (self.prefill_s + self.token_s * load.new)
+        fits = load.batch <= self.largest_batch
         return {
             "cache GB": f"{self.cache_bytes / 1e9:.2f}",
             "peak GB": f"{self.peak_bytes / 1e9:.1f}",
-            "prefill s": f"{self.prefill_s:.2f}" if self.fits else "does not fit",
-            "ms a token": f"{1000 * self.token_s:.2f}" if self.fits else "",
-            "tokens/s": f"{rate:,.0f}" if self.fits else "",
+            "prefill s": f"{self.prefill_s:.2f}" if fits else "does not fit",
+            "ms a token": f"{1000 * self.token_s:.2f}" if fits else "",
+            "tokens/s": f"{rate:,.0f}" if fits else "",
             "largest batch": f"{self.largest_batch:,}",
         }
 
@@ -217,5 +219,4 @@ def plan(
         prefill_s=max(flops / card.flops, sizes.read / card.bandwidth),
         token_s=max(moved, 2 * active * load.batch / card.flops),
         largest_batch=max(0, int(room // one)),
-        fits=load.batch * one <= room,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import tempfile
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from mmkv import cache_name
+import mmkv
 from mmkv.eval.speed.models import SHAPES
 from mmkv.loading.models import find
 from mmkv.policy import Policy
@@ -49,37 +48,23 @@ def press_label(press: dict[str, Any]) -> str:
     return press["name"] + (f"({press_label(press['inner'])})" if "inner" in press else "")
 
 
-class WorkerError(RuntimeError):
-    """kvpress could not do what was asked."""
-
-
 class Worker:
-    """A process of kvpress's interpreter that waits to be asked.
-
-    Raises:
-        ValueError: no such program.
-    """
+    """A process of kvpress's interpreter that waits to be asked; a ValueError: no such program."""
 
     def __init__(self, python: Path) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the worker
-        # Its own packages: nothing of this environment's but the two files that it is given.
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONHOME"}
-        files = [Path(__file__).with_name("kvpress_worker.py"), cache_name.__file__]
+        # Its own packages: nothing of this environment's but what the script imports of mmkv.
+        script, mine = Path(__file__).with_name("kvpress_worker.py"), Path(mmkv.__file__).parent
         how: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
         try:
-            self._process: Any = subprocess.Popen(
-                [python, *files], text=True, env=environment, **how
-            )
+            self._process: Any = subprocess.Popen([python, script, mine], text=True, **how)
         except OSError as error:
             raise ValueError(f"--kvpress-python {python}: {error.strerror}") from None
         self.versions: dict[str, str | None] = {}
 
     def load(self, name: str, model: Any) -> None:
         """Make the same model there, of random weights its decoder alone: it is as fast on text,
-        and known to more libraries.
-
-        Raises:
-            ValueError: it cannot be made there.
+        and known to more libraries. A ValueError: it cannot be made there.
         """
         how: Any = {"device": str(model.device), "threads": torch.get_num_threads()}
         how["dtype"] = str(model.dtype).removeprefix("torch.")
@@ -89,23 +74,20 @@ class Worker:
             how["path"] = find(name).path
         try:
             self.versions = self.ask("load", **how)
-        except WorkerError as error:
+        except ValueError as error:
             raise ValueError(f"--kvpress-python: {error}") from None
 
     def close(self) -> None:
-        """End the process, by the end of its input."""
-        try:
-            self._process.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
         self._errors.close()
 
     def ask(self, do: str, **asked: Any) -> dict[str, Any]:
         """What a method of `kvpress_worker.Replies` gives.
 
         Raises:
-            WorkerError: it failed there, or the process ended.
+            ValueError: it failed there, or the process ended.
         """
         line = ""
         with suppress(OSError):
@@ -116,31 +98,31 @@ class Worker:
             code = self._process.wait()
             self._errors.seek(0)
             said = [x.strip() for x in self._errors if x.strip()] or [f"exit code {code}"]
-            raise WorkerError(f"kvpress's process ended ({said[-1]})")
+            raise ValueError(f"kvpress's process ended ({said[-1]})")
         try:
             answer = json.loads(line)
         except ValueError:
-            raise WorkerError(f"kvpress's process answered {line.strip()[:200]!r}") from None
+            raise ValueError(f"kvpress's process answered {line.strip()[:200]!r}") from None
         if "error" in answer:
-            raise WorkerError(f"kvpress: {answer['error']}")
+            raise ValueError(f"kvpress: {answer['error']}")
         return answer
 
 
 class RemoteReply:
     """A `models.Reply` in kvpress's process: a prompt read with a press, and steps behind it."""
 
-    def __init__(self, worker: Worker, **asked: Any) -> None:
-        self.start = worker.ask("open", **asked)
-        self._ask, self._number = worker.ask, self.start.pop("number")
+    def __init__(self, worker: Worker, label: str, **asked: Any) -> None:
+        self._ask, self._label = worker.ask, label
+        self.start = worker.ask("open", label=label, **asked)
         self.nbytes: int = self.start["prefill_cache_bytes"]
 
     def steps(self, number: int) -> float:
         """Seconds of so many more decode steps."""
-        answer = self._ask("steps", reply=self._number, number=number)
+        answer = self._ask("steps", label=self._label, number=number)
         self.nbytes = answer["nbytes"]
         return answer["seconds"]
 
     def close(self) -> None:
         """Let go of the cache there; whatever is wrong with the process was said before."""
-        with suppress(WorkerError):
-            self._ask("close", reply=self._number)
+        with suppress(ValueError):
+            self._ask("close", label=self._label)

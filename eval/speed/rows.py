@@ -30,10 +30,6 @@ BOUND = "one token kept"
 ATTENTION = {"eager": "eager", "static": "sdpa", "flash": "flash_attention_2"}
 
 
-# Columns of ratios to the unwrapped row, in the order of `Result.summary`.
-_RATIOS = ("x prefill", "x tokens/s", "x cache", "x peak")
-
-
 @dataclass(frozen=True)
 class Setting:
     """One model, prompt and batch, and what is compared on them."""
@@ -95,13 +91,12 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
             raise ValueError(f"policy {text!r}: the bench knows neither questions nor chunks")
         policy = get_policy(variant.name, **variant.options)
         options = variant.recorded | ({} if replayed == text else {"graph": False})
-        whole = policy.keeps_all or policy.retention is not None
-        for budget in (None,) if whole else setting.budgets:
-            label = text if budget is None else f"{text} {named(budget)}"
-            rows.append(Row(label, "policy", policy.name, budget, options))
-            if not kvpress or budget is None:
-                continue
-            if press := nearest_press(policy, budget, setting.prompt):
+        if policy.keeps_all or policy.retention is not None:
+            rows.append(Row(text, "policy", policy.name, options=options))
+            continue
+        for budget in setting.budgets:
+            rows.append(Row(f"{text} {named(budget)}", "policy", policy.name, budget, options))
+            if kvpress and (press := nearest_press(policy, budget, setting.prompt)):
                 name = press_label(press)
                 label = f"kvpress {name} {named(budget)}"
                 presses[label] = Row(label, "kvpress", name, budget, press=press)
@@ -165,24 +160,27 @@ class Result:
         if not row.step_s:
             return {}
         prefill, step = median(row.prefill_s), median(row.step_s)
-        found: dict[str, Any] = {"prefill_ms": 1e3 * prefill, "step_ms": 1e3 * step}
-        found["tokens_per_s"] = self.setting.batch / step
-        bound = next((r for r in self.rows if r.kind == "bound" and r.step_s), row)
-        found["of_bound"] = ratio(bound.step_s, row.step_s)
-        base = next((r for r in self.rows if r.kind == "unwrapped" and r.step_s), row)
+        base, bound = (
+            next((r for r in self.rows if r.kind == kind and r.step_s), row)
+            for kind in ("unwrapped", "bound")
+        )
+        found: dict[str, Any] = {
+            "prefill_ms": 1e3 * prefill,
+            "step_ms": 1e3 * step,
+            "tokens_per_s": self.setting.batch / step,
+            "of_bound": ratio(bound.step_s, row.step_s),
+        }
         if base is row:
             return found
-        ratios: dict[str, Any] = {"prefill": ratio(row.prefill_s, base.prefill_s)}
-        ratios["tokens_per_s"] = ratio(base.step_s, row.step_s)
+        slower, faster = ratio(row.prefill_s, base.prefill_s), ratio(base.step_s, row.step_s)
+        ratios: dict[str, Any] = {"prefill": slower, "tokens_per_s": faster}
         for name in ("cache_bytes", "peak_bytes"):
             whole = getattr(base, name)
             ratios[name] = None if whole is None else getattr(row, name) / whole
-        found["to_unwrapped"] = ratios
         # By ratios as well: a machine that drifts moves each row's median by itself.
-        cost = median(base.prefill_s) * (ratios["prefill"]["median"] - 1)
-        gain = median(base.step_s) * (1 - 1 / ratios["tokens_per_s"]["median"])
-        found["pays_from_steps"] = break_even(cost, gain)
-        return found
+        cost = median(base.prefill_s) * (slower["median"] - 1)
+        gain = median(base.step_s) * (1 - 1 / faster["median"])
+        return found | {"to_unwrapped": ratios, "pays_from_steps": break_even(cost, gain)}
 
     @property
     def missing(self) -> str:
@@ -199,10 +197,6 @@ class Result:
         rows = [(label, [x.get(name, "") for name in columns]) for label, x in cells.items()]
         x = self.setting
         title = f"{x.name}: {x.model}, {x.batch} x ({x.prompt:,} + {x.new:,}) tokens"
-        return Table("", columns, rows, title, self._notes())
-
-    def _notes(self) -> list[str]:
-        """What a reader of the table must know."""
         rounds = max(len(row.prefill_s) for row in self.rows)
         steps = max(len(row.step_s) for row in self.rows)
         texts = [
@@ -215,7 +209,8 @@ class Result:
             "pays from: decoded tokens after which the whole run is faster",
             *self.notes,
         ]
-        return ["; ".join(texts), *(f"{row.label}: {row.note}" for row in self.rows if row.note)]
+        failed = [f"{row.label}: {row.note}" for row in self.rows if row.note]
+        return Table("", columns, rows, title, ["; ".join(texts), *failed])
 
     def _cells(self, row: Row) -> dict[str, str]:
         """By column, in the order of columns."""
@@ -232,13 +227,14 @@ class Result:
         }
         if "to_unwrapped" not in found:
             return cells
-        for column, value in zip(_RATIOS, found["to_unwrapped"].values(), strict=True):
-            if isinstance(value, dict):
-                low, high = value["low"], value["high"]
-                between = "" if low is None else f" ({low:.3g}-{high:.3g})"
-                cells[column] = f"{value['median']:.3g}{between}"
-            elif value is not None:
-                cells[column] = f"{value:.2f}"
+        ratios = found["to_unwrapped"]
+        for name, column in (("prefill", "x prefill"), ("tokens_per_s", "x tokens/s")):
+            middle, low, high = (ratios[name][x] for x in ("median", "low", "high"))
+            between = "" if low is None else f" ({low:.3g}-{high:.3g})"
+            cells[column] = f"{middle:.3g}{between}"
+        for name, column in (("cache_bytes", "x cache"), ("peak_bytes", "x peak")):
+            if ratios[name] is not None:
+                cells[column] = f"{ratios[name]:.2f}"
         pays = found["pays_from_steps"]
         return cells | {"pays from": "never" if pays is None else str(pays)}
 

@@ -8,9 +8,10 @@ import random
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import torch
@@ -21,65 +22,59 @@ import mmkv
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.eval.speed import models
-from mmkv.eval.speed.rival import RemoteReply, Worker, WorkerError
+from mmkv.eval.speed.rival import RemoteReply, Worker
 from mmkv.eval.speed.rows import ATTENTION, Result, Row, Setting, make_rows
 from mmkv.wrapping import comparing
 
-T = TypeVar("T")
 AnyReply = models.Reply | RemoteReply
 # Steps of a warm-up: enough for kernels to be compiled and for runs in graphs to begin.
 _WARM_GPU, _WARM_CPU = 48, 3
 
 
+@dataclass
 class Bench:
-    """One setting on one model, which is not wrapped.
+    """One setting on one model."""
 
-    `worker` is kvpress's process with the same model; `until` is `time.monotonic` when it should be
-    done (rounds are left out, all but the first); `tell` is called with what is being done.
-    """
+    setting: Setting
+    model: Any  # not wrapped
+    worker: Worker | None = None  # kvpress's process with the same model
+    until: float = math.inf  # `time.monotonic` when it should be done; one round is always made
+    tell: Callable[[str], None] = lambda text: None  # is given what is being done
 
-    def __init__(
-        self,
-        setting: Setting,
-        model: Any,
-        *,
-        worker: Worker | None = None,
-        until: float = math.inf,
-        tell: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self.setting, self.model, self.worker = setting, model, worker
-        self.until, self.tell, self.order = until, tell, random.Random(0)
-        self.gpu = model.device.type == "cuda"
-        self.warm = _WARM_GPU if self.gpu else _WARM_CPU
-        self.rows = make_rows(setting, kvpress=worker is not None)
+    def __post_init__(self) -> None:
+        self.order = random.Random(0)
+        self.warm = _WARM_GPU if self.model.device.type == "cuda" else _WARM_CPU
+        self.rows = make_rows(self.setting, kvpress=self.worker is not None)
 
     def run(self) -> Result:
         """Warm up each row, then let them take turns."""
-        setting, notes = self.setting, list[str]()
+        setting, notes, last = self.setting, list[str](), 0.0
         # Python's own collections then pass over what was there before.
         gc.collect()
         gc.freeze()
-        try:
-            for row in self.rows:
-                self.tell(f"{setting.name}: warm-up, {row.label}")
-                self._warm_up(row)
-            held = [row.prefill_cache_bytes for row in self.rows]
-            needed = 1.5 * (sum(held) + max(row.peak_bytes or 0 for row in self.rows))
-            apart = self._free() < needed
-            if apart:
-                notes.append("caches do not fit side by side: steps follow each prefill")
-            done, last = 0, 0.0
-            while done < setting.rounds and (not done or time.monotonic() + last < self.until):
-                self.tell(f"{setting.name}: round {done + 1}")
-                start = time.monotonic()
-                rows = self._shuffled([row for row in self.rows if not row.note])
-                for group in [[row] for row in rows] if apart else [rows]:
-                    self._take_turns(group)
-                done, last = done + 1, time.monotonic() - start
-            if done < setting.rounds:
+        for row in self.rows:
+            self.tell(f"{setting.name}: warm-up, {row.label}")
+            with _noting(row):
+                reply = self._make(row)
+                row.warm_s, row.peak_bytes = reply.start["warm_s"], reply.start["peak_bytes"]
+                row.prefill_cache_bytes = reply.start["prefill_cache_bytes"]
+                reply.close()
+        held = sum(row.prefill_cache_bytes for row in self.rows)
+        apart = self._free() < 1.5 * (held + max(row.peak_bytes or 0 for row in self.rows))
+        if apart:
+            notes.append("caches do not fit side by side: steps follow each prefill")
+        for done in range(setting.rounds):
+            start = time.monotonic()
+            if done and start + last >= self.until:
                 notes.append(f"{done} rounds instead of {setting.rounds}: no time")
-        finally:
-            gc.unfreeze()
+                break
+            self.tell(f"{setting.name}: round {done + 1}")
+            rows = [row for row in self.rows if not row.note]
+            self.order.shuffle(rows)
+            for group in [[row] for row in rows] if apart else [rows]:
+                self._take_turns(group)
+            last = time.monotonic() - start
+        gc.unfreeze()
         about = {
             "device": models.device_in_words(self.model.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
@@ -90,16 +85,8 @@ class Bench:
         }
         return Result(setting, self.rows, about, notes)
 
-    def _warm_up(self, row: Row) -> None:
-        """Read a row's prompt once, and note what it takes."""
-        with _noting(row):
-            reply = self._make(row)
-            row.warm_s, row.peak_bytes = reply.start["warm_s"], reply.start["peak_bytes"]
-            row.prefill_cache_bytes = reply.start["prefill_cache_bytes"]
-            reply.close()
-
     def _take_turns(self, rows: Sequence[Row]) -> None:
-        """Prompts of rows in random order, then their steps: each is one pair with the others'."""
+        """Prompts of rows, then their steps in random order: each is one pair with the others'."""
         replies: list[tuple[Row, AnyReply]] = []
         for row in rows:
             with _noting(row):
@@ -109,22 +96,20 @@ class Bench:
         for i in range(self.setting.new - 1):
             if i and time.monotonic() > self.until:
                 break
-            for row, reply in self._shuffled([x for x in replies if not x[0].note]):
-                with _noting(row):
-                    row.step_s.append(reply.steps(1))
-                    row.cache_bytes = reply.nbytes
+            for row, reply in self.order.sample(replies, len(replies)):
+                if not row.note:
+                    with _noting(row):
+                        row.step_s.append(reply.steps(1))
+                        row.cache_bytes = reply.nbytes
         for _, reply in replies:
             reply.close()
-
-    def _shuffled(self, found: Sequence[T]) -> list[T]:
-        return self.order.sample(found, len(found))
 
     @comparing()
     def _make(self, row: Row) -> AnyReply:
         setting, cache = self.setting, None
         if self.worker is not None and row.kind == "kvpress":
             asked = {"press": row.press, "batch": setting.batch, "prompt": setting.prompt}
-            return RemoteReply(self.worker, **asked, warm=self.warm)
+            return RemoteReply(self.worker, row.label, warm=self.warm, **asked)
         if row.policy == "flash" and not is_flash_attn_2_available():
             raise ValueError("flash-attn is not installed")
         model = models.twin(self.model)
@@ -141,7 +126,7 @@ class Bench:
         return models.Reply(model, ids, self.warm, cache)
 
     def _free(self) -> int:
-        if self.gpu:
+        if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
             return torch.cuda.mem_get_info(self.model.device)[0]
         return psutil.virtual_memory().available
@@ -156,7 +141,7 @@ def _noting(row: Row) -> Generator[None]:
         text = f"{type(error).__name__}: {error}"
         if "OutOfMemory" in text or "not enough memory" in text:
             row.note = "out of memory"
-        elif isinstance(error, ValueError | WorkerError):
+        elif isinstance(error, ValueError):
             row.note = " ".join(str(error).split())
         else:
             raise

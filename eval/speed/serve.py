@@ -35,19 +35,17 @@ from mmkv.serving import Engine
 Inputs = dict[str, Any]
 # Tokens of a question about a text of random tokens.
 _QUESTION = 16
-COLUMNS = (
-    *("first token s, p50 / 90 / 99", "between tokens ms", "tokens/s", "in time/s"),
-    *("at once", "F1"),
-)
+_WAITS = ("first token s, p50 / 90 / 99", "between tokens ms")
+COLUMNS = (*_WAITS, "tokens/s", "in time/s", "at once", "F1")
 _ASKED = (real.SUMMARY, *(x for x in real.QUESTIONS if "{" not in x))
 
 
 class Asked(NamedTuple):
-    """One request: all of its prompt; the part that requests share, if any, and the rest."""
+    """One request: all of its prompt; the part that requests share, if any; and the rest."""
 
     inputs: Inputs
-    prefix: Inputs | None = None
-    rest: Inputs | None = None
+    prefix: Inputs | None
+    rest: Inputs
 
 
 @dataclass
@@ -78,17 +76,24 @@ def make_requests(
     Raises:
         ValueError: the folder has fewer texts of that length.
     """
-    rng = random.Random(0)
+    rng, tokenizer = random.Random(0), loaded.tokenizer
     found: list[Asked] = []
-    longest = tokens if documents else tokens * 3 // 2
-    texts = [] if data is None else _real_texts(loaded, data, documents or number, longest)
+    texts: list[tuple[str, str]] = []
+    if data is not None:
+        longest, wanted = tokens if documents else tokens * 3 // 2, documents or number
+        texts = real.texts_of(data, longest, lambda text: len(tokenizer(text).input_ids))
+        if len(texts) < wanted:
+            raise ValueError(
+                f"{data}: {len(texts)} texts have {longest} tokens or more, and {wanted} are asked "
+                f"about: --documents {len(texts)}, or fewer --tokens"
+            )
     for i in range(number):
         turn, about = divmod(i, documents or number)
         length = tokens if documents else rng.randrange(tokens // 2, tokens * 3 // 2)
         if loaded.processor is None:
             ids = make_prompt(loaded.model, 1, length, seed=about)
             question = make_prompt(loaded.model, 1, _QUESTION, seed=number + i)
-            whole = {"input_ids": torch.cat([ids, question], dim=1) if documents else ids}
+            whole: Inputs = {"input_ids": torch.cat([ids, question], dim=1) if documents else ids}
             empty: Inputs = {"input_ids": ids}
         else:
             shown = [draw(make_scene(8 * about + k)) for k in range(pictures)]
@@ -96,30 +101,13 @@ def make_requests(
                 lookup = make_lookup(about, tokens=length, records=8)
                 text, asked = lookup.text, [x.text for x in lookup.questions]
             else:
-                text, asked = _cut(loaded, texts[about], length), _ASKED
-            question = asked[turn % len(asked)]
-            whole = chat.encode(loaded, f"{text}\n{question}", shown)
-            empty = chat.encode(loaded, f"{text}\n", shown) if documents else {}
-        found.append(Asked(whole, *chat.split_inputs(whole, empty)) if documents else Asked(whole))
+                ids = tokenizer(texts[about][1], add_special_tokens=False).input_ids[:length]
+                text, asked = tokenizer.decode(ids), _ASKED
+            whole = chat.encode(loaded, f"{text}\n{asked[turn % len(asked)]}", shown)
+            empty = chat.encode(loaded, f"{text}\n", shown)
+        parts = chat.split_inputs(whole, empty) if documents else (None, whole)
+        found.append(Asked(whole, *parts))
     return found
-
-
-def _real_texts(loaded: chat.Loaded, data: Path, number: int, tokens: int) -> list[str]:
-    """The first texts of a folder that have so many tokens."""
-    tokenizer = loaded.tokenizer
-    found = real.texts_of(data, tokens, lambda text: len(tokenizer(text).input_ids))
-    if len(found) < number:
-        raise ValueError(
-            f"{data}: {len(found)} texts have {tokens} tokens or more, and {number} are asked "
-            f"about: --documents {len(found)}, or fewer --tokens"
-        )
-    return [text for _, text in found[:number]]
-
-
-def _cut(loaded: chat.Loaded, text: str, tokens: int) -> str:
-    tokenizer = loaded.tokenizer
-    ids = tokenizer(text, add_special_tokens=False).input_ids[:tokens]
-    return tokenizer.decode(ids)
 
 
 async def drive(
@@ -156,12 +144,14 @@ def summary(timings: Sequence[Timing], within: tuple[float, float]) -> list[str]
     took = max(x.tokens[-1] for x in timings) - min(x.asked for x in timings)
     waits = zip(first, gaps, strict=True)
     good = sum(a <= within[0] and np.mean(b) <= within[1] for a, b in waits)
-    shown = [
-        " / ".join(f"{scale * float(np.percentile(x, p)):.{digits}f}" for p in (50, 90, 99))
-        for x, scale, digits in ((first, 1, 2), (np.concatenate(gaps), 1000, 0))
-    ]
+    wanted, between = (50, 90, 99), 1000 * np.concatenate(gaps)
     tokens = sum(len(x.tokens) for x in timings)
-    return [*shown, f"{tokens / took:.1f}", f"{good / took:.2f}"]
+    return [
+        " / ".join(f"{x:.2f}" for x in np.percentile(first, wanted)),
+        " / ".join(f"{x:.0f}" for x in np.percentile(between, wanted)),
+        f"{tokens / took:.1f}",
+        f"{good / took:.2f}",
+    ]
 
 
 def agreement(loaded: chat.Loaded, some: Sequence[Timing], others: Sequence[Timing]) -> str:
@@ -190,11 +180,10 @@ def compare(
     within: tuple[float, float],
     tell: Callable[[str], None],
 ) -> list[tuple[str, list[str]]]:
-    """Each way's name, its `summary`, how many replies grew at once, and `agreement` with the full
-    cache's.
+    """Each way's name, and its cells of `COLUMNS`; the model is not wrapped yet.
 
-    The model is not wrapped yet; `new` are tokens of each reply, `budget` is condense's, `memory`
-    are bytes of an engine's keys and values.
+    `new` are tokens of each reply, `budget` is condense's, `memory` are bytes of an engine's keys
+    and values.
     """
     model: Any = loaded.model
     rows: list[tuple[str, list[str], list[Timing]]] = []
@@ -209,8 +198,7 @@ def compare(
         rows.append((name, [*summary(timings, within), str(max(together))], timings))
 
     async def by_engine(engine: Engine, asked: Asked, timing: Timing) -> None:
-        inputs = asked.inputs if asked.rest is None else asked.rest
-        reply = engine.submit(inputs=inputs, prefix=asked.prefix, max_new_tokens=new)
+        reply = engine.submit(inputs=asked.rest, prefix=asked.prefix, max_new_tokens=new)
         async for event in reply:
             timing.tokens.append(time.perf_counter())
             timing.ids.append(event.token)

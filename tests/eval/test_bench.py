@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import mmkv
 from helpers.marks import slow_except
 from mmkv.cli import commands
-from mmkv.eval.speed import models, rival, rows, runner
+from mmkv.eval.speed import models, plan, rival, rows, runner
 
 TOY = models.Shape("llama", (64, 96, 3, 4, 4, 256, 8192))
 
@@ -305,12 +305,12 @@ class TestModels:
         "name", ["llama-8b-random", "llava-1.5-7b-random", "mistral-7b-random"]
     )
     def test_shapes_keep_their_kind(self, name):
-        made, (kind, sizes, _) = models.make(models.SHAPES[name], "meta"), models.SHAPES[name]
+        made, (kind, sizes) = models.make(models.SHAPES[name], "meta"), models.SHAPES[name]
         config = made.get_decoder().config
         assert kind in type(made).__name__.lower()
         assert [getattr(config, x) for x in models._SIZES] == list(sizes)
-        assert models.step_bytes(made) < made.get_memory_footprint()
         assert made.dtype is torch.bfloat16
+        assert plan.Sizes.of(made).read < made.get_memory_footprint()
 
     def test_prompts_hold_no_pictures(self, models):
         from mmkv.eval.speed.models import make_prompt

@@ -107,10 +107,9 @@ def test_papers_batches():
     """Mistral-7B on A100s of 40 GB, 512 + 1,024 tokens (SqueezeAttention, table 3)."""
     sizes = Sizes.of(make(SHAPES["mistral-7b-random"], "meta", "bfloat16"))
     loads = {n: Load(batch=n, prompt=512, new=1024) for n in (64, 128)}
-    fits = {n: of(sizes, "full", load=load, card="a100-40").fits for n, load in loads.items()}
-    assert fits == {64: True, 128: False}
-    assert of(sizes, "squeeze", load=loads[128], card="a100-40").fits
-    assert 64 < of(sizes, "full", load=loads[64], card="a100-40").largest_batch < 128
+    for load in loads.values():
+        assert 64 < of(sizes, "full", load=load, card="a100-40").largest_batch < 128
+    assert of(sizes, "squeeze", load=loads[128], card="a100-40").largest_batch >= 128
 
 
 def test_times_are_the_cards(small):
