@@ -15,21 +15,20 @@ Piece = dict[str, Any]
 
 
 class ChatAnswer:
-    """The answer of a chat: its choices as events come.
-
-    Args:
-        asked: the request.
-        choices: how many replies there are.
-    """
+    """The answer of a chat of so many choices, as their events come."""
 
     kind, piece_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(self, asked: ChatRequest, choices: int) -> None:
-        self._about = _about(self.prefix, asked.model)
+        self._begin(asked, asked.logprobs or None)
         names = [x["function"]["name"] for x in asked.callable]
         self._texts = [ToolText(names) for _ in range(choices)]
-        self._likely, self._n = bool(asked.logprobs), asked.n or 1
         self._begun = set[int]()
+
+    def _begin(self, asked: ChatRequest | CompletionRequest, logprobs: int | None) -> None:
+        name = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._about = {"id": name, "created": int(time.time()), "model": asked.model}
+        self._likely, self._n = logprobs is not None, asked.n or 1
 
     def add(self, i: int, event: Event) -> Piece | None:
         """What one more event of the i-th reply adds to its choice; None: nothing yet."""
@@ -39,7 +38,7 @@ class ChatAnswer:
             delta = {"role": "assistant", "content": ""}
         if text := self._texts[i].add(event.text):
             delta["content"] = text
-        likely = self._told(event.logprobs)
+        likely = self._told(i, event.logprobs)
         if not delta and likely is None:
             return None
         return {"index": i, "delta": delta, "logprobs": likely, "finish_reason": None}
@@ -57,20 +56,10 @@ class ChatAnswer:
     def whole(self, pieces: Sequence[Piece], replies: Sequence[Any]) -> Piece:
         """All of it at once, from all pieces."""
         choices = list[Piece]()
-        for i in range(len(self._texts)):
+        for i in range(len(replies)):
             own = [x for x in pieces if x["index"] == i]
-            message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
-            message["content"] = "".join(x["delta"].get("content") or "" for x in own)
-            for piece in own:
-                if calls := piece["delta"].get("tool_calls"):
-                    message["content"] = message["content"] or None
-                    message["tool_calls"] = [
-                        {k: v for k, v in x.items() if k != "index"} for x in calls
-                    ]
-            told = [x for piece in own for x in (piece["logprobs"] or {}).get("content", [])]
-            likely = {"content": told, "refusal": None} if self._likely else None
-            end = {"logprobs": likely, "finish_reason": own[-1]["finish_reason"]}
-            choices.append({"index": i, "message": message, **end})
+            end = {"finish_reason": own[-1]["finish_reason"]}
+            choices.append({"index": i, **self._choice(own), **end})
         return {**self._about, "object": self.kind, "choices": choices, **self.usage(replies)}
 
     def usage(self, replies: Sequence[Any]) -> Piece:
@@ -87,7 +76,17 @@ class ChatAnswer:
         """A piece as an object of its own; without one the last, for `include_usage`."""
         return {**self._about, "object": self.piece_kind, "choices": [piece] if piece else []}
 
-    def _told(self, likely: Sequence[TokenLogprobs]) -> Piece | None:
+    def _choice(self, own: Sequence[Piece]) -> Piece:
+        content = "".join(x["delta"].get("content") or "" for x in own)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls := [call for x in own for call in x["delta"].get("tool_calls", ())]:
+            message["content"] = content or None
+            message["tool_calls"] = [{k: v for k, v in x.items() if k != "index"} for x in calls]
+        told = [x for piece in own for x in (piece["logprobs"] or {}).get("content", [])]
+        likely = {"content": told, "refusal": None} if self._likely else None
+        return {"message": message, "logprobs": likely}
+
+    def _told(self, i: int, likely: Sequence[TokenLogprobs]) -> Piece | None:
         if not self._likely or not likely:
             return None
         told = [{**_token(x.taken), "top_logprobs": [*map(_token, x.top)]} for x in likely]
@@ -100,13 +99,12 @@ class CompletionAnswer(ChatAnswer):
     kind, piece_kind, prefix = "text_completion", "text_completion", "cmpl"
 
     def __init__(self, asked: CompletionRequest, choices: int) -> None:
-        self._about = _about(self.prefix, asked.model)
-        self._likely, self._n = asked.logprobs is not None, asked.n or 1
+        self._begin(asked, asked.logprobs)
         self._lengths = [0] * choices  # characters of the tokens so far
 
     def add(self, i: int, event: Event) -> Piece | None:
         """As `ChatAnswer.add`."""
-        likely = self._told_of(i, event.logprobs)
+        likely = self._told(i, event.logprobs)
         if not event.text and likely is None:
             return None
         return {"index": i, "text": event.text, "logprobs": likely, "finish_reason": None}
@@ -115,19 +113,12 @@ class CompletionAnswer(ChatAnswer):
         """As `ChatAnswer.end`."""
         return [{"index": i, "text": "", "logprobs": None, "finish_reason": reason}]
 
-    def whole(self, pieces: Sequence[Piece], replies: Sequence[Any]) -> Piece:
-        """As `ChatAnswer.whole`."""
-        choices = list[Piece]()
-        for i in range(len(self._lengths)):
-            own = [x for x in pieces if x["index"] == i]
-            told = [x["logprobs"] for x in own if x["logprobs"]]
-            likely = {k: [v for x in told for v in x[k]] for k in told[0]} if told else None
-            text = "".join(x["text"] for x in own)
-            end = {"logprobs": likely, "finish_reason": own[-1]["finish_reason"]}
-            choices.append({"index": i, "text": text, **end})
-        return {**self._about, "object": self.kind, "choices": choices, **self.usage(replies)}
+    def _choice(self, own: Sequence[Piece]) -> Piece:
+        told = [x["logprobs"] for x in own if x["logprobs"]]
+        likely = {k: [v for x in told for v in x[k]] for k in told[0]} if told else None
+        return {"text": "".join(x["text"] for x in own), "logprobs": likely}
 
-    def _told_of(self, i: int, likely: Sequence[TokenLogprobs]) -> Piece | None:
+    def _told(self, i: int, likely: Sequence[TokenLogprobs]) -> Piece | None:
         if not self._likely or not likely:
             return None
         offsets = list[int]()
@@ -143,10 +134,6 @@ class CompletionAnswer(ChatAnswer):
             ],
             "text_offset": offsets,
         }
-
-
-def _about(prefix: str, model: str) -> Piece:
-    return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
 
 def _call(call: Call) -> Piece:

@@ -15,98 +15,80 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _MOST_REPLIES = 128
+# Of a request, that are handed on as they are.
+_NUMBERS = ("temperature", "top_p", "min_p")
+_NUMBERS += ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
-class TextPart(Body):
-    """A piece of text in a message."""
-
+class _TextPart(Body):
     type: Literal["text"]
     text: str
 
 
-class ImageURL(Body):
-    """Where a picture is; `detail` has no effect."""
-
+class _ImageURL(Body):
     url: str
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: Literal["auto", "low", "high"] | None = None  # without effect
 
 
-class ImagePart(Body):
-    """A picture in a message."""
-
+class _ImagePart(Body):
     type: Literal["image_url"]
-    image_url: ImageURL
+    image_url: _ImageURL
 
 
-class CalledFunction(Body):
-    """What a model called: `arguments` is a JSON text."""
-
+class _Named(Body):
     name: str
-    arguments: str
 
 
-class ToolCall(Body):
-    """A call in an answer that is sent back."""
+class _CalledFunction(_Named):
+    arguments: str  # JSON
 
+
+class _ToolCall(Body):
     id: str | None = None
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: _CalledFunction
 
 
-class Function(Body):
-    """A function that a model may call; `parameters` is a JSON schema."""
-
+class _Function(Body):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
     strict: bool | None = None
 
 
-class Tool(Body):
-    """What a model may use."""
-
+class _Tool(Body):
     type: Literal["function"]
-    function: Function
+    function: _Function
 
 
-class NamedFunction(Body):
-    """The name of a function."""
-
-    name: str
-
-
-class NamedTool(Body):
-    """The tool that a model has to use."""
-
+class _NamedTool(Body):
     type: Literal["function"]
-    function: NamedFunction
+    function: _Named
 
 
-class JSONSchema(Body):
-    """The form of an answer; it is held whether `strict` or not."""
-
+class _JSONSchema(Body):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] = Field(default_factory=dict[str, Any], alias="schema")
-    strict: bool | None = None
+    strict: bool | None = None  # it is held in any case
 
 
-class ResponseFormat(Body):
-    """Text, JSON, or JSON of a schema."""
-
+class _ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JSONSchema | None = None
+    json_schema: _JSONSchema | None = None
 
 
 class Message(Body):
     """One turn. What an answer of OpenAI's holds beside its text is taken where it is empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
+    content: str | list[Annotated[_TextPart | _ImagePart, Field(discriminator="type")]] | None = (
+        None
+    )
     type: Literal["text", "message"] | None = None  # lm-evaluation-harness sends it
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[_ToolCall] | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
 
@@ -119,7 +101,7 @@ def _checked(given: list[Message]) -> list[Message]:
             told = f"{place}.content is null: give a text"
         if message.tool_calls and message.role != "assistant":
             told = f"{place}.tool_calls: only an assistant's message has them"
-        if message.role != "user" and any(isinstance(x, ImagePart) for x in content or ()):
+        if message.role != "user" and any(isinstance(x, _ImagePart) for x in content or ()):
             told = f"{place}: pictures can only be in messages of the user"
         if told is not None:
             raise RequestError(told, param=place)
@@ -129,16 +111,12 @@ def _checked(given: list[Message]) -> list[Message]:
 Messages = Annotated[list[Message], Field(min_length=1), AfterValidator(_checked)]
 
 
-class StreamOptions(Body):
-    """What a stream tells beside its text; padding against eavesdroppers is not done."""
-
+class _StreamOptions(Body):
     include_usage: bool = False
-    include_obfuscation: bool = False
+    include_obfuscation: bool = False  # padding against eavesdroppers: it is not done
 
 
-class Compression(Body):
-    """Ours: how this request's cache is compressed."""
-
+class _Compression(Body):
     policy: str | None = None
     budget: int | float | None = None
     options: dict[str, bool | int | float | str | None] | None = None
@@ -173,8 +151,8 @@ class _Asked(Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    mmkv: Compression = Compression()
+    stream_options: _StreamOptions | None = None
+    mmkv: _Compression = _Compression()
 
     @model_validator(mode="after")
     def _streams(self) -> Self:
@@ -193,15 +171,10 @@ class _Asked(Body):
         except ValueError:
             raise RequestError("logit_bias: expected ids of tokens", param="logit_bias") from None
         return Sampling(
-            temperature=self.temperature or 0.0,
-            top_p=self.top_p or 1.0,
+            **{name: x for name in _NUMBERS if (x := getattr(self, name)) is not None},
             top_k=max(0, self.top_k or 0),
-            min_p=self.min_p or 0.0,
-            seed=None if self.seed is None else (self.seed + i) % 2**63 if i else self.seed,
+            seed=(self.seed + i) % 2**63 if i and self.seed is not None else self.seed,
             stop=tuple(self.stop),
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=self.repetition_penalty,
             logit_bias=biases,
             **more,
         )
@@ -237,28 +210,32 @@ class CompletionRequest(_Asked):
         ]
 
 
-class ChatRequest(_Asked):
+class _Templated(Body):
+    tools: list[_Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def callable(self) -> list[dict[str, Any]]:
+        """The tools that the model may use, as chat templates take them."""
+        unused = getattr(self, "tool_choice", None) == "none"
+        return [] if unused else [x.model_dump(exclude_none=True) for x in self.tools or ()]
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """What the chat template is given beside the messages."""
+        given = {"tools": self.callable} if self.callable else {}
+        return {**(self.chat_template_kwargs or {}), **given}
+
+
+class ChatRequest(_Asked, _Templated):
     """A conversation to be answered."""
 
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    @property
-    def callable(self) -> list[dict[str, Any]]:
-        """The tools that the model may use, as chat templates take them."""
-        return self.template.get("tools", [])
-
-    @property
-    def template(self) -> dict[str, Any]:
-        """What the chat template is given beside the messages."""
-        given = None if self.tool_choice == "none" else self.tools
-        return _template(given, self.chat_template_kwargs)
+    response_format: _ResponseFormat | None = None
+    tool_choice: Literal["none", "auto", "required"] | _NamedTool | None = None
 
     @property
     def grammar(self) -> str | None:
@@ -267,7 +244,7 @@ class ChatRequest(_Asked):
         Raises:
             RequestError: a tool that is not there.
         """
-        if self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool):
+        if self.tool_choice == "required" or isinstance(self.tool_choice, _NamedTool):
             named = None if self.tool_choice == "required" else self.tool_choice.function.name
             given = [x["function"] for x in self.callable]
             among = [x for x in given if named in (None, x["name"])]
@@ -293,30 +270,18 @@ class ChatRequest(_Asked):
         return [{**shared, "sampling": self.sampling(i, **more)} for i in range(self.n or 1)]
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(_Templated):
     """A text or a conversation whose tokens are asked for."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    tools: list[Tool] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    @property
-    def template(self) -> dict[str, Any]:
-        """As of `ChatRequest`."""
-        return _template(self.tools, self.chat_template_kwargs)
-
-
-def _template(given: Sequence[Tool] | None, more: dict[str, Any] | None) -> dict[str, Any]:
-    listed = [x.model_dump(exclude_none=True) for x in given or ()]
-    return {**(more or {}), **({"tools": listed} if listed else {})}
 
 
 def picture_urls(given: Sequence[Message]) -> list[str]:
     """Where the pictures are, in the order of the messages."""
     parts = [part for message in given for part in message.content or ()]
-    return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+    return [part.image_url.url for part in parts if isinstance(part, _ImagePart)]
 
 
 def messages(given: Sequence[Message], pictures: Sequence[Image.Image]) -> list[dict[str, Any]]:
@@ -328,7 +293,7 @@ def messages(given: Sequence[Message], pictures: Sequence[Image.Image]) -> list[
         if not isinstance(content, str):
             content = [
                 {"type": "text", "text": part.text}
-                if isinstance(part, TextPart)
+                if isinstance(part, _TextPart)
                 else {"type": "image", "image": next(left)}
                 for part in content
             ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +16,7 @@ from mmkv.serving.reply import Logprob, Refused, Sampling, TokenLogprobs
 
 
 class Penalties(LogitsProcessor):
-    """OpenAI's penalties, on tokens of the reply, and its biases.
-
-    Args:
-        sampling: has them.
-        prompt: tokens before the reply.
-    """
+    """OpenAI's penalties, on tokens of the reply behind `prompt` tokens, and its biases."""
 
     def __init__(self, sampling: Sampling, prompt: int) -> None:
         self.sampling, self.prompt = sampling, prompt
@@ -44,19 +39,15 @@ def json_grammar(schema: dict[str, Any]) -> str:
 
 
 class Grammars:
-    """Texts that match a grammar, by llguidance.
-
-    Args:
-        model: whose replies are to match.
-        tokenizer: its tokenizer.
-    """
+    """Texts of a model that match a grammar, by llguidance."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._model, self._tokenizer = model, tokenizer
-        self._lock, self._words = threading.Lock(), cast("Any", None)
+        self._lock = threading.Lock()
+        self._words: Any = None
 
-    def check(self, grammar: str) -> None:
-        """Refuse what is no grammar.
+    def processor(self, grammar: str, prompt: int) -> LogitsProcessor:
+        """What holds one reply, behind `prompt` tokens, to a grammar.
 
         Raises:
             Refused: it is none, or llguidance is missing.
@@ -76,11 +67,6 @@ class Grammars:
                 self._words = from_tokenizer(self._tokenizer, n_vocab=size, eos_token=eos)
         if wrong := LLMatcher.validate_grammar(grammar, self._words):
             raise Refused(f"a format that cannot be held: {wrong.splitlines()[0]}")
-
-    def processor(self, grammar: str, prompt: int) -> LogitsProcessor:
-        """What holds one reply, behind `prompt` tokens, to a grammar that was checked."""
-        from llguidance import LLMatcher
-
         return _Grammar(LLMatcher(self._words, grammar, log_level=0), prompt)
 
 
@@ -107,7 +93,7 @@ def logprobs(
 
     Args:
         logits: float [N, V] that the model gave.
-        tokens: that were taken.
+        tokens: see above.
         top: how many of the likeliest are named.
         tokenizer: gives their texts; None: "".
     """

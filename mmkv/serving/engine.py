@@ -265,7 +265,6 @@ class Engine:
         if sampling.grammar is not None:
             if self._tokenizer is None:
                 raise Refused("formats of replies need an engine with a processor")
-            self._grammars.check(sampling.grammar)
             found.append(self._grammars.processor(sampling.grammar, tokens))
         return found
 

@@ -42,12 +42,7 @@ class RequestError(Exception):
     """What is answered in place of a completion."""
 
     def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        param: str | None = None,
-        code: str | None = None,
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
@@ -105,12 +100,7 @@ Kind = TypeVar("Kind", bound=Body)
 
 
 def read(raw: bytes, kind: type[Kind], *, ignore_unknown: bool = False) -> Kind:
-    """A body, checked.
-
-    Args:
-        raw: JSON.
-        kind: what is asked for.
-        ignore_unknown: do without fields that are not supported; the log has their names.
+    """A body in JSON, checked; or without what is not supported, whose names the log has.
 
     Raises:
         RequestError: no JSON, a field of another type or range, or one that is not supported.
@@ -131,20 +121,16 @@ def read(raw: bytes, kind: type[Kind], *, ignore_unknown: bool = False) -> Kind:
         raise _wrong(error, given) from None
     unknown = [_place(x["loc"], given)[0] for x in every if x["type"] == "extra_forbidden"]
     if not ignore_unknown:
-        raise _unknown(unknown[0])
+        place = unknown[0]
+        known = place.rpartition(".")[2] in _NEUTRAL
+        if known or "." in place:
+            told = f"{place} is not {'supported' if known else 'known here'}: leave it out"
+        else:
+            told = f"Unrecognized request argument supplied: {place}"
+        raise RequestError(told, param=place)
     names = sorted({re.sub(r"\[\d+\]", "[]", x) for x in unknown})
     _log.warning("ignored in a request: %r", ", ".join(names)[:_LONGEST_LINE])
     return found
-
-
-def _unknown(place: str) -> RequestError:
-    """The refusal of a field that no model has."""
-    known = place.rpartition(".")[2] in _NEUTRAL
-    if known or "." in place:
-        told = f"{place} is not {'supported' if known else 'known here'}: leave it out"
-    else:
-        told = f"Unrecognized request argument supplied: {place}"
-    return RequestError(told, param=place)
 
 
 def _wrong(error: ValidationError, given: Any) -> RequestError:

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-# By the field of `EngineStats`: what a metric is called after "mmkv_", and what it counts.
+# Fields of `EngineStats`: what a metric is called after "mmkv_", and what it counts.
 _GAUGES = {
     "waiting": ("requests_waiting", "Requests that wait for memory or a place in the batch"),
     "prefilling": ("requests_prefilling", "Requests whose prompt is being read"),
@@ -29,45 +29,33 @@ _TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 _SHARES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
 
 
-class _EngineCounts(Collector):
-    """The engine's counts at the time of a scrape."""
+class Metrics(Collector):
+    """The metrics of one server; collects its engine's counts at the time of a scrape."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
+        self._engine, self._registry = engine, CollectorRegistry()
+        self._registry.register(self)
+        how: Any = {"namespace": "mmkv", "registry": self._registry}
+        self._answers = Counter("answers", "Requests answered, by how they ended", ["ended"], **how)
+        told = "From a request's arrival to its first token"
+        self._first = Histogram("time_to_first_token_seconds", told, buckets=_SECONDS, **how)
+        told = "From a token to the next of the same answer"
+        self._next = Histogram("time_between_tokens_seconds", told, buckets=_TOKEN_SECONDS, **how)
+        told = "Share of a prompt's tokens that its cache kept"
+        self._kept = Histogram("kept_share", told, buckets=_SHARES, **how)
 
     def collect(self) -> Iterable[Metric]:
         """One metric for each count that the engine has."""
         stats = self._engine.stats()
-        kinds = ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily))
-        for names, kind in kinds:
+        for names, kind in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
             for field, (name, text) in names.items():
                 value = getattr(stats, field)
                 if value is not None:  # a cache memory without a limit
                     yield kind(f"mmkv_{name}", text, value=value)
 
-
-class Metrics:
-    """The metrics of one server."""
-
-    def __init__(self, engine: Any) -> None:
-        self.registry = CollectorRegistry()
-        self.registry.register(_EngineCounts(engine))
-        told = "Requests answered, by how they ended"
-        self._answers = Counter("mmkv_answers", told, ["ended"], registry=self.registry)
-
-        def histogram(name: str, told: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"mmkv_{name}", told, buckets=buckets, registry=self.registry)
-
-        told = "From a request's arrival to its first token"
-        self._first = histogram("time_to_first_token_seconds", told, _SECONDS)
-        told = "From a token to the next of the same answer"
-        self._between = histogram("time_between_tokens_seconds", told, _TOKEN_SECONDS)
-        told = "Share of a prompt's tokens that its cache kept"
-        self._kept = histogram("kept_share", told, _SHARES)
-
     def page(self) -> bytes:
         """All of them in Prometheus's text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self._registry)
 
     def ended(self, how: str) -> None:
         """Count a request by its finish reason, or by the error's HTTP status."""
@@ -85,6 +73,6 @@ class Metrics:
             nonlocal into, last
             now = time.monotonic()
             into.observe(now - last)
-            into, last = self._between, now
+            into, last = self._next, now
 
         return token

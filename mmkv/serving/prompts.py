@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
+from transformers.utils.chat_template_utils import _get_template_variables
 
 from mmkv import chat
 from mmkv.attach.attachment import Attachment
@@ -49,8 +49,7 @@ def encode(
         raise Refused(str(error)) from None
     if template:
         _check_template(loaded.processor, template)
-    tokenizer = loaded.tokenizer
-    given, marks = str([messages, template]), filter(str.strip, tokenizer.get_added_vocab())
+    given, marks = str([messages, template]), filter(str.strip, loaded.tokenizer.get_added_vocab())
     how = {"sanitize": any(mark in given for mark in marks)}
     try:
         whole = chat.encode_messages(loaded, messages, template, **how)
@@ -77,25 +76,13 @@ def texts(messages: Sequence[Message] | None) -> str:
 
 def _check_template(processor: Any, template: Mapping[str, Any]) -> None:
     """Refuse what a chat template does not read, and what is an option of its renderer."""
-    read = _variables(str(processor.chat_template))
+    read = _get_template_variables(str(processor.chat_template))
     if unread := sorted({*template} - read - {"tools", "documents"}):
         # A processor would take it for an option of its own.
         name, has = unread[0], sorted(read - {"messages", "add_generation_prompt"})
         raise Refused(f"chat_template_kwargs: {name!r} is no variable of the chat template: {has}")
     if template.get("tools") and "tools" not in read:
         raise Refused("tools: the model's chat template has no place for them")
-
-
-@cache
-def _variables(template: str) -> set[str]:
-    """What a chat template reads beside what it sets itself."""
-    import jinja2
-    import jinja2.meta
-
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    # Tags of transformers that are none of Jinja's.
-    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
-    return jinja2.meta.find_undeclared_variables(environment.parse(plain))
 
 
 def encode_prompt(loaded: chat.Loaded, prompt: str | Sequence[int]) -> dict[str, Any]:
@@ -167,12 +154,7 @@ def checked(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 class Reader:
-    """Reads prompts with one wrapped model.
-
-    Args:
-        attachment: of the model.
-        chunk: tokens that are read at a time.
-    """
+    """Reads prompts with one wrapped model, so many tokens at a time."""
 
     def __init__(self, attachment: Attachment, chunk: int) -> None:
         self.model: Any = attachment.model
@@ -242,11 +224,10 @@ class Reader:
                 request.generator.manual_seed(sampling.seed)
         if sampling.repetition_penalty is not None:
             drawn["repetition_penalty"] = sampling.repetition_penalty
-        hook = None
-        if sampling.echo and sampling.logprobs is not None:
-            hook = self._scores(request, given)
-            given = {**given, "logits_to_keep": 0}
-        try:
+        with ExitStack() as ending:
+            if sampling.echo and sampling.logprobs is not None:
+                ending.callback(self._scores(request, given).remove)
+                given = {**given, "logits_to_keep": 0}
             self.model.generate(
                 **given,
                 **drawn,
@@ -260,9 +241,6 @@ class Reader:
                 disable_compile=True,
                 custom_generate=read,
             )
-        finally:
-            if hook is not None:
-                hook.remove()
         return found[0]
 
     def _scores(self, request: Request, given: dict[str, Any]) -> Any:
@@ -285,6 +263,5 @@ class Reader:
 def kept(cache: CompressedCache) -> int:
     """Tokens kept of a prompt, mean over layers and heads."""
     blocks = [block for layer in cache.compressed for block in layer.keeping().blocks]
-    rows = [len(block.positions) for block in blocks]
-    kept = [float(block.schedule.counts.mean()) for block in blocks]
-    return round(sum(n * k for n, k in zip(rows, kept, strict=True)) / sum(rows))
+    rows = sum(len(x.positions) for x in blocks)
+    return round(sum(len(x.positions) * float(x.schedule.counts.mean()) for x in blocks) / rows)
