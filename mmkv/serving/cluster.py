@@ -26,7 +26,7 @@ _NAME = "mmkv"
 _TRIES = 4
 # Of one replica, waiting included: the engine does its own queueing.
 _MOST_REQUESTS = 4096
-_SUMMED = ("waiting", "prefilling", "running", "cache_bytes", "cache_memory", "prefixes")
+_SUMMED = ("waiting", "prefilling", "cache_bytes", "cache_memory", "prefixes")
 
 
 class _Replica:
@@ -63,8 +63,9 @@ def _portable(error: Exception) -> Exception:
     """An error as the server's process can read it; its own class may not be known there."""
     if isinstance(error, Refused | Busy | Closed):
         return error.with_traceback(None)
-    kind = Refused if isinstance(error, ValueError) else RuntimeError
-    return kind(f"{type(error).__name__}: {error}" if kind is RuntimeError else str(error))
+    if isinstance(error, ValueError):
+        return Refused(str(error))
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 class _Reply:
@@ -87,10 +88,7 @@ class _Reply:
             self.cancelled = True
             self._answers.cancel()
 
-    def __aiter__(self) -> AsyncGenerator[Event]:
-        return self._events()
-
-    async def _events(self) -> AsyncGenerator[Event]:
+    async def __aiter__(self) -> AsyncGenerator[Event]:
         from ray.exceptions import RayError, TaskCancelledError
 
         self._replicas.live += 1
@@ -101,13 +99,11 @@ class _Reply:
                         yield event
                     return
                 except (TaskCancelledError, asyncio.CancelledError):
-                    if not self.cancelled:  # ours, not the reply's
-                        raise
-                    self.finish_reason = "cancelled"
-                    return
+                    if self.cancelled:
+                        return
+                    raise  # ours, not the reply's
                 except RayError as error:
                     if self._replicas.closed:
-                        self.finish_reason = "cancelled"
                         return
                     _log.warning("a replica was lost (%s)", type(error).__name__)
                     if tries == _TRIES:
@@ -119,7 +115,7 @@ class _Reply:
             raise
         finally:
             self._replicas.live -= 1
-            self.finish_reason = self.finish_reason or "cancelled"  # left early
+            self.finish_reason = self.finish_reason or "cancelled"  # or left early
             self._answers.cancel()
 
     async def _of_one(self) -> AsyncGenerator[Event]:
@@ -192,12 +188,10 @@ class Replicas:
         self.live, self.tokens, self.closed = 0, 0, False
         self._done = self._hits = 0
         self._held: dict[str, Mapping[str, int]] = {}
-        quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+        how: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if address is None:
-            local = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-            ray.init("local", **local, **quiet)
-        else:
-            ray.init(address, **quiet)
+            how |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        ray.init("local" if address is None else address, **how)
         for name in ("ray", "ray.serve"):
             logging.getLogger(name).setLevel(logging.ERROR)
         self._started, self._local = (ray, serve), address is None
@@ -246,10 +240,13 @@ class Replicas:
 
     def stats(self) -> Any:
         """Sums over the replicas, as each was when it last ended a reply; `running` is of now."""
-        sums = {name: sum(x[name] for x in self._held.values()) for name in _SUMMED}
-        counts = {"requests_done": self._done, "prefix_hits": self._hits}
-        now = {"running": self.live, "tokens_generated": self.tokens}
-        return SimpleNamespace(**{**sums, **counts, **now})
+        return SimpleNamespace(
+            **{name: sum(x[name] for x in self._held.values()) for name in _SUMMED},
+            running=self.live,
+            tokens_generated=self.tokens,
+            requests_done=self._done,
+            prefix_hits=self._hits,
+        )
 
     def close(self) -> None:
         """Stop the replicas, and the cluster if it was started here."""
@@ -292,11 +289,11 @@ def prefix_key(messages: Sequence[Mapping[str, Any]]) -> str:
     """What requests have in common that begin alike: a hash of system texts and pictures, or ""."""
     found = list[bytes]()
     for message in messages:
-        content = message["content"]
+        parts: Any = message["content"]
+        if isinstance(parts, str):
+            parts = [{"type": "text", "text": parts}]
         if message["role"] == "system":
-            texts = [content] if isinstance(content, str) else [x.get("text", "") for x in content]
-            found += [x.encode() for x in texts]
-        parts: list[dict[str, Any]] = [] if isinstance(content, str) else content
+            found += [x.get("text", "").encode() for x in parts]
         pictures = [x["image"] for x in parts if x["type"] == "image"]
         found += [f"{x.size}".encode() + x.tobytes() for x in pictures]
     return hashlib.blake2b(b"".join(found), digest_size=16).hexdigest() if found else ""

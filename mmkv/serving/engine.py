@@ -94,41 +94,36 @@ class Engine:
     ) -> None:
         self.model = unwrap_container(model)
         self._attachment = attachment_of(self.model)
-        least = {"max_batch": max_batch, "prefill_chunk": prefill_chunk}
-        for name, value in {**least, "max_new_tokens": max_new_tokens}.items():
+        parts, config = self._attachment.parts, self._attachment.parts.config
+        given = {"max_batch": max_batch, "prefill_chunk": prefill_chunk}
+        for name, value in {**given, "max_new_tokens": max_new_tokens}.items():
             if value < 1:
                 raise ValueError(f"{name}={value}: expected 1 or more")
-        self._config = self._attachment.parts.config
-        if (ranks := self._attachment.parts.ranks) > 1:
+        if (ranks := parts.ranks) > 1:
             raise ValueError(
                 f"this model's heads are spread over {ranks} processes (tensor parallelism), and "
                 "engines that take requests by themselves would not stay in step: load it in one "
                 "process, with device_map='auto', or call model.generate in all of them"
             )
-        probe = CompressedCache(self._config, self._attachment.plan)
+        probe = CompressedCache(config, self._attachment.plan)
         if len(probe.compressed) != len(probe.layers):
             raise ValueError(
-                f"{self._config.model_type} has layers with a sliding window or linear attention, "
+                f"{config.model_type} has layers with a sliding window or linear attention, "
                 "whose caches are the model's own and cannot join a batch: use model.generate"
             )
         reads = hasattr(processor, "image_processor")
         self.processor = processor
         self._loaded = Loaded(type(self.model).__name__, self.model, processor, reads)
-        self._tokenizer = getattr(processor, "tokenizer", processor)
+        self._tokenizer = self._loaded.tokenizer
         self.cache_memory, self.share_prefixes = cache_memory, share_prefixes
         self.max_new_tokens = max_new_tokens
-        self._bounds = Bounds(self._attachment.parts, self.model.dtype.itemsize, prefill_chunk)
+        # Tokens of a prompt and its reply that the model has positions for; None: any number.
+        self.positions: int | None = getattr(config, "max_position_embeddings", None)
+        self._bounds = Bounds(parts, self.model.dtype.itemsize, prefill_chunk)
         # 1 (a token) and 1.0 (all of them) are equal, and not the same budget.
         self._planned = lru_cache(maxsize=64, typed=True)(self._make_plan)
-        limits = Limits(
-            cache_memory=cache_memory,
-            max_batch=max_batch,
-            prefill_chunk=prefill_chunk,
-            share_prefixes=share_prefixes,
-            max_waiting=max_waiting,
-            max_prefixes=max_prefixes,
-        )
         self._grammars = choose.Grammars(self.model, self._tokenizer)
+        limits = Limits(cache_memory, max_batch, share_prefixes, max_waiting, max_prefixes)
         self._worker = Worker(self._attachment, limits, self._bounds)
 
     def submit(
@@ -272,10 +267,6 @@ class Engine:
         """What the engine does now, and did so far."""
         return EngineStats(**self._worker.stats())
 
-    def cache_bytes(self) -> int:
-        """Bytes of keys and values of all requests and shared prefixes, now."""
-        return self._worker.cache_bytes()
-
     def close(self) -> None:
         """End all requests ("cancelled") and the engine's thread."""
         self._worker.close()
@@ -292,11 +283,7 @@ class Engine:
         budget: SupportsFloat | None,
         options: Mapping[str, Any] | None,
     ) -> CacheConfig:
-        """The plan of a request's own policy and budget, or the wrap's.
-
-        Raises:
-            Refused: what `wrap` refuses, or what needs a hook that this wrap has not set.
-        """
+        """The plan of a request's own policy and budget, or the wrap's; it may be refused."""
         if options and not isinstance(policy, str):
             raise Refused(f"options={dict(options)}: give the name of the policy that they are of")
         for name, value in (options or {}).items():
@@ -333,11 +320,6 @@ class Engine:
                 f"wrap it with that policy in place of {wrap.policy.name!r}"
             )
         return plan
-
-    @property
-    def positions(self) -> int | None:
-        """Tokens of a prompt and its reply that the model has positions for; None: any number."""
-        return getattr(self._config, "max_position_embeddings", None)
 
     def _room(self, plan: CacheConfig, tokens: int, behind: int) -> int:
         """The longest reply to a prompt whose request does not say; 1 where there is no room."""

@@ -6,8 +6,8 @@ token takes is what each request's own schedules say.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,58 +20,46 @@ from mmkv.cache.layer import KeptKV
 from mmkv.cache.padded_blocks import PaddedBlock
 from mmkv.cache.phases import Decoding
 from mmkv.contexts import Context
-from mmkv.parts.slots import SlotSchedule, send
 from mmkv.parts.slots import plan as plan_slots
+from mmkv.parts.slots import send
 from mmkv.serving.behind import SharedPrefix, tails
 from mmkv.serving.shared_blocks import STEP, SharedBlock, SharedLayer, capacity
 
 
-@dataclass(eq=False)
 class Member:
-    """A request in the pool.
+    """A request in the pool: a cache whose pairs, the blocks of each layer, are going into it.
 
     Attributes:
-        owner: who brought it.
-        cache: what it was read into; its layers hold nothing any more.
+        cache: its layers hold nothing any more.
+        prefix: what it attends to before its own pairs, or None.
         schedules: of all its blocks.
         columns: [L, H], where the slots of each layer's heads lie in those of `schedules`.
-        slots: [n, L, H], the slots of the next steps, from `at` on.
-        prefix: what it attends to before its own pairs, or None.
+        ahead: [L, H] each, the slots of the next tokens.
     """
 
-    owner: Any
-    cache: CompressedCache
-    schedules: list[SlotSchedule]
-    columns: np.ndarray
-    slots: np.ndarray
-    at: int = 0
-    prefix: SharedPrefix | None = None
-
-    @classmethod
-    def of(cls, owner: Any, cache: CompressedCache, kept: list[Sequence[PaddedBlock]]) -> Member:
-        """A cache whose pairs, the blocks of each layer, are going into the pool."""
-        schedules = [block.schedule for blocks in kept for block in blocks]
-        plan_slots(schedules)
-        columns, end = np.empty((len(kept), sum(len(x.row_numbers) for x in kept[0])), np.int64), 0
-        for mine, block in ((columns[i], block) for i, x in enumerate(kept) for block in x):
-            rows, schedule = block.row_numbers, block.schedule
-            schedule.prepare()
-            mine[rows] = end + schedule.own_columns(len(rows))
-            end += schedule.planned.shape[1]
-        return cls(owner, cache, schedules, columns, np.empty((0, *columns.shape), dtype=np.int64))
-
-    @property
-    def due(self) -> bool:
-        """Whether the steps to come are to be worked out."""
-        return self.at == len(self.slots)
+    def __init__(
+        self, owner: Any, cache: CompressedCache, kept: Sequence[Sequence[PaddedBlock]]
+    ) -> None:
+        self.owner, self.cache = owner, cache
+        self.prefix: SharedPrefix | None = None
+        self.schedules = [block.schedule for blocks in kept for block in blocks]
+        plan_slots(self.schedules)
+        heads, end = sum(len(x.row_numbers) for x in kept[0]), 0
+        self.columns = np.empty((len(kept), heads), np.int64)
+        self.ahead = deque[np.ndarray]()
+        for mine, blocks in zip(self.columns, kept, strict=True):
+            for block in blocks:
+                rows, schedule = block.row_numbers, block.schedule
+                schedule.prepare()
+                mine[rows] = end + schedule.own_columns(len(rows))
+                end += schedule.planned.shape[1]
 
     def next(self) -> np.ndarray:
         """The next token's slots [L, H]."""
-        if self.due:
-            found = np.concatenate([x.ahead() for x in self.schedules], axis=1)
-            self.slots, self.at = found[:, self.columns], 0
-        self.at += 1
-        return self.slots[self.at - 1]
+        if not self.ahead:
+            slots = np.concatenate([x.ahead() for x in self.schedules], axis=1)
+            self.ahead.extend(slots[:, self.columns])
+        return self.ahead.popleft()
 
 
 class Pool:
@@ -125,12 +113,9 @@ class Pool:
         if not isinstance(cache.phase, Decoding) or cache.observes_replies:
             return False
         kept = [x.state for x in cache.compressed if isinstance(x.state, KeptKV)]
-        return (
-            len(kept) == len(cache.layers)
-            and {x.batch for x in kept} == {1}
-            and len({x.heads for x in kept}) == 1
-            and all(_plain(block) for x in kept for block in x.blocks)
-        )
+        alike = {x.batch for x in kept} == {1} and len({x.heads for x in kept}) == 1
+        whole = len(kept) == len(cache.layers)
+        return whole and alike and all(_plain(block) for x in kept for block in x.blocks)
 
     def join(
         self,
@@ -140,11 +125,11 @@ class Pool:
         limit: int | None = None,
         context: Context | None = None,
     ) -> Member:
-        """Move what a cache of one row keeps into the pool, layer by layer.
+        """Move what a cache of one row, which the pool `takes`, keeps into the pool.
 
         Args:
             owner: whose it is.
-            cache: one that the pool `takes`; it holds nothing any more afterwards.
+            cache: it holds nothing any more afterwards.
             new: tokens that will be generated, at the most.
             limit: bytes that it may come to, at least what its pairs need; None: any.
             context: what the cache began as a copy of. If its pairs stay as they are, the member
@@ -153,16 +138,14 @@ class Pool:
         kept: list[Sequence[PaddedBlock]] = [x.keeping().blocks for x in cache.compressed]
         own = None if context is None else tails(context, kept)
         kept = kept if own is None else own
-        member = Member.of(owner, cache, kept)
+        member = Member(owner, cache, kept)
         if context is not None and own is not None:
             known = (x for x in self.prefixes if x.context is context)
             member.prefix = next(known, None) or SharedPrefix(context)
-        needs = [
-            capacity(x.schedule.most(new)) * x.nbytes // x.positions.shape[1]
-            for blocks in kept
-            for x in blocks
-        ]
-        step = STEP if limit is not None and sum(needs) > limit else None
+        need = 0
+        for block in (x for blocks in kept for x in blocks):
+            need += capacity(block.schedule.most(new)) * block.nbytes // block.positions.shape[1]
+        step = STEP if limit is not None and need > limit else None
         self.layers = self.layers or [SharedLayer() for _ in cache.layers]
         first = len(self.members) * member.columns.shape[1]
         self.members.append(member)
@@ -203,7 +186,7 @@ class Pool:
 
     def step(self) -> None:
         """Before one token of each member: where the pairs go, on the devices of the layers."""
-        plan_slots([x for member in self.members if member.due for x in member.schedules])
+        plan_slots([x for member in self.members if not member.ahead for x in member.schedules])
         slots = np.concatenate([x.next() for x in self.members], axis=1)  # [L, R]
         with outside_inference_mode(), torch.no_grad():
             places = np.stack([x.advance(y) for x, y in zip(self.layers, slots, strict=True)])

@@ -187,17 +187,12 @@ class Reply:
             raise self.error
         return list(self.tokens), self.text
 
-    async def done(self) -> tuple[list[int], str]:
-        """As `result`, for a coroutine."""
-        async for _ in self:
-            pass
-        return list(self.tokens), self.text
-
     def __iter__(self) -> Iterator[Event]:
         at = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda at=at: self._more(at))
+                while len(self._events) == at and self.finish_reason is None:
+                    self._changed.wait()
                 new, done = self._events[at:], self.finish_reason is not None
             yield from new
             at += len(new)
@@ -206,10 +201,7 @@ class Reply:
         if self.error is not None:
             raise self.error
 
-    def __aiter__(self) -> AsyncGenerator[Event]:
-        return self._stream()
-
-    async def _stream(self) -> AsyncGenerator[Event]:
+    async def __aiter__(self) -> AsyncGenerator[Event]:
         at, told = 0, asyncio.Event()
         listener = asyncio.get_running_loop(), told
         with self._changed:
@@ -233,9 +225,6 @@ class Reply:
                 self.cancel()
         if self.error is not None:
             raise self.error
-
-    def _more(self, at: int) -> bool:
-        return len(self._events) > at or self.finish_reason is not None
 
     def put(self, event: Event | None, finish_reason: str | None, usage: Usage) -> None:
         """Of the engine: add an event, or end the reply, and tell whoever waits."""

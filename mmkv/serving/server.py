@@ -59,11 +59,25 @@ def app(
         served.add_middleware(CORSMiddleware, allow_origins=[*allow_origins], **every)
 
     def admit(request: Request) -> None:
-        key = _admit(request, api_keys, allow_origins)
+        """Let a client in by its key; without keys, let programs in and pages of browsers not.
+
+        A page that is open in a browser on this computer could else use the server.
+        """
         request.state.owner = None
-        if key is not None and share_prefixes == "key":
+        if not api_keys:
+            origin = request.headers.get("origin")
+            if origin is not None and not {origin, "*"} & {*allow_origins}:
+                raise RequestError("pages of other origins are not served", status=403)
+            return
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        sent = given.strip().encode("latin-1")
+        # Each is compared, so that the time tells nothing.
+        same = [key.encode() for key in api_keys if hmac.compare_digest(sent, key.encode())]
+        if kind.lower() != "bearer" or not same:
+            raise RequestError("Incorrect API key provided", status=401, code="invalid_api_key")
+        if share_prefixes == "key":
             # The engine is given a digest: what it may write into a log is no key.
-            request.state.owner = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+            request.state.owner = hashlib.blake2b(same[0], digest_size=16).hexdigest()
 
     served.add_api_route("/health", service.health)
     known = APIRouter(dependencies=[Depends(admit)])
@@ -91,27 +105,6 @@ async def _other(request: Request, error: HTTPException) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     return await _refuse(request, RequestError("the server failed; its log says how", status=500))
-
-
-def _admit(
-    request: Request, api_keys: Collection[str], allow_origins: Collection[str]
-) -> str | None:
-    """Let a client in by its key; without keys, let programs in and pages of browsers not.
-
-    A page that is open in a browser on this computer could else use the server.
-    """
-    if not api_keys:
-        origin = request.headers.get("origin")
-        if origin is not None and not {origin, "*"} & {*allow_origins}:
-            raise RequestError("pages of other origins are not served", status=403)
-        return None
-    kind, _, given = request.headers.get("authorization", "").partition(" ")
-    sent = given.strip().encode("latin-1")
-    # Each is compared, so that the time tells nothing.
-    same = [key for key in api_keys if hmac.compare_digest(sent, key.encode())]
-    if kind.lower() != "bearer" or not same:
-        raise RequestError("Incorrect API key provided", status=401, code="invalid_api_key")
-    return same[0]
 
 
 class _Connection(H11Protocol):

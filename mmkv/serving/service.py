@@ -132,15 +132,13 @@ class Service:
             answer = answering(asked, len(replies))
             events = self._events(replies, clock, held, ending)
             # An answer that fails before its first token is an error, not a stream.
-            first = await anext(events)
+            pieces = _pieces(answer, await anext(events), events)
             if asked.stream:
-                sent = self._stream(asked, answer, first, events, replies)
+                sent = self._stream(asked, answer, pieces, replies)
                 return _Stream(sent, ending.pop_all())
-            pieces = _pieces(answer, *first) + [
-                x async for event in events for x in _pieces(answer, *event)
-            ]
+            every = [x async for x in pieces]
             self._note(replies)
-            return JSONResponse(answer.whole(pieces, replies))
+            return JSONResponse(answer.whole(every, replies))
         raise AssertionError  # for pyright: an ExitStack might swallow exceptions
 
     def _take(self, size: int, ending: ExitStack) -> None:
@@ -263,7 +261,7 @@ class Service:
         raise ClientDisconnect
 
     async def _stream(
-        self, asked: Any, answer: Any, first: Any, events: Any, replies: list[Any]
+        self, asked: Any, answer: Any, pieces: Any, replies: list[Any]
     ) -> AsyncGenerator[str]:
         """A stream as server-sent events; what goes wrong in it is its last."""
         counted = asked.stream_options is not None and asked.stream_options.include_usage
@@ -273,11 +271,8 @@ class Service:
             return f"data: {json.dumps(piece)}\n\n"
 
         try:
-            for piece in _pieces(answer, *first):
+            async for piece in pieces:
                 yield sent({**answer.sent(piece), **more})
-            async for event in events:
-                for piece in _pieces(answer, *event):
-                    yield sent({**answer.sent(piece), **more})
             self._note(replies)
             if counted:
                 yield sent({**answer.sent(None), **answer.usage(replies)})
@@ -295,12 +290,16 @@ class Service:
             self.metrics.kept(reply.usage.kept_tokens, reply.usage.prompt_tokens)
 
 
-def _pieces(answer: Any, i: int, event: Event | str) -> list[dict[str, Any]]:
-    """What one event, or the end of a reply, adds to an answer."""
-    if isinstance(event, str):
-        return answer.end(i, event)
-    piece = answer.add(i, event)
-    return [] if piece is None else [piece]
+async def _pieces(answer: Any, first: Any, events: Any) -> AsyncGenerator[dict[str, Any]]:
+    """What events, and the ends of replies, add to an answer; the first one is there already."""
+    i, event = first
+    while event is not None:
+        if isinstance(event, str):
+            for piece in answer.end(i, event):
+                yield piece
+        elif (piece := answer.add(i, event)) is not None:
+            yield piece
+        i, event = await anext(events, (i, None))
 
 
 def _failure(error: Exception) -> Exception:

@@ -7,7 +7,6 @@ call a block, and the new tokens of all its rows are one indexed copy.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -51,11 +50,6 @@ class SharedBlock:
         self.rows = self.used = np.empty(0, dtype=np.int64)
 
     @property
-    def device(self) -> torch.device:
-        """Where its pairs are."""
-        return self.stored[0].device
-
-    @property
     def slot_bytes(self) -> int:
         """Of a slot's key and value."""
         return sum(x.shape[-1] * x.element_size() for x in self.stored[:2])
@@ -90,7 +84,8 @@ class SharedBlock:
         n = len(gone) - int(gone.sum())
         free, moved = np.flatnonzero(gone[:n]), n + np.flatnonzero(~gone[n:])
         if len(moved):
-            target, source = send(free, self.device), send(moved, self.device)
+            device = self.stored[0].device
+            target, source = send(free, device), send(moved, device)
             for x in self.stored:
                 x[target] = x[source]
             self.rows[free], self.used[free] = self.rows[moved], self.used[moved]
@@ -135,7 +130,6 @@ class SharedBlock:
         return torch.lerp(before[0], out, mine).to(query.dtype)
 
 
-@dataclass(eq=False)
 class SharedLayer:
     """One layer's blocks, by their capacity and whether they are behind shared prefixes.
 
@@ -145,13 +139,12 @@ class SharedLayer:
         at: int64 [n] for each block, where the next tokens go.
     """
 
-    blocks: dict[tuple[int, bool], SharedBlock] = field(
-        default_factory=dict[tuple[int, bool], SharedBlock]
-    )
-    rows: np.ndarray | None = None
-    order: Tensor | None = None
-    back: Tensor | None = None
-    at: list[Tensor] = field(default_factory=list[Tensor])
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[int, bool], SharedBlock] = {}
+        self.rows: np.ndarray | None = None
+        self.order: Tensor | None = None
+        self.back: Tensor | None = None
+        self.at: list[Tensor] = []
 
     def __iter__(self) -> Iterator[SharedBlock]:
         return iter(self.blocks.values())
@@ -159,7 +152,7 @@ class SharedLayer:
     @property
     def device(self) -> torch.device:
         """Where its pairs are."""
-        return next(iter(self)).device
+        return next(iter(self)).stored[0].device
 
     @property
     def sizes(self) -> list[int]:

@@ -33,13 +33,12 @@ from mmkv.serving.request import Request
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Limits:
     """What an engine may do at a time; see `Engine`."""
 
     cache_memory: int | None
     max_batch: int
-    prefill_chunk: int
     share_prefixes: bool
     max_waiting: int
     max_prefixes: int
@@ -54,19 +53,12 @@ class _Failed(BaseException):
 
 
 class Worker:
-    """Requests that wait, those whose prompt is read, and those that run, on a thread of its own.
-
-    Args:
-        attachment: of the wrapped model.
-        limits: what it may do at a time.
-        bounds: what requests may take.
-    """
+    """Requests that wait, those whose prompt is read, and those that run; a thread of its own."""
 
     def __init__(self, attachment: Attachment, limits: Limits, bounds: Bounds) -> None:
         self.model: Any = attachment.model
         self.limits, self.bounds = limits, bounds
-        self.cache_memory = limits.cache_memory
-        self.reader = Reader(attachment, limits.prefill_chunk)
+        self.reader = Reader(attachment, bounds.chunk)
         self.wake = threading.Condition()
         self.waiting: deque[Request] = deque()
         self.batch = Batch(self.model, limits.cache_memory is not None, self.wake)
@@ -118,12 +110,13 @@ class Worker:
         """The fields of `EngineStats`."""
         with self.wake:
             live, held = self.live(), list(self.prefixes.values())
+            caches = [x.cache for x in live if x.cache is not None]
             return dict(
                 running=len(self.batch.running),
                 waiting=len(self.waiting),
                 prefilling=len(self.reading),
-                cache_bytes=self.cache_bytes(),
-                cache_memory=self.cache_memory,
+                cache_bytes=sum(x.nbytes for x in [self.batch.pool, *caches, *held]),
+                cache_memory=self.limits.cache_memory,
                 reserved_bytes=self.batch.pool.most
                 + self.batch.pool.spare
                 + sum(x.reserved for x in live)
@@ -133,12 +126,6 @@ class Worker:
                 **self._counts,
                 **self.batch.counts,
             )
-
-    def cache_bytes(self) -> int:
-        """Bytes of keys and values of all requests and shared prefixes, now."""
-        with self.wake:
-            caches = [x.cache for x in self.live() if x.cache is not None]
-            return sum(x.nbytes for x in [self.batch.pool, *caches, *self.prefixes.values()])
 
     @torch.no_grad()
     def _loop(self) -> None:
@@ -240,11 +227,11 @@ class Worker:
 
     def _has_room(self, need: int, spared: str = "") -> bool:
         """Whether `need` bytes are free, once what is spare and in the way has gone."""
-        if self.cache_memory is None:
+        if self.limits.cache_memory is None:
             return True
         taken = self.batch.pool.most + sum(x.reserved for x in self.live())
         held = {key: x.nbytes for key, x in self.prefixes.items()}
-        free = self.cache_memory - taken - sum(held.values())
+        free = self.limits.cache_memory - taken - sum(held.values())
         going = list[str]()
         for key in self._spare_prefixes():
             if free >= need:
@@ -340,7 +327,7 @@ class Worker:
         """Before each chunk of a prompt: running replies take a step, or a short prompt is read."""
         if not self._interrupts():
             return
-        reading, chunk = self.reading[-1], self.limits.prefill_chunk
+        reading, chunk = self.reading[-1], self.bounds.chunk
         if self._chunk_of is reading:
             self._gap = self._spent + time.perf_counter() - self._rested
         self._take_turns()

@@ -394,10 +394,14 @@ def test_ends(models):
 def test_a_cancelled_task_cancels_its_request(models):
     model, x = models("llama"), make_inputs("llama", (60,))
 
+    async def read(reply):
+        async for _ in reply:
+            pass
+
     async def run(engine):
         short = engine.submit(inputs=x, max_new_tokens=8)
         long = engine.submit(inputs=x, max_new_tokens=1500)
-        task = asyncio.create_task(long.done())
+        task = asyncio.create_task(read(long))
         events = [event.token async for event in short]
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -51,7 +51,7 @@ def test_a_prefix_is_read_once_and_asked_many_times(models, policy, memory):
         with Engine(model, prefill_chunk=16, cache_memory=memory) as engine:
             most = []
             hooks = [
-                layer.register_forward_hook(lambda *args: most.append(engine.cache_bytes()))
+                layer.register_forward_hook(lambda *args: most.append(engine.stats().cache_bytes))
                 for layer in engine._attachment.parts.layers
             ]
             replies = [
