@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -21,15 +22,56 @@ from mmkv.options import (
 )
 from mmkv.terminal import bind, say, told, wait_asleep
 
+_MOST_BYTES = 2**20  # of a file of options
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from a text such as "8GiB", "500MB" or "1000000".
+
+    Raises:
+        ValueError: none of these.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"size {text!r}: expected bytes such as 8GiB, 500MB or 1000000")
+    number, unit, binary = found.groups(default="")
+    return int(float(number) * (1024 if binary else 1000) ** " kmgt".find(unit.lower() or " "))
+
 
 @told
 def _from_file(context: typer.Context, path: Path | None) -> None:
-    """Take defaults from the options file."""
+    """Take defaults from a file of options in YAML, checked as on the command line."""
     wait_asleep()
-    if path is not None:
-        from mmkv.serving.settings import read_config
+    if path is None:
+        return
+    import yaml
 
-        context.default_map = read_config(path, context)
+    with path.open("rb") as file:
+        raw = file.read(_MOST_BYTES + 1)
+    if len(raw) > _MOST_BYTES:
+        raise ValueError(f"{path}: more than {_MOST_BYTES} bytes")
+    try:
+        given = yaml.safe_load(raw) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: no YAML: {error}") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"{path}: expected options by name, such as max_batch: 16")
+    options = {x.name: x for x in context.command.params if x.name != "config"}
+    found = dict[str, Any]()
+    for name, value in given.items():
+        if name not in options:
+            raise ValueError(f"{path}: {name}: no option of mmkv serve")
+        if value is None:
+            continue
+        texts = [str(x) for x in (value if isinstance(value, list) else [value])]
+        found[name] = texts if options[name].multiple else ", ".join(texts)
+        try:
+            if options[name].callback is None:
+                options[name].process_value(context, found[name])
+        except typer.BadParameter as error:
+            raise ValueError(f"{path}: {name}: {error.message}") from None
+    context.default_map = found
 
 
 @told
@@ -122,8 +164,8 @@ def serve(
     """Serve a model with OpenAI's completions API. Messages may have pictures."""
     from mmkv import budgets, chat
     from mmkv.registry import get_policy
+    from mmkv.serving import engine as engines
     from mmkv.serving import server
-    from mmkv.serving.settings import EngineSettings, make_engine, parse_size
 
     options = chat.parse_options(policy, option or [])
     chosen = get_policy(policy, **options)
@@ -131,24 +173,22 @@ def serve(
     if doubt := budgets.note(kept):
         say(doubt)
     kept = chat.budget_or_default(kept, chosen, profile)
-    settings = EngineSettings(
-        model=model,
-        device=device,
-        dtype=dtype,
-        policy=policy,
-        budget=kept,
-        options=options,
-        profile=None if profile is None else str(profile.absolute()),
-        kv_dtype=kv_dtype,
-        plugins=tuple(str(file.absolute()) for file in plugin or []),
-        engine={
-            "cache_memory": None if cache_memory is None else parse_size(cache_memory),
-            "max_batch": max_batch,
-            "max_waiting": max_waiting,
-            "prefill_chunk": prefill_chunk,
-            "max_new_tokens": max_new_tokens,
-        },
-    )
+    settings: dict[str, Any] = {
+        "model": model,
+        "device": device,
+        "dtype": dtype,
+        "policy": policy,
+        "budget": kept,
+        "options": options,
+        "profile": None if profile is None else str(profile.absolute()),
+        "kv_dtype": kv_dtype,
+        "plugins": [str(file.absolute()) for file in plugin or []],
+        "cache_memory": None if cache_memory is None else parse_size(cache_memory),
+        "max_batch": max_batch,
+        "max_waiting": max_waiting,
+        "prefill_chunk": prefill_chunk,
+        "max_new_tokens": max_new_tokens,
+    }
     # Report an address in use before loading the model.
     listening = bind(host, port)
     with listening, ExitStack() as ending:
@@ -164,7 +204,7 @@ def serve(
                 address=ray_address,
             )
         else:
-            engine = make_engine(settings)
+            engine = engines.make_engine(**settings)
         ending.callback(engine.close)
         called = name or Path(model).name
         served = server.app(

@@ -17,9 +17,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from .engine import make_engine
 from .errors import RequestError
 from .reply import Busy, Closed, Event, Refused, Sampling, Usage
-from .settings import EngineSettings, make_engine
 
 _log = logging.getLogger(__name__)
 _NAME = "mmkv"
@@ -32,8 +32,8 @@ _SUMMED = ("waiting", "prefilling", "cache_bytes", "cache_memory", "prefixes")
 class _Replica:
     """One engine, in a process of Ray's."""
 
-    def __init__(self, settings: EngineSettings) -> None:
-        self._engine, self._name = make_engine(settings), random.randbytes(8).hex()
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._engine, self._name = make_engine(**settings), random.randbytes(8).hex()
 
     async def reply(self, key: str, given: dict[str, Any]) -> AsyncGenerator[tuple[str, Any]]:
         """What `_Reply` reads: events, and last how it ended. The router has read the key."""
@@ -154,7 +154,7 @@ class Replicas:
     """Engines in a Ray cluster; has what the server needs of an `Engine`.
 
     Args:
-        settings: of each engine.
+        settings: of each engine, as for `make_engine`.
         replicas: how many.
         max_replicas: start up to so many when requests pile up; None: as many as `replicas`.
         target_requests: what a replica has before another is started, or a prefix's other requests
@@ -169,7 +169,7 @@ class Replicas:
 
     def __init__(
         self,
-        settings: EngineSettings,
+        settings: Mapping[str, Any],
         *,
         replicas: int = 2,
         max_replicas: int | None = None,

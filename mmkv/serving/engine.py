@@ -11,17 +11,16 @@ from typing import Any, SupportsFloat
 
 from transformers import LogitsProcessor
 
-from mmkv import wrapping
+from mmkv import chat, wrapping
 from mmkv.attach import copy_probe
 from mmkv.attach.attachment import attachment_of
 from mmkv.budgets import number
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
-from mmkv.chat import Loaded, cut
 from mmkv.containers import unwrap_container
 from mmkv.digest import adapters
 from mmkv.policy import Policy
-from mmkv.registry import get_policy
+from mmkv.registry import get_policy, load_plugin
 from mmkv.serving import choose, prompts
 from mmkv.serving.memory import Bounds
 from mmkv.serving.reply import Event, Refused, Reply, Sampling, TextStream
@@ -113,7 +112,7 @@ class Engine:
             )
         reads = hasattr(processor, "image_processor")
         self.processor = processor
-        self._loaded = Loaded(type(self.model).__name__, self.model, processor, reads)
+        self._loaded = chat.Loaded(type(self.model).__name__, self.model, processor, reads)
         self._tokenizer = self._loaded.tokenizer
         self.cache_memory, self.share_prefixes = cache_memory, share_prefixes
         self.max_new_tokens = max_new_tokens
@@ -184,7 +183,7 @@ class Engine:
             whole, prefix, rest = self.encode(messages, prompt, template, split=split)
             if repeated and split:  # replies share all but the last token
                 length = whole["input_ids"].shape[1]
-                prefix, rest = cut(whole, length - 1) if length > 1 else (None, None)
+                prefix, rest = chat.cut(whole, length - 1) if length > 1 else (None, None)
             inputs = whole if rest is None else rest
         inputs = prompts.checked(inputs, device)
         tokens = inputs["input_ids"].shape[1]
@@ -360,6 +359,36 @@ class Engine:
     def _longest(self) -> int:
         """Characters of the longest token."""
         return max(map(len, self._tokenizer.get_vocab()))
+
+
+def make_engine(
+    model: str = "builtin",
+    device: str = "auto",
+    dtype: str = "auto",
+    *,
+    policy: str = "condense",
+    budget: float | int | None = None,
+    options: Mapping[str, Any] | None = None,
+    profile: str | None = None,
+    kv_dtype: str | None = None,
+    plugins: Sequence[str] = (),
+    **engine: Any,
+) -> Engine:
+    """Load a model, wrap it, and start its engine.
+
+    Model, device and dtype are as for `mmkv.chat.load`; policy, budget, options, profile and
+    kv_dtype as for `mmkv.wrap`; `plugins` are files for `mmkv.registry.load_plugin`; `engine` has
+    the engine's own options.
+
+    Raises:
+        ValueError: what `mmkv.chat.load`, `mmkv.wrap` and the engine refuse.
+    """
+    for file in plugins:
+        load_plugin(file)
+    loaded = chat.load(model, device, dtype)
+    more: dict[str, Any] = {"profile": profile, "kv_dtype": kv_dtype, **(options or {})}
+    wrapping.wrap(loaded.model, policy, budget, **more)
+    return Engine(loaded.model, loaded.processor, **engine)
 
 
 def _overlong(told: str, most: int) -> Refused:

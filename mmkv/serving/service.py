@@ -290,16 +290,16 @@ class Service:
             self.metrics.kept(reply.usage.kept_tokens, reply.usage.prompt_tokens)
 
 
-async def _pieces(answer: Any, first: Any, events: Any) -> AsyncGenerator[dict[str, Any]]:
-    """What events, and the ends of replies, add to an answer; the first one is there already."""
-    i, event = first
-    while event is not None:
+async def _pieces(answer: Any, given: Any, events: Any) -> AsyncGenerator[dict[str, Any]]:
+    """What the given event and those to come, and the ends of replies, add to an answer."""
+    while given is not None:
+        i, event = given
         if isinstance(event, str):
             for piece in answer.end(i, event):
                 yield piece
         elif (piece := answer.add(i, event)) is not None:
             yield piece
-        i, event = await anext(events, (i, None))
+        given = await anext(events, None)
 
 
 def _failure(error: Exception) -> Exception:

@@ -26,6 +26,7 @@ from mmkv.cli import commands
 from mmkv.demo.conversation import Conversation
 from mmkv.eval import cli as mounted
 from mmkv.eval.speed import cli as speed
+from mmkv.serving import engine
 
 QUESTION = "Describe the image."
 SHORT = ("--max-new-tokens", "4")
@@ -455,10 +456,9 @@ class TestPlugins:
         assert json.loads(out)["report"]["policy"] == "mine"
 
     def test_an_engine_in_another_process_knows_it_too(self, tmp_path):
-        settings = pytest.importorskip("mmkv.serving.settings", reason="pip install 'mmkv[serve]'")
         (tmp_path / "file.py").write_text(MINE)
         how = {"policy": "mine", "budget": 0.5, "plugins": (str(tmp_path / "file.py"),)}
-        settings.make_engine(settings.EngineSettings(**how)).close()
+        engine.make_engine(**how).close()
 
     @pytest.mark.parametrize(
         ("code", "why"),

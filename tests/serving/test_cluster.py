@@ -17,7 +17,6 @@ from mmkv.serving import Busy, Closed, Event, Refused, Usage
 openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
 server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
 cluster = pytest.importorskip("mmkv.serving.cluster", reason="pip install 'mmkv[serve]'")
-EngineSettings = cluster.EngineSettings
 
 
 class TestPrefixKey:
@@ -74,12 +73,12 @@ class TestRanked:
 def test_ray_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match=r"pip install 'mmkv\[ray\]'"):
-        cluster.Replicas(EngineSettings())
+        cluster.Replicas({})
 
 
 def test_fewer_at_the_most_than_at_the_least():
     with pytest.raises(ValueError, match="max_replicas=1"):
-        cluster.Replicas(EngineSettings(), replicas=2, max_replicas=1)
+        cluster.Replicas({}, replicas=2, max_replicas=1)
 
 
 class WrittenReplicas:
@@ -240,7 +239,7 @@ def test_replicas_grow_with_what_is_asked():
 def replicas():
     """Two of them, of the built-in model, for the slow tests alone."""
     pytest.importorskip("ray.serve", reason="pip install 'mmkv[ray]'")
-    found = cluster.Replicas(EngineSettings(budget=0.2, engine={"max_batch": 8}), replicas=2)
+    found = cluster.Replicas({"budget": 0.2, "max_batch": 8}, replicas=2)
     with listening(server.app(found, name="builtin")) as address:
         yield found, f"{address}/v1"
     found.close()

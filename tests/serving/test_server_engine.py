@@ -23,12 +23,12 @@ import mmkv
 from helpers.serving import WrittenEngine, data_url, listening, text_chat, until
 from mmkv import terminal
 from mmkv.builtin import example_pictures
-from mmkv.cli import commands
+from mmkv.cli import commands, serve
 from mmkv.serving import Engine
+from mmkv.serving import engine as engines
 
 openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
 server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
-settings = pytest.importorskip("mmkv.serving.settings", reason="pip install 'mmkv[serve]'")
 
 QUESTION = "What is at the top center?"
 ANSWER = "A green square is at the top center."  # of the second example picture
@@ -387,7 +387,7 @@ class TestCommand:
         """What an engine and a server are made of."""
         given = {}
 
-        def make_engine(made):
+        def make_engine(**made):
             given["settings"] = made
             return WrittenEngine()
 
@@ -395,7 +395,7 @@ class TestCommand:
             given.update(options)
             raise Told
 
-        monkeypatch.setattr(settings, "make_engine", make_engine)
+        monkeypatch.setattr(engines, "make_engine", make_engine)
         monkeypatch.setattr(server, "app", app)
         with pytest.raises(Told):
             commands.main(["serve", "--port", "0", *words])
@@ -407,7 +407,7 @@ class TestCommand:
         assert (given["name"], given["api_keys"], given["allow_hosts"]) == ("builtin", [], [])
         assert (given["share_prefixes"], given["ignore_unknown"]) == ("key", False)
         made = given["settings"]
-        assert (made.policy, made.budget, made.engine["cache_memory"]) == ("condense", 0.2, None)
+        assert (made["policy"], made["budget"], made["cache_memory"]) == ("condense", 0.2, None)
         given = self.run(
             monkeypatch,
             *("--model", "some/llava", "--policy", "snapkv", "--option", "window=8"),
@@ -420,9 +420,9 @@ class TestCommand:
         assert (given["allow_origins"], given["ignore_unknown"]) == (["https://a.example"], True)
         made = given["settings"]
         assert (given["name"], given["allow_hosts"]) == ("llava", ["a.example", "b.example:81"])
-        assert (made.policy, made.options, made.budget) == ("snapkv", {"window": 8}, 0.1)
-        assert (made.engine["cache_memory"], made.engine["max_batch"]) == (8 * 2**30, 3)
-        assert made.engine["max_new_tokens"] == 9
+        assert (made["policy"], made["options"], made["budget"]) == ("snapkv", {"window": 8}, 0.1)
+        assert (made["cache_memory"], made["max_batch"]) == (8 * 2**30, 3)
+        assert made["max_new_tokens"] == 9
 
     def test_a_file_of_options(self, monkeypatch, tmp_path):
         path = tmp_path / "serve.yaml"
@@ -431,8 +431,8 @@ class TestCommand:
         )
         given = self.run(monkeypatch, "--config", str(path), "--max-batch", "4")
         made = given["settings"]
-        assert (made.policy, made.budget, made.options) == ("snapkv", 0.5, {"window": 8})
-        assert (made.engine["max_batch"], given["api_keys"]) == (4, ["one"])
+        assert (made["policy"], made["budget"], made["options"]) == ("snapkv", 0.5, {"window": 8})
+        assert (made["max_batch"], given["api_keys"]) == (4, ["one"])
         monkeypatch.setenv("MMKV_API_KEY", "two three")
         assert self.run(monkeypatch)["api_keys"] == ["two", "three"]
 
@@ -477,7 +477,7 @@ class TestCommand:
         ("text", "size"), [("8GiB", 2**33), ("1.5 MB", 1_500_000), ("7", 7), ("2kb", 2000)]
     )
     def test_sizes(self, text, size):
-        assert settings.parse_size(text) == size
+        assert serve.parse_size(text) == size
 
     @pytest.mark.parametrize(
         "words", [["serve"], ["serve", "--config", "serve.yaml"], ["bench", "serve"]], ids=str
