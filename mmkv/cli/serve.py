@@ -22,17 +22,10 @@ from mmkv.options import (
 )
 from mmkv.terminal import bind, say, told, wait_asleep
 
-_MOST_BYTES = 2**20  # of a file of options
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
-
 
 def parse_size(text: str) -> int:
-    """Bytes from a text such as "8GiB", "500MB" or "1000000".
-
-    Raises:
-        ValueError: none of these.
-    """
-    found = _SIZE.fullmatch(text.strip())
+    """Bytes from a text such as "8GiB", "500MB" or "1000000"; a ValueError if it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", text.strip(), re.IGNORECASE)
     if found is None:
         raise ValueError(f"size {text!r}: expected bytes such as 8GiB, 500MB or 1000000")
     number, unit, binary = found.groups(default="")
@@ -47,12 +40,8 @@ def _from_file(context: typer.Context, path: Path | None) -> None:
         return
     import yaml
 
-    with path.open("rb") as file:
-        raw = file.read(_MOST_BYTES + 1)
-    if len(raw) > _MOST_BYTES:
-        raise ValueError(f"{path}: more than {_MOST_BYTES} bytes")
     try:
-        given = yaml.safe_load(raw) or {}
+        given = yaml.safe_load(path.read_bytes()) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: no YAML: {error}") from None
     if not isinstance(given, dict):
@@ -219,9 +208,5 @@ def serve(
         )
         place = f"[{host}]" if ":" in host.strip("[]") else host
         where = f"http://{place}:{listening.getsockname()[1]}/v1"
-        server.run(
-            served,
-            listening,
-            grace=grace,
-            ready=lambda: print(f"{called} is served at {where} (Ctrl-C ends it)", flush=True),
-        )
+        ready = f"{called} is served at {where} (Ctrl-C ends it)"
+        server.run(served, listening, grace=grace, ready=lambda: print(ready, flush=True))

@@ -9,7 +9,7 @@ from typing import Any
 
 from mmkv.serving.api import ChatRequest, CompletionRequest
 from mmkv.serving.reply import Event, Logprob, TokenLogprobs
-from mmkv.serving.tools import Call, ToolText
+from mmkv.serving.tools import ToolText
 
 Piece = dict[str, Any]
 
@@ -19,16 +19,14 @@ class ChatAnswer:
 
     kind, piece_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, asked: ChatRequest, choices: int) -> None:
-        self._begin(asked, asked.logprobs or None)
-        names = [x["function"]["name"] for x in asked.callable]
-        self._texts = [ToolText(names) for _ in range(choices)]
-        self._begun = set[int]()
-
-    def _begin(self, asked: ChatRequest | CompletionRequest, logprobs: int | None) -> None:
+    def __init__(self, asked: ChatRequest | CompletionRequest, choices: int) -> None:
         name = f"{self.prefix}-{uuid.uuid4().hex}"
         self._about = {"id": name, "created": int(time.time()), "model": asked.model}
-        self._likely, self._n = logprobs is not None, asked.n or 1
+        # None, or False in a chat, asks for none; 0 for those of the tokens taken.
+        self._likely = asked.logprobs is not None and asked.logprobs is not False
+        tools = asked.callable if isinstance(asked, ChatRequest) else []
+        self._texts = [ToolText([x["function"]["name"] for x in tools]) for _ in range(choices)]
+        self._n, self._begun = asked.n or 1, set[int]()
 
     def add(self, i: int, event: Event) -> Piece | None:
         """What one more event of the i-th reply adds to its choice; None: nothing yet."""
@@ -48,7 +46,7 @@ class ChatAnswer:
         text, calls = self._texts[i].end()
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls:
-            delta["tool_calls"] = [{"index": k, **_call(x)} for k, x in enumerate(calls)]
+            delta["tool_calls"] = [{"index": k, **call} for k, call in enumerate(calls)]
         rest = {"index": i, "logprobs": None}
         last = {**rest, "delta": {}, "finish_reason": "tool_calls" if calls else reason}
         return [{**rest, "delta": delta, "finish_reason": None}, last] if delta else [last]
@@ -99,7 +97,7 @@ class CompletionAnswer(ChatAnswer):
     kind, piece_kind, prefix = "text_completion", "text_completion", "cmpl"
 
     def __init__(self, asked: CompletionRequest, choices: int) -> None:
-        self._begin(asked, asked.logprobs)
+        super().__init__(asked, choices)
         self._lengths = [0] * choices  # characters of the tokens so far
 
     def add(self, i: int, event: Event) -> Piece | None:
@@ -134,10 +132,6 @@ class CompletionAnswer(ChatAnswer):
             ],
             "text_offset": offsets,
         }
-
-
-def _call(call: Call) -> Piece:
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": call._asdict()}
 
 
 def _token(x: Logprob) -> Piece:

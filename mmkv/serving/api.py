@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 _MOST_REPLIES = 128
 # Of a request, that are handed on as they are.
-_NUMBERS = ("temperature", "top_p", "min_p")
-_NUMBERS += ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_NUMBERS = (
+    *("temperature", "top_p", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 
 
 class _TextPart(Body):
@@ -161,11 +163,7 @@ class _Asked(Body):
         return self
 
     def sampling(self, i: int = 0, **more: Any) -> Sampling:
-        """How the tokens of the i-th reply to one prompt are chosen.
-
-        Raises:
-            RequestError: a bias of what is no token.
-        """
+        """How the tokens of the i-th reply to one prompt are chosen; a bias must be of a token."""
         try:
             biases = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
         except ValueError:
@@ -239,11 +237,7 @@ class ChatRequest(_Asked, _Templated):
 
     @property
     def grammar(self) -> str | None:
-        """What the text has to match.
-
-        Raises:
-            RequestError: a tool that is not there.
-        """
+        """What the text has to match; a tool that has to be called must be there."""
         if self.tool_choice == "required" or isinstance(self.tool_choice, _NamedTool):
             named = None if self.tool_choice == "required" else self.tool_choice.function.name
             given = [x["function"] for x in self.callable]

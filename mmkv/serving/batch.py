@@ -1,4 +1,4 @@
-"""The running replies: a step of all of them at a time, their caches in it, and how each leaves."""
+"""Requests on their way, and a step of all running replies: their caches in it, how each leaves."""
 
 from __future__ import annotations
 
@@ -7,50 +7,141 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
 from transformers.cache_utils import Cache
 
 from mmkv.cache.compressed import CompressedCache
+from mmkv.cache.config import CacheConfig
 from mmkv.cache.forward_pass import ForwardPass, current
 from mmkv.cache.phases import Decoding
 from mmkv.cache_name import passing
+from mmkv.contexts import Context
 from mmkv.parts.slots import send
-from mmkv.serving.pool import Pool
-from mmkv.serving.request import Request
+from mmkv.serving import choose
+from mmkv.serving.pool import Member, Pool
+from mmkv.serving.reply import Event, Reply, Sampling, TextStream, TokenLogprobs, Usage
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """A request, waiting, being read or running."""
+
+    reply: Reply
+    inputs: dict[str, Any]  # of the model, one row; behind a prefix those of the rest alone
+    prefix: dict[str, Any] | None  # inputs that other requests may share
+    key: str  # what tells the prefix apart
+    sampling: Sampling
+    custom: list[LogitsProcessor]  # what its tokens are chosen by beside what `generate` has
+    new: int
+    plan: CacheConfig
+    tokens: int  # of the whole prompt
+    whole: int  # bytes that it takes at the most, alone
+    text: TextStream
+    deadline: float | None
+    reserved: int = 0  # bytes that it may take from now on; a member's are the pool's
+    # What was read of its prefix, while that is held for others too: its cache begins as a copy.
+    context: Context | None = None
+    shared: bool = False
+    cache: CompressedCache | None = None  # None before, and once it is a member of the pool
+    member: Member | None = None
+    echo: Event = Event(-1, "")  # the prompt's text, and what was likely in it: the reply's start
+    kept: int = 0
+    most: int = 0
+    unread: int = 0  # tokens of its prompt
+    passed: int = 0  # how many requests that waited less were begun before it
+    turns: int = 0  # chunks of its prompt that are read before a shorter prompt may come between
+    # Set when its prompt is read: what `generate` would choose by, and where the next token goes.
+    ids: Tensor = field(default_factory=lambda: torch.empty(0))
+    processors: Any = ()
+    likely: tuple[TokenLogprobs, ...] = ()
+    eos: frozenset[int] = frozenset()
+    generator: torch.Generator | None = None
+    position: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def over(self) -> str | None:
+        """Why it should end now: "cancelled", "timeout", or None."""
+        if self.reply.cancelled:
+            return "cancelled"
+        late = self.deadline is not None and time.monotonic() >= self.deadline
+        return "timeout" if late else None
+
+    @property
+    def plain(self) -> bool:
+        """Whether its next token is the likeliest, and nothing else counts."""
+        drawn = self.generator is not None
+        return not drawn and not len(self.processors) and self.sampling.logprobs is None
+
+    @property
+    def seen(self) -> int:
+        """Tokens of the prompt and the reply."""
+        return self.tokens + len(self.reply.tokens)
+
+    def next_token(self, logits: Tensor) -> int:
+        """The next token from logits float32 [1, V], chosen as `generate` does."""
+        scores = self.processors(self.ids[:, : self.seen], logits)
+        if self.generator is None:
+            token = int(scores.argmax(-1))
+        else:
+            probs = torch.softmax(scores, dim=-1)
+            token = int(torch.multinomial(probs, num_samples=1, generator=self.generator))
+        if (top := self.sampling.logprobs) is not None:
+            self.likely = tuple(choose.logprobs(logits, [token], top, self.text.tokenizer))
+        return token
+
+    def give(self, token: int) -> str | None:
+        """Send the next token; why the reply ends with it, or None."""
+        self.ids[0, self.seen] = token
+        text = self.text.add(token)
+        reason = None
+        if token in self.eos or self.text.stopped:
+            reason = "stop"
+        elif len(self.reply.tokens) + 1 >= self.new:
+            reason = "length"
+        if reason is not None:
+            text += self.text.end()
+        event = Event(token, self.echo.text + text, self.echo.logprobs + self.likely)
+        self.echo, self.likely = Event(-1, ""), ()
+        self.reply.put(event, None, self.usage(1))
+        return reason
+
+    def weigh(self) -> None:
+        """Look at what its cache takes now."""
+        if self.cache is not None:
+            self.most = max(self.most, self.cache.nbytes)
+
+    def usage(self, more: int = 0) -> Usage:
+        """What it took so far, with `more` tokens."""
+        tokens = len(self.reply.tokens) + more
+        return Usage(self.tokens, tokens, self.kept, self.shared, self.most)
 
 
 class Batch:
     """Replies that grow together.
 
-    Args:
-        model: wrapped.
-        limited: whether a request may take no more than what is reserved for it.
-        wake: held while what other threads look at changes.
-
-    Attributes:
-        running: the replies.
-        pool: the caches of those that share blocks.
-        stepping: whether a step is under way.
-        counts: steps, tokens_generated and requests_done.
-        step_seconds: of the last step.
+    Where it is `limited`, a request takes no more than what is reserved for it. `wake` is held
+    while what other threads look at changes.
     """
 
     def __init__(self, model: Any, limited: bool, wake: threading.Condition) -> None:
         self.model, self.limited, self.wake = model, limited, wake
         self.running: list[Request] = []
+        self.reading: list[Request] = []  # the last is read, between two chunks of the one before
         self.pool = Pool()
-        self.stepping, self.step_seconds = False, 0.0
-        self.counts = Counter(steps=0, tokens_generated=0, requests_done=0)
-        options = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-        self._options: dict[str, Any] = {"use_cache": True, "return_dict": True, **options}
+        self.stepping = False  # whether a step is under way
+        self.counts = Counter(tokens_generated=0, requests_done=0)
+        self._options: dict[str, Any] = {"use_cache": True, "return_dict": True}
+        if model._supports_logits_to_keep():
+            self._options["logits_to_keep"] = 1
 
     def step(self) -> None:
         """One token more of every running reply."""
-        began = time.perf_counter()
         self._join()
         rows = [x.owner for x in self.pool.members]
         rows += [x for x in self.running if x.member is None]
@@ -58,7 +149,15 @@ class Batch:
             return
         self.stepping = True
         try:
-            batch, logits = self._forward(rows)
+            batch = RowCaches([x.cache for x in rows if x.cache is not None], self.pool)
+            last = np.array([[x.reply.tokens[-1]] for x in rows])
+            out = self.model(
+                input_ids=send(last, self.model.device),
+                position_ids=torch.cat([x.position for x in rows], dim=-2),
+                **passing(self.model, batch),
+                **self._options,
+            )
+            logits = out.logits[:, -1].float()  # [B, V]
             likeliest = logits.argmax(-1).tolist()
         except Exception as error:
             for request in rows:
@@ -66,8 +165,6 @@ class Batch:
             return
         finally:
             self.stepping = False
-        self.step_seconds = time.perf_counter() - began
-        self.counts["steps"] += 1
         for i, request in enumerate(rows):
             if (error := batch.errors[i]) is not None:
                 self.end(request, "error", error)
@@ -88,18 +185,6 @@ class Batch:
                 request.cache, request.context, request.reserved = None, None, 0
             except Exception as error:
                 self.end(request, "error", error)
-
-    def _forward(self, rows: list[Request]) -> tuple[RowCaches, Tensor]:
-        """The rows' caches, and their next tokens' logits float32 [B, V]."""
-        batch = RowCaches([x.cache for x in rows if x.cache is not None], self.pool)
-        last = [[x.reply.tokens[-1]] for x in rows]
-        out = self.model(
-            input_ids=send(np.array(last), self.model.device),
-            position_ids=torch.cat([x.position for x in rows], dim=-2),
-            **passing(self.model, batch),
-            **self._options,
-        )
-        return batch, out.logits[:, -1].float()
 
     def advance(self, request: Request, logits: Tensor, likeliest: int | None = None) -> None:
         """Give a request its next token, from logits [1, V]; its errors are its own."""
@@ -123,8 +208,9 @@ class Batch:
                 self.pool.leave(request.member)
         finally:
             with self.wake:
-                if request in self.running:
-                    self.running.remove(request)
+                for place in (self.running, self.reading):
+                    if request in place:
+                        place.remove(request)
                 self.counts["requests_done"] += 1
             request.cache = request.context = request.member = None
             request.reserved = 0
@@ -149,10 +235,6 @@ class RowCaches(CompressedCache):
     Linear layers run on the whole batch, attention once for the pool, and once for each row that is
     not in it: rows whose attention is not all that a step has to do. An error in one of these
     (`errors`) leaves the others as they are.
-
-    Args:
-        rows: caches of one row each, all behind their prompts.
-        pool: requests that come before them.
     """
 
     def __init__(self, rows: Sequence[CompressedCache], pool: Pool) -> None:
@@ -183,19 +265,13 @@ class RowCaches(CompressedCache):
         """Tokens of each row's prompt."""
         return self._lengths
 
-    @property
-    def observes_replies(self) -> bool:
-        """Whether queries of any row will observe."""
-        return any(row.observes_replies for row in self.rows.values())
-
     def check_plan(self, config: Any, plan: Any) -> None:
         """Each row was checked when its prompt was read, and may have a plan of its own."""
 
     def step(self, running: ForwardPass, mask: Tensor | None, q: int) -> None:
         """Before one token of each row."""
-        if mask is not None or q != 1:
-            raise ValueError("a batch of rows takes one token a row, and no attention_mask")
-        running.cache, running.observes = self, self.observes_replies
+        running.cache = self
+        running.observes = any(row.observes_replies for row in self.rows.values())
         self._passes = {i: ForwardPass(entered=True, parts=running.parts) for i in self.rows}
         if self.first:
             self.pool.step()
@@ -228,16 +304,13 @@ class RowCaches(CompressedCache):
     ) -> tuple[Tensor, Any]:
         """One layer's attention [B, 1, Hq, D]: the pool's, and of the other rows one by one."""
         options: dict[str, Any] = {"scale": scale, "softcap": softcap}
-        pooled = None
+        out = query.new_empty(0, 1, query.shape[1], value.shape[-1])
         if self.first:
             given = [x[: self.first] for x in (query, key, value)]
-            pooled = self.pool.attend(layer_idx, *given, **options)
-            if not self.rows:
-                return pooled, None
-        B, Hq, q, _ = query.shape
-        out = query.new_zeros(B, q, Hq, value.shape[-1])
-        if pooled is not None:
-            out[: self.first] = pooled
+            out = self.pool.attend(layer_idx, *given, **options)
+        if not self.rows:
+            return out, None
+        out = torch.cat([out, out.new_zeros(len(self.rows), *out.shape[1:])])
         running = current.get()
         assert running is not None
         rotary = running.rotary.get(layer_idx)

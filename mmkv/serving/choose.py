@@ -47,11 +47,7 @@ class Grammars:
         self._words: Any = None
 
     def processor(self, grammar: str, prompt: int) -> LogitsProcessor:
-        """What holds one reply, behind `prompt` tokens, to a grammar.
-
-        Raises:
-            Refused: it is none, or llguidance is missing.
-        """
+        """What holds one reply, behind `prompt` tokens, to a grammar; what is none is refused."""
         try:
             from llguidance import LLMatcher
             from llguidance.hf import from_tokenizer
@@ -89,13 +85,9 @@ class _Grammar(LogitsProcessor):
 def logprobs(
     logits: Tensor, tokens: Sequence[int], top: int, tokenizer: Any
 ) -> list[TokenLogprobs]:
-    """What was likely, before penalties and temperature, where `tokens` [N] were taken.
+    """What was likely where `tokens` [N] were taken, and the `top` likeliest there.
 
-    Args:
-        logits: float [N, V] that the model gave.
-        tokens: see above.
-        top: how many of the likeliest are named.
-        tokenizer: gives their texts; None: "".
+    It is by the logits [N, V] of the model, before penalties and temperature.
     """
     every = logits.float().log_softmax(-1)
     best = every.topk(min(top, every.shape[1]), -1)

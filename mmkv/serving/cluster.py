@@ -17,6 +17,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import ray
+from ray import serve
+from ray.exceptions import RayError, TaskCancelledError
+from ray.serve.request_router import RequestRouter
+
 from .engine import make_engine
 from .errors import RequestError
 from .reply import Busy, Closed, Event, Refused, Sampling, Usage
@@ -24,8 +29,6 @@ from .reply import Busy, Closed, Event, Refused, Sampling, Usage
 _log = logging.getLogger(__name__)
 _NAME = "mmkv"
 _TRIES = 4
-# Of one replica, waiting included: the engine does its own queueing.
-_MOST_REQUESTS = 4096
 _SUMMED = ("waiting", "prefilling", "cache_bytes", "cache_memory", "prefixes")
 
 
@@ -89,8 +92,6 @@ class _Reply:
             self._answers.cancel()
 
     async def __aiter__(self) -> AsyncGenerator[Event]:
-        from ray.exceptions import RayError, TaskCancelledError
-
         self._replicas.live += 1
         try:
             for tries in range(1, _TRIES + 1):
@@ -155,16 +156,11 @@ class Replicas:
 
     Args:
         settings: of each engine, as for `make_engine`.
-        replicas: how many.
+        replicas: how many, each with so many `gpus`.
         max_replicas: start up to so many when requests pile up; None: as many as `replicas`.
         target_requests: what a replica has before another is started, or a prefix's other requests
             go elsewhere.
-        gpus: of each.
         address: of a running cluster; None starts one on this computer, for loopback only.
-
-    Raises:
-        ValueError: Ray is missing, or fewer replicas at the most than at the least.
-        RuntimeError: no replica could be started.
     """
 
     def __init__(
@@ -180,11 +176,6 @@ class Replicas:
         if max_replicas is not None and max_replicas < replicas:
             raise ValueError(f"max_replicas={max_replicas}: fewer than replicas={replicas}")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        try:
-            import ray
-            from ray import serve
-        except ModuleNotFoundError as error:
-            raise ValueError(f"replicas need {error.name}: pip install 'mmkv[ray]'") from None
         self.live, self.tokens, self.closed = 0, 0, False
         self._done = self._hits = 0
         self._held: dict[str, Mapping[str, int]] = {}
@@ -194,14 +185,11 @@ class Replicas:
         ray.init("local" if address is None else address, **how)
         for name in ("ray", "ray.serve"):
             logging.getLogger(name).setLevel(logging.ERROR)
-        self._started, self._local = (ray, serve), address is None
+        self._local = address is None
         try:
             serve.start(proxy_location="Disabled")  # our server is before it
-            self._handle = serve.run(
-                _deployment(serve, replicas, max_replicas, target_requests, gpus).bind(settings),
-                name=_NAME,
-                route_prefix=None,
-            )
+            made = _deployment(replicas, max_replicas, target_requests, gpus)
+            self._handle: Any = serve.run(made.bind(settings), name=_NAME, route_prefix=None)
         except BaseException:
             self.close()
             raise
@@ -251,7 +239,6 @@ class Replicas:
     def close(self) -> None:
         """Stop the replicas, and the cluster if it was started here."""
         self.closed = True
-        ray, serve = self._started
         if not ray.is_initialized():
             return
         if not self._local:
@@ -259,11 +246,7 @@ class Replicas:
         ray.shutdown()
 
 
-def _deployment(
-    serve: Any, replicas: int, max_replicas: int | None, target_requests: int, gpus: float
-) -> Any:
-    from .routing import PrefixRouter
-
+def _deployment(replicas: int, max_replicas: int | None, target_requests: int, gpus: float) -> Any:
     scaling: dict[str, Any] = {"num_replicas": replicas}
     if max_replicas is not None:
         limits = {"min_replicas": replicas, "initial_replicas": replicas}
@@ -278,7 +261,7 @@ def _deployment(
         },
         # No processor is set aside, so that any number starts on any computer.
         ray_actor_options={"num_cpus": 0, "num_gpus": gpus},
-        max_ongoing_requests=_MOST_REQUESTS,
+        max_ongoing_requests=4096,  # waiting included: the engine does its own queueing
         health_check_period_s=2,
         graceful_shutdown_timeout_s=5,
         **scaling,
@@ -297,3 +280,42 @@ def prefix_key(messages: Sequence[Mapping[str, Any]]) -> str:
         pictures = [x["image"] for x in parts if x["type"] == "image"]
         found += [f"{x.size}".encode() + x.tobytes() for x in pictures]
     return hashlib.blake2b(b"".join(found), digest_size=16).hexdigest() if found else ""
+
+
+def ranked(key: str, loads: Mapping[str, int], busy: int) -> list[str]:
+    """Replicas, the best first, by their names and how many requests each has.
+
+    Each key has an order of all replicas, which others that come or go leave as it is; those with
+    too many requests already (up to `busy` never are) come last. Nothing is remembered, so the
+    second of two requests follows the first at once.
+
+    Source: rendezvous hashing with bounded loads (arXiv 1608.01350).
+    """
+    # 1.25 is `c` of the paper, the largest load beside the mean.
+    most = max(busy, 1.25 * (sum(loads.values()) + 1) / max(len(loads), 1))
+
+    def rank(name: str) -> tuple[bool, bytes]:
+        digest = hashlib.blake2b(f"{key} {name}".encode(), digest_size=16).digest()
+        return loads[name] >= most, digest
+
+    return sorted(loads, key=rank)
+
+
+class PrefixRouter(RequestRouter):
+    """Ray's own for a deployment whose requests have their prefix's key as the first argument."""
+
+    def initialize_state(self, busy: int = 16, **_: Any) -> None:
+        """Remember how many requests of a replica are never too many."""
+        self._busy = busy
+
+    async def choose_replicas(
+        self, candidate_replicas: list[Any], pending_request: Any = None
+    ) -> list[list[Any]]:
+        """The candidates, best first; without a key, all of them, and Ray takes the idlest."""
+        key = pending_request.args[0] if pending_request is not None else ""
+        if not key:
+            return [candidate_replicas]
+        known = {x.replica_id.unique_id: x for x in candidate_replicas}
+        held = self.replica_queue_len_cache
+        loads = {name: held.get(x.replica_id) or 0 for name, x in known.items()}
+        return [[known[name]] for name in ranked(key, loads, self._busy)]

@@ -22,9 +22,9 @@ from mmkv.digest import adapters
 from mmkv.policy import Policy
 from mmkv.registry import get_policy, load_plugin
 from mmkv.serving import choose, prompts
+from mmkv.serving.batch import Request
 from mmkv.serving.memory import Bounds
 from mmkv.serving.reply import Event, Refused, Reply, Sampling, TextStream
-from mmkv.serving.request import Request
 from mmkv.serving.worker import Limits, Worker
 
 # The largest number that an option of a request's policy may be: no prompt has more tokens.
@@ -42,12 +42,10 @@ class EngineStats:
     cache_memory: int | None
     reserved_bytes: int  # what `cache_bytes` may come to
     prefixes: int  # held to be shared
-    step_seconds: float  # of the last decode step
     tokens_generated: int
     prompt_tokens: int
     requests_done: int  # for whatever reason
     prefix_hits: int  # requests that found theirs read
-    steps: int
 
 
 class Engine:
@@ -94,8 +92,8 @@ class Engine:
         self.model = unwrap_container(model)
         self._attachment = attachment_of(self.model)
         parts, config = self._attachment.parts, self._attachment.parts.config
-        given = {"max_batch": max_batch, "prefill_chunk": prefill_chunk}
-        for name, value in {**given, "max_new_tokens": max_new_tokens}.items():
+        names = ("max_batch", "prefill_chunk", "max_new_tokens")
+        for name, value in zip(names, (max_batch, prefill_chunk, max_new_tokens), strict=True):
             if value < 1:
                 raise ValueError(f"{name}={value}: expected 1 or more")
         if (ranks := parts.ranks) > 1:
@@ -177,7 +175,6 @@ class Engine:
         if sampling.stop and self._tokenizer is None:
             raise Refused("stop texts need an engine with a processor")
         plan = self._plan(policy, budget, options).started()
-        device = self.model.device
         split = self.share_prefixes and not plan.policy.postpone and not sampling.echo
         if inputs is None:
             whole, prefix, rest = self.encode(messages, prompt, template, split=split)
@@ -185,36 +182,34 @@ class Engine:
                 length = whole["input_ids"].shape[1]
                 prefix, rest = chat.cut(whole, length - 1) if length > 1 else (None, None)
             inputs = whole if rest is None else rest
-        inputs = prompts.checked(inputs, device)
+        inputs = prompts.checked(inputs, self.model.device)
         tokens = inputs["input_ids"].shape[1]
-        behind = 0  # tokens of a question behind a prefix
+        behind, key = 0, ""  # tokens of a question behind a prefix, and what tells that apart
         if prefix is not None:
             if plan.policy.postpone:
                 raise Refused(
                     f"postpone={plan.policy.postpone} waits for generated tokens, and a prefix is "
                     "read without any: give whole inputs"
                 )
-            prefix = prompts.checked(prefix, device)
+            prefix = prompts.checked(prefix, self.model.device)
             behind, tokens = tokens, tokens + prefix["input_ids"].shape[1]
-        new = self._room(plan, tokens, behind) if max_new_tokens is None else max_new_tokens
-        most = self._bounds.prompt(plan, tokens, new, behind)
-        self._check_size(tokens, max_new_tokens, new, most)
-        request = Request(
-            Reply(self._worker.notify),
-            inputs,
-            sampling,
-            new,
-            plan,
-            tokens,
-            most,
-            TextStream(self._tokenizer, sampling.stop),
-            None if timeout is None else time.monotonic() + timeout,
-        )
-        if prefix is not None:
-            request.prefix = dict(prefix)
             how = owner, adapters(self.model), plan, plan.task, plan.learned
-            request.key = prompts.digest(prefix, repr(how))
-        request.custom = self._custom(sampling, tokens)
+            key = prompts.digest(prefix, repr(how))
+        new, most = self._size(plan, tokens, behind, max_new_tokens)
+        request = Request(
+            reply=Reply(self._worker.notify),
+            inputs=inputs,
+            prefix=prefix,
+            key=key,
+            sampling=sampling,
+            custom=self._custom(sampling, tokens),
+            new=new,
+            plan=plan,
+            tokens=tokens,
+            whole=most,
+            text=TextStream(self._tokenizer, sampling.stop),
+            deadline=None if timeout is None else time.monotonic() + timeout,
+        )
         if sampling.echo and prefix is None and self._tokenizer is not None:
             text = self._tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True)
             request.echo = Event(-1, text)
@@ -229,15 +224,15 @@ class Engine:
         *,
         split: bool = False,
     ) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None]:
-        """The model's inputs for messages or a prompt; see `prompts.encode`.
-
-        Raises:
-            Refused: what cannot be turned into a prompt or has more tokens than the model has
-                positions however it is cut, or an engine without a processor.
-        """
+        """The model's inputs for messages or a prompt, see `prompts.encode`; or it is `Refused`."""
         if self._tokenizer is None:
             raise Refused("messages and texts need an engine with a processor: give inputs")
-        self._check_text(prompts.texts(messages) if prompt is None else prompt)
+        text = prompts.texts(messages) if prompt is None else prompt
+        if isinstance(text, str) and self.positions is not None:
+            # Encoding the longest takes a minute. A token may stand for any number of blanks.
+            least = sum(map(len, text.split())) // self._longest
+            if least > self.positions:
+                raise _overlong(f"a prompt of {least} or more tokens and a reply", self.positions)
         if prompt is not None:
             return prompts.encode_prompt(self._loaded, prompt), None, None
         if not messages:
@@ -320,40 +315,29 @@ class Engine:
             )
         return plan
 
-    def _room(self, plan: CacheConfig, tokens: int, behind: int) -> int:
-        """The longest reply to a prompt whose request does not say; 1 where there is no room."""
-        most = self.max_new_tokens
-        if self.positions is not None:
-            most = min(most, self.positions - tokens)
-        if self.cache_memory is not None:
+    def _size(
+        self, plan: CacheConfig, tokens: int, behind: int, asked: int | None
+    ) -> tuple[int, int]:
+        """How long a reply may get, as asked for or as there is room, and bytes with the prompt."""
 
-            def need(new: int) -> int:
-                return self._bounds.prompt(plan, tokens, new, behind)
+        def need(new: int) -> int:
+            return self._bounds.prompt(plan, tokens, new, behind)
 
-            most = bisect_right(range(1, most + 1), self.cache_memory, key=need)
-        return max(1, most)
-
-    def _check_size(self, tokens: int, asked: int | None, new: int, whole: int) -> None:
-        told, most = f"a prompt of {tokens} tokens and a reply", self.positions
-        if asked is not None:
-            told += f" of {asked}"
+        most, memory = self.positions, self.cache_memory
+        told, new = f"a prompt of {tokens} tokens and a reply", asked
+        if new is not None:
+            told += f" of {new}"
+        else:
+            new = self.max_new_tokens if most is None else min(self.max_new_tokens, most - tokens)
+            if memory is not None:
+                new = bisect_right(range(1, new + 1), memory, key=need)
+            new = max(1, new)
         if most is not None and tokens + new > most:
             raise _overlong(told, most)
-        if self.cache_memory is not None and whole > self.cache_memory:
-            raise Refused(
-                f"{told} may take {whole} bytes of keys and values, and cache_memory is "
-                f"{self.cache_memory}"
-            )
-
-    def _check_text(self, text: str | Sequence[int]) -> None:
-        """Refuse a text too long for any tokens, as encoding the longest takes a minute.
-
-        Blanks do not count: a token may stand for any number of them.
-        """
-        if isinstance(text, str) and self.positions is not None:
-            least = sum(map(len, text.split())) // self._longest
-            if least > self.positions:
-                raise _overlong(f"a prompt of {least} or more tokens and a reply", self.positions)
+        if memory is not None and need(new) > memory:
+            told += f" may take {need(new)} bytes of keys and values"
+            raise Refused(f"{told}, and cache_memory is {memory}")
+        return new, need(new)
 
     @cached_property
     def _longest(self) -> int:
@@ -374,14 +358,9 @@ def make_engine(
     plugins: Sequence[str] = (),
     **engine: Any,
 ) -> Engine:
-    """Load a model, wrap it, and start its engine.
+    """Load a model (see `mmkv.chat.load`), wrap it (`mmkv.wrap`), and start its engine.
 
-    Model, device and dtype are as for `mmkv.chat.load`; policy, budget, options, profile and
-    kv_dtype as for `mmkv.wrap`; `plugins` are files for `mmkv.registry.load_plugin`; `engine` has
-    the engine's own options.
-
-    Raises:
-        ValueError: what `mmkv.chat.load`, `mmkv.wrap` and the engine refuse.
+    Before that, `plugins` are loaded (`mmkv.registry.load_plugin`). All of these may raise errors.
     """
     for file in plugins:
         load_plugin(file)

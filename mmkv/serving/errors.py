@@ -60,27 +60,16 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of one request, and of all that are held at once.
-
-    Attributes:
-        body_bytes: of a request.
-        pictures: in a request.
-        picture_bytes: of a picture's file.
-        pixels: of all pictures of a request together.
-        held_bytes: of all requests and their decoded pictures together.
-        read_seconds: until headers, a body, or a picture from another server must be there.
-        write_seconds: until a client must have read what is sent.
-        connections: that are open at a time.
-    """
+    """Bounds of one request, and of all that are held at once."""
 
     body_bytes: int = 32 * 2**20
     pictures: int = 16
-    picture_bytes: int = 20 * 2**20
-    pixels: int = 40_000_000
-    held_bytes: int = 2**30
-    read_seconds: float = 30.0
-    write_seconds: float = 30.0
-    connections: int = 2048
+    picture_bytes: int = 20 * 2**20  # of a file
+    pixels: int = 40_000_000  # of all pictures of a request together
+    held_bytes: int = 2**30  # of all requests and their decoded pictures together
+    read_seconds: float = 30.0  # for headers, a body, or a picture from another server
+    write_seconds: float = 30.0  # for a client to read what is sent
+    connections: int = 2048  # that are open at a time
 
 
 class Body(BaseModel):

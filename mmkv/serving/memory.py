@@ -12,13 +12,7 @@ from mmkv.serving.shared_blocks import capacity
 
 
 class Bounds:
-    """Upper bounds for the caches of one model.
-
-    Args:
-        parts: where the model keeps what is needed.
-        dtype_bytes: of one number of a key or value.
-        chunk: tokens of a prompt that are read at a time.
-    """
+    """Upper bounds for the caches of one model, which reads prompts in chunks of so many tokens."""
 
     def __init__(self, parts: Adapter, dtype_bytes: int, chunk: int) -> None:
         self.chunk, self.layers = chunk, len(parts.layers)

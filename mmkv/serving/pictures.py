@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import http.client
 import time
 import urllib.parse
 from collections.abc import Collection
+from contextlib import closing
 from typing import Any
 
 from mmkv.loading import untrusted
@@ -15,21 +15,12 @@ from mmkv.serving.errors import Limits, RequestError
 
 
 def read_picture(url: str, limits: Limits, allow_hosts: Collection[str], pixels: int) -> Any:
-    """The picture at a data URL, or at one of a host that is allowed by name: RGB, upright.
+    """The picture at a data URL, or at one of a host that is allowed: RGB, upright.
 
-    Args:
-        url: as the client gave it.
-        limits: of a file's size, and of the time to fetch it.
-        allow_hosts: hosts, with ":port" where it is not the scheme's own, that may be asked.
-        pixels: how many it may have.
-
-    Raises:
-        RequestError: another URL, or no picture that may be read.
+    Hosts are allowed by name, with ":port" where it is not the scheme's own.
     """
-    if url[:5].lower() == "data:":
-        raw = _of_data_url(url, limits.picture_bytes)
-    else:
-        raw = _fetched(url, limits, allow_hosts)
+    inline = url[:5].lower() == "data:"
+    raw = _inline(url, limits) if inline else _fetched(url, limits, allow_hosts)
     try:
         return untrusted.read_picture(
             raw, untrusted.upright, most_pixels=pixels, most_bytes=limits.picture_bytes
@@ -42,15 +33,15 @@ def _picture_error(why: str) -> RequestError:
     return RequestError(f"cannot read a picture: {why}", param="messages", code="invalid_image")
 
 
-def _of_data_url(url: str, most_bytes: int) -> bytes:
+def _inline(url: str, limits: Limits) -> bytes:
     head, comma, data = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise _picture_error("expected data:image/...;base64,...")
-    if len(data) > 4 * (most_bytes + 2) // 3 + 4:
-        raise _picture_error(f"larger than {most_bytes / 2**20:g} MiB")
+    if len(data) > 4 * (limits.picture_bytes + 2) // 3 + 4:
+        raise _picture_error(f"larger than {limits.picture_bytes / 2**20:g} MiB")
     try:
         return base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise _picture_error("no base64") from None
 
 
@@ -67,8 +58,7 @@ def _fetched(url: str, limits: Limits, allow_hosts: Collection[str]) -> bytes:
     end = time.monotonic() + limits.read_seconds
     raw = bytearray()
     try:
-        connection = kind(where.netloc, timeout=limits.read_seconds)
-        try:
+        with closing(kind(where.netloc, timeout=limits.read_seconds)) as connection:
             query = f"?{where.query}" if where.query else ""
             connection.request("GET", (where.path or "/") + query)
             answer = connection.getresponse()
@@ -80,8 +70,6 @@ def _fetched(url: str, limits: Limits, allow_hosts: Collection[str]) -> bytes:
                     raise _picture_error(f"larger than {limits.picture_bytes / 2**20:g} MiB")
                 if time.monotonic() > end:
                     raise TimeoutError
-        finally:
-            connection.close()
     except (OSError, ValueError, http.client.HTTPException):  # also a URL with control characters
         raise _picture_error("its server did not give it") from None
     return bytes(raw)

@@ -22,31 +22,30 @@ from mmkv.cache.phases import Decoding
 from mmkv.contexts import Context
 from mmkv.parts.slots import plan as plan_slots
 from mmkv.parts.slots import send
-from mmkv.serving.behind import SharedPrefix, tails
-from mmkv.serving.shared_blocks import STEP, SharedBlock, SharedLayer, capacity
+from mmkv.serving.shared_blocks import (
+    STEP,
+    SharedBlock,
+    SharedLayer,
+    SharedPrefix,
+    capacity,
+    tails,
+)
 
 
 class Member:
-    """A request in the pool: a cache whose pairs, the blocks of each layer, are going into it.
-
-    Attributes:
-        cache: its layers hold nothing any more.
-        prefix: what it attends to before its own pairs, or None.
-        schedules: of all its blocks.
-        columns: [L, H], where the slots of each layer's heads lie in those of `schedules`.
-        ahead: [L, H] each, the slots of the next tokens.
-    """
+    """A request in the pool: a cache whose pairs, the blocks of each layer, are going into it."""
 
     def __init__(
         self, owner: Any, cache: CompressedCache, kept: Sequence[Sequence[PaddedBlock]]
     ) -> None:
         self.owner, self.cache = owner, cache
-        self.prefix: SharedPrefix | None = None
+        self.prefix: SharedPrefix | None = None  # what it attends to before its own pairs
         self.schedules = [block.schedule for blocks in kept for block in blocks]
+        self.ahead = deque[np.ndarray]()  # the slots of the next tokens, [L, H] each
         plan_slots(self.schedules)
         heads, end = sum(len(x.row_numbers) for x in kept[0]), 0
+        # [L, H], where the slots of each layer's heads lie in those of `schedules`.
         self.columns = np.empty((len(kept), heads), np.int64)
-        self.ahead = deque[np.ndarray]()
         for mine, blocks in zip(self.columns, kept, strict=True):
             for block in blocks:
                 rows, schedule = block.row_numbers, block.schedule
@@ -63,18 +62,12 @@ class Member:
 
 
 class Pool:
-    """Requests whose kept pairs lie together.
-
-    Attributes:
-        members: in the order of the batch's rows.
-        layers: the blocks of each layer.
-        prefixes: what members attend to without holding it.
-    """
+    """Requests whose kept pairs lie together."""
 
     def __init__(self) -> None:
-        self.members: list[Member] = []
+        self.members: list[Member] = []  # in the order of the batch's rows
         self.layers: list[SharedLayer] = []
-        self.prefixes: list[SharedPrefix] = []
+        self.prefixes: list[SharedPrefix] = []  # what members attend to without holding it
 
     @property
     def blocks(self) -> list[SharedBlock]:
@@ -114,8 +107,15 @@ class Pool:
             return False
         kept = [x.state for x in cache.compressed if isinstance(x.state, KeptKV)]
         alike = {x.batch for x in kept} == {1} and len({x.heads for x in kept}) == 1
-        whole = len(kept) == len(cache.layers)
-        return whole and alike and all(_plain(block) for x in kept for block in x.blocks)
+        # Their attention is that of the pairs with a bias, in the model's type.
+        plain = all(
+            isinstance(block.keys, Tensor)
+            and block.inv_freq is None
+            and not block.schedule.needs_decode_attention
+            for x in kept
+            for block in x.blocks
+        )
+        return len(kept) == len(cache.layers) and alike and plain
 
     def join(
         self,
@@ -127,13 +127,9 @@ class Pool:
     ) -> Member:
         """Move what a cache of one row, which the pool `takes`, keeps into the pool.
 
-        Args:
-            owner: whose it is.
-            cache: it holds nothing any more afterwards.
-            new: tokens that will be generated, at the most.
-            limit: bytes that it may come to, at least what its pairs need; None: any.
-            context: what the cache began as a copy of. If its pairs stay as they are, the member
-                attends to these and holds only what came behind them.
+        At most `new` tokens will be generated; it may come to `limit` bytes, at least what its
+        pairs need. If the pairs of the context that it began as a copy of stay as they are, the
+        member attends to these and holds only what came behind them.
         """
         kept: list[Sequence[PaddedBlock]] = [x.keeping().blocks for x in cache.compressed]
         own = None if context is None else tails(context, kept)
@@ -155,8 +151,7 @@ class Pool:
                     # Popped, so that a layer's storage is free once it is copied.
                     blocks, mine.state, layer.rows = kept.pop(0), None, None
                     for block in blocks:
-                        most = capacity(block.schedule.most(new), step)
-                        which = most, member.prefix is not None
+                        which = capacity(block.schedule.most(new), step), own is not None
                         if which not in layer.blocks:
                             layer.blocks[which] = SharedBlock(block, *which)
                         layer.blocks[which].add(first + block.row_numbers, block)
@@ -197,10 +192,7 @@ class Pool:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: Any, softcap: Any
     ) -> Tensor:
-        """One layer's attention of a step: query [B, Hq, 1, D] -> [B, 1, Hq, Dv].
-
-        The other arguments are those of `CompressedCache.attend`.
-        """
+        """One layer's attention of a step, as `CompressedCache.attend`: [B, 1, Hq, Dv]."""
         B, Hq, _, D = query.shape
         R = B * key.shape[1]
         key, value = (x.detach().reshape(R, -1) for x in (key, value))
@@ -226,12 +218,3 @@ class Pool:
             for all_rows, mine in zip(members[1:], found, strict=True):
                 all_rows[at] = mine
         return out, total
-
-
-def _plain(block: Any) -> bool:
-    """Whether a block's attention is that of its pairs with a bias, in the model's type."""
-    return (
-        isinstance(block.keys, Tensor)
-        and block.inv_freq is None
-        and not block.schedule.needs_decode_attention
-    )

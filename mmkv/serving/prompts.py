@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 from transformers import LogitsProcessorList
-from transformers.utils.chat_template_utils import _get_template_variables
+from transformers.utils import chat_template_utils
 
 from mmkv import chat
 from mmkv.attach.attachment import Attachment
@@ -19,8 +20,8 @@ from mmkv.cache.config import CacheConfig
 from mmkv.cache_name import CACHE, cache_in
 from mmkv.digest import of_tensors
 from mmkv.serving import choose
+from mmkv.serving.batch import Request
 from mmkv.serving.reply import Logprob, Refused, TokenLogprobs
-from mmkv.serving.request import Request
 
 Message = Mapping[str, Any]
 
@@ -37,10 +38,8 @@ def encode(
     There is a cut where something stands before the last text of the last turn, which is the
     user's: other turns, a system text, or pictures; and no picture behind it.
 
-    What the messages spell is text: a control token in them is encoded as its letters.
-
-    Raises:
-        Refused: messages that the model cannot be given.
+    What the messages spell is text: a control token in them is encoded as its letters. Messages
+    that the model cannot be given are refused.
     """
     parts = [part for x in messages if not isinstance(x["content"], str) for part in x["content"]]
     try:
@@ -48,7 +47,15 @@ def encode(
     except ValueError as error:
         raise Refused(str(error)) from None
     if template:
-        _check_template(loaded.processor, template)
+        written = str(loaded.processor.chat_template)
+        read = chat_template_utils._get_template_variables(written)  # pyright: ignore[reportPrivateUsage]
+        if unread := sorted({*template} - read - {"tools", "documents"}):
+            # A processor would take it for an option of its own.
+            name, has = unread[0], sorted(read - {"messages", "add_generation_prompt"})
+            told = f"{name!r} is no variable of the chat template: {has}"
+            raise Refused(f"chat_template_kwargs: {told}")
+        if template.get("tools") and "tools" not in read:
+            raise Refused("tools: the model's chat template has no place for them")
     given, marks = str([messages, template]), filter(str.strip, loaded.tokenizer.get_added_vocab())
     how = {"sanitize": any(mark in given for mark in marks)}
     try:
@@ -58,8 +65,6 @@ def encode(
             return whole, None, None
         other = chat.encode_messages(loaded, empty, template, **how)
         prefix, rest = chat.split_inputs(whole, other)
-    except Refused:
-        raise
     except Exception as error:  # of templates and processors, which raise what they like
         raise Refused(f"messages that cannot be turned into a prompt: {error}") from error
     if rest["input_ids"].shape[1] == 0 or prefix["input_ids"].shape[1] == 0:
@@ -74,23 +79,8 @@ def texts(messages: Sequence[Message] | None) -> str:
     return "".join(part.get("text", "") for content in parts for part in content)
 
 
-def _check_template(processor: Any, template: Mapping[str, Any]) -> None:
-    """Refuse what a chat template does not read, and what is an option of its renderer."""
-    read = _get_template_variables(str(processor.chat_template))
-    if unread := sorted({*template} - read - {"tools", "documents"}):
-        # A processor would take it for an option of its own.
-        name, has = unread[0], sorted(read - {"messages", "add_generation_prompt"})
-        raise Refused(f"chat_template_kwargs: {name!r} is no variable of the chat template: {has}")
-    if template.get("tools") and "tools" not in read:
-        raise Refused("tools: the model's chat template has no place for them")
-
-
 def encode_prompt(loaded: chat.Loaded, prompt: str | Sequence[int]) -> dict[str, Any]:
-    """The inputs of a prompt that is no conversation: its text, in which control tokens count.
-
-    Raises:
-        Refused: it is empty, has tokens that the model has not, or such as stand for a picture.
-    """
+    """The inputs of a prompt that is no conversation: its text, in which control tokens count."""
     tokenizer = loaded.tokenizer
     if isinstance(prompt, str):
         marks = chat.adds_special(tokenizer, prompt)
@@ -123,27 +113,15 @@ def _without_question(messages: Sequence[Message]) -> list[Message] | None:
 
 def digest(inputs: Mapping[str, Any], how: str) -> str:
     """What tells prompts apart: a hash of all that they bring, pictures included, and of `how`."""
-    found = dict(_leaves("", inputs))
-    tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
-    others = [(name, x) for name, x in sorted(found.items()) if name not in tensors]
+    found = {keystr(place): x for place, x in tree_flatten_with_path(dict(inputs))[0]}
+    arrays = {name: x for name, x in found.items() if isinstance(x, Tensor | np.ndarray)}
+    others = [(name, x) for name, x in sorted(found.items()) if name not in arrays]
+    tensors = {name: torch.as_tensor(x) for name, x in arrays.items()}
     return of_tensors(tensors, f"{how} {others}")
 
 
-def _leaves(name: str, x: Any) -> Iterator[tuple[str, Any]]:
-    """What stands in containers, with its place; arrays as tensors."""
-    if isinstance(x, Mapping | list | tuple):
-        for key, value in x.items() if isinstance(x, Mapping) else enumerate(x):
-            yield from _leaves(f"{name}/{key}", value)
-    else:
-        yield name, torch.from_numpy(x) if isinstance(x, np.ndarray) else x
-
-
 def checked(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Inputs of one row, where the model is.
-
-    Raises:
-        Refused: no input_ids, or other than one row of them.
-    """
+    """Inputs, where the model is; other than one row of them is refused."""
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or len(ids) != 1 or ids.shape[1] == 0:
         shape = tuple(ids.shape) if isinstance(ids, Tensor) else None
@@ -191,24 +169,18 @@ class Reader:
         """
         found: list[Tensor] = []
 
-        def read(
-            model: Any,
-            input_ids: Tensor,
-            logits_processor: Any,
-            stopping_criteria: Any,
-            generation_config: Any,
-            **model_kwargs: Any,
-        ) -> Tensor:
-            out = model._prefill(input_ids, generation_config, model_kwargs)
-            kwargs = model._update_model_kwargs_for_generation(out, model_kwargs)
-            more = torch.cat([input_ids, input_ids[:, -1:]], dim=1)
-            step = model.prepare_inputs_for_generation(more, next_sequence_length=1, **kwargs)
+        def read(model: Any, input_ids: Tensor, logits_processor: Any, **more: Any) -> Tensor:
+            config, _ = more.pop("generation_config"), more.pop("stopping_criteria")
+            out = model._prefill(input_ids, config, more)
+            kwargs = model._update_model_kwargs_for_generation(out, more)
+            longer = torch.cat([input_ids, input_ids[:, -1:]], dim=1)
+            step = model.prepare_inputs_for_generation(longer, next_sequence_length=1, **kwargs)
             at = input_ids.new_tensor([[input_ids.shape[1]]])
             request.position = step.get("position_ids", at)
             room = input_ids.new_zeros(1, request.new)
             request.ids = torch.cat([input_ids, room], dim=1)
             request.processors = logits_processor
-            eos = getattr(generation_config, "_eos_token_tensor", None)
+            eos = getattr(config, "_eos_token_tensor", None)
             request.eos = frozenset() if eos is None else frozenset(eos.flatten().tolist())
             found.append(out.logits[:, -1].to(copy=True, dtype=torch.float32))
             return input_ids

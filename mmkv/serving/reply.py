@@ -16,11 +16,8 @@ class Refused(ValueError):  # noqa: N818 - an answer, not a fault
     """A request that can never be served; `code` is OpenAI's where its clients know one."""
 
     def __init__(self, message: str, code: str | None = None) -> None:
-        super().__init__(message, code)
+        super().__init__(message)
         self.code = code
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class Busy(RuntimeError):  # noqa: N818 - as above
@@ -33,45 +30,27 @@ class Closed(RuntimeError):  # noqa: N818 - as above
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a reply's tokens are chosen.
+    """How a reply's tokens are chosen."""
 
-    Args:
-        temperature: 0 takes the likeliest token, as does less than a millionth, which float32
-            cannot divide by; above, tokens are drawn.
-        top_p: draw from the likeliest tokens that have this much probability together.
-        top_k: draw from so many likeliest tokens; 0: all.
-        seed: what the draws start from, as `torch.manual_seed(seed)` before `generate`; None: any.
-        stop: texts that end the reply, and are no part of its text.
-        min_p: draw from tokens at least this likely, relative to the likeliest.
-        repetition_penalty: above 1, tokens of prompt and reply are less likely; None: the model's.
-        presence_penalty: taken from the scores of tokens that the reply has.
-        frequency_penalty: taken from a token's score each time that the reply has it.
-        logit_bias: added to the scores of tokens, by their ids.
-        logprobs: tell each token's log probability, and so many of the likeliest; None: do not.
-        echo: the reply's text begins with the prompt, and so do its log probabilities.
-        grammar: of llguidance, which the text has to match; None: any text.
-    """
-
+    # 0 takes the likeliest token, as does less than a millionth, which float32 cannot divide by.
     temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    min_p: float = 0.0
+    top_p: float = 1.0  # draw from the likeliest tokens that have this much probability together
+    top_k: int = 0  # draw from so many likeliest tokens; 0: all
+    seed: int | None = None  # as of `torch.manual_seed(seed)` before `generate`; None: any
+    stop: tuple[str, ...] = ()  # texts that end the reply, and are no part of its text
+    min_p: float = 0.0  # draw from tokens at least this likely, relative to the likeliest
+    # Above 1, tokens of prompt and reply are less likely; None: the model's.
     repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0  # taken from the scores of tokens that the reply has
+    frequency_penalty: float = 0.0  # taken from a token's score each time that the reply has it
+    # Added to the scores of tokens, by their ids.
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
-    logprobs: int | None = None
-    echo: bool = False
-    grammar: str | None = None
+    logprobs: int | None = None  # tell log probabilities, and so many of the likeliest tokens
+    echo: bool = False  # begin with the prompt's text, and its log probabilities
+    grammar: str | None = None  # of llguidance, which the text has to match
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            Refused: one is out of range.
-        """
+        """Refuse options that are out of range."""
         if not 0 <= self.temperature < float("inf"):
             raise Refused(f"temperature={self.temperature}: expected 0 or more")
         if not 0 < self.top_p <= 1:
@@ -125,21 +104,13 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Usage:
-    """What a request took.
+    """What a request took."""
 
-    Attributes:
-        prompt_tokens: of the prompt, pictures included.
-        completion_tokens: of the reply so far.
-        kept_tokens: of the prompt, mean over layers and heads.
-        shared: whether the prompt's beginning had been read for another request.
-        cache_bytes: of keys and values, when the prompt had been read or at the end, the larger.
-    """
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    kept_tokens: int = 0
-    shared: bool = False
-    cache_bytes: int = 0
+    prompt_tokens: int = 0  # pictures included
+    completion_tokens: int = 0  # so far
+    kept_tokens: int = 0  # of the prompt, mean over layers and heads
+    shared: bool = False  # whether the prompt's beginning had been read for another request
+    cache_bytes: int = 0  # when the prompt had been read or at the end, the larger
 
 
 class Reply:
@@ -147,21 +118,15 @@ class Reply:
 
     Several may read it; each gets every event. Leaving an async iteration early (a cancelled task,
     or `aclose`) cancels the request.
-
-    Attributes:
-        tokens: so far.
-        text: so far.
-        finish_reason: "stop", "length", "cancelled", "timeout" or "error"; None while it runs.
-        error: what went wrong, with finish_reason "error"; iterating and waiting raise it.
-        usage: what it took so far.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.tokens: list[int] = []
         self.text = ""
+        # "stop", "length", "cancelled", "timeout" or "error"; None while it runs.
         self.finish_reason: str | None = None
-        self.error: Exception | None = None
-        self.usage = Usage()
+        self.error: Exception | None = None  # what iterating and waiting raise
+        self.usage = Usage()  # so far
         self.cancelled = False
         self._wake = wake
         self._events: list[Event] = []
@@ -244,12 +209,7 @@ class Reply:
 
 
 class TextStream:
-    """Text that is certain: no half character, and nothing that may begin a stop text.
-
-    Args:
-        tokenizer: has `decode`; None: there is no text.
-        stop: texts that end the reply.
-    """
+    """Text that is certain: no half character, and nothing that may begin a stop text."""
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, stop

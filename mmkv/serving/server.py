@@ -36,19 +36,12 @@ def app(
     timeout: float | None = 600.0,
     limits: Limits | None = None,
 ) -> FastAPI:
-    """The routes of a server; it neither starts nor closes the engine.
+    """The routes of a server around an engine, or what has its `submit`, `tokenize` and `stats`.
 
-    Args:
-        engine: an `Engine`, or what has its `submit`, `tokenize` and `stats`.
-        name: the model's, as clients ask for it.
-        api_keys: of which a client has to send one; without any, everybody is let in who reaches
-            the port.
-        share_prefixes: among the requests of one key, or of all.
-        allow_hosts: as for `pictures.read_picture`.
-        allow_origins: of pages in browsers that may ask; "*" is any.
-        ignore_unknown: do without what a request asks for and is not supported.
-        timeout: seconds that a request may take.
-        limits: bounds of what is read.
+    It neither starts nor closes the engine. Clients ask for the model by its name, and send one of
+    the keys; without any, everybody is let in who reaches the port, but only pages in browsers
+    whose origin is allowed ("*": any). Prefixes are shared among the requests of one key, or of
+    all. A request may take `timeout` seconds. See also `Limits` and `pictures.read_picture`.
     """
     handlers: Any = {RequestError: _refuse, HTTPException: _other, Exception: _failed}
     served = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=handlers)
@@ -59,12 +52,10 @@ def app(
         served.add_middleware(CORSMiddleware, allow_origins=[*allow_origins], **every)
 
     def admit(request: Request) -> None:
-        """Let a client in by its key; without keys, let programs in and pages of browsers not.
-
-        A page that is open in a browser on this computer could else use the server.
-        """
+        """Let a client in by its key; without keys, let programs in and pages of browsers not."""
         request.state.owner = None
         if not api_keys:
+            # A page that is open in a browser on this computer could else use the server.
             origin = request.headers.get("origin")
             if origin is not None and not {origin, "*"} & {*allow_origins}:
                 raise RequestError("pages of other origins are not served", status=403)
@@ -206,19 +197,11 @@ def config(served: FastAPI, **more: Any) -> uvicorn.Config:
 
 
 def run(
-    served: FastAPI,
-    listening: socket.socket,
-    *,
-    grace: float = 30.0,
-    ready: Callable[[], None] = lambda: None,
+    served: FastAPI, listening: socket.socket, *, grace: float, ready: Callable[[], None]
 ) -> None:
-    """Serve until SIGINT or SIGTERM; from the main thread only.
+    """Serve an `app` until SIGINT or SIGTERM, from the main thread; `ready` is called once it is.
 
-    Args:
-        served: from `app`.
-        listening: from `bind`.
-        grace: seconds that answers may go on when it ends.
-        ready: called once it listens.
+    Answers may go on for `grace` seconds when it ends.
     """
     how = config(served, timeout_graceful_shutdown=int(grace) + 10)
     server = _Server(how, served.state.service, grace, ready)

@@ -21,9 +21,6 @@ from .errors import Limits, RequestError, read
 from .metrics import Metrics
 
 _log = logging.getLogger(__name__)
-# Pictures that are decoded at a time: each may take its limit of pixels.
-_DECODERS = 2
-_GONE = 499  # nginx's: the client has closed the connection, so nobody reads this
 
 
 class _Stream(StreamingResponse):
@@ -57,7 +54,7 @@ class Service:
         self._hosts = frozenset(x.lower() for x in allow_hosts)
         self._ignore_unknown, self._timeout = ignore_unknown, timeout
         self.room = limits.held_bytes  # that all requests together may still take
-        self._decoders = asyncio.Semaphore(_DECODERS)
+        self._decoders = asyncio.Semaphore(2)  # each may take its limit of pixels
 
     async def health(self) -> dict[str, str]:
         """Whether new requests are taken."""
@@ -95,10 +92,7 @@ class Service:
     async def tokenize(self, request: Request) -> dict[str, Any]:
         """The tokens of a text or a conversation."""
         with ExitStack() as ending:
-            raw = await self._body(request, ending)
-            asked = read(raw, api.TokenizeRequest, ignore_unknown=self._ignore_unknown)
-            if asked.model is not None:
-                await self.check_model(asked.model)
+            asked = await self._read(request, api.TokenizeRequest, ending)
             given: dict[str, Any] = {"prompt": asked.prompt}
             if asked.messages is not None:
                 shown = await self._pictures(asked.messages, ending)
@@ -113,7 +107,7 @@ class Service:
             return await self._answer(request, kind, answering)
         except ClientDisconnect:
             self.metrics.ended("gone")
-            return Response(status_code=_GONE)
+            return Response(status_code=499)  # nginx's: nobody reads it
         except RequestError as error:
             self.metrics.ended(str(error.status))
             raise
@@ -123,9 +117,7 @@ class Service:
         with ExitStack() as ending:
             held = ExitStack()  # what is no longer needed once the replies have ended
             ending.callback(held.close)
-            raw = await self._body(request, held)
-            asked = read(raw, kind, ignore_unknown=self._ignore_unknown)
-            await self.check_model(asked.model)
+            asked = await self._read(request, kind, held)
             replies = await self._replies(request, asked, held, ending)
             watch = asyncio.create_task(_hang_up(request, replies))
             ending.callback(watch.cancel)
@@ -152,10 +144,11 @@ class Service:
         self.room -= size
         ending.callback(give_back)
 
-    async def _body(self, request: Request, ending: ExitStack) -> bytes:
+    async def _read(self, request: Request, kind: Any, ending: ExitStack) -> Any:
+        """The body of a request of this kind, for our model."""
         # A browser sends this type to another origin only after asking.
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
+        written = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if written != "application/json":
             raise RequestError("expected the header Content-Type: application/json", status=415)
         most, raw = self.limits.body_bytes, bytearray()
         large = RequestError(f"the body is larger than {most / 2**20:g} MiB", status=413)
@@ -170,7 +163,10 @@ class Service:
                         raise large
         except TimeoutError:
             raise RequestError("the body did not come in time", status=408) from None
-        return bytes(raw)
+        asked = read(bytes(raw), kind, ignore_unknown=self._ignore_unknown)
+        if asked.model is not None:
+            await self.check_model(asked.model)
+        return asked
 
     async def _pictures(self, messages: Any, ending: ExitStack) -> list[Any]:
         urls = api.picture_urls(messages)
@@ -215,14 +211,10 @@ class Service:
     async def _events(
         self, replies: list[Any], clock: Any, held: ExitStack, ending: ExitStack
     ) -> AsyncGenerator[tuple[int, Event | str]]:
-        """The events of all replies as they come, and how each ended.
+        """The events of all replies as they come, and how each ended, unless one fails.
 
         They are taken whether anybody reads the answer or not, so that `held` is given back when
         the replies end.
-
-        Raises:
-            ClientDisconnect: nobody reads them any more.
-            RequestError: one failed.
         """
         found = asyncio.Queue[tuple[int, Event | str | Exception]]()
 

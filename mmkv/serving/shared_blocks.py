@@ -1,21 +1,25 @@
-"""The kept pairs of many requests, in blocks that they share.
+"""The kept pairs of many requests, in blocks that they share; and prefixes that they share.
 
 Rows of similar length lie in one padded block of a layer, whoever they belong to: attention is one
-call a block, and the new tokens of all its rows are one indexed copy.
+call a block, and the new tokens of all its rows are one indexed copy. The kept pairs of a shared
+prefix are attended to where they lie, and not copied: attention over two sets of pairs is that over
+each, weighed by the sums of their exponentials. With `out` and `total`, the logarithm of such a
+sum, of both, the second set's share is sigmoid(total2 - total1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mmkv.cache.padded_blocks import attend
-from mmkv.parts.slots import send
-from mmkv.serving.behind import part
+from mmkv.cache.padded_blocks import PaddedBlock, attend, masked_logits
+from mmkv.contexts import Context
+from mmkv.parts.slots import GrowingSlots, send
 
 # Widths are multiples of it, as fused kernels want of a bias.
 STEP = 16
@@ -31,22 +35,19 @@ def capacity(slots: int, step: int | None = None) -> int:
 
 
 class SharedBlock:
-    """Rows of many requests that hold about as much at the most.
+    """Rows of many requests that hold about as much, at most `capacity` slots.
 
-    Attributes:
-        capacity: slots of a row at the most.
-        behind: whether they attend to a shared prefix before what they hold.
-        stored: keys [C, S, D], values [C, S, Dv] and bias [C, S, 1], of which the first rows are in
-            use. The bias is added to the logits: -inf where a slot is empty, elsewhere the
-            logarithm of what its pair weighs.
-        rows: int64 [n], the rows of the batch that lie here.
-        used: int64 [n], slots of each that are in use.
+    Where they are `behind`, they attend to a shared prefix before what they hold.
     """
 
     def __init__(self, like: Any, capacity: int, behind: bool = False) -> None:
         self.capacity, self.behind = capacity, behind
+        # Keys [C, S, D], values [C, S, Dv] and bias [C, S, 1], of which the first rows are in use.
+        # The bias is added to the logits: -inf where a slot is empty, elsewhere the logarithm of
+        # what its pair weighs.
         widths = (like.keys.shape[-1], like.values.shape[-1], 1)
         self.stored = [like.keys.new_empty(0, 0, width) for width in widths]
+        # The rows of the batch that lie here, int64 [n], and how many slots of each are in use.
         self.rows = self.used = np.empty(0, dtype=np.int64)
 
     @property
@@ -131,20 +132,16 @@ class SharedBlock:
 
 
 class SharedLayer:
-    """One layer's blocks, by their capacity and whether they are behind shared prefixes.
-
-    Attributes:
-        rows: int64 [R], the rows of the batch as they lie in the blocks; None: to be found.
-        order: the same on the device, and `back` the way back; None where it is the batch's order.
-        at: int64 [n] for each block, where the next tokens go.
-    """
+    """One layer's blocks, by their capacity and whether they are behind shared prefixes."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[int, bool], SharedBlock] = {}
+        # The rows of the batch as they lie in the blocks, int64 [R]; None: to be found.
         self.rows: np.ndarray | None = None
+        # The same on the device, and the way back; None where it is the batch's order.
         self.order: Tensor | None = None
         self.back: Tensor | None = None
-        self.at: list[Tensor] = []
+        self.at: list[Tensor] = []  # where the next tokens go, int64 [n] for each block
 
     def __iter__(self) -> Iterator[SharedBlock]:
         return iter(self.blocks.values())
@@ -186,3 +183,94 @@ class SharedLayer:
         parts = zip(self, self.at, *(x.split(self.sizes) for x in given), strict=True)
         out = torch.cat([block.attend(*mine, **options) for block, *mine in parts])
         return out if self.back is None else out.index_select(0, self.back)
+
+
+class SharedPrefix:
+    """The kept pairs of a context, which stays as it is, that members of a pool attend to."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        # Places in the batch, int64 [m] on each device.
+        self.members: dict[torch.device, Tensor] = {}
+        self._layers = [
+            [_in_use(x) for x in layer.keeping().blocks if x.schedule.used]
+            for layer in context.cache.compressed
+        ]
+
+    def attend(
+        self, layer: int, query: Tensor, width: int, *, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """What queries [m, H, G, D] find: out [m, H, G, width] and total [m, H, G], see `part`."""
+        m, H, G, D = query.shape
+        rows = query.transpose(0, 1).reshape(H, m * G, D)
+        exact = torch.promote_types(query.dtype, torch.float32)
+        out = rows.new_zeros(H, m * G, width, dtype=exact)
+        total = out.new_full((H, m * G), -torch.inf)
+        for at, *pairs in self._layers[layer]:
+            out[at], total[at] = part(rows[at], *pairs, scale=scale, softcap=softcap)
+        return out.view(H, m, G, -1).transpose(0, 1), total.view(H, m, G).transpose(0, 1)
+
+
+def _in_use(block: Any) -> tuple[Any, ...]:
+    """Rows, and the keys, values and bias of the slots in use; a row may have none of them."""
+    n = block.schedule.used
+    bias = None if block.bias is None else block.bias[:, :, :n]
+    return block.rows, block.keys[:, :n], block.values[:, :n], bias
+
+
+def part(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention to some of the pairs, and what it weighs beside attention to others.
+
+    Takes what `padded_blocks.attend` does: query [R, n, D], keys and values [R, U, D], bias
+    [R, 1, U]. Returns out, float32 [R, n, Dv], and total, float32 [R, n], the logarithm of the sum
+    of the logits' exponentials.
+    """
+    exact = torch.promote_types(query.dtype, torch.float32)  # rounded logits would move weights
+    query, keys, values = (x.to(exact) for x in (query, keys, values))
+    logits = masked_logits(query, keys, bias, scale, softcap)
+    logits.clamp_(min=torch.finfo(torch.float32).min)  # a row of empty slots weighs nothing
+    weights = logits.softmax(-1)
+    # The largest weight is that of the largest logit, and not below 1 / U.
+    return weights @ values, logits.amax(-1) - weights.amax(-1).log()
+
+
+def tails(
+    context: Context, kept: Sequence[Sequence[PaddedBlock]]
+) -> list[Sequence[PaddedBlock]] | None:
+    """What lies behind a context's pairs in each layer's blocks of a cache that began as its copy.
+
+    None where the cache may drop the context's pairs, or has dropped some of its own, so that rows
+    hold differently many.
+    """
+    seen, found = context.cache.get_seq_length(), list[Sequence[PaddedBlock]]()
+    for blocks in kept:
+        found.append(mine := list[PaddedBlock]())
+        for block in blocks:
+            behind = block.held >= seen
+            numbers = behind.sum(-1).cpu().numpy()
+            if block.schedule.drops or (numbers != numbers[0]).any():
+                return None
+            at = behind.nonzero()[:, 1].view(len(numbers), -1)
+            keys: Any = block.keys
+            values: Any = block.values
+            tail = replace(
+                block,
+                keys=keys.gather(1, at[..., None].expand(*at.shape, keys.shape[-1])),
+                values=values.gather(1, at[..., None].expand(*at.shape, values.shape[-1])),
+                positions=block.positions.gather(1, at),
+                bias=None,
+                mass=None,
+                log_weights=None,
+                schedule=GrowingSlots(counts=numbers),
+                dated=(0, 0),
+            )
+            mine.append(tail)
+    return found

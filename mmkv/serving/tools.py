@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import uuid
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from mmkv.serving.reply import overlap
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 # What some models write before the JSON of a call.
 _MARKS = ("[TOOL_CALLS]", "<|python_tag|>")
-
-
-class Call(NamedTuple):
-    """A call; `arguments` is a JSON text."""
-
-    name: str
-    arguments: str
 
 
 def call_schema(functions: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -28,14 +22,8 @@ def call_schema(functions: Sequence[dict[str, Any]]) -> dict[str, Any]:
         arguments: dict[str, Any] = {**(function.get("parameters") or {"type": "object"})}
         shared |= arguments.pop("$defs", {})  # they are referred to from the root
         given = {"name": {"const": function["name"]}, "arguments": arguments}
-        every.append(
-            {
-                "type": "object",
-                "properties": given,
-                "required": [*given],
-                "additionalProperties": False,
-            }
-        )
+        shape = {"type": "object", "properties": given, "required": [*given]}
+        every.append({**shape, "additionalProperties": False})
     return {"anyOf": every, **({"$defs": shared} if shared else {})}
 
 
@@ -49,11 +37,7 @@ def as_object(function: Any) -> dict[str, Any]:
 
 
 class ToolText:
-    """A reply's text as it comes: what may be a call is held back until the end.
-
-    Args:
-        names: of the tools; others are no calls. Without any, all is text.
-    """
+    """A reply's text as it comes: what may be a call of these tools is held back until the end."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names, self._text, self._given = set(names), "", 0
@@ -73,22 +57,22 @@ class ToolText:
         found, self._given = self._text[self._given : end], max(end, self._given)
         return found
 
-    def end(self) -> tuple[str, list[Call]]:
-        """What was held back: the rest of the text, and the calls."""
+    def end(self) -> tuple[str, list[dict[str, Any]]]:
+        """What was held back: the rest of the text, and the calls as an answer has them."""
         rest = self._text[self._given :]
         calls = self._calls(rest)
         if not calls:
             return rest, []
         return (rest.partition(_OPEN)[0].rstrip() if _OPEN in rest else ""), calls
 
-    def _calls(self, text: str) -> list[Call]:
+    def _calls(self, text: str) -> list[dict[str, Any]]:
         if _OPEN in text:
             found = re.findall(f"{_OPEN}(.*?)(?:{_CLOSE}|$)", text, re.DOTALL)
         else:
             for mark in _MARKS:
                 text = text.strip().removeprefix(mark)
             found = [text]
-        calls = list[Call]()
+        calls = list[dict[str, Any]]()
         for one in found:
             try:
                 given = json.loads(one)
@@ -99,5 +83,7 @@ class ToolText:
                     return []
                 arguments = call.get("arguments", call.get("parameters", {}))
                 written = arguments if isinstance(arguments, str) else json.dumps(arguments)
-                calls.append(Call(call["name"], written))
+                called = {"name": call["name"], "arguments": written}
+                name = f"call_{uuid.uuid4().hex[:24]}"
+                calls.append({"id": name, "type": "function", "function": called})
         return calls

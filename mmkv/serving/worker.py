@@ -23,12 +23,11 @@ from mmkv.attach.attachment import Attachment
 from mmkv.cache.forward_pass import between, current
 from mmkv.cache_name import CACHE
 from mmkv.contexts import Context
-from mmkv.serving.batch import Batch
+from mmkv.serving.batch import Batch, Request
 from mmkv.serving.memory import Bounds
 from mmkv.serving.pool import Pool
 from mmkv.serving.prompts import Reader, kept
 from mmkv.serving.reply import Busy, Closed
-from mmkv.serving.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class Worker:
         self.wake = threading.Condition()
         self.waiting: deque[Request] = deque()
         self.batch = Batch(self.model, limits.cache_memory is not None, self.wake)
-        self.reading: list[Request] = []  # the last is read, between two chunks of the one before
+        self.reading = self.batch.reading
         self.prefixes: OrderedDict[str, Context] = OrderedDict()
         self.closed = False
         self._counts = Counter(prompt_tokens=0, prefix_hits=0)
@@ -76,12 +75,7 @@ class Worker:
         self._thread.start()
 
     def add(self, request: Request) -> None:
-        """Have a request wait for its turn.
-
-        Raises:
-            Busy: too many wait.
-            Closed: the engine is.
-        """
+        """Have a request wait for its turn, unless the engine is closed or too many wait."""
         with self.wake:
             if self.closed:
                 raise Closed("the engine is closed")
@@ -117,12 +111,11 @@ class Worker:
                 prefilling=len(self.reading),
                 cache_bytes=sum(x.nbytes for x in [self.batch.pool, *caches, *held]),
                 cache_memory=self.limits.cache_memory,
-                reserved_bytes=self.batch.pool.most
-                + self.batch.pool.spare
-                + sum(x.reserved for x in live)
-                + sum(x.nbytes for x in held),
+                reserved_bytes=sum(x.reserved for x in live)
+                + sum(x.nbytes for x in held)
+                + self.batch.pool.most
+                + self.batch.pool.spare,
                 prefixes=len(held),
-                step_seconds=self.batch.step_seconds,
                 **self._counts,
                 **self.batch.counts,
             )
@@ -132,8 +125,7 @@ class Worker:
         between.set(self._between)
         while True:
             with self.wake:
-                while not (self.closed or self.waiting or self.batch.running):
-                    self.wake.wait()
+                self.wake.wait_for(lambda: self.closed or self.waiting or self.batch.running)
             if self.closed:
                 break
             try:
@@ -158,7 +150,7 @@ class Worker:
             self.prefixes.clear()
         for request in left:
             try:
-                self._end(request, reason, error)
+                self.batch.end(request, reason, error)
             except Exception:
                 logger.exception("a request ended without giving back what it held")
         self.batch.pool = Pool()
@@ -173,17 +165,14 @@ class Worker:
         for request in over:
             if request in self.reading and request.cache is not None:
                 request.cache.reset()  # what reads it goes on, to its end, once the others are read
-            self._end(request, request.over or "cancelled")
+            self.batch.end(request, request.over or "cancelled")
 
     def _admitted(self, most: int | None = None) -> Request | None:
         """The request that has waited longest, if there is room for it now.
 
         One whose prefix is held goes first: it costs less, and others may need the prefix's room.
-        No request waits for more than `max_batch` of these.
-
-        Args:
-            most: tokens of its prompt at the most; it may go ahead of longer ones that wait, if
-                there is room for these as well.
+        No request waits for more than `max_batch` of these. One of at `most` so many tokens may
+        go ahead of longer ones that wait, if there is room for these as well.
         """
         with self.wake:
             if len(self.live()) >= self.limits.max_batch:
@@ -247,10 +236,7 @@ class Worker:
         return True
 
     def _spare_prefixes(self) -> list[str]:
-        """Keys of the held prefixes that no reply attends to.
-
-        The least recently used come first, what requests wait for last.
-        """
+        """Held prefixes that no reply attends to: the longest unused first, wanted ones last."""
         with self.wake:
             wanted = {request.key for request in self.waiting}
         in_use = [x.context for x in self.batch.pool.prefixes]
@@ -271,9 +257,9 @@ class Worker:
             logits = self._read(request)
         except _Over:
             if request in self.reading:
-                self._end(request, request.over or "cancelled")
+                self.batch.end(request, request.over or "cancelled")
         except Exception as error:
-            self._end(request, "error", error)
+            self.batch.end(request, "error", error)
         else:
             with self.wake:
                 self.reading.remove(request)
@@ -282,7 +268,7 @@ class Worker:
                 self.batch.advance(request, logits)
             else:
                 request.reply.put(request.echo, None, request.usage())
-                self._end(request, "length")
+                self.batch.end(request, "length")
 
     def _read(self, request: Request) -> Tensor:
         """Logits [1, V] of the first token behind a request's prompt."""
@@ -308,9 +294,8 @@ class Worker:
             cache = request.cache = self.reader.cache(request.plan)
             chunk = self.reader.chunk(request.prefix)
             context = contexts.read_into(cache, self.model, request.prefix, chunk)
-            request.cache = None
             need = self._behind(request, context)
-            request.reserved = 0
+            request.cache, request.reserved = None, 0
             if self.limits.share_prefixes and self._has_room(context.nbytes + need):
                 request.reserved = need
                 with self.wake:
@@ -375,10 +360,3 @@ class Worker:
         if self.closed or self.reading[-1].over:
             raise _Over
         self._rested = time.perf_counter()
-
-    def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
-        """A request leaves, wherever it is."""
-        with self.wake:
-            if request in self.reading:
-                self.reading.remove(request)
-        self.batch.end(request, reason, error)

@@ -12,11 +12,14 @@ import pytest
 from PIL import Image
 
 from helpers.serving import data_url, listening, until
+from mmkv import serving
+from mmkv.cli import commands
 from mmkv.serving import Busy, Closed, Event, Refused, Usage
 
 openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
 server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
-cluster = pytest.importorskip("mmkv.serving.cluster", reason="pip install 'mmkv[serve]'")
+cluster = pytest.importorskip("mmkv.serving.cluster", reason="pip install 'mmkv[ray]'")
+RayActorError = pytest.importorskip("ray.exceptions").RayActorError
 
 
 class TestPrefixKey:
@@ -42,10 +45,7 @@ class TestRanked:
 
     @pytest.fixture
     def ranked(self):
-        pytest.importorskip("ray.serve", reason="pip install 'mmkv[ray]'")
-        from mmkv.serving.routing import ranked
-
-        return ranked
+        return cluster.ranked
 
     def test_keys_go_to_all_replicas_alike(self, ranked):
         first = [ranked(f"key {i}", dict.fromkeys("abcd", 0), 4)[0] for i in range(400)]
@@ -70,10 +70,14 @@ class TestRanked:
         assert ranked("key", {**held, first: 56}, 4) == [*rest, first]
 
 
-def test_ray_is_missing(monkeypatch):
+def test_ray_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match=r"pip install 'mmkv\[ray\]'"):
-        cluster.Replicas({})
+    monkeypatch.delitem(sys.modules, "mmkv.serving.cluster")
+    monkeypatch.delattr(serving, "cluster")
+    with pytest.raises(SystemExit) as end:
+        commands.main(["serve", "--port", "0", "--replicas", "2"])
+    told = capsys.readouterr().err
+    assert (end.value.code, "pip install 'mmkv[ray]'" in told) == (2, True), told
 
 
 def test_fewer_at_the_most_than_at_the_least():
@@ -138,8 +142,7 @@ class TestReply:
 
     @pytest.fixture
     def lost(self):
-        exceptions = pytest.importorskip("ray.exceptions", reason="pip install 'mmkv[ray]'")
-        return exceptions.RayActorError()
+        return RayActorError()
 
     def test_of_one_replica(self, lost):
         replicas = WrittenReplicas([event(1), event(2), END])
@@ -226,19 +229,17 @@ class TestReply:
 
 
 def test_replicas_grow_with_what_is_asked():
-    serve = pytest.importorskip("ray.serve", reason="pip install 'mmkv[ray]'")
-    made = cluster._deployment(serve, 2, 6, 8, 0.5)
+    made = cluster._deployment(2, 6, 8, 0.5)
     scaling = made._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas) == (2, 6)
     assert scaling.target_ongoing_requests == 8
     assert made.ray_actor_options["num_gpus"] == 0.5
-    assert cluster._deployment(serve, 3, None, 8, 0).num_replicas == 3
+    assert cluster._deployment(3, None, 8, 0).num_replicas == 3
 
 
 @pytest.fixture(scope="module")
 def replicas():
     """Two of them, of the built-in model, for the slow tests alone."""
-    pytest.importorskip("ray.serve", reason="pip install 'mmkv[ray]'")
     found = cluster.Replicas({"budget": 0.2, "max_batch": 8}, replicas=2)
     with listening(server.app(found, name="builtin")) as address:
         yield found, f"{address}/v1"

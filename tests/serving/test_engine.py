@@ -21,8 +21,8 @@ from helpers.serving import alone, watched
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache import compressed
 from mmkv.serving import Busy, Closed, Engine, Refused, Sampling
+from mmkv.serving.batch import Request
 from mmkv.serving.memory import Bounds
-from mmkv.serving.request import Request
 
 SEEDED = Sampling(temperature=0.9, top_p=0.9, top_k=20, seed=7)
 # Rings of slots, victims by weight, rounds, postponed eviction, groups, positions counted anew.

@@ -25,9 +25,8 @@ from mmkv.parts import slots as slot_schedules
 from mmkv.parts.slots import GrowingSlots, Ring
 from mmkv.serving import Engine, shared_blocks
 from mmkv.serving.batch import RowCaches
-from mmkv.serving.behind import part
 from mmkv.serving.pool import Member, Pool
-from mmkv.serving.shared_blocks import SharedBlock, capacity
+from mmkv.serving.shared_blocks import SharedBlock, capacity, part
 
 # Slots behind everything, rings, freed slots by distance, heads of their own sizes, groups.
 JOIN = [

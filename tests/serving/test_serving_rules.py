@@ -141,7 +141,7 @@ class TestPrefixRouter:
 
     def choose(self, key, held, busy=4):
         pytest.importorskip("ray.serve", reason="pip install 'mmkv[ray]'")
-        from mmkv.serving.routing import PrefixRouter
+        from mmkv.serving.cluster import PrefixRouter
 
         class Router(PrefixRouter):
             replica_queue_len_cache = held
