@@ -57,15 +57,10 @@ WORDS = tuple(_WORDS.split())
 
 @dataclass(frozen=True, kw_only=True)
 class Object:
-    """One thing in a cell: a shape, a printed word or a printed number.
+    """One thing in a cell: a shape, or a printed word or number, which has no `size`.
 
-    Attributes:
-        kind: what it is.
-        name: the shape's name, the word, or the digits.
-        color, place: of `COLORS`, `PLACES`.
-        size: of `SIZES`; printed things have none.
-        dx, dy, extent: shift and extent as fractions of a grid cell.
-        tint: added to the colour.
+    Its `name` is the shape's, the word, or the digits; `dx`, `dy` and `extent` are fractions of a
+    grid cell; `tint` is added to the colour.
     """
 
     kind: Kind
@@ -108,12 +103,9 @@ class Scene:
 def make_scene(
     seed: int, split: Split = "heldout", count: int | None = None, printed: int | None = None
 ) -> Scene:
-    """The scene number `seed` of a split.
+    """The scene number `seed` of a split, with `count` (else 2 to 6) things.
 
-    Args:
-        seed, split: which scene.
-        count: how many things there are, by default 2 to 6.
-        printed: how many of them are words or numbers, by default at most one of each.
+    So many of them are `printed` words or numbers, by default at most one of each.
     """
     rng = random.Random(f"drawing:{split}:{seed}:{count}:{printed}")
     return of_split(split, count, rng, lambda n: _random_scene(rng, n, printed), _content)
@@ -131,13 +123,10 @@ def _random_scene(rng: random.Random, count: int, printed: int | None) -> Scene:
             kinds[rng.randrange(count)] = "word"
         if rng.random() < 0.33:
             kinds[rng.randrange(count)] = "number"
-    seen = set[str]()
     for kind, place in zip(kinds, places, strict=True):
-        while True:
+        thing = _random_thing(rng, kind, PLACES[place])
+        while thing.short in [x.short for x in things]:
             thing = _random_thing(rng, kind, PLACES[place])
-            if thing.short not in seen:
-                break
-        seen.add(thing.short)
         things.append(thing)
     grey = rng.randint(140, 205)
     background = tuple(grey + rng.randint(-12, 12) for _ in range(3))
@@ -229,21 +218,16 @@ def _round(corners: int, radii: tuple[float, ...] = (1.0,), turn: float = -0.25)
 
 def _heart() -> list[Point]:
     at = [2 * math.pi * i / 40 for i in range(40)]
-    return [
-        (
-            math.sin(t) ** 3,
-            -(13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)) / 15,
-        )
-        for t in at
+    high = [
+        13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t) for t in at
     ]
+    return [(math.sin(t) ** 3, -y / 15) for t, y in zip(at, high, strict=True)]
 
 
 def _crescent() -> list[Point]:
-    outer = [2 * math.pi * (0.14 + 0.72 * i / 30) for i in range(31)]
-    inner = outer[::-1]
-    return [(math.cos(t), math.sin(t)) for t in outer] + [
-        (0.4 + 0.72 * math.cos(t), 0.98 * math.sin(t)) for t in inner
-    ]
+    at = [2 * math.pi * (0.14 + 0.72 * i / 30) for i in range(31)]
+    outer = [(math.cos(t), math.sin(t)) for t in at]
+    return outer + [(0.4 + 0.72 * x, 0.98 * y) for x, y in reversed(outer)]
 
 
 def _ring(canvas: ImageDraw.ImageDraw, x: float, y: float, r: float, fill: Any) -> None:
@@ -301,14 +285,8 @@ def score_description(text: str, scene: Scene) -> tuple[int, int]:
 
 def describe_question(which: str, rng: random.Random) -> str:
     """One phrasing of the request to describe `which` (such as "the picture")."""
-    return rng.choice(
-        (
-            f"Describe {which}.",
-            f"Describe {which} in detail.",
-            f"What is in {which}?",
-            f"What do you see in {which}?",
-        )
-    )
+    more = f"What is in {which}?", f"What do you see in {which}?"
+    return rng.choice((f"Describe {which}.", f"Describe {which} in detail.", *more))
 
 
 def ask(scene: Scene, rng: random.Random, count: int, which: str = "the picture") -> list[Question]:
@@ -331,77 +309,55 @@ def _ask(scene: Scene, rng: random.Random, which: str) -> Question:
     shape = rng.choice(shapes) if shapes else thing
     if kind == "read":
         thing = rng.choice(printed)
-        other = rng.choice((f"Which {thing.kind} is printed", f"What is the {thing.kind}"))
-        return Question(
-            text=f"{other} {inside}?", answer=_sentence(thing).replace(f" in {thing.color}", "")
-        )
-    if kind == "at":
+        asked = rng.choice((f"Which {thing.kind} is printed", f"What is the {thing.kind}"))
+        text, answer = f"{asked} {inside}?", _sentence(thing).replace(f" in {thing.color}", "")
+    elif kind == "at":
         place = rng.choice(PLACES) if rng.random() < 0.25 else thing.place
         there = [x for x in scene.objects if x.place == place]
+        text = f"What is at the {place} of {which}?"
         answer = _sentence(there[0]) if there else f"Nothing is at the {place}."
-        return Question(text=f"What is at the {place} of {which}?", answer=answer)
-    if kind == "where":
-        return Question(
-            text=f"Where is the {thing.short} {inside}?",
-            answer=f"The {thing.short} is at the {thing.place}.",
-        )
-    if kind == "count":
-        return Question(
-            text=f"How many things are {inside}?",
-            answer=count_of(len(scene.objects), "thing", "in the picture"),
-        )
-    if kind == "shapes":
+    elif kind == "count":
+        text, answer = f"How many things are {inside}?", count_of(len(scene.objects), "thing")
+    elif kind == "shapes":
         name = rng.choice((shape.name, rng.choice(SHAPES)))
-        number = sum(x.name == name for x in scene.objects)
-        return Question(
-            text=f"How many {plural(name)} are {inside}?",
-            answer=count_of(number, name, "in the picture"),
-        )
-    if kind == "colors":
+        text = f"How many {plural(name)} are {inside}?"
+        answer = count_of(sum(x.name == name for x in scene.objects), name)
+    elif kind == "colors":
         color = rng.choice((shape.color, rng.choice(tuple(COLORS))))
-        number = sum(x.color == color and x.kind == "shape" for x in scene.objects)
-        return Question(
-            text=f"How many {color} shapes are {inside}?",
-            answer=count_of(number, f"{color} shape", "in the picture"),
-        )
-    if kind == "color":
-        return Question(
-            text=f"What color is the {shape.name} at the {shape.place} of {which}?",
-            answer=f"The {shape.name} is {shape.color}.",
-        )
-    if kind == "size":
-        return Question(
-            text=f"Is the {shape.short} {inside} small or large?",
-            answer=f"The {shape.short} is {shape.size}.",
-        )
-    if kind == "exists":
-        if rng.random() < 0.5 or not shapes:
-            return Question(text=f"Is there a {shape.short} {inside}?", answer="Yes, there is.")
-        wrong = rng.choice(
-            (f"{rng.choice(tuple(COLORS))} {shape.name}", f"{shape.color} {rng.choice(SHAPES)}")
-        )
-        there = any(x.short == wrong for x in scene.objects)
-        answer = "Yes, there is." if there else "No, there is not."
-        return Question(text=f"Is there a {wrong} {inside}?", answer=answer)
-    first, second = rng.sample(scene.objects, 2) if len(scene.objects) > 1 else (thing, thing)
-    (row, column), (other_row, other_column) = first.row_column, second.row_column
-    if row != other_row and (column == other_column or rng.random() < 0.5):
-        relation, right = ("above", row < other_row)
+        text = f"How many {color} shapes are {inside}?"
+        answer = count_of(sum(x.color == color for x in shapes), f"{color} shape")
+    elif kind == "color":
+        text = f"What color is the {shape.name} at the {shape.place} of {which}?"
+        answer = f"The {shape.name} is {shape.color}."
+    elif kind == "size":
+        text = f"Is the {shape.short} {inside} small or large?"
+        answer = f"The {shape.short} is {shape.size}."
+    elif kind == "exists":
+        name = shape.short
+        if rng.random() >= 0.5 and shapes:
+            other = (
+                f"{rng.choice(tuple(COLORS))} {shape.name}",
+                f"{shape.color} {rng.choice(SHAPES)}",
+            )
+            name = rng.choice(other)
+        text = f"Is there a {name} {inside}?"
+        known = any(x.short == name for x in scene.objects)
+        answer = "Yes, there is." if known else "No, there is not."
+    elif kind == "beside" and len(scene.objects) > 1:
+        first, second = rng.sample(scene.objects, 2)
+        (row, column), (other_row, other_column) = first.row_column, second.row_column
+        if row != other_row and (column == other_column or rng.random() < 0.5):
+            relation, opposite, right = "above", "below", row < other_row
+        else:
+            relation, opposite, right = "to the left of", "to the right of", column < other_column
         if rng.random() < 0.5:
-            relation, right = "below", not right
-    elif column != other_column:
-        relation, right = ("to the left of", column < other_column)
-        if rng.random() < 0.5:
-            relation, right = "to the right of", not right
+            relation, right = opposite, not right
+        text = f"Is the {first.short} {relation} the {second.short} {inside}?"
+        answer = "Yes, it is." if right else "No, it is not."
     else:
-        return Question(
-            text=f"Where is the {thing.short} {inside}?",
-            answer=f"The {thing.short} is at the {thing.place}.",
-        )
-    return Question(
-        text=f"Is the {first.short} {relation} the {second.short} {inside}?",
-        answer="Yes, it is." if right else "No, it is not.",
-    )
+        text = f"Where is the {thing.short} {inside}?"
+        answer = f"The {thing.short} is at the {thing.place}."
+    return Question(text=text, answer=answer)
 
 
 def find_question(
@@ -409,10 +365,7 @@ def find_question(
 ) -> Question | None:
     """Which of several pictures shows a thing that only one of them shows; None: there is none.
 
-    Args:
-        scenes: what the pictures show.
-        rng: draws the thing, and the picture where it is not given.
-        number: of the picture that shows it, from 0.
+    It is the picture with this `number`, from 0, or one that is drawn.
     """
     shown = [{thing.short for thing in scene.objects} for scene in scenes]
     number = rng.randrange(len(scenes)) if number is None else number

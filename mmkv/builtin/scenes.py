@@ -39,7 +39,6 @@ PLACES = (
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 ORDINALS = ("first", "second", "third")
 
-_HELDOUT_SHARE = 8  # one content checksum in eight belongs to the held-out split
 _SENTENCE = re.compile(rf"({'|'.join(COLORS)}) ({'|'.join(SHAPES)}) is at the ({'|'.join(PLACES)})")
 
 
@@ -85,27 +84,20 @@ def of_split(
     make: Callable[[int], S],
     content: Callable[[S], str],
 ) -> S:
-    """The first scene that belongs to a split: one in eight is held out, by its content.
-
-    Args:
-        split: "train" or "heldout".
-        count: how many objects it has; None: 2 to 6, drawn for each.
-        rng: draws that.
-        make: gives another scene of so many objects.
-        content: what is in a scene.
-
-    Raises:
-        ValueError: another split, or a count that the grid does not hold.
-    """
+    """The first scene of `count` objects (else 2 to 6) that belongs to a split, by its content."""
     if count is not None and not 1 <= count <= len(PLACES):
         raise ValueError(f"count must be 1 to {len(PLACES)}, got {count}")
     if split not in ("train", "heldout"):
         raise ValueError(f"split must be 'train' or 'heldout', got {split!r}")
     while True:
         scene = make(count if count is not None else rng.randint(2, 6))
-        checksum = zlib.crc32(content(scene).encode())
-        if (checksum % _HELDOUT_SHARE == 0) == (split == "heldout"):
+        if belongs(content(scene), split):
             return scene
+
+
+def belongs(content: str, split: Split) -> bool:
+    """Whether a scene or a text is of a split: one in eight is held out, by a checksum."""
+    return (zlib.crc32(content.encode()) % 8 == 0) == (split == "heldout")
 
 
 def _random_scene(rng: random.Random, count: int) -> Scene:
@@ -141,8 +133,7 @@ def draw(scene: Scene, size: int = 384) -> Image.Image:
     cell = size / 3
     for item in scene.objects:
         row, column = divmod(PLACES.index(item.place), 3)
-        x = (column + 0.5 + item.dx) * cell
-        y = (row + 0.5 + item.dy) * cell
+        x, y = (column + 0.5 + item.dx) * cell, (row + 0.5 + item.dy) * cell
         base = COLORS[item.color]
         fill = tuple(min(255, max(0, c + t)) for c, t in zip(base, item.tint, strict=True))
         _draw_shape(canvas, item.shape, x, y, item.size * cell / 2, fill)
@@ -160,38 +151,27 @@ def _draw_shape(
     elif shape == "triangle":
         canvas.polygon([(x, y - r), (x + r, y + 0.8 * r), (x - r, y + 0.8 * r)], fill=fill)
     elif shape == "star":
-        points = []
-        for i in range(10):
-            radius = 1.08 * r if i % 2 == 0 else 0.45 * r
-            angle = math.pi * i / 5 - math.pi / 2
-            points.append((x + radius * math.cos(angle), y + radius * math.sin(angle)))
-        canvas.polygon(points, fill=fill)
+        at = [((0.45 if i % 2 else 1.08) * r, math.pi * i / 5 - math.pi / 2) for i in range(10)]
+        canvas.polygon([(x + a * math.cos(t), y + a * math.sin(t)) for a, t in at], fill=fill)
     elif shape == "diamond":
         canvas.polygon([(x, y - r), (x + 0.75 * r, y), (x, y + r), (x - 0.75 * r, y)], fill=fill)
     elif shape == "cross":
         w = 0.33 * r
         canvas.rectangle((x - w, y - r, x + w, y + r), fill=fill)
         canvas.rectangle((x - r, y - w, x + r, y + w), fill=fill)
-    elif shape == "ring":
-        canvas.ellipse((x - r, y - r, x + r, y + r), outline=fill, width=max(1, round(0.38 * r)))
     else:
-        raise ValueError(f"shape must be one of {SHAPES}, got {shape!r}")
-
-
-def article(noun: str) -> str:
-    """`noun` with "a" or "an"."""
-    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
+        canvas.ellipse((x - r, y - r, x + r, y + r), outline=fill, width=max(1, round(0.38 * r)))
 
 
 def _sentence(item: Object) -> str:
-    text = article(f"{item.color} {item.shape} is at the {item.place}.")
-    return text[0].upper() + text[1:]
+    article = "An" if item.color[0] in "aeiou" else "A"
+    return f"{article} {item.color} {item.shape} is at the {item.place}."
 
 
-def count_of(number: int, noun: str, tail: str) -> str:
+def count_of(number: int, noun: str) -> str:
     """How many there are, in a sentence: "There are two objects in the picture."."""
     found = f"is one {noun}" if number == 1 else f"are {NUMBERS[number]} {plural(noun)}"
-    return f"There {found} {tail}."
+    return f"There {found} in the picture."
 
 
 def plural(noun: str) -> str:
@@ -201,8 +181,7 @@ def plural(noun: str) -> str:
 
 def describe(scene: Scene) -> str:
     """The full description: the number of objects, then a sentence for each."""
-    first = count_of(len(scene.objects), "object", "in the picture")
-    return " ".join([first, *(_sentence(item) for item in scene.objects)])
+    return " ".join([count_of(len(scene.objects), "object"), *map(_sentence, scene.objects)])
 
 
 def score_description(text: str, scene: Scene) -> tuple[int, int]:
@@ -217,25 +196,22 @@ def score_description(text: str, scene: Scene) -> tuple[int, int]:
 
 def describe_question(which: str, rng: random.Random) -> str:
     """One phrasing of the request to describe `which` (such as "the picture")."""
-    return rng.choice(
-        (f"Describe {which}.", f"Describe {which} in detail.", f"What is in {which}?")
-    )
+    asked = f"Describe {which}.", f"Describe {which} in detail.", f"What is in {which}?"
+    return rng.choice(asked)
 
 
 def ask(scene: Scene, rng: random.Random, count: int, which: str = "the picture") -> list[Question]:
     """`count` short questions about `scene`; `which` names the picture in them."""
-    several = which != "the picture"
-    return [_ask(scene, rng, which, several) for _ in range(count)]
+    return [_ask(scene, rng, which) for _ in range(count)]
 
 
-def _ask(scene: Scene, rng: random.Random, which: str, several: bool) -> Question:
-    tail, inside = "in the picture", f"in {which}"
+def _ask(scene: Scene, rng: random.Random, which: str) -> Question:
+    several, inside = which != "the picture", f"in {which}"
     kind = rng.choice(("at", "at", "at", "where", "count", "shapes", "colors", "color"))
     item = rng.choice(scene.objects)
     of_it = f" of {which}" if several else ""
     if kind == "at":
-        free = rng.random() < 0.25
-        place = rng.choice(PLACES) if free else item.place
+        place = rng.choice(PLACES) if rng.random() < 0.25 else item.place
         found = [o for o in scene.objects if o.place == place]
         text = f"What is at the {place}{of_it}?"
         answer = _sentence(found[0]) if found else f"Nothing is at the {place}."
@@ -245,16 +221,15 @@ def _ask(scene: Scene, rng: random.Random, which: str, several: bool) -> Questio
         answer = f"The {name} is at the {item.place}."
     elif kind == "count":
         text = f"How many objects are {inside}?"
-        answer = count_of(len(scene.objects), "object", tail)
+        answer = count_of(len(scene.objects), "object")
     elif kind == "shapes":
         shape = rng.choice((item.shape, rng.choice(SHAPES)))
         text = f"How many {plural(shape)} are {inside}?"
-        answer = count_of(sum(o.shape == shape for o in scene.objects), shape, tail)
+        answer = count_of(sum(o.shape == shape for o in scene.objects), shape)
     elif kind == "colors":
         color = rng.choice((item.color, rng.choice(tuple(COLORS))))
-        number = sum(o.color == color for o in scene.objects)
         text = f"How many {color} objects are {inside}?"
-        answer = count_of(number, f"{color} object", tail)
+        answer = count_of(sum(o.color == color for o in scene.objects), f"{color} object")
     else:
         text = f"What color is the {item.shape} at the {item.place}{of_it}?"
         answer = f"The {item.shape} is {item.color}."

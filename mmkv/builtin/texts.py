@@ -7,12 +7,11 @@ one split, so no held-out text is ever trained on.
 from __future__ import annotations
 
 import random
-import zlib
 from dataclasses import dataclass
 
-from mmkv.builtin.scenes import Question, Split
+from mmkv.builtin.scenes import Question, Split, belongs
 
-_KEY_WORDS = (
+_KEYS = (
     "amber ash bark bay bell birch bolt brass briar brook camp cape cave cedar chalk clay cliff "
     "clover coal coast copper coral cove crane creek crest crow dawn deer delta dove drift dune "
     "dusk eagle elm ember falcon fern field finch fjord flint fog forge fox frost gale garnet gate "
@@ -22,7 +21,7 @@ _KEY_WORDS = (
     "poppy quail quartz rain raven reed ridge robin rose ruby sage sand shore silver slate spring "
     "spruce swan thorn tide topaz trail tulip valley violet willow wren"
 )
-_VALUE_WORDS = (
+_VALUES = (
     "anchor apple apron arrow badge bag ball barn basket bean bench bike blanket boat book boot "
     "bottle bowl box bread brick bridge broom brush bucket butter button cabin cake camera candle "
     "cap card carpet cart castle chain chair cheese church clock cloth coat coin comb cookie cup "
@@ -34,15 +33,10 @@ _VALUE_WORDS = (
     "spoon stamp stool stove sugar table tent ticket towel tower toy train tray truck vase violin "
     "wagon wallet watch wheel whistle window wool"
 )
-_SUBJECT_WORDS = "wind sun road city river people garden night water sky town day street"
-_STATE_WORDS = "calm old warm cold quiet long bright dark clean small large green slow new"
-KEYS = tuple(_KEY_WORDS.split())
-VALUES = tuple(_VALUE_WORDS.split())
-_SUBJECTS = tuple(_SUBJECT_WORDS.split())
-_STATES = tuple(_STATE_WORDS.split())
+_SUBJECTS = "wind sun road city river people garden night water sky town day street"
+_STATES = "calm old warm cold quiet long bright dark clean small large green slow new"
+KEYS, VALUES = tuple(_KEYS.split()), tuple(_VALUES.split())
 _TAILS = ("", "", " today", " this year", " in the morning", " at night", " for now", " again")
-
-_HELDOUT_SHARE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,26 +50,21 @@ class Lookup:
 
 def filler(rng: random.Random) -> str:
     """One sentence that carries no record."""
-    subject, state = rng.choice(_SUBJECTS), rng.choice(_STATES)
+    subjects, states = _SUBJECTS.split(), _STATES.split()
+    subject, state = rng.choice(subjects), rng.choice(states)
     kind = rng.randrange(3)
     if kind == 0:
         return f"The {subject} is {state}{rng.choice(_TAILS)}."
     if kind == 1:
-        return f"The {subject} and the {rng.choice(_SUBJECTS)} are {state}{rng.choice(_TAILS)}."
-    return f"It is {state} and {rng.choice(_STATES)} by the {subject}{rng.choice(_TAILS)}."
+        return f"The {subject} and the {rng.choice(subjects)} are {state}{rng.choice(_TAILS)}."
+    return f"It is {state} and {rng.choice(states)} by the {subject}{rng.choice(_TAILS)}."
 
 
 def phrase(key: str, rng: random.Random) -> str:
     """One phrasing of the question for the value of `key`."""
-    return rng.choice(
-        (
-            f"What is the value of {key}?",
-            f"Find the value of {key}.",
-            f"Which word follows {key}?",
-            f"Look up {key}.",
-            f"What comes after {key}?",
-        )
-    )
+    asked = f"What is the value of {key}?", f"Find the value of {key}."
+    more = f"Which word follows {key}?", f"Look up {key}.", f"What comes after {key}?"
+    return rng.choice((*asked, *more))
 
 
 def answer(key: str, value: str) -> str:
@@ -97,12 +86,9 @@ def make_lookup(
     if not 1 <= wanted <= len(KEYS):
         raise ValueError(f"records must be 1 to {len(KEYS)}, got {wanted}")
     rng = random.Random(f"text:{split}:{seed}:{tokens}:{records}")
-    while True:
-        keys = rng.sample(KEYS, wanted)
-        pairs = tuple((key, rng.choice(VALUES)) for key in keys)
-        checksum = zlib.crc32(repr(pairs).encode())
-        if (checksum % _HELDOUT_SHARE == 0) == (split == "heldout"):
-            break
+    pairs: tuple[tuple[str, str], ...] = ()
+    while not (pairs and belongs(repr(pairs), split)):
+        pairs = tuple((key, rng.choice(VALUES)) for key in rng.sample(KEYS, wanted))
     text = _compose([answer(*pair) for pair in pairs], tokens, rng)
     questions = tuple(Question(text=phrase(k, rng), answer=answer(k, v)) for k, v in pairs)
     return Lookup(text=text, records=pairs, questions=questions)
@@ -116,11 +102,7 @@ def estimate(text: str) -> int:
 def _compose(sentences: list[str], tokens: int, rng: random.Random) -> str:
     left = tokens - sum(map(estimate, sentences))
     merged: list[str] = []
-    while True:
-        extra = filler(rng)
-        left -= estimate(extra)
-        if left < 0:
-            break
+    while (left := left - estimate(extra := filler(rng))) >= 0:
         merged.append(extra)
     # Records keep their order; filler falls between them at random.
     slots = sorted(rng.sample(range(len(sentences) + len(merged)), len(sentences)))

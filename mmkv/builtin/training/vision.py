@@ -23,8 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmkv.builtin import drawings
-from mmkv.builtin.training.assembly import Bf16, arguments, untrained
-from mmkv.builtin.training.tower import IGNORE, pixels
+from mmkv.builtin.training.tower import IGNORE, Bf16, arguments, pixels, untrained
 from mmkv.loading.smollm2_vision import IMAGE_TOKEN, IMAGE_TOKENS, LORA_SCALE
 
 RANK = 16
@@ -65,21 +64,16 @@ class Rows:
             for order in drawings.ORDINALS[:pictures]
         )
         asked = f"<|im_start|>user\n{shown}{question}<|im_end|>\n<|im_start|>assistant\n"
-        return [
-            *self._encode(asked),
-            *self._encode(f"{answer}<|im_end|>", True),
-            *self._encode("\n"),
-        ]
+        told = self._encode(f"{answer}<|im_end|>", True)
+        return self._encode(asked) + told + self._encode("\n")
 
     def _pictures(self, kind: str, length: int, images: list[Tensor]) -> list[tuple[int, bool]]:
         """A conversation about one picture, or about two to four."""
         rng = self.rng
         number = 1 if kind == "one" else rng.choice((2, 3, 3, 4, 4))
         seeds = [rng.randrange(2**40) for _ in range(number)]
-        # Two thirds of the pictures hold print.
-        scenes = [
-            drawings.make_scene(seed, "train", None, rng.choice((None, 1, 2))) for seed in seeds
-        ]
+        printed = (None, 1, 2)  # two thirds of the pictures hold print
+        scenes = [drawings.make_scene(x, "train", None, rng.choice(printed)) for x in seeds]
         images += [pixels(scene, rng) for scene in scenes]
         turns: list[drawings.Question] = []
         for scene, order in zip(scenes, drawings.ORDINALS, strict=False):
@@ -168,22 +162,12 @@ def updates_of(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def begin_with(model: Any, parts: dict[str, Tensor]) -> None:
-    """Take the low-rank updates among `parts`, as `updates_of` gives them."""
-    weights = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, part in parts.items():
-            if name.endswith((".lora_A", ".lora_B")):
-                weights[f"base_model.model.{name}.default.weight"].copy_(part)
-
-
 def main(
     out: Annotated[Path, typer.Option(help="Folder for checkpoints and the parts.")],
     tower: Annotated[Path, typer.Option(help="What the first stage left.")],
     texts: Annotated[Path, typer.Option(help="Plain texts, in folders.")],
     steps: Annotated[int, typer.Option(help="Batches, all told.")] = 800,
     rate: float = 6e-4,
-    start: Annotated[Path | None, typer.Option(help="Parts whose updates to begin with.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint.")] = False,
     bf16: Bf16 = True,
     compile: Annotated[bool, typer.Option(help="Compile the layers.")] = True,
@@ -198,11 +182,8 @@ def main(
     if bf16:
         model.model.language_model.to(torch.bfloat16)
     model = prepare(model)
-    if start is not None:
-        begin_with(model, load_file(start))
-    read = [
-        path.read_text() for path in sorted(texts.glob("*/*.txt")) if "novels" not in path.parts
-    ]
+    files = [path for path in sorted(texts.glob("*/*.txt")) if "novels" not in path.parts]
+    read = [path.read_text() for path in files]
     if compile:
         torch.compiler.config.recompile_limit = 64
         inner = model.get_base_model().model
