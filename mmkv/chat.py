@@ -48,12 +48,9 @@ class Loaded:
 def parse_options(policy: str, pairs: Sequence[str]) -> dict[str, Any]:
     """Policy options from texts such as "window=16", as the policy's fields are typed.
 
-    Raises:
-        ValueError: an unknown policy, no "=", or a value of another type. An unknown option is
-            left to `mmkv.get_policy`, which lists the candidates.
+    An unknown option is left to `mmkv.get_policy`, which lists the candidates.
     """
-    cls = policy_class(policy)
-    typed = option_types(cls)
+    typed = option_types(policy_class(policy))
     options: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
@@ -67,11 +64,7 @@ def parse_options(policy: str, pairs: Sequence[str]) -> dict[str, Any]:
 def budget_or_default(
     budget: int | float | None, policy: Policy, profile: Path | None
 ) -> int | float | None:
-    """A fifth where no budget is given; None where the policy or the profile says how much.
-
-    Raises:
-        ValueError: the file holds no profile.
-    """
+    """A fifth where no budget is given; None where the policy or the profile says how much."""
     from mmkv.profiles import Profile
 
     sized = profile is not None and bool(Profile.load(profile).fractions)
@@ -81,11 +74,7 @@ def budget_or_default(
 
 
 def parse_value(name: str, text: str, hint: Any) -> Any:
-    """The option `name`'s text as the type that a field's annotation names.
-
-    Raises:
-        ValueError: it is of another type; the message shows it.
-    """
+    """The option `name`'s text as the type that a field's annotation names."""
     choices = flat(hint)
     if text in choices:
         return text
@@ -107,11 +96,7 @@ def flat(hint: Any) -> list[Any]:
 
 
 def read_picture(path: str | Path) -> Image.Image:
-    """A picture as RGB, upright.
-
-    Raises:
-        ValueError: missing, too large or unreadable; the message names the file.
-    """
+    """A picture as RGB, upright; one that cannot be read is an error that names the file."""
     try:
         return untrusted.read_picture(path, untrusted.upright)
     except untrusted.PictureError as error:
@@ -138,22 +123,19 @@ def load(
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     chosen: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
-    where = models.find_device(device) if device_map is None else None
-    more = {} if device_map is None else {"device_map": device_map}
-    model, processor, reads_pictures = models.pretrained(name, dtype=chosen, **more)
-    return Loaded(name, model if where is None else model.to(where), processor, reads_pictures)
+    if device_map is not None:
+        return Loaded(name, *models.pretrained(name, dtype=chosen, device_map=device_map))
+    where = models.find_device(device)
+    model, *others = models.pretrained(name, dtype=chosen)
+    return Loaded(name, model.to(where), *others)
 
 
 def encode(loaded: Loaded, question: str, pictures: Sequence[Image.Image]) -> dict[str, Any]:
-    """The model's inputs for one user message: the pictures, then the question.
-
-    Raises:
-        ValueError: pictures for a model that reads none, or no chat template to place them.
-    """
+    """The model's inputs for one user message: the pictures, then the question."""
     content: Any = question
     if pictures or loaded.places_pictures:
-        content = [{"type": "image", "image": x} for x in pictures]
-        content.append({"type": "text", "text": question})
+        shown = [{"type": "image", "image": x} for x in pictures]
+        content = [*shown, {"type": "text", "text": question}]
     return encode_messages(loaded, [{"role": "user", "content": content}])
 
 
@@ -192,8 +174,9 @@ def encode_messages(
     elif not loaded.reads_pictures and not sanitize:
         # A tokenizer adds no marks of its own to what a template wrote, a processor does.
         text = processor.apply_chat_template(messages, **how)
-        marks = adds_special(processor, text)
-        inputs = processor(text, add_special_tokens=marks, return_tensors="pt")
+        inputs = processor(
+            text, add_special_tokens=adds_special(processor, text), return_tensors="pt"
+        )
     else:
         how |= {"tokenize": True, "return_dict": True, "return_tensors": "pt", **marked}
         inputs = processor.apply_chat_template(messages, **how)
@@ -218,11 +201,7 @@ def cut(inputs: Mapping[str, Any], n: int) -> tuple[dict[str, Any], dict[str, An
 
 
 def check_pictures(loaded: Loaded, pictures: Sequence[Image.Image]) -> None:
-    """Refuse pictures that a model cannot be shown.
-
-    Raises:
-        ValueError: it reads none, has no chat template to place them, or one is of extreme shape.
-    """
+    """Refuse pictures that a model cannot be shown, or that are of extreme shape."""
     from mmkv.picture import check_size
 
     if pictures and not loaded.reads_pictures:

@@ -102,7 +102,11 @@ def load(
     weights = _read_weights(folder)
     tower = _find_tower(folder, fields, vision_tower)
     unused = ("rotary_emb.inv_freq", "embeddings.position_ids")
-    state = {_renamed(name): x for name, x in weights.items() if not name.endswith(unused)}
+    state: dict[str, Tensor] = {}
+    for name, x in weights.items():
+        start = next(x for x in _RENAMED if name.startswith(x))
+        if not name.endswith(unused):
+            state[_RENAMED[start] + name.removeprefix(start)] = x
     if not any(name.startswith("vision_tower.") for name in state):
         if tower is None:
             raise ValueError(
@@ -121,9 +125,9 @@ def load(
     rows = -(-max(held, len(tokenizer)) // _MULTIPLE) * _MULTIPLE
     for name in ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight"):
         if name in state:  # a mean token in the new rows
-            mean = state[name].float().mean(dim=0, keepdim=True).to(state[name].dtype)
-            new = mean.expand(max(0, rows - len(state[name])), -1)
-            state[name] = torch.cat([state[name], new])
+            old = state[name]
+            mean = old.float().mean(dim=0, keepdim=True).to(old.dtype)
+            state[name] = torch.cat([old, mean.expand(max(0, rows - len(old)), -1)])
     try:
         config = _config(fields, tower, rows=rows, image=image, pad=pad)
         _check_sizes(config, state)
@@ -177,7 +181,7 @@ def _refuse_what_differs(folder: Path, fields: dict[str, Any]) -> None:
         )
     kind, projector = fields.get("model_type"), fields.get("mm_projector_type")
     feature = fields.get("mm_vision_select_feature", "patch")
-    why = None
+    merge, why = fields.get("mm_patch_merge_type"), None
     if kind not in _TEXT:
         why = f"model_type={kind!r}: expected one of {', '.join(_TEXT)}"
     elif projector != "mlp2x_gelu":
@@ -186,9 +190,7 @@ def _refuse_what_differs(folder: Path, fields: dict[str, Any]) -> None:
         why = f"mm_vision_select_feature={feature!r}: expected 'patch' or 'cls_patch'"
     elif fields.get("mm_use_im_start_end"):
         why = "mm_use_im_start_end=True: tokens around each picture are not supported"
-    elif "anyres" in str(fields.get("image_aspect_ratio")) or "unpad" in str(
-        fields.get("mm_patch_merge_type")
-    ):
+    elif "anyres" in f"{fields.get('image_aspect_ratio')}" or "unpad" in f"{merge}":
         why = (
             f"{folder} is LLaVA-1.6, which cuts pictures into tiles: load a converted checkpoint "
             "(llava-hf) with transformers' LlavaNextForConditionalGeneration"
@@ -238,11 +240,6 @@ def _find_tower(folder: Path, fields: dict[str, Any], given: str | Path | None) 
     name = Path(str(fields["mm_vision_tower"])).name
     near = (folder / name, folder.parent / name) if name else ()
     return next((p for p in near if (p / "config.json").is_file()), None)
-
-
-def _renamed(name: str) -> str:
-    start = next(x for x in _RENAMED if name.startswith(x))
-    return _RENAMED[start] + name.removeprefix(start)
 
 
 def _tokenizer(folder: Path) -> tuple[Any, int, int]:
@@ -308,19 +305,13 @@ def _config(
 
 
 def _check_sizes(config: LlavaConfig, state: dict[str, Tensor]) -> None:
-    """Sizes that the weights do not have are refused before memory is asked for them.
-
-    Raises:
-        ValueError: more layers, or many more weights, than the files hold.
-    """
+    """Sizes that the weights do not have are refused before memory is asked for them."""
     import torch
     from transformers import LlavaForConditionalGeneration
 
     sizes: Any = config
-    for part, n in (
-        ("language_model", sizes.text_config.num_hidden_layers),
-        ("vision_tower", sizes.vision_config.num_hidden_layers),
-    ):
+    layers = {"language_model": sizes.text_config, "vision_tower": sizes.vision_config}
+    for part, n in ((name, x.num_hidden_layers) for name, x in layers.items()):
         found = {m[1] for x in state if (m := re.match(rf"{part}\..*\.layers\.(\d+)\.", x))}
         if len(found) != n:
             raise ValueError(f"{n} layers in the {part}, and weights of {len(found)}")

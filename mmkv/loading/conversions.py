@@ -21,16 +21,8 @@ _BLOCKS, _BLOCK = 256, 4096  # of a larger file: how many, and bytes each
 def make_once(folder: Path, digest: str, make: Callable[[Path], None], name: str) -> Path | None:
     """The folder with what `make` writes into it, made where it is not there or is damaged.
 
-    Several processes may ask at once: one makes it, the others wait.
-
-    Args:
-        folder: where it is kept.
-        digest: of what it is made from.
-        make: writes the files into the folder that it is given.
-        name: of the model, for people.
-
-    Returns:
-        None where the folder cannot be written.
+    Several processes may ask at once: one makes it, the others wait. None where it cannot be
+    written. The digest is of what it is made from; the name is the model's, for people.
     """
     from filelock import FileLock
     from safetensors import SafetensorError
@@ -57,11 +49,8 @@ def make_once(folder: Path, digest: str, make: Callable[[Path], None], name: str
                 finally:
                     shutil.rmtree(part, ignore_errors=True)
     except (OSError, SafetensorError, NotImplementedError) as error:  # the last: no locks there
-        logger.warning(
-            "%s is read anew each time, as %s cannot be written (%s): MMKV_CACHE names another "
-            "folder",
-            *(name, root, error),
-        )
+        why = f"{name} is read anew each time, as {root} cannot be written ({error})"
+        logger.warning("%s: MMKV_CACHE names another folder", why)
         return None
     return folder
 

@@ -25,12 +25,7 @@ _MAGIC = b"GGUF"
 def read(path: Path, **options: Any) -> tuple[Any, Any]:
     """The model of a GGUF file, in floating point, and its tokenizer.
 
-    Args:
-        path: the file.
-        options: of transformers' `from_pretrained`.
-
-    Raises:
-        ValueError: transformers cannot read it.
+    The options are those of transformers' `from_pretrained`.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -70,17 +65,7 @@ def read(path: Path, **options: Any) -> tuple[Any, Any]:
 def converted(path: Path, *, make: bool = True) -> Path | None:
     """The folder that holds a GGUF file's model as safetensors, made where it is not there yet.
 
-    Several processes may ask at once: one converts, the others wait for it.
-
-    Args:
-        path: the file.
-        make: False looks only whether it is there.
-
-    Returns:
-        None where it is not: the cache folder cannot be written. Read the file itself then.
-
-    Raises:
-        ValueError: no GGUF file, one that transformers cannot read, or no package `gguf`.
+    None where the cache folder cannot be written, or it is not to be made: read the file itself.
     """
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:

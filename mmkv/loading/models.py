@@ -49,38 +49,20 @@ class Source:
         """What the path needs beside it, for a config or a tokenizer."""
         return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
 
-    @property
-    def errors(self) -> tuple[type[Exception], ...]:
-        """What transformers raises where there is nothing that it can load."""
-        from safetensors import SafetensorError
-
-        # The reader of GGUF meets what it does not know with errors of every type.
-        wrong = (OSError, ValueError, KeyError, ImportError, SafetensorError)
-        return wrong if self.gguf_file is None else (Exception,)
-
-    def why(self, error: Exception) -> str:
-        """An error of transformers in one line: what follows the first is advice for callers."""
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if self.remedy:
-            return f"{self.remedy} ({why})"
-        return why if Path(self.path).is_dir() else f"it is no folder here, and {why}"
-
 
 def find(name: str, *, convert: bool = True) -> Source:
     """What is loaded for the name of a model; a GGUF file is converted once, into the user's cache.
 
     Args:
-        name: one of `NAMES`, a GGUF file, a folder with a model or one GGUF file, or a hub's
-            id.
+        name: one of `NAMES`, a GGUF file, a folder with a model or one GGUF file, or a hub's id.
         convert: False reads a GGUF file that is not converted as it is: enough for a config.
-
-    Raises:
-        ValueError: there is no model there, or a GGUF file that cannot be read.
     """
     if name == BUILTIN:
         return Source(str(WEIGHTS), dtype="float32")
     if name == SMOLLM2_VISION:
-        folder = smollm2_vision.assembled(_smollm2, find(SMOLLM2).path)
+        folder = smollm2_vision.assembled(
+            lambda: pretrained(SMOLLM2, dtype="float16")[:2], find(SMOLLM2).path
+        )
         return Source(str(folder), dtype="float32")
     path = _packaged() if name == SMOLLM2 else _path(name)
     if path is None:
@@ -95,10 +77,6 @@ def find(name: str, *, convert: bool = True) -> Source:
     return Source(str(path.parent), path.name, dtype="float32")
 
 
-def _smollm2() -> tuple[Any, Any]:
-    return pretrained(SMOLLM2, dtype="float16")[:2]
-
-
 def _packaged() -> Path | None:
     """SmolLM2's GGUF file, where its package is installed."""
     spec = importlib.util.find_spec(_PACKAGE)
@@ -107,11 +85,7 @@ def _packaged() -> Path | None:
 
 
 def _path(name: str) -> Path | None:
-    """The GGUF file that a name means; None for a folder of safetensors or a hub's id.
-
-    Raises:
-        ValueError: a name that can only be a path, where there is no model.
-    """
+    """The GGUF file that a name means; None for a folder of safetensors or a hub's id."""
     path, why = Path(name), None
     if path.is_dir():
         if (path / "config.json").is_file():
@@ -171,22 +145,26 @@ def pretrained(name: str, **options: Any) -> tuple[Any, Any, bool]:
 @contextmanager
 def _in_one_line(source: Source, what: str, *, bars: bool = False) -> Generator[None]:
     """transformers without its messages, and its errors as `ValueError`s that begin with `what`."""
+    from safetensors import SafetensorError
+
+    wrong = (OSError, ValueError, KeyError, ImportError, SafetensorError)
+    # The reader of GGUF meets what it does not know with errors of every type.
+    expected = wrong if source.gguf_file is None else (Exception,)
     try:
         with quiet(bars=bars):
             yield
-    except source.errors as error:
-        raise ValueError(f"{what}: {source.why(error)}") from error
+    except expected as error:
+        # What follows the first line is advice for callers.
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if source.remedy:
+            why = f"{source.remedy} ({why})"
+        elif not Path(source.path).is_dir():
+            why = f"it is no folder here, and {why}"
+        raise ValueError(f"{what}: {why}") from error
 
 
 def load_tokenizer(name: str) -> Any:
-    """A model's tokenizer, or its processor's, alone.
-
-    Args:
-        name: as for `find`.
-
-    Raises:
-        ValueError: no such model, or no tokenizer that can be loaded.
-    """
+    """A model's tokenizer, or its processor's, alone; the name is as for `find`."""
     from transformers import AutoTokenizer
 
     source = find(name)
@@ -195,11 +173,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def empty(name: str, dtype: torch.dtype) -> Any:
-    """A model on the meta device, from its config alone: modules and shapes without weights.
-
-    Raises:
-        ValueError: no such model, or one whose config transformers does not know.
-    """
+    """A model on the meta device, from its config alone: modules and shapes without weights."""
     import torch
 
     source = find(name, convert=False)
@@ -220,11 +194,7 @@ def _config_and_class(source: Source) -> tuple[Any, Any, bool]:
 
 
 def find_device(name: str) -> torch.device:
-    """A device by name; "auto" is the GPU where there is one.
-
-    Raises:
-        ValueError: there is no such device, or none that computes.
-    """
+    """A device by name, which must compute; "auto" is the GPU where there is one."""
     import torch
 
     if name == "auto":

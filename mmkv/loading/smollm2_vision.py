@@ -44,12 +44,7 @@ _TEMPLATE = (
 def build(text: Any, tokenizer: Any) -> tuple[Any, Any]:
     """`LlavaForConditionalGeneration` around SmolLM2, in its dtype, and its processor.
 
-    Pictures are `SIDE` pixels high and wide and give `IMAGE_TOKENS` tokens. The tower and the
-    projector are not trained.
-
-    Args:
-        text: SmolLM2, whose weights are copied.
-        tokenizer: its tokenizer.
+    SmolLM2's weights are copied; the tower and the projector are not trained.
     """
     import torch
     import transformers as hf
@@ -78,12 +73,9 @@ def build(text: Any, tokenizer: Any) -> tuple[Any, Any]:
     model.model.language_model.load_state_dict(text.model.state_dict())
     model.tie_weights()
     model.generation_config = hf.GenerationConfig.from_dict(text.generation_config.to_dict())
+    size, half = {"height": SIDE, "width": SIDE}, [0.5] * 3
     images = hf.CLIPImageProcessorPil(
-        size={"height": SIDE, "width": SIDE},
-        crop_size={"height": SIDE, "width": SIDE},
-        do_center_crop=False,
-        image_mean=[0.5] * 3,
-        image_std=[0.5] * 3,
+        size=size, crop_size=size, do_center_crop=False, image_mean=half, image_std=half
     )
     processor = hf.LlavaProcessor(
         image_processor=images,
@@ -106,9 +98,8 @@ def _with_image_token(tokenizer: Any) -> Any:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             path = Path(place) / name
             text = path.read_text(encoding="utf-8")
-            path.write_text(
-                text.replace(json.dumps(_RESERVED), json.dumps(IMAGE_TOKEN)), encoding="utf-8"
-            )
+            text = text.replace(json.dumps(_RESERVED), json.dumps(IMAGE_TOKEN))
+            path.write_text(text, encoding="utf-8")
         changed = AutoTokenizer.from_pretrained(place, padding_side="left")
     changed.chat_template = _TEMPLATE
     return changed
@@ -117,10 +108,8 @@ def _with_image_token(tokenizer: Any) -> Any:
 def add_parts(model: Any, parts: dict[str, Any]) -> None:
     """Put trained parts into a model that `build` made, in place.
 
-    Args:
-        model: the model.
-        parts: weights by name; of a low-rank update `<layer>.lora_A` `[r, in]` and
-            `<layer>.lora_B` `[out, r]`.
+    They are weights by name; of a low-rank update `<layer>.lora_A` `[r, in]` and `<layer>.lora_B`
+    `[out, r]`.
     """
     import torch
 
@@ -139,12 +128,7 @@ def add_parts(model: Any, parts: dict[str, Any]) -> None:
 def assembled(load: Callable[[], tuple[Any, Any]], source: str) -> Path:
     """The folder of the whole checkpoint, made where it is not there yet.
 
-    Args:
-        load: gives SmolLM2 and its tokenizer.
-        source: what tells one copy of SmolLM2's weights from another.
-
-    Raises:
-        ValueError: the cache folder cannot be written.
+    `load` gives SmolLM2 and its tokenizer; `source` tells one copy of its weights from another.
     """
     from safetensors.torch import load_file
 

@@ -42,13 +42,10 @@ def read_picture(
 
     Args:
         path: a file, or what would be in one.
-        read: gets the open picture; what it raises is a broken picture.
+        read: gets the open picture; what it raises is a broken picture, a `PictureError`.
         formats: names of Pillow's.
         most_pixels: that a header may state.
         most_bytes: of the file.
-
-    Raises:
-        PictureError: missing, too large, broken, or of another format.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -65,9 +62,8 @@ def read_picture(
         with _strictly(), Image.open(source, formats=formats) as picture:
             width, height = picture.size
             if width * height > most_pixels:
-                raise PictureError(
-                    f"{width} x {height} pixels, more than {most_pixels // 10**6} million"
-                )
+                millions = most_pixels // 10**6
+                raise PictureError(f"{width} x {height} pixels, more than {millions} million")
             return read(picture)
     except UnidentifiedImageError:
         raise PictureError(f"not a picture in a known format ({', '.join(formats)})") from None
@@ -101,11 +97,7 @@ def upright(picture: Image.Image) -> Image.Image:
 
 
 def read_json(path: str | os.PathLike[str], most_bytes: int) -> Any:
-    """The content of a JSON file in UTF-8.
-
-    Raises:
-        ValueError: unreadable, too large, nested too deeply, or no JSON; without the file's name.
-    """
+    """The content of a JSON file in UTF-8; errors do not name the file."""
     try:
         with Path(path).open("rb") as file:  # a device has no size to ask for
             raw = file.read(most_bytes + 1)
