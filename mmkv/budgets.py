@@ -18,9 +18,6 @@ def number(budget: Any) -> float | int:
     """A budget as a plain float, the fraction kept, or int, the tokens kept per layer and head.
 
     NumPy's numbers, `Fraction` and `Decimal` are taken too.
-
-    Raises:
-        ValueError: no such number, or out of range.
     """
     if isinstance(budget, bool) or not isinstance(budget, Real | Decimal):
         raise ValueError(f"budget={budget!r}: expected a float in (0, 1] or an int of at least 1")
@@ -45,11 +42,7 @@ def number(budget: Any) -> float | int:
 
 
 def checked(policy: Policy, budget: Any) -> float | int | None:
-    """The budget that a policy goes by: None where its retention decides, 1.0 where it keeps all.
-
-    Raises:
-        ValueError: none where one is needed, one where none is read, or one that cannot be kept.
-    """
+    """The budget that a policy goes by: None: its retention decides; 1.0: it keeps all."""
     size = None if budget is None else number(budget)
     if policy.keeps_all:
         return 1.0
@@ -76,11 +69,7 @@ def checked(policy: Policy, budget: Any) -> float | int | None:
 
 
 def parse(text: str) -> float | int:
-    """A budget on a command line: "0.2" and "20%" are fractions, "200" is a number of tokens.
-
-    Raises:
-        ValueError: none of these, or out of range.
-    """
+    """A budget on a command line: "0.2" and "20%" are fractions, "200" is a number of tokens."""
     text = text.strip()
     try:
         if text.endswith("%"):
@@ -96,11 +85,7 @@ def parse(text: str) -> float | int:
 
 
 def parse_list(text: str) -> list[float | int]:
-    """Budgets with commas between them.
-
-    Raises:
-        ValueError: one of them is none, or is named twice.
-    """
+    """Budgets with commas between them, each once."""
     found: list[float | int] = []
     for part in text.split(","):
         budget = parse(part)

@@ -76,13 +76,13 @@ class CheckReport:
     def smallest(self) -> float | int | None:
         """The smallest budget, by bytes, whose divergence is within the tolerance; None: none is.
 
-        Of budgets that hold as much, since a floor sizes them, it is the largest: the smaller ones
-        were not put to the test.
+        Of budgets that hold as much, since a floor sizes them, it is the largest.
         """
-        found = self._smallest()
-        return None if found is None else found.budget
+        return None if self._smallest is None else self._smallest.budget
 
+    @property
     def _smallest(self) -> CheckRow | None:
+        # Of budgets that hold as much the smaller ones were not put to the test.
         good = [x for x in self.rows if x.policy == self.policy and x.divergence <= self.within]
         least = min((x.nbytes for x in good), default=0)
         alike = [x for x in good if x.nbytes <= (1 + _ALIKE) * least]
@@ -91,7 +91,7 @@ class CheckReport:
     @property
     def verdict(self) -> str:
         """The smallest budget in a sentence, or that there is none."""
-        found = self._smallest()
+        found = self._smallest
         if found is None:
             own = [x for x in self.rows if x.policy == self.policy]
             best = min(own, key=lambda x: x.divergence)
@@ -134,11 +134,7 @@ class CheckReport:
 
 
 def summed_up(rows: Iterable[Row], within: float, notes: Sequence[str] = ()) -> CheckReport:
-    """The report on rows of `mmkv.divergence.measured`, those of the policy first.
-
-    Raises:
-        ValueError: no reply has a token that a cache has a say in.
-    """
+    """The report on rows of `mmkv.divergence.measured`, those of the policy first."""
     by_cache: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         by_cache.setdefault((row["policy"], budgets.named(row["budget"])), []).append(row)

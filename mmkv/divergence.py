@@ -80,8 +80,7 @@ def check(
         ValueError: no prompts, one of a single token or longer than the model's positions, a
             tolerance or budget out of range, or what `mmkv.wrap` refuses.
     """
-    plain = None if isinstance(policy, str) else policy
-    if plain is not None and policy_options:
+    if policy_options and not isinstance(policy, str):
         raise ValueError(f"options {sorted(policy_options)} beside a Policy: give them to it")
     chosen = get_policy(policy, **policy_options) if isinstance(policy, str) else policy
     check_arguments(chosen, budgets, within, max_new_tokens)
@@ -102,9 +101,6 @@ def measured(
     """The rows of all samples, those of one cache and sample at a time, with a bar of progress.
 
     What is `done`, by policy, budget and number of the row, is left out.
-
-    Raises:
-        ValueError: a distribution is not finite.
     """
     first = 0
     with bar(len(samples) * len(settings)) as advance:
@@ -132,33 +128,28 @@ def _rows(
             f"{setting.label} {sizes.named(setting.budget)}: the model's next-token "
             "probabilities are not finite: use another dtype, such as bfloat16 or float32"
         )
-    kept, rows = kept_shares(scored.cache), list[Row]()
-    for i, n in enumerate(scored.compared):
-        rows.append(
-            {
-                "policy": setting.label,
-                "budget": setting.budget,
-                "index": first + i,
-                "prompt_tokens": lengths[i],
-                "tokens": n,
-                "divergence": scored.divergence[i] / n if n else None,
-                "same": scored.same[i] / n if n else None,
-                "kept": kept[i],
-                "nbytes": scored.held_bytes // len(kept),
-                "full_nbytes": whole // len(kept),
-            }
-        )
-    return rows
+    kept = kept_shares(scored.cache)
+    return [
+        {
+            "policy": setting.label,
+            "budget": setting.budget,
+            "index": first + i,
+            "prompt_tokens": lengths[i],
+            "tokens": n,
+            "divergence": scored.divergence[i] / n if n else None,
+            "same": scored.same[i] / n if n else None,
+            "kept": kept[i],
+            "nbytes": scored.held_bytes // len(kept),
+            "full_nbytes": whole // len(kept),
+        }
+        for i, n in enumerate(scored.compared)
+    ]
 
 
 def check_arguments(
     policy: Policy, budgets: Sequence[float | int], within: float, max_new_tokens: int
 ) -> None:
-    """What can be checked without a model.
-
-    Raises:
-        ValueError: says what is wrong.
-    """
+    """What can be checked without a model."""
     if not 0 < within < math.inf:
         raise ValueError(f"within={within}: expected nats a token above 0, such as {WITHIN}")
     if max_new_tokens < 2:
@@ -180,11 +171,7 @@ def check_arguments(
 
 
 def check_prompts(model: Any, samples: Sequence[Mapping[str, Any]], max_new_tokens: int) -> None:
-    """Whether every prompt has something to compress, and fits the model with its reply.
-
-    Raises:
-        ValueError: names the first that does not.
-    """
+    """Refuse a prompt with nothing to compress, or too long for the model with its reply."""
     if not samples:
         raise ValueError("check: no prompts: give one or more")
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -209,11 +196,7 @@ def settings_of(
     profile: Profile | str | os.PathLike[str] | None = None,
     kv_dtype: str | None = None,
 ) -> tuple[list[Setting], list[str]]:
-    """The caches to compare, each put on the model once, and notes on those that cannot be had.
-
-    Raises:
-        ValueError: what `mmkv.wrap` refuses of the policy.
-    """
+    """The caches to compare, each put on the model once, and notes on those that cannot be had."""
     found = [Setting(policy, sizes.number(b), kv_dtype, profile) for b in budgets]
     for setting in found:
         with setting.wrapped(model):

@@ -65,12 +65,11 @@ def forced(
     one_pass: bool | None = None,
     read: Read | None = None,
 ) -> Generator[tuple[Any, Tensor]]:
-    """Feed prompts, then the same reply whatever the model predicts.
+    """Feed left-padded prompts, then the same reply [B, T] whatever the model predicts.
 
     Args:
         model: wrapped or not.
-        inputs: what a processor returns for left-padded prompts, on the model's device.
-        reply: token ids [B, T], on the model's device.
+        inputs, reply: on the model's device.
         one_pass: feed many tokens at once instead of one. By default where it gives the same
             numbers: where decoding drops nothing.
         read: in place of the pass of the prompts.
@@ -137,10 +136,6 @@ def score_answers(
         full: what `log_probabilities` gives for the same answers. The first token is not compared:
             it is predicted while the prompt is read, before anything is evicted.
         hidden: the prompt was evicted without its question, so the first token is compared too.
-
-    Raises:
-        ValueError: as many answers as rows are needed; or what the core refuses, such as a budget
-            below what must be kept.
     """
     ids = inputs["input_ids"]
     if len(answers) != ids.shape[0]:
@@ -172,11 +167,10 @@ def score_answers(
 def log_probabilities(
     model: Any, inputs: Mapping[str, Tensor], answers: Sequence[Sequence[int]]
 ) -> tuple[list[Tensor], int]:
-    """Next-token distributions along teacher-forced answers, of a model that is not wrapped.
+    """Logarithms of next-token probabilities along answers, of a model that is not wrapped.
 
-    Returns:
-        for each row float32 [T, V] on the CPU, T the answer's tokens: logarithms of probabilities;
-        and bytes of the cache once the prompts were read.
+    They are float32 [T, V] for each row, on the CPU, T the answer's tokens. Also bytes of the cache
+    once the prompts were read.
     """
     wide, held, pieces = _padded(answers, inputs["input_ids"].device), 0, list[Tensor]()
     for cache, logits in forced(model, inputs, wide[:, :-1]):
@@ -187,12 +181,7 @@ def log_probabilities(
 
 
 def divergence(log_p: Tensor, logits: Tensor) -> Tensor:
-    """Kullback-Leibler divergence of what logits say from `log_p`, nats: float64 [B, T].
-
-    Args:
-        log_p: float32 [B, T, V], logarithms of probabilities.
-        logits: [B, T, V].
-    """
+    """Kullback-Leibler divergence of logits [B, T, V] from `log_p`, nats: float64 [B, T]."""
     terms = log_p.exp() * (log_p - logits.float().log_softmax(-1))
     # What can never come adds nothing, whatever it has in the other.
     terms = terms.masked_fill(log_p == -math.inf, 0.0)
@@ -215,12 +204,7 @@ def replies(model: Any, inputs: Mapping[str, Any], most: int) -> list[list[int]]
 
 
 def greedy(model: Any, inputs: Mapping[str, Any], most: int) -> tuple[Tensor, Tensor]:
-    """The tokens of `replies` but for the last of each: what they are followed by.
-
-    Returns:
-        ids: [B, T], those tokens.
-        valid: bool [B, T], False from a row's end on.
-    """
+    """The tokens [B, T] of `replies` but for the last of each, and which are a row's own."""
     found = [reply[:-1] for reply in replies(model, inputs, most)]
     reply = _padded(found, inputs["input_ids"].device)
     lengths = torch.tensor([len(x) for x in found], device=reply.device)
@@ -239,15 +223,11 @@ def up_to_end(ids: Sequence[int], ends: set[int]) -> list[int]:
 
 
 def checked_inputs(sample: Any, i: int, what: str) -> Mapping[str, Any]:
-    """Sample number i of what `model(**sample)` takes.
-
-    Raises:
-        ValueError: it is something else; says what, and who asked.
-    """
-    if isinstance(sample, Mapping) and "input_ids" in sample:
-        return cast("Mapping[str, Any]", sample)
+    """Sample number i of what `model(**sample)` takes, or an error that says who asked."""
     kind = f"a {type(sample).__name__}"
     if isinstance(sample, Mapping):
+        if "input_ids" in sample:
+            return cast("Mapping[str, Any]", sample)
         kind = f"a mapping of {sorted(map(str, sample))} without 'input_ids'"
     raise ValueError(
         f"{what}: sample {i} is {kind}, expected a list of what model(**sample) takes, such as "

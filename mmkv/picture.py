@@ -32,11 +32,7 @@ _INK, _QUIET, _LINE = "#22262e", "#6b7280", "#ffffff"
 
 
 def check_format(path: str | os.PathLike[str]) -> None:
-    """Refuse a file name that does not end as one of `FORMATS`.
-
-    Raises:
-        ValueError: says the name and the suffixes.
-    """
+    """Refuse a file name that does not end as one of `FORMATS`."""
     if Path(path).suffix.lower() not in FORMATS:
         raise ValueError(f"{os.fspath(path)}: expected a name that ends in {', '.join(FORMATS)}")
 
@@ -55,11 +51,7 @@ def resized(size: tuple[int, int], processor: Any) -> tuple[int, int] | None:
 
 
 def check_size(picture: Image.Image, processor: Any) -> None:
-    """Refuse a picture of which an image processor would make far more pixels.
-
-    Raises:
-        ValueError: says how many.
-    """
+    """Refuse a picture of which an image processor would make far more pixels."""
     made = resized(picture.size, processor)
     if made is not None and made[0] * made[1] > _MOST_MADE:
         width, height = picture.size
@@ -70,11 +62,7 @@ def check_size(picture: Image.Image, processor: Any) -> None:
 
 
 def patch_grid(image_tokens: int, pictures: int) -> tuple[int, int]:
-    """Rows and columns of the patches of a picture, for models with one square grid a picture.
-
-    Raises:
-        ValueError: the tokens are not one square grid for each picture.
-    """
+    """Rows and columns of the patches of a picture, for models with one square grid a picture."""
     per_picture, rest = divmod(image_tokens, pictures) if pictures else (0, image_tokens)
     side = math.isqrt(per_picture)
     if rest or not per_picture or side * side != per_picture:
@@ -86,18 +74,12 @@ def patch_grid(image_tokens: int, pictures: int) -> tuple[int, int]:
 
 
 def kept_patches(shares: Tensor, image: Tensor, pictures: int) -> Shares:
-    """How much of each patch is held, mean over heads, for one row of the batch.
+    """How much of each patch is held, mean over heads: float32 [P, rows, cols] in [0, 1].
 
     Args:
         shares: float32 [H, T], a row of `cache.shares(layer)`.
         image: bool [N], True where the prompt holds an image token.
         pictures: P, how many pictures they come from, one after the other.
-
-    Returns:
-        float32 [P, rows, cols] in [0, 1].
-
-    Raises:
-        ValueError: the patch grid is not known.
     """
     places = image.nonzero()[:, 0]
     grid = patch_grid(len(places), pictures)
@@ -108,10 +90,7 @@ def kept_patches(shares: Tensor, image: Tensor, pictures: int) -> Shares:
 def as_seen(picture: Image.Image, pixels: Any, processor: Any) -> Image.Image:
     """The part of a picture that the model sees, as sharp as the original where that is possible.
 
-    Args:
-        picture: RGB.
-        pixels: [3, height, width], what the image processor made of it.
-        processor: the image processor, for its mean and deviation.
+    It is RGB, and `pixels` [3, height, width] are what the image processor made of it.
     """
     mean, std = (np.reshape(getattr(processor, f"image_{x}"), (3, 1, 1)) for x in ("mean", "std"))
     rgb = np.clip(np.asarray(pixels, dtype=np.float64) * std + mean, 0, 1).transpose(1, 2, 0) * 255
@@ -140,10 +119,6 @@ def save(
         picture: RGB, what the model sees of it.
         layers: (layer, float32 [rows, cols]), see `kept_patches`.
         title: the heading.
-
-    Raises:
-        ValueError: no layers, or a suffix of no known format.
-        OSError: the file cannot be written.
     """
     from matplotlib.figure import Figure
 

@@ -102,11 +102,7 @@ class Policy:
             part.check(self)
 
     def _check_postponed(self) -> None:
-        """Whether generated tokens can observe a prompt that waits whole for them.
-
-        Raises:
-            ValueError: they cannot.
-        """
+        """Refuse `postpone` where generated tokens cannot observe a prompt that waits for them."""
         score, asked = self.score, f"postpone={self.postpone}"
         if score.repeats or (score.queries == 0 and score.turn_reduction != "sum"):
             raise ValueError(
@@ -165,8 +161,9 @@ class Policy:
                 part = dataclasses.replace(part, **mine) if mine else part
             chosen[kind] = part
         policy = dataclasses.replace(policy, **chosen)
+        read = policy.flat()
         for option in options:
-            if cls.keeps_all or not policy.reads(option):
+            if option not in read:
                 parts = ", ".join(f"{k}={v.name!r}" for k, v in policy.parts.items())
                 raise ValueError(
                     f"option {option!r} has no effect on policy {cls.name!r} as configured "
@@ -191,10 +188,6 @@ class Policy:
                 found[field.name] = "none" if value is None else value.name
                 found |= {} if value is None else value.options()
         return {k: v for k, v in found.items() if k not in self.settled}
-
-    def reads(self, option: str) -> bool:
-        """Whether it, or one of its parts, has this option."""
-        return option in self.flat()
 
     @classmethod
     def options(cls) -> dict[str, Any]:
@@ -229,11 +222,7 @@ class Policy:
 
 
 def as_part(kind: str, value: Any) -> Any:
-    """A part from its name, or as it is.
-
-    Raises:
-        ValueError: no part of this kind.
-    """
+    """A part from its name, or as it is."""
     if value is None or value == "none":
         if kind in OPTIONAL:
             return None

@@ -132,11 +132,7 @@ class Profile:
             raise ValueError(f"profile {os.fspath(path)}: {_reason(error)}") from None
 
     def check(self, config: Any, n_layers: int, budget: SupportsFloat | None) -> None:
-        """Whether it was measured on such a model and spends the budget.
-
-        Raises:
-            ValueError: another model's shape or another budget; the message says both.
-        """
+        """Refuse it where it was measured on another model, or does not spend the budget."""
         of_heads = self.curves.costs if self.curves else self.visual or self.retrieval
         there = len(of_heads or self.fractions)
         if there != n_layers:
@@ -166,16 +162,9 @@ def read(
     n_layers: int,
     budget: SupportsFloat | None,
 ) -> Profile:
-    """A profile that fits.
+    """A profile, or the one at a path, that fits a decoder by its config and compressed layers.
 
-    Args:
-        profile: a profile, or the path of one.
-        config: of the decoder that is wrapped.
-        n_layers: how many of its layers are compressed.
-        budget: what is asked for beside it; None leaves it to the profile.
-
-    Raises:
-        ValueError: no profile, or one of another model or budget; the message names the file.
+    The budget is what is asked for beside it; None leaves it to the profile.
     """
     loaded = profile if isinstance(profile, Profile) else Profile.load(profile)
     try:
@@ -195,11 +184,7 @@ def beside(model: Any, file: str = FILE) -> Path | None:
 
 
 def own(model: Any, file: str = FILE) -> Profile | None:
-    """The profile `file` of the folder that a model was loaded from, if it is one of its shape.
-
-    Raises:
-        ValueError: the file is no profile.
-    """
+    """The profile `file` of the folder that a model was loaded from, if it is one of its shape."""
     path = beside(model, file)
     found = None if path is None else Profile.load(path)
     fits = found is not None and found.model == adapters.shape(model.get_decoder().config)

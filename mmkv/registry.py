@@ -72,12 +72,7 @@ def list_policies() -> list[str]:
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The class registered under a name or an alias, in any case, with or without - and _.
-
-    Raises:
-        ValueError: no such policy, and the message lists the candidates; or one whose package
-            cannot be loaded, with the cause.
-    """
+    """The class registered under a name or an alias, in any case, with or without - and _."""
     if not isinstance(name, str):
         if isinstance(name, Real) and not isinstance(name, bool):
             raise ValueError(f"policy={name!r}: to give a budget alone, say budget={name!r}")
@@ -121,9 +116,6 @@ def exact_share(name: str) -> dict[str, Any]:
 
     What measures budgets begins with them: by its default `least` a policy may keep more of a
     short prompt.
-
-    Raises:
-        ValueError: no such policy.
     """
     return {"least": 0} if policy_class(name).options().get("least") else {}
 
@@ -151,15 +143,12 @@ def option_types(cls: type[Policy]) -> dict[str, Any]:
             names = [*parts, *(["none"] if field.name in OPTIONAL else [])]
             found[field.name] = Literal[tuple(names)]  # type: ignore[valid-type]
             for part in parts.values():
-                found |= _types(part)
+                hints = _hints(part)
+                found |= {f.name: hints[f.name] for f in fields(part)}
     return found
 
 
-@cache
-def _types(part: type[Part]) -> dict[str, Any]:
-    """The annotations of a part's options."""
-    hints = get_type_hints(part)
-    return {f.name: hints[f.name] for f in fields(part)}
+_hints = cache(get_type_hints)
 
 
 def _key(name: str) -> str:
@@ -168,10 +157,9 @@ def _key(name: str) -> str:
 
 
 def _find(name: str) -> type[Policy] | None:
-    known = dict(zip(_policies, _policies, strict=True)) | _aliases
-    for spelled, canonical in known.items():
+    for spelled in (*_policies, *_aliases):
         if _key(spelled) == _key(name):
-            return _policies[canonical]
+            return _policies[_aliases.get(spelled, spelled)]
     return None
 
 
@@ -207,8 +195,7 @@ def _load_all() -> None:
 @contextmanager
 def _all_or_nothing() -> Generator[None]:
     """Take back what is registered in this block if it fails."""
-    tables: list[Any] = [_policies, _aliases, registered]
-    before = [(known, dict(known)) for known in tables]
+    before: list[Any] = [(known, dict(known)) for known in (_policies, _aliases, registered)]
     try:
         yield
     except BaseException:
@@ -219,11 +206,7 @@ def _all_or_nothing() -> Generator[None]:
 
 
 def load_plugin(path: str | os.PathLike[str]) -> None:
-    """Run a Python file that registers policies or parts of its own.
-
-    Raises:
-        ValueError: no such file, one that fails, or one that registers nothing.
-    """
+    """Run a Python file that registers policies or parts of its own."""
     _load_all()
     file = Path(path)
     if file.suffix != ".py" or not file.is_file():
@@ -248,11 +231,7 @@ def load_plugin(path: str | os.PathLike[str]) -> None:
 
 
 def _load(entry: EntryPoint) -> None:
-    """Register the class of one entry point.
-
-    Raises:
-        Exception: whatever its package raises, or what is wrong with the class.
-    """
+    """Register the class of one entry point."""
     if entry.group == "mmkv.parts":
         part: Any = entry.load()
         if not (isinstance(part, type) and issubclass(part, Part) and part.kind in KINDS):

@@ -105,11 +105,7 @@ def wait_asleep() -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address, not listening yet: a model is loaded first.
-
-    Raises:
-        ValueError: the address cannot be had; names the option to change.
-    """
+    """A socket at an address, not listening yet: a model is loaded first."""
     try:
         family, *_, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, socket.SOCK_STREAM)
@@ -130,11 +126,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def check_place(folder: Path, option: str = "--out") -> None:
-    """Refuse a folder that neither is there nor can be made.
-
-    Raises:
-        ValueError: names the option and what stands in the way.
-    """
+    """Refuse a folder that neither is there nor can be made."""
     there = folder
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -166,9 +158,7 @@ def told(command: Callable[P, T]) -> Callable[P, T]:
 def need(error: ModuleNotFoundError, *preferred: str) -> str | None:
     """What to install, in words, where a module of an extra is missing; None for other modules.
 
-    Args:
-        error: of the import.
-        preferred: extras to name if they have it, the best first; else it is the first that has it.
+    Of several extras that have it, the first of `preferred` is named.
     """
     module = (error.name or "").partition(".")[0]
     package = module.replace("_", "-").lower()
@@ -260,10 +250,6 @@ class Table:
 @contextmanager
 def bar(total: int | None, *, shown: bool = True) -> Generator[Callable[[int, str], None]]:
     """A bar with the time left on standard error; in a pipe, a line now and then.
-
-    Args:
-        total: how much there is to do; None where that is not known.
-        shown: False says nothing.
 
     Yields:
         what to call with how much more is done, and with the name of the work.
