@@ -22,7 +22,7 @@ from transformers import LogitsProcessor
 from mmkv import chat, picture
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.layer import CompressedLayer, nbytes
-from mmkv.cache_name import CACHE, cache_in
+from mmkv.calls import CACHE, cache_in
 
 if TYPE_CHECKING:
     from .conversation import Settings

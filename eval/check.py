@@ -51,8 +51,7 @@ def check_command(
     own = None if prompts is None else read_prompts(prompts)
     check_place(out or FOLDER)
 
-    from mmkv.check_report import summed_up
-    from mmkv.divergence import check_arguments, check_prompts, measured, settings_of
+    from mmkv.divergence import check_arguments, check_prompts, measured, settings_of, summed_up
     from mmkv.loading import quiet
 
     check_arguments(chosen, sizes, within, max_new_tokens)

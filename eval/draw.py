@@ -180,7 +180,7 @@ def plot_prompt(
     """
     import torch
 
-    from mmkv.cache_name import cache_in
+    from mmkv.calls import cache_in
 
     if kind == "lorenz":
         return _lorenz(model, inputs, variants[0], about)

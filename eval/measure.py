@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import mmkv
 from mmkv.attach.attachment import attachment_of
-from mmkv.cache_name import cache_in
+from mmkv.calls import cache_in
 from mmkv.chat import on_device
 from mmkv.forcing import Scored, ends_of, log_probabilities, score_answers, up_to_end
 from mmkv.report import mean_known

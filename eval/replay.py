@@ -23,7 +23,7 @@ from mmkv.cache.config import CacheConfig
 from mmkv.cache.forward_pass import ForwardPass, current
 from mmkv.cache.selection import importance
 from mmkv.cache.token_masks import TokenMasks
-from mmkv.cache_name import CACHE, passing
+from mmkv.calls import CACHE, passing
 from mmkv.forcing import Read, Steps, up_to_end
 from mmkv.layer_inputs import Rotary
 from mmkv.registry import get_policy

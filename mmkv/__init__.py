@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from mmkv.cache.compressed import CompressedCache
     from mmkv.cache.sampling import task
     from mmkv.calibration import calibrate
-    from mmkv.check_report import CheckReport
     from mmkv.contexts import Context, load_context, read
-    from mmkv.divergence import check
+    from mmkv.divergence import CheckReport, check
     from mmkv.loading.checkpoints import load
     from mmkv.policy import Policy
     from mmkv.profiles import Profile
@@ -30,29 +29,21 @@ __version__ = "0.1.0"
 
 # Everything public, by the module that holds it. Loaded on first use, so that `import mmkv` and
 # `mmkv --help` do not wait for torch and transformers.
-_HOME = {
-    "CacheReport": "mmkv.report",
-    "CheckReport": "mmkv.check_report",
-    "CompressedCache": "mmkv.cache.compressed",
-    "Context": "mmkv.contexts",
-    "Policy": "mmkv.policy",
-    "Profile": "mmkv.profiles",
-    "calibrate": "mmkv.calibration",
-    "check": "mmkv.divergence",
-    "get_policy": "mmkv.registry",
-    "is_wrapped": "mmkv.wrapping",
-    "list_policies": "mmkv.registry",
-    "load": "mmkv.loading.checkpoints",
-    "load_builtin": "mmkv.builtin",
-    "load_context": "mmkv.contexts",
-    "probe": "mmkv.wrapping",
-    "read": "mmkv.contexts",
-    "register_policy": "mmkv.registry",
-    "task": "mmkv.cache.sampling",
-    "unwrap": "mmkv.wrapping",
-    "wrap": "mmkv.wrapping",
-    "wrapped": "mmkv.wrapping",
+_NAMES = {
+    "mmkv.builtin": ("load_builtin",),
+    "mmkv.cache.compressed": ("CompressedCache",),
+    "mmkv.cache.sampling": ("task",),
+    "mmkv.calibration": ("calibrate",),
+    "mmkv.contexts": ("Context", "load_context", "read"),
+    "mmkv.divergence": ("CheckReport", "check"),
+    "mmkv.loading.checkpoints": ("load",),
+    "mmkv.policy": ("Policy",),
+    "mmkv.profiles": ("Profile",),
+    "mmkv.registry": ("get_policy", "list_policies", "register_policy"),
+    "mmkv.report": ("CacheReport",),
+    "mmkv.wrapping": ("is_wrapped", "probe", "unwrap", "wrap", "wrapped"),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = ("adapters", "scores", "sizes")
 
 __all__ = [

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mmkv.containers import check_container, unwrap_container
+from mmkv.calls import check_container, unwrap_container
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,25 @@ def _falcon_attention(
     return module.dense(out.flatten(2)), weights
 
 
-_PLAIN = Decoder()
 _THREE_AXES = "its rotary positions have three parts"
-_MULTIMODAL = Decoder(rotary=_THREE_AXES)
-_HYBRID = Decoder(rotary=_THREE_AXES, others="linear-attention")
 
 # By `config.model_type` of the decoder.
 DECODERS: dict[str, Decoder] = {
+    **dict.fromkeys(("gemma", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3"), Decoder()),
+    **dict.fromkeys(
+        (
+            "glm4v_moe_text",
+            "qwen2_vl_text",
+            "qwen2_5_vl_text",
+            "qwen3_vl_text",
+            "qwen3_vl_moe_text",
+        ),
+        Decoder(rotary=_THREE_AXES),
+    ),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text"),
+        Decoder(rotary=_THREE_AXES, others="linear-attention"),
+    ),
     "falcon": Decoder(
         layers="h",
         attention="self_attention",
@@ -82,7 +94,6 @@ DECODERS: dict[str, Decoder] = {
         forward=_falcon_attention,
         refused=(("alibi", (False,), "its ALiBi position biases change with the distance"),),
     ),
-    "gemma": _PLAIN,
     "gemma2": Decoder(added="post_attention_layernorm", others="sliding"),
     "gemma3_text": Decoder(
         added="post_attention_layernorm",
@@ -107,28 +118,15 @@ DECODERS: dict[str, Decoder] = {
             ),
         ),
     ),
-    "glm4v_moe_text": _MULTIMODAL,
     "glm4v_text": Decoder(added="post_self_attn_layernorm", rotary=_THREE_AXES, interleaved=True),
     "gpt_neox": Decoder(attention="attention", output="dense"),
-    "llama": _PLAIN,
     "llama4_text": Decoder(
         rotary="its layers with full attention have no rotary embedding",
         interleaved=True,
         others="chunked",
     ),
     "ministral3": Decoder(rotary="its queries are scaled by their position"),
-    "mistral": _PLAIN,
-    "mixtral": _PLAIN,
     "opt": Decoder(output="out_proj", rotary="it has learned positions"),
-    "phi3": _PLAIN,
-    "qwen2": _PLAIN,
-    "qwen2_5_vl_text": _MULTIMODAL,
-    "qwen2_vl_text": _MULTIMODAL,
-    "qwen3": _PLAIN,
-    "qwen3_5_moe_text": _HYBRID,
-    "qwen3_5_text": _HYBRID,
-    "qwen3_vl_moe_text": _MULTIMODAL,
-    "qwen3_vl_text": _MULTIMODAL,
 }
 
 
@@ -355,12 +353,7 @@ def find(model: nn.Module) -> Adapter:
 
 
 def _ranks(around: Sequence[Any], attentions: Sequence[Any]) -> int:
-    """Over how many processes the heads of each layer are spread.
-
-    Args:
-        around: the model, and what stands in it around its attention modules.
-        attentions: these.
-    """
+    """Over how many processes heads are spread; `around` is all that holds attention modules."""
     found = getattr(around[0], "_tp_size", None) or 1
     if found > 1 or any(type(x).__name__.startswith("FSDP") for x in around):
         return found  # FSDP gathers the weights of a layer before it runs

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mmkv import adapters, sensitivity, visual_heads
-from mmkv.cache_name import cache_in
+from mmkv.calls import cache_in
 from mmkv.forcing import checked_inputs
 from mmkv.profiles import CLOSE, Profile
 from mmkv.registry import exact_share, get_policy

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from mmkv import context_files, context_texts
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache_name import CACHE, cache_in
-from mmkv.containers import unwrap_container
+from mmkv.calls import CACHE, cache_in, unwrap_container
 from mmkv.context_files import GRIDS, TOKENWISE
 from mmkv.context_texts import Opened
 from mmkv.report import CacheReport
@@ -211,11 +210,7 @@ class Context:
 
 
 def read(
-    model: nn.Module,
-    inputs: Given,
-    *,
-    processor: Any = None,
-    prefill_chunk_size: int | None = None,
+    model: nn.Module, inputs: Given, *, processor: Any = None, prefill_chunk_size: int | None = None
 ) -> Context:
     """Read a prompt without its question into a compressed cache, to ask about it many times.
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmkv.cache.layer import nbytes
 from mmkv.cache.token_masks import keeps_everything
-from mmkv.cache_name import cache_in, passing
+from mmkv.calls import cache_in, passing
 
 # Tokens fed at once where nothing is dropped while decoding; bounds the memory of the logits.
 _CHUNK = 128

@@ -25,8 +25,7 @@ from mmkv.cache.config import CacheConfig, sizes_of_rows
 from mmkv.cache.evict import evict
 from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.prompt_kv import PromptKV
-from mmkv.cache_name import passing
-from mmkv.containers import unwrap_container
+from mmkv.calls import passing, unwrap_container
 from mmkv.forcing import greedy
 from mmkv.parts.decoding import Grow
 from mmkv.policy import Policy

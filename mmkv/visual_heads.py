@@ -22,8 +22,7 @@ from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.phases import Reading
 from mmkv.cache.prompt_kv import PromptKV
-from mmkv.cache_name import passing
-from mmkv.containers import unwrap_container
+from mmkv.calls import passing, unwrap_container
 from mmkv.forcing import greedy
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policy import Policy

@@ -24,7 +24,7 @@ from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.sampling import SampledSizes
-from mmkv.containers import unwrap_container
+from mmkv.calls import unwrap_container
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
 from mmkv.sizes.calibrated import sized

@@ -20,7 +20,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from mmkv.cache_name import CACHE, cache_in
+from mmkv.calls import CACHE, cache_in
 
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),

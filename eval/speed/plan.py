@@ -17,7 +17,7 @@ from mmkv.cache import selection
 from mmkv.cache.config import CacheConfig, sizes_of_rows
 from mmkv.cache.evict import group_rows
 from mmkv.cache.token_masks import TokenMasks, kept_whole, total_kept
-from mmkv.cache_name import cache_in
+from mmkv.calls import cache_in
 from mmkv.scores.accumulated import AccumulatedAttention
 from mmkv.scores.observers import Observers
 from mmkv.sizes.profiled import HeadsByWeight

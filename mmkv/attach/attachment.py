@@ -23,7 +23,7 @@ from mmkv.attach.generation import (
     refuse_batching,
 )
 from mmkv.cache.config import CacheConfig
-from mmkv.containers import unwrap_container
+from mmkv.calls import unwrap_container
 
 _remembering = threading.Lock()
 

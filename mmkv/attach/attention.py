@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from mmkv.cache.forward_pass import ForwardPass, current
 from mmkv.cache.selection import importance
 from mmkv.cache.token_masks import TokenMasks
-from mmkv.cache_name import without
+from mmkv.calls import without
 from mmkv.policy import Policy
 
 # The model's attention implementation -> ours. transformers treats any name containing "flash"

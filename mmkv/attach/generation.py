@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmkv.attach import graph, hooks
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache_name import CACHE, cache_in
+from mmkv.calls import CACHE, cache_in
 
 if TYPE_CHECKING:
     from mmkv.attach.attachment import Attachment

@@ -25,7 +25,7 @@ from mmkv.attach.capturing import capture, refusing_waits
 from mmkv.cache.clock import GraphInputs, NotCapturableError, step_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.layer import CompressedLayer
-from mmkv.cache_name import CACHE, cache_in, without
+from mmkv.calls import CACHE, cache_in, without
 
 logger = logging.getLogger(__name__)
 

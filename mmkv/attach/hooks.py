@@ -16,7 +16,7 @@ from mmkv.attach import attention, repetition
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.forward_pass import ForwardPass, current
 from mmkv.cache.phases import Reading
-from mmkv.cache_name import cache_in, passing, without
+from mmkv.calls import cache_in, passing, without
 from mmkv.layer_inputs import Rotary
 from mmkv.policy import Policy
 from mmkv.sizes.squeeze import residual_similarity

@@ -18,7 +18,7 @@ from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.forward_pass import ForwardPass, outside_inference_mode
 from mmkv.cache.phases import Reading
 from mmkv.cache.prompt_kv import PromptKV
-from mmkv.cache_name import without
+from mmkv.calls import without
 from mmkv.policies.kvzip import Repetition
 
 if TYPE_CHECKING:

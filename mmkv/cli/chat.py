@@ -51,8 +51,7 @@ def chat(
         ),
     ] = None,
     image: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="PATH", help="A picture before the others."),
+        list[Path] | None, typer.Option(metavar="PATH", help="A picture before the others.")
     ] = None,
     policy: PolicyName = "condense",
     budget: BudgetOption = None,
@@ -69,8 +68,7 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 80,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[
-        int,
-        typer.Option(min=_LEAST_SEED, max=_MOST_SEED, help="Seed of a temperature above 0."),
+        int, typer.Option(min=_LEAST_SEED, max=_MOST_SEED, help="Seed of a temperature above 0.")
     ] = 0,
     out: Annotated[
         Path,
@@ -92,8 +90,8 @@ def chat(
     from mmkv.demo.conversation import Settings
     from mmkv.registry import get_policy
 
-    pairs = [*(option or []), *([] if protect is None else [f"protect={protect}"])]
-    options = talk.parse_options(policy, pairs)
+    protection = [] if protect is None else [f"protect={protect}"]
+    options = talk.parse_options(policy, [*(option or []), *protection])
     chosen = get_policy(policy, **options)
     given = None if budget is None else budgets.parse(budget)
     settings = Settings(
@@ -139,8 +137,7 @@ def chat(
         data, tell = _ask_both(loaded, question, pictures, paths, out, settings)
     if as_json:
         typer.echo(json.dumps(data, indent=2))
-        return
-    for text, style in tell:
+    for text, style in () if as_json else tell:
         write(console(), text, style)
 
 
@@ -162,22 +159,18 @@ def _pictures_and_question(words: list[str], images: list[Path]) -> tuple[list[P
 
 
 def _check_out(out: Path, pictures: int) -> None:
-    """Refuse an --out that could not be written, before a model is loaded.
-
-    Raises:
-        ValueError: a file for several pictures, in no known format, or a place that is no folder.
-    """
+    """Refuse an --out that could not be written, before a model is loaded."""
     from mmkv.picture import check_format
 
-    if _is_folder(out):
-        return check_place(out)
-    if pictures > 1:
-        raise ValueError(f"--out {out}: one file for {pictures} pictures; name a folder")
-    try:
-        check_format(out)
-    except ValueError as error:
-        raise ValueError(f"--out {error}, or a folder") from None
-    return check_place(out.parent)
+    if not _is_folder(out):
+        if pictures > 1:
+            raise ValueError(f"--out {out}: one file for {pictures} pictures; name a folder")
+        try:
+            check_format(out)
+        except ValueError as error:
+            raise ValueError(f"--out {error}, or a folder") from None
+        out = out.parent
+    check_place(out)
 
 
 def _is_folder(out: Path) -> bool:
@@ -247,11 +240,7 @@ def _ask_both(
 
 
 def _ask_context(
-    path: Path,
-    loaded: Loaded,
-    question: str,
-    pictures: Sequence[Image.Image],
-    settings: Settings,
+    path: Path, loaded: Loaded, question: str, pictures: Sequence[Image.Image], settings: Settings
 ) -> tuple[dict[str, Any], Shown]:
     """Answer from the context file, made from the pictures if it does not exist yet."""
     import mmkv

@@ -12,10 +12,9 @@ from typing import Annotated
 import typer
 
 from mmkv.cli.chat import chat
-from mmkv.cli.demo import demo
-from mmkv.cli.policies import policies
 from mmkv.cli.serve import serve
-from mmkv.terminal import show_warnings, told
+from mmkv.options import MODELS, DeviceOption, DtypeOption, PluginOption
+from mmkv.terminal import console, show_warnings, told
 
 app = typer.Typer(
     name="mmkv",
@@ -54,11 +53,49 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
+@told
+def policies(
+    parts: Annotated[
+        bool, typer.Option("--parts", help="List the parts of policies instead.")
+    ] = False,
+    markdown: Annotated[bool, typer.Option(help="Print a Markdown table.")] = False,
+    plugin: PluginOption = None,
+) -> None:
+    """List the policies: their parts, papers, options and defaults."""
+    from mmkv import tables
+
+    if markdown:
+        typer.echo(tables.part_markdown() if parts else tables.policy_markdown(), nl=False)
+        return
+    table = tables.part_table() if parts else tables.policy_tables()
+    console().print(table, highlight=False, markup=False)
+
+
+@told
+def demo(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{MODELS}; repeat to offer several.", show_default="builtin"),
+    ] = None,
+    plugin: PluginOption = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; the default is this computer only.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 7860,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Serve the image chat as a web page. It shows both answers, and what was kept."""
+    from mmkv.demo import server as page
+
+    models = model or ["builtin"]
+    page.run(models=models, host=host, port=port or None, device=device, dtype=dtype)
+
+
 @app.callback()
 def _options(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass

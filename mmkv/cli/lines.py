@@ -51,13 +51,9 @@ def converse(loaded: Loaded, settings: Settings, *pictures: Image.Image) -> int:
 
 
 class Lines:
-    """Reads lines; each is a command or a question for both caches.
+    """Reads lines; each is a command or a question for both caches, about the pictures.
 
-    Attributes:
-        conversation: the conversation that the questions belong to.
-        settings: policy, budget and how to generate.
-        screen: output; a terminal gets a live view, a pipe the finished answers.
-        pictures: what questions are about; read again only if they change.
+    A terminal gets a live view of answers, a pipe the finished ones.
     """
 
     def __init__(
@@ -126,15 +122,15 @@ class Lines:
         if not self.screen.is_terminal:
             *_, last = turns
             self.screen.print(_view(last), soft_wrap=True)
-        else:
-            with Live(console=self.screen, refresh_per_second=12) as live:
-                try:
-                    for turn in turns:
-                        live.update(_view(turn))
-                except KeyboardInterrupt:
-                    self.conversation.stop()
-                    for turn in turns:
-                        live.update(_view(turn))
+            return
+        with Live(console=self.screen, refresh_per_second=12) as live:
+            try:
+                for turn in turns:
+                    live.update(_view(turn))
+            except KeyboardInterrupt:
+                self.conversation.stop()
+                for turn in turns:
+                    live.update(_view(turn))
 
 
 def _view(turn: Turn) -> Text:

@@ -70,10 +70,7 @@ _RENAMED = {
 
 
 def load(
-    path: str | Path,
-    *,
-    vision_tower: str | Path | None = None,
-    dtype: torch.dtype | None = None,
+    path: str | Path, *, vision_tower: str | Path | None = None, dtype: torch.dtype | None = None
 ) -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
     """Load an original LLaVA-1.5 checkpoint from a local folder.
 

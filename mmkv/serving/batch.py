@@ -20,7 +20,7 @@ from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.forward_pass import ForwardPass, current
 from mmkv.cache.phases import Decoding
-from mmkv.cache_name import passing
+from mmkv.calls import passing
 from mmkv.contexts import Context
 from mmkv.parts.slots import send
 from mmkv.serving import choose

@@ -17,7 +17,7 @@ from mmkv.attach.attachment import attachment_of
 from mmkv.budgets import number
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
-from mmkv.containers import unwrap_container
+from mmkv.calls import unwrap_container
 from mmkv.digest import adapters
 from mmkv.policy import Policy
 from mmkv.registry import get_policy, load_plugin

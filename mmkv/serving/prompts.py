@@ -17,7 +17,7 @@ from mmkv import chat
 from mmkv.attach.attachment import Attachment
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
-from mmkv.cache_name import CACHE, cache_in
+from mmkv.calls import CACHE, cache_in
 from mmkv.digest import of_tensors
 from mmkv.serving import choose
 from mmkv.serving.batch import Request

@@ -21,7 +21,7 @@ from torch import Tensor
 from mmkv import contexts
 from mmkv.attach.attachment import Attachment
 from mmkv.cache.forward_pass import between, current
-from mmkv.cache_name import CACHE
+from mmkv.calls import CACHE
 from mmkv.contexts import Context
 from mmkv.serving.batch import Batch, Request
 from mmkv.serving.memory import Bounds

@@ -13,7 +13,7 @@ from helpers.masking import pairs_of
 from helpers.memory import storages
 from helpers.models import PAD, VOCAB, ending, make_inputs, next_turn
 from helpers.oracle import generate, short
-from mmkv.cache_name import cache_in
+from mmkv.calls import cache_in
 
 D = 250  # a head dimension that nothing else has: it tells keys, values and queries from the rest
 HEADS = 4

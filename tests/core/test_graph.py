@@ -22,7 +22,7 @@ from helpers.oracle import POSTPONED, REPLAYED, ROWS, Variant, options_of, short
 from helpers.pretend_cuda import install
 from helpers.zoo import NAMES, inputs_of, model_of
 from mmkv.attach import graph
-from mmkv.cache_name import cache_in
+from mmkv.calls import cache_in
 from mmkv.parts import slots
 
 NEW = 30

@@ -13,7 +13,7 @@ from helpers.marks import slow_except
 from helpers.masking import fed, generate, recorded, seeing
 from helpers.models import IMAGE, make_inputs, make_model, next_turn
 from helpers.oracle import short
-from mmkv.cache_name import cache_in
+from mmkv.calls import cache_in
 
 ROWS = (90, 66, 41)
 SOME = ["prefixkv", "adakv", "h2o", "xkv"]

@@ -17,7 +17,7 @@ from helpers.evaluation import WORDS, make_tokenizer, save_model
 from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import short
 from mmkv import calibration, chat, divergence, forcing, sensitivity
-from mmkv.check_report import CheckReport, CheckRow
+from mmkv.divergence import CheckReport, CheckRow
 from mmkv.eval import prompts
 from mmkv.eval.store import read_rows
 

@@ -14,7 +14,7 @@ from helpers.masking import fed, generate, recorded, seeing
 from helpers.oracle import measured_similarity, prefilled, short
 from helpers.zoo import FEW, NAMES, OFTEN, SUPPORTED, inputs_of, model_of
 from mmkv import chat
-from mmkv.cache_name import cache_in, passing
+from mmkv.calls import cache_in, passing
 
 POLICIES = ["prefixkv", "adakv", "h2o", "streaming", "squeeze", "condense"]
 VISION = [name for name in NAMES if "Conditional" in name]

@@ -1,11 +1,19 @@
-"""What may stand around a model and call it: PEFT, torch.compile, DataParallel."""
+"""How a model is called: what may stand around it, and the name of the argument for its cache.
+
+Both change with other libraries alone. This file needs none of the others: it is loaded by itself
+beside older releases of transformers.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from torch import nn
+from transformers.generation.utils import GenerationMixin
 
 # By class name: where they keep the model. A subclass counts as its base.
 AROUND: dict[str, str] = {
@@ -19,11 +27,7 @@ _PEFT_REFUSED = {"CARTRIDGE": "a cartridge", "PREFIX_TUNING": "prefix tuning"}
 
 
 def unwrap_container(model: Any) -> Any:
-    """The model inside what stands around it (PEFT, torch.compile, DataParallel), or itself.
-
-    Raises:
-        ValueError: no model; the message says what to call instead.
-    """
+    """The model inside what stands around it, or itself; refuse what is no model."""
     while isinstance(model, nn.Module):
         inside = _inside(model)
         if inside is None:
@@ -43,17 +47,12 @@ def _inside(model: nn.Module) -> Any:
 
 
 def check_container(model: nn.Module) -> None:
-    """Refuse what changes the cache on its way between the caller and the model.
-
-    Raises:
-        ValueError: an adapter of PEFT with a cache of its own, or a DataParallel over devices.
-    """
+    """Refuse what changes the cache on its way between the caller and the model."""
     outer: Any = model
     while outer is not None:
         name = type(outer).__name__
         kind = getattr(getattr(outer, "active_peft_config", None), "peft_type", None)
-        why = None if kind is None else _PEFT_REFUSED.get(kind)
-        if why is not None:
+        if why := _PEFT_REFUSED.get(kind):
             raise ValueError(
                 f"mmkv cannot wrap a {name} with {why} as its adapter, which hands the model a "
                 "cache of its own: use another, such as LoRA"
@@ -84,3 +83,34 @@ def _no_model(given: Any) -> str:
     a = "an" if name[0].lower() in "aeiou" else "a"
     what = "None" if given is None else f"{a} {name}"
     return f"mmkv takes a loaded model, not {what}: {loading}"
+
+
+# What transformers calls a cache: the second up to 5.23, the first from 5.24. Releases with the new
+# name rename the old argument, with a warning, where a function begins: a hook still sees what the
+# caller wrote. Models that are not of transformers may know one name alone.
+_NAMES = ("cache", "past_key_values")
+
+
+@cache
+def _name(kind: type[Any], method: str = "forward") -> str | None:
+    accepted = inspect.signature(getattr(kind, method)).parameters
+    return next((name for name in _NAMES if name in accepted), None)
+
+
+# In the arguments of `generate` and of its methods, and in what models return.
+CACHE = _name(GenerationMixin, "prepare_inputs_for_generation") or _NAMES[0]
+
+
+def passing(module: nn.Module, held: Any) -> dict[str, Any]:
+    """A cache as the argument by which this model or decoder takes it."""
+    return {_name(type(module)) or CACHE: held}
+
+
+def without(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call but for the cache."""
+    return {name: x for name, x in arguments.items() if name not in _NAMES}
+
+
+def cache_in(found: Mapping[str, Any]) -> Any:
+    """The cache among a call's arguments, or in what a model returned; None: there is none."""
+    return next((found[name] for name in _NAMES if name in found), None)
