@@ -14,16 +14,10 @@ from torch import Tensor
 def of_model(model: Any, config: Any) -> str:
     """A hash of 64 numbers of each tensor of a model, active adapters included, and of its options.
 
-    Args:
-        model: its tensors are read, wherever they are.
-        config: of its text decoder.
-
-    Raises:
-        NotImplementedError: some tensors are on the meta device and have no numbers.
+    The config is its text decoder's. Tensors on the meta device are a `NotImplementedError`.
     """
-    rotary, active = getattr(config, "rope_parameters", None), adapters(model)
-    about = json.dumps([rotary, active], default=str, sort_keys=True)
-    found = hashlib.sha256(about.encode())
+    about = [getattr(config, "rope_parameters", None), adapters(model)]
+    found = hashlib.sha256(json.dumps(about, default=str, sort_keys=True).encode())
     apart = tuple(
         f"{name}.{kind}.{adapter}."
         for name, module in model.named_modules()

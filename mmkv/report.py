@@ -94,6 +94,8 @@ class CacheReport:
         if prompt is None:
             raise ValueError("nothing is kept yet: run a prompt through the wrapped model first")
         full, compressed = 0, {id(x): x for x in cache.compressed}
+        merge = cache.plan.policy.merge
+        weighted = merge is not None and merge.weighted
         for i, (other, held) in enumerate(zip(cache.layers, cache.layer_nbytes, strict=True)):
             if x := compressed.get(id(other)):
                 state = x.keeping()
@@ -101,10 +103,8 @@ class CacheReport:
                 share = None if state.retained is None else float(state.retained.mean())
                 errors = (None, None) if state.error is None else state.error.mean(0).tolist()
                 groups = None
-                merge = cache.plan.policy.merge
-                if merge is not None and merge.weighted:
-                    weights = cache.groups(i)[0]
-                    groups = float((weights > 0).sum(-1).float().mean())
+                if weighted:
+                    groups = float((cache.groups(i)[0] > 0).sum(-1).float().mean())
                 layers.append(LayerReport(i, True, counts, held, share, *errors, groups=groups))
                 block = state.blocks[0]
                 width = (block.keys.shape[-1] + block.values.shape[-1]) * block.keys.dtype.itemsize

@@ -44,13 +44,8 @@ _BUDGET = 0.5
 def measure(model: Any, samples: Iterable[Mapping[str, Any]], policy: Policy) -> tuple[Curves, int]:
     """Cost curves under a policy, means over all tokens of the replies, and how many prompts.
 
-    Args:
-        model: not wrapped; it is wrapped for a part of the call.
-        samples: see `mmkv.calibrate`.
-        policy: what chooses and merges tokens; all heads of a layer are shrunk alike.
-
-    Raises:
-        ValueError: no samples, or none with a reply of two tokens or more.
+    The policy chooses and merges tokens; all heads of a layer are shrunk alike. Model and samples
+    are as for `mmkv.calibrate`.
     """
     config, model = adapters.find(model).config, unwrap_container(model)
     alike = replace(policy, layers=UniformLayers(), heads=UniformHeads(), decode=Grow(), least=0)
@@ -141,12 +136,12 @@ class _Probe(CompressedCache):
         self.heads = key.shape[1]
         with torch.no_grad():
             whole = prompt.to(key.device)
-            plans = [replace(self.plan, budget=level) for level in LEVELS[:-1]]
-            each = [[n for (n,) in sizes_of_rows(plan, prompt, 1)] for plan in plans]
-            changes = [
-                read(evict(held, self.plan, whole, sizes, 0, layer_idx).dense()) - out
-                for sizes in each
-            ]
+            changes: list[Tensor] = []
+            for level in LEVELS[:-1]:
+                plan = replace(self.plan, budget=level)
+                sizes = [n for (n,) in sizes_of_rows(plan, prompt, 1)]
+                kept = evict(held, self.plan, whole, sizes, 0, layer_idx).dense()
+                changes.append(read(kept) - out)
         self.changes.append(torch.stack(changes))
         return out.to(query.dtype), None
 
@@ -176,19 +171,17 @@ class _Probe(CompressedCache):
 def _extended(config: Any, mask: Tensor | None, reply: Tensor) -> Tensor | None:
     """A prompt's mask with the reply behind it, for models that count positions by it.
 
-    Raises:
-        ValueError: padding, where the model would count it, and what it counts matters: with MRoPE,
-            and where queries are scaled by their position.
+    Padding is refused where the model would count it, and what it counts matters: with MRoPE, and
+    where queries are scaled by their position.
     """
     if mask is None:
         return None
     rope = getattr(config, "rope_parameters", None) or {}
     for name, what in (("mrope_section", "MRoPE"), ("llama_4_scaling_beta", "scaled queries")):
-        if name not in rope:
-            continue
-        if not bool(mask.all()):
+        if name in rope and bool(mask.all()):
+            return None
+        if name in rope:
             raise ValueError(
                 f"calibrate: padded prompts of a model with {what}: give them one by one"
             )
-        return None
     return pad(mask, (0, reply.shape[1]), value=1)

@@ -51,39 +51,32 @@ def measure(
 
     Returns:
         the scores, and how many samples.
-
-    Raises:
-        ValueError: no samples; one of several rows, without image tokens, or whose regions do not
-            fit its reply or its prompt; or no head ever attended most to a region.
     """
     parts, inner = adapters.find(model), unwrap_container(model)
-    plain, total, n = replace(policy, heads=UniformHeads()), None, 0
+    plain, hits = replace(policy, heads=UniformHeads()), list[Tensor]()
     for i, sample in enumerate(samples):
         inputs = {k: v for k, v in sample.items() if k not in (REPLY, REGIONS)}
         reply = _reply(inner, inputs, sample.get(REPLY))
         regions = _regions(parts.image_token_ids, i, inputs["input_ids"], reply, sample)
         cache = _Probe(parts.config, CacheConfig(plain, 1.0), regions)
-        shape, more = inputs["input_ids"].shape, (0, len(reply))
-        followed = {  # masks, and types of tokens, go on behind the prompt
-            name: pad(x, more, value=int("attention_mask" in name))
-            if isinstance(x, Tensor) and x.shape == shape
-            else x
-            for name, x in inputs.items()
-        }
+        followed, shape = dict(inputs), inputs["input_ids"].shape
+        for name, x in inputs.items():  # masks, and types of tokens, go on behind the prompt
+            if isinstance(x, Tensor) and x.shape == shape:
+                followed[name] = pad(x, (0, len(reply)), value=int("attention_mask" in name))
         followed["input_ids"] = torch.cat([inputs["input_ids"], reply[None]], dim=1)
         with wrapped(model, plain, 1.0), torch.no_grad():
             inner(**followed, **passing(inner, cache), use_cache=True)
-        found = torch.stack(cache.hits)
-        total, n = found if total is None else total + found, n + 1
-    if total is None:
+        hits.append(torch.stack(cache.hits))
+    if not hits:
         raise ValueError("calibrate: no samples")
+    total = torch.stack(hits).sum(0)
     if not bool(total.any()):
         raise ValueError(
             "calibrate: no head attends most to an image region while the replies are given: give "
             "samples whose reply is read from the picture"
         )
     shares = (total / total.sum()).tolist()
-    return tuple(tuple(float(f"{x:.4g}") for x in layer) for layer in shares), n
+    return tuple(tuple(float(f"{x:.4g}") for x in layer) for layer in shares), len(hits)
 
 
 class _Probe(CompressedCache):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, SupportsFloat, TypeVar
 
@@ -111,16 +111,8 @@ def wrap(
             f"attn_implementation={base!r} is not supported: load the model with one of "
             f"{', '.join(attention.NAMES)}"
         )
-    plan, compressed = planned(
-        model,
-        parts,
-        chosen,
-        budget,
-        profile=profile,
-        kv_dtype=kv_dtype,
-        evict_chunks=evict_chunks,
-        graph=graph,
-    )
+    how: Any = {"kv_dtype": kv_dtype, "evict_chunks": evict_chunks, "graph": graph}
+    plan, compressed = planned(model, parts, chosen, budget, profile=profile, **how)
     attachment = Attachment(model, parts, plan, compressed)
     attachment.attach()
     vars(model)["_mmkv"] = attachment
@@ -149,9 +141,7 @@ def probe(model: nn.Module) -> profiles.Profile:
         ValueError: a model that cannot be wrapped, one with too few tokens or positions, or whose
             heads are spread over processes.
     """
-    if is_wrapped(model):
-        return measure(attachment_of(model))
-    with wrapped(model, "full"):
+    with nullcontext() if is_wrapped(model) else wrapped(model, "full"):
         return measure(attachment_of(model))
 
 
@@ -166,11 +156,7 @@ def planned(
     evict_chunks: bool = False,
     graph: bool = True,
 ) -> tuple[CacheConfig, tuple[int, ...]]:
-    """What caches of this model work by, and which layers are compressed; arguments as of `wrap`.
-
-    Raises:
-        ValueError: as `wrap`.
-    """
+    """What caches of this model work by, and which layers are compressed; arguments as of `wrap`."""
     everywhere = CompressedCache(parts.config, CacheConfig(chosen, None)).layers
     compressed = tuple(i for i, x in enumerate(everywhere) if isinstance(x, CompressedLayer))
     n_layers = len(compressed)
@@ -192,18 +178,22 @@ def planned(
             f"score={chosen.score.name!r} feeds the prompt again behind its end, where this "
             f"{type(model).__name__} soon has no positions left: use another score"
         )
-    fractions = None
+    fractions, known = None, None
     if profile is not None:
         known = profiles.read(profile, parts.config, n_layers, budget)
-    else:
-        known = _own_profile(model, chosen)
-    if known is not None and known.curves is not None:
+    elif chosen.heads.profile and isinstance(chosen.layers, UniformLayers):
+        known = profiles.own(model, chosen.heads.profile)
+        if known is None and chosen.heads.without_profile:
+            _say_once(chosen, chosen.heads.without_profile)
+    if known is None:
+        pass
+    elif known.curves is not None:
         chosen = sized(chosen, known.curves, compressed)
-    elif known is not None and known.visual is not None:
+    elif known.visual is not None:
         chosen = sized_by_pictures(chosen, known.visual, compressed)
-    elif known is not None and known.retrieval is not None:
+    elif known.retrieval is not None:
         chosen = sized_by_copying(chosen, known.retrieval, compressed)
-    elif known is not None:
+    else:
         if chosen.heads.is_global:
             raise ValueError(
                 f"profile={str(profile)!r} gives layer sizes, and heads={chosen.heads.name!r} "
@@ -243,8 +233,10 @@ def planned(
         sampling=learning,
     )
     exact = made.keeps_everything or made.waits_for_probe
-    if known is None and chosen.heads.equal and not exact:
-        _say_equal_heads(model, chosen)
+    # Equal heads serve few language models. Of visual heads more was said.
+    said = exact or chosen.heads.without_profile or profiles.beside(model) is not None
+    if known is None and chosen.heads.equal and not said:
+        _say_once(chosen, EQUAL_HEADS)
     return made, compressed
 
 
@@ -252,15 +244,8 @@ def _check_spread(parts: adapters.Adapter, policy: Policy, *, sized: bool) -> No
     """Refuse what cannot be decided by a part of the heads (tensor parallelism).
 
     Each process sees its own key-value heads, and chooses what these keep. A policy that compares
-    heads would choose otherwise in each process, and than in one.
-
-    Args:
-        parts: of the model.
-        policy: as it is used, with the sizes of a profile.
-        sized: whether layer sizes are known before, so that its `layers` part is not asked.
-
-    Raises:
-        ValueError: names the option, and what to use instead.
+    heads would choose otherwise in each process, and than in one. Where layers are `sized` before,
+    its `layers` part is not asked.
     """
     if parts.ranks == 1:
         return
@@ -292,26 +277,6 @@ def _compares_heads(policy: Policy, sized: bool) -> str | None:
         name = f"heads={heads.name!r}" if heads.name else "a profile"
         return f"{name} gives them sizes of their own: use heads='uniform'"
     return None
-
-
-def _own_profile(model: Any, policy: Policy) -> profiles.Profile | None:
-    """What a model comes with of what a policy takes its sizes from."""
-    heads = policy.heads
-    if not heads.profile or not isinstance(policy.layers, UniformLayers):
-        return None
-    found = profiles.own(model, heads.profile)
-    if found is None and heads.without_profile:
-        _say_once(policy, heads.without_profile)
-    return found
-
-
-def _say_equal_heads(model: Any, policy: Policy) -> None:
-    """Equal heads serve few language models.
-
-    Not where a profile lies beside the weights, and not of visual heads, which say more.
-    """
-    if not policy.heads.without_profile and profiles.beside(model) is None:
-        _say_once(policy, EQUAL_HEADS)
 
 
 def _say_once(policy: Policy, text: str) -> None:
