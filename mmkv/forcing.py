@@ -62,16 +62,15 @@ def forced(
     model: Any,
     inputs: Mapping[str, Tensor],
     reply: Tensor,
-    one_pass: bool | None = None,
     read: Read | None = None,
 ) -> Generator[tuple[Any, Tensor]]:
     """Feed left-padded prompts, then the same reply [B, T] whatever the model predicts.
 
+    Many tokens at once where that gives the same numbers: where decoding drops nothing.
+
     Args:
         model: wrapped or not.
         inputs, reply: on the model's device.
-        one_pass: feed many tokens at once instead of one. By default where it gives the same
-            numbers: where decoding drops nothing.
         read: in place of the pass of the prompts.
 
     Yields:
@@ -82,7 +81,7 @@ def forced(
     cache, logits = (read or steps.read)()
     yield cache, logits
     del logits
-    step = _CHUNK if one_pass or (one_pass is None and drops_nothing(cache)) else 1
+    step = _CHUNK if drops_nothing(cache) else 1
     for piece in reply.split(step, dim=1) if reply.shape[1] else ():
         yield cache, steps.behind(cache, piece)
 
@@ -119,7 +118,6 @@ def score_answers(
     inputs: Mapping[str, Tensor],
     answers: Sequence[Sequence[int]],
     *,
-    one_pass: bool | None = None,
     full: Sequence[Tensor] | None = None,
     read: Read | None = None,
     hidden: bool = False,
@@ -131,7 +129,7 @@ def score_answers(
     last position. Rows whose answer has ended keep being fed, and no longer count.
 
     Args:
-        model, inputs, one_pass, read: as for `forced`.
+        model, inputs, read: as for `forced`.
         answers: token ids, one list a row; an empty one scores nothing.
         full: what `log_probabilities` gives for the same answers. The first token is not compared:
             it is predicted while the prompt is read, before anything is evicted.
@@ -144,7 +142,7 @@ def score_answers(
     nll, nats = torch.zeros(2, len(answers), dtype=torch.float64)
     wrong, same, compared = torch.zeros(3, len(answers), dtype=torch.int64)
     cache, held, end = None, 0, 0
-    for cache, logits in forced(model, inputs, wide[:, :-1], one_pass, read):
+    for cache, logits in forced(model, inputs, wide[:, :-1], read):
         start, end = end, end + logits.shape[1]
         held = held if start else sum(map(nbytes, cache.layers))
         counts = torch.arange(start, end) < lengths[:, None]

@@ -156,7 +156,7 @@ def planned(
     evict_chunks: bool = False,
     graph: bool = True,
 ) -> tuple[CacheConfig, tuple[int, ...]]:
-    """What caches of this model work by, and which layers are compressed; arguments as of `wrap`."""
+    """What caches work by, and which layers are compressed; arguments as of `wrap`."""
     everywhere = CompressedCache(parts.config, CacheConfig(chosen, None)).layers
     compressed = tuple(i for i, x in enumerate(everywhere) if isinstance(x, CompressedLayer))
     n_layers = len(compressed)

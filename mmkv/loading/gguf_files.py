@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmkv.loading import cache_folder, quiet
-from mmkv.loading.conversions import is_sound, make_once
+from mmkv.loading import cache_folder, is_sound, make_once, quiet
 
 _MAGIC = b"GGUF"
 

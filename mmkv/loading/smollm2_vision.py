@@ -14,8 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmkv.loading import cache_folder, quiet
-from mmkv.loading.conversions import make_once
+from mmkv.loading import cache_folder, make_once, quiet
 
 PARTS = Path(__file__).parents[1] / "builtin" / "vision" / "parts.safetensors"
 LORA_SCALE = 2.0  # alpha / rank

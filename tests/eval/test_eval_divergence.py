@@ -10,6 +10,7 @@ import mmkv
 from helpers.evaluation import make_samples, make_tokenizer
 from helpers.models import make_inputs, row_of
 from helpers.oracle import short
+from mmkv import forcing
 from mmkv.eval import measure, runner
 from mmkv.eval.measure import perplexity
 from mmkv.eval.replay import behind
@@ -49,16 +50,19 @@ def test_perplexity_is_over_tokens_and_a_float_or_none():
 
 
 @pytest.mark.parametrize("one_pass", [True, False])
-def test_plain_model_equals_its_definition(model, inputs, one_pass):
-    scored = score_answers(model, inputs, REPLIES, one_pass=one_pass)
+def test_plain_model_equals_its_definition(model, inputs, one_pass, monkeypatch):
+    monkeypatch.setattr(forcing, "drops_nothing", lambda cache: one_pass)
+    scored = score_answers(model, inputs, REPLIES)
     assert scored.tokens == [5, 1, 8]
     assert scored.nll == pytest.approx(plain_nll(model, inputs, REPLIES), rel=1e-5)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_one_pass_equals_token_by_token(model, inputs, policy):
+def test_one_pass_equals_token_by_token(model, inputs, policy, monkeypatch):
     with mmkv.wrapped(model, policy, 0.5, **short(policy), **grow(policy)):
-        by_token = score_answers(model, inputs, REPLIES, one_pass=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(forcing, "drops_nothing", lambda cache: False)
+            by_token = score_answers(model, inputs, REPLIES)
         assert drops_nothing(by_token.cache)
         at_once = score_answers(model, inputs, REPLIES)
     assert at_once.nll == pytest.approx(by_token.nll, rel=1e-5)
@@ -81,12 +85,13 @@ def test_a_row_scores_as_it_does_alone(model, inputs, policy):
 
 
 @pytest.mark.parametrize("policy", ["prefixkv", "h2o", "streaming"])
-def test_pruning_while_decoding_is_by_token(model, inputs, policy):
+def test_pruning_while_decoding_is_by_token(model, inputs, policy, monkeypatch):
     with mmkv.wrapped(model, policy, 0.5):
         scored = score_answers(model, inputs, REPLIES)
         assert not drops_nothing(scored.cache)
+        monkeypatch.setattr(forcing, "drops_nothing", lambda cache: True)
         with pytest.raises(ValueError, match="one by one"):
-            score_answers(model, inputs, REPLIES, one_pass=True)
+            score_answers(model, inputs, REPLIES)
 
 
 def test_greedy_answers_are_recognised(model, inputs):

@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmkv
 from helpers.gguf import write_gguf
-from mmkv import chat
+from mmkv import chat, loading
 from mmkv.eval.prompts import token_counter
-from mmkv.loading import cache_folder, conversions, gguf_files, models
+from mmkv.loading import cache_folder, gguf_files, models
 
 pytest.importorskip("gguf", reason="gguf is not installed")
 IDS = torch.arange(3, 40)[None]
@@ -129,7 +129,7 @@ class TestConversion:
         assert not cache.exists()
 
     def test_several_at_once_convert_once(self, original, path, cache, reads, monkeypatch):
-        look, passed, together = conversions.is_sound, threading.local(), threading.Barrier(3)
+        look, passed, together = loading.is_sound, threading.local(), threading.Barrier(3)
 
         def look_first(*args):
             found = look(*args)
@@ -138,7 +138,7 @@ class TestConversion:
             return found
 
         with monkeypatch.context() as patch, ThreadPoolExecutor(3) as pool:
-            patch.setattr(conversions, "is_sound", look_first)
+            patch.setattr(loading, "is_sound", look_first)
             assert len(set(pool.map(gguf_files.converted, [path] * 3))) == 1
         assert reads == ["tiny.gguf"]
         assert differs(models.pretrained(str(path))[0], original) < 1e-5
@@ -174,19 +174,19 @@ class TestDamage:
         assert file.is_file()
 
     def test_of_a_large_file_blocks_all_over_it_are_checked(self, path, folder, monkeypatch, reads):
-        monkeypatch.setattr(conversions, "_WHOLE", 2**21)
+        monkeypatch.setattr(loading, "_WHOLE", 2**21)
         large = folder / "large"
         large.write_bytes(bytes(range(256)) * 2**14)
-        before = conversions._fingerprint(large)
-        assert conversions._fingerprint(large) == before
+        before = loading._fingerprint(large)
+        assert loading._fingerprint(large) == before
         for start, size in ((5000, 100), (2**21 + 1, 2**17), (2**22 - 100, 100)):
             content = bytearray(bytes(range(256)) * 2**14)
             content[start : start + size] = bytes(size)
             large.write_bytes(content)
-            assert conversions._fingerprint(large) != before, start
+            assert loading._fingerprint(large) != before, start
 
     def test_of_another_layout(self, path, folder, reads, monkeypatch):
-        monkeypatch.setattr(conversions, "_FORMAT", conversions._FORMAT + 1)
+        monkeypatch.setattr(loading, "_FORMAT", loading._FORMAT + 1)
         models.pretrained(str(path))
         models.pretrained(str(path))
         assert reads == ["tiny.gguf"]
