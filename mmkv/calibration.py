@@ -1,21 +1,49 @@
-"""Calibration: measure a profile, layer sizes or what each head costs, over a few samples."""
+"""Calibration: measure a profile, layer sizes or what each head costs, over a few samples.
+
+A head's cost is what the model's output feels when that head alone is shrunk. A second-order
+estimate needs one backward pass a draw for all heads and levels together. The model's own greedy
+reply is read again behind the whole prompt. With signs `z_tv = +-1` at random for each of its
+tokens and each word, the gradient `g` of `sum_tv z_tv sqrt(p_tv) log p_tv`, the roots held fixed,
+has the Fisher information as its covariance. So half the mean square of `g . change` is the
+Kullback-Leibler divergence that a change of a head's output causes, to second order, summed over
+the reply. Labels drawn from p in place of signs for every word have the same mean, but a sure model
+seldom draws those that tell most.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
-from mmkv import adapters, sensitivity, visual_heads
-from mmkv.calls import cache_in
-from mmkv.forcing import checked_inputs
+from mmkv import adapters, visual_heads
+from mmkv.cache.compressed import CompressedCache
+from mmkv.cache.config import CacheConfig, sizes_of_rows
+from mmkv.cache.evict import evict
+from mmkv.cache.layer import CompressedLayer
+from mmkv.cache.prompt_kv import PromptKV
+from mmkv.calls import cache_in, passing, unwrap_container
+from mmkv.forcing import checked_inputs, greedy
+from mmkv.parts.decoding import Grow
+from mmkv.policy import Policy
 from mmkv.profiles import CLOSE, Profile
 from mmkv.registry import exact_share, get_policy
-from mmkv.sizes.calibrated import CalibratedHeads
+from mmkv.sizes.calibrated import CalibratedHeads, Curves
+from mmkv.sizes.heads import UniformHeads
+from mmkv.sizes.layers import UniformLayers
 from mmkv.sizes.profiled import RetrievalHeads, VisualHeads
 from mmkv.terminal import bar
 from mmkv.wrapping import comparing, wrapped
+
+LEVELS = (0.03, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.55, 0.75, 1.0)
+# Most tokens of a reply, and draws of signs for each.
+_REPLY, _DRAWS = 128, 16
+# Any at which tokens are scored.
+_BUDGET = 0.5
 
 
 @comparing()
@@ -68,7 +96,7 @@ def calibrate(
         )
     about: Any = {"policy": chosen.name, "model": adapters.shape(parts.config)}
     if isinstance(chosen.heads, CalibratedHeads | RetrievalHeads):
-        curves, n = sensitivity.measure(model, _checked(samples), chosen)
+        curves, n = cost_curves(model, _checked(samples), chosen)
         return Profile(curves=curves, samples=n, **about)
     if isinstance(chosen.heads, VisualHeads):
         scores, n = visual_heads.measure(model, _checked(samples), chosen)
@@ -101,3 +129,151 @@ def _checked(samples: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
         for i, sample in enumerate(samples):
             yield checked_inputs(sample, i, "calibrate")
             advance(1, "calibrate")
+
+
+def cost_curves(
+    model: Any, samples: Iterable[Mapping[str, Any]], policy: Policy
+) -> tuple[Curves, int]:
+    """Cost curves under a policy, means over all tokens of the replies, and how many prompts.
+
+    The policy chooses and merges tokens; all heads of a layer are shrunk alike. Model and samples
+    are as for `mmkv.calibrate`.
+    """
+    config, model = adapters.find(model).config, unwrap_container(model)
+    alike = replace(policy, layers=UniformLayers(), heads=UniformHeads(), decode=Grow(), least=0)
+    generator = torch.Generator().manual_seed(0)
+    total, tokens, rows = torch.zeros(()), 0, 0
+    # A caller's inference mode would leave nothing to differentiate.
+    with torch.inference_mode(False):
+        for sample in samples:
+            reply, valid = greedy(model, sample, _REPLY)
+            if not bool(valid.any()):
+                continue
+            cache = _Probe(config, CacheConfig(alike, _BUDGET))
+            given = passing(model, cache)
+            with wrapped(model, alike, _BUDGET):
+                with torch.no_grad():
+                    model(**sample, **given, use_cache=True)
+                with torch.enable_grad():
+                    found = model(
+                        input_ids=reply,
+                        attention_mask=_extended(config, sample.get("attention_mask"), reply),
+                        **given,
+                        use_cache=True,
+                    )
+                    log_p = found.logits.float().log_softmax(-1)
+            total = total + cache.costs(log_p, valid, generator)
+            tokens, rows = tokens + int(valid.sum()), rows + int(valid.any(-1).sum())
+    if not tokens:
+        raise ValueError("calibrate: no samples with a reply of two tokens or more")
+    mean = (total / tokens).tolist()
+    rounded = [[[float(f"{c:.4g}") for c in head] for head in layer] for layer in mean]
+    return Curves(LEVELS, tuple(tuple(map(tuple, layer)) for layer in rounded)), rows
+
+
+class _Probe(CompressedCache):
+    """Holds a prompt whole and scored; a reply tells what shrinking each head would change."""
+
+    def __init__(self, config: Any, plan: CacheConfig) -> None:
+        super().__init__(config, plan)
+        # By layer, of the reply: outputs [B, T, Hq, D], and their changes [R - 1, B, T, Hq, D].
+        self.outputs: list[Tensor] = []
+        self.changes: list[Tensor] = []
+        self.heads = 1  # H
+
+    def _evict(self, *given: Any, **more: Any) -> None:
+        """Nothing yet."""
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """A reply's states are not kept: written in place they would spoil its gradient."""
+        if self.expects_prompt:
+            return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+        return recurrent_states
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        delegate: Callable[[], tuple[Tensor, Any]],
+        **options: Any,
+    ) -> tuple[Tensor, Any]:
+        """The reply's attention over the whole prompt, and over what would be kept at each level.
+
+        In float32: small changes of outputs in bfloat16 would be rounding.
+        """
+        if self.expects_prompt:
+            return super().attend(layer_idx, query, key, value, delegate, **options)
+        scale, softcap = options["scale"], options.get("softcap")
+        layer, prompt = self.layers[layer_idx], self.prompt
+        assert isinstance(layer, CompressedLayer)
+        assert isinstance(layer.state, PromptKV)
+        assert prompt is not None
+        held = layer.state
+        first = layer.seen - query.shape[2]
+        new = torch.arange(first, layer.seen, device=key.device).expand(len(key), 1, -1)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+
+        def read(past: PromptKV) -> Tensor:
+            past = past.extended(key.float(), value.float(), new)
+            return past.attend(query.float(), first, scale=scale, softcap=softcap)
+
+        out = read(held)
+        if not out.requires_grad:
+            out.requires_grad_()
+        self.outputs.append(out)
+        self.heads = key.shape[1]
+        with torch.no_grad():
+            whole = prompt.to(key.device)
+            changes: list[Tensor] = []
+            for level in LEVELS[:-1]:
+                plan = replace(self.plan, budget=level)
+                sizes = [n for (n,) in sizes_of_rows(plan, prompt, 1)]
+                kept = evict(held, self.plan, whole, sizes, 0, layer_idx).dense()
+                changes.append(read(kept) - out)
+        self.changes.append(torch.stack(changes))
+        return out.to(query.dtype), None
+
+    def costs(self, log_p: Tensor, valid: Tensor, generator: torch.Generator) -> Tensor:
+        """Cost curves [L, H, R], in nats, summed over all replies' tokens.
+
+        Args:
+            log_p: float32 [B, T, V], of the token behind each of the reply's.
+            valid: bool [B, T], False behind a reply's end.
+            generator: draws signs, on the host.
+        """
+        weight = log_p.detach().mul(0.5).exp() * valid[..., None].to(log_p.device)
+        found = list[Tensor]()
+        for _ in range(_DRAWS):
+            sign = torch.randint(0, 2, log_p.shape, generator=generator, dtype=torch.int8) * 2 - 1
+            loss = (log_p * weight * sign.to(log_p.device)).sum()
+            gradients = torch.autograd.grad(loss, self.outputs, retain_graph=True)
+            felt = [
+                torch.einsum("bthd,rbthd->bhr", g, change).cpu()
+                for g, change in zip(gradients, self.changes, strict=True)
+            ]
+            found.append(torch.stack(felt, dim=1).double().unflatten(2, (self.heads, -1)).sum(3))
+        mean = torch.stack(found).square().mean(0)  # [B, L, H, R - 1]
+        return pad(mean.sum(0) / 2, (0, 1))
+
+
+def _extended(config: Any, mask: Tensor | None, reply: Tensor) -> Tensor | None:
+    """A prompt's mask with the reply behind it, for models that count positions by it.
+
+    Padding is refused where the model would count it, and what it counts matters: with MRoPE, and
+    where queries are scaled by their position.
+    """
+    if mask is None:
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    for name, what in (("mrope_section", "MRoPE"), ("llama_4_scaling_beta", "scaled queries")):
+        if name in rope and bool(mask.all()):
+            return None
+        if name in rope:
+            raise ValueError(
+                f"calibrate: padded prompts of a model with {what}: give them one by one"
+            )
+    return pad(mask, (0, reply.shape[1]), value=1)

@@ -154,9 +154,6 @@ def encode_messages(
             {"type": "image", "image": a picture}}.
         template: what the template is given beside the messages, such as tools.
         sanitize: encode control tokens that the messages spell as the text that they are.
-
-    Raises:
-        ValueError: no chat template, and more than one message; or what `check_pictures` says.
     """
     shown: Any = [x["content"] for x in messages if isinstance(x.get("content"), list)]
     pictures = [x["image"] for parts in shown for x in parts if x.get("type") == "image"]

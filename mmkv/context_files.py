@@ -64,12 +64,7 @@ def save(
     inputs: dict[str, Tensor],
     opened: dict[str, Any],
 ) -> None:
-    """Write a context; `load` reads it. Arguments are those of `mmkv.Context`.
-
-    Raises:
-        ValueError: some layers have linear attention, heads are spread over processes, or the file
-            cannot be written.
-    """
+    """Write a context; `load` reads it. Arguments are those of `mmkv.Context`."""
     _check_whole(model)
     windows = _windows(cache)
     if len(cache.compressed) + len(windows) != len(cache.layers):
@@ -112,12 +107,7 @@ def save(
 def load(
     path: str | os.PathLike[str], model: Any
 ) -> tuple[CompressedCache, dict[str, Tensor], dict[str, Any]]:
-    """What `save` was given beside the model, which read it.
-
-    Raises:
-        ValueError: no context, or one of another model, policy or budget, or a damaged one; the
-            message names the file. Or the model's heads are spread over processes.
-    """
+    """What `save` was given beside the model, which read it; errors name the file."""
     _check_whole(model)
     attachment = attachment_of(model)
     try:

@@ -44,9 +44,6 @@ def encode(
         processor: turns text and pictures into inputs, as a tokenizer does text; or None.
         before: how the context that they stand behind goes on; None: they begin one.
         ends: whether a reply follows.
-
-    Raises:
-        ValueError: another type, texts without a processor, or what its template refuses.
     """
     if isinstance(given, Mapping):
         return given, before or Opened()
@@ -107,8 +104,7 @@ def _written(
 ) -> tuple[str, list[Any], Opened]:
     """What the template makes of new messages behind others, of which no content is known.
 
-    Returns:
-        The text with its marks, the new pictures, and how all messages go on.
+    That is the text with its marks, the new pictures, and how all messages go on.
     """
     from PIL.Image import Image
 

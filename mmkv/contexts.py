@@ -120,14 +120,9 @@ class Context:
         return out
 
     def behind(self, inputs: Mapping[str, Any], *, copied: bool = True) -> dict[str, Any]:
-        """What `generate` is given for a question: among it a cache that keeps it whole.
+        """What `generate` is given for a question of `ask`: among it a cache that keeps it whole.
 
-        Args:
-            inputs: as for `ask`.
-            copied: whether the cache is a copy; if not, the context is used up.
-
-        Raises:
-            ValueError: as `ask`.
+        The context is used up where the cache is not copied.
         """
         attachment_of(self.model)  # as long as it is wrapped
         cache = copy.deepcopy(self.cache) if copied else self.cache
@@ -238,11 +233,7 @@ def read(
 def read_into(
     cache: CompressedCache, model: Any, inputs: Mapping[str, Any], chunk: int | None
 ) -> Context:
-    """As `read`, into an empty cache, which may have a plan of its own.
-
-    Raises:
-        ValueError: as `read`.
-    """
+    """As `read`, into an empty cache, which may have a plan of its own."""
     if postpone := cache.plan.policy.postpone:
         raise ValueError(
             f"postpone={postpone} waits for generated tokens, and a context is read without any: "

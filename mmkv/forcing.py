@@ -91,16 +91,13 @@ class Scored:
     """Answers scored by a model, one entry a row, and the cache after the last step.
 
     Attributes:
-        nll: summed negative log-likelihood of the answer's tokens, in nats.
-        tokens: how many there are.
+        nll: summed negative log-likelihood of the answer's tokens, in nats; `tokens` how many.
         greedy: whether each of them was the model's first choice.
-        cache: the model's.
         held_bytes: of the cache once the prompt was read.
         divergence: summed Kullback-Leibler divergence of the next-token distributions from the
-            full cache's, in nats, over the tokens that the compressed prompt has a say in; 0
-            where there was nothing to compare with.
+            full cache's, in nats, over the `compared` tokens that the compressed prompt has a say
+            in; 0 where there was nothing to compare with.
         same: at how many of them both have the same first choice.
-        compared: how many of them there are.
     """
 
     nll: list[float]

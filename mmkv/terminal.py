@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -97,9 +97,8 @@ def show_warnings() -> None:
 def wait_asleep() -> None:
     """Have torch's threads sleep while they wait for each other; to be called before its import.
 
-    By default they spin, and where other threads and processes want the processors too, as beside a
-    server, a thread that spins keeps them from the one that it waits for. What the environment
-    says already stays.
+    By default they spin, and beside a server a thread that spins keeps the processors from the one
+    that it waits for. What the environment says already stays.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -108,13 +107,11 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket at an address, not listening yet: a model is loaded first."""
     try:
         family, *_, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, socket.SOCK_STREAM)
-        try:
+        with ExitStack() as undo:
+            found = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(address)
-        except OSError:
-            found.close()
-            raise
+            undo.pop_all()
         return found
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -192,12 +189,8 @@ def _explain(error: Exception) -> int:
 class Table:
     """A table that is printed in parts where the terminal is too narrow for all of its columns.
 
-    Attributes:
-        corner: what the first column is called; every part begins with that column.
-        columns: the names of the others.
-        rows: the first column's text, and the others'; the terminal shows no "**" of Markdown.
-        title: above the first part.
-        notes: below the last one.
+    Every part begins with the first column, whose name is `corner`. The terminal shows no "**" of
+    Markdown.
     """
 
     corner: str

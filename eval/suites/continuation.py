@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import bisect
 import re
+import sysconfig
+import zlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from mmkv.builtin import source
 from mmkv.eval.samples import DataError, Request, Sample
 from mmkv.eval.suites import files
 
@@ -20,6 +22,7 @@ LENGTH = 1024  # tokens of a prompt and of what follows it
 _SHARES = (0.65625, 0.75, 1)
 _MOST_LETTERS = 12  # of a token, in what is looked at
 SUFFIXES = (".txt", ".md", ".py")
+_TESTS = {"test", "tests", "idle_test", "site-packages"}
 NOTE = "texts are this machine's own"
 
 
@@ -28,7 +31,7 @@ def load(request: Request) -> list[Sample]:
     assert request.data is not None
     length, samples = request.length or LENGTH, []
     stdlib = files.stands_for(request.data, files.STDLIB)
-    paths = source.files() if stdlib else files.text_files(request.data, *SUFFIXES)
+    paths = library() if stdlib else files.text_files(request.data, *SUFFIXES)
     for name, path in paths.items():
         if request.limit is not None and len(samples) == request.limit:
             break
@@ -41,6 +44,20 @@ def load(request: Request) -> list[Sample]:
     if not samples:
         raise DataError(f"{request.data}: no text of {length} tokens or more in {SUFFIXES} files")
     return samples
+
+
+def library() -> dict[str, Path]:
+    """Some of the standard library's modules by name, without its tests.
+
+    A file's name decides, so they are the same on every machine with this version of Python.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    modules = {path.relative_to(root): path for path in sorted(root.rglob("*.py"))}
+    return {
+        name.as_posix(): path
+        for name, path in modules.items()
+        if not _TESTS & set(name.parts) and zlib.crc32(name.as_posix().encode()) % 12 == 0
+    }
 
 
 def cuts(text: str, count: Callable[[str], int], tokens: Sequence[float]) -> list[int | None]:

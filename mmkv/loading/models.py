@@ -30,19 +30,12 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Source:
-    """What transformers' `from_pretrained` takes for a name.
+    """What transformers' `from_pretrained` takes for a name."""
 
-    Attributes:
-        path: a folder or a hub's id.
-        gguf_file: the file in the folder to read; None: safetensors.
-        dtype: of the weights where none is asked for.
-        remedy: what to do where it cannot be loaded.
-    """
-
-    path: str
-    gguf_file: str | None = None
-    dtype: str = "auto"
-    remedy: str = ""
+    path: str  # a folder or a hub's id
+    gguf_file: str | None = None  # in the folder; None: safetensors
+    dtype: str = "auto"  # where none is asked for
+    remedy: str = ""  # where it cannot be loaded
 
     @property
     def options(self) -> dict[str, Any]:
@@ -114,15 +107,9 @@ def _path(name: str) -> Path | None:
 def pretrained(name: str, **options: Any) -> tuple[Any, Any, bool]:
     """A model in eval mode, its processor or tokenizer, and whether it reads pictures.
 
-    Its weights come from safetensors or GGUF alone, and no code of its repository is run.
-
-    Args:
-        name: as for `find`.
-        options: dtype and others of transformers' `from_pretrained`; "auto" is what the model was
-            saved in, float32 for `NAMES` and GGUF files.
-
-    Raises:
-        ValueError: no such model, or one that cannot be loaded.
+    Its weights come from safetensors or GGUF alone, and no code of its repository is run. The name
+    is as for `find`, the options are transformers'. The dtype "auto" is what the model was saved
+    in, float32 for `NAMES` and GGUF files.
     """
     import transformers as hf
 

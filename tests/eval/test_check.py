@@ -16,7 +16,7 @@ import mmkv
 from helpers.evaluation import WORDS, make_tokenizer, save_model
 from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import short
-from mmkv import calibration, chat, divergence, forcing, sensitivity
+from mmkv import calibration, chat, divergence, forcing
 from mmkv.divergence import CheckReport, CheckRow
 from mmkv.eval import prompts
 from mmkv.eval.store import read_rows
@@ -444,7 +444,7 @@ class TestCalibrate:
         )
 
     def test_condense_on_shipped_prompts_where_no_picture_is_read(self, monkeypatch):
-        monkeypatch.setattr(sensitivity, "_REPLY", 6)
+        monkeypatch.setattr(calibration, "_REPLY", 6)
         monkeypatch.setattr(prompts, "_MOST_LETTERS", 700)
         found = self.profile("--limit", "2")
         assert (found.policy, found.samples) == ("condense", 2)

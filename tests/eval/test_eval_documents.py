@@ -8,10 +8,9 @@ import zlib
 
 import pytest
 
-from mmkv.builtin import source
 from mmkv.eval import corpus
 from mmkv.eval.samples import DataError, words
-from mmkv.eval.suites import documents
+from mmkv.eval.suites import continuation, documents
 from mmkv.eval.suites.registry import load_suite
 
 
@@ -177,7 +176,7 @@ def test_what_is_no_text_is_said(texts, name, message):
 
 @pytest.mark.slow
 def test_the_standard_library_without_its_tests():
-    found = source.files()
+    found = continuation.library()
     assert 20 < len(found) < 200
     assert "test" not in {part for name in found for part in name.split("/")}
     assert all("site-packages" not in path.parts for path in found.values())
