@@ -84,8 +84,7 @@ DECODERS: dict[str, Decoder] = {
         Decoder(rotary=_THREE_AXES),
     ),
     **dict.fromkeys(
-        ("qwen3_5_text", "qwen3_5_moe_text"),
-        Decoder(rotary=_THREE_AXES, others="linear-attention"),
+        ("qwen3_5_text", "qwen3_5_moe_text"), Decoder(rotary=_THREE_AXES, others="linear-attention")
     ),
     "falcon": Decoder(
         layers="h",
@@ -229,8 +228,7 @@ class Adapter:
                     "processes, whose part of each head is not known: use a score that does not "
                     "read it, such as score='window'"
                 )
-            found: Any = weight
-            weight = found.to_local() if hasattr(found, "to_local") else found
+            weight = getattr(weight, "to_local", lambda: linear.weight)()
         elif not plain:
             # Quantised or adapted: what it does to each unit vector.
             dtype = next(self.layers[index].parameters()).dtype
@@ -246,14 +244,13 @@ class Adapter:
         heads: int = config.num_attention_heads // getattr(module, "num_key_value_groups", 1)
         if self.facts.forward is not None:  # Falcon
             heads = module.num_heads if module.new_decoder_architecture else module.num_kv_heads
-        found = getattr(config, "head_dim", None)
-        return heads, found or config.hidden_size // config.num_attention_heads
+        return heads, _dim(config)
 
     def turns_by(self) -> Tensor:
         """Radians per position of each pair of dimensions that is turned, [R / 2]."""
         rotary: Any = self.decoder.rotary_emb
-        found = getattr(rotary, "inv_freq", None)
-        return rotary.full_attention_inv_freq if found is None else found
+        name = "inv_freq" if hasattr(rotary, "inv_freq") else "full_attention_inv_freq"
+        return getattr(rotary, name)
 
     def rotary_frequencies(self) -> Tensor:
         """Frequencies of the rotary embedding, [D / 2]; pair i is dimensions i and i + D / 2.
@@ -285,9 +282,11 @@ def of_full_layers(config: Any) -> Any:
 
 def head_dim(config: Any) -> int:
     """Numbers in one head's key, of layers with full attention."""
-    config = of_full_layers(config)
-    found = getattr(config, "head_dim", None)
-    return found or config.hidden_size // config.num_attention_heads
+    return _dim(of_full_layers(config))
+
+
+def _dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def shape(config: Any) -> dict[str, Any]:
@@ -366,7 +365,7 @@ def _ranks(around: Sequence[Any], attentions: Sequence[Any]) -> int:
 
 def table() -> list[dict[str, str]]:
     """Every known class: "class", "status" ("supported" or "refused") and "compressed"."""
-    rows = []
+    found = {name: ("refused", f"nothing: {why}") for name, why in REFUSED.items()}
     for name, kinds in MODELS.items():
         others = {DECODERS[kind].others for kind in kinds}
         what = "every layer"
@@ -374,7 +373,6 @@ def table() -> list[dict[str, str]]:
             what = f"layers with full attention; {others.pop()} layers are left alone"
         elif len(others) > 1:
             what = "every layer, or those with full attention where others slide"
-        rows.append({"class": name, "status": "supported", "compressed": what})
-    for name, why in REFUSED.items():
-        rows.append({"class": name, "status": "refused", "compressed": f"nothing: {why}"})
-    return sorted(rows, key=lambda row: row["class"].lower())
+        found[name] = "supported", what
+    rows = sorted(found.items(), key=lambda row: row[0].lower())
+    return [{"class": name, "status": x, "compressed": what} for name, (x, what) in rows]

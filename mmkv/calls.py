@@ -29,8 +29,7 @@ _PEFT_REFUSED = {"CARTRIDGE": "a cartridge", "PREFIX_TUNING": "prefix tuning"}
 def unwrap_container(model: Any) -> Any:
     """The model inside what stands around it, or itself; refuse what is no model."""
     while isinstance(model, nn.Module):
-        inside = _inside(model)
-        if inside is None:
+        if (inside := _inside(model)) is None:
             return model
         model = inside
     raise ValueError(_no_model(model))

@@ -83,9 +83,8 @@ def save(
         tensors |= {f"layers.{i}.{k}": x for k, x in found.items() if x is not None}
         sizes.append(kept.sizes)
     for i, window in windows.items():
-        assert window.keys is not None
-        assert window.values is not None
-        tensors |= {f"windows.{i}.keys": window.keys, f"windows.{i}.values": window.values}
+        both: Any = {"keys": window.keys, "values": window.values}
+        tensors |= {f"windows.{i}.{k}": x for k, x in both.items()}
     about: dict[str, Any] = {
         "version": VERSION,
         "plan": _plan(cache.plan),

@@ -7,7 +7,7 @@ each is turned into tokens alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,11 +51,13 @@ def encode(
         if given.ndim not in (1, 2) or given.is_floating_point() or given.dtype == torch.bool:
             raise ValueError(f"ids of {given.dtype} {list(given.shape)}: expected ints, [B, N]")
         return {"input_ids": given.long().view(-1, given.shape[-1])}, before or Opened()
-    several = isinstance(given, list | tuple) and bool(given)
-    if given == "" or (several and "" in given):
+    texts: list[Any] = [given] if isinstance(given, str) else []
+    if isinstance(given, list | tuple):
+        texts = list(given)
+    if "" in texts:
         raise ValueError("an empty text: say what is asked, or read")
-    chat = several and all(isinstance(x, Mapping) for x in given)
-    if not (isinstance(given, str) or chat or (several and all(isinstance(x, str) for x in given))):
+    chat = bool(texts) and all(isinstance(x, Mapping) for x in texts)
+    if not (chat or (texts and all(isinstance(x, str) for x in texts))):
         raise ValueError(
             "expected what a processor returns, a text or several, chat messages or a tensor of "
             f"ids, not {str(given)[:60]}"
@@ -67,15 +69,12 @@ def encode(
             "processor=, to mmkv.read or mmkv.load_context for all that follows"
         )
     known: Any = processor
-    messages: Any = given
     if chat:
-        return _chat(messages, known, before, ends)
-    texts: list[Any] = [given] if isinstance(given, str) else list(given)
+        return _chat(texts, known, before, ends)
     if before.roles if before else known.chat_template is not None:
-        messages = [{"role": "user", "content": text} for text in texts]
-        found = [_chat([message], known, before, ends) for message in messages]
+        found = [_chat([{"role": "user", "content": x}], known, before, ends) for x in texts]
         return _padded([inputs for inputs, _ in found]), found[0][1]
-    return _padded(_tokens(known, text, begins=before is None) for text in texts), Opened()
+    return _padded([_tokens(known, text, begins=before is None) for text in texts]), Opened()
 
 
 def _chat(
@@ -118,10 +117,9 @@ def _written(
         if not isinstance(role, str) or not isinstance(parts, list | tuple):
             raise ValueError(f"message {str(message)[:60]}: expected a role and a content")
         for part in parts:
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if not (kind == "text" and isinstance(part.get("text"), str)) and not (
-                kind == "image" and isinstance(part.get("image"), Image)
-            ):
+            kind = str(part.get("type")) if isinstance(part, Mapping) else ""
+            expected = {"text": str, "image": Image}.get(kind)
+            if expected is None or not isinstance(part.get(kind), expected):
                 raise ValueError(
                     f"message part {str(part)[:60]}: expected {{'type': 'text', 'text': ...}} or "
                     "{'type': 'image', 'image': a picture of PIL}"
@@ -175,9 +173,8 @@ def _tokens(
     return processor(text=text, **how)
 
 
-def _padded(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _padded(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Rows of text as one batch, padded on the left."""
-    rows = list(rows)
     if len(rows) == 1:
         return rows[0]
     most = max(row["input_ids"].shape[1] for row in rows)

@@ -161,8 +161,8 @@ class Context:
     def _behind(self, inputs: Mapping[str, Any], cache: CompressedCache) -> dict[str, Any]:
         """What `generate` is given: all tokens seen with the new ones, and the new pictures."""
         more = _tensors(inputs, self.model)
-        rows, asked = len(self.inputs["input_ids"]), len(more["input_ids"])
-        before = self.inputs
+        before, asked = self.inputs, len(more["input_ids"])
+        rows = len(before["input_ids"])
         if more["input_ids"].shape[1] == 0:
             raise ValueError("there are no tokens behind the context: give at least one")
         if rows != asked and (rows != 1 or cache is self.cache):

@@ -59,10 +59,7 @@ class Steps:
 
 @torch.no_grad()
 def forced(
-    model: Any,
-    inputs: Mapping[str, Tensor],
-    reply: Tensor,
-    read: Read | None = None,
+    model: Any, inputs: Mapping[str, Tensor], reply: Tensor, read: Read | None = None
 ) -> Generator[tuple[Any, Tensor]]:
     """Feed left-padded prompts, then the same reply [B, T] whatever the model predicts.
 

@@ -108,8 +108,7 @@ class Profile:
         try:
             data = untrusted.read_json(path, _MOST_BYTES)
             if isinstance(data, list):
-                numbers = [_number(x) for x in data]
-                kept = tuple(1.0 - x for x in numbers)
+                kept = tuple(1.0 - _number(x) for x in data)
                 return cls(kept, budget=sum(kept) / max(1, len(kept)), policy="prefixkv")
             if not isinstance(data, dict) or data.get("format") != _FORMAT:
                 raise ValueError(f"expected a JSON list, or an object with format={_FORMAT!r}")
@@ -139,13 +138,9 @@ class Profile:
             raise ValueError(f"profile: it has {there} layers, this model compresses {n_layers}")
         mine = adapters.shape(config)
         known = mine if self.model is None else self.model
-        different = [
-            f"{name} {known.get(name)!r} there, {value!r} here"
-            for name, value in mine.items()
-            if known.get(name) != value
-        ]
-        if different:
-            raise ValueError(f"profile: measured on another model: {', '.join(different)}")
+        if wrong := [name for name, value in mine.items() if known.get(name) != value]:
+            both = ", ".join(f"{x} {known.get(x)!r} there, {mine[x]!r} here" for x in wrong)
+            raise ValueError(f"profile: measured on another model: {both}")
         if self.budget is None or budget is None:
             return
         size = number(budget)

@@ -79,8 +79,7 @@ def policy_class(name: str) -> type[Policy]:
         called = f": call it, {name.__name__}()" if isinstance(name, type) else ""
         raise ValueError(f"policy={name!r}: expected a name or a Policy object{called}")
     _load_all()
-    found = _find(name)
-    if found is not None:
+    if (found := _find(name)) is not None:
         return found
     for skipped, (where, error) in _skipped.items():
         if _key(skipped) == _key(name):
@@ -213,9 +212,7 @@ def load_plugin(path: str | os.PathLike[str]) -> None:
         raise ValueError(f"plugin {str(path)!r}: expected a Python file")
     # A name that no module has: a file called random.py is not taken for Python's own.
     name = f"mmkv_plugin_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file.resolve())
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(name, file.resolve())
     module, before = importlib.util.module_from_spec(spec), (dict(_policies), dict(registered))
     sys.modules[name] = module  # dataclasses look for their module there
     try:

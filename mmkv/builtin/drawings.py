@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from mmkv.builtin import scenes
 from mmkv.builtin.scenes import PLACES, Question, Split, count_of, of_split, plural
 from mmkv.loading.smollm2_vision import ORDINALS
 
@@ -25,16 +26,12 @@ Kind = Literal["shape", "word", "number"]
 Point = tuple[float, float]
 
 COLORS: dict[str, tuple[int, int, int]] = {
-    "red": (215, 40, 40),
-    "orange": (245, 140, 25),
-    "yellow": (245, 220, 50),
-    "green": (40, 150, 60),
-    "blue": (45, 85, 215),
-    "purple": (130, 50, 160),
+    **{
+        name: scenes.COLORS[name] for name in ("red", "orange", "yellow", "green", "blue", "purple")
+    },
     "pink": (250, 150, 190),
     "brown": (120, 75, 40),
-    "black": (25, 25, 25),
-    "white": (252, 252, 252),
+    **{name: scenes.COLORS[name] for name in ("black", "white")},
 }
 SIZES = {"small": (0.36, 0.48), "large": (0.74, 0.9)}  # shares of a cell
 _WORDS = (
@@ -361,16 +358,16 @@ def _ask(scene: Scene, rng: random.Random, which: str) -> Question:
 
 
 def find_question(
-    scenes: Sequence[Scene], rng: random.Random, number: int | None = None
+    shown: Sequence[Scene], rng: random.Random, number: int | None = None
 ) -> Question | None:
     """Which of several pictures shows a thing that only one of them shows; None: there is none.
 
     It is the picture with this `number`, from 0, or one that is drawn.
     """
-    shown = [{thing.short for thing in scene.objects} for scene in scenes]
-    number = rng.randrange(len(scenes)) if number is None else number
-    others = set[str]().union(*(x for i, x in enumerate(shown) if i != number))
-    if not (only := sorted(shown[number] - others)):
+    names = [{thing.short for thing in scene.objects} for scene in shown]
+    number = rng.randrange(len(names)) if number is None else number
+    others = set[str]().union(*(x for i, x in enumerate(names) if i != number))
+    if not (only := sorted(names[number] - others)):
         return None
     name = rng.choice(only)
     return Question(

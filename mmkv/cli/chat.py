@@ -15,17 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmkv.options import (
-    BudgetOption,
-    DeviceOption,
-    DtypeOption,
-    KvDtypeOption,
-    ModelOption,
-    PairsOption,
-    PluginOption,
-    PolicyName,
-    ProfileOption,
-)
+from mmkv import options as given
 from mmkv.terminal import check_place, console, need, say, told, write
 
 if TYPE_CHECKING:
@@ -53,18 +43,15 @@ def chat(
     image: Annotated[
         list[Path] | None, typer.Option(metavar="PATH", help="A picture before the others.")
     ] = None,
-    policy: PolicyName = "condense",
-    budget: BudgetOption = None,
-    option: PairsOption = None,
-    plugin: PluginOption = None,
-    protect: Annotated[
-        str | None, typer.Option(help="instruction: always keep the prompt's text; none: do not.")
-    ] = None,
-    profile: ProfileOption = None,
-    kv_dtype: KvDtypeOption = None,
-    model: ModelOption = "builtin",
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
+    policy: given.PolicyName = "condense",
+    budget: given.BudgetOption = None,
+    option: given.PairsOption = None,
+    plugin: given.PluginOption = None,
+    profile: given.ProfileOption = None,
+    kv_dtype: given.KvDtypeOption = None,
+    model: given.ModelOption = "builtin",
+    device: given.DeviceOption = "auto",
+    dtype: given.DtypeOption = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 80,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[
@@ -90,13 +77,12 @@ def chat(
     from mmkv.demo.conversation import Settings
     from mmkv.registry import get_policy
 
-    protection = [] if protect is None else [f"protect={protect}"]
-    options = talk.parse_options(policy, [*(option or []), *protection])
+    options = talk.parse_options(policy, option or [])
     chosen = get_policy(policy, **options)
-    given = None if budget is None else budgets.parse(budget)
+    size = None if budget is None else budgets.parse(budget)
     settings = Settings(
         policy=policy,
-        budget=talk.budget_or_default(given, chosen, profile),
+        budget=talk.budget_or_default(size, chosen, profile),
         options=options,
         kv_dtype=kv_dtype,
         profile=profile,

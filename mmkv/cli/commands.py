@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -109,13 +109,10 @@ def _mount(package: str, commands: dict[str, str]) -> None:
         app: typer.Typer = import_module(f"{package}.cli").commands
         app(args=[str(context.info_name), *context.args], prog_name="mmkv")
 
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
     for name, summary in commands.items():
-        app.command(
-            name,
-            help=summary,
-            add_help_option=False,
-            context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-        )(forward)
+        how: Any = {"help": summary, "add_help_option": False, "context_settings": settings}
+        app.command(name, **how)(forward)
 
 
 for command in (policies, chat, demo, serve):

@@ -42,8 +42,7 @@ def converse(loaded: Loaded, settings: Settings, *pictures: Image.Image) -> int:
     screen, terminal = console(), sys.stdin.isatty()
     if terminal:
         knows = KNOWS.get(loaded.name)
-        about = f"\n({knows}; --model takes another)" if knows else ""
-        write(screen, HELP + about, "dim")
+        write(screen, HELP + (f"\n({knows}; --model takes another)" if knows else ""), "dim")
     warm(loaded, loaded.model)
     lines = Lines(Conversation(loaded), settings, screen, *pictures)
     refused = lines.run(typed() if terminal else sys.stdin)

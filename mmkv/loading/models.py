@@ -8,6 +8,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +54,8 @@ def find(name: str, *, convert: bool = True) -> Source:
     if name == BUILTIN:
         return Source(str(WEIGHTS), dtype="float32")
     if name == SMOLLM2_VISION:
-        folder = smollm2_vision.assembled(
-            lambda: pretrained(SMOLLM2, dtype="float16")[:2], find(SMOLLM2).path
-        )
-        return Source(str(folder), dtype="float32")
+        text = partial(pretrained, SMOLLM2, dtype="float16")
+        return Source(str(smollm2_vision.assembled(text, find(SMOLLM2).path)), dtype="float32")
     path = _packaged() if name == SMOLLM2 else _path(name)
     if path is None:
         smollm2 = Source(_HUB, dtype="float32", remedy=_REMEDY)

@@ -124,7 +124,7 @@ def add_parts(model: Any, parts: dict[str, Any]) -> None:
                 weights[name].copy_(part)
 
 
-def assembled(load: Callable[[], tuple[Any, Any]], source: str) -> Path:
+def assembled(load: Callable[[], tuple[Any, ...]], source: str) -> Path:
     """The folder of the whole checkpoint, made where it is not there yet.
 
     `load` gives SmolLM2 and its tokenizer; `source` tells one copy of its weights from another.
@@ -135,7 +135,7 @@ def assembled(load: Callable[[], tuple[Any, Any]], source: str) -> Path:
     digest = hashlib.blake2b(told, digest_size=16).hexdigest()
 
     def make(folder: Path) -> None:
-        model, processor = build(*load())
+        model, processor = build(*load()[:2])
         add_parts(model, load_file(PARTS))
         with quiet():
             model.save_pretrained(folder)

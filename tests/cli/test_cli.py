@@ -141,7 +141,8 @@ class TestChat:
     def test_several_pictures(self, capsys, tmp_path):
         """Two files of the same name make two figures, too."""
         first, second = example_pictures()[:2]
-        words = ("Describe the second picture.", "--protect", "instruction", "--budget", "0.3")
+        protect = ("--option", "protect=instruction")
+        words = ("Describe the second picture.", *protect, "--budget", "0.3")
         for i, other in enumerate((second, first)):
             folder = tmp_path / str(i)
             out, _, code = run(
@@ -272,7 +273,7 @@ class TestChat:
         (("--option", "window", "--policy", "snapkv"), "expected name=value"),
         (("--option", "average_heads=maybe"), "expected true or false"),
         (("--option", "score=best"), "expected one of"),
-        (("--protect", "all"), "expected one of ['instruction', 'none']"),
+        (("--option", "protect=all"), "expected one of ['instruction', 'none']"),
         (("--budget", "much"), "budget 'much'"),
         (("--model", "/no/such/model"), "cannot load model '/no/such/model': no such folder"),
         (("--model", "./model"), "cannot load model './model': no such folder"),

@@ -35,11 +35,7 @@ Bf16 = Annotated[
 
 
 def untrained() -> tuple[Any, Any]:
-    """What `build` makes of SmolLM2, in float32.
-
-    Raises:
-        ValueError: SmolLM2 is neither installed nor on the hub.
-    """
+    """What `build` makes of SmolLM2, in float32."""
     return build(*models.pretrained(models.SMOLLM2, dtype=torch.float32)[:2])
 
 
@@ -166,12 +162,9 @@ def main(
         layer.compile(dynamic=False)
 
     def sample(rows: dict[str, list[int]]) -> dict[str, list[Tensor]]:
-        drawn = [scene_of(seed) for seed in rows["seed"]]
-        shown = [
-            pixels(scene, random.Random(f"tower:{i}"))
-            for scene, i in zip(drawn, rows["seed"], strict=True)
-        ]
-        return {"pixel_values": shown, "labels": [speller.ids(scene) for scene in drawn]}
+        drawn = {seed: scene_of(seed) for seed in rows["seed"]}
+        shown = [pixels(scene, random.Random(f"tower:{i}")) for i, scene in drawn.items()]
+        return {"pixel_values": shown, "labels": [speller.ids(x) for x in drawn.values()]}
 
     class Trainer(hf.Trainer):
         def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
@@ -181,17 +174,9 @@ def main(
             return told["loss"]
 
     data = datasets.Dataset.from_dict({"seed": list(range(pictures))}).with_transform(sample)
-    how = arguments(
-        out,
-        rate,
-        bf16,
-        per_device_train_batch_size=batch,
-        warmup_steps=50,
-        weight_decay=0.05,
-        logging_steps=50,
-        save_steps=200,
-        dataloader_drop_last=True,
-    )
+    pace = {"warmup_steps": 50, "weight_decay": 0.05, "logging_steps": 50, "save_steps": 200}
+    more: Any = {"per_device_train_batch_size": batch, "dataloader_drop_last": True, **pace}
+    how = arguments(out, rate, bf16, **more)
     Trainer(tower, how, train_dataset=data).train(resume_from_checkpoint=resume or None)
     parts = {k: x for k, x in model.state_dict().items() if "language_model" not in k}
     parts = {k: x.contiguous() for k, x in parts.items() if "lm_head" not in k}
