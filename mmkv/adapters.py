@@ -16,31 +16,21 @@ from mmkv.calls import check_container, unwrap_container
 
 @dataclass(frozen=True)
 class Decoder:
-    """Facts about one kind of text decoder.
+    """Facts about one kind of text decoder."""
 
-    Attributes:
-        layers: where its blocks are.
-        attention: where a block keeps its attention module.
-        output: where the attention module keeps its output projection.
-        added: the module of a block that the attention's output passes before it is added to the
-            residual stream; None where it is added as it is.
-        rotary: why keys cannot be turned afterwards, for the error; None where they can.
-        interleaved: whether its rotary embedding turns dimensions 2 i and 2 i + 1 together.
-        others: what its layers beside those that are compressed are: "sliding"; None where there
-            are none.
-        forward: stands in for the attention module's forward, called with the module first, where
-            that does not go through transformers' AttentionInterface.
-        refused: settings of the config, the values that they may have, and why no other.
-    """
-
-    layers: str = "layers"
-    attention: str = "self_attn"
-    output: str = "o_proj"
+    layers: str = "layers"  # where its blocks are
+    attention: str = "self_attn"  # where a block keeps its attention module
+    output: str = "o_proj"  # where the attention module keeps its output projection
+    # The module of a block that the attention's output passes before it is added to the residual
+    # stream; None where it is added as it is.
     added: str | None = None
-    rotary: str | None = None
-    interleaved: bool = False
-    others: str | None = None
+    rotary: str | None = None  # why keys cannot be turned afterwards; None where they can
+    interleaved: bool = False  # its rotary embedding turns dimensions 2 i and 2 i + 1 together
+    others: str | None = None  # what layers that are not compressed are, such as "sliding"
+    # In place of the attention module's forward, called with the module first, where that does not
+    # go through transformers' AttentionInterface.
     forward: Callable[..., Any] | None = None
+    # Settings of the config, the values that they may have, and why no other.
     refused: tuple[tuple[str, tuple[Any, ...], str], ...] = ()
 
 
@@ -181,28 +171,16 @@ REFUSED: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """A model's parts.
+    """A model's parts."""
 
-    Attributes:
-        decoder: the text decoder; its forward sees embeddings, mask and cache.
-        config: the decoder's config, which carries the attention implementation.
-        layers: its blocks, in order. The residual stream enters a block as its first argument.
-        attentions: the attention module of each block; None for a block that has another (linear
-            attention).
-        image_token_ids: stand in `input_ids` for image and video tokens; empty for a text model.
-        facts: what is known of this kind of decoder.
-        both_ways: whether all tokens of a prompt see each other.
-        ranks: over how many processes the heads of each layer are spread (tensor parallelism).
-    """
-
-    decoder: nn.Module
-    config: Any
-    layers: tuple[nn.Module, ...]
-    attentions: tuple[Any, ...]
-    image_token_ids: tuple[int, ...]
+    decoder: nn.Module  # its forward sees embeddings, mask and cache
+    config: Any  # the decoder's, which carries the attention implementation
+    layers: tuple[nn.Module, ...]  # the residual stream enters a block as its first argument
+    attentions: tuple[Any, ...]  # of each block; None where it has linear attention
+    image_token_ids: tuple[int, ...]  # of images and videos in `input_ids`; () for a text model
     facts: Decoder
-    both_ways: bool = False
-    ranks: int = 1
+    both_ways: bool = False  # whether all tokens of a prompt see each other
+    ranks: int = 1  # over how many processes each layer's heads are spread (tensor parallelism)
 
     def added(self, index: int, output: Tensor) -> Tensor:
         """What a block adds to the residual stream, given its attention module's output."""

@@ -50,7 +50,7 @@ def check_container(model: nn.Module) -> None:
     outer: Any = model
     while outer is not None:
         name = type(outer).__name__
-        kind = getattr(getattr(outer, "active_peft_config", None), "peft_type", None)
+        kind: Any = getattr(getattr(outer, "active_peft_config", None), "peft_type", None)
         if why := _PEFT_REFUSED.get(kind):
             raise ValueError(
                 f"mmkv cannot wrap a {name} with {why} as its adapter, which hands the model a "

@@ -21,17 +21,13 @@ _START, _END = "<|mmkv start|>", "<|mmkv end|>"
 
 @dataclass(frozen=True)
 class Opened:
-    """How a context goes on.
+    """How a context goes on."""
 
-    Attributes:
-        roles: of its messages, the last one the user's and open; () if it is no chat.
-        pictures: how many each of them has, which templates may count.
-        lead: white space before a text that follows, which tokens hold together with its beginning.
-    """
-
-    roles: tuple[str, ...] = ()
-    pictures: tuple[int, ...] = ()
-    lead: str = ""
+    roles: tuple[
+        str, ...
+    ] = ()  # of its messages, the last the user's and open; () if it is no chat
+    pictures: tuple[int, ...] = ()  # how many each of them has, which templates may count
+    lead: str = ""  # white space before what follows, which tokens hold with its beginning
 
 
 def encode(

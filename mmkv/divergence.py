@@ -233,26 +233,16 @@ def _lengths(inputs: Mapping[str, Any]) -> list[int]:
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One cache beside the full one, over all prompts.
+    """One cache beside the full one, over all prompts."""
 
-    Attributes:
-        policy: its name, and what its pairs are held as: "condense", "full:kv_dtype=int8".
-        budget: what was asked for.
-        divergence: of the next-token distributions from the full cache's, nats a token.
-        worst: the largest of one prompt; `worst_prompt` is that prompt's number.
-        same: the share of tokens for which both caches have the same first choice.
-        kept: the share of the prompts' pairs that is held once they are read, groups included.
-        nbytes: bytes of the storages then, mean of a prompt.
-    """
-
-    policy: str
-    budget: float | int
-    divergence: float
-    worst: float
-    worst_prompt: int
-    same: float
-    kept: float
-    nbytes: int
+    policy: str  # with what its pairs are held as: "condense", "full:kv_dtype=int8"
+    budget: float | int  # what was asked for
+    divergence: float  # of next-token distributions from the full cache's, nats a token
+    worst: float  # the largest of one prompt
+    worst_prompt: int  # that prompt's number
+    same: float  # the share of tokens for which both caches have the same first choice
+    kept: float  # the share of the prompts' pairs held once they are read, groups included
+    nbytes: int  # of the storages then, mean of a prompt
 
     @property
     def name(self) -> str:

@@ -87,24 +87,18 @@ def forced(
 class Scored:
     """Answers scored by a model, one entry a row, and the cache after the last step.
 
-    Attributes:
-        nll: summed negative log-likelihood of the answer's tokens, in nats; `tokens` how many.
-        greedy: whether each of them was the model's first choice.
-        held_bytes: of the cache once the prompt was read.
-        divergence: summed Kullback-Leibler divergence of the next-token distributions from the
-            full cache's, in nats, over the `compared` tokens that the compressed prompt has a say
-            in; 0 where there was nothing to compare with.
-        same: at how many of them both have the same first choice.
+    Divergences are from the full cache's next-token distributions, over the tokens that the
+    compressed prompt has a say in; 0 where there was nothing to compare with.
     """
 
-    nll: list[float]
-    tokens: list[int]
-    greedy: list[bool]
+    nll: list[float]  # summed negative log-likelihood of the answer's tokens, in nats
+    tokens: list[int]  # how many there are
+    greedy: list[bool]  # whether each of them was the model's first choice
     cache: Any
-    held_bytes: int
-    divergence: list[float]
-    same: list[int]
-    compared: list[int]
+    held_bytes: int  # of the cache once the prompt was read
+    divergence: list[float]  # summed Kullback-Leibler divergence, in nats
+    same: list[int]  # at how many tokens both have the same first choice
+    compared: list[int]  # how many tokens are compared
 
 
 def score_answers(

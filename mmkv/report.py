@@ -164,13 +164,9 @@ class CacheReport:
             "KiB": f"{self.nbytes / 1024:.1f} of {self.full_nbytes / 1024:.1f}",
             **figures(self),
         }
-        return Table(
-            "layer",
-            columns,
-            [(name, [row.get(x, "") for x in columns]) for name, row in rows.items()],
-            f"{self.policy}, budget {self.budget}: {self.headline}",
-            [*self.notes, _LEGEND],
-        )
+        cells = [(name, [row.get(x, "") for x in columns]) for name, row in rows.items()]
+        title = f"{self.policy}, budget {self.budget}: {self.headline}"
+        return Table("layer", columns, cells, title, [*self.notes, _LEGEND])
 
     @property
     def headline(self) -> str:

@@ -32,13 +32,8 @@ _SECONDS = 10.0
 # Columns where no terminal says its own: in a file, lines are found by grep, not by eye.
 _FILE_WIDTH = 200
 # Operating system errors that say that a path, a port or a device was wrong.
-_WRONG_USE = (
-    FileNotFoundError,
-    FileExistsError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-)
+_NO_FOLDER = (IsADirectoryError, NotADirectoryError)
+_WRONG_USE = (FileNotFoundError, FileExistsError, PermissionError, *_NO_FOLDER)
 _TRACEBACK = "MMKV_TRACEBACK"
 
 
@@ -216,10 +211,8 @@ class Table:
             yield Text(self.title, style="bold")
         wide, rest = options.update(width=10_000), list(range(len(self.columns)))
         while rest:
-            n = len(rest)
-            while n > 1 and (
-                Measurement.get(console, wide, self._part(rest[:n])).maximum > options.max_width
-            ):
+            n, most = len(rest), options.max_width
+            while n > 1 and Measurement.get(console, wide, self._part(rest[:n])).maximum > most:
                 n -= 1
             yield self._part(rest[:n])
             rest = rest[n:]
@@ -252,9 +245,8 @@ def bar(total: int | None, *, shown: bool = True) -> Generator[Callable[[int, st
 
     console = Console(stderr=True)
     columns = (*progress.Progress.get_default_columns(), progress.MofNCompleteColumn())
-    drawn = progress.Progress(
-        *columns, console=console, disable=not (shown and console.is_terminal)
-    )
+    hidden = not (shown and console.is_terminal)
+    drawn = progress.Progress(*columns, console=console, disable=hidden)
     task, said = drawn.add_task("", total=total), time.monotonic()
 
     def advance(n: int, what: str) -> None:

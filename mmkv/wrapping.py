@@ -88,11 +88,10 @@ def wrap(
             changed then.
     """
     given, model = model, unwrap_container(model)
+    kind = type(model).__name__
     if is_wrapped(model):
-        raise ValueError(
-            f"this {type(model).__name__} is wrapped already "
-            f"({attachment_of(model).plan.describe()}): call mmkv.unwrap(model) first"
-        )
+        how = attachment_of(model).plan.describe()
+        raise ValueError(f"this {kind} is wrapped already ({how}): call mmkv.unwrap(model) first")
     if isinstance(policy, Policy) and policy_options:
         raise ValueError(
             f"options {sorted(policy_options)} were given beside a Policy object: "
@@ -102,8 +101,8 @@ def wrap(
     parts = adapters.find(given)
     if attention.is_view(parts.config):
         raise ValueError(
-            f"the decoder of this {type(model).__name__} is wrapped already, as a part of another "
-            "model: mmkv.unwrap that first"
+            f"the decoder of this {kind} is wrapped already, as a part of another model: "
+            "mmkv.unwrap that first"
         )
     base = parts.config._attn_implementation
     if base not in attention.NAMES:
@@ -111,8 +110,8 @@ def wrap(
             f"attn_implementation={base!r} is not supported: load the model with one of "
             f"{', '.join(attention.NAMES)}"
         )
-    how: Any = {"kv_dtype": kv_dtype, "evict_chunks": evict_chunks, "graph": graph}
-    plan, compressed = planned(model, parts, chosen, budget, profile=profile, **how)
+    more: Any = {"kv_dtype": kv_dtype, "evict_chunks": evict_chunks, "graph": graph}
+    plan, compressed = planned(model, parts, chosen, budget, profile=profile, **more)
     attachment = Attachment(model, parts, plan, compressed)
     attachment.attach()
     vars(model)["_mmkv"] = attachment
@@ -157,26 +156,26 @@ def planned(
     graph: bool = True,
 ) -> tuple[CacheConfig, tuple[int, ...]]:
     """What caches work by, and which layers are compressed; arguments as of `wrap`."""
+    kind = type(model).__name__
     everywhere = CompressedCache(parts.config, CacheConfig(chosen, None)).layers
     compressed = tuple(i for i, x in enumerate(everywhere) if isinstance(x, CompressedLayer))
     n_layers = len(compressed)
     if n_layers == 0:
         window = getattr(parts.config, "sliding_window", None)
         raise ValueError(
-            f"every layer of this {type(model).__name__} has a sliding window "
-            f"(sliding_window={window}) or linear attention, and keeps its own cache small: "
-            "there is nothing to compress"
+            f"every layer of this {kind} has a sliding window (sliding_window={window}) or linear "
+            "attention, and keeps its own cache small: there is nothing to compress"
         )
     if chosen.score.repeats and n_layers < len(everywhere):
         raise ValueError(
             f"score={chosen.score.name!r} feeds the prompt again to layers that still hold it, and "
-            f"{len(everywhere) - n_layers} of {len(everywhere)} layers of this "
-            f"{type(model).__name__} have a sliding window or linear attention: use another score"
+            f"{len(everywhere) - n_layers} of {len(everywhere)} layers of this {kind} have a "
+            "sliding window or linear attention: use another score"
         )
     if chosen.score.repeats and not hasattr(parts.decoder, "rotary_emb"):
         raise ValueError(
-            f"score={chosen.score.name!r} feeds the prompt again behind its end, where this "
-            f"{type(model).__name__} soon has no positions left: use another score"
+            f"score={chosen.score.name!r} feeds the prompt again behind its end, where this {kind} "
+            "soon has no positions left: use another score"
         )
     fractions, known = None, None
     if profile is not None:
@@ -205,8 +204,8 @@ def planned(
         _check_spread(parts, chosen, sized=fractions is not None)
     if chosen.protect is not None and not parts.image_token_ids:
         raise ValueError(
-            f"protect='instruction' keeps the prompt's text and lets image tokens compete; "
-            f"{type(model).__name__} has no image tokens: use protect='none'"
+            "protect='instruction' keeps the prompt's text and lets image tokens compete; "
+            f"{kind} has no image tokens: use protect='none'"
         )
     if chosen.layers.learns and known is not None:
         raise ValueError(
@@ -222,16 +221,8 @@ def planned(
     if kv_dtype is not None:
         quantize.check(kv_dtype, adapters.head_dim(parts.config))
     learning = SampledSizes(chosen.layers.learns) if chosen.layers.learns else None
-    made = CacheConfig(
-        chosen,
-        kept,
-        fractions,
-        inv_freq,
-        kv_dtype,
-        evict_chunks,
-        graph=graph and parts.ranks == 1,
-        sampling=learning,
-    )
+    sizes = kept, fractions, inv_freq, kv_dtype, evict_chunks
+    made = CacheConfig(chosen, *sizes, graph=graph and parts.ranks == 1, sampling=learning)
     exact = made.keeps_everything or made.waits_for_probe
     # Equal heads serve few language models. Of visual heads more was said.
     said = exact or chosen.heads.without_profile or profiles.beside(model) is not None
@@ -256,27 +247,23 @@ def _check_spread(parts: adapters.Adapter, policy: Policy, *, sized: bool) -> No
             f"{spread}, which {heads} key-value heads cannot be evenly: use a number of processes "
             "that divides them"
         )
-    if (why := _compares_heads(policy, sized)) is not None:
-        raise ValueError(
-            f"{spread}, each of which sees its own alone, and {why}, or load the model in one "
-            "process, with device_map='auto'"
-        )
-
-
-def _compares_heads(policy: Policy, sized: bool) -> str | None:
-    """Which part looks at several heads, and what to use instead; None where none does."""
-    score, layers, heads = policy.score, policy.layers, policy.heads
+    score, layers, by_head = policy.score, policy.layers, policy.heads
     if not score.by_head:
-        return f"score={score.name!r} looks at all of a layer's: use another, such as 'window'"
-    if score.ranks and score.average_heads:
-        return "average_heads=True takes the mean of a layer's: use average_heads=False"
-    if not sized and layers.needs not in ("", "similarity"):
+        why = f"score={score.name!r} looks at all of a layer's: use another, such as 'window'"
+    elif score.ranks and score.average_heads:
+        why = "average_heads=True takes the mean of a layer's: use average_heads=False"
+    elif not sized and layers.needs not in ("", "similarity"):
         name = layers.name or type(layers).__name__
-        return f"layers={name!r} sizes layers by all of them: use layers='uniform' or 'pyramid'"
-    if not heads.equal:
-        name = f"heads={heads.name!r}" if heads.name else "a profile"
-        return f"{name} gives them sizes of their own: use heads='uniform'"
-    return None
+        why = f"layers={name!r} sizes layers by all of them: use layers='uniform' or 'pyramid'"
+    elif not by_head.equal:
+        name = f"heads={by_head.name!r}" if by_head.name else "a profile"
+        why = f"{name} gives them sizes of their own: use heads='uniform'"
+    else:
+        return
+    raise ValueError(
+        f"{spread}, each of which sees its own alone, and {why}, or load the model in one "
+        "process, with device_map='auto'"
+    )
 
 
 def _say_once(policy: Policy, text: str) -> None:

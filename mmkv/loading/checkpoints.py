@@ -97,7 +97,13 @@ def load(
     fields = _read_json(folder / "config.json")
     _refuse_what_differs(folder, fields)
     weights = _read_weights(folder)
-    tower = _find_tower(folder, fields, vision_tower)
+    name = Path(str(fields["mm_vision_tower"])).name
+    near = [folder / name, folder.parent / name] if name else []
+    if vision_tower is not None:
+        near = [Path(vision_tower)]
+    tower = next((x for x in near if (x / "config.json").is_file()), None)
+    if vision_tower is not None and tower is None:
+        raise ValueError(f"vision_tower={str(vision_tower)!r}: no folder with a config.json")
     unused = ("rotary_emb.inv_freq", "embeddings.position_ids")
     state: dict[str, Tensor] = {}
     for name, x in weights.items():
@@ -137,24 +143,19 @@ def load(
         dtype = getattr(torch, named, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"torch_dtype={named!r}: no such dtype")
-    loaded: Any = LlavaForConditionalGeneration.from_pretrained(
-        None,
-        config=config,
-        state_dict=state,
-        dtype=dtype,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are reported, and refused here
-    )
-    model, info = loaded
+    # Mismatched sizes are reported, and refused here.
+    how: Any = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
+    maker: Any = LlavaForConditionalGeneration
+    model, info = maker.from_pretrained(None, config=config, state_dict=state, **how)
     wrong = {k: sorted(map(str, v))[:4] for k, v in info.items() if v}
     if wrong:
         raise ValueError(f"the weights in {folder} do not fit its configuration: {wrong}")
-    if (folder / "generation_config.json").is_file():
-        given = _read_json(folder / "generation_config.json")
+    if (generation := folder / "generation_config.json").is_file():
+        given = _read_json(generation)
         try:
             model.generation_config = GenerationConfig.from_dict(given)
         except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{folder / 'generation_config.json'}: {error}") from error
+            raise ValueError(f"{generation}: {error}") from error
     model.generation_config.pad_token_id = pad
     return model.eval(), _processor(fields, config, tokenizer)
 
@@ -206,7 +207,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         names = _read_json(index).get("weight_map")
         if not isinstance(names, dict):
             raise ValueError(f"{index}: has no weight_map")
-        files = sorted({str(name) for name in names.values()})
+        files = sorted(set(map(str, names.values())))
         for name in files:
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise ValueError(f"{index}: {name!r} is not a safetensors file of this folder")
@@ -227,16 +228,6 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{folder / name}: no safetensors file ({error})") from error
     return tensors
-
-
-def _find_tower(folder: Path, fields: dict[str, Any], given: str | Path | None) -> Path | None:
-    if given is not None:
-        if not (Path(given) / "config.json").is_file():
-            raise ValueError(f"vision_tower={str(given)!r}: no folder with a config.json")
-        return Path(given)
-    name = Path(str(fields["mm_vision_tower"])).name
-    near = (folder / name, folder.parent / name) if name else ()
-    return next((p for p in near if (p / "config.json").is_file()), None)
 
 
 def _tokenizer(folder: Path) -> tuple[Any, int, int]:

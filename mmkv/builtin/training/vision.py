@@ -209,7 +209,11 @@ def main(
     data = datasets.Dataset.from_dict({"step": list(range(steps))}).with_transform(draw)
     pace = {"warmup_steps": 20, "logging_steps": 20, "save_steps": 50}
     how = arguments(out, rate, bf16, per_device_train_batch_size=1, **pace)
-    trainer = Trainer(model, how, train_dataset=data, data_collator=lambda rows: rows[0]["batch"])
+
+    def only(rows: list[dict[str, Any]]) -> Any:
+        return rows[0]["batch"]
+
+    trainer = Trainer(model, how, train_dataset=data, data_collator=only)
     trainer.train(resume_from_checkpoint=resume or None)
     parts |= updates_of(model)
     save_file({name: x.half() for name, x in parts.items()}, out / "parts.safetensors")
