@@ -238,12 +238,9 @@ class _Probe(CompressedCache):
         return out.to(query.dtype), None
 
     def costs(self, log_p: Tensor, valid: Tensor, generator: torch.Generator) -> Tensor:
-        """Cost curves [L, H, R], in nats, summed over all replies' tokens.
+        """Cost curves [L, H, R], in nats, summed over all replies' tokens that are `valid` [B, T].
 
-        Args:
-            log_p: float32 [B, T, V], of the token behind each of the reply's.
-            valid: bool [B, T], False behind a reply's end.
-            generator: draws signs, on the host.
+        Each is followed by a token of `log_p` [B, T, V]. Signs are drawn on the host.
         """
         weight = log_p.detach().mul(0.5).exp() * valid[..., None].to(log_p.device)
         found = list[Tensor]()

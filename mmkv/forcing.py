@@ -63,12 +63,8 @@ def forced(
 ) -> Generator[tuple[Any, Tensor]]:
     """Feed left-padded prompts, then the same reply [B, T] whatever the model predicts.
 
-    Many tokens at once where that gives the same numbers: where decoding drops nothing.
-
-    Args:
-        model: wrapped or not.
-        inputs, reply: on the model's device.
-        read: in place of the pass of the prompts.
+    Many tokens at once where that gives the same numbers: where decoding drops nothing. `read`
+    stands in for the pass of the prompts.
 
     Yields:
         the cache and logits [B, 1, V], which the prompts' last tokens give; then, piece by piece,

@@ -23,18 +23,13 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """The rotary embedding of the last Q tokens, as the layer applied it.
+    """The rotary embedding of the last Q tokens, as the layer applied it."""
 
-    Attributes:
-        cos, sin: [B, Q, R]; the first R dimensions of a head are turned, i together with i + R / 2.
-        inv_freq: [R / 2], radians per position of each pair.
-        interleaved: dimensions 2 i and 2 i + 1 are turned together instead.
-    """
-
+    # [B, Q, R]; the first R dimensions of a head are turned, i together with i + R / 2.
     cos: Tensor
     sin: Tensor
-    inv_freq: Tensor
-    interleaved: bool = False
+    inv_freq: Tensor  # [R / 2], radians per position of each pair
+    interleaved: bool = False  # dimensions 2 i and 2 i + 1 are turned together instead
 
     @classmethod
     def of(

@@ -76,10 +76,8 @@ def patch_grid(image_tokens: int, pictures: int) -> tuple[int, int]:
 def kept_patches(shares: Tensor, image: Tensor, pictures: int) -> Shares:
     """How much of each patch is held, mean over heads: float32 [P, rows, cols] in [0, 1].
 
-    Args:
-        shares: float32 [H, T], a row of `cache.shares(layer)`.
-        image: bool [N], True where the prompt holds an image token.
-        pictures: P, how many pictures they come from, one after the other.
+    The shares [H, T] are a row of `cache.shares(layer)`; `image` [N] is True for image tokens,
+    which come from P pictures, one after the other.
     """
     places = image.nonzero()[:, 0]
     grid = patch_grid(len(places), pictures)
@@ -114,11 +112,8 @@ def save(
 ) -> None:
     """Write the picture once for each layer, evicted patches darkened, and the mean over layers.
 
-    Args:
-        path: where to, in the format of its suffix (see `FORMATS`); missing folders are made.
-        picture: RGB, what the model sees of it.
-        layers: (layer, float32 [rows, cols]), see `kept_patches`.
-        title: the heading.
+    It is RGB, what the model sees; the layers have what `kept_patches` gives of it. The suffix
+    gives the format; missing folders are made.
     """
     from matplotlib.figure import Figure
 

@@ -15,30 +15,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer.
+    """One layer."""
 
-    Attributes:
-        layer: its index in the decoder.
-        compressed: False for a layer that is left alone: one with a sliding window or with linear
-            attention.
-        kept: pairs held now by each head of each row, groups included, [B][H]; [] if not
-            compressed.
-        groups: how many of them are groups, mean over heads and rows; None without groups.
-        nbytes: bytes of its storages.
-        retained: the share of the competing prompt tokens' importance that was kept, mean over
-            rows; None where the policy has no attention score. What groups hold does not count.
-        key_error, value_error: what 8 or 4 bits cost, |x - as read| / |x| over what was kept of the
-            last prompt, mean over rows; None where nothing is quantised.
-    """
-
-    layer: int
-    compressed: bool
-    kept: list[list[int]]
-    nbytes: int
+    layer: int  # its index in the decoder
+    compressed: bool  # False where it is left alone: with a sliding window or linear attention
+    kept: list[list[int]]  # pairs held by each head of each row, groups included; [] if left alone
+    nbytes: int  # of its storages
+    # The share of the competing prompt tokens' importance that was kept, mean over rows, without
+    # what groups hold; None where the policy has no attention score.
     retained: float | None
+    # What 8 or 4 bits cost, |x - as read| / |x| over what was kept of the last prompt, mean over
+    # rows; None where nothing is quantised.
     key_error: float | None = None
     value_error: float | None = None
-    groups: float | None = None
+    groups: float | None = None  # how many pairs are groups, mean over heads and rows
 
     @property
     def mean_kept(self) -> float:

@@ -94,10 +94,8 @@ class _Probe(CompressedCache):
 def head_hits(layer: LayerInputs, regions: Tensor) -> Tensor:
     """What each key-value head scores, summed over its query heads: float64 [H].
 
-    Args:
-        layer: of one row, with queries of all N + T tokens.
-        regions: bool [T, N + T], from which tokens each of the last T is read. The token before it
-            predicts it, and does so by the query that counts.
+    Regions [T, N + T] say from which tokens each of the last T is read. The token before it
+    predicts it, and does so by the query that counts.
     """
     T, N = regions.shape
     H = layer.key.shape[1]
