@@ -271,17 +271,9 @@ def load_context(
 
 def _read(model: Any, given: dict[str, Any], chunk: int | None) -> CompressedCache:
     """The cache of a prompt, or of one with more behind it."""
-    out = model.generate(
-        **given,
-        max_new_tokens=1,
-        do_sample=False,
-        num_beams=1,
-        num_return_sequences=1,
-        use_cache=True,
-        return_dict_in_generate=True,
-        prefill_chunk_size=chunk,
-    )
-    return cache_in(out)
+    how: Any = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1}
+    how |= {"use_cache": True, "return_dict_in_generate": True, "prefill_chunk_size": chunk}
+    return cache_in(model.generate(**given, **how))
 
 
 @torch.no_grad()

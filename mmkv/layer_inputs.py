@@ -174,13 +174,8 @@ class LayerInputs:
     @property
     def attention(self) -> dict[str, Any]:
         """What the functions of `mmkv.scores` take beside query and key."""
-        return {
-            "scale": self.scale,
-            "softcap": self.softcap,
-            "valid": self.valid,
-            "mask": self.mask,
-            "bias": self.bias,
-        }
+        names = ("scale", "softcap", "valid", "mask", "bias")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def output_weight(self) -> Tensor:

@@ -5,11 +5,12 @@ With `--context` pictures are read once and saved compressed, for questions at a
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,13 +21,24 @@ from mmkv.terminal import check_place, console, need, say, told, write
 
 if TYPE_CHECKING:
     from PIL import Image
+    from rich.console import Console
+    from rich.text import Text
 
     from mmkv.chat import Loaded
-    from mmkv.demo.conversation import Settings
+    from mmkv.demo.conversation import Conversation, Settings, Turn
 
 # What torch takes as a seed.
 _LEAST_SEED, _MOST_SEED = -(2**63), 2**64 - 1
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+
+HELP = """\
+/image PATH               ask about another picture
+/policy NAME [OPTION=VALUE ...]   use another policy
+/budget 0.2               keep this fraction of the prompt
+/kv-dtype int8            store the cache in 8 or 4 bits (int4); none: in the model's type
+/clear                    forget the conversation and free its caches
+/quit                     leave (or end the input)
+Anything else is a question; Ctrl-C stops an answer."""
 
 
 @told
@@ -80,19 +92,11 @@ def chat(
     options = talk.parse_options(policy, option or [])
     chosen = get_policy(policy, **options)
     size = None if budget is None else budgets.parse(budget)
-    settings = Settings(
-        policy=policy,
-        budget=talk.budget_or_default(size, chosen, profile),
-        options=options,
-        kv_dtype=kv_dtype,
-        profile=profile,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-    )
+    kept = talk.budget_or_default(size, chosen, profile)
+    how: Any = {"options": options, "kv_dtype": kv_dtype, "profile": profile}
+    how |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    settings = Settings(policy=policy, budget=kept, **how)
     if not words:
-        from mmkv.cli.lines import converse
-
         if context is not None or as_json:
             name = "--json" if context is None else "--context"
             raise ValueError(f'{name} needs a question: mmkv chat [PICTURE]... "QUESTION"')
@@ -252,3 +256,130 @@ def _ask_context(
     held = f"{tokens} tokens {what} {path}, stored in {nbytes / 1024:.1f} KiB"
     data = {"question": question, "answer": text, "tokens": len(new), "context": about}
     return data, [(question, "bold"), (held, "dim"), (text, None)]
+
+
+def converse(loaded: Loaded, settings: Settings, *pictures: Image.Image) -> int:
+    """Chat on standard input; return the exit code: 2 if a line of a pipe was refused, else 0."""
+    from mmkv.builtin import KNOWS
+    from mmkv.demo.conversation import Conversation, warm
+
+    def typed() -> Iterable[str]:
+        while True:
+            try:
+                yield screen.input("[bold]> [/bold]")
+            except (EOFError, KeyboardInterrupt):
+                return
+
+    screen, terminal = console(), sys.stdin.isatty()
+    if terminal:
+        knows = KNOWS.get(loaded.name)
+        write(screen, HELP + (f"\n({knows}; --model takes another)" if knows else ""), "dim")
+    warm(loaded, loaded.model)
+    lines = Lines(Conversation(loaded), settings, screen, *pictures)
+    refused = lines.run(typed() if terminal else sys.stdin)
+    return 2 if refused and not terminal else 0
+
+
+class Lines:
+    """Reads lines; each is a command or a question for both caches, about the pictures.
+
+    A terminal gets a live view of answers, a pipe the finished ones.
+    """
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        settings: Settings,
+        screen: Console,
+        *pictures: Image.Image,
+    ) -> None:
+        self.conversation, self.settings, self.screen = conversation, settings, screen
+        self.pictures = pictures
+
+    def run(self, lines: Iterable[str]) -> int:
+        """Run until the lines end or /quit; return the number of refused lines."""
+        refused = 0
+        for text in filter(None, map(str.strip, lines)):
+            if text == "/quit":
+                break
+            try:
+                self._command(*text[1:].split()) if text.startswith("/") else self._ask(text)
+            except ValueError as error:
+                refused += 1
+                write(self.screen, f"error: {error}", "red")
+                if str(error).startswith("unknown command"):
+                    write(self.screen, HELP, "dim")
+        return refused
+
+    def _command(self, name: str = "", *words: str) -> None:
+        from mmkv import budgets
+        from mmkv import chat as talk
+        from mmkv.demo.conversation import Conversation
+
+        match name, words:
+            case "image", [_, *_]:
+                self.pictures = (talk.read_picture(" ".join(words)),)
+                write(self.screen, f"picture: {' '.join(words)}", "dim")
+            case "policy", [policy, *options]:
+                self._set(policy=policy, options=talk.parse_options(policy, options))
+            case "budget", [text]:
+                self._set(budget=budgets.parse(text))
+            case "kv-dtype", [text]:
+                self._set(kv_dtype=None if text == "none" else text)
+            case "clear", _:
+                self.conversation = Conversation(self.conversation.loaded)
+                write(self.screen, "conversation cleared", "dim")
+            case (("" | "help" | "image" | "policy" | "budget" | "kv-dtype" | "quit"), _):
+                write(self.screen, HELP, "dim")
+            case _:
+                raise ValueError(f"unknown command {'/' + name!r}")
+
+    def _set(self, **changes: Any) -> None:
+        from mmkv import budgets
+
+        settings = dataclasses.replace(self.settings, **changes)
+        write(self.screen, f"from now on {settings.label}", "dim")
+        policy, budget = settings.chosen()
+        if budget is None and "budget" in changes:
+            write(self.screen, f"policy {policy.name} takes no budget: it is ignored", "dim")
+        elif note := budgets.note(changes.get("budget")):
+            write(self.screen, note, "dim")
+        self.settings = settings
+
+    def _ask(self, question: str) -> None:
+        from rich.live import Live
+
+        turns = self.conversation.ask(question, self.settings, *self.pictures)
+        if not self.screen.is_terminal:
+            *_, last = turns
+            self.screen.print(_view(last), soft_wrap=True)
+            return
+        with Live(console=self.screen, refresh_per_second=12) as live:
+            try:
+                for turn in turns:
+                    live.update(_view(turn))
+            except KeyboardInterrupt:
+                self.conversation.stop()
+                for turn in turns:
+                    live.update(_view(turn))
+
+
+def _view(turn: Turn) -> Text:
+    """Return a turn as text: both answers so far, each with a line about its cache."""
+    from rich.text import Text
+
+    text = Text()
+    for name, side in (("full cache", turn.full), (turn.label, turn.compressed)):
+        bar = "#" * round(20 * min(1.0, side.nbytes / max(1, side.full_nbytes)))
+        rate = "" if side.rate is None else f", {side.rate:.0f} tokens/s"
+        text.append(f"{name}: ", "bold").append(f"{side.text.strip()}\n")
+        text.append(
+            f"  cache [{bar:<20}] {side.nbytes / 1024:.1f} of {side.full_nbytes / 1024:.1f} KiB, "
+            f"{side.kept:.1%} of the prompt kept, {side.tokens} generated tokens{rate}\n",
+            "dim",
+        )
+    if turn.rouge is not None:
+        text.append(f"  ROUGE-L between the answers {turn.rouge:.2f}", "dim")
+    for note in turn.notes:
+        text.append(f"\n  {note}", "dim")
+    return text

@@ -8,7 +8,7 @@ from rich.console import Console
 from helpers.marks import slow_except
 from mmkv import chat
 from mmkv.builtin import example_pictures
-from mmkv.cli.lines import Lines
+from mmkv.cli.chat import Lines
 from mmkv.demo.conversation import Conversation, Models, Settings
 
 
