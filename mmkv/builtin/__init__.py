@@ -69,16 +69,9 @@ def load_builtin(
             f"built-in model {name!r}: expected {' or '.join(map(repr, models.NAMES))}; "
             "others are loaded by transformers"
         )
-    if name != models.BUILTIN:
-        return models.pretrained(name, dtype=dtype or torch.float32)[:2]
-    from transformers import LlavaForConditionalGeneration, LlavaProcessor
-
-    folder = str(weights)
-    model = LlavaForConditionalGeneration.from_pretrained(
-        folder, dtype=dtype or torch.float32, local_files_only=True
-    )
-    processor = LlavaProcessor.from_pretrained(folder, local_files_only=True)
-    return model.eval(), processor
+    other = name == models.BUILTIN and Path(weights) != WEIGHTS
+    path = str(weights) if other else name
+    return models.pretrained(path, dtype=dtype or torch.float32)[:2]
 
 
 def example_pictures(name: str = models.BUILTIN) -> list[Path]:
