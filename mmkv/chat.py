@@ -9,16 +9,16 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
+
+import torch
+from PIL import Image
+from torch import Tensor
 
 from mmkv.loading import models, untrusted
+from mmkv.picture import check_size
+from mmkv.policy import Policy
 from mmkv.registry import option_types, policy_class
-
-if TYPE_CHECKING:
-    from PIL import Image
-    from torch import Tensor
-
-    from mmkv.policy import Policy
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Kept where nothing says how much.
@@ -118,8 +118,6 @@ def load(
     Raises:
         ValueError: a model that cannot be loaded, or an unknown device or dtype.
     """
-    import torch
-
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     chosen: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
@@ -199,8 +197,6 @@ def cut(inputs: Mapping[str, Any], n: int) -> tuple[dict[str, Any], dict[str, An
 
 def check_pictures(loaded: Loaded, pictures: Sequence[Image.Image]) -> None:
     """Refuse pictures that a model cannot be shown, or that are of extreme shape."""
-    from mmkv.picture import check_size
-
     if pictures and not loaded.reads_pictures:
         raise ValueError(f"model {loaded.name!r} reads text only: leave the pictures out")
     if pictures and loaded.processor.chat_template is None:
@@ -225,8 +221,6 @@ def adds_special(tokenizer: Any, text: str) -> bool:
 
 def image_mask(loaded: Loaded, inputs: dict[str, Any]) -> Tensor:
     """Bool [N], True where the prompt holds a token of a picture or a video."""
-    import torch
-
     from mmkv import adapters
 
     ids: Tensor = inputs["input_ids"][0].cpu()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -101,8 +102,6 @@ def _written(
 
     That is the text with its marks, the new pictures, and how all messages go on.
     """
-    from PIL.Image import Image
-
     known = zip(before.roles, before.pictures, strict=True) if before else ()
     whole: list[tuple[str, list[Any]]] = [(role, [{"type": "image"}] * n) for role, n in known]
     if whole:

@@ -8,26 +8,25 @@ say in: a reply's first token is predicted while its prompt is read, before anyt
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Group
+from rich.filesize import decimal
+from rich.text import Text
 
 from mmkv import budgets as sizes
 from mmkv.cache.quantize import BITS
 from mmkv.forcing import Scored, checked_inputs, log_probabilities, replies, score_answers
+from mmkv.policy import Policy
+from mmkv.profiles import Profile
 from mmkv.registry import get_policy
 from mmkv.terminal import Table, bar
 from mmkv.wrapping import wrapped
-
-if TYPE_CHECKING:
-    import os
-
-    from rich.console import Group
-
-    from mmkv.policy import Policy
-    from mmkv.profiles import Profile
 
 Row = dict[str, Any]
 FULL = "full"
@@ -316,10 +315,6 @@ class CheckReport:
 
     def __rich__(self) -> Group:
         """A table for the terminal, the verdict and the notes."""
-        from rich.console import Group
-        from rich.filesize import decimal
-        from rich.text import Text
-
         least, most = self.prompt_tokens
         long = f"{least:,}" if least == most else f"{least:,} to {most:,}"
         some = "1 prompt" if self.prompts == 1 else f"{self.prompts:,} prompts"

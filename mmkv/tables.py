@@ -5,15 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
 
 from mmkv.parts import KINDS
 from mmkv.policy import Policy
 from mmkv.registry import list_parts, list_policies, policy_class
-
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
 
 _POLICIES = ("policy", "score", "layer budgets", "head budgets", "decoding", "paper", "options")
 _PARTS = ("part", "what it does", "options")
@@ -52,8 +51,6 @@ def _texts(options: dict[str, Any]) -> list[str]:
 
 def policy_tables() -> Group:
     """All policies in two rich tables: their parts; their papers and options."""
-    from rich.console import Group
-
     rows = _policy_rows()
     also = ", ".join(_texts(shared_options()))
     return Group(
@@ -113,8 +110,6 @@ def model_markdown() -> str:
 
 
 def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    from rich.table import Table
-
     table = Table(show_lines=True)
     for column in columns:
         table.add_column(column, overflow="fold")

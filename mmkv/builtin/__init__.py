@@ -10,11 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
+
 from mmkv.loading import models
 from mmkv.loading.models import WEIGHTS
 
 if TYPE_CHECKING:
-    import torch
     from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
 PICTURES = Path(__file__).parent / "pictures"
@@ -60,8 +61,6 @@ def load_builtin(
     Raises:
         ValueError: another name, or SmolLM2 is neither installed nor on the hub.
     """
-    import torch
-
     if not isinstance(name, str):
         name, dtype = models.BUILTIN, name or dtype
     if name not in models.NAMES:

@@ -13,14 +13,13 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from PIL import Image, ImageDraw, ImageFont
 
 from mmkv.builtin import scenes
 from mmkv.builtin.scenes import PLACES, Question, Split, count_of, of_split, plural
 from mmkv.loading.smollm2_vision import ORDINALS
-
-if TYPE_CHECKING:
-    from PIL import Image, ImageDraw
 
 Kind = Literal["shape", "word", "number"]
 Point = tuple[float, float]
@@ -156,8 +155,6 @@ def _content(scene: Scene) -> str:
 
 def draw(scene: Scene, size: int = 384) -> Image.Image:
     """Draw a scene as an RGB picture of `size` x `size` pixels."""
-    from PIL import Image, ImageDraw
-
     image = Image.new("RGB", (size, size), scene.background)
     canvas = ImageDraw.Draw(image)
     for thing in scene.objects:
@@ -185,8 +182,6 @@ def box(thing: Object) -> tuple[float, float, float, float]:
 
 @lru_cache(maxsize=256)
 def _font(size: int) -> Any:
-    from PIL import ImageFont
-
     return ImageFont.load_default(size)
 
 

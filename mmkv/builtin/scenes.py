@@ -12,10 +12,9 @@ import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
-if TYPE_CHECKING:
-    from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw
 
 Split = Literal["train", "heldout"]
 S = TypeVar("S")
@@ -126,8 +125,6 @@ def _content(scene: Scene) -> str:
 
 def draw(scene: Scene, size: int = 384) -> Image.Image:
     """Draw a scene as an RGB picture of `size` x `size` pixels."""
-    from PIL import Image, ImageDraw
-
     image = Image.new("RGB", (size, size), scene.background)
     canvas = ImageDraw.Draw(image)
     cell = size / 3

@@ -9,14 +9,17 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
 from mmkv.loading import untrusted
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-    from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
 IMAGE, PAD = "<image>", "<pad>"
 _SENTENCEPIECE = ("sentencepiece", "google.protobuf")
@@ -90,9 +93,6 @@ def load(
         ValueError: not such a checkpoint, a part of it that transformers' LLaVA does not have, or
             weights that are missing or not in safetensors.
     """
-    import torch
-    from transformers import GenerationConfig, LlavaForConditionalGeneration
-
     folder = Path(path)
     fields = _read_json(folder / "config.json")
     _refuse_what_differs(folder, fields)
@@ -153,7 +153,7 @@ def load(
     if (generation := folder / "generation_config.json").is_file():
         given = _read_json(generation)
         try:
-            model.generation_config = GenerationConfig.from_dict(given)
+            model.generation_config = transformers.GenerationConfig.from_dict(given)
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{generation}: {error}") from error
     model.generation_config.pad_token_id = pad
@@ -199,9 +199,6 @@ def _refuse_what_differs(folder: Path, fields: dict[str, Any]) -> None:
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder's safetensors, in one file or in shards."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     index, files = folder / "model.safetensors.index.json", ["model.safetensors"]
     if index.is_file():
         names = _read_json(index).get("weight_map")
@@ -232,8 +229,6 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 def _tokenizer(folder: Path) -> tuple[Any, int, int]:
     """The tokenizer with the image and padding tokens added, and their ids."""
-    from transformers import AddedToken, AutoTokenizer, LlamaConfig
-
     if (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
         try:
             missing = [x for x in _SENTENCEPIECE if importlib.util.find_spec(x) is None]
@@ -246,23 +241,24 @@ def _tokenizer(folder: Path) -> tuple[Any, int, int]:
             )
     try:
         # The folder's own config.json names no model that transformers knows.
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, config=LlamaConfig(), local_files_only=True, trust_remote_code=False
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            folder,
+            config=transformers.LlamaConfig(),
+            local_files_only=True,
+            trust_remote_code=False,
         )
     except Exception as error:  # of tokenizers, which raises just that
         raise ValueError(f"{folder}: its tokenizer cannot be loaded ({error})") from error
-    tokenizer.add_tokens(AddedToken(IMAGE, special=True, normalized=False), special_tokens=True)
+    image = transformers.AddedToken(IMAGE, special=True, normalized=False)
+    tokenizer.add_tokens(image, special_tokens=True)
     tokenizer.add_special_tokens({"pad_token": PAD})
     tokenizer.padding_side = "left"
-    image, pad = tokenizer.convert_tokens_to_ids([IMAGE, PAD])
-    return tokenizer, image, pad
+    return tokenizer, *tokenizer.convert_tokens_to_ids([IMAGE, PAD])
 
 
 def _config(
     fields: dict[str, Any], tower: Path | None, *, rows: int, image: int, pad: int
 ) -> LlavaConfig:
-    import transformers
-
     make = getattr(transformers, _TEXT[fields["model_type"]])
     known = {*make().to_dict(), "rope_theta", "rope_scaling"} - {"model_type", "architectures"}
     text = make.from_dict({k: v for k, v in fields.items() if k in known})
@@ -280,7 +276,7 @@ def _config(
         )
     vision = {k: v for k, v in vision.items() if k not in ("model_type", "architectures")}
     patch = fields.get("mm_vision_select_feature", "patch") == "patch"
-    config = transformers.LlavaConfig(
+    config = LlavaConfig(
         vision_config=transformers.CLIPVisionConfig.from_dict(vision),
         text_config=text,
         image_token_index=image,
@@ -294,9 +290,6 @@ def _config(
 
 def _check_sizes(config: LlavaConfig, state: dict[str, Tensor]) -> None:
     """Sizes that the weights do not have are refused before memory is asked for them."""
-    import torch
-    from transformers import LlavaForConditionalGeneration
-
     sizes: Any = config
     layers = {"language_model": sizes.text_config, "vision_tower": sizes.vision_config}
     for part, n in ((name, x.num_hidden_layers) for name, x in layers.items()):
@@ -312,9 +305,6 @@ def _check_sizes(config: LlavaConfig, state: dict[str, Tensor]) -> None:
 
 
 def _processor(fields: dict[str, Any], config: Any, tokenizer: Any) -> LlavaProcessor:
-    from transformers import LlavaProcessor
-    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
-
     side = config.vision_config.image_size
     vicuna = fields["model_type"] != "llava_mistral"
     return LlavaProcessor(

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mmkv.loading import cache_folder, is_sound, make_once, quiet
 
 _MAGIC = b"GGUF"
@@ -82,8 +84,6 @@ def converted(path: Path, *, make: bool = True) -> Path | None:
 
 
 def _convert(path: Path, folder: Path) -> None:
-    import torch
-
     model, tokenizer = read(path, dtype=torch.float16)
     if not all(bool(x.isfinite().all()) for x in model.state_dict().values()):
         model, tokenizer = read(path, dtype=torch.float32)

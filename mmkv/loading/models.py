@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
 
 from mmkv.loading import gguf_files, quiet, smollm2_vision
-
-if TYPE_CHECKING:
-    import torch
 
 BUILTIN, SMOLLM2, SMOLLM2_VISION = "builtin", "smollm2", "smollm2-vision"
 NAMES = (BUILTIN, SMOLLM2, SMOLLM2_VISION)
@@ -131,8 +131,6 @@ def pretrained(name: str, **options: Any) -> tuple[Any, Any, bool]:
 @contextmanager
 def _in_one_line(source: Source, what: str, *, bars: bool = False) -> Generator[None]:
     """transformers without its messages, and its errors as `ValueError`s that begin with `what`."""
-    from safetensors import SafetensorError
-
     wrong = (OSError, ValueError, KeyError, ImportError, SafetensorError)
     # The reader of GGUF meets what it does not know with errors of every type.
     expected = wrong if source.gguf_file is None else (Exception,)
@@ -160,8 +158,6 @@ def load_tokenizer(name: str) -> Any:
 
 def empty(name: str, dtype: torch.dtype) -> Any:
     """A model on the meta device, from its config alone: modules and shapes without weights."""
-    import torch
-
     source = find(name, convert=False)
     with _in_one_line(source, f"model {name!r}"), torch.device("meta"):
         config, maker, _ = _config_and_class(source)
@@ -181,8 +177,6 @@ def _config_and_class(source: Source) -> tuple[Any, Any, bool]:
 
 def find_device(name: str) -> torch.device:
     """A device by name, which must compute; "auto" is the GPU where there is one."""
-    import torch
-
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

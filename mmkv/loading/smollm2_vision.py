@@ -14,6 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
 from mmkv.loading import cache_folder, make_once, quiet
 
 PARTS = Path(__file__).parents[1] / "builtin" / "vision" / "parts.safetensors"
@@ -45,7 +48,6 @@ def build(text: Any, tokenizer: Any) -> tuple[Any, Any]:
 
     SmolLM2's weights are copied; the tower and the projector are not trained.
     """
-    import torch
     import transformers as hf
 
     tokenizer = _with_image_token(tokenizer)
@@ -110,8 +112,6 @@ def add_parts(model: Any, parts: dict[str, Any]) -> None:
     They are weights by name; of a low-rank update `<layer>.lora_A` `[r, in]` and `<layer>.lora_B`
     `[out, r]`.
     """
-    import torch
-
     weights = model.state_dict()
     with torch.no_grad():
         for name, part in parts.items():
@@ -129,8 +129,6 @@ def assembled(load: Callable[[], tuple[Any, ...]], source: str) -> Path:
 
     `load` gives SmolLM2 and its tokenizer; `source` tells one copy of its weights from another.
     """
-    from safetensors.torch import load_file
-
     told = (source + _TEMPLATE).encode() + PARTS.read_bytes()
     digest = hashlib.blake2b(told, digest_size=16).hexdigest()
 

@@ -14,10 +14,9 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from PIL import Image
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 T = TypeVar("T")
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
@@ -47,8 +46,6 @@ def read_picture(
         most_pixels: that a header may state.
         most_bytes: of the file.
     """
-    from PIL import Image, UnidentifiedImageError
-
     if isinstance(path, bytes):
         source, size = BytesIO(path), len(path)
     else:
@@ -77,8 +74,6 @@ def read_picture(
 @contextmanager
 def _strictly() -> Generator[None]:
     """Pillow refuses decompression bombs (up to twice its limit it only warns) and cut files."""
-    from PIL import Image, ImageFile
-
     with _DECODING, warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         lenient = ImageFile.LOAD_TRUNCATED_IMAGES  # other packages turn it on, as lmms-eval
@@ -91,8 +86,6 @@ def _strictly() -> Generator[None]:
 
 def upright(picture: Image.Image) -> Image.Image:
     """A picture as RGB, turned as its camera was."""
-    from PIL import ImageOps
-
     return ImageOps.exif_transpose(picture).convert("RGB")
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import typer
+from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -62,8 +63,6 @@ def arguments(out: Path, rate: float, bf16: bool, **more: Any) -> Any:
 
 def pixels(scene: drawings.Scene, rng: random.Random) -> Tensor:
     """A drawn scene as the image processor gives it, `[3, SIDE, SIDE]`."""
-    from PIL import Image
-
     image = drawings.draw(scene, rng.choice(_SIZES))
     if image.size != (SIDE, SIDE):
         image = image.resize((SIDE, SIDE), Image.Resampling.BICUBIC)
