@@ -117,15 +117,15 @@ def bind(host: str, port: int) -> socket.socket:
         raise ValueError(f"{option}: {error.strerror}") from None
 
 
-def check_place(folder: Path, option: str = "--out") -> None:
+def check_place(folder: Path) -> None:
     """Refuse a folder that neither is there nor can be made."""
     there = folder
     while not there.exists() and there != there.parent:
         there = there.parent
     if not there.is_dir():
-        raise ValueError(f"{option} {folder}: {there} is a file, not a folder")
+        raise ValueError(f"--out {folder}: {there} is a file, not a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{option} {folder}: nothing can be written in {there.absolute()}")
+        raise ValueError(f"--out {folder}: nothing can be written in {there.absolute()}")
 
 
 def told(command: Callable[P, T]) -> Callable[P, T]:

@@ -1,7 +1,7 @@
 """Long texts that hide records (`key value`) among filler, with look-up questions and answers.
 
-Everything is deterministic in `(seed, split)`; a checksum of the records puts each text in exactly
-one split, so no held-out text is ever trained on.
+Everything is deterministic in the seed. All are held out: by a checksum of the records, none was
+trained on.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from mmkv.builtin.scenes import Question, Split, belongs
+from mmkv.builtin.scenes import Question, belongs
 
 _KEYS = (
     "amber ash bark bay bell birch bolt brass briar brook camp cape cave cedar chalk clay cliff "
@@ -72,10 +72,8 @@ def answer(key: str, value: str) -> str:
     return f"{key} {value}."
 
 
-def make_lookup(
-    seed: int, tokens: int, split: Split = "heldout", records: int | None = None
-) -> Lookup:
-    """Text number `seed` of a split, with one record for every 16 tokens unless told otherwise.
+def make_lookup(seed: int, tokens: int, records: int | None = None) -> Lookup:
+    """Held-out text number `seed`, with one record for every 16 tokens unless told otherwise.
 
     Sentences are added as long as `estimate`, which is exact for these words under the built-in
     tokenizer, stays within `tokens`.
@@ -85,9 +83,9 @@ def make_lookup(
     wanted = max(2, tokens // 16) if records is None else records
     if not 1 <= wanted <= len(KEYS):
         raise ValueError(f"records must be 1 to {len(KEYS)}, got {wanted}")
-    rng = random.Random(f"text:{split}:{seed}:{tokens}:{records}")
+    rng = random.Random(f"text:heldout:{seed}:{tokens}:{records}")
     pairs: tuple[tuple[str, str], ...] = ()
-    while not (pairs and belongs(repr(pairs), split)):
+    while not (pairs and belongs(repr(pairs), "heldout")):
         pairs = tuple((key, rng.choice(VALUES)) for key in rng.sample(KEYS, wanted))
     text = _compose([answer(*pair) for pair in pairs], tokens, rng)
     questions = tuple(Question(text=phrase(k, rng), answer=answer(k, v)) for k, v in pairs)
