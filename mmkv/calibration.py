@@ -28,7 +28,7 @@ from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.calls import cache_in, passing, unwrap_container
 from mmkv.forcing import checked_inputs, greedy
-from mmkv.parts.decoding import Grow
+from mmkv.parts.slots import Grow
 from mmkv.policy import Policy
 from mmkv.profiles import CLOSE, Profile
 from mmkv.registry import exact_share, get_policy

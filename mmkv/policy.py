@@ -24,7 +24,7 @@ from mmkv.parts import (
     registered,
     share,
 )
-from mmkv.parts.decoding import Grow
+from mmkv.parts.slots import Grow
 from mmkv.scores.window import WindowAttention
 from mmkv.sizes.heads import UniformHeads
 from mmkv.sizes.layers import UniformLayers

@@ -11,7 +11,7 @@ While decoding, its code drops at a fixed place of the cache, as PrefixKV's does
 from dataclasses import dataclass
 
 from mmkv.merge.neighbours import MergeByPosition
-from mmkv.parts.decoding import Ratio
+from mmkv.parts.slots import Ratio
 from mmkv.policy import Decode, Merge, Policy, Score
 from mmkv.registry import register_policy
 from mmkv.scores.accumulated import AccumulatedAttention

@@ -13,7 +13,7 @@ kept tokens go first; here none of the prompt's do, and tokens leave 25 behind t
 
 from dataclasses import dataclass
 
-from mmkv.parts.decoding import Ratio
+from mmkv.parts.slots import Ratio
 from mmkv.policy import Decode, Layers, Policy, Score
 from mmkv.registry import register_policy
 from mmkv.scores.accumulated import AccumulatedAttention

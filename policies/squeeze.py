@@ -10,7 +10,7 @@ takes a Mistral prompt for 8,000 tokens long; here it is as long as it is.
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mmkv.parts.decoding import Fixed
+from mmkv.parts.victims import Fixed
 from mmkv.policy import Decode, Layers, Policy, Score
 from mmkv.registry import policy_class, register_policy
 from mmkv.scores.accumulated import AccumulatedAttention

@@ -9,7 +9,7 @@ stays.
 
 from dataclasses import dataclass
 
-from mmkv.parts.decoding import Least
+from mmkv.parts.victims import Least
 from mmkv.policy import Decode, Policy, Score
 from mmkv.registry import register_policy
 from mmkv.scores.window import WindowAttention

@@ -17,6 +17,7 @@ from mmkv.cache.padded_blocks import PaddedBlock, gathered
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.quantize import QuantizedKV, Stored, relative_error, squares
 from mmkv.cache.token_masks import TokenMasks
+from mmkv.parts import RowSizes
 from mmkv.parts.slots import GrowingSlots, SlotSchedule, send, spare
 from mmkv.parts.victims import HeavyHitterSlots
 from mmkv.scores.attention import autocast_off
@@ -96,18 +97,20 @@ def evict(
     def per_row(x: Tensor) -> np.ndarray:
         return x.expand(B, H).reshape(-1).numpy()
 
-    counts, n_pinned = per_row(kept.counts), per_row(kept.n_pinned)
+    counts = per_row(kept.counts)
     group_index = held.group_index
     if kept.slot is not None and kept.weights is not None:
         leads = stands.masked_fill(kept.weights < 2, -1)
         group_index = _leaders(kept.slot, leads, held, prompt.valid.shape[1])
     blocks: list[PaddedBlock] = []
     off = torch.zeros(B * H, 2, 2, device=keys.device)
-    for rows in group_rows(counts):
-        width = int(counts[rows].max())
-        schedule = _schedule(plan, prompt, counts, n_pinned, rows)
-        ahead = min(expected, spare(width, prompt.valid.shape[1]))
-        empty = (0, schedule.most(ahead) - width)
+    parts = group_rows(counts)
+    schedules = _schedules(plan, prompt, counts, per_row(kept.n_pinned), parts)
+    widths = [int(counts[rows].max()) for rows in parts]
+    ahead = [min(expected, spare(width, prompt.valid.shape[1])) for width in widths]
+    slots = [schedule.most(n) for schedule, n in zip(schedules, ahead, strict=True)]
+    for rows, schedule, width, most in zip(parts, schedules, widths, slots, strict=True):
+        empty = (0, most - width)
         index = torch.from_numpy(rows).to(keys.device, non_blocking=True)
         at = pad(tokens[index, :width], empty, value=-1)
         where = pad(positions[index, :width], empty, value=-1)
@@ -160,24 +163,19 @@ def _leaders(slot: Tensor, leads: Tensor, held: PromptKV, seen: int) -> Tensor:
     return now.to(torch.int16 if seen < 2**15 else torch.int32)
 
 
-def _schedule(
+def _schedules(
     plan: CacheConfig,
     prompt: TokenMasks,
     counts: np.ndarray,
     n_pinned: np.ndarray,
-    rows: np.ndarray,
-) -> SlotSchedule:
-    """The schedule of some rows.
+    parts: Sequence[np.ndarray],
+) -> list[SlotSchedule]:
+    """The schedule of each of the `parts` of the B * H rows.
 
-    Args:
-        plan: policy and budget.
-        prompt: gives the rows' lengths.
-        counts: [B * H], how many tokens each row keeps.
-        n_pinned: [B * H], how many of those, the first ones, decoding must not drop.
-        rows: which of the B * H.
+    Each row keeps `counts` tokens, of which decoding must not drop the first `n_pinned`.
     """
     if plan.keeps_everything:
-        return GrowingSlots(counts=counts[rows])
+        return [GrowingSlots(counts=counts[rows]) for rows in parts]
     heads = len(counts) // len(prompt.lengths)
     lengths = np.repeat(prompt.lengths, heads)
     # A prompt that loses nothing fills up what is kept anyway while decoding.
@@ -189,21 +187,24 @@ def _schedule(
             # What `policy.least` keeps beyond the budget is no share of later tokens.
             asked = plan.budget * lengths
             share = share * (asked / np.maximum(asked, np.minimum(whole, lengths)))
-    schedule = plan.policy.decode.schedule(
-        plan.policy,
-        counts=counts[rows],
-        lengths=lengths[rows],
-        protected=n_pinned[rows],
-        capacity=capacity[rows],
-        share=None if share is None else share[rows],
-        heads=heads,
-    )
-    if isinstance(schedule, HeavyHitterSlots):
-        places = prompt.last_places(schedule.most_recent)
-        if places is not None:
-            index = send(rows // heads, places.device)
-            schedule.behind(places[index], prompt.valid.shape[1])
-    return schedule
+    found = list[SlotSchedule]()
+    for rows in parts:
+        sizes = RowSizes(
+            counts=counts[rows],
+            lengths=lengths[rows],
+            protected=n_pinned[rows],
+            capacity=capacity[rows],
+            share=None if share is None else share[rows],
+            heads=heads,
+        )
+        schedule = plan.policy.decode.schedule(plan.policy, sizes)
+        if isinstance(schedule, HeavyHitterSlots):
+            places = prompt.last_places(int(schedule.recent.max()))
+            if places is not None:
+                index = send(rows // heads, places.device)
+                schedule.behind(places[index], prompt.valid.shape[1])
+        found.append(schedule)
+    return found
 
 
 def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = 0.15) -> list[np.ndarray]:

@@ -203,6 +203,27 @@ class Heads(Part):
         raise NotImplementedError
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowSizes:
+    """What the slots of a block's R rows follow from.
+
+    Attributes:
+        counts: [R], tokens kept.
+        lengths: [R], tokens of the prompt.
+        protected: [R], kept tokens that may never be dropped; they lie in the first slots.
+        capacity: [R], the tokens that a budget in tokens, `policy.least`, or the prompt gives.
+        share: [R], of the tokens seen, what a budget as a fraction gives; None for others.
+        heads: H; row b * H + h is head h of row b of the batch, unless heads differ in size.
+    """
+
+    counts: np.ndarray
+    lengths: np.ndarray
+    protected: np.ndarray
+    capacity: np.ndarray
+    share: np.ndarray | None
+    heads: int
+
+
 class Decode(Part):
     """What the budget means for generated tokens.
 
@@ -219,28 +240,8 @@ class Decode(Part):
     every: int = 0
     latest: int = 0
 
-    def schedule(
-        self,
-        policy: Policy,
-        *,
-        counts: np.ndarray,
-        lengths: np.ndarray,
-        protected: np.ndarray,
-        capacity: np.ndarray,
-        share: np.ndarray | None,
-        heads: int,
-    ) -> SlotSchedule:
-        """Which slots generated tokens take, from each row's sizes after the prefill.
-
-        Args:
-            policy: whose part it is.
-            counts: [R], tokens kept.
-            lengths: [R], tokens of the prompt.
-            protected: [R], kept tokens that may never be dropped; they lie in the first slots.
-            capacity: [R], the tokens that a budget in tokens, `policy.least`, or the prompt gives.
-            share: [R], of the tokens seen, what a budget as a fraction gives; None for others.
-            heads: H; row b * H + h is head h of row b of the batch, unless heads differ in size.
-        """
+    def schedule(self, policy: Policy, rows: RowSizes) -> SlotSchedule:
+        """Which slots generated tokens take, from each row's sizes after the prefill."""
         raise NotImplementedError
 
 

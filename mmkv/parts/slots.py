@@ -15,11 +15,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from mmkv.parts import Decode, NonNegativeInt, PositiveInt, RowSizes, register_part
+
+if TYPE_CHECKING:
+    from mmkv.policy import Policy
 
 S = TypeVar("S", bound="SlotSchedule")
 
@@ -64,7 +70,7 @@ class SlotSchedule:
         self.last = int(self.counts.max())  # slots in use with the last step planned
 
     def _join(self, columns: np.ndarray) -> Any:
-        """Give equal columns of [n, R] one entry; which of them to keep."""
+        """Give equal columns of [n, R] one entry: which of them to keep."""
         entries: dict[tuple[float, ...], int] = {}
         which = [entries.setdefault(x, len(entries)) for x in zip(*columns.tolist(), strict=True)]
         if len(entries) == len(which):
@@ -72,14 +78,9 @@ class SlotSchedule:
         self.which = np.array(which)
         return np.unique(self.which, return_index=True)[1]
 
-    def step(self) -> tuple[np.ndarray, int]:
-        """Work out one step more: the next token's slots, and how many are in use with it."""
-        raise NotImplementedError
-
     def steps(self, n: int) -> tuple[np.ndarray, list[int]]:
         """Work out n steps more: slots [n, U], and how many are in use in each."""
-        found = [self.step() for _ in range(n)]
-        return np.stack([slots for slots, _ in found]), [width for _, width in found]
+        raise NotImplementedError
 
     @property
     def filling(self) -> bool:
@@ -95,7 +96,7 @@ class SlotSchedule:
 
     def reach(self, steps: int) -> np.ndarray:
         """As `most`, of each row by itself: [R], or [1] for all."""
-        return np.array([self.used + steps])
+        raise NotImplementedError
 
     @property
     def pending(self) -> int:
@@ -117,7 +118,7 @@ class SlotSchedule:
         slots, _ = self._planned()
         if self.shared:
             return int(slots[self.at, 0])
-        return self._of_rows(self.on_device(device)[self.at])
+        return self._of_rows(self._on_device(device)[self.at])
 
     def look_up(self, device: torch.device) -> None:
         """Set `now`, for a step that the host drives."""
@@ -129,23 +130,21 @@ class SlotSchedule:
 
     def slots_at(self, row: Tensor) -> Tensor:
         """The slots at `row` [1] of the table, int64 [R or 1], for a step that the host forgets."""
-        return self._of_rows(self.on_device(row.device).index_select(0, row)[0])
+        return self._of_rows(self._on_device(row.device).index_select(0, row)[0])
 
-    def on_device(self, device: torch.device) -> Tensor:
+    def _on_device(self, device: torch.device) -> Tensor:
         """The slots of this and the next steps, int64 [AHEAD, U], this step's at `at`."""
         if self.table is None:
             self.table = send(self._planned()[0], device)
         return self.table
 
-    def entries(self, device: torch.device) -> Tensor | None:
-        """The column of `on_device` that is each row's, int64 [R]; None: its own, or the only."""
-        if self.which is not None and self.which_there is None:
-            self.which_there = send(self.which, device)
-        return self.which_there
-
     def _of_rows(self, slots: Tensor) -> Tensor:
-        which = self.entries(slots.device)
-        return slots if which is None else slots[which]
+        """Of each row, what [U] says of entries."""
+        if self.which is None:
+            return slots
+        if self.which_there is None:
+            self.which_there = send(self.which, slots.device)
+        return slots[self.which_there]
 
     def advance(self, steps: int = 1) -> None:
         """Count `steps` steps; the slots they free are the next ones to be taken."""
@@ -181,7 +180,6 @@ class SlotSchedule:
         return new
 
     def _spread(self, x: np.ndarray) -> np.ndarray:
-        """Of each row, what [U] says of entries."""
         return x if self.which is None else x[self.which]
 
     def _planned(self) -> tuple[np.ndarray, list[int]]:
@@ -190,7 +188,6 @@ class SlotSchedule:
         return self.planned, self.widths
 
     def _begin(self, slots: np.ndarray, widths: list[int]) -> None:
-        """The next steps are worked out."""
         self.planned, self.widths = slots.astype(np.int64), widths
         self.last, self.at = widths[-1], 0
         if self.table is not None:  # in place: a captured graph reads it
@@ -203,7 +200,6 @@ class GrowingSlots(SlotSchedule):
     rows = ("end",)
     drops = False
     alike = True
-    end: np.ndarray
 
     def __init__(self, **arrays: np.ndarray) -> None:
         super().__init__(**arrays)
@@ -221,6 +217,42 @@ class GrowingSlots(SlotSchedule):
         return self._spread(self.end - self.pending + steps)
 
 
+@register_part("grow")
+@dataclass(frozen=True, kw_only=True)
+class Grow(Decode):
+    """Generated tokens are kept, on top of the budget."""
+
+    def schedule(self, policy: Policy, rows: RowSizes) -> SlotSchedule:
+        """Every token takes a new slot."""
+        return GrowingSlots(counts=rows.counts)
+
+
+@register_part("rounds")
+@dataclass(frozen=True, kw_only=True)
+class Rounds(Grow):
+    """Generated tokens compete in rounds, so that the budget holds for all tokens seen.
+
+    A float budget is the share of them that a layer may hold, an int their number. In a round
+    tokens are scored, evicted and merged as in a new turn; their own queries observe. Between
+    rounds every token takes a new slot.
+
+    Options:
+        every: a round takes place after so many generated tokens; 1 or more.
+        latest: how many of the last tokens stay as they are; 0 or more.
+    """
+
+    every: PositiveInt = 64
+    latest: NonNegativeInt = 64
+
+    def check(self, policy: Policy) -> None:
+        """Sizes must follow from what a layer holds."""
+        if policy.layers.needs == "similarity":
+            raise ValueError(
+                f"decode='rounds' sizes layers anew, and layers={policy.layers.name!r} measures "
+                "them on prompts alone: use other layer sizes, or decode='grow'"
+            )
+
+
 class Ring(SlotSchedule):
     """Constant size: the oldest unprotected token is dropped (Local, StreamingLLM).
 
@@ -232,7 +264,6 @@ class Ring(SlotSchedule):
     alike = True
     protected: np.ndarray
     capacity: np.ndarray
-    held: np.ndarray
 
     def __init__(self, **arrays: np.ndarray) -> None:
         super().__init__(**arrays)
@@ -264,9 +295,6 @@ class Distance(SlotSchedule):
     lengths: np.ndarray
     base: np.ndarray
     share: np.ndarray
-    held: np.ndarray
-    fresh: np.ndarray
-    recent: np.ndarray
 
     def __init__(self, distance: int, **arrays: np.ndarray) -> None:
         super().__init__(**arrays)
@@ -328,12 +356,33 @@ class Distance(SlotSchedule):
             x._begin(slots[:, mine], widths[:, i].tolist())
 
 
+@register_part("ratio")
+@dataclass(frozen=True, kw_only=True)
+class Ratio(Decode):
+    """A float budget is the share of all tokens seen that a layer may hold, an int their number.
+
+    The token `distance` behind the newest is dropped while it holds more; the prompt's kept tokens
+    and the `distance` most recent ones never are (PrefixKV, ElasticCache).
+
+    Options:
+        distance: how far behind the newest token the one lies that is dropped; 0 or more.
+    """
+
+    distance: NonNegativeInt = 25
+
+    def schedule(self, policy: Policy, rows: RowSizes) -> SlotSchedule:
+        """A queue: the slots are known in advance."""
+        counts, lengths, base = rows.counts, rows.lengths, rows.capacity
+        share = 0.0 * counts if rows.share is None else rows.share
+        return Distance(self.distance, counts=counts, lengths=lengths, base=base, share=share)
+
+
 def plan(schedules: Sequence[SlotSchedule]) -> None:
     """Work out the steps to come of all that have none left: those that can, as one."""
-    due = [x for x in schedules if isinstance(x, Distance) and x.at == AHEAD]
     alike: dict[tuple[int, int], list[Distance]] = {}
-    for x in due:
-        alike.setdefault((x.distance, x.generated), []).append(x)
+    for x in schedules:
+        if isinstance(x, Distance) and x.at == AHEAD:
+            alike.setdefault((x.distance, x.generated), []).append(x)
     for found in alike.values():
         Distance.together(found)
 

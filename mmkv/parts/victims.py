@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mmkv.parts.slots import SlotSchedule, send
+from mmkv.parts import Decode, RowSizes, register_part
+from mmkv.parts.slots import Ring, SlotSchedule, send
+
+if TYPE_CHECKING:
+    from mmkv.policy import Policy
 
 
 class HeavyHitterSlots(SlotSchedule):
@@ -23,7 +29,6 @@ class HeavyHitterSlots(SlotSchedule):
     protected: np.ndarray
     capacity: np.ndarray
     recent: np.ndarray
-    held: np.ndarray
     freed: Tensor | None = None
     guarded: Tensor
 
@@ -116,16 +121,11 @@ class HeavyHitterSlots(SlotSchedule):
             new.places = self.places[send(rows, self.places.device)]
         return new
 
-    @property
-    def most_recent(self) -> int:
-        """The most recent tokens that any row keeps."""
-        return int(self.recent.max())
-
     def behind(self, places: Tensor, end: int) -> None:
         """Count recent tokens over padding: the prompt's last ones [R, n] lie at `places`.
 
         Args:
-            places: int64, ascending, n at least `most_recent`.
+            places: int64, ascending, n at least the most that any row keeps as recent.
             end: T, where the prompt ends.
         """
         self.places, self.end = places, end
@@ -185,3 +185,73 @@ class LeastAttended(HeavyHitterSlots):
         mean = of_layer.expand(-1, self.heads, -1).flatten(0, 1)
         super().drop(mean, positions, newest)
         mass.masked_fill_(mass < torch.inf, 0.0)
+
+
+@register_part("fixed")
+@dataclass(frozen=True, kw_only=True)
+class Fixed(Decode):
+    """A layer goes on with the size the prompt left it, filled up to a larger budget in tokens.
+
+    Each new token takes the place of the lowest accumulated score (H2O), or with score="recency" of
+    the oldest (StreamingLLM).
+    """
+
+    def check(self, policy: Policy) -> None:
+        """Something must say which token goes."""
+        if policy.score.ranks and policy.score.turn_reduction != "sum":
+            raise ValueError(
+                "decode='fixed' drops the lowest accumulated score or the oldest token; "
+                f"score={policy.score.name!r} has neither: use score='accumulated' or 'recency'"
+            )
+        if policy.score.ranks and policy.score.average_heads:
+            raise ValueError(
+                "average_heads=True ranks tokens once per layer, but decode='fixed' drops the "
+                "lightest token of each head: use average_heads=False, or decode='ratio' or 'grow'"
+            )
+
+    def schedule(self, policy: Policy, rows: RowSizes) -> SlotSchedule:
+        """A ring of slots, or what attention finds lightest."""
+        sizes = _sizes(rows)
+        if not policy.score.ranks:
+            return Ring(**sizes)
+        recent = (policy.recent * rows.capacity).astype(int)
+        return HeavyHitterSlots(**sizes, recent=recent)
+
+
+@register_part("least")
+@dataclass(frozen=True, kw_only=True)
+class Least(Decode):
+    """As "fixed", but each new token takes the place of the one that it attends to least (TOVA).
+
+    The mean over a layer's heads decides, arXiv 2401.06104, section 3; the newest token stays.
+    """
+
+    needs_decode_attention = True
+
+    def check(self, policy: Policy) -> None:
+        """All heads of a layer hold the same tokens, and nothing is added up over steps."""
+        if policy.score.turn_reduction:
+            raise ValueError(
+                "decode='least' looks at the newest query alone, and "
+                f"score={policy.score.name!r} goes on from step to step: use score='window'"
+            )
+        if not (policy.score.average_heads and policy.heads.equal):
+            raise ValueError(
+                "decode='least' drops a token from all heads of a layer: use average_heads=True "
+                f"(score={policy.score.name!r}) and heads='uniform' (heads={policy.heads.name!r})"
+            )
+        if policy.merge is not None and policy.merge.weighted:
+            raise ValueError(
+                "decode='least' needs heads that hold the same tokens, and merge='groups' makes "
+                "groups of each head's own: use one of them"
+            )
+
+    def schedule(self, policy: Policy, rows: RowSizes) -> SlotSchedule:
+        """What the newest query finds lightest."""
+        recent = (policy.recent * rows.capacity).astype(int)
+        return LeastAttended(rows.heads, **_sizes(rows), recent=recent)
+
+
+def _sizes(rows: RowSizes) -> dict[str, np.ndarray]:
+    protected = rows.protected.clip(max=rows.capacity)
+    return {"counts": rows.counts, "protected": protected, "capacity": rows.capacity}
