@@ -32,10 +32,9 @@ from mmkv.parts.slots import Grow
 from mmkv.policy import Policy
 from mmkv.profiles import CLOSE, Profile
 from mmkv.registry import exact_share, get_policy
-from mmkv.sizes.calibrated import CalibratedHeads, Curves
 from mmkv.sizes.heads import UniformHeads
 from mmkv.sizes.layers import UniformLayers
-from mmkv.sizes.profiled import RetrievalHeads, VisualHeads
+from mmkv.sizes.profiled import CalibratedHeads, Curves, RetrievalHeads, VisualHeads
 from mmkv.terminal import bar
 from mmkv.wrapping import comparing, wrapped
 

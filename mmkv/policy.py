@@ -208,7 +208,7 @@ class Policy:
         """How many last tokens observe and are themselves always kept."""
         return 0 if self.keeps_all else self.score.window + self.postpone
 
-    @property
+    @cached_property
     def queries(self) -> int | None:
         """How many of a prompt's last queries its score needs at the end; None: all of them."""
         if self.keeps_all:

@@ -6,7 +6,7 @@ sampling (arXiv 2412.05896, section IV-C).
 A profile file is JSON: `{"format": "mmkv-profile", "version": 1, "policy", "budget", "samples",
 "fractions", "model"}`, where `fractions` holds the kept fraction of each compressed layer and
 `model` the shape it was measured on. In place of "fractions" and "budget" it may have "levels" and
-"costs", those of `mmkv.sizes.calibrated`; "visual", how visual each head is (SparseMM); or
+"costs", those of `mmkv.sizes.profiled`; "visual", how visual each head is (SparseMM); or
 "retrieval", how much each copies (`mmkv.attach.copy_probe`). The PrefixKV authors' files, a JSON
 list of one number per layer, the fraction removed, are read too. `FILE` and `VISUAL_FILE` in a
 model's own folder are those it comes with.
@@ -24,8 +24,7 @@ from typing import Any, SupportsFloat
 from mmkv import adapters
 from mmkv.budgets import number
 from mmkv.loading import untrusted
-from mmkv.sizes.calibrated import Curves
-from mmkv.sizes.profiled import FILE
+from mmkv.sizes.profiled import FILE, Curves
 
 _FORMAT, _VERSION = "mmkv-profile", 1
 _MOST_BYTES = 2**20

@@ -27,9 +27,8 @@ from mmkv.cache.sampling import SampledSizes
 from mmkv.calls import unwrap_container
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
-from mmkv.sizes.calibrated import sized
 from mmkv.sizes.layers import UniformLayers
-from mmkv.sizes.profiled import sized_by_copying, sized_by_pictures
+from mmkv.sizes.profiled import sized, sized_by_copying, sized_by_pictures
 
 logger = logging.getLogger(__name__)
 

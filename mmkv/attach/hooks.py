@@ -22,6 +22,7 @@ from mmkv.policy import Policy
 from mmkv.sizes.squeeze import residual_similarity
 
 if TYPE_CHECKING:
+    from mmkv.adapters import Adapter
     from mmkv.attach.attachment import Attachment
 
 # The mask of the call that `generate` makes next.
@@ -172,19 +173,20 @@ def before_attention(
         return
     if not getattr(module, "use_rope", True):  # Llama 4's layers with full attention
         return
+    if running.turned is None or running.turned[0] is not found:
+        running.turned = found, _rotary(attachment.parts, found, len(cache.lengths))
+    running.rotary[layer_idx] = running.turned[1]
+
+
+def _rotary(parts: Adapter, found: Any, rows: int) -> Rotary:
+    """A layer's `position_embeddings`, of every row."""
     if isinstance(found, Tensor):  # complex [B, Q, R / 2]
         found = tuple(x.repeat_interleave(2, dim=-1) for x in (found.real, found.imag))
-    parts, rows = attachment.parts, len(cache.lengths)
-    rotary = Rotary.of(
-        found[0],
-        found[1],
-        parts.turns_by().to(found[0].device),  # a device_map keeps them elsewhere
-        parts.config,
-        interleaved=parts.facts.interleaved,
-    )
-    running.rotary[layer_idx] = replace(
-        rotary, cos=rotary.cos.expand(rows, -1, -1), sin=rotary.sin.expand(rows, -1, -1)
-    )
+    cos, sin = found
+    inv_freq = parts.turns_by().to(cos.device)  # a device_map keeps them elsewhere
+    rotary = Rotary.of(cos, sin, inv_freq, parts.config, interleaved=parts.facts.interleaved)
+    cos, sin = (x.expand(rows, -1, -1) for x in (rotary.cos, rotary.sin))
+    return replace(rotary, cos=cos, sin=sin)
 
 
 def before_repetition(

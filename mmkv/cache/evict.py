@@ -54,12 +54,14 @@ def evict(
     else:
         with autocast_off(held.keys):
             kept = merge(held, ranking)
+    reduction = "" if held.scores is None else policy.score.turn_reduction
+    scored = plan.evicting(prompt) if reduction == "max" else []
     retained = None
     if held.scores is not None and policy.score.ranks:
         alone = kept.indices
         if kept.weights is not None:
             alone = alone.masked_fill(kept.weights > 1, -1)
-        retained = selection.retained(held.scores, alone, ranking.free)
+        retained = retained_share(held.scores, alone, ranking.free)
     indices = kept.indices.expand(B, H, -1)
     tokens = indices.flatten(0, 1)  # [R, M], where each slot's pair lies in `keys` and `values`
     keys, values = held.keys.detach(), held.values.detach()
@@ -75,7 +77,7 @@ def evict(
     stands = per_token(held.positions, -1)
     positions = stands.flatten(0, 1).int()
     mass = None
-    if held.scores is not None and (reduction := policy.score.turn_reduction):
+    if held.scores is not None and reduction:
         mass = per_token(held.scores, 0)
         if kept.slot is not None:
             # Not negative: what a slot stands for is added up, or the largest counts.
@@ -84,7 +86,7 @@ def evict(
             mass.scatter_reduce_(-1, kept.slot, held.scores.expand(B, H, U), how)
             mass = mass[..., :-1]
         mass = mass.flatten(0, 1)
-        if reduction == "max" and not all(scored := plan.evicting(prompt)):
+        if not all(scored):
             whole_rows = ~torch.tensor(scored).repeat_interleave(H)[:, None]
             whole_rows = whole_rows.to(mass.device, non_blocking=True)
             mass.masked_fill_(whole_rows, 0.0)  # alone, such a row would not be scored
@@ -137,6 +139,22 @@ def evict(
         )
     error = None if plan.kv_dtype is None else relative_error(off.view(B, H, 2, 2).sum(1))
     return KeptKV(blocks, B, H, list(sizes), retained, error, group_index)
+
+
+def retained_share(scores: Tensor, indices: Tensor, free: Tensor) -> Tensor:
+    """The share of the competing tokens' importance that was kept, [B]; 1 where none compete.
+
+    Args:
+        scores: [B, 1 or H, U].
+        indices: int64 [B, 1 or H, M], tokens kept as they are; -1 as filler.
+        free: bool [B, 1 or H, U], which tokens compete.
+    """
+    s = scores.clamp(min=0) * free
+    kept = s.expand(-1, indices.shape[1], -1).gather(-1, indices.clamp(min=0))
+    kept = kept.masked_fill(indices < 0, 0.0).mean(dim=1).sum(-1)
+    total = s.mean(dim=1).sum(-1)
+    # Sums in another order may be a rounding apart.
+    return torch.where(total > 0, kept / total.clamp(min=1e-30), 1.0).clamp(max=1.0)
 
 
 def _leaders(slot: Tensor, leads: Tensor, held: PromptKV, seen: int) -> Tensor:

@@ -48,6 +48,7 @@ class ForwardPass:
         observes: whether queries of this step are remembered, see `CacheState.observes_replies`.
         parts: the model's; None before the decoder begins.
         rotary: each layer's rotary embedding of the new tokens, where the score needs it.
+        turned: what the latest of these was made of, and it: layers share one.
     """
 
     ids: Tensor | None = None
@@ -62,6 +63,7 @@ class ForwardPass:
     observes: bool = False
     parts: Adapter | None = None
     rotary: dict[int, Rotary] = field(default_factory=dict[int, Rotary])
+    turned: tuple[Any, Rotary] | None = None
     # The layer whose new tokens the cache's `update` took, until its attention function runs.
     pending: int | None = None
     # Per mask that the layers were given: the mask, and what `view` found.

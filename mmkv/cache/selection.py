@@ -324,19 +324,3 @@ def contested(
 def _last(number: Tensor, free: Tensor) -> Tensor:
     """The last `number` [B, H] of the tokens `free`, bool [B, H, U]."""
     return free & (free.flip(-1).cumsum(-1).flip(-1) <= number[..., None])
-
-
-def retained(scores: Tensor, indices: Tensor, free: Tensor) -> Tensor:
-    """The share of the competing tokens' importance that was kept, [B]; 1 where none compete.
-
-    Args:
-        scores: [B, 1 or H, U].
-        indices: int64 [B, 1 or H, M], tokens kept as they are; -1 as filler.
-        free: bool [B, 1 or H, U], which tokens compete.
-    """
-    s = scores.clamp(min=0) * free
-    kept = s.expand(-1, indices.shape[1], -1).gather(-1, indices.clamp(min=0))
-    kept = kept.masked_fill(indices < 0, 0.0).mean(dim=1).sum(-1)
-    total = s.mean(dim=1).sum(-1)
-    # Sums in another order may be a rounding apart.
-    return torch.where(total > 0, kept / total.clamp(min=1e-30), 1.0).clamp(max=1.0)

@@ -85,7 +85,8 @@ class MergeIntoGroups(Merge):
         kept = ranking.kept(held)
         indices, M = kept.indices, kept.indices.shape[-1]
         slot = indices.new_full((B, H, U + 1), M)
-        slot.scatter_(-1, indices.masked_fill(indices < 0, U), _count(indices))
+        each = torch.arange(M, device=slot.device).expand_as(indices)
+        slot.scatter_(-1, indices.masked_fill(indices < 0, U), each)
         slot[..., U] = M
         slot = slot.gather(-1, leader.masked_fill(leader < 0, U))
         stands_for = there.float() if held.weights is None else held.weights
@@ -138,19 +139,19 @@ def leaders(
     (B, H, N), device = rank.shape, rank.device
     present = rank > -torch.inf
     plan = _Plan.of(sizes, (rank == torch.inf).sum(-1), present.sum(-1), N, exact, run)
-    order = rank.argsort(dim=-1, descending=True, stable=True)
-    place = torch.empty_like(order).scatter_(-1, order, _count(order))
+    order, numbers = rank.argsort(dim=-1, descending=True, stable=True), _count(rank)
+    place = torch.empty_like(order).scatter_(-1, order, numbers)
     alone = present & (place < plan.alone.to(device, non_blocking=True)[..., None])
+    space = _Space.of(keys, values, value_weight, None if plan.whole else present)
 
     places = spans(plan.tokens.to(device, non_blocking=True), plan.longest)  # [B, H, R, C]
     others = (alone | ~present).to(torch.uint8).argsort(dim=-1, stable=True)
     members = others.gather(-1, places.clamp(min=0).flatten(2)).view_as(places)
     members = members.masked_fill_(places < 0, -1)
-    space = _Space.of(keys, values, value_weight, None if plan.whole else present)
     slots = plan.slots.to(device, non_blocking=True)
 
     found = torch.full((B, H, N + 1), -1, device=device)
-    found[..., :N] = torch.where(alone, _count(order), -1)
+    found[..., :N] = torch.where(alone, numbers, -1)
     wide = max(plan.width, keys.shape[-1] + values.shape[-1])
     together = max(1, tile(device) // (B * H * plan.longest * wide))
     parts = zip(members.split(together, dim=2), slots.split(together, dim=2), strict=True)
@@ -162,7 +163,8 @@ def leaders(
             points.masked_fill_(absent[..., None], 0.0)
         heavy = None if weights is None else weights.float().gather(-1, at).view_as(token)
         ranked = place.gather(-1, at).view_as(token).masked_fill(absent, N)
-        label = _k_means(space, points, heavy, absent, ranked, number, plan.width, rounds)
+        centres = rows(points, ranked.argsort(dim=-1)[..., : plan.width])  # the best
+        label = _k_means(space, points, centres, heavy, absent, number, rounds)
         label = _without_empty(label, ranked, number, plan.width)
         best = ranked.new_full((*label.shape[:3], plan.width + 1), N)
         best = best.scatter_reduce(-1, label, ranked, "amin").gather(-1, label)
@@ -263,26 +265,17 @@ class _Space:
 def _k_means(
     space: _Space,
     x: Tensor,
+    centres: Tensor,
     weight: Tensor | None,
     absent: Tensor,
-    ranked: Tensor,
     number: Tensor,
-    K: int,
     rounds: int,
 ) -> Tensor:
-    """The group int64 [..., C] of each point of runs; K for a filler.
+    """The group int64 [..., C] of each of a run's points [..., C, D]; K for a filler, `absent`.
 
-    Args:
-        space: says how far points are apart.
-        x: [..., C, D], points.
-        weight: [..., C], of each point; None: all are 1.
-        absent: bool [..., C], fillers.
-        ranked: int64 [..., C], place of each in the ranking: the first are the centres.
-        number: int64 [...], groups of each run.
-        K: the most of them.
-        rounds: of assigning points to centres.
+    Of the first centres [..., K, D] a run has `number`; `weight` is [..., C], None: all are 1.
     """
-    centres = rows(x, ranked.argsort(dim=-1)[..., :K])
+    K = centres.shape[-2]
     unused = torch.arange(K, device=x.device) >= number[..., None]
     label = space.nearest(x, centres, unused).masked_fill_(absent, K)
     weighted = x if weight is None else x * weight[..., None]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mmkv
-from mmkv.cache import quantize, selection
+from mmkv.cache import evict, quantize
 from mmkv.cache.clock import step_of
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.forward_pass import ForwardPass
@@ -58,7 +58,7 @@ def test_what_must_stay_of_a_padded_row():
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_share_that_is_kept_counts_the_first_token(first):
     scores, free = torch.tensor([[[3.0, 1.0]]]), torch.ones(1, 1, 2, dtype=torch.bool)
-    share = selection.retained(scores, torch.tensor([[[first, -1]]]), free)
+    share = evict.retained_share(scores, torch.tensor([[[first, -1]]]), free)
     assert share.tolist() == [[0.75, 0.25][first]]
 
 

@@ -23,7 +23,7 @@ from mmkv.forcing import greedy
 from mmkv.parts import Heads, Layers
 from mmkv.profiles import FILE, Profile
 from mmkv.registry import exact_share
-from mmkv.sizes.calibrated import Curves, HeadsByCost, LayersByCost
+from mmkv.sizes.profiled import Curves, HeadsByCost, LayersByCost
 
 L, H = 3, 2
 

@@ -19,7 +19,7 @@ from mmkv import adapters
 from mmkv.policy import Score
 from mmkv.profiles import Profile
 from mmkv.scores.window import WindowAttention
-from mmkv.sizes.calibrated import Curves
+from mmkv.sizes.profiled import Curves
 
 SAMPLED = {"allocation": "sampled"}
 LEAST_PRUNE = {"average_heads": True, "merge": "groups"}

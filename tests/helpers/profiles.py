@@ -5,7 +5,7 @@ import random
 
 from mmkv import adapters
 from mmkv.profiles import Profile
-from mmkv.sizes.calibrated import Curves
+from mmkv.sizes.profiled import Curves
 
 LEVELS = (0.1, 0.2, 0.5, 1.0)
 
