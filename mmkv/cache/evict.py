@@ -99,19 +99,14 @@ def evict(
     def per_row(x: Tensor) -> np.ndarray:
         return x.expand(B, H).reshape(-1).numpy()
 
-    counts = per_row(kept.counts)
+    counts, n_pinned = per_row(kept.counts), per_row(kept.n_pinned)
     group_index = held.group_index
     if kept.slot is not None and kept.weights is not None:
         leads = stands.masked_fill(kept.weights < 2, -1)
         group_index = _leaders(kept.slot, leads, held, prompt.valid.shape[1])
     blocks: list[PaddedBlock] = []
     off = torch.zeros(B * H, 2, 2, device=keys.device)
-    parts = group_rows(counts)
-    schedules = _schedules(plan, prompt, counts, per_row(kept.n_pinned), parts)
-    widths = [int(counts[rows].max()) for rows in parts]
-    ahead = [min(expected, spare(width, prompt.valid.shape[1])) for width in widths]
-    slots = [schedule.most(n) for schedule, n in zip(schedules, ahead, strict=True)]
-    for rows, schedule, width, most in zip(parts, schedules, widths, slots, strict=True):
+    for rows, schedule, width, most in _planned(plan, prompt, counts, n_pinned, expected):
         empty = (0, most - width)
         index = torch.from_numpy(rows).to(keys.device, non_blocking=True)
         at = pad(tokens[index, :width], empty, value=-1)
@@ -181,20 +176,14 @@ def _leaders(slot: Tensor, leads: Tensor, held: PromptKV, seen: int) -> Tensor:
     return now.to(torch.int16 if seen < 2**15 else torch.int32)
 
 
-def _schedules(
-    plan: CacheConfig,
-    prompt: TokenMasks,
-    counts: np.ndarray,
-    n_pinned: np.ndarray,
-    parts: Sequence[np.ndarray],
-) -> list[SlotSchedule]:
-    """The schedule of each of the `parts` of the B * H rows.
+def _planned(
+    plan: CacheConfig, prompt: TokenMasks, counts: np.ndarray, n_pinned: np.ndarray, expected: int
+) -> list[tuple[np.ndarray, SlotSchedule, int, int]]:
+    """Each block's rows of the B * H, its schedule, the slots it uses and those it has.
 
     Each row keeps `counts` tokens, of which decoding must not drop the first `n_pinned`.
     """
-    if plan.keeps_everything:
-        return [GrowingSlots(counts=counts[rows]) for rows in parts]
-    heads = len(counts) // len(prompt.lengths)
+    heads, seen = len(counts) // len(prompt.lengths), prompt.valid.shape[1]
     lengths = np.repeat(prompt.lengths, heads)
     # A prompt that loses nothing fills up what is kept anyway while decoding.
     whole = plan.kept_whole
@@ -205,8 +194,8 @@ def _schedules(
             # What `policy.least` keeps beyond the budget is no share of later tokens.
             asked = plan.budget * lengths
             share = share * (asked / np.maximum(asked, np.minimum(whole, lengths)))
-    found = list[SlotSchedule]()
-    for rows in parts:
+    found = list[tuple[np.ndarray, SlotSchedule, int, int]]()
+    for rows in group_rows(counts):
         sizes = RowSizes(
             counts=counts[rows],
             lengths=lengths[rows],
@@ -215,13 +204,17 @@ def _schedules(
             share=None if share is None else share[rows],
             heads=heads,
         )
-        schedule = plan.policy.decode.schedule(plan.policy, sizes)
+        if plan.keeps_everything:
+            schedule: SlotSchedule = GrowingSlots(counts=sizes.counts)
+        else:
+            schedule = plan.policy.decode.schedule(plan.policy, sizes)
         if isinstance(schedule, HeavyHitterSlots):
             places = prompt.last_places(int(schedule.recent.max()))
             if places is not None:
-                index = send(rows // heads, places.device)
-                schedule.behind(places[index], prompt.valid.shape[1])
-        found.append(schedule)
+                schedule.behind(places[send(rows // heads, places.device)], seen)
+        width = int(counts[rows].max())
+        ahead = min(expected, spare(width, seen))
+        found.append((rows, schedule, width, schedule.most(ahead)))
     return found
 
 
