@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mmkv.cache.forward_pass import ForwardPass, current
+from mmkv.cache.forward_pass import AttentionCall, ForwardPass, current
 from mmkv.cache.selection import importance
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.calls import without
@@ -64,10 +65,8 @@ def _attention(
         return delegate()
     scale, softcap = kwargs.get("scaling"), kwargs.get("softcap")
     if running.collector is not None:
-        options: Any = {"scale": scale, "softcap": softcap}
-        found = running.collector.add(
-            module.layer_idx, query, key, value, attention_mask, **options
-        )
+        call = AttentionCall(query, key, value, attention_mask, scale, softcap)
+        found = running.collector.add(module.layer_idx, call)
         return delegate() if found is None else (found, None)
     layer_idx, running.pending = running.pending, None
     if layer_idx is None:  # its tokens do not go into a compressed layer
@@ -110,33 +109,23 @@ class _Enough(Exception):  # noqa: N818 - a signal, not an error
     """Ends a mini-prefill inside the last layer's attention."""
 
 
+@dataclass
 class _Collector:
     """Gathers the scores of the layers that are compressed, in a pass that stores nothing."""
 
-    def __init__(
-        self, policy: Policy, layers: Sequence[int], prompt: TokenMasks, running: ForwardPass
-    ) -> None:
-        self.policy, self.layers, self.prompt, self.running = policy, layers, prompt, running
-        self.scores: list[Tensor] = []
+    policy: Policy
+    layers: Sequence[int]
+    prompt: TokenMasks
+    running: ForwardPass
+    scores: list[Tensor] = field(default_factory=list[Tensor])
 
-    def add(
-        self,
-        layer_idx: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        **options: Any,
-    ) -> None:
+    def add(self, layer_idx: int, call: AttentionCall) -> None:
         """Score one layer; after the last one nothing more is needed."""
         if layer_idx not in self.layers:
             return
-        valid = self.prompt.valid
-        view = self.running.view(mask, valid)
-        image = self.prompt.image.to(key.device)
-        tensors: Any = {"query": query, "key": key, "value": value, "valid": valid, "mask": view}
-        tensors["image"] = image
-        layer = self.running.inputs(layer_idx, **tensors, **options)
+        valid, image = self.prompt.valid, self.prompt.image.to(call.key.device)
+        given = call._replace(mask=self.running.view(call.mask, valid))._asdict()
+        layer = self.running.inputs(layer_idx, valid=valid, image=image, **given)
         self.scores.append(importance(self.policy, layer, self.prompt.windows))
         if len(self.scores) == len(self.layers):
             raise _Enough

@@ -9,6 +9,7 @@ itself or to the token behind ("echo" heads): the three are added. Known from Ra
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from mmkv import adapters, digest
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.forward_pass import ForwardPass, current
+from mmkv.cache.forward_pass import AttentionCall, ForwardPass, current
 from mmkv.loading import cache_folder
 from mmkv.profiles import Profile
 from mmkv.sizes.heads import UniformHeads
@@ -46,21 +47,11 @@ class _Copies:
         self.length = length
         self.found: dict[int, Tensor] = dict.fromkeys(layers, torch.empty(0))
 
-    def add(
-        self,
-        layer_idx: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        *,
-        scale: float | None,
-        softcap: float | None,
-    ) -> None:
-        """Score one layer: query [1, Hq, N, D], key [1, H, N, D]."""
+    def add(self, layer_idx: int, call: AttentionCall) -> None:
+        """Score one layer."""
         if layer_idx in self.found:
-            scores = copy_scores(query, key, self.length, scale=scale, softcap=softcap)
-            self.found[layer_idx] = scores
+            how: Any = {"scale": call.scale, "softcap": call.softcap}
+            self.found[layer_idx] = copy_scores(call.query, call.key, self.length, **how)
 
 
 def copy_scores(
@@ -101,8 +92,9 @@ def measure(attachment: Attachment) -> Profile:
         ValueError: the model has too few tokens or positions for the probe, or its heads are spread
             over processes.
     """
-    _check_whole(attachment)
     parts, config = attachment.parts, attachment.parts.config
+    if parts.ranks > 1:
+        raise ValueError(SPREAD.format(ranks=parts.ranks))
     positions = getattr(config, "max_position_embeddings", None) or 2 * LENGTH + 1
     length = min(LENGTH, (positions - 1) // 2)
     ids = _tokens(attachment, length)
@@ -135,21 +127,18 @@ def cached(attachment: Attachment) -> Profile:
     Raises:
         ValueError: as `measure`.
     """
-    _check_whole(attachment)
+    if attachment.parts.ranks > 1:
+        return measure(attachment)
     try:
         known = digest.of_model(attachment.model, attachment.parts.config)
     except NotImplementedError:  # weights that accelerate keeps elsewhere cannot be looked at
         return measure(attachment)
     path = cache_folder() / "probes" / f"{known[:32]}-{_VERSION}.json"
-    shape = adapters.shape(attachment.parts.config)
     if path.is_file():
-        try:
-            found = Profile.load(path)
-            rows = len(found.retrieval or ())
-            if found.model == shape and rows == len(attachment.compressed):
+        with suppress(ValueError):  # damaged: it is measured again
+            found, shape = Profile.load(path), adapters.shape(attachment.parts.config)
+            if found.model == shape and len(found.retrieval or ()) == len(attachment.compressed):
                 return found
-        except ValueError:
-            pass  # damaged: it is measured again
     found = measure(attachment)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,11 +146,6 @@ def cached(attachment: Attachment) -> Profile:
     except OSError as error:
         logger.debug("the copy probe's result is not kept: %s", error)
     return found
-
-
-def _check_whole(attachment: Attachment) -> None:
-    if (ranks := attachment.parts.ranks) > 1:
-        raise ValueError(SPREAD.format(ranks=ranks))
 
 
 def settled(attachment: Attachment, plan: CacheConfig) -> CacheConfig:
@@ -184,10 +168,8 @@ def settled(attachment: Attachment, plan: CacheConfig) -> CacheConfig:
 def _ready(attachment: Attachment) -> bool:
     """Whether the model can run: it is in eval mode, and its weights are there."""
     decoder = attachment.parts.decoder
-    if decoder.training:
-        return False
     spread = getattr(attachment.model, "hf_device_map", None)  # accelerate brings weights in time
-    return bool(spread) or not any(x.is_meta for x in decoder.parameters())
+    return not decoder.training and (spread or not any(x.is_meta for x in decoder.parameters()))
 
 
 def _tokens(attachment: Attachment, length: int) -> Tensor | None:

@@ -52,7 +52,7 @@ def prepare_cache(
         cache = CompressedCache(attachment.parts.config, attachment.plan)
         model_kwargs[CACHE] = cache
     if generation_config.num_beams > 1:  # beams do not ask
-        graph.pays(attachment.model, cache, generation_config)
+        graph.pays(attachment.model, model_kwargs, generation_config)
     cache.max_length = generation_config.max_length or 0
     cache.rope_deltas = _rope_deltas.get()
     if cache.rope_deltas is not None:  # of rows before they were repeated for beams

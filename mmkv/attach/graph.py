@@ -67,7 +67,7 @@ def _capturable(device: torch.device) -> bool:
 class Runner:
     """One `generate`'s decode steps."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, compile_config: Any = None) -> None:
         self.model = model
         self.why_not: str | None = None
         self.clock: GraphInputs | None = None
@@ -83,7 +83,8 @@ class Runner:
         if (
             self.why_not is None
             and _decodes(cache, inputs)
-            and (self.clock is not None or not _fills_up(cache))
+            # From a row's first drop on its slots follow otherwise (H2O).
+            and (self.clock is not None or not any(b.schedule.filling for b in cache.blocks))
         ):
             try:
                 return self._on_device(cache, inputs)
@@ -100,11 +101,11 @@ class Runner:
         if cache.clock is not self.clock:
             raise NotCapturableError("the cache was changed between two steps")
         self._take(inputs)
-        if not _has_slots(cache):
+        if not all(b.fits for b in cache.blocks):
             self.warm, self.replay, self.out = False, None, None
             _reserve(cache, self.ahead)
             self.ahead *= 2
-        _set(cache, self.clock)
+        self.clock.set(step_of(cache.blocks), cache.get_seq_length())
         if not self.warm:
             with refusing_waits(), _undone(cache, always=False):
                 out = self._step(cache)
@@ -156,25 +157,17 @@ class Runner:
 def overrides(model: nn.Module) -> dict[str, Callable[..., Any]]:
     """The methods by which `generate` asks whether and how to run its decode steps."""
     return {
-        "_valid_auto_compile_criteria": partial(_pays, model),
-        "get_compiled_call": partial(_runner, model),
+        "_valid_auto_compile_criteria": partial(pays, model),
+        "get_compiled_call": partial(Runner, model),
     }
 
 
-def pays(model: nn.Module, cache: Any, config: Any) -> bool:
+def pays(model: nn.Module, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
     """Whether `generate` with this config should replay its steps; if not, the log says why."""
-    why_not = refusal(model, cache, config)
+    why_not = refusal(model, model_kwargs.get(CACHE), generation_config)
     if why_not is not None:
         logger.info("decoding without a CUDA graph: %s", why_not)
     return why_not is None
-
-
-def _pays(model: nn.Module, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-    return pays(model, model_kwargs.get(CACHE), generation_config)
-
-
-def _runner(model: nn.Module, compile_config: Any = None) -> Runner:
-    return Runner(model)
 
 
 def _decodes(cache: CompressedCache, inputs: dict[str, Any]) -> bool:
@@ -182,16 +175,6 @@ def _decodes(cache: CompressedCache, inputs: dict[str, Any]) -> bool:
     tokens = inputs.get("input_ids")
     tokens = inputs["inputs_embeds"] if tokens is None else tokens
     return not (cache.expects_prompt or cache.postpones) and tokens.shape[1] == 1
-
-
-def _fills_up(cache: CompressedCache) -> bool:
-    """Whether some row has still to drop its first token: from then on victims are slots (H2O)."""
-    return any(b.filling for b in cache.blocks)
-
-
-def _has_slots(cache: CompressedCache) -> bool:
-    """Whether the blocks have fixed shapes, with a slot for the next token."""
-    return all(b.fits(cache.get_seq_length()) for b in cache.blocks)
 
 
 def _reserve(cache: CompressedCache, ahead: int) -> None:
@@ -207,12 +190,7 @@ def _reserve(cache: CompressedCache, ahead: int) -> None:
     if cache.max_length:
         ahead = min(ahead, cache.max_length - seen)
     for block in blocks:
-        block.freeze(seen, max(1, ahead))
-
-
-def _set(cache: CompressedCache, clock: GraphInputs) -> None:
-    """Set the clock to the next step."""
-    clock.set(step_of(cache.blocks), cache.get_seq_length())
+        block.freeze(max(1, ahead))
 
 
 @contextmanager

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from mmkv.adapters import Adapter
     from mmkv.attach.attachment import Attachment
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 # The mask of the call that `generate` makes next.
 generated_mask: ContextVar[Any] = ContextVar("mmkv_generated_mask", default=None)
 
@@ -44,9 +46,7 @@ def check_cache(cache: Any, attachment: Attachment) -> None:
 
 
 @torch.compiler.disable
-def before_model(
-    attachment: Attachment, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def before_model(attachment: Attachment, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
     """Remember what the model is called with, which its decoder does not see."""
     if module is not attachment.model:
         raise ValueError(
@@ -73,8 +73,8 @@ def after_model(*call: Any) -> None:
 
 @torch.compiler.disable
 def before_decoder(
-    attachment: Attachment, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    attachment: Attachment, module: nn.Module, args: Args, kwargs: Kwargs
+) -> tuple[Args, Kwargs] | None:
     """Make the cache where none was given, and tell it what comes."""
     parts = attachment.parts
     if module.training:
@@ -89,8 +89,8 @@ def before_decoder(
         running = ForwardPass(mask=kwargs.get("attention_mask"), cache_given=cache)
         current.set(running)
     running.entered, running.parts = True, parts
-    if running.cache_given is None and _is_new(cache):
-        cache = None  # Idefics3 made it on its way down
+    if running.cache_given is None and isinstance(cache, DynamicCache):
+        cache = cache if cache.get_seq_length() else None  # Idefics3 made it on its way down
     if cache is None:
         use_cache = kwargs.get("use_cache")
         if not (module.config.use_cache if use_cache is None else use_cache):  # type: ignore[union-attr]
@@ -133,11 +133,7 @@ def before_decoder(
 
 @torch.compiler.disable
 def after_decoder(
-    attachment: Attachment,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: Any,
+    attachment: Attachment, module: nn.Module, args: Args, kwargs: Kwargs, output: Any
 ) -> None:
     """Evict the layers that had to wait for all others."""
     running = current.get()
@@ -158,11 +154,7 @@ def uncompiled(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def before_attention(
-    layer_idx: int,
-    attachment: Attachment,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    layer_idx: int, attachment: Attachment, module: nn.Module, args: Args, kwargs: Kwargs
 ) -> None:
     """Remember a layer's rotary embedding of the new tokens, for a score that needs it."""
     running, found = current.get(), kwargs.get("position_embeddings")
@@ -190,7 +182,7 @@ def _rotary(parts: Adapter, found: Any, rows: int) -> Rotary:
 
 
 def before_repetition(
-    attachment: Attachment, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    attachment: Attachment, module: nn.Module, args: Args, kwargs: Kwargs
 ) -> None:
     """Tell what repeats a prompt in this pass what a layer's attention is given."""
     running = current.get()
@@ -199,11 +191,7 @@ def before_repetition(
 
 
 def before_layer(
-    layer_idx: int,
-    attachment: Attachment,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    layer_idx: int, attachment: Attachment, module: nn.Module, args: Args, kwargs: Kwargs
 ) -> None:
     """Remember the residual stream before a layer's attention (SqueezeAttention)."""
     running = current.get()
@@ -213,14 +201,7 @@ def before_layer(
         running.streams[layer_idx] = args[0] if args else kwargs["hidden_states"]
 
 
-def after_attention(
-    layer_idx: int,
-    attachment: Attachment,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: Any,
-) -> None:
+def after_attention(layer_idx: int, attachment: Attachment, module: nn.Module, *call: Any) -> None:
     """Compare it with the stream after the attention's output was added back."""
     running = current.get()
     if running is None or running.cache is None or layer_idx not in running.streams:
@@ -228,17 +209,13 @@ def after_attention(
     before, cache = running.streams.pop(layer_idx), running.cache
     if cache.prompt is None or not isinstance(cache.phase, Reading):
         return
-    added = attachment.parts.added(layer_idx, output[0])
+    added = attachment.parts.added(layer_idx, call[-1][0])  # the output is the last
     before = before.to(added.device)  # a device_map moves the stream behind this layer's hooks
     valid = cache.prompt.valid[:, -before.shape[1] :].to(before.device)
     after = before + added
     with torch.no_grad():
         similarity = residual_similarity(before, after, valid)
     cache.phase.compare(layer_idx, similarity, valid.sum(-1))
-
-
-def _is_new(cache: Any) -> bool:
-    return isinstance(cache, DynamicCache) and cache.get_seq_length() == 0
 
 
 def _mask(mask: Any, tokens: Tensor, seen: int) -> Tensor | None:

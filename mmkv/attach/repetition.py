@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmkv.cache import selection
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache.forward_pass import ForwardPass, outside_inference_mode
+from mmkv.cache.forward_pass import AttentionCall, ForwardPass, outside_inference_mode
 from mmkv.cache.phases import Reading
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.calls import without
@@ -135,59 +135,37 @@ def _moved(positions: Tensor, at: Tensor, present: Tensor, asked: int) -> Tensor
     return torch.cat([ahead.expand(len(positions), -1, -1), here], dim=2)
 
 
+@dataclass
 class _Repeater:
-    """Attends to what the layers hold, and scores the tokens that are repeated.
+    """Attends to what the layers hold, and scores the tokens that are repeated."""
 
-    Attributes:
-        hidden: [B, R, hidden], what the attention of the running layer was given, where it is told.
-    """
+    cache: CompressedCache
+    running: ForwardPass
+    piece: Piece
+    # [B, R, hidden], what the attention of the running layer was given, where it is told.
+    hidden: Tensor | None = None
 
-    def __init__(self, cache: CompressedCache, running: ForwardPass, piece: Piece) -> None:
-        self.cache, self.running, self.piece = cache, running, piece
-        self.hidden: Tensor | None = None
-
-    def add(
-        self,
-        layer_idx: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        *,
-        scale: float | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def add(self, layer_idx: int, call: AttentionCall) -> Tensor:
         """One layer: its attention output [B, R, Hq, D]."""
         layer: Any = self.cache.layers[layer_idx]
         held: PromptKV = layer.state
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-        (B, _, R, _), device = query.shape, query.device
+        query = call.query
+        scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+        (B, _, R, _), device, T = query.shape, query.device, layer.seen
         present = self.piece.present.to(device)
         asked = present.new_ones(B, R - present.shape[1])
         here = torch.cat([asked, present], dim=1)
-        T = layer.seen
         positions = torch.arange(T, T + R, device=device).masked_fill(~here, -1)[:, None]
-        held.scores = self._scored(held, layer_idx, query, key, value, here, factor, softcap)
-        whole = held.extended(key, value, positions)
-        return whole.attend(query, T, scale=factor, softcap=softcap)
+        held.scores = self._scored(held, layer_idx, call._replace(scale=scale), here)
+        whole = held.extended(call.key, call.value, positions)
+        return whole.attend(query, T, scale=scale, softcap=call.softcap)
 
-    def _scored(
-        self,
-        held: PromptKV,
-        layer_idx: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        here: Tensor,
-        scale: float,
-        softcap: float | None,
-    ) -> Tensor:
+    def _scored(self, held: PromptKV, layer_idx: int, call: AttentionCall, here: Tensor) -> Tensor:
         """The scores [B, H, U] of what a layer holds, with those of the tokens repeated."""
-        policy, prompt = self.cache.plan.policy, self.cache.prompt
+        policy, prompt, device = self.cache.plan.policy, self.cache.prompt, call.query.device
         assert prompt is not None
         B, H, U, D = held.keys.shape
-        prompt = prompt.to(query.device)
-        tokens, present = self.piece.tokens.to(query.device), self.piece.present.to(query.device)
+        tokens, present = self.piece.tokens.to(device), self.piece.present.to(device)
         columns = tokens - prompt.valid.shape[1] + U  # new tokens are the last of every head
         # Sinks are held by every head; those of the piece itself are in it.
         n = min(policy.sinks, U)
@@ -198,16 +176,16 @@ class _Repeater:
         at = at[..., None].expand(-1, -1, -1, D)
         inputs = self.running.inputs(
             layer_idx,
-            query=query,
-            key=torch.cat([held.keys.gather(2, at), key], dim=2),
-            value=torch.cat([held.values.gather(2, at), value], dim=2),
+            query=call.query,
+            key=torch.cat([held.keys.gather(2, at), call.key], dim=2),
+            value=torch.cat([held.values.gather(2, at), call.value], dim=2),
             valid=torch.cat([apart, present, here], dim=1),
-            scale=scale,
-            softcap=softcap,
+            scale=call.scale,
+            softcap=call.softcap,
             hidden=self.hidden,
         )
         found = selection.importance(policy, inputs, [0] * B)[..., n : n + tokens.shape[1]]
         scores = held.scores
         if scores is None:
-            scores = torch.zeros(B, H, U, device=query.device)
+            scores = torch.zeros(B, H, U, device=device)
         return scores.scatter(2, columns[:, None].expand(B, H, -1), found)  # 0 where absent

@@ -87,12 +87,8 @@ class CompressedCache(CacheState):
     ) -> None:
         """Before a prompt, or its next chunk: learn it; size the layers where sizes are known.
 
-        Args:
-            running: the call that brings it.
-            valid: bool [B, q], False for padding.
-            earlier: bool [B, seen], False for earlier tokens that are masked; None: none is.
-            image: bool [B, q], True for image tokens, or None.
-            mini_prefill: gives the scores of every layer in a pass that stores nothing.
+        `mini_prefill` gives the scores of every layer in a pass that stores nothing; the masks are
+        those of `TokenMasks.of`.
 
         Raises:
             ValueError: a row without tokens or padded on the right, or tokens that were masked
@@ -137,12 +133,7 @@ class CompressedCache(CacheState):
             phase.sizes = self._sizes(prompt)
 
     def step(self, running: ForwardPass, mask: Tensor | None, q: int) -> None:
-        """Before q generated tokens.
-
-        Args:
-            running: the call that brings them.
-            mask: bool [B, seen + q], False for tokens that they do not see; None: they see all.
-            q: how many; more than one only where none has to be dropped.
+        """Before q generated tokens; `mask` [B, seen + q] is False for those that they do not see.
 
         Raises:
             ValueError: several tokens where decoding drops one a step, padding among the new ones,
@@ -298,8 +289,8 @@ class CompressedCache(CacheState):
             assert isinstance(self.phase, Decoding)
             if self.phase.reading is not None:
                 held = kept.dense()
-                held.tail = layer.tail.of_last(held.keys.shape[2] - layer.asking)
                 queries, rotary = layer.remembered()
+                held.tail = layer.tail.of_last(held.keys.shape[2] - queries.shape[2])
                 if rotary is not None:
                     running.rotary[layer_idx] = rotary
                 inputs = running.inputs(layer_idx, held, query=queries, mask=None, **options)

@@ -138,12 +138,9 @@ class CacheConfig:
         return [max(kept(n) / n_layers, floor) for n, floor in rows]
 
     def raised(self, length: int, n_layers: int, total: int | None = None) -> bool:
-        """Whether a row's tokens over all layers are those of `policy.least`, not of the budget.
+        """Whether a row's tokens over all layers, `total`, are those of `policy.least`.
 
-        Args:
-            length: of the row.
-            n_layers: L, the compressed layers.
-            total: what it keeps of them; None: what was asked for.
+        And not of the budget; None: the tokens that were asked for.
         """
         least = n_layers * min(self.policy.least, length)
         if self.keeps_everything or isinstance(self.budget, int):
@@ -205,14 +202,13 @@ def sizes_of_rows(
     positions: Sequence[Tensor] = (),
     measured: Sequence[Tensor] = (),
 ) -> list[list[int]]:
-    """How many tokens each layer keeps of each row, [B][L].
+    """How many tokens each of the compressed layers keeps of each row, [B][L].
 
     Args:
         plan: policy, budget and profile, whose kept fractions replace the policy's layer part.
         prompt: what is known of the tokens.
-        n_layers: L, the compressed layers.
-        scores: [B, 1 or H, U] of each layer, where they are known.
-        positions: [B, 1 or H, U] of each layer, with `scores`.
+        n_layers: L.
+        scores, positions: [B, 1 or H, U] of each layer, where they are known.
         measured: [B] of each layer, what the layer part `needs`.
     """
     policy, found, totals = plan.policy, [[n] * n_layers for n in prompt.lengths], dict[int, int]()
@@ -253,11 +249,6 @@ def competing(
     Heads that rank for themselves keep their own best, so a layer's n-th entry is the mean over
     heads of each head's n-th largest score: its prefix sums are what the layer then really retains.
     (The papers' R_l is defined on one ranking; with one ranking per layer this is the same.)
-
-    Args:
-        scores: [B, 1 or H, U] of each layer.
-        positions: [B, 1 or H, U] of each layer.
-        prompt: what is known of the tokens.
 
     Returns:
         importance: [B, L, U] of the widest layer, on the first layer's device; what a layer lost

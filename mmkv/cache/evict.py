@@ -36,7 +36,7 @@ def evict(
 
     Args:
         held: the layer's tokens, whole.
-        plan: the policy.
+        plan: policy and budget.
         prompt: what is known of the tokens, on the layer's device.
         sizes: tokens kept per head, for each row.
         expected: tokens that will be generated, as far as known.
@@ -137,12 +137,9 @@ def evict(
 
 
 def retained_share(scores: Tensor, indices: Tensor, free: Tensor) -> Tensor:
-    """The share of the competing tokens' importance that was kept, [B]; 1 where none compete.
+    """The share of the importance of the tokens `free` that was kept, [B]; 1 where none compete.
 
-    Args:
-        scores: [B, 1 or H, U].
-        indices: int64 [B, 1 or H, M], tokens kept as they are; -1 as filler.
-        free: bool [B, 1 or H, U], which tokens compete.
+    Kept as they are, and not in groups, were `indices` int64 [B, 1 or H, M], -1 as filler.
     """
     s = scores.clamp(min=0) * free
     kept = s.expand(-1, indices.shape[1], -1).gather(-1, indices.clamp(min=0))
@@ -153,16 +150,10 @@ def retained_share(scores: Tensor, indices: Tensor, free: Tensor) -> Tensor:
 
 
 def _leaders(slot: Tensor, leads: Tensor, held: PromptKV, seen: int) -> Tensor:
-    """In which group each token seen lies, by the position of its leader.
+    """In which group each token seen lies, by the position of its leader: int16 or 32 [B, H, T].
 
-    Args:
-        slot: int64 [B, H, U], of each token held.
-        leads: int64 [B, H, M], where the leader of each slot stands; -1: it is alone.
-        held: its positions, and in which groups tokens lay in the turn before.
-        seen: T, tokens seen.
-
-    Returns:
-        int16 or int32 [B, H, T]; -1 for a token that is kept alone, gone, or padding.
+    -1 for a token that is kept alone, gone, or padding. Each token held has its slot [B, H, U], and
+    `leads` [B, H, M] is where the leader of each slot stands, -1: it is alone.
     """
     at, before = pad(leads, (0, 1), value=-1).gather(-1, slot), held.group_index
     now = at.new_full((*at.shape[:2], seen + 1), -1)

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,17 @@ NOT_ATTENDED = (
 )
 
 
+class AttentionCall(NamedTuple):
+    """What one layer's attention function was given: query [B, Hq, q, D], key [B, H, q, D]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scale: float | None
+    softcap: float | None
+
+
 @dataclass(eq=False)
 class ForwardPass:
     """One call of a wrapped model.
@@ -44,7 +55,8 @@ class ForwardPass:
         cache: the cache of this pass; None before the decoder begins, and without a cache.
         hidden: bool [B, seen], tokens held that the mask hides from this pass; None: none.
         streams: the residual stream [B, q, hidden] that entered each layer, for SqueezeAttention.
-        collector: gathers scores in a pass that stores nothing; None otherwise.
+        collector: in a pass that stores nothing, its `add` is given each layer's `AttentionCall`
+            and returns its output, or None for the model's own; None otherwise.
         observes: whether queries of this step are remembered, see `CacheState.observes_replies`.
         parts: the model's; None before the decoder begins.
         rotary: each layer's rotary embedding of the new tokens, where the score needs it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import Any
 
@@ -38,14 +38,14 @@ class KeptKV:
     heads: int
     sizes: list[int]
     retained: Tensor | None = None
-    error: Tensor | None = field(default=None)
+    error: Tensor | None = None
     group_index: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the storages held for keys and values, and for their groups."""
-        group_index = 0 if self.group_index is None else self.group_index.untyped_storage().nbytes()
-        return sum(b.nbytes for b in self.blocks) + group_index
+        groups = 0 if self.group_index is None else self.group_index.untyped_storage().nbytes()
+        return sum(b.nbytes for b in self.blocks) + groups
 
     def dense(self) -> PromptKV:
         """All that is kept, as one rectangle in fresh storage, by age."""
@@ -70,9 +70,9 @@ class KeptKV:
     def _positions(self) -> tuple[Tensor, Tensor | None]:
         """Positions [B, H, U] of all pairs, and how many tokens each stands for."""
         positions, _ = by_age(self.blocks, self.batch, self.heads)
-        return positions, None if self.group_index is None else token_numbers(
-            positions, self.group_index
-        )
+        if self.group_index is None:
+            return positions, None
+        return positions, token_numbers(positions, self.group_index)
 
     def groups(self, seen: int) -> tuple[Tensor, Tensor]:
         """The groups held, and where each of the `seen` tokens of the prompts lies.
@@ -91,11 +91,9 @@ class KeptKV:
         group_index = pad(self.group_index.long(), (0, seen - self.group_index.shape[-1]), value=-1)
         order = places.masked_fill(places < 0, far)
         found = torch.searchsorted(order, group_index).clamp(max=max(0, n - 1))
-        same = (
-            (group_index >= 0) & (order.gather(-1, found) == group_index)
-            if n
-            else group_index != group_index
-        )
+        same = torch.zeros_like(group_index, dtype=torch.bool)
+        if n:
+            same = (group_index >= 0) & (order.gather(-1, found) == group_index)
         order = positions.masked_fill(~here, far).argsort(dim=-1)[..., :n]
         weights = sizes.masked_fill(~here, 0).gather(-1, order).long()
         return weights, found.masked_fill(~same, -1)
@@ -129,8 +127,7 @@ class KeptKV:
 
         Args:
             query: [B, Hq, q, D].
-            key: [B, H, q, D].
-            value: [B, H, q, D].
+            key, value: [B, H, q, D].
             seen: tokens seen with these.
             clock: what drives the step in place of the host, or None.
             hidden: bool [B, seen - q], tokens held that these do not see; None: they see all.
@@ -254,10 +251,8 @@ class CompressedLayer(CacheLayerMixin):
         """Tokens seen, not kept: positions go on from here."""
         return self.seen
 
-    def get_mask_sizes(self, query_length: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """The new tokens' own block: each layer knows itself which old ones it holds."""
-        if isinstance(query_length, Tensor):  # older releases pass the cache positions
-            query_length = query_length.shape[0]
         return query_length, self.seen
 
     def get_max_length(self) -> int:
@@ -287,11 +282,6 @@ class CompressedLayer(CacheLayerMixin):
             rotary = rotary.last(query.shape[2])
         self.asked.append((query.detach().clone(), rotary))
 
-    @property
-    def asking(self) -> int:
-        """How many generated tokens' queries `remembered` gives."""
-        return sum(query.shape[2] for query, _ in self.asked)
-
     def remembered(self) -> tuple[Tensor, Rotary | None]:
         """All queries [B, Hq, n, D] since they last observed, and their rotary embedding."""
         queries, rotaries = zip(*self.asked, strict=True)
@@ -303,10 +293,9 @@ class CompressedLayer(CacheLayerMixin):
         if self.state is not None:
             self.state = self.state.select_rows(batch)
         self.tail = self.tail.select_rows(batch)
-        self.asked = [
-            (query[(at := batch.to(query.device))], None if rotary is None else rotary.rows(at))
-            for query, rotary in self.asked
-        ]
+        for i, (query, rotary) in enumerate(self.asked):
+            at = batch.to(query.device)
+            self.asked[i] = query[at], None if rotary is None else rotary.rows(at)
 
     @property
     def blocks(self) -> Sequence[PaddedBlock] | None:

@@ -89,7 +89,7 @@ class PaddedBlock:
         block._bias_for(width)
         return block
 
-    def freeze(self, seen: int, steps: int) -> None:
+    def freeze(self, steps: int) -> None:
         """Let a clock drive up to `steps` steps: fixed shapes, and all that changes on the device.
 
         Every slot is looked at then, and the bias says which are empty.
@@ -130,14 +130,10 @@ class PaddedBlock:
         """How many slots there are, empty ones included."""
         return self.positions.numel()
 
-    def fits(self, seen: int) -> bool:
+    @property
+    def fits(self) -> bool:
         """Whether a clock can drive the next step."""
         return self.frozen and self.schedule.width <= self.positions.shape[1]
-
-    @property
-    def filling(self) -> bool:
-        """Whether some row has still to drop its first token: from then on victims are slots."""
-        return self.schedule.filling
 
     @property
     def mutable(self) -> list[Tensor]:
@@ -177,22 +173,15 @@ class PaddedBlock:
     ) -> Tensor:
         """Write the pairs of q new tokens, attend to all with them, and drop what they displace.
 
-        Args:
-            query: [R, G * q, D].
-            key, value: [R, q, D].
-            first: the position of the first of them.
-            clock: what drives the step in place of the host, or None.
-            options: those of `attend`.
-
-        Returns:
-            [R, G * q, D].
+        Queries are [R, G * q, D], keys and values [R, q, D], the first of them at `first`. A clock,
+        where one is given, drives the step in place of the host.
         """
         q = key.shape[1]
         place: Place = first if clock is None else clock.position
         if clock is None:
             self.append(key, value, first)
         else:
-            self._append_at(key, value, clock)
+            self._write(key, value, self.schedule.slots_at(clock.row), clock.position)
         out = self.attend(query, q, place, **options)
         schedule = self.schedule
         schedule.now = None
@@ -233,10 +222,6 @@ class PaddedBlock:
         else:
             self._write(key, value, slots, position)
 
-    def _append_at(self, key: Tensor, value: Tensor, clock: GraphInputs) -> None:
-        """Write the pairs [R, 1, D] of one token, where and as the clock says."""
-        self._write(key, value, self.schedule.slots_at(clock.row), clock.position)
-
     def _write(self, key: Tensor, value: Tensor, slots: Tensor, position: Place) -> None:
         """Write the pair [R, 1, D] of one token into each row's slot [R]."""
         if self.numbers is None:
@@ -265,14 +250,13 @@ class PaddedBlock:
         softcap: float | None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Attention of q new tokens, appended before, over the slots in use.
+        """Attention of q new tokens, appended before, over the slots in use; causal among them.
 
         Args:
             query: [R, G * q, D], the G query heads of each row's group, q tokens each.
-            q: new tokens; more than one see each other causally.
+            q: new tokens.
             position: the first new token's.
-            scale: factor of the query-key products.
-            softcap: bound of the logits (Gemma 2), or None.
+            scale, softcap: as of the function `attend`.
             hidden: bool [R, T], earlier tokens, by position, that the new ones do not see.
 
         Returns:
@@ -291,7 +275,8 @@ class PaddedBlock:
         keys, values = used(self.keys), used(self.values)
         visible = None if self.bias is None else self.bias[:, :, :width]
         if q > 1 and isinstance(position, int):
-            visible = causal_view(used(self.positions), position, q)
+            place, last = used(self.positions)[:, None], torch.arange(q, device=query.device)
+            visible = (place >= 0) & (place <= position + last[:, None])
             if self.log_weights is not None:
                 bias = used(self.log_weights)[:, None].to(query.dtype)
                 visible = bias.masked_fill(~visible, -torch.inf)
@@ -414,8 +399,8 @@ def attend(
     Returns:
         [R, G * q, D].
     """
-    if visible is not None:
-        visible = _for_heads(visible, query)
+    if visible is not None and (q := visible.shape[1]) not in (1, query.shape[1]):
+        visible = visible.repeat(1, query.shape[1] // q, 1)  # for each head of the group
     if softcap is None and isinstance(keys, Tensor) and isinstance(values, Tensor):
         mask = None if visible is None else visible[:, None]
         out = scaled_dot_product_attention(
@@ -449,9 +434,9 @@ def weigh(
     scale: float,
     softcap: float | None,
 ) -> None:
-    """The attention weights of `attend` with a bias or none, into `weights`, float32 [R, G, U].
+    """The attention weights of `attend`, in place into `weights`, float32 [R, G, U].
 
-    In place: nothing as large as the cache is allocated in a step.
+    Nothing as large as the cache is allocated in a step.
     """
     if isinstance(keys, Tensor) and query.dtype == weights.dtype:
         torch.bmm(query * scale, keys.mT, out=weights)
@@ -463,15 +448,3 @@ def weigh(
         weights.add_(bias)
     weights.sub_(weights.amax(-1, keepdim=True)).exp_()
     weights.div_(weights.sum(-1, keepdim=True))
-
-
-def causal_view(positions: Tensor, first: int, q: int) -> Tensor:
-    """Which tokens [R, U] the q new ones at `first`, `first` + 1, ... may see: bool [R, q, U]."""
-    last = torch.arange(first, first + q, device=positions.device)[None, :, None]
-    return (positions[:, None] >= 0) & (positions[:, None] <= last)
-
-
-def _for_heads(visible: Tensor, query: Tensor) -> Tensor:
-    """The q rows of `visible`, repeated for each head that shares a row's keys."""
-    q = visible.shape[1]
-    return visible if q in (1, query.shape[1]) else visible.repeat(1, query.shape[1] // q, 1)

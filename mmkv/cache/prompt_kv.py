@@ -44,9 +44,8 @@ class Tail:
             return self
         batch = batch.to(self.query.device)
         mask = None if self.mask is None else self.mask[batch]
-        return Tail(
-            self.query[batch], mask, None if self.rotary is None else self.rotary.rows(batch)
-        )
+        rotary = None if self.rotary is None else self.rotary.rows(batch)
+        return Tail(self.query[batch], mask, rotary)
 
     def by_age(self, positions: Tensor) -> Tail:
         """With the columns of its mask in the order of `positions` [B, 1 or H, U]."""
@@ -157,8 +156,7 @@ class PromptKV:
                 return x.select_rows(batch)
             return None if x is None else x[batch.to(x.device)]
 
-        found = {f.name: rows(getattr(self, f.name)) for f in fields(self)}
-        return PromptKV(**found)
+        return PromptKV(**{f.name: rows(getattr(self, f.name)) for f in fields(self)})
 
     def extended(self, key: Tensor, value: Tensor, positions: Tensor) -> PromptKV:
         """With the pairs [B, H, q, D] of new tokens at `positions` [B, 1, q] behind the old."""
@@ -225,13 +223,8 @@ class PromptKV:
     def score(self, policy: Policy, new: LayerInputs, prompt: TokenMasks) -> None:
         """Add what the new queries find important to what is known already.
 
-        Window scores pool over tokens as they lie in the cache.
-
-        Args:
-            policy: what scores.
-            new: the layer's inputs: queries of the tokens that came last, all keys and values, and
-                which of the new tokens see which.
-            prompt: what is known of the tokens.
+        Window scores pool over tokens as they lie in the cache. The layer's inputs `new` are all
+        keys and values, queries of the tokens that came last, and which of these see which.
         """
         windows: Sequence[int] = prompt.windows
         layer = self._inputs(new)
@@ -352,9 +345,7 @@ def by_age(
 def token_numbers(positions: Tensor, group_index: Tensor) -> Tensor:
     """How many tokens each pair stands for, float32 [B, H, U]; 1 where there is none.
 
-    Args:
-        positions: int64 [B, H, U], -1 where there is no pair.
-        group_index: [B, H, T], the group of each token, see `KeptKV.group_index`.
+    `group_index` is [B, H, T], the group of each token, see `KeptKV`.
     """
     T, at = group_index.shape[-1], group_index.long()
     led = torch.zeros(*at.shape[:2], T + 1, device=at.device)  # behind all tokens: of none

@@ -13,13 +13,14 @@ and is in maintenance mode (github.com/huggingface/optimum-quanto, pull request 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 BITS = {"int8": 8, "int4": 4}
 _GROUP = 64
@@ -74,16 +75,23 @@ class QuantizedKV:
     @property
     def nbytes(self) -> int:
         """Bytes of the storages held: codes, scales and zero points."""
-        return sum(x.untyped_storage().nbytes() for x in (self.codes, self.scale, self.zero))
+        return sum(x.untyped_storage().nbytes() for x in self._held)
+
+    @property
+    def _held(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.codes, self.scale, self.zero
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> QuantizedKV:
+        """With other rows or slots."""
+        return QuantizedKV(*map(change, self._held), self.bits, self.dtype)
 
     def __getitem__(self, where: Any) -> Tensor:
         """The tokens at rows and slots `where`, in fresh storage of `dtype`."""
-        return _read(self.codes[where], self.scale[where], self.zero[where], self.bits, self.dtype)
+        return _read(*(x[where] for x in self._held), self.bits, self.dtype)
 
     def up_to(self, width: int) -> QuantizedKV:
         """The first `width` slots, in the same storage."""
-        codes, scale, zero = (x[:, :width] for x in (self.codes, self.scale, self.zero))
-        return QuantizedKV(codes, scale, zero, self.bits, self.dtype)
+        return self._each(lambda x: x[:, :width])
 
     def products(self, query: Tensor) -> Tensor:
         """Inner products of queries [R, Q, D] with every token: [R, Q, S].
@@ -122,7 +130,7 @@ class QuantizedKV:
 
     def _groups(self, rows: slice, dtype: torch.dtype) -> tuple[Sequence[Tensor], ...]:
         """Codes [r, S, width], scales and zero points [r, S, 1] of each of the G groups."""
-        codes, scale, zero = (x[rows] for x in (self.codes, self.scale, self.zero))
+        codes, scale, zero = (x[rows] for x in self._held)
         numbers = _unpacked(codes, self.bits, dtype)
         G = scale.shape[-1]
         return numbers.chunk(G, -1), scale.to(dtype).chunk(G, -1), zero.to(dtype).chunk(G, -1)
@@ -133,17 +141,11 @@ class QuantizedKV:
 
     def select(self, index: Tensor) -> QuantizedKV:
         """A copy of the rows `index`, which may repeat: their codes, as they are."""
-        codes, scale, zero = (x[index] for x in (self.codes, self.scale, self.zero))
-        return QuantizedKV(codes, scale, zero, self.bits, self.dtype)
+        return self._each(lambda x: x[index])
 
     def grown(self, more: int) -> QuantizedKV:
         """The same tokens with `more` empty slots behind them, in fresh storage."""
-
-        def longer(x: Tensor) -> Tensor:
-            return torch.cat([x, x.new_zeros(x.shape[0], more, x.shape[2])], dim=1)
-
-        codes, scale, zero = (longer(x) for x in (self.codes, self.scale, self.zero))
-        return QuantizedKV(codes, scale, zero, self.bits, self.dtype)
+        return self._each(lambda x: pad(x, (0, 0, 0, more)))
 
 
 Stored = Tensor | QuantizedKV
@@ -184,10 +186,7 @@ def nbytes(x: Stored) -> int:
 def squares(exact: Tensor, read: Tensor, filled: Tensor) -> Tensor:
     """Sums of squares of each row's error and of the row itself: float32 [R, 2].
 
-    Args:
-        exact: [R, S, D].
-        read: [R, S, D], the same after quantisation.
-        filled: bool [R, S], False for slots that hold no token.
+    Of the tokens `exact` [R, S, D] and `read` after quantisation, where slots are `filled`.
     """
     exact = exact.float().masked_fill(~filled[..., None], 0.0)
     error = read.float().masked_fill(~filled[..., None], 0.0) - exact
@@ -221,15 +220,9 @@ def _by_hqq(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Without hqq's search for better zero points, which lets groups influence each other.
     """
-    codes, meta = _hqq().quantize(
-        groups,
-        nbits=bits,
-        group_size=groups.shape[1],
-        axis=1,
-        optimize=False,
-        bitpack=False,
-        device=str(groups.device),
-    )
+    plain: dict[str, Any] = {"axis": 1, "optimize": False, "bitpack": False}
+    width, device = groups.shape[1], str(groups.device)
+    codes, meta = _hqq().quantize(groups, nbits=bits, group_size=width, device=device, **plain)
     return codes, meta["scale"], meta["zero"]
 
 

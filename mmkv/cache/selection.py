@@ -85,17 +85,10 @@ class Kept:
 
 
 def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Tensor:
-    """The policy's scores, made finite: a query or key that overflowed must not decide the rest.
+    """The policy's scores, float32 [B, 1 or H, N], made finite.
 
-    NaN and -inf count as no importance, inf as more than any finite score.
-
-    Args:
-        policy: what scores.
-        layer: what it is given.
-        windows: [B], how many last queries observe each row.
-
-    Returns:
-        float32 [B, 1 or H, N].
+    A query or key that overflowed must not decide the rest: NaN and -inf count as no importance,
+    inf as more than any finite score. As many last queries observe a row as `windows` [B] say.
 
     Raises:
         ValueError: the scores have another shape, or are NaN where queries and keys are numbers.
@@ -106,8 +99,11 @@ def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Te
     def of_rows(window: int, rows: LayerInputs) -> Tensor:
         # A row that is nothing but window loses nothing, so that its scores decide nothing.
         score, window = policy.score, min(window, most)
-        shorter = score.window and window != score.window
-        return (_observed_by(score, window) if shorter else score)(rows)
+        if score.window and window != score.window:
+            # Its other options were checked when it was made.
+            score = copy.copy(score)
+            object.__setattr__(score, "window", window)
+        return score(rows)
 
     # Under autocast, products of float32 would be rounded to 16 bits.
     exact = nullcontext()
@@ -128,13 +124,6 @@ def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Te
     if policy.score.average_heads and found.shape[1] > 1:
         found = found.mean(dim=1, keepdim=True)
     return found.nan_to_num(nan=0.0, posinf=1e30, neginf=0.0)
-
-
-def _observed_by(score: Score, window: int) -> Score:
-    """The score with another window; its other options were checked when it was made."""
-    shorter = copy.copy(score)
-    object.__setattr__(shorter, "window", window)
-    return shorter
 
 
 def _check_scores(score: Score, found: Tensor, query: Tensor, key: Tensor) -> None:
@@ -193,9 +182,8 @@ def ranked(
     if split is not None:
         size = split.to(size.device, non_blocking=True)
     elif not (heads.equal or heads.is_global):
-        size = _split(
-            policy, scores, present & ~always_kept, always_kept.sum(-1), size, sizes, layer_idx
-        )
+        forced, competes = always_kept.sum(-1), present & ~always_kept
+        size = _split(policy, scores, competes, forced, size, sizes, layer_idx)
     if merge is not None and merge.newest:
         # Of few slots no more than an eighth: the others need most of them.
         latest = (size // 8).clamp(max=merge.newest).minimum(size - always_kept.sum(-1))
@@ -217,14 +205,8 @@ def _split(
 ) -> Tensor:
     """Split each row's size among its heads: [B, H] tokens, all at most what a head holds.
 
-    Args:
-        policy: its `heads` part decides.
-        scores: [B, H, U].
-        free: bool [B, H, U], which tokens compete.
-        forced: [B, H], how many stay whatever their scores.
-        size: [B, H], how many each head would keep if all kept as many.
-        sizes: [B], tokens kept per head.
-        layer_idx: which layer of the model.
+    Of scores [B, H, U] those that are `free` compete, and `forced` [B, H] tokens stay whatever they
+    score; if all heads kept as many, each would keep `size` [B, H], which is at most `sizes` [B].
     """
     held, H = forced + free.sum(-1), scores.shape[1]
     asked = torch.tensor(sizes).to(forced.device, non_blocking=True)
@@ -244,13 +226,8 @@ def head_sizes(
 ) -> Sequence[Tensor | None]:
     """What each head of each layer keeps, [B, H], where the heads of all layers share the budget.
 
-    None where each layer splits its own size, and where nothing was scored: all is kept.
-
-    Args:
-        layers: the tokens of each layer, whole.
-        policy: its `heads` part decides.
-        prompt: what is known of the tokens.
-        sizes: [L][B], tokens kept per head if all heads of a layer kept as many.
+    None where each layer splits its own size, and where nothing was scored: all is kept. If all
+    heads of a layer kept as many, they would keep `sizes` [L][B].
     """
     if not policy.heads.is_global or any(x.scores is None for x in layers):
         return [None] * len(layers)
@@ -293,11 +270,7 @@ def contested(
     always_kept: Tensor,
     sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What one layer's heads have to choose from, before sizes are split.
-
-    Args:
-        policy, scores, positions, sizes: see `ranked`.
-        always_kept: bool [B, 1 or H, U], which tokens stay.
+    """What one layer's heads have to choose from, before sizes are split; arguments as of `ranked`.
 
     Returns:
         scores: float [B, 1 or H, U].

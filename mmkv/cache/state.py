@@ -208,11 +208,9 @@ class CacheState(Cache):
             self.ids = torch.cat([self.ids[:, :first], ids], dim=1)
 
     def check_read(self, ids: Tensor, mask: Tensor | None) -> None:
-        """Whether a prompt begins with what was read; padding and hidden tokens may differ.
+        """Whether a prompt's ids [B, T] begin with what was read.
 
-        Args:
-            ids: int64 [B, T], the prompt.
-            mask: [B, T], 0 for tokens that it hides; None: it hides none.
+        Padding may differ, and tokens that it hides, where `mask` [B, T] is 0.
 
         Raises:
             ValueError: it has other tokens.
@@ -260,11 +258,7 @@ class CacheState(Cache):
         return torch.cat([valid, valid.new_ones(len(valid), seen - valid.shape[1])], dim=1)
 
     def _hides(self, known: Tensor, earlier: Tensor) -> bool:
-        """Whether a mask of earlier tokens hides any that is known.
-
-        Args:
-            known: bool [B, seen], see `_tokens_known`.
-            earlier: bool [B, seen], the mask.
+        """Whether the mask of `earlier` tokens hides any that is `known`, bool [B, seen] both.
 
         Raises:
             ValueError: it shows a token that was masked when it came: it was not kept; or it hides
@@ -285,7 +279,7 @@ class CacheState(Cache):
                 "attention_mask hides tokens of an earlier pass, which are in the state of linear "
                 "attention: keep showing them, or start a new cache"
             )
-        states = [x.state for x in self.layers if isinstance(x, CompressedLayer)]
+        states = [x.state for x in self.compressed]
         if any(isinstance(x, PromptKV) for x in states):
             raise ValueError(
                 "the attention_mask of a later chunk hides tokens of an earlier chunk of the same "

@@ -96,7 +96,7 @@ class TokenMasks:
         lengths, floors, n_pinned, outer = counted.tolist()
         inner = [valid.shape[1] - n - m for n, m in zip(lengths, outer, strict=True)]
         windows = [
-            _window(policy, window, budget, n_layers=n_layers, length=n, floor=floor)
+            _window(policy, budget, n_layers=n_layers, length=n, floor=floor)
             for n, floor in zip(lengths, floors, strict=True)
         ]
         if any(w < window for w in windows):
@@ -186,15 +186,10 @@ def keeps_everything(policy: Policy, budget: float | int | None) -> bool:
 
 
 def _window(
-    policy: Policy,
-    window: int,
-    budget: float | int | None,
-    *,
-    n_layers: int,
-    length: int,
-    floor: int,
+    policy: Policy, budget: float | int | None, *, n_layers: int, length: int, floor: int
 ) -> int:
     """How many last tokens of one row observe: half of its budget where that is below the floor."""
+    window = policy.window_size
     if budget is None or keeps_everything(policy, budget):
         return window
     total = total_kept(policy, budget, n_layers, length)

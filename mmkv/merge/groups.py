@@ -176,23 +176,14 @@ def leaders(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What each head does with its slots, on the host.
+    """What each head does with its slots, on the host."""
 
-    Attributes:
-        alone: int64 [B, H], tokens that stay alone.
-        slots: int64 [B, H, R], groups of each run.
-        tokens: int64 [B, H, R + 1], where each run begins among the others, and the last ends.
-        longest: C, the most tokens of a run.
-        width: K, the most groups of a run.
-        whole: whether every head has all N tokens.
-    """
-
-    alone: Tensor
-    slots: Tensor
-    tokens: Tensor
-    longest: int
-    width: int
-    whole: bool
+    alone: Tensor  # int64 [B, H], tokens that stay alone
+    slots: Tensor  # int64 [B, H, R], groups of each run
+    tokens: Tensor  # int64 [B, H, R + 1], where each run begins among the others, the last ends
+    longest: int  # C, the most tokens of a run
+    width: int  # K, the most groups of a run
+    whole: bool  # every head has all N tokens
 
     @classmethod
     def of(
@@ -217,15 +208,10 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Space:
-    """Where points, keys beside values, are as far from each other as their standardised ones.
+    """Where points, keys beside values, are as far from each other as their standardised ones."""
 
-    Attributes:
-        mean: float32 [B, H, 1, 1, D + Dv], of the head's tokens.
-        factor: float32 [B, H, 1, 1, D + Dv], of squares: 1 / variance, times the weight of values.
-    """
-
-    mean: Tensor
-    factor: Tensor
+    mean: Tensor  # float32 [B, H, 1, 1, D + Dv], of the head's tokens
+    factor: Tensor  # alike, of squares: 1 / variance, times the weight of values
 
     @classmethod
     def of(
@@ -248,12 +234,9 @@ class _Space:
         return cls(*(torch.cat(x, -1)[:, :, None] for x in (means, factors)))
 
     def nearest(self, points: Tensor, centres: Tensor, unused: Tensor) -> Tensor:
-        """The centre int64 [..., C] nearest to each of points [..., C, D + Dv].
+        """The nearest of centres [..., K, D + Dv] to each point [..., C, D + Dv]: int64 [..., C].
 
-        Args:
-            points: [..., C, D + Dv].
-            centres: [..., K, D + Dv].
-            unused: bool [..., K], centres that are none.
+        Those that are `unused`, bool [..., K], are none.
         """
         # With x and c around the mean, and scaled: the one of the largest x'c - c'c / 2.
         apart = centres - self.mean

@@ -29,11 +29,7 @@ class _IntoKept(Merge):
     def anchors(self, keys: Tensor, positions: Tensor, kept: Tensor, filler: Tensor) -> Tensor:
         """The anchor of each token, int64 [B, H, U], among the M that are kept.
 
-        Args:
-            keys: [B, H, U, D], after rotary embedding.
-            positions: int64 [B, H, U], where each token stands; -1 for padding.
-            kept: int64 [B, H, M], tokens among the U.
-            filler: bool [B, H, M], which of them are none.
+        Those are `kept`, int64 [B, H, M] among the U, but for fillers; padding is at position -1.
         """
         raise NotImplementedError
 

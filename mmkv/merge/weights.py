@@ -85,14 +85,10 @@ class ReferenceQueries:
 
     @classmethod
     def of(cls, layer: LayerInputs, number: int, remembered: int | None) -> ReferenceQueries | None:
-        """`number` of a layer's queries, evenly spread up to the last one; None: there is none.
+        """`number` of a layer's queries, S, evenly spread up to the last one; None: there is none.
 
-        Padding is none of them, so a padded row has the readers that it has alone.
-
-        Args:
-            layer: its inputs.
-            number: how many, S.
-            remembered: the last so many queries are known however a prompt is read; None: all.
+        Padding is none of them, so a padded row has the readers that it has alone. The last
+        `remembered` queries are known however a prompt is read; None: all.
         """
         query, valid, rotary = layer.query, layer.valid[:, -layer.query.shape[2] :], layer.rotary
         known = valid.shape[1] if remembered is None else min(remembered, valid.shape[1])
@@ -165,8 +161,7 @@ def log_weights(
     that stays alone has the bias it had.
 
     Args:
-        slot: int64 [B, H, U], of each token; M where it is in none.
-        slots: M.
+        slot: int64 [B, H, U], of each token; M, the number of `slots`, where it is in none.
         there: bool [B, H, U], where there is a token.
         keys: [B, H, U, D], of the tokens.
         bias: float32 [B, H, U], added to their logits so far; None: nothing.

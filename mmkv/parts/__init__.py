@@ -56,8 +56,10 @@ class Part:
     name: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        """Check the options."""
-        check_fields(self)
+        """Check every option against its annotation."""
+        hints = get_type_hints(type(self), include_extras=True)
+        for name, value in self.options().items():
+            check(name, value, hints[name])
 
     def check(self, policy: Policy) -> None:
         """Whether it can be a part of this policy.
@@ -300,7 +302,7 @@ def register_part(name: str) -> Callable[[P], P]:
     """
 
     def register(cls: P) -> P:
-        if not (isinstance(cls, type) and any(issubclass(cls, base) for base in BASES.values())):
+        if not (isinstance(cls, type) and issubclass(cls, tuple(BASES.values()))):
             kinds = ", ".join(base.__name__ for base in BASES.values())
             raise TypeError(f"register_part({name!r}): {cls!r} inherits from none of {kinds}")
         taken = registered.get((cls.kind, name))
@@ -327,13 +329,6 @@ def discover() -> None:
 
 
 # Checks of options by their annotations: each message shows the value received.
-
-
-def check_fields(value: Any) -> None:
-    """Check every field of a dataclass against its annotation; a ValueError where one is wrong."""
-    hints = get_type_hints(type(value), include_extras=True)
-    for field in dataclasses.fields(value):
-        check(field.name, getattr(value, field.name), hints[field.name])
 
 
 def check(name: str, value: Any, hint: Any) -> None:

@@ -90,11 +90,7 @@ def scale_of(D: int, scale: float | None, softcap: float | None = None) -> float
 
 
 def checked(
-    query: Tensor,
-    key: Tensor,
-    valid: Tensor | None,
-    mask: Tensor | None,
-    softcap: float | None,
+    query: Tensor, key: Tensor, valid: Tensor | None, mask: Tensor | None, softcap: float | None
 ) -> tuple[int, int, int, int]:
     """Check what scores by attention are given; return `(B, Hq, Q, D)`."""
     shapes = f"query {tuple(query.shape)} and key {tuple(key.shape)}"
@@ -108,7 +104,10 @@ def checked(
     if key.shape[1] < 1 or Hq < 1 or Hq % key.shape[1]:
         raise ValueError(f"query heads must be a multiple of key-value heads, got {shapes}")
     N = key.shape[2]
-    check_valid(valid, B, N)
+    if valid is not None and (valid.dtype != torch.bool or tuple(valid.shape) != (B, N)):
+        raise ValueError(
+            f"valid must be a bool [B, N] = ({B}, {N}), got {valid.dtype} {tuple(valid.shape)}"
+        )
     if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != (B, 1, Q, N)):
         raise ValueError(
             f"mask must be a bool [B, 1, Q, N] = ({B}, 1, {Q}, {N}), "
@@ -117,14 +116,6 @@ def checked(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be above 0, got {softcap}")
     return B, Hq, Q, D
-
-
-def check_valid(valid: Tensor | None, B: int, N: int) -> None:
-    """Check that `valid` is a bool [B, N], or None."""
-    if valid is not None and (valid.dtype != torch.bool or tuple(valid.shape) != (B, N)):
-        raise ValueError(
-            f"valid must be a bool [B, N] = ({B}, {N}), got {valid.dtype} {tuple(valid.shape)}"
-        )
 
 
 def unless_all(valid: Tensor | None) -> Tensor | None:

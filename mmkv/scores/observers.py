@@ -53,19 +53,9 @@ class Observers(Score):
         if layer.rotary is not None:
             query = layer.rotary.moved(layer.query, layer.rotary.ahead(1))
         gram = None if layer.weight is None else output_gram(layer.output_weight)
-        return observer_scores(
-            query,
-            layer.key,
-            layer.value,
-            gram,
-            run=self.chunk,
-            stride=self.stride,
-            whole=self.whole,
-            scale=layer.scale,
-            softcap=layer.softcap,
-            bias=layer.bias,
-            valid=layer.valid,
-        )
+        own = {"run": self.chunk, "stride": self.stride, "whole": self.whole}
+        given: Any = {name: x for name, x in layer.attention.items() if name != "mask"}
+        return observer_scores(query, layer.key, layer.value, gram, **own, **given)
 
 
 @torch.no_grad()
@@ -209,15 +199,9 @@ def _observed(
 ) -> Tensor:
     """The most that observers of runs lose without a token: float32 [B, H, N].
 
-    Args:
-        runs: tokens int64 [B, n, C] and who observes them, int64 [B, n or 1, O] among the queries;
-            -1 as filler.
-        query: float32 [B, Hq, Q, D], times the scale.
-        key: float32 [B, H, N, D].
-        table: [B, Hq, N, Dv + 2], from `_table`.
-        softcap: bound of the logits, or None.
-        bias: float32 [B, H, N], added to the logits of each key; None: nothing.
-        sliced: runs have no fillers, and are alike in all rows.
+    Runs are tokens int64 [B, n, C] and who observes them, int64 [B, n or 1, O] among the queries;
+    -1 as filler, and `sliced` if there is none and runs are alike in all rows. The other arguments
+    are those of `observer_scores` in float32, queries times the scale, and what `_table` gives.
     """
     (B, H, N), G = key.shape[:3], query.shape[1] // key.shape[1]
     found = torch.zeros(B, H, N + 1, device=key.device)
@@ -250,16 +234,11 @@ def _lost(
     absent: Tensor | None,
     observing: Tensor,
 ) -> Tensor:
-    """Scores [B, H, n, C] of runs.
+    """Scores [B, H, n, C] of runs with O observers each.
 
-    Args:
-        query: [B, H, G, n, O, D], times the scale, of O observers.
-        key: [B, H, n, C, D].
-        table: from `_table`.
-        softcap: bound of the logits, or None.
-        bias: [B, H, n, C, 1], added to the logits of each key, or None.
-        absent: bool [B, n, C], where there is no token; None: nowhere.
-        observing: bool [B, n or 1, O], where there is an observer, as everywhere if tokens are.
+    Query is [B, H, G, n, O, D], key [B, H, n, C, D], bias [B, H, n, C, 1]; `absent` is where there
+    is no token, bool [B, n, C] (None: nowhere), `observing` where there is an observer, bool
+    [B, n or 1, O].
     """
     logits = key[:, :, None] @ query.mT
     if softcap is not None:
@@ -289,18 +268,11 @@ def _lost(
 
 
 def _table(value: Tensor, groups: int, root: Tensor | None, valid: Tensor) -> Tensor:
-    """Values where lengths are those of the layer's output, a one, and half their squared length.
+    """Values [B, H, N, Dv], a one, and half their squared length: float32 [B, H * G, N, Dv + 2].
 
-    Two products with these give sums of values and distances from a value.
-
-    Args:
-        value: float32 [B, H, N, Dv], 0 for padding.
-        groups: G, query heads that read each key-value head.
-        root: [1 or B, H, G, Dv, Dv], of the gram matrices; None: lengths are the values' own.
-        valid: bool [B, N], False for padding.
-
-    Returns:
-        float32 [B, H * G, N, Dv + 2], of values about their mean.
+    About their mean, and where lengths are those of the layer's output: `root` [1 or B, H, G, Dv,
+    Dv] is of the gram matrices. Two products with these give sums of values and distances from a
+    value.
     """
     # About their mean: differences of nearly equal values keep their digits.
     number = valid.sum(-1).clamp(min=1)[:, None, None, None]
@@ -312,10 +284,7 @@ def _table(value: Tensor, groups: int, root: Tensor | None, valid: Tensor) -> Te
 
 
 def output_gram(weight: Tensor) -> Tensor:
-    """What tells how long a head's output becomes behind the output projection.
-
-    Args:
-        weight: `[..., Hq, hidden, Dv]`, the part of the output projection that reads each head.
+    """How long a head's output becomes behind the output projection `[..., Hq, hidden, Dv]`.
 
     Returns:
         float32 `[..., Hq, Dv, Dv]`: `|weight[g] x| ** 2 = x' gram[g] x`.
@@ -325,14 +294,9 @@ def output_gram(weight: Tensor) -> Tensor:
 
 
 def spans(starts: Tensor, width: int) -> Tensor:
-    """The places between consecutive starts.
+    """The places from each of starts [..., R + 1], not falling, to the next: int64 [..., R, C].
 
-    Args:
-        starts: int64 `[..., R + 1]`, not falling.
-        width: C, bound of the distance of two starts, on the host.
-
-    Returns:
-        int64 `[..., R, C]`, from each start to the next, -1 as filler behind them.
+    -1 as filler behind them; no two starts are further apart than `width`, C.
     """
     place = starts[..., :-1, None] + torch.arange(width, device=starts.device)
     return place.masked_fill(place >= starts[..., 1:, None], -1)
@@ -378,10 +342,7 @@ def _spread(valid: Tensor, number: int) -> Tensor:
 
 
 def _taken(x: Tensor, tokens: Tensor, *, sliced: bool) -> Tensor:
-    """The tokens [B, n, C] of x [B, H, N, D]: [B, H, n, C, D]; any where there is none.
-
-    `sliced`: runs are alike in all rows, and have no fillers.
-    """
+    """The tokens [B, n, C] of x [B, H, N, D]: [B, H, n, C, D]; any where there is none."""
     n, C = tokens.shape[1:]
     if not sliced:
         return rows(x, tokens.clamp(min=0).flatten(1)[:, None]).unflatten(2, (n, C))

@@ -29,10 +29,7 @@ def value_norms(layer: LayerInputs, n: int) -> Tensor:
 
 
 def output_norms(layer: LayerInputs, n: int) -> Tensor:
-    """`||W_O v||_1` of the first n tokens, mean over the query heads of a group: float32 [B, H, n].
-
-    0 for padding.
-    """
+    """`||W_O v||_1` of the first n tokens, mean over a group's query heads: float32 [B, H, n]."""
     return head_output_norms(layer, n, 1).mean(2)
 
 
@@ -63,11 +60,7 @@ def window_residuals(
     pooling: Pooling | None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """`residuals` of the last `window` queries, pooled as `window_attention` pools attention.
-
-    Returns:
-        float32 `[B, H, N - window]`.
-    """
+    """`residuals` of the last queries, pooled as by `window_attention`: `[B, H, N - window]`."""
     n = layer.key.shape[2] - window
     found = residuals(layer, window, weights)[..., :n]
     if pooling is not None:  # the 0 of padding acts as either pooling's edge
@@ -135,13 +128,7 @@ def residuals(layer: LayerInputs, last: int, weights: Tensor | None = None) -> T
 def with_first(score: Tensor, attention: Tensor, first: Tensor) -> Tensor:
     """A score in which the `first` tokens by attention stand before all others, by attention.
 
-    Args:
-        score: float32 `[B, H, n]`.
-        attention: float32 `[B, H, n]`, not negative.
-        first: int `[B]`, how many tokens of each head; below 1, none.
-
-    Returns:
-        float32 `[B, H, n]`.
+    Both are float32 `[B, H, n]`, attention not negative; `first` is int `[B]`, below 1: none.
 
     Source: CriticalKV, arXiv 2502.03805, algorithm 1. As in its code, half of the budget counts the
     window.
@@ -159,12 +146,8 @@ def mixed(score: Tensor, layer: LayerInputs) -> Tensor:
     to the mean of the normalised keys, both scaled from 0 (the least) so that their mean is that of
     a; r is the mean similarity of two of the head's keys.
 
-    Args:
-        score: float32 `[B, H, n]`, of the first n tokens; those behind them observe.
-        layer: its keys and values.
-
-    Returns:
-        float32 `[B, H, n]`, 0 for padding.
+    The score is float32 `[B, H, n]`, of the first n tokens, as those behind them observe; so is
+    what is returned, 0 for padding.
 
     Source: MixKV, arXiv 2510.20707, section 3. Its released code reads r from a file of means over
     samples that it does not hold; here it is this prompt's, by the formula that the code has for

@@ -74,11 +74,7 @@ class WindowAttention(Score):
         return self.value == "critical"
 
     def check(self, policy: Policy) -> None:
-        """While decoding, attention alone is counted; what is mixed has no stages.
-
-        Raises:
-            ValueError: it would be otherwise.
-        """
+        """While decoding, attention alone is counted; what is mixed has no stages."""
         check_decoding(policy, value=self.value, diversity=self.diversity)
         if self.diversity and self.value == "critical":
             raise ValueError(
@@ -91,7 +87,12 @@ class WindowAttention(Score):
         weights = None
         if self.recency_weighted:
             weights = torch.arange(1, self.window + 1, dtype=torch.float32)
-        found = self._observed(layer, weights)
+        how: Any = {"window": self.window, "weights": weights}
+        how |= {"kernel_size": self.kernel_size, "pooling": self.pooling}
+        if self.value == "residual":
+            found = values.window_residuals(layer, **how)
+        else:
+            found = window_attention(layer.query, layer.key, **how, **layer.attention)
         n = found.shape[2]
         if self.value == "norm":
             found = found * values.value_norms(layer, n)
@@ -104,26 +105,6 @@ class WindowAttention(Score):
         if self.diversity:
             found = values.mixed(found, layer)
         return F.pad(found, (0, self.window))
-
-    def _observed(self, layer: LayerInputs, weights: Tensor | None) -> Tensor:
-        """What the window's queries find: float32 [B, H, N - window]."""
-        if self.value == "residual":
-            return values.window_residuals(
-                layer, self.window, self.kernel_size, self.pooling, weights
-            )
-        return window_attention(
-            layer.query,
-            layer.key,
-            window=self.window,
-            kernel_size=self.kernel_size,
-            pooling=self.pooling,
-            weights=weights,
-            scale=layer.scale,
-            softcap=layer.softcap,
-            valid=layer.valid,
-            mask=layer.mask,
-            bias=layer.bias,
-        )
 
 
 @torch.no_grad()

@@ -48,13 +48,7 @@ class ProfiledHeads(Heads):
         """Nothing to check: `mmkv.wrap` makes it."""
 
     def wished(self, place: int, spare: int, most: int) -> Sequence[float]:
-        """Tokens of each head, whole or not.
-
-        Args:
-            place: which of the measured layers.
-            spare: the mean over heads.
-            most: what there is to keep.
-        """
+        """Tokens of each head of a measured layer, of mean `spare`; there are `most` to keep."""
         raise NotImplementedError
 
     def __call__(self, scores: Tensor, totals: Tensor, *, layer_idx: int) -> Tensor:
@@ -105,14 +99,9 @@ class LayersByWeight(Layers):
 def by_weight(policy: Policy, weights: Weights, layers: tuple[int, ...]) -> Policy:
     """A policy whose head sizes are in proportion to weights [L][H], but at most the whole prompt.
 
-    Uniform layer sizes give way to those that follow from their heads; other ones stay, and each
-    layer's is split among its heads. What must be kept anyway, the observation window too, comes
-    on top of each head's size.
-
-    Args:
-        policy: its `heads` are replaced.
-        weights: of the heads of the compressed layers, not negative.
-        layers: numbers of these layers.
+    Weights are of the compressed `layers`, not negative. Uniform layer sizes give way to those that
+    follow from their heads; other ones stay, and each layer's is split among its heads. What must
+    be kept anyway, the observation window too, comes on top of each head's size.
     """
     heads = HeadsByWeight(weights=weights, layers=layers)
     if isinstance(policy.layers, UniformLayers):
@@ -284,10 +273,10 @@ def sized(policy: Policy, curves: Curves, layers: tuple[int, ...]) -> Policy:
 
     Heads that share one ranking of tokens keep as many each; only layers are sized then.
     """
-    heads = (
-        policy.heads if policy.score.average_heads else HeadsByCost(curves=curves, layers=layers)
-    )
-    return replace(policy, layers=LayersByCost(curves), heads=heads)
+    policy = replace(policy, layers=LayersByCost(curves))
+    if policy.score.average_heads:
+        return policy
+    return replace(policy, heads=HeadsByCost(curves=curves, layers=layers))
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _ByScores(Layers):
-    """Layer sizes from the scores of all layers.
-
-    Options:
-        allocation: when scores are learned: "one-pass", after a prefill that holds every layer
-            whole; "mini-prefill", in a first pass that stores nothing; or "sampled", so for the
-            first requests of each `mmkv.task` alone, whose mean sizes all others get.
-        samples: how many requests to learn from, with "sampled"; 1 or more.
-        requests: in its place, how many will come: a tenth of them are learned from.
-    """
+    """Layer sizes from the scores of all layers, with options for when these are learned."""
 
     allocation: Literal["one-pass", "mini-prefill", "sampled"] = "one-pass"
     samples: int | None = None
