@@ -122,20 +122,12 @@ def prepare_inputs(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
 
 
 def refuse_batching(*args: Any, **kwargs: Any) -> None:
-    """In place of `generate_batch`.
-
-    Raises:
-        ValueError: always.
-    """
+    """In place of `generate_batch`: refused."""
     raise ValueError("continuous batching keeps a paged cache of its own: mmkv.unwrap(model) first")
 
 
 def _refuse_moved(config: Any) -> None:
-    """What needs foreign code, which would treat the cache in ways that nobody here has checked.
-
-    Raises:
-        ValueError: names the setting.
-    """
+    """Refuse what needs foreign code, which treats the cache in ways that nobody has checked."""
     mode = str(getattr(config.get_generation_mode(), "value", ""))
     for name in _MOVED.get(mode, ()):
         if (value := getattr(config, name, None)) is not None:
@@ -147,11 +139,7 @@ def _refuse_moved(config: Any) -> None:
 
 
 def _refuse_other_caches(config: Any, mode: str) -> None:
-    """A cache of another kind, or one that tokens are taken back from.
-
-    Raises:
-        ValueError: names the setting.
-    """
+    """Refuse a cache of another kind, or one that tokens are taken back from."""
     name = config.cache_implementation
     if name not in (None, "dynamic"):
         raise ValueError(

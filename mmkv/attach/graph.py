@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from mmkv.attach.capturing import capture, refusing_waits
-from mmkv.cache.clock import GraphInputs, NotCapturableError, step_of
 from mmkv.cache.compressed import CompressedCache
+from mmkv.cache.forward_pass import GraphInputs, NotCapturableError
 from mmkv.cache.layer import CompressedLayer
 from mmkv.calls import CACHE, cache_in, without
 
@@ -175,6 +175,18 @@ def _decodes(cache: CompressedCache, inputs: dict[str, Any]) -> bool:
     tokens = inputs.get("input_ids")
     tokens = inputs["inputs_embeds"] if tokens is None else tokens
     return not (cache.expects_prompt or cache.postpones) and tokens.shape[1] == 1
+
+
+def step_of(blocks: Iterable[Any]) -> int:
+    """The row of the schedules' tables that is the next step's, that of all blocks."""
+    rows: set[int] = set()
+    for block in blocks:
+        block.schedule.prepare()
+        if not block.schedule.needs_decode_attention:  # one that does has no table
+            rows.add(block.schedule.at)
+    if len(rows) > 1:
+        raise ValueError(f"the layers are not at the same step, but at {sorted(rows)}")
+    return max(rows, default=0)
 
 
 def _reserve(cache: CompressedCache, ahead: int) -> None:

@@ -219,11 +219,7 @@ def after_attention(layer_idx: int, attachment: Attachment, module: nn.Module, *
 
 
 def _mask(mask: Any, tokens: Tensor, seen: int) -> Tensor | None:
-    """Bool [B, seen + q], False for padding and what is masked; None where there is no mask.
-
-    Raises:
-        ValueError: a mask of another shape.
-    """
+    """Bool [B, seen + q], False for padding and what is masked; None where there is no mask."""
     if mask is None:
         return None
     wanted = (tokens.shape[0], seen + tokens.shape[1])
@@ -239,11 +235,7 @@ def _mask(mask: Any, tokens: Tensor, seen: int) -> Tensor | None:
 def _image_tokens(
     attachment: Attachment, policy: Policy, running: ForwardPass, valid: Tensor
 ) -> Tensor | None:
-    """Bool [B, q], True where the prompt holds an image token; None where there is none to see.
-
-    Raises:
-        ValueError: text is to be protected, and the model was given embeddings alone.
-    """
+    """Bool [B, q], True where the prompt holds an image token; None where there is none to see."""
     tokens, ids = attachment.parts.image_token_ids, running.ids
     if not tokens:
         return None

@@ -27,28 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the prompt, of every row of the batch.
+    """A part of the prompt, of every row of the batch."""
 
-    Attributes:
-        tokens: int64 [B, S], places among the tokens seen.
-        present: bool [B, S], False behind the end of a row.
-        embeds: [B, R, hidden], the instruction and the piece.
-        positions: [A, B, R].
-    """
-
-    tokens: Tensor
-    present: Tensor
-    embeds: Tensor
-    positions: Tensor
+    tokens: Tensor  # int64 [B, S], places among the tokens seen
+    present: Tensor  # bool [B, S], False behind the end of a row
+    embeds: Tensor  # [B, R, hidden], the instruction and the piece
+    positions: Tensor  # [A, B, R]
 
 
 def run(attachment: Attachment, running: ForwardPass, arguments: dict[str, Any]) -> None:
     """Feed what this pass brought, and the prompt's chunks before it, again if it is complete.
-
-    Args:
-        attachment: whose decoder it is.
-        running: the call that brought it.
-        arguments: those of the decoder.
 
     Raises:
         ValueError: the model adds what it saw of pictures inside its layers.

@@ -132,6 +132,28 @@ class ForwardPass:
         return self._views[id(mask)][1]
 
 
+class NotCapturableError(RuntimeError):
+    """A step that cannot be captured or replayed, see `mmkv.attach.graph`."""
+
+
+class GraphInputs(NamedTuple):
+    """What a replayed step reads on the device, so that it does not wait for the host."""
+
+    row: Tensor  # int64 [1], of the schedules' tables
+    position: Tensor  # int32 [], the new token's
+
+    @classmethod
+    def at(cls, device: torch.device) -> GraphInputs:
+        """On a device, still to be set."""
+        row = torch.zeros(1, dtype=torch.int64, device=device)
+        return cls(row, torch.zeros((), dtype=torch.int32, device=device))
+
+    def set(self, row: int, position: int) -> None:
+        """To a step; the host does not wait."""
+        self.row.fill_(row)
+        self.position.fill_(position)
+
+
 current: ContextVar[ForwardPass | None] = ContextVar("mmkv_forward_pass", default=None)
 # What this thread does between two layers that are evicted at a prompt's end.
 between: ContextVar[Callable[[], None]] = ContextVar("mmkv_between", default=lambda: None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from mmkv.cache.clock import GraphInputs
+from mmkv.cache.forward_pass import GraphInputs
 from mmkv.cache.padded_blocks import PaddedBlock
 from mmkv.cache.prompt_kv import PromptKV, Tail, by_age, token_numbers
 from mmkv.layer_inputs import Rotary

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mmkv.cache import varlen
-from mmkv.cache.clock import GraphInputs
+from mmkv.cache.forward_pass import GraphInputs
 from mmkv.cache.quantize import QuantizedKV, Stored, mixed, nbytes, products, select
 from mmkv.cache.rerotate import reposition
 from mmkv.parts.slots import SlotSchedule, spare

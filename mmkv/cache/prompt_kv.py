@@ -26,17 +26,11 @@ _MASK_TILE = 2**26
 
 @dataclass(frozen=True)
 class Tail:
-    """The last queries of what was read of a prompt so far, where its score needs them.
+    """The last queries of what was read of a prompt so far, where its score needs them."""
 
-    Attributes:
-        query: [B, Hq, w, D]; None: there is none.
-        mask: bool [B, 1 or H, w, U], which keys those queries saw; None: plainly causal.
-        rotary: their rotary embedding, where the score needs it.
-    """
-
-    query: Tensor | None = None
-    mask: Tensor | None = None
-    rotary: Rotary | None = None
+    query: Tensor | None = None  # [B, Hq, w, D]
+    mask: Tensor | None = None  # bool [B, 1 or H, w, U], which keys they saw; None: plainly causal
+    rotary: Rotary | None = None  # theirs, where the score needs it
 
     def select_rows(self, batch: Tensor) -> Tail:
         """Rows of the batch, which may repeat."""

@@ -10,8 +10,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from mmkv import adapters
-from mmkv.cache.clock import GraphInputs, NotCapturableError
 from mmkv.cache.config import CacheConfig
+from mmkv.cache.forward_pass import GraphInputs, NotCapturableError
 from mmkv.cache.layer import CompressedLayer, KeptKV, nbytes
 from mmkv.cache.padded_blocks import PaddedBlock
 from mmkv.cache.phases import Decoding, Reading
@@ -301,11 +301,7 @@ class CacheState(Cache):
         return True
 
     def _check_whole(self) -> None:
-        """Whether every layer has seen every token: not so after an interrupted pass.
-
-        Raises:
-            ValueError: some layers have not.
-        """
+        """Refuse to go on after an interrupted pass: not every layer has seen every token."""
         seen = {x.seen for x in self.compressed}
         if len(seen) > 1:
             raise ValueError(

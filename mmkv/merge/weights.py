@@ -39,11 +39,8 @@ def sums(x: Tensor, slot: Tensor, slots: int) -> Tensor:
 def means(pairs: tuple[Tensor, Tensor], slot: Tensor, weight: Tensor, slots: int) -> list[Tensor]:
     """Weighted means of keys and values [B, H, N, D] by slot: [B, H, M, D], in their types.
 
-    Args:
-        pairs: keys and values.
-        slot: int64 [B, H, N], of each token; M, their number, is none.
-        weight: float32 [B, H, N]; what weighs 0 is in no slot.
-        slots: M. Where it is 0 a token is given for empty slots to copy.
+    Each token's slot is int64 [B, H, N], M, the number of `slots`, for none; its weight is float32
+    [B, H, N], 0 for none. Where there are no slots a token is given for empty ones to copy.
     """
     if not slots:
         return [x[:, :, :1] for x in pairs]
@@ -71,17 +68,11 @@ def means(pairs: tuple[Tensor, Tensor], slot: Tensor, weight: Tensor, slots: int
 
 @dataclass(frozen=True)
 class ReferenceQueries:
-    """Queries of a prompt, asked behind its end.
+    """Queries of a prompt, asked behind its end."""
 
-    Attributes:
-        query: float32 [B, Hq, S, D], times the layer's scale.
-        present: bool [B, S], False for fillers.
-        softcap: bound of the logits, or None.
-    """
-
-    query: Tensor
-    present: Tensor
-    softcap: float | None
+    query: Tensor  # float32 [B, Hq, S, D], times the layer's scale
+    present: Tensor  # bool [B, S], False for fillers
+    softcap: float | None  # bound of the logits
 
     @classmethod
     def of(cls, layer: LayerInputs, number: int, remembered: int | None) -> ReferenceQueries | None:
@@ -116,10 +107,7 @@ class ReferenceQueries:
     def mass(self, keys: Tensor, bias: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
         """What tokens get of these queries' attention, and what means would with a weight of 1.
 
-        Args:
-            keys: [B, H, U, D].
-            bias: float32 [B, H, U], added to their logits; -inf where there is no token.
-            means: [B, H, M, D].
+        Keys are [B, H, U, D], means [B, H, M, D]; bias [B, H, U] is -inf where there is no token.
 
         Returns:
             float32 [B, H, U] and [B, H, M], sums over queries and the query heads of a group.

@@ -230,9 +230,8 @@ class Decode(Part):
     """What the budget means for generated tokens.
 
     Attributes:
-        every: after so many generated tokens they compete with all that is held, as a new turn's
-            do, but for the `latest` last ones; 0: they never do.
-        latest: see `every`.
+        every, latest: after `every` generated tokens they compete with all that is held, as a new
+            turn's do, but for the `latest` last ones; 0: they never do.
         needs_decode_attention: what is dropped depends on the attention that slots receive in
             decode steps.
     """
@@ -279,10 +278,8 @@ class Protect(Part):
     def marks(self, valid: Tensor, asked: Tensor, image: Tensor) -> Tensor:
         """Bool [B, T], the tokens that stay.
 
-        Args:
-            valid: bool [B, T], False for padding.
-            asked: bool [B, T], True for tokens given in a prompt, False for generated ones.
-            image: bool [B, T], True where an image token stands.
+        All are bool [B, T]: `valid` is False for padding, `asked` True for tokens of a prompt and
+        False for generated ones, `image` True for image tokens.
         """
         raise NotImplementedError
 
@@ -313,6 +310,16 @@ def register_part(name: str) -> Callable[[P], P]:
         return cls
 
     return register
+
+
+@register_part("instruction")
+@dataclass(frozen=True, kw_only=True)
+class Instruction(Protect):
+    """The prompt's text stays in every layer; image tokens compete, and so do generated ones."""
+
+    def marks(self, valid: Tensor, asked: Tensor, image: Tensor) -> Tensor:
+        """Text that was given in a prompt."""
+        return valid & asked & ~image
 
 
 def _path(cls: type) -> str:

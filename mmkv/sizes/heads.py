@@ -23,9 +23,21 @@ class UniformHeads(Heads):
     equal = True
 
 
+class _ByScores(Heads):
+    """By the scores of each head."""
+
+    def check(self, policy: Policy) -> None:
+        """Scores must tell heads apart."""
+        if policy.score.average_heads:
+            raise ValueError(
+                f"heads={self.name!r} compares heads by their scores; average_heads=True and "
+                "score='recency' give all heads the same"
+            )
+
+
 @register_part("adaptive")
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveHeads(Heads):
+class AdaptiveHeads(_ByScores):
     """A layer's size is split by how widely each head attends (Ada-KV, arXiv 2407.11550).
 
     Options:
@@ -34,14 +46,6 @@ class AdaptiveHeads(Heads):
 
     alpha: Share = 0.5
 
-    def check(self, policy: Policy) -> None:
-        """Scores must tell heads apart."""
-        if policy.score.average_heads:
-            raise ValueError(
-                "heads='adaptive' compares heads by their scores; average_heads=True and "
-                "score='recency' give all heads the same"
-            )
-
     def __call__(self, scores: Tensor, totals: Tensor, *, layer_idx: int) -> Tensor:
         """Algorithm 1 of the paper, with the floor of algorithm 2."""
         return adaptive_heads(scores, totals, alpha=self.alpha)
@@ -49,7 +53,7 @@ class AdaptiveHeads(Heads):
 
 @register_part("global")
 @dataclass(frozen=True, kw_only=True)
-class GlobalHeads(Heads):
+class GlobalHeads(_ByScores):
     """The best tokens of all heads of all layers stay, by one ranking (KVzip, arXiv 2505.23416).
 
     Scores are compared as they are, and no head has a floor beyond what must be kept: so do KVzip's
@@ -65,11 +69,7 @@ class GlobalHeads(Heads):
                 f"heads='global' shares the budget among all layers and leaves "
                 f"layers={policy.layers.name!r} nothing to decide: use layers='uniform'"
             )
-        if policy.score.average_heads:
-            raise ValueError(
-                "heads='global' compares heads by their scores; average_heads=True and "
-                "score='recency' give all heads the same"
-            )
+        super().check(policy)
 
     def __call__(self, scores: Tensor, totals: Tensor, *, layer_idx: int) -> Tensor:
         """By the owners of the largest scores."""

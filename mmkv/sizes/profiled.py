@@ -130,9 +130,23 @@ def proportional(weights: Sequence[float], total: float, most: float) -> list[fl
     return sizes
 
 
+class _Measured(Heads):
+    """Sizes that a profile brings; equal without one."""
+
+    equal = True
+
+    def check(self, policy: Policy) -> None:
+        """Each head has a ranking."""
+        if policy.score.average_heads:
+            raise ValueError(
+                f"heads={self.name!r} gives heads of a layer different sizes; average_heads=True "
+                "and score='recency' rank tokens once for all of them"
+            )
+
+
 @register_part("retrieval")
 @dataclass(frozen=True, kw_only=True)
-class RetrievalHeads(Heads):
+class RetrievalHeads(_Measured):
     """Sizes over the whole model by how much each head copies (see `mmkv.attach.copy_probe`).
 
     A few heads of a language model look up what followed the same text before ("induction" and
@@ -148,16 +162,7 @@ class RetrievalHeads(Heads):
 
     floor: PositiveShare = 0.02
     copying: Share = 0.1
-    equal = True
     profile = FILE
-
-    def check(self, policy: Policy) -> None:
-        """Each head has a ranking."""
-        if policy.score.average_heads:
-            raise ValueError(
-                "heads='retrieval' gives heads of a layer different sizes; average_heads=True and "
-                "score='recency' rank tokens once for all of them"
-            )
 
 
 def sized_by_copying(policy: Policy, scores: Weights, layers: tuple[int, ...]) -> Policy:
@@ -179,7 +184,7 @@ def sized_by_copying(policy: Policy, scores: Weights, layers: tuple[int, ...]) -
 
 @register_part("visual")
 @dataclass(frozen=True, kw_only=True)
-class VisualHeads(Heads):
+class VisualHeads(_Measured):
     """Sizes over the whole model by how visual each head is (SparseMM, arXiv 2506.05344).
 
     The visual scores are of a profile of `mmkv.calibrate`; without one all heads keep as much.
@@ -190,7 +195,6 @@ class VisualHeads(Heads):
     """
 
     rho: Share = 0.1
-    equal = True
     profile = VISUAL_FILE
     without_profile = (
         "{policy} has no profile of visual heads and gives all heads the same size: measure one "
@@ -204,11 +208,7 @@ class VisualHeads(Heads):
                 f"heads='visual' sizes the heads of all layers and leaves layers="
                 f"{policy.layers.name!r} nothing to decide: use layers='uniform'"
             )
-        if policy.score.average_heads:
-            raise ValueError(
-                "heads='visual' gives heads of a layer different sizes; average_heads=True and "
-                "score='recency' rank tokens once for all of them"
-            )
+        super().check(policy)
 
 
 def sized_by_pictures(policy: Policy, scores: Weights, layers: tuple[int, ...]) -> Policy:
