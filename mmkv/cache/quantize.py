@@ -83,11 +83,13 @@ class QuantizedKV:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> QuantizedKV:
         """With other rows or slots."""
-        return QuantizedKV(*map(change, self._held), self.bits, self.dtype)
+        codes, scale, zero = map(change, self._held)
+        return QuantizedKV(codes, scale, zero, self.bits, self.dtype)
 
     def __getitem__(self, where: Any) -> Tensor:
         """The tokens at rows and slots `where`, in fresh storage of `dtype`."""
-        return _read(*(x[where] for x in self._held), self.bits, self.dtype)
+        codes, scale, zero = (x[where] for x in self._held)
+        return _read(codes, scale, zero, self.bits, self.dtype)
 
     def up_to(self, width: int) -> QuantizedKV:
         """The first `width` slots, in the same storage."""

@@ -92,7 +92,9 @@ class WindowAttention(Score):
         if self.value == "residual":
             found = values.window_residuals(layer, **how)
         else:
-            found = window_attention(layer.query, layer.key, **how, **layer.attention)
+            how |= {"scale": layer.scale, "softcap": layer.softcap, "bias": layer.bias}
+            how |= {"valid": layer.valid, "mask": layer.mask}
+            found = window_attention(layer.query, layer.key, **how)
         n = found.shape[2]
         if self.value == "norm":
             found = found * values.value_norms(layer, n)
