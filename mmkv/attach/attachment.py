@@ -87,7 +87,8 @@ class Attachment:
                 self._set(module, "config", view)
 
         overrides: dict[str, Any] = {
-            **graph.overrides(model),
+            "_valid_auto_compile_criteria": partial(graph.pays, model),
+            "get_compiled_call": partial(graph.Runner, model),
             "_prepare_cache_for_generation": partial(prepare_cache, self),
             "_prepare_generation_config": partial(prepare_config, self),
             "prepare_inputs_for_generation": partial(prepare_inputs, self),

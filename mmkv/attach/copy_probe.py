@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,12 +40,12 @@ SPREAD = (
 )
 
 
+@dataclass
 class _Copies:
-    """Gathers the copy scores of the compressed layers in one pass."""
+    """Gathers the copy scores of the compressed layers, `found`, in one pass."""
 
-    def __init__(self, layers: tuple[int, ...], length: int) -> None:
-        self.length = length
-        self.found: dict[int, Tensor] = dict.fromkeys(layers, torch.empty(0))
+    length: int
+    found: dict[int, Tensor]
 
     def add(self, layer_idx: int, call: AttentionCall) -> None:
         """Score one layer."""
@@ -60,17 +60,8 @@ def copy_scores(
     """How much each key-value head's queries of the last `length` tokens copy.
 
     The largest, over the query heads of its group, of their mean attention to the twin, `length`
-    tokens before, and to the one and two tokens behind it.
-
-    Args:
-        query: [1, Hq, N, D], after rotary embedding; N is at least twice `length`.
-        key: [1, H, N, D].
-        length: tokens of each copy.
-        scale: factor of the logits; None for D ** -0.5.
-        softcap: bound of the logits, or None.
-
-    Returns:
-        float32 [H], in [0, 1].
+    tokens before, and to the one and two tokens behind it: float32 [H], in [0, 1]. Queries are
+    [1, Hq, N, D], after rotary embedding, N at least twice `length`, and keys [1, H, N, D].
     """
     (N, D), H = query.shape[2:], key.shape[1]
     last = query[0, :, N - length :].unflatten(0, (H, -1)).float()
@@ -104,7 +95,7 @@ def measure(attachment: Attachment) -> Profile:
             f"{positions} positions and {config.vocab_size} tokens: give a profile, or "
             "heads='uniform'"
         )
-    copies = _Copies(attachment.compressed, length)
+    copies = _Copies(length, dict.fromkeys(attachment.compressed, torch.empty(0)))
     decoder: Any = parts.decoder
     before = current.set(ForwardPass(collector=copies))
     try:

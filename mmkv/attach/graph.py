@@ -14,7 +14,6 @@ import copy
 import logging
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ def _capturable(device: torch.device) -> bool:
 
 
 class Runner:
-    """One `generate`'s decode steps."""
+    """One `generate`'s decode steps, in place of `get_compiled_call`."""
 
     def __init__(self, model: nn.Module, compile_config: Any = None) -> None:
         self.model = model
@@ -154,16 +153,8 @@ class Runner:
         logger.log(level, "decoding without a CUDA graph: %s", reason)
 
 
-def overrides(model: nn.Module) -> dict[str, Callable[..., Any]]:
-    """The methods by which `generate` asks whether and how to run its decode steps."""
-    return {
-        "_valid_auto_compile_criteria": partial(pays, model),
-        "get_compiled_call": partial(Runner, model),
-    }
-
-
 def pays(model: nn.Module, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-    """Whether `generate` with this config should replay its steps; if not, the log says why."""
+    """In place of `_valid_auto_compile_criteria`: whether to replay steps; the log says why not."""
     why_not = refusal(model, model_kwargs.get(CACHE), generation_config)
     if why_not is not None:
         logger.info("decoding without a CUDA graph: %s", why_not)

@@ -325,7 +325,8 @@ class CompressedCache(CacheState):
         layer: Any = self.layers[layer_idx]
         prompt, ahead = self.prompt.to(held.keys.device), self.plan.policy.postpone
         layer.tail = held.tail.by_age(held.positions)
-        layer.state = evict(held, self.plan.whole, prompt, prompt.lengths, ahead, layer_idx)
+        whole = replace(self.plan, budget=1.0, kv_dtype=None)
+        layer.state = evict(held, whole, prompt, prompt.lengths, ahead, layer_idx)
 
     def finish(self) -> None:
         """After the last layer of a pass: size and evict the layers that had to wait."""

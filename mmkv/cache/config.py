@@ -117,11 +117,6 @@ class CacheConfig:
         return tuple(share * raised for share in self.fractions)
 
     @property
-    def whole(self) -> CacheConfig:
-        """What holds a prompt whole until it is evicted."""
-        return replace(self, budget=1.0, kv_dtype=None)
-
-    @property
     def needs_all_layers(self) -> bool:
         """Whether sizes depend on the scores of every layer."""
         needs = self.policy.heads.is_global or self.policy.score.repeats

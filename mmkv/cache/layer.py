@@ -75,12 +75,7 @@ class KeptKV:
         return positions, token_numbers(positions, self.group_index)
 
     def groups(self, seen: int) -> tuple[Tensor, Tensor]:
-        """The groups held, and where each of the `seen` tokens of the prompts lies.
-
-        Returns:
-            weights: int64 [B, H, n], how many tokens each group stands for, 0 as filler.
-            group: int64 [B, H, seen], which of the n; -1 for tokens kept alone, gone, or padding.
-        """
+        """The groups held, and where each of the `seen` tokens lies, see `CacheState.groups`."""
         positions, sizes = self._positions()
         if sizes is None or self.group_index is None:
             none = positions.new_full((self.batch, self.heads, seen), -1)
@@ -99,10 +94,7 @@ class KeptKV:
         return weights, found.masked_fill(~same, -1)
 
     def shares(self, seen: int) -> Tensor:
-        """How much of a pair each of `seen` tokens has, float32 [B, H, seen].
-
-        1 for a token kept as it is, 1 / m for one in a group of m, 0 for one that is gone.
-        """
+        """How much of a pair each of `seen` tokens has, see `CacheState.shares`."""
         kept = self.kept()
         found = torch.zeros(self.batch, self.heads, seen + 1, device=kept.device)
         found.scatter_(-1, kept.masked_fill(kept < 0, seen), 1.0)

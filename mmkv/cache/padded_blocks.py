@@ -252,15 +252,8 @@ class PaddedBlock:
     ) -> Tensor:
         """Attention of q new tokens, appended before, over the slots in use; causal among them.
 
-        Args:
-            query: [R, G * q, D], the G query heads of each row's group, q tokens each.
-            q: new tokens.
-            position: the first new token's.
-            scale, softcap: as of the function `attend`.
-            hidden: bool [R, T], earlier tokens, by position, that the new ones do not see.
-
-        Returns:
-            [R, G * q, D].
+        The first is at `position`; `hidden`, bool [R, T], are earlier tokens, by position, that
+        they do not see. Queries, scale and softcap are those of the function `attend`.
         """
         width = self.keys.shape[1]
         if not self.frozen:
@@ -390,14 +383,11 @@ def attend(
     """Attention of G query heads of q tokens each over one row's keys; no key is repeated.
 
     Args:
-        query: [R, G * q, D], the q tokens of each head side by side.
+        query: [R, G * q, D], the q tokens of each head side by side; so is what is returned.
         keys, values: [R, U, D].
         visible: bool [R, 1 or q, U], or a bias of the logits; None: all.
         scale: factor of the query-key products.
         softcap: bound of the logits (Gemma 2), or None.
-
-    Returns:
-        [R, G * q, D].
     """
     if visible is not None and (q := visible.shape[1]) not in (1, query.shape[1]):
         visible = visible.repeat(1, query.shape[1] // q, 1)  # for each head of the group

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+Similarity = dict[int, tuple[Tensor, Tensor]]
+
 
 @dataclass(eq=False)
 class Reading:
@@ -34,9 +36,7 @@ class Reading:
     scores: bool = False
     mean_sizes: list[float] | None = None
     sizes: list[list[int]] | None = None
-    similarity: dict[int, tuple[Tensor, Tensor]] = field(
-        default_factory=dict[int, "tuple[Tensor, Tensor]"]
-    )
+    similarity: Similarity = field(default_factory=dict[int, "tuple[Tensor, Tensor]"])
     hides: bool = False
     given: list[tuple[Tensor, Tensor]] = field(default_factory=list["tuple[Tensor, Tensor]"])
 
@@ -69,16 +69,12 @@ class Decoding:
     waiting: int = 0
     reading: Reading | None = None
     postponed: bool = False
-    similarity: dict[int, tuple[Tensor, Tensor]] = field(
-        default_factory=dict[int, "tuple[Tensor, Tensor]"]
-    )
+    similarity: Similarity = field(default_factory=dict[int, "tuple[Tensor, Tensor]"])
 
     def select_rows(self, batch: Tensor) -> None:
         """Choose rows of the batch."""
         self.similarity = _rows(self.similarity, batch)
 
 
-def _rows(
-    similarity: dict[int, tuple[Tensor, Tensor]], batch: Tensor
-) -> dict[int, tuple[Tensor, Tensor]]:
+def _rows(similarity: Similarity, batch: Tensor) -> Similarity:
     return {i: (x[batch.to(x.device)], n[batch.to(n.device)]) for i, (x, n) in similarity.items()}

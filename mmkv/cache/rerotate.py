@@ -13,16 +13,10 @@ from mmkv.layer_inputs import turn
 
 
 def reposition(keys: Tensor, positions: Tensor, newest: int | Tensor, inv_freq: Tensor) -> Tensor:
-    """Turn keys so that their distances to the newest token are consecutive.
+    """A copy of keys [R, S, D] whose distances to the newest token are consecutive.
 
-    Args:
-        keys: [R, S, D], after rotary embedding at `positions`.
-        positions: [R, S], -1 where a slot is empty.
-        newest: the newest token's position; its own key stays as it is.
-        inv_freq: [D / 2], frequencies; pair i is dimensions i and i + D / 2.
-
-    Returns:
-        [R, S, D], a copy.
+    They were turned at `positions` [R, S], -1 where a slot is empty, by `inv_freq` [D / 2]; pair i
+    is dimensions i and i + D / 2. The newest token's own key stays as it is.
     """
     empty = positions < 0
     rank = positions.masked_fill(empty, newest + 1).argsort(dim=-1).argsort(dim=-1)

@@ -66,15 +66,12 @@ class TokenMasks:
         """Mark what the policy always keeps: sinks, the observation window, protected text.
 
         Args:
-            policy: its always-kept parts decide.
+            policy, budget, n_layers: see `total_kept`; no budget: `policy.retention` decides.
             valid: bool [B, q], the new tokens; none of them where generated ones compete, of which
                 the policy's `decode.latest` last ones stay.
             image: bool [B, q], or None without pictures.
-            budget: see `total_kept`; None when `policy.retention` decides the total.
-            n_layers: L, the compressed layers.
             before: what was known of earlier tokens.
-            earlier: bool [B, seen], with `before`: which of all earlier tokens still count; the
-                last of them were generated since.
+            earlier: bool [B, seen], which of them still count; the last were generated since.
         """
         round_of_replies = valid.shape[1] == 0
         image = torch.zeros_like(valid) if image is None else image

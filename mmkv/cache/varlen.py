@@ -25,17 +25,10 @@ def applies(query: Tensor) -> bool:
 def varlen_attend(
     query: Tensor, keys: Tensor, values: Tensor, used: Tensor, bias: Tensor | None, scale: float
 ) -> Tensor:
-    """Attention of one token over what each row holds.
+    """Attention of one token, query [R, G, D], over what each row holds, keys, values [R, U, D].
 
-    Args:
-        query: [R, G, D], the G query heads that read a row.
-        keys, values: [R, U, D].
-        used: int32 [R], how many first slots of a row are in use, the new token's included.
-        bias: [R, 1, U], added to the logits, -inf for an empty slot; None: all in use are filled.
-        scale: factor of the logits.
-
-    Returns:
-        [R, G, D].
+    The first `used` slots of a row, int32 [R], are in use, the new token's included. The bias of
+    the logits, [R, 1, U], is -inf for an empty slot; None: all in use are filled.
     """
     from torch.nn.attention.varlen import varlen_attn
 

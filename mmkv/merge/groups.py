@@ -121,15 +121,11 @@ def leaders(
     gives its slot to the next best token of its run. Equal scores rank earlier tokens first.
 
     Args:
-        keys: [B, H, N, D], after rotary embedding.
-        values: [B, H, N, Dv].
+        keys, values: [B, H, N, D] and [B, H, N, Dv], after rotary embedding.
         rank: [B, H, N], scores: inf for tokens that must stay alone, -inf where there is no token.
         sizes: int64 [B, H], slots of each head, at least as many as tokens that must stay alone.
         weights: float32 [B, H, N], how many tokens each stands for already; None: itself alone.
-        exact: share of the slots for tokens that stay alone, in [0, 1].
-        run: most tokens grouped together.
-        rounds: of k-means, at least 1.
-        value_weight: how much values count beside keys in a distance, 0 or more.
+        exact, run, rounds, value_weight: see `MergeIntoGroups`.
 
     Returns:
         int64 [B, H, N], the leader of each token among the N, itself where it is alone; -1 where

@@ -91,10 +91,8 @@ class HeavyHitterSlots(SlotSchedule):
     def drop(self, mass: Tensor, positions: Tensor, newest: int | Tensor) -> None:
         """Find the tokens that are dropped after this step: the next ones take their slots.
 
-        Args:
-            mass: float32 [R, S], attention accumulated by each slot, inf where nothing lies.
-            positions: [R, S], -1 where a slot is empty.
-            newest: position of the token just written.
+        `mass` is float32 [R, S], the attention that each slot accumulated, inf where it is empty,
+        as positions [R, S] are -1 there; `newest` is that of the token just written.
         """
         over = self.held >= self.capacity
         if not over.any():
@@ -124,9 +122,7 @@ class HeavyHitterSlots(SlotSchedule):
     def behind(self, places: Tensor, end: int) -> None:
         """Count recent tokens over padding: the prompt's last ones [R, n] lie at `places`.
 
-        Args:
-            places: int64, ascending, n at least the most that any row keeps as recent.
-            end: T, where the prompt ends.
+        Ascending, n at least the most that any row keeps as recent; the prompt ends at `end`, T.
         """
         self.places, self.end = places, end
 

@@ -54,9 +54,8 @@ class Observers(Score):
             query = layer.rotary.moved(layer.query, layer.rotary.ahead(1))
         gram = None if layer.weight is None else output_gram(layer.output_weight)
         own = {"run": self.chunk, "stride": self.stride, "whole": self.whole}
-        given: Any = {"scale": layer.scale, "softcap": layer.softcap, "bias": layer.bias}
-        shared = query, layer.key, layer.value, gram
-        return observer_scores(*shared, valid=layer.valid, **own, **given)
+        given: Any = {"scale": layer.scale, "softcap": layer.softcap, "valid": layer.valid, **own}
+        return observer_scores(query, layer.key, layer.value, gram, bias=layer.bias, **given)
 
 
 @torch.no_grad()

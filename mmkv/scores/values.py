@@ -76,10 +76,7 @@ def residuals(layer: LayerInputs, last: int, weights: Tensor | None = None) -> T
     With p the attention of query i on token j, and o what the query reads, the sum over i of
     `(p_ij / (1 - p_ij)) ** 2 * |v_j - o_i| ** 2`. A query that sees one token alone adds nothing.
 
-    Args:
-        layer: its queries, keys, values, and what its attention is like.
-        last: of how many last queries; those that are padding do not count.
-        weights: `[last]`, what each query counts; None: 1.
+    Padding among the `last` queries does not count, the others count `weights` `[last]`, or 1.
 
     Returns:
         float32 `[B, H, G, N]`, 0 for padding.

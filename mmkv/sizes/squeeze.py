@@ -90,12 +90,9 @@ def _highest_cluster(values: NDArray[np.float64]) -> float:
 
 @torch.no_grad()
 def residual_similarity(before: Tensor, after: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Mean cosine similarity of the residual stream before and after an attention block.
+    """Mean cosine similarity of the residual stream `[B, N, hidden]` around an attention block.
 
-    Args:
-        before: `[B, N, hidden]`, the input of the block.
-        after: `[B, N, hidden]`, the same stream once the block's output was added.
-        valid: bool `[B, N]`, False for padding, which the mean leaves out.
+    Before it, and after its output was added; `valid` is bool `[B, N]`, False for padding.
 
     Returns:
         float32 `[B]`, in [-1, 1]; 0 for a row that is all padding. High means that the layer
