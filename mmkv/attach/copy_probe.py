@@ -103,13 +103,9 @@ def measure(attachment: Attachment) -> Profile:
             decoder.forward(input_ids=ids, use_cache=False)
     finally:
         current.reset(before)
-    scores = [[round(float(r), 4) for r in copies.found[i]] for i in attachment.compressed]
-    return Profile(
-        policy="condense",
-        samples=1,
-        model=adapters.shape(config),
-        retrieval=tuple(map(tuple, scores)),
-    )
+    scores = tuple(tuple(round(float(r), 4) for r in found) for found in copies.found.values())
+    shape = adapters.shape(config)
+    return Profile(policy="condense", samples=1, model=shape, retrieval=scores)
 
 
 def cached(attachment: Attachment) -> Profile:

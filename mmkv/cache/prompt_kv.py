@@ -129,9 +129,8 @@ class PromptKV:
         positions = by_age(self.positions.masked_fill(~stays, -1))
         scores = self.scores
         if scores is not None:
-            wide = order.expand(B, max(P, scores.shape[1]), -1)
-            gone = ~stays.expand(B, wide.shape[1], U)
-            scores = scores.expand(B, wide.shape[1], U).masked_fill(gone, 0.0).gather(2, wide)
+            scores = scores.expand(B, max(P, scores.shape[1]), U)
+            scores = by_age(scores.masked_fill(~stays, 0.0))
         return PromptKV(
             by_age(self.keys),
             by_age(self.values),

@@ -13,7 +13,7 @@ proportional attention, arXiv 2210.09461).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -67,20 +67,12 @@ class MergeIntoGroups(Merge):
         B, H, U, _ = held.keys.shape
         keys, values = held.keys.detach(), held.values.detach()
         there = held.positions.expand(B, H, U) >= 0
-        leader = leaders(
-            keys,
-            values,
-            ranking.rank.expand(B, H, U),
-            ranking.size.expand(B, H),
-            held.weights,
-            exact=self.exact,
-            run=self.group_run,
-            rounds=self.rounds,
-            value_weight=self.value_weight,
-        )
+        size, protected = ranking.size.expand(B, H), ranking.protected.expand(B, H, U)
+        how: Any = {"exact": self.exact, "value_weight": self.value_weight}
+        how |= {"run": self.group_run, "rounds": self.rounds}
+        leader = leaders(keys, values, ranking.rank.expand(B, H, U), size, held.weights, **how)
         rank = torch.zeros(B, H, U, device=keys.device)
         rank = rank.masked_fill_(leader != _count(leader), -torch.inf)
-        size, protected = ranking.size.expand(B, H), ranking.protected.expand(B, H, U)
         ranking = replace(ranking, rank=rank, size=size, protected=protected, known=None)
         kept = ranking.kept(held)
         indices, M = kept.indices, kept.indices.shape[-1]
