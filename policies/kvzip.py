@@ -16,6 +16,7 @@ tokens keep their scores.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,17 +94,13 @@ class Repetition(Score):
             per_query = 1 / layer.hidden.float().norm(dim=-1).clamp(min=torch.finfo().tiny)
             per_query = per_query.masked_fill(~layer.valid[:, -Q:], 0.0)[:, None, None, :, None]
         size = max(1, tile(layer.key.device) // (B * Hq * N))
+        options: Any = {"scale": layer.scale, "softcap": layer.softcap}
         for start in range(0, Q, size):
             stop = min(start + size, Q)
             last = N - Q + stop
-            attention = window_rows(
-                layer.query[:, :, start:stop],
-                layer.key[:, :, :last],
-                stop - start,
-                scale=layer.scale,
-                softcap=layer.softcap,
-                valid=layer.valid[:, :last],
-            )
+            query, key = layer.query[:, :, start:stop], layer.key[:, :, :last]
+            valid = layer.valid[:, :last]
+            attention = window_rows(query, key, stop - start, valid=valid, **options)
             if per_query is not None:
                 attention = attention * per_query[:, :, :, start:stop]
             most[..., :last] = most[..., :last].maximum(attention.amax(3))

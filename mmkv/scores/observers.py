@@ -89,15 +89,12 @@ def observer_scores(
     Args:
         query: `[B, Hq, Q, D]`, turned to where the prompt's reader will ask from, of the last
             `Q <= N` tokens. Runs of earlier ones are observed by the last `run` of these.
-        key: `[B, H, N, D]`, after rotary embedding.
-        value: `[B, H, N, Dv]`.
+        key, value: `[B, H, N, D]` after rotary embedding, and `[B, H, N, Dv]`.
         gram: `[1 or B, Hq, Dv, Dv]` from `output_gram`; None measures head outputs as they are.
         run: most positions in a run.
         stride: every how many queries of a run one observes: its first, and so on; where their own
             queries are gone, the last one, and so on backwards.
-        scale: factor of the logits, `D ** -0.5` by default.
-        softcap: bound of the logits (Gemma 2), or None.
-        bias: `[B, H, N]`, added to the logits of each key; None: nothing.
+        scale, softcap, bias: those of `mmkv.scores.accumulated_attention`.
         valid: bool `[B, N]`, False for padding: it observes nothing and scores 0.
 
     Returns:
