@@ -45,8 +45,7 @@ class SlotSchedule:
 
     drops = True
     needs_decode_attention = False
-    # Whether rows with equal arrays use the same slots, so that they are worked out once.
-    alike = False
+    alike = False  # rows with equal arrays use the same slots, so that they are worked out once
 
     # Per-row arrays, [R] or [1], in the order of the block's rows.
     rows: tuple[str, ...] = ("counts",)
@@ -388,10 +387,10 @@ def plan(schedules: Sequence[SlotSchedule]) -> None:
 
 
 def spare(width: int, seen: int) -> int:
-    """Slots to set aside behind `width` slots in use, once `seen` tokens were seen.
+    """Slots to set aside, at least 16, behind `width` slots in use, once `seen` tokens were seen.
 
     An eighth of those in use, so that growing seldom copies, but no more than tokens were dropped:
-    the cache must not outgrow the full one. At least 16.
+    the cache must not outgrow the full one.
     """
     return max(16, min(width // 8, seen - width))
 
