@@ -150,18 +150,13 @@ def test_bytes_after_an_interrupt(model, policy, when, chunk):
             options["past_key_values"] = cache
             del cache
         passes = {"in a turn": 0, "in the prompt": 0, "while decoding": 4}[when]
-        hooks = [
-            model.model.register_forward_pre_hook(
-                lambda m, a, k: found.append(cache_in(k)), with_kwargs=True
-            ),
-            model.model.layers[1].register_forward_hook(
-                ending(RuntimeError, after=passes + (chunk is not None))
-            ),
-        ]
-        with pytest.raises(RuntimeError):
+        noting = model.model.register_forward_pre_hook(
+            lambda m, a, k: found.append(cache_in(k)), with_kwargs=True
+        )
+        broken = ending(RuntimeError, after=passes + (chunk is not None))
+        broken = model.model.layers[1].register_forward_hook(broken)
+        with noting, broken, pytest.raises(RuntimeError):
             say(model, inputs, **options)
-        for hook in hooks:
-            hook.remove()
     cache = found[-1]
     assert all(x is cache for x in found)
     observed = mmkv.get_policy(policy, **short(policy)).window_size

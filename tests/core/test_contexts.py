@@ -71,13 +71,10 @@ def test_asking_equals_masking(models, variant):
     with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
         context = mmkv.read(model, inputs)
         kept.append([held_by(context.cache, i) for i in range(3)])
-        hook = model.register_forward_hook(
+        with model.register_forward_hook(
             lambda *args: kept.append([held_by(args[-1].past_key_values, i) for i in range(3)])
-        )
-        try:
+        ):
             logits, words, _ = ask(context, asked)
-        finally:
-            hook.remove()
     for before, after in zip(kept[0], kept[1], strict=True):
         for b in range(2):
             for h in range(before.shape[1]):

@@ -66,13 +66,9 @@ def waits(model, devices):
             found.append(devices.counted)
         devices.counted = None
 
-    hooks = (
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after),
-    )
-    yield found
-    for hook in hooks:
-        hook.remove()
+    counting = model.register_forward_pre_hook(before, with_kwargs=True)
+    with counting, model.register_forward_hook(after):
+        yield found
 
 
 def on_gpu(inputs):

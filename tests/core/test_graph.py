@@ -146,10 +146,9 @@ def test_more_tokens_than_slots(models, on_cpu, monkeypatch, policy, captures):
     model, inputs, variant = models("llama"), make_inputs("llama", (90, 41)), Variant(policy)
     expected, tokens, plain = without_graph(model, variant, inputs, 70, **short(policy))
     calls = []
-    hook = model.register_forward_hook(lambda *call: calls.append(call))
-    with mmkv.wrapped(model, policy, 0.3, **short(policy)):
+    counting = model.register_forward_hook(lambda *call: calls.append(call))
+    with counting, mmkv.wrapped(model, policy, 0.3, **short(policy)):
         logits, got, cache = generate(model, inputs, new=70)
-    hook.remove()
     assert len(on_cpu) == captures
     # The prompt, the step with which H2O fills up, and before each capture a step that allocates.
     assert len(calls) == 1 + (policy == "h2o") + 2 * captures
@@ -169,10 +168,9 @@ def test_replays_hold_few_empty_slots(models, on_cpu, policy, length):
         held.append((cache.nbytes / slot, kept, cache.get_seq_length()))
         return torch.tensor([len(held) == 20])
 
-    hook = model.register_forward_hook(lambda *call: caches.append(call[-1].past_key_values))
-    with mmkv.wrapped(model, policy, 0.5, **short(policy)):
+    noting = model.register_forward_hook(lambda *call: caches.append(call[-1].past_key_values))
+    with noting, mmkv.wrapped(model, policy, 0.5, **short(policy)):
         model.generate(**inputs, max_new_tokens=1500, do_sample=False, stopping_criteria=[look])
-    hook.remove()
     assert len(on_cpu) == 1
     for taken, kept, seen in held:
         assert taken <= min(1.04 * kept + 258, seen)
@@ -214,10 +212,9 @@ def test_a_step_that_fails_to_capture_is_run_and_logged(on_cpu, caplog, policy, 
         if len(calls) == {"warm-up": 2, "capture": 3}[where] + (policy == "h2o"):
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    handle = model.model.layers[1].mlp.register_forward_hook(breaks)
+    model.model.layers[1].mlp.register_forward_hook(breaks)
     with mmkv.wrapped(model, policy, 0.3, **short(policy)):
         logits, got, cache = generate(model, inputs, new=24)
-    handle.remove()
     assert "without a CUDA graph: operation not permitted" in caplog.text
     same_run((logits, got, cache), (expected, tokens, plain))
 

@@ -94,11 +94,10 @@ def test_the_floor_is_on_all_tokens_seen(models, name, options):
         assert totals(held[0]) == [L * 47, L * 50]
     with mmkv.wrapped(model, name, 0.2, evict_chunks=True, **more):
         sizes = []
-        hook = model.register_forward_hook(
+        with model.register_forward_hook(
             lambda *args: sizes.append([x.counts().float().mean() for x in states(args[-1])])
-        )
-        generate(model, make_inputs("llama", (260,)), new=1, prefill_chunk_size=20)
-        hook.remove()
+        ):
+            generate(model, make_inputs("llama", (260,)), new=1, prefill_chunk_size=20)
     wanted = [max(min(LEAST, n), round(0.2 * L * n) / L) for n in range(20, 261, 20)]
     assert [sum(x) / L for x in sizes] == pytest.approx(wanted)
 
@@ -159,16 +158,13 @@ def test_an_engine_reserves_what_the_floor_may_take(models):
     with mmkv.wrapped(model, "snapkv", 0.05, **options):
         inputs = make_inputs("llama", (400,))
         wanted = alone(model, inputs, 12, prefill_chunk_size=16)
-        with Engine(model, prefill_chunk=16) as engine:
-            _, over, hooks = watched(engine)
+        with Engine(model, prefill_chunk=16) as engine, watched(engine) as (_, over):
             plan = attachment_of(model).plan
             exact = dataclasses.replace(plan, policy=dataclasses.replace(plan.policy, least=0))
             assert engine._bounds.prompt(plan, 400, 12) > 2 * engine._bounds.prompt(exact, 400, 12)
             whole = dataclasses.replace(plan, evict_chunks=False)
             assert engine._bounds.prompt(plan, 400, 12) < engine._bounds.prompt(whole, 400, 12)
             assert engine.submit(inputs=inputs, max_new_tokens=12).result(60)[0] == wanted
-            for hook in hooks:
-                hook.remove()
     assert not over
 
 

@@ -330,12 +330,10 @@ def test_soak():
         with mmkv.wrapped(model, policy, budget, **options):
             if i % 5 == 3:
                 error, passes = rng.choice([KeyboardInterrupt, RuntimeError]), rng.randrange(2)
-                hook = model.model.layers[rng.randrange(3)].register_forward_hook(
-                    ending(error, after=passes)
-                )
-                with pytest.raises(error):
+                layer = model.model.layers[rng.randrange(3)]
+                broken = layer.register_forward_hook(ending(error, after=passes))
+                with broken, pytest.raises(error):
                     model.generate(**inputs, **asked)
-                hook.remove()
             out = model.generate(**inputs, **asked)
         if i % 25 == 3:
             with mmkv.wrapped(fresh, policy, budget, **options):

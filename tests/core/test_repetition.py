@@ -1,6 +1,7 @@
 """KVzip: what repeating the prompt asks of its tokens, against the plain model that repeats it."""
 
 import copy
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -91,6 +92,19 @@ def repeated_scores(model, embeds, size, asked, plus=False, sinks=4):
     return scores
 
 
+@contextmanager
+def reading(model):
+    """What the first layer is given in each pass."""
+    given = []
+
+    def note(module, args, kwargs):
+        given.append(args[0] if args else kwargs["hidden_states"])
+
+    layer = model.get_decoder().layers[0]
+    with layer.register_forward_pre_hook(note, with_kwargs=True):
+        yield given
+
+
 def best_of_all(scores, total, sinks=4):
     """[L][H] of the tokens kept: the sinks, and the best of all heads."""
     heads = [(i, h) for i in range(L) for h in range(H)]
@@ -113,19 +127,9 @@ def best_of_all(scores, total, sinks=4):
 def test_what_is_kept_is_what_repeating_asks_for(policy, name, size, asked) -> None:
     """Pictures are repeated by the embeddings that the decoder was given."""
     model, inputs = make_model(name, "eager"), make_inputs(name, (60,))
-    seen = []
-    hook = (
-        model.get_decoder()
-        .layers[0]
-        .register_forward_pre_hook(
-            lambda m, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]),
-            with_kwargs=True,
-        )
-    )
     with torch.no_grad():
-        model(**inputs, use_cache=False)
-    hook.remove()
-    with torch.no_grad():
+        with reading(model) as seen:
+            model(**inputs, use_cache=False)
         scores = repeated_scores(model, seen[0], size, asked, policy == "kvzip-plus")
     options = {"repeated": size, "instruction": " ".join(map(str, asked)) or None}
     cache = prefilled(model, inputs, policy, 0.3, **options)
@@ -140,19 +144,11 @@ def test_a_later_turn_is_repeated_and_earlier_tokens_keep_their_scores() -> None
     with mmkv.wrapped(model, "kvzip", 0.5), torch.no_grad():
         cache = model(**inputs, use_cache=True).past_key_values
         first = [x.keeping().dense() for x in cache.compressed]
-        fed = []
-        decoder = model.get_decoder()
-        hook = decoder.layers[0].register_forward_pre_hook(
-            lambda m, args, kwargs: fed.append(
-                (args[0] if args else kwargs["hidden_states"]).shape
-            ),
-            with_kwargs=True,
-        )
         more = next_turn(inputs, inputs["input_ids"], False, new=20)
-        model.generate(**more, past_key_values=cache, max_new_tokens=1, do_sample=False)
-        hook.remove()
+        with reading(model) as fed:
+            model.generate(**more, past_key_values=cache, max_new_tokens=1, do_sample=False)
         second = [x.keeping().dense() for x in cache.compressed]
-    assert [shape[1] for shape in fed] == [20, 20]  # the turn, and the turn again
+    assert [x.shape[1] for x in fed] == [20, 20]  # the turn, and the turn again
     for old, new in zip(first, second, strict=True):
         for h in range(H):
             known = dict(zip(old.positions[0, h].tolist(), old.scores[0, h].tolist(), strict=True))
@@ -169,13 +165,12 @@ def test_positions_of_a_picture_go_on_behind_the_prompt(name) -> None:
     inputs = zoo.inputs_of(model, "one")
     found = []
     decoder = model.get_decoder()
-    hook = decoder.rotary_emb.register_forward_pre_hook(
+    noting = decoder.rotary_emb.register_forward_pre_hook(
         lambda m, args, kwargs: found.append(args[1] if len(args) > 1 else kwargs["position_ids"]),
         with_kwargs=True,
     )
-    with mmkv.wrapped(model, "kvzip", 0.5, instruction="5 6"):
+    with noting, mmkv.wrapped(model, "kvzip", 0.5, instruction="5 6"):
         model.generate(**inputs, max_new_tokens=1, do_sample=False)
-    hook.remove()
     first, again = found[0][-3:, 0], found[1][-3:, 0]
     last = int(first.max())
     assert again[:, :2].tolist() == [[last + 1, last + 2]] * 3

@@ -66,12 +66,9 @@ def test_the_queries_of_generated_tokens_observe(models, monkeypatch):
 
     monkeypatch.setattr(selection, "importance", recorded)
     attention = model.model.layers[1].self_attn
-    hook = attention.q_proj.register_forward_hook(lambda *args: asked.append(args[2]))
-    try:
-        with mmkv.wrapped(model, "condense", 0.25, least=0, **ROUNDS):
-            generate(model, inputs, new=40)
-    finally:
-        hook.remove()
+    listening = attention.q_proj.register_forward_hook(lambda *args: asked.append(args[2]))
+    with listening, mmkv.wrapped(model, "condense", 0.25, least=0, **ROUNDS):
+        generate(model, inputs, new=40)
     first, second, third = given[1:]
     steps = torch.cat(asked[1:], dim=1).view(1, -1, 4, 16).transpose(1, 2)  # [B, Hq, n, D]
     for layer, start, stop in ((first, 0, 16), (second, 16, 26), (third, 26, 36)):

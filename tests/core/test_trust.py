@@ -87,10 +87,9 @@ class TestOurAttentionRuns:
 
         with mmkv.wrapped(text_model, "snapkv", 0.5, window=6):
             cache = prefill(text_model, inputs).past_key_values
-            hook = text_model.model.layers[1].register_forward_pre_hook(interrupt)
-            with pytest.raises(KeyboardInterrupt):
+            ending = text_model.model.layers[1].register_forward_pre_hook(interrupt)
+            with ending, pytest.raises(KeyboardInterrupt):
                 text_model(input_ids=torch.tensor([[7]]), past_key_values=cache)
-            hook.remove()
             with pytest.raises(ValueError, match=r"interrupted.*40 to 41 tokens.*start a new"):
                 text_model(input_ids=torch.tensor([[7]]), past_key_values=cache)
             assert generate(text_model, inputs, new=3)[2].get_seq_length() == 42

@@ -79,13 +79,9 @@ def test_memory_is_the_budget_and_one_chunk_at_any_length(models, policy, monkey
 
     monkeypatch.setattr(PromptKV, "extended", recorded)
     options = {"window": 8} if policy == "snapkv" else {}
-    with mmkv.wrapped(model, policy, 40, evict_chunks=True, **options):
-        hook = model.register_forward_hook(lambda *args: sizes.append(held(args[-1])))
-        try:
-            *_, cache, _ = generate(model, inputs, new=2, prefill_chunk_size=100)
-        finally:
-            hook.remove()
-
+    noting = model.register_forward_hook(lambda *args: sizes.append(held(args[-1])))
+    with noting, mmkv.wrapped(model, policy, 40, evict_chunks=True, **options):
+        *_, cache, _ = generate(model, inputs, new=2, prefill_chunk_size=100)
     assert max(most) <= 40 + 100
     assert len(sizes) == 15 + 1
     # Slots for 40 tokens, and the 16 at the least that are set aside for more.

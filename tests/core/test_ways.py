@@ -153,11 +153,9 @@ def entering(model):
         layers = getattr(cache_in(kwargs), "compressed", [])
         held.append({i: x.kept().clone() for i, x in enumerate(layers) if x.blocks is not None})
 
-    hook = model.get_decoder().register_forward_pre_hook(record, with_kwargs=True, prepend=True)
-    try:
+    decoder = model.get_decoder()
+    with decoder.register_forward_pre_hook(record, with_kwargs=True, prepend=True):
         yield held
-    finally:
-        hook.remove()
 
 
 def same(found, expected):
@@ -264,11 +262,8 @@ def test_another_thread_runs_in_the_middle_of_each_pass(models, policy):
 
     with mmkv.wrapped(model, policy, 0.4, **short(policy)):
         wanted, others = said(model, mine)[0], said(model, other)[0]
-        hook = model.model.layers[1].self_attn.q_proj.register_forward_pre_hook(interrupt)
-        try:
+        with model.model.layers[1].self_attn.q_proj.register_forward_pre_hook(interrupt):
             same(said(model, mine)[0], wanted)
-        finally:
-            hook.remove()
     assert len(found) >= NEW
     for words in found:
         same(words, others)

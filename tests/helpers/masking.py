@@ -297,11 +297,8 @@ def recorded(model):
             layers = [i for i, x in enumerate(cache.layers) if hasattr(x, "blocks")]
             held.append({i: held_by(cache, i) for i in layers})
 
-    hook = model.register_forward_hook(record)
-    try:
+    with model.register_forward_hook(record):
         yield held
-    finally:
-        hook.remove()
 
 
 def hide(attn, args, kwargs):

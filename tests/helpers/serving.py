@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Generator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,7 +153,8 @@ def alone(model: Any, inputs: Any, new: int, sampling: Any = None, **options: An
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def watched(engine: Any) -> tuple[list[int], list[Any], list[Any]]:
+@contextmanager
+def watched(engine: Any) -> Generator[tuple[list[int], list[Any]]]:
     """What the caches take after each layer, and where any took more than what was reserved."""
     seen, over = [], []
 
@@ -166,8 +167,10 @@ def watched(engine: Any) -> tuple[list[int], list[Any], list[Any]]:
             held += [(stats.reserved_bytes, engine.cache_memory)]
         over.extend(x for x in held if x[0] > x[1])
 
-    hooks = [layer.register_forward_hook(look) for layer in engine._attachment.parts.layers]
-    return seen, over, hooks
+    with ExitStack() as hooks:
+        for layer in engine._attachment.parts.layers:
+            hooks.enter_context(layer.register_forward_hook(look))
+        yield seen, over
 
 
 CHATML = (

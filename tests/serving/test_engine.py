@@ -146,12 +146,10 @@ def test_memory_is_never_exceeded_and_comes_back(models, options):
     with mmkv.wrapped(model, "prefixkv", 0.3, distance=4, **options):
         asked = [make_inputs("llama", (n,), seed=n) for n in (150, 40, 90, 60, 120)]
         with Engine(model, prefill_chunk=16, cache_memory=200_000) as engine:
-            seen, over, hooks = watched(engine)
-            replies = [engine.submit(inputs=x, max_new_tokens=30) for x in asked]
-            for reply in replies:
-                reply.result(60)
-            for hook in hooks:
-                hook.remove()
+            with watched(engine) as (seen, over):
+                replies = [engine.submit(inputs=x, max_new_tokens=30) for x in asked]
+                for reply in replies:
+                    reply.result(60)
             stats = engine.stats()
         assert not over
         assert max(seen) <= 200_000

@@ -382,19 +382,18 @@ def test_memory_of_a_request_that_ends_is_free_at_once(models):
         with Engine(model) as engine:
             first, second, _ = map(engine._bounds.prompt, [plan] * 3, lengths, new)
         with Engine(model, cache_memory=first + second, prefill_chunk=64) as engine:
-            seen, over, hooks = watched(engine)
             together = []
 
             def look(*args):
                 together.append({x.owner.tokens for x in engine._worker.batch.pool.members})
 
-            hooks.append(engine._attachment.parts.layers[0].register_forward_hook(look))
-            replies = [
-                engine.submit(inputs=x, max_new_tokens=n) for x, n in zip(asked, new, strict=True)
-            ]
-            assert [x.result(60)[0] for x in replies] == wanted
-            for hook in hooks:
-                hook.remove()
+            first_layer = engine._attachment.parts.layers[0]
+            with watched(engine) as (seen, over), first_layer.register_forward_hook(look):
+                replies = [
+                    engine.submit(inputs=x, max_new_tokens=n)
+                    for x, n in zip(asked, new, strict=True)
+                ]
+                assert [x.result(60)[0] for x in replies] == wanted
             stats = engine.stats()
     assert {100, 90} in together
     assert {100, 80} in together

@@ -380,14 +380,13 @@ def test_replies_attend_to_a_held_prefix_and_hold_what_comes_behind_it(models, p
             def look(*args):
                 seen.append((len(worker.batch.pool.members), worker.batch.pool.nbytes))
 
-            hook = model.model.layers[0].register_forward_hook(look)
-            engine.submit(inputs=questions[0], prefix=prefix, max_new_tokens=2).result(60)
-            with worker.wake:
-                replies = [
-                    engine.submit(inputs=x, prefix=prefix, max_new_tokens=40) for x in questions
-                ]
-            assert [x.result(60)[0] for x in replies] == wanted
-            hook.remove()
+            with model.model.layers[0].register_forward_hook(look):
+                engine.submit(inputs=questions[0], prefix=prefix, max_new_tokens=2).result(60)
+                with worker.wake:
+                    replies = [
+                        engine.submit(inputs=x, prefix=prefix, max_new_tokens=40) for x in questions
+                    ]
+                assert [x.result(60)[0] for x in replies] == wanted
             assert not worker.batch.pool.prefixes
     together = [held for members, held in seen if members == 4]
     assert (max(together) < 2 * context.nbytes) == shares

@@ -176,10 +176,10 @@ def test_each_family_keeps_to_its_promise(name, policy, n):
     with mmkv.wrapped(model, policy, None if policy == "full" else 0.4):
         plan = attachment_of(model).plan.started()
         most = Bounds(attachment_of(model).parts, 4, 64).prompt(plan, n, 9)
-        with Engine(model, prefill_chunk=64, cache_memory=most) as engine:
-            seen, over, hooks = watched(engine)
+        with (
+            Engine(model, prefill_chunk=64, cache_memory=most) as engine,
+            watched(engine) as (seen, over),
+        ):
             engine.submit(inputs=zoo.prompt(model, (n,)), max_new_tokens=9).result(60)
-            for hook in hooks:
-                hook.remove()
         assert not over
         assert max(seen) <= most
