@@ -17,9 +17,8 @@ from helpers.contexts import rewrite
 from helpers.marks import slow_except
 from helpers.masking import held_by, masked_logits
 from helpers.models import IMAGE, PAD, make_inputs, make_model
-from helpers.oracle import VARIANTS, generate, options_of
+from helpers.oracle import VARIANTS, generate, options_of, short
 from mmkv.context_files import TOKENWISE
-from mmkv.registry import exact_share
 
 NEW = 5
 POLICIES = ["condense", "snapkv", "adakv", "prefixkv", "h2o", "streaming"]
@@ -51,10 +50,6 @@ def ask(context, given, **options):
         **options,
     )
     return torch.stack(out.logits), out.sequences, out.past_key_values
-
-
-def options_for(policy):
-    return {"window": 6} if policy in ("snapkv", "adakv") else exact_share(policy)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +88,7 @@ def test_many_questions_at_once_are_one_by_one(models, policy):
     """The context stays as it is; a batch of questions of any length is each by itself."""
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (70,))
     questions = [question(n, seed=n) for n in (4, 11, 7)]
-    with mmkv.wrapped(model, policy, 0.4, **options_for(policy)):
+    with mmkv.wrapped(model, policy, 0.4, **short(policy)):
         context = mmkv.read(model, inputs)
         before = [held_by(context.cache, i) for i in range(3)]
         size = context.nbytes
@@ -204,7 +199,7 @@ def test_reading_on_is_a_turn(models, policy):
     model, inputs, more = models("llama"), make_inputs("llama", (60, 41)), question(20)
     more = {k: x.expand(2, -1) for k, x in more.items()}
     whole = {k: torch.cat([inputs[k], more[k]], 1) for k in more}
-    with mmkv.wrapped(model, policy, 0.4, **options_for(policy)):
+    with mmkv.wrapped(model, policy, 0.4, **short(policy)):
         context = mmkv.read(model, inputs)
         context.append(more)
         *_, cache, _ = generate(model, inputs, new=1)
@@ -231,7 +226,7 @@ def test_saved_and_loaded_it_is_the_same(models, policy, kv_dtype, tmp_path):
     model, inputs, asked = models("llava-llama"), make_inputs("llava-llama", (70, 41)), question(8)
     asked = {k: x.expand(2, -1) for k, x in asked.items()}
     path = tmp_path / "read.safetensors"
-    with mmkv.wrapped(model, policy, 0.4, kv_dtype=kv_dtype, **options_for(policy)):
+    with mmkv.wrapped(model, policy, 0.4, kv_dtype=kv_dtype, **short(policy)):
         context = mmkv.read(model, inputs)
         context.save(path)
         found = mmkv.load_context(path, model)

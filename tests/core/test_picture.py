@@ -8,10 +8,9 @@ from transformers import CLIPImageProcessor
 import mmkv
 from helpers.marks import slow_except
 from helpers.models import IMAGE, make_inputs
-from helpers.oracle import prefilled
+from helpers.oracle import prefilled, short
 from mmkv import picture
 from mmkv.builtin import example_pictures
-from mmkv.registry import exact_share
 
 
 @pytest.mark.parametrize("size", [(40, 3), (7, 41), (30, 30), (333, 20)])
@@ -52,8 +51,7 @@ def naive(kept, weights, group, image, pictures):
 @pytest.mark.parametrize("policy", ["prefixkv", "adakv", "streaming", "condense"])
 def test_shares_match_the_naive_twin(models, policy):
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (90, 41))
-    options = {"window": 6, "kernel_size": 3} if policy == "adakv" else exact_share(policy)
-    cache = prefilled(model, inputs, policy, 0.3, **options)
+    cache = prefilled(model, inputs, policy, 0.3, **short(policy))
     for row, pictures in enumerate((2, 1)):
         image = inputs["input_ids"][row] == IMAGE
         for layer in range(len(cache.layers)):
@@ -67,8 +65,7 @@ def test_shares_match_the_naive_twin(models, policy):
 @pytest.mark.parametrize("policy", ["adakv", "h2o", "condense"])
 def test_shares_of_all_tokens_add_up_to_the_pairs_held(models, policy):
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (90, 41))
-    options = {"window": 6} if policy == "adakv" else exact_share(policy)
-    with mmkv.wrapped(model, policy, 0.3, **options):
+    with mmkv.wrapped(model, policy, 0.3, **short(policy)):
         out = model.generate(**inputs, max_new_tokens=5, return_dict_in_generate=True)
     cache = out.past_key_values
     for layer, held in enumerate(cache.report().layers):

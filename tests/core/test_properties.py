@@ -20,7 +20,6 @@ from helpers.memory import LargestOutput
 from helpers.models import IMAGE, IMAGE_TOKENS, VOCAB, ending, make_inputs, make_model, row_of
 from helpers.oracle import USUAL, generate, short
 from mmkv.merge.neighbours import MergeByFeature
-from mmkv.registry import exact_share
 
 L = 3
 MODELS = {name: make_model(name) for name in ("llama", "llama-mha", "llama-mqa", "llava-llama")}
@@ -186,6 +185,13 @@ def test_any_policy_on_any_prompt(case):
                 assert (x[b][:, own.shape[-1] :] == -1).all()
 
 
+def spends(layers, share=0.4, lengths=(60, 33)):
+    """Whether each row keeps its share."""
+    return [round(share * L * n) for n in lengths] == [
+        sum(float(pairs_of(x)[b].float().mean()) for x in layers) for b in range(len(lengths))
+    ]
+
+
 @pytest.mark.parametrize(
     "policy", slow_except(mmkv.list_policies(), "prefixkv", "adakv", "h2o", "squeeze")
 )
@@ -196,16 +202,12 @@ def test_extreme_scores(policy, extreme):
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.mul_(extreme)
-    options = {"window": 5} if mmkv.get_policy(policy).window_size else {}
-    with mmkv.wrapped(model, policy, 0.4, **options, **exact_share(policy)):
+    chosen = mmkv.get_policy(policy, **short(policy))
+    with mmkv.wrapped(model, chosen, 0.4):
         logits, tokens, _, held = generate(model, inputs, new=8)
-    chosen = mmkv.get_policy(policy, **options)
     expected = masked_logits(model, inputs, tokens, held, merge=chosen.merge)
     torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
-    if policy != "full":
-        for b, n in enumerate((60, 33)):
-            kept = sum(float(pairs_of(x)[b].float().mean()) for x in held[0])
-            assert kept == round(0.4 * 3 * n)
+    assert policy == "full" or spends(held[0])
 
 
 SCORED = [x for x in mmkv.list_policies() if mmkv.get_policy(x).score.ranks]
@@ -218,9 +220,7 @@ SCORED = [x for x in mmkv.list_policies() if mmkv.get_policy(x).score.ranks]
 )
 def test_scores_that_are_no_numbers(policy, share, odd):
     """Infinite scores: still the oracle and the budget. NaN is refused: it ranks nothing."""
-    options = {"window": 5} if mmkv.get_policy(policy).window_size else {}
-    chosen = mmkv.get_policy(policy, **options, **exact_share(policy))
-    seen = []
+    chosen, seen = mmkv.get_policy(policy, **short(policy)), []
 
     class Odd(type(chosen.score)):
         def __call__(self, layer):
@@ -231,7 +231,7 @@ def test_scores_that_are_no_numbers(policy, share, odd):
             return found.masked_fill(where, odd)
 
     odd_one = dataclasses.replace(chosen, score=Odd(**chosen.score.options()))
-    model, inputs, lengths = MODELS["llama"], make_inputs("llama", (60, 33)), (60, 33)
+    model, inputs = MODELS["llama"], make_inputs("llama", (60, 33))
     with mmkv.wrapped(model, odd_one, 0.4):
         if math.isnan(odd):
             with pytest.raises(ValueError, match=r"Odd returned NaN for"):
@@ -240,9 +240,7 @@ def test_scores_that_are_no_numbers(policy, share, odd):
         logits, tokens, cache, held = generate(model, inputs, new=8)
     expected = masked_logits(model, inputs, tokens, held, merge=chosen.merge)
     torch.testing.assert_close(logits, expected, atol=3e-4, rtol=0)
-    for b, n in enumerate(lengths):
-        kept = sum(float(pairs_of(x)[b].float().mean()) for x in held[0])
-        assert kept == round(0.4 * 3 * n)
+    assert spends(held[0])
     assert seen
     report = cache.report()
     assert report.retained is None or 0 <= report.retained <= 1
@@ -254,14 +252,10 @@ def test_a_model_that_has_overflowed(policy):
     model, inputs = make_model("llama"), make_inputs("llama", (60, 33))
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight.fill_(math.inf)
-    options = {"window": 5} if mmkv.get_policy(policy).window_size else {}
-    with mmkv.wrapped(model, policy, 0.4, **options, **exact_share(policy)):
+    with mmkv.wrapped(model, policy, 0.4, **short(policy)):
         logits, *_, held = generate(model, inputs, new=4)
     assert logits.isnan().all()
-    if policy != "full":
-        for b, n in enumerate((60, 33)):
-            kept = sum(float(pairs_of(x)[b].float().mean()) for x in held[0])
-            assert kept == round(0.4 * 3 * n)
+    assert policy == "full" or spends(held[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -323,8 +317,7 @@ def test_soak():
         policy = rng.choice(mmkv.list_policies())
         lengths = (rng.randrange(14, 40), rng.randrange(30, 60))
         inputs = make_inputs("llama", lengths, seed=i)
-        options = {"window": 4} if mmkv.get_policy(policy).window_size else {}
-        options |= exact_share(policy)
+        options = short(policy)
         budget = rng.choice([0.3, 0.6, 1.0, 20])
         asked = {"max_new_tokens": 2, "do_sample": False}
         with mmkv.wrapped(model, policy, budget, **options):

@@ -388,6 +388,8 @@ class TestSentences:
         assert message.startswith(told), message
         assert "\n" not in message
         assert not any(x in message for x in ("tagged-union", "pydantic", "list[", "str."))
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        assert engine.asked == []
 
     def test_what_is_ignored(self, engine, caplog):
         caplog.set_level(logging.WARNING, "mmkv.serving")

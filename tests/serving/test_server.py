@@ -230,19 +230,13 @@ class TestAnswers:
 
 
 WRONG = {
-    "no JSON": b"{",
     "nothing": b"",
-    "a list": [],
     "deep": b"[" * 100_000,
     "not UTF-8": b'{"model": "\xff"}',
     "half a surrogate": b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}',
-    "no model": {"messages": HELLO["messages"]},
     "no messages": {"model": "tiny"},
     "empty messages": {**HELLO, "messages": []},
     "bad role": {**HELLO, "messages": [{"role": "cook", "content": "x"}]},
-    "no content": {**HELLO, "messages": [{"role": "user"}]},
-    "content": {**HELLO, "messages": [{"role": "user", "content": 3}]},
-    "null": {**HELLO, "messages": [{"role": "user", "content": None}]},
     "part": asking({"type": "video_url", "video_url": {"url": "x"}}),
     "long part": asking({"type": "x" * 10_000}),
     "unknown": {**HELLO, "beam_width": 3},
@@ -257,7 +251,6 @@ WRONG = {
     "max_tokens": {**HELLO, "max_tokens": 0},
     "many tokens": {**HELLO, "max_tokens": 10**30},
     "seed": {**HELLO, "seed": 2**70},
-    "stops": {**HELLO, "stop": ["a"] * 17},
     "empty stop": {**HELLO, "stop": ""},
     "logprobs": {**HELLO, "logprobs": True, "top_logprobs": 21},
     "penalty": {**HELLO, "presence_penalty": 2.5},
