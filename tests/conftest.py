@@ -1,5 +1,6 @@
 """Fixtures of all tests; `helpers` prepares the environment."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,13 @@ def cache_of_a_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MMKV_CACHE", str(folder))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_imported_is_collected() -> None:
+    """Else each look for garbage goes through all of torch and transformers."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

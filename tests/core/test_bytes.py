@@ -41,8 +41,7 @@ def model():
     # What is alive by now need not be looked at each time: that is what takes long.
     gc.collect()
     gc.freeze()
-    yield model.eval()
-    gc.unfreeze()
+    return model.eval()
 
 
 def say(model, inputs, **options):

@@ -16,8 +16,8 @@ from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import generate, prefilled, short
 from helpers.profiles import made_up, profile_of
 from helpers.sizes import row_sizes
-from mmkv import calibration, wrapping
-from mmkv.builtin import WEIGHTS, example_pictures, load_builtin
+from mmkv import calibration, chat, wrapping
+from mmkv.builtin import WEIGHTS, example_pictures
 from mmkv.eval.variants import parse_variants
 from mmkv.forcing import greedy
 from mmkv.parts import Heads, Layers
@@ -422,20 +422,10 @@ class TestBuiltin:
 
     @pytest.fixture(scope="class")
     def asked(self):
-        model, processor = load_builtin()
-        picture = Image.open(example_pictures()[0])
-        content = [
-            {"type": "image", "image": picture},
-            {"type": "text", "text": "Describe the image."},
-        ]
-        inputs = processor.apply_chat_template(
-            [{"role": "user", "content": content}],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
-        return model, inputs, model.generate(**inputs, max_new_tokens=80, do_sample=False)
+        loaded = chat.load()
+        inputs = chat.encode(loaded, "Describe the image.", [Image.open(example_pictures()[0])])
+        said = loaded.model.generate(**inputs, max_new_tokens=80, do_sample=False)
+        return loaded.model, inputs, said
 
     def test_it_is_used_and_keeps_the_answer(self, asked):
         model, inputs, full = asked

@@ -24,8 +24,9 @@ NEW = 5
 POLICIES = ["condense", "snapkv", "adakv", "prefixkv", "h2o", "streaming"]
 
 
-def question(length, seed=3):
+def question(length, seed=3, rows=1):
     ids = torch.randint(4, 120, (1, length), generator=torch.Generator().manual_seed(seed))
+    ids = ids.expand(rows, -1)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
@@ -59,8 +60,8 @@ def ask(context, given, **options):
 )
 def test_asking_equals_masking(models, variant):
     """Behind what `read` left, nothing is evicted but what decoding drops."""
-    model, inputs, asked = models("llama"), make_inputs("llama", (90, 41)), question(9)
-    asked = {k: x.expand(2, -1) for k, x in asked.items()}
+    model, inputs = models("llama"), make_inputs("llama", (90, 41))
+    asked = question(9, rows=2)
     policy = mmkv.get_policy(variant.policy, **options_of(variant))
     kept = []
     with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
@@ -196,8 +197,8 @@ def _behind(inputs, asked):
 @pytest.mark.parametrize("policy", ["condense", "h2o", "snapkv"])
 def test_reading_on_is_a_turn(models, policy):
     """`append` competes with what is held, as the next turn of a conversation does."""
-    model, inputs, more = models("llama"), make_inputs("llama", (60, 41)), question(20)
-    more = {k: x.expand(2, -1) for k, x in more.items()}
+    model, inputs = models("llama"), make_inputs("llama", (60, 41))
+    more = question(20, rows=2)
     whole = {k: torch.cat([inputs[k], more[k]], 1) for k in more}
     with mmkv.wrapped(model, policy, 0.4, **short(policy)):
         context = mmkv.read(model, inputs)
@@ -206,8 +207,7 @@ def test_reading_on_is_a_turn(models, policy):
         *_, want, _ = generate(model, whole, new=1, past_key_values=cache)
         for i in range(3):
             assert torch.equal(context.cache.kept(i), want.kept(i))
-        asked = {k: x.expand(2, -1) for k, x in question(5).items()}
-        assert ask(context, asked)[1].shape == (2, NEW)
+        assert ask(context, question(5, rows=2))[1].shape == (2, NEW)
     assert context.cache.lengths == [80, 61]
 
 
@@ -223,8 +223,8 @@ def test_reading_in_chunks(models):
 @pytest.mark.parametrize("kv_dtype", slow_except([None, "int8"], None))
 @pytest.mark.parametrize("policy", slow_except(POLICIES, "condense", "h2o", "snapkv"))
 def test_saved_and_loaded_it_is_the_same(models, policy, kv_dtype, tmp_path):
-    model, inputs, asked = models("llava-llama"), make_inputs("llava-llama", (70, 41)), question(8)
-    asked = {k: x.expand(2, -1) for k, x in asked.items()}
+    model, inputs = models("llava-llama"), make_inputs("llava-llama", (70, 41))
+    asked = question(8, rows=2)
     path = tmp_path / "read.safetensors"
     with mmkv.wrapped(model, policy, 0.4, kv_dtype=kv_dtype, **short(policy)):
         context = mmkv.read(model, inputs)
@@ -238,9 +238,8 @@ def test_saved_and_loaded_it_is_the_same(models, policy, kv_dtype, tmp_path):
         assert one == other
         atol = 1e-4 if kv_dtype is None else 2e-3
         torch.testing.assert_close(ask(found, asked)[0], ask(context, asked)[0], atol=atol, rtol=0)
-        more = {k: x.expand(2, -1) for k, x in question(9, seed=8).items()}
         for one in (context, found):
-            one.append(more)
+            one.append(question(9, seed=8, rows=2))
     for i in range(3):
         assert torch.equal(found.cache.kept(i), context.cache.kept(i))
         for one, other in zip(found.cache.groups(i), context.cache.groups(i), strict=True):
@@ -258,7 +257,7 @@ def test_saved_and_loaded_it_is_the_same(models, policy, kv_dtype, tmp_path):
 )
 def test_windows_of_sliding_layers_are_saved_too(name, lengths, tmp_path):
     model, path = zoo.model_of(name), tmp_path / "read.safetensors"
-    asked = {k: x.expand(len(lengths), -1) for k, x in question(8).items()}
+    asked = question(8, rows=len(lengths))
     with mmkv.wrapped(model, "condense", 0.4, least=0):
         context = mmkv.read(model, zoo.prompt(model, lengths))
         context.save(path)
@@ -489,12 +488,12 @@ def test_a_hostile_file_is_refused(models, read_file, name, tmp_path):
     """Signed anew: each change is found by its own check, not by the digest of the whole."""
     model, path = models("llama"), tmp_path / "bad"
     path.write_bytes(read_file.read_bytes())
-    with mmkv.wrapped(model, "condense", 0.4, least=0):
-        rewrite(path, lambda tensors, about: None)
+    rewrite(path, HOSTILE[name])
+    with (
+        mmkv.wrapped(model, "condense", 0.4, least=0),
+        pytest.raises(ValueError, match=r"bad: (?!damaged)") as found,
+    ):
         mmkv.load_context(path, model)
-        rewrite(path, HOSTILE[name])
-        with pytest.raises(ValueError, match=r"bad: (?!damaged)") as found:
-            mmkv.load_context(path, model)
     assert "\n" not in str(found.value)
     assert len(str(found.value)) < 400
 
@@ -537,10 +536,12 @@ def test_hostile_errors_windows_and_grids_are_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def read_file(tmp_path_factory):
-    """A good file."""
+    """A good file, which is one still when it is signed anew."""
     model, path = make_model("llama"), tmp_path_factory.mktemp("context") / "good"
     with mmkv.wrapped(model, "condense", 0.4, least=0):
         mmkv.read(model, make_inputs("llama", (40,))).save(path)
+        rewrite(path, lambda tensors, about: None)
+        mmkv.load_context(path, model)
     return path
 
 
@@ -604,7 +605,7 @@ def test_seconds_of_films_are_remembered(tmp_path):
 @pytest.mark.parametrize("rows", [(60,), (60, 41)], ids=str)
 def test_a_question_is_asked_with_beams(models, rows):
     model, inputs = models("llama"), make_inputs("llama", rows)
-    asked = {k: x.expand(len(rows), -1) for k, x in question(8).items()}
+    asked = question(8, rows=len(rows))
     whole = {k: torch.cat([inputs[k], asked[k]], 1) for k in asked}
     beams = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False, "max_new_tokens": NEW}
     wanted = model.generate(**whole, **beams)[:, whole["input_ids"].shape[1] :]
@@ -638,12 +639,12 @@ def test_what_cannot_be_asked_is_said(models):
             mmkv.read(model, {"pixel_values": torch.zeros(1)})
         context = mmkv.read(model, inputs)
         with pytest.raises(ValueError, match="3 rows behind a context of 2"):
-            context.ask(padded(*[question(4)] * 3), max_new_tokens=2)
+            context.ask(question(4, rows=3), max_new_tokens=2)
         with pytest.raises(ValueError, match="1 rows behind a context of 2"):
             context.append(question(4))
         for use in (context.ask, context.append):
             with pytest.raises(ValueError, match="no tokens behind the context"):
-                use({k: x.expand(2, -1) for k, x in question(0).items()})
+                use(question(0, rows=2))
         with pytest.raises(ValueError, match=r"position_ids: .* leave them out"):
             mmkv.read(model, {**inputs, "position_ids": torch.arange(40).expand(2, -1)})
         with pytest.raises(ValueError, match="use_cache=False behind"):

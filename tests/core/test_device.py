@@ -99,12 +99,12 @@ def test_a_context_is_read_saved_and_asked_there(models, there, gpu, tmp_path):
     """What comes from the host goes to the model."""
     inputs, question = (make_inputs("llama", (n,), seed=n) for n in (40, 8))
     with mmkv.wrapped(models("llama"), "condense", 0.4, least=0):
-        wanted = mmkv.read(models("llama"), inputs).ask(question, max_new_tokens=NEW).tolist()
+        wanted = mmkv.read(models("llama"), inputs).ask(question, max_new_tokens=FEW).tolist()
     with mmkv.wrapped(model := there("llama"), "condense", 0.4, least=0, graph=False):
         context = mmkv.read(model, inputs)
         context.save(tmp_path / "read")
         for one in (context, mmkv.load_context(tmp_path / "read", model)):
-            assert one.ask(question, max_new_tokens=NEW).tolist() == wanted
+            assert one.ask(question, max_new_tokens=FEW).tolist() == wanted
 
 
 PICTURES = [Variant("prefixkv", (("protect", "instruction"),), 0.85), Variant("xkv")]

@@ -11,6 +11,7 @@ from helpers.masking import pairs_of
 from helpers.models import make_inputs, next_turn
 from helpers.oracle import generate, short
 from helpers.serving import alone, watched
+from mmkv import sensitivity
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache import selection
 from mmkv.eval.speed.rows import PRESETS, make_rows
@@ -106,17 +107,17 @@ def states(output):
     return [x.keeping() for x in output.past_key_values.compressed]
 
 
-@pytest.mark.parametrize("sinks", [0, 20])  # 20: more than a fifth must be kept
+@pytest.mark.parametrize("sinks", [0, 20])  # 20: of the shorter row more than its share
 def test_a_ratio_is_of_the_tokens_seen_where_that_is_more(models, sinks):
-    """PrefixKV drops one token a step, down to 40 or to a fifth of all tokens seen."""
+    """PrefixKV drops one token a step, down to 40 or to two fifths of all tokens seen."""
     model, inputs = models("llama"), make_inputs("llama", (60, 30))
     options = {"layers": "uniform", "distance": 0, "least": LEAST, "sinks": sinks}
-    with mmkv.wrapped(model, "prefixkv", 0.2, **options):
-        *_, held = generate(model, inputs, new=200)
+    with mmkv.wrapped(model, "prefixkv", 0.4, **options):
+        *_, held = generate(model, inputs, new=100)
     for t, layers in enumerate(held):
         for b, n in enumerate((60 + t, 30 + t)):
             # Tokens are dropped after the step that is one too many.
-            want = min(n, max(LEAST, round(0.2 * n)))
+            want = min(n, max(LEAST, round(0.4 * n)))
             assert {int(x) for layer in layers for x in pairs_of(layer)[b]} == {want}, (t, b)
 
 
@@ -206,8 +207,9 @@ def test_what_measures_budgets_does_without():
     assert rows["snapkv 0.2"] == {}
 
 
-def test_curves_are_of_shares(models):
+def test_curves_are_of_shares(models, monkeypatch):
     """A level of a curve is that share, whatever `least` is."""
+    monkeypatch.setattr(sensitivity, "_REPLY", 16)
     model = models("llama")
     samples = [make_inputs("llama", (50,))]
     found = [mmkv.calibrate(model, samples, "condense", least=n).curves for n in (0, 64)]

@@ -106,6 +106,7 @@ def test_some_observe_the_whole_prompt(whole: int, spread: list[int], monkeypatc
     for b, pad in enumerate(padding):
         q, k, v, extra = (x[b, :, pad:] for x in (query, key, value, bias))
         n, last = N - pad, -(-whole // 2)
+        alone = options | {"run": n, "stride": n}
         near = naive(q, k, v, None, bias=extra, **options)
         places = [n - 1 - i for i in range(last)]
         others = whole - last
@@ -113,10 +114,7 @@ def test_some_observe_the_whole_prompt(whole: int, spread: list[int], monkeypatc
         if b == 0:
             assert places[last:] == spread
         far = torch.stack(
-            [
-                naive(q[:, [i]].expand(-1, n, -1), k, v, None, bias=extra, **options | {"run": n})
-                for i in places
-            ]
+            [naive(q[:, [i]].expand(-1, n, -1), k, v, None, bias=extra, **alone) for i in places]
         ).amax(0)
         want = torch.maximum(near, far * near.sum(-1, keepdim=True) / far.sum(-1, keepdim=True))
         want = (want if n > run else near).float()

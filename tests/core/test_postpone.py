@@ -5,7 +5,7 @@ import torch
 
 import mmkv
 from helpers.marks import slow_except
-from helpers.masking import masked_logits
+from helpers.masking import held_sets, masked_logits
 from helpers.models import make_inputs, make_model, next_turn
 from helpers.oracle import generate, top
 from mmkv.attach import graph
@@ -13,10 +13,6 @@ from mmkv.registry import exact_share
 
 L, H, G = 3, 2, 2
 AFTER = 6
-
-
-def held_sets(kept, row=0):
-    return [set(head[head >= 0].tolist()) for head in kept[row]]
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "h2o"])

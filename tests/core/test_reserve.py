@@ -25,11 +25,8 @@ def passes(model, inputs, new):
         slots = sum(b.keys.shape[0] * b.keys.shape[1] for x in states for b in x.blocks)
         found.append((slots, kept, cache.get_seq_length()))
 
-    hook = model.register_forward_hook(look)
-    try:
+    with model.register_forward_hook(look):
         model.generate(**inputs, max_new_tokens=new, do_sample=False)
-    finally:
-        hook.remove()
     return found
 
 

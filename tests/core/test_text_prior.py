@@ -4,15 +4,11 @@ import pytest
 import torch
 
 import mmkv
-from helpers.masking import masked_logits
+from helpers.masking import held_sets, masked_logits
 from helpers.models import IMAGE, make_inputs, make_model
 from helpers.oracle import generate, prefilled, top
 
 L, H, G = 3, 2, 2
-
-
-def kept_sets(cache, layer, row=0):
-    return [set(head[head >= 0].tolist()) for head in cache.kept(layer)[row]]
 
 
 @pytest.mark.parametrize("budget", [20, 44, 75])
@@ -34,7 +30,7 @@ def test_lookm_adds_the_largest_score_to_those_of_text(budget):
             late = set(range(N - recent, N))
             heavy = [-1.0 if j in late else s for j, s in enumerate(scores)]
             wanted = top(heavy, budget - recent) | late
-            assert kept_sets(cache, layer)[h] == wanted
+            assert held_sets(cache.kept(layer))[h] == wanted
             images |= {j for j in wanted - late if ids[j] == IMAGE}
     assert bool(images) == (budget == 75), "the budget does not tell text from images"
 
@@ -77,9 +73,9 @@ def test_the_prior_holds_for_pictures_of_earlier_turns():
     with mmkv.wrapped(model, "lookm", 50):
         _, tokens, cache, _ = generate(model, inputs, new=3)
         ids = torch.cat([inputs["input_ids"], tokens, more], dim=1)
-        first = {j for head in kept_sets(cache, 0) for j in head if ids[0, j] == IMAGE}
+        first = {j for head in held_sets(cache.kept(0)) for j in head if ids[0, j] == IMAGE}
         generate(model, {"input_ids": ids}, new=2, past_key_values=cache)
     assert first, "no image token was left after the first turn"
     for layer in range(L):
-        for head in kept_sets(cache, layer):
+        for head in held_sets(cache.kept(layer)):
             assert not {j for j in head if j < 80 and ids[0, j] == IMAGE}

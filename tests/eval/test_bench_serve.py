@@ -4,11 +4,13 @@ import re
 
 import pytest
 import torch
+from test_bench import TOY
 
 import mmkv
 from mmkv import chat
 from mmkv.cli import commands
 from mmkv.eval.speed import serve
+from mmkv.eval.speed.models import SHAPES
 from mmkv.eval.speed.serve import Timing, summary
 from mmkv.serving import prompts
 
@@ -97,7 +99,8 @@ def test_replies_agree_by_the_words_before_they_end():
         (["serve", "--model", "llama-120m-random", "--data", "."], "has no tokenizer"),
     ],
 )
-def test_options_of_the_other_command_are_refused(words, said, capsys):
+def test_options_of_the_other_command_are_refused(words, said, capsys, monkeypatch):
+    monkeypatch.setitem(SHAPES, "llama-120m-random", TOY)
     with pytest.raises(SystemExit) as end:
         commands.main(["bench", *words])
     assert end.value.code == 2

@@ -1,5 +1,6 @@
 """The suites' built-in data: deterministic, small enough for the built-in model, and answerable."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,11 @@ SIZES = {"description": 50, "mmvet": 48, "longbench": 70, "needle": 40, "ruler":
 SIZES |= {"cnn_dailymail": 20, "xsum": 20}
 
 
+@functools.cache
+def whole(suite):
+    return load_suite(suite)
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     from transformers import PreTrainedTokenizerFast
@@ -22,7 +28,7 @@ def tokenizer():
 
 @pytest.mark.parametrize("suite", sorted(SIZES))
 def test_builtin_data_is_deterministic_and_of_its_size(suite):
-    first, again = load_suite(suite), load_suite(suite, Path("builtin"))
+    first, again = whole(suite), load_suite(suite, Path("builtin"))
     assert first == again
     assert len(first) == SIZES[suite]
     assert len({s.id for s in first}) == len(first)
@@ -33,7 +39,7 @@ def test_builtin_data_is_deterministic_and_of_its_size(suite):
 
 @pytest.mark.parametrize("suite", sorted(SIZES))
 def test_builtin_data_fits_the_builtin_model(suite, tokenizer):
-    for sample in load_suite(suite):
+    for sample in whole(suite):
         prompt = tokenizer.encode(sample.prompt, add_special_tokens=False)
         reply = tokenizer.encode(f" {sample.answers[0]}", add_special_tokens=False)
         assert len(prompt) + 150 * len(sample.images) + sample.max_new_tokens + 16 <= 2048
@@ -43,18 +49,18 @@ def test_builtin_data_fits_the_builtin_model(suite, tokenizer):
 
 @pytest.mark.parametrize("suite", sorted(SIZES))
 def test_the_reference_of_builtin_data_scores_full_marks(suite):
-    found = [scoring.score(sample, sample.answers[0]) for sample in load_suite(suite)]
+    found = [scoring.score(sample, sample.answers[0]) for sample in whole(suite)]
     assert found == [None if suite == "description" else 1.0] * SIZES[suite]
 
 
 def test_builtin_questions_have_capabilities():
-    found = load_suite("mmvet")
+    found = whole("mmvet")
     assert {tag for s in found for tag in s.tags} == {"rec", "spat", "count", "several"}
     assert all((len(s.images) == 2) == ("several" in s.tags) for s in found)
 
 
 def test_builtin_longbench_has_seven_kinds_that_take_turns():
-    found = load_suite("longbench")
+    found = whole("longbench")
     kinds = [s.task for s in found[:7]]
     assert len(set(kinds)) == 7
     assert [s.task for s in found] == kinds * 10
@@ -67,7 +73,7 @@ def test_builtin_longbench_has_seven_kinds_that_take_turns():
 
 
 def test_the_builtin_needle_lies_at_its_depth():
-    for sample in load_suite("needle"):
+    for sample in whole("needle"):
         text, needle = sample.prompt, sample.answers[0]
         depth = float(sample.tags[0].removeprefix("depth="))
         place = text.index(needle) / len(text.rsplit(".", 1)[0])
@@ -76,7 +82,7 @@ def test_the_builtin_needle_lies_at_its_depth():
 
 
 def test_a_wrong_value_costs_marks_in_every_task_of_longbench():
-    for sample in load_suite("longbench"):
+    for sample in whole("longbench"):
         wrong = {
             "summary": "There are no objects in the picture.",
             "count": "There are twelve stars in the picture.",

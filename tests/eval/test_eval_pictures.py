@@ -4,6 +4,7 @@ import pytest
 from PIL import Image
 from test_eval_suites import write
 
+from helpers.evaluation import write
 from mmkv.eval.samples import DataError, open_images, suite_notes
 from mmkv.eval.suites import files
 from mmkv.eval.suites.registry import load_suite

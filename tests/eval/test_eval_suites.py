@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.evaluation import make_tokenizer
+from helpers.evaluation import make_tokenizer, write
 from mmkv.chat import Loaded
 from mmkv.cli import commands
 from mmkv.eval.prompts import Encoder
@@ -15,11 +15,6 @@ from mmkv.eval.suites import files, longbench, registry
 from mmkv.eval.suites.registry import load_suite
 
 LONGBENCH = Path(__file__).parents[3] / "shared" / "data" / "longbench"
-
-
-def write(path: Path, content) -> Path:
-    path.write_text(json.dumps(content), encoding="utf-8")
-    return path
 
 
 def write_lines(path: Path, *entries) -> Path:

@@ -104,6 +104,11 @@ def held_by(cache: Any, layer: int) -> Tensor:
     return kept
 
 
+def held_sets(kept: Tensor, row: int = 0) -> list[set[int]]:
+    """What each head of a row holds, of positions kept [B, H, n]."""
+    return [set(head[head >= 0].tolist()) for head in kept[row]]
+
+
 def pairs_of(held: Tensor) -> Tensor:
     """How many pairs a layer holds of each head, groups included: int64 [B, H]."""
     groups = getattr(held, "groups", None)

@@ -1,13 +1,15 @@
 """The policies and options that the oracles run, and generation that says what was held."""
 
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
 import mmkv
+from helpers import masking
 from helpers.masking import held_by
 from mmkv.cache.phases import Reading
 from mmkv.policy import Policy
@@ -136,27 +138,15 @@ def generate(model, inputs, new=NEW, **kwargs):
     """Greedy, with what each layer held after the prefill and after each step."""
     held = []
 
-    def record(module, args, kwargs, output):
+    def record(module, args, output):
         cache = output.past_key_values
         if cache.expects_prompt and not cache.plan.evict_chunks:
             return  # a chunk of a prompt: nothing is evicted yet
         held.append([held_by(cache, i) for i in range(len(cache.layers))])
 
     wrapped = mmkv.is_wrapped(model)
-    hook = model.register_forward_hook(record, with_kwargs=True) if wrapped else None
-    try:
-        out = model.generate(
-            **inputs,
-            max_new_tokens=new,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_logits=True,
-            **kwargs,
-        )
-    finally:
-        if hook is not None:
-            hook.remove()
-    return torch.stack(out.logits), out.sequences[:, -new:], out.past_key_values, held
+    with model.register_forward_hook(record) if wrapped else nullcontext():
+        return *masking.generate(model, inputs, new=new, **kwargs), held
 
 
 def prefilled(model, inputs, policy, budget=None, **options):
@@ -175,11 +165,9 @@ def measured_similarity():
         found[layer_idx] = similarity
         compare(self, layer_idx, similarity, tokens)
 
-    Reading.compare = record
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reading, "compare", record)
         yield found
-    finally:
-        Reading.compare = compare
 
 
 def window_scores(attention, window, kernel, pooling, recent=False) -> list[float]:

@@ -45,9 +45,7 @@ def attended(name: str, rows: str) -> tuple[dict[str, Tensor], list[Any]]:
     None for layers with linear attention, which have none.
     """
     model = model_of(name, "eager")
-    wide = model.config.model_type in ("llava_next", "llava_onevision")  # 52 tokens a picture
-    lengths = {"one": (132 if wide else 90,), "padded": (132, 81) if wide else (88, 47)}
-    inputs = zoo.prompt(model, lengths.get(rows, lengths["one"]))
+    inputs = zoo.inputs_of(model, "padded" if rows == "padded" else "one")
     if rows == "ends in a picture":
         end = int((inputs["input_ids"] == zoo.IMAGE).nonzero()[-1, 1]) + 3
         inputs = {k: x if k == "pixel_values" else x[:, :end] for k, x in inputs.items()}

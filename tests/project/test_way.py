@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 import mmkv
+from mmkv import chat
 from mmkv.builtin import example_pictures
 
 HOME = Path(mmkv.__file__).resolve().parent
@@ -38,16 +39,9 @@ def traced(call) -> list[str]:
 @pytest.mark.parametrize("policy", MOST)
 def test_a_prompts_way_is_no_longer_than_it_was(policy, caplog):
     caplog.set_level("ERROR", "mmkv")  # a command that ran before may have set up the log
-    model, processor = mmkv.load_builtin()
-    picture = Image.open(sorted(example_pictures())[0])
-    parts = [{"type": "image", "image": picture}, {"type": "text", "text": "Describe the picture."}]
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": parts}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
+    loaded = chat.load()
+    model, picture = loaded.model, Image.open(sorted(example_pictures())[0])
+    inputs = chat.encode(loaded, "Describe the picture.", [picture])
 
     def generate(new: int) -> torch.Tensor:
         return model.generate(**inputs, max_new_tokens=new, do_sample=False)

@@ -12,10 +12,11 @@ from PIL import Image
 
 import mmkv
 from helpers import zoo
+from helpers.marks import slow_except
 from helpers.models import make_inputs, make_model
 from mmkv.attach.attachment import attachment_of
 from mmkv.builtin import example_pictures, load_builtin
-from mmkv.chat import Loaded
+from mmkv.chat import Loaded, encode_messages
 from mmkv.registry import exact_share
 from mmkv.serving import Engine, Sampling
 from mmkv.serving.prompts import _without_question, digest, encode
@@ -36,7 +37,7 @@ def asked(picture, question):
     return [{"role": "user", "content": parts}]
 
 
-@pytest.mark.parametrize("policy", ["condense", "h2o"])
+@pytest.mark.parametrize("policy", slow_except(["condense", "h2o"], "condense"))
 @pytest.mark.parametrize("memory", [None, 127_000], ids=["much", "little"])
 def test_a_prefix_is_read_once_and_asked_many_times(models, policy, memory):
     name = "llava-llama"
@@ -259,6 +260,7 @@ def test_messages_share_what_stands_before_the_question(builtin):
     model, processor = builtin
     pictures = [Image.open(path) for path in example_pictures()[:2]]
     texts = ["Describe the picture.", "How many shapes are there?"]
+    loaded = Loaded("builtin", model, processor, reads_pictures=True)
     with mmkv.wrapped(model, "condense", 0.3, least=0), Engine(model, processor) as engine:
         replies = [
             engine.submit(asked(picture, text), max_new_tokens=30)
@@ -268,16 +270,7 @@ def test_messages_share_what_stands_before_the_question(builtin):
         tokens = [x.result(60)[0] for x in replies]
         assert [x.usage.shared for x in replies] == [False, True] * 2
         for picture, text, found in zip(pictures, texts, (tokens[0], tokens[3]), strict=False):
-            whole, empty = (
-                processor.apply_chat_template(
-                    asked(picture, t),
-                    add_generation_prompt=True,
-                    tokenize=True,
-                    return_dict=True,
-                    return_tensors="pt",
-                )
-                for t in (text, "")
-            )
+            whole, empty = (encode_messages(loaded, asked(picture, t)) for t in (text, ""))
             ids, other = whole["input_ids"][0].tolist(), empty["input_ids"][0].tolist()
             n = next(i for i in range(len(other)) if ids[i] != other[i])
             read = {k: whole[k][:, :n] for k in ("input_ids", "attention_mask")}
@@ -373,7 +366,7 @@ def test_replies_attend_to_a_held_prefix_and_hold_what_comes_behind_it(models, p
     questions = [make_inputs("llama", (n,), seed=n) for n in (5, 9, 7, 6)]
     with mmkv.wrapped(model, policy, 0.4, **exact_share(policy)):
         context = mmkv.read(model, prefix)
-        wanted = [context.ask(x, max_new_tokens=40)[0].tolist() for x in questions]
+        wanted = [context.ask(x, max_new_tokens=16)[0].tolist() for x in questions]
         with Engine(model) as engine:
             worker, seen = engine._worker, []
 
@@ -384,7 +377,7 @@ def test_replies_attend_to_a_held_prefix_and_hold_what_comes_behind_it(models, p
                 engine.submit(inputs=questions[0], prefix=prefix, max_new_tokens=2).result(60)
                 with worker.wake:
                     replies = [
-                        engine.submit(inputs=x, prefix=prefix, max_new_tokens=40) for x in questions
+                        engine.submit(inputs=x, prefix=prefix, max_new_tokens=16) for x in questions
                     ]
                 assert [x.result(60)[0] for x in replies] == wanted
             assert not worker.batch.pool.prefixes

@@ -9,9 +9,7 @@ import http.server
 import json
 import random
 import re
-import shutil
 import socket
-import subprocess
 import threading
 import time
 import urllib.parse
@@ -191,17 +189,6 @@ class TestAnswers:
 
     def test_health(self, address):
         assert get(address, "/health") == (200, '{"status":"ok"}')
-
-    def test_curl(self, address):
-        if shutil.which("curl") is None:
-            pytest.skip("curl is not installed")
-        command = ["curl", "-sSN", "--max-time", "20", f"{address}/v1/chat/completions"]
-        command += ["-H", "Content-Type: application/json", "-d"]
-        out = subprocess.run([*command, json.dumps(HELLO)], capture_output=True, check=True)
-        assert json.loads(out.stdout)["choices"][0]["message"]["content"] == "A red circle."
-        body = json.dumps({**HELLO, "stream": True})
-        out = subprocess.run([*command, body], capture_output=True, check=True)
-        assert out.stdout.endswith(b"data: [DONE]\n\n")
 
     def test_metrics(self, engine):
         """Of a server of its own, so that the counts are known."""

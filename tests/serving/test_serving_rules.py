@@ -5,7 +5,6 @@ from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import mmkv
 from helpers.models import make_inputs, make_model
@@ -14,7 +13,6 @@ from mmkv.serving import Engine
 from mmkv.serving.batch import _let_go
 from mmkv.serving.errors import RequestError
 from mmkv.serving.memory import Bounds
-from mmkv.serving.prompts import checked
 from mmkv.serving.reply import MOST_LOGPROBS, Sampling, TextStream, overlap
 
 CHUNK = 64
@@ -117,16 +115,6 @@ class Bytes:
 def test_a_reply_shows_whole_characters_and_no_special_tokens():
     stream = TextStream(Bytes())
     assert [stream.add(x) for x in b"a\x00\xe2\x82\xacb"] == ["a", "", "", "", "€", "b"]
-
-
-@pytest.mark.parametrize(
-    "ids",
-    [None, [[1, 2]], torch.tensor([1, 2]), torch.ones(2, 3).long(), torch.ones(1, 0).long()],
-    ids=["none", "a list", "no batch", "two rows", "no tokens"],
-)
-def test_inputs_of_other_than_one_row_are_refused(ids):
-    with pytest.raises(ValueError, match="a request is one row"):
-        checked({"input_ids": ids}, torch.device("cpu"))
 
 
 def test_more_likely_tokens_than_are_told_are_refused():
