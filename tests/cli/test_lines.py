@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from helpers.marks import slow_except
+from helpers.marks import cases
 from mmkv import chat
 from mmkv.builtin import example_pictures
 from mmkv.cli.chat import Lines
@@ -25,7 +25,7 @@ def talk(loaded, *lines: str, terminal: bool = False) -> tuple[str, int, Convers
     return screen.file.getvalue(), refused, chatting.conversation
 
 
-@pytest.mark.parametrize("terminal", slow_except([False, True], True))
+@cases("terminal", [False, True], True)
 def test_two_turns_about_a_picture(loaded, terminal):
     out, refused, conversation = talk(
         loaded,
@@ -86,19 +86,16 @@ def test_budgets_that_mean_something_else(loaded):
     ]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    slow_except(
-        [
-            ("/image nowhere.png", "nowhere.png"),
-            ("/policy nosuch", "unknown policy 'nosuch'"),
-            ("/policy snapkv windw=3", "'windw'"),
-            ("/budget much", "much"),
-            ("/kv-dtype int3", "kv_dtype='int3'"),
-        ],
+@cases(
+    "line, message",
+    [
         ("/image nowhere.png", "nowhere.png"),
-        several=True,
-    ),
+        ("/policy nosuch", "unknown policy 'nosuch'"),
+        ("/policy snapkv windw=3", "'windw'"),
+        ("/budget much", "much"),
+        ("/kv-dtype int3", "kv_dtype='int3'"),
+    ],
+    ("/image nowhere.png", "nowhere.png"),
 )
 def test_a_refused_line_says_why_and_the_chat_goes_on(loaded, line, message):
     out, refused, conversation = talk(

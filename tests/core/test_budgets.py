@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mmkv
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.models import IMAGE, VOCAB, make_inputs, make_model, row_of
 from helpers.oracle import USUAL, generate, prefilled, top, window_scores
 from helpers.sizes import row_sizes
@@ -84,7 +84,7 @@ def test_generated_tokens_that_take_the_whole_budget_are_named(text_model):
     assert out.past_key_values.report().notes[-1] == text
 
 
-@pytest.mark.parametrize("policy", slow_except(mmkv.list_policies(), *USUAL))
+@cases("policy", mmkv.list_policies(), *USUAL)
 def test_protected_text_above_the_budget_stays_in_every_turn(models, policy):
     """The demo's second turn: the text of both is more than a fifth of the tokens seen."""
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (40,))
@@ -172,29 +172,26 @@ def simulated(decode, first, n, size, steps, distance, sinks):
     return held
 
 
-@pytest.mark.parametrize("budget", slow_except([0.3, 20], 20))
-@pytest.mark.parametrize("lengths", slow_except([(20,), (21,), (60, 12, 31)], (60, 12, 31)))
-@pytest.mark.parametrize(
-    ("policy", "options"),
-    slow_except(
-        [
-            ("snapkv", {"window": 3}),
-            ("prefixkv", {"distance": 4}),
-            ("prefixkv", {"distance": 25}),
-            ("elastic", {"distance": 7, "merge": None}),
-            ("pyramidkv", {"window": 2, "heads": "adaptive", "decode": "ratio", "distance": 3}),
-            ("local", {}),
-            ("streaming", {"sinks": 3}),
-            ("local", {"layers": "pyramid"}),
-            ("h2o", {}),
-            ("h2o", {"layers": "prefix", "heads": "adaptive"}),
-        ],
+@cases("budget", [0.3, 20], 20)
+@cases("lengths", [(20,), (21,), (60, 12, 31)], (60, 12, 31))
+@cases(
+    "policy, options",
+    [
+        ("snapkv", {"window": 3}),
         ("prefixkv", {"distance": 4}),
+        ("prefixkv", {"distance": 25}),
+        ("elastic", {"distance": 7, "merge": None}),
         ("pyramidkv", {"window": 2, "heads": "adaptive", "decode": "ratio", "distance": 3}),
+        ("local", {}),
         ("streaming", {"sinks": 3}),
+        ("local", {"layers": "pyramid"}),
         ("h2o", {}),
-        several=True,
-    ),
+        ("h2o", {"layers": "prefix", "heads": "adaptive"}),
+    ],
+    ("prefixkv", {"distance": 4}),
+    ("pyramidkv", {"window": 2, "heads": "adaptive", "decode": "ratio", "distance": 3}),
+    ("streaming", {"sinks": 3}),
+    ("h2o", {}),
 )
 def test_what_a_budget_means_for_generated_tokens(models, policy, options, lengths, budget):
     """grow: on top of it. ratio: its share of, or number among, all. fixed: in others' place."""

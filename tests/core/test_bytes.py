@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmkv
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.masking import pairs_of
 from helpers.memory import storages
 from helpers.models import PAD, VOCAB, ending, make_inputs, next_turn
@@ -123,8 +123,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", slow_except(WAYS, "greedy", "turns with beams"))
-@pytest.mark.parametrize("policy", slow_except(POLICIES, "adakv", "condense"))
+@cases("way", WAYS, "greedy", "turns with beams")
+@cases("policy", POLICIES, "adakv", "condense")
 def test_bytes_are_those_of_the_storages(model, policy, way):
     inputs, before = make_inputs("llama", (90, 61)), storages(D)
     with mmkv.wrapped(model, policy, 0.3, **short(policy)):
@@ -137,7 +137,7 @@ def test_bytes_are_those_of_the_storages(model, policy, way):
 
 @pytest.mark.parametrize("chunk", [None, 40])
 @pytest.mark.parametrize("when", ["in the prompt", "while decoding", "in a turn"])
-@pytest.mark.parametrize("policy", slow_except(POLICIES[:-1], "h2o"))
+@cases("policy", POLICIES[:-1], "h2o")
 def test_bytes_after_an_interrupt(model, policy, when, chunk):
     """What an interrupted pass leaves is what the cache says, and the last queries of a chunk."""
     inputs, before, found = make_inputs("llama", (90, 61)), storages(D), []

@@ -11,7 +11,7 @@ from PIL import Image
 
 import mmkv
 from helpers import zoo
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import generate, prefilled, short
 from helpers.profiles import made_up, profile_of
@@ -292,7 +292,7 @@ class TestMeasure:
                     k = calibration.LEVELS.index(level)
                     assert got[i][h][k] == pytest.approx(want, rel=0.3)
 
-    @pytest.mark.parametrize("name", slow_except(zoo.NAMES, zoo.FEW[0]))
+    @cases("name", zoo.NAMES, zoo.FEW[0])
     def test_the_reply_is_read_again_as_it_was_said(self, monkeypatch, name):
         """Behind the whole prompt, padded or not, each token's likeliest next is the reply's."""
         model = copy.deepcopy(zoo.model_of(name))

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import mmkv
 from helpers import zoo
 from helpers.contexts import rewrite
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.masking import held_by, masked_logits
 from helpers.models import IMAGE, PAD, make_inputs, make_model
 from helpers.oracle import VARIANTS, generate, options_of, short
@@ -53,11 +53,7 @@ def ask(context, given, **options):
     return torch.stack(out.logits), out.sequences, out.past_key_values
 
 
-@pytest.mark.parametrize(
-    "variant",
-    slow_except(VARIANTS, "condense", "snapkv", "h2o"),
-    ids=str,
-)
+@cases("variant", VARIANTS, "condense", "snapkv", "h2o", ids=str)
 def test_asking_equals_masking(models, variant):
     """Behind what `read` left, nothing is evicted but what decoding drops."""
     model, inputs = models("llama"), make_inputs("llama", (90, 41))
@@ -104,13 +100,11 @@ def test_many_questions_at_once_are_one_by_one(models, policy):
     assert all(torch.equal(x, held_by(context.cache, i)) for i, x in enumerate(before))
 
 
-@pytest.mark.parametrize(
+@cases(
     "name",
-    slow_except(
-        [*zoo.FEW, "FalconForCausalLM", "GPTNeoXForCausalLM", "Gemma2ForCausalLM"],
-        *("LlavaForConditionalGeneration", "OPTForCausalLM", "FalconForCausalLM"),
-        "Gemma2ForCausalLM",
-    ),
+    [*zoo.FEW, "FalconForCausalLM", "GPTNeoXForCausalLM", "Gemma2ForCausalLM"],
+    *("LlavaForConditionalGeneration", "OPTForCausalLM", "FalconForCausalLM"),
+    "Gemma2ForCausalLM",
 )
 def test_every_kind_of_model(name, tmp_path):
     model = zoo.model_of(name)
@@ -133,18 +127,16 @@ def test_every_kind_of_model(name, tmp_path):
     assert torch.equal(tokens, out.sequences[:, -NEW:])
 
 
-@pytest.mark.parametrize(
+@cases(
     "name",
-    slow_except(
-        [
-            "Qwen2_5_VLForConditionalGeneration",
-            "Qwen2VLForConditionalGeneration",
-            "SmolVLMForConditionalGeneration",
-            "LlavaForConditionalGeneration",
-            "InternVLForConditionalGeneration",
-        ],
+    [
         "Qwen2_5_VLForConditionalGeneration",
-    ),
+        "Qwen2VLForConditionalGeneration",
+        "SmolVLMForConditionalGeneration",
+        "LlavaForConditionalGeneration",
+        "InternVLForConditionalGeneration",
+    ],
+    "Qwen2_5_VLForConditionalGeneration",
 )
 def test_frames_are_read_on_as_if_all_had_been_given(name):
     """At full budget: pictures, their grids and positions are those of the whole prompt."""
@@ -220,8 +212,8 @@ def test_reading_in_chunks(models):
             assert torch.equal(whole.cache.kept(i), chunks.cache.kept(i))
 
 
-@pytest.mark.parametrize("kv_dtype", slow_except([None, "int8"], None))
-@pytest.mark.parametrize("policy", slow_except(POLICIES, "condense", "h2o", "snapkv"))
+@cases("kv_dtype", [None, "int8"], None)
+@cases("policy", POLICIES, "condense", "h2o", "snapkv")
 def test_saved_and_loaded_it_is_the_same(models, policy, kv_dtype, tmp_path):
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (70, 41))
     asked = question(8, rows=2)
@@ -248,12 +240,10 @@ def test_saved_and_loaded_it_is_the_same(models, policy, kv_dtype, tmp_path):
 
 
 @pytest.mark.parametrize("lengths", [(88, 47), (12,)], ids=str)
-@pytest.mark.parametrize(
+@cases(
     "name",
-    slow_except(
-        ["Gemma3ForCausalLM", "Gemma2ForCausalLM", "Gemma4ForCausalLM", "Llama4ForCausalLM"],
-        "Gemma3ForCausalLM",
-    ),
+    ["Gemma3ForCausalLM", "Gemma2ForCausalLM", "Gemma4ForCausalLM", "Llama4ForCausalLM"],
+    "Gemma3ForCausalLM",
 )
 def test_windows_of_sliding_layers_are_saved_too(name, lengths, tmp_path):
     model, path = zoo.model_of(name), tmp_path / "read.safetensors"
@@ -549,7 +539,7 @@ GRIDS = ("Qwen2_5_VL", "Qwen2VL", "Qwen3VL", "Qwen3_5", "Glm4v")
 GRIDS = [f"{name}ForConditionalGeneration" for name in GRIDS]
 
 
-@pytest.mark.parametrize("name", slow_except(GRIDS, GRIDS[0]))
+@cases("name", GRIDS, GRIDS[0])
 def test_what_is_read_between_questions_changes_no_reply(name):
     """Models with three axes of positions remember how far the last call's pictures moved text."""
     model = zoo.model_of(name)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mmkv
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.masking import generate, same_run
 from helpers.models import make_inputs, make_model
 from helpers.oracle import DECODING, READING, REPLAYED, ROWS, Variant, options_of, short
@@ -110,13 +110,10 @@ def test_a_context_is_read_saved_and_asked_there(models, there, gpu, tmp_path):
 PICTURES = [Variant("prefixkv", (("protect", "instruction"),), 0.85), Variant("xkv")]
 
 
-@pytest.mark.parametrize(
-    ("variant", "name"),
-    slow_except(
-        [(v, "llama") for v in READING] + [(v, "llava-llama") for v in PICTURES],
-        (Variant("adakv"), "llama"),
-        several=True,
-    ),
+@cases(
+    "variant, name",
+    [(v, "llama") for v in READING] + [(v, "llava-llama") for v in PICTURES],
+    (Variant("adakv"), "llama"),
     ids=str,
 )
 def test_every_policy_runs_on_one_device_and_decodes_without_waiting(
@@ -140,9 +137,7 @@ def test_every_policy_runs_on_one_device_and_decodes_without_waiting(
         assert sum(found, Counter()) - sum(alone, Counter()) == Counter()
 
 
-@pytest.mark.parametrize(
-    "variant", slow_except([*READING], Variant("prefixkv"), Variant("condense")), ids=str
-)
+@cases("variant", [*READING], Variant("prefixkv"), Variant("condense"), ids=str)
 def test_a_prompt_makes_the_host_wait_where_heads_differ_and_no_more(there, gpu, variant):
     """Three times for masks; once for sizes by all layers; once or twice a layer for counts."""
     inputs, model = on_gpu(make_inputs("llama", ROWS["padded"])), there("llama")

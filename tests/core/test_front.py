@@ -17,7 +17,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import mmkv
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.models import make_inputs, make_model
 from mmkv import budgets
 from mmkv.wrapping import is_wrapped
@@ -149,7 +149,7 @@ def test_a_distributed_model(text_model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("when", slow_except(["before", "after"], "after"))
+@cases("when", ["before", "after"], "after")
 def test_a_compiled_model_is_as_fast_as_it_was(when):
     """What a cache keeps, no graph foresees: the decoder is not compiled, piece by piece."""
     model, graphs = make_model("llama"), []
@@ -300,22 +300,19 @@ class TestPoliciesOfOtherPackages:
 
         return python
 
-    @pytest.mark.parametrize(
-        ("module", "why"),
-        slow_except(
-            [
-                ("import no_such_module", r"ModuleNotFoundError: No module named 'no_such_module'"),
-                ("raise SystemExit('out')", r"SystemExit: out"),
-                ("Mine = dict", r"TypeError: acme_code:Mine is not a subclass of mmkv\.Policy"),
-                ("", r"AttributeError: .*Mine"),
-                (
-                    GOOD + "mmkv.register_policy('other')(Mine); 1 / 0",
-                    r"ZeroDivisionError: division by zero",
-                ),
-            ],
+    @cases(
+        "module, why",
+        [
+            ("import no_such_module", r"ModuleNotFoundError: No module named 'no_such_module'"),
+            ("raise SystemExit('out')", r"SystemExit: out"),
             ("Mine = dict", r"TypeError: acme_code:Mine is not a subclass of mmkv\.Policy"),
-            several=True,
-        ),
+            ("", r"AttributeError: .*Mine"),
+            (
+                GOOD + "mmkv.register_policy('other')(Mine); 1 / 0",
+                r"ZeroDivisionError: division by zero",
+            ),
+        ],
+        ("Mine = dict", r"TypeError: acme_code:Mine is not a subclass of mmkv\.Policy"),
         ids=["import", "exit", "dict", "nothing", "half"],
     )
     def test_a_broken_one_is_skipped_until_it_is_asked_for(self, install, run, module, why):

@@ -15,7 +15,7 @@ import transformers
 from packaging.version import Version
 
 import mmkv
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.masking import generate, same_run
 from helpers.models import make_inputs, make_model
 from helpers.oracle import POSTPONED, REPLAYED, ROWS, Variant, options_of, short
@@ -47,12 +47,8 @@ def without_graph(model, variant, inputs, new, **options):
         return generate(model, inputs, new=new)
 
 
-@pytest.mark.parametrize("rows", slow_except(ROWS, "padded"))
-@pytest.mark.parametrize(
-    "variant",
-    slow_except([*REPLAYED, POSTPONED[0], *IN_CODES], "adakv", "h2o", IN_CODES[0]),
-    ids=str,
-)
+@cases("rows", ROWS, "padded")
+@cases("variant", [*REPLAYED, POSTPONED[0], *IN_CODES], "adakv", "h2o", IN_CODES[0], ids=str)
 def test_replayed_steps_equal_steps(models, on_cpu, variant, rows):
     """Logits, tokens and what is kept after the last step, for every policy."""
     model, inputs, options = models("llama"), make_inputs("llama", ROWS[rows]), options_of(variant)
@@ -103,7 +99,7 @@ def test_what_is_not_captured(models, on_cpu, caplog, wrap, options, why):
     assert caplog.text.count(why) == 1
 
 
-@pytest.mark.parametrize("policy", slow_except(["snapkv", "h2o", "prefixkv"], "snapkv"))
+@cases("policy", ["snapkv", "h2o", "prefixkv"], "snapkv")
 def test_a_prompt_in_chunks_is_no_step(models, on_cpu, caplog, policy):
     """`generate` has the runner take a prompt's chunks too, here some of a single token."""
     caplog.set_level(logging.INFO, "mmkv.attach.graph")
@@ -155,8 +151,8 @@ def test_more_tokens_than_slots(models, on_cpu, monkeypatch, policy, captures):
     same_run((logits, got, cache), (expected, tokens, plain))
 
 
-@pytest.mark.parametrize("length", slow_except([200, 2000], 200))
-@pytest.mark.parametrize("policy", slow_except(["snapkv", "adakv", "prefixkv", "h2o"], "adakv"))
+@cases("length", [200, 2000], 200)
+@cases("policy", ["snapkv", "adakv", "prefixkv", "h2o"], "adakv")
 def test_replays_hold_few_empty_slots(models, on_cpu, policy, length):
     """For an answer that may be long: some 256 at first, and never more than were dropped."""
     model, inputs = models("llama"), make_inputs("llama", (length,))
@@ -197,8 +193,8 @@ def test_a_step_that_waits_is_not_captured(models, monkeypatch, caplog):
     assert torch.equal(got, tokens)
 
 
-@pytest.mark.parametrize("policy", slow_except(["snapkv", "h2o", "prefixkv"], "snapkv"))
-@pytest.mark.parametrize("where", slow_except(["warm-up", "capture"], "capture"))
+@cases("policy", ["snapkv", "h2o", "prefixkv"], "snapkv")
+@cases("where", ["warm-up", "capture"], "capture")
 def test_a_step_that_fails_to_capture_is_run_and_logged(on_cpu, caplog, policy, where):
     """The failed attempt leaves nothing behind: the run equals one that never tried."""
     model, inputs = make_model("llama"), make_inputs("llama", (90, 41))
@@ -255,9 +251,7 @@ if Version(transformers.__version__) < Version("5.20"):  # a mark for each token
     NOT_CAPTURED |= {name: longer for name in NAMES if name.startswith("Qwen") and "VL" in name}
 
 
-@pytest.mark.parametrize(
-    "name", slow_except(NAMES, "LlamaForCausalLM", "Qwen2_5_VLForConditionalGeneration")
-)
+@cases("name", NAMES, "LlamaForCausalLM", "Qwen2_5_VLForConditionalGeneration")
 def test_every_class_of_model(on_cpu, caplog, name):
     """Padded prompts, with pictures where the class sees them: replayed, or logged why not."""
     model = model_of(name)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mmkv
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.masking import masked_logits
 from helpers.models import IMAGE, make_inputs, make_model, next_turn
 from helpers.oracle import Variant, generate, options_of, window_scores
@@ -294,12 +294,17 @@ def check(talk, variant, b):
     return dropped
 
 
-@pytest.mark.parametrize("chunk", slow_except([None, 13], None))
-@pytest.mark.parametrize(
+@cases("chunk", [None, 13], None)
+@cases(
     "variant",
-    slow_except(
-        VARIANTS, "h2o", "prefixkv", "snapkv", "snapkv-heads=global", "adakv", "xkv", "streaming"
-    ),
+    VARIANTS,
+    "h2o",
+    "prefixkv",
+    "snapkv",
+    "snapkv-heads=global",
+    "adakv",
+    "xkv",
+    "streaming",
     ids=str,
 )
 def test_later_turns_keep_what_scores_highest(models, variant, chunk):

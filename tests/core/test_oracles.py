@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mmkv
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import (
@@ -29,13 +29,8 @@ from helpers.oracle import (
 MERGED = ("prefixkv-merge=position", "prefixkv-reposition=True-distance=4", "adakv-reposition=True")
 
 
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    slow_except(
-        [("llama-mha", "one"), ("llava-llama", "padded")], ("llava-llama", "padded"), several=True
-    ),
-)
-@pytest.mark.parametrize("variant", slow_except(EVERY, *USUAL, *MERGED, str(POSTPONED[0])), ids=str)
+@cases("name, rows", [("llama-mha", "one"), ("llava-llama", "padded")], ("llava-llama", "padded"))
+@cases("variant", EVERY, *USUAL, *MERGED, str(POSTPONED[0]), ids=str)
 def test_eviction_equals_masking(models, variant, name, rows):
     """The definition of correct: evicting is masking, in the prefill's set and in every step's."""
     model, inputs = models(name), make_inputs(name, ROWS[rows])
@@ -49,9 +44,7 @@ def test_eviction_equals_masking(models, variant, name, rows):
         assert cache.report().kept_fraction < 0.95, "nothing was evicted: the oracle saw nothing"
 
 
-@pytest.mark.parametrize(
-    "protect_policy", slow_except(["prefixkv", "h2o", "local", "adakv"], "prefixkv", "h2o")
-)
+@cases("protect_policy", ["prefixkv", "h2o", "local", "adakv"], "prefixkv", "h2o")
 def test_protected_text_is_never_dropped(models, protect_policy):
     """protect="instruction" keeps every text token in every layer, through decoding too."""
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (70, 48))
@@ -69,15 +62,8 @@ def test_protected_text_is_never_dropped(models, protect_policy):
     assert (held[0][0][0, 0] >= 0).sum().item() < 70, f"all {images} image tokens were kept"
 
 
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    slow_except(
-        [("llama", "padded"), ("llava-llama", "one")], ("llava-llama", "one"), several=True
-    ),
-)
-@pytest.mark.parametrize(
-    "policy", slow_except(mmkv.list_policies(), "prefixkv", "adakv", "h2o", "streaming", "squeeze")
-)
+@cases("name, rows", [("llama", "padded"), ("llava-llama", "one")], ("llava-llama", "one"))
+@cases("policy", mmkv.list_policies(), "prefixkv", "adakv", "h2o", "streaming", "squeeze")
 def test_full_budget_is_identity(models, policy, name, rows):
     model, inputs = models(name), make_inputs(name, ROWS[rows])
     expected, tokens, _, _ = generate(model, inputs)
@@ -88,7 +74,7 @@ def test_full_budget_is_identity(models, policy, name, rows):
     assert cache.report().kept_fraction == 1.0
 
 
-@pytest.mark.parametrize("variant", slow_except(EVERY, "adakv", "h2o"), ids=str)
+@cases("variant", EVERY, "adakv", "h2o", ids=str)
 def test_batch_equals_singles(models, variant):
     """A row of a left-padded batch keeps, and says, exactly what it does alone."""
     model, inputs = models("llava-llama"), make_inputs("llava-llama", ROWS["padded"])
@@ -106,9 +92,7 @@ def test_batch_equals_singles(models, variant):
                     assert (x[b][:, y.shape[-1] :] == -1).all()
 
 
-@pytest.mark.parametrize(
-    "variant", slow_except([v for v in VARIANTS if v.budget is not None], *USUAL), ids=str
-)
+@cases("variant", [v for v in VARIANTS if v.budget is not None], *USUAL, ids=str)
 def test_budget_is_spent_exactly(models, variant):
     """The prefill keeps round(budget * L * N) tokens per head, whatever the layers and heads."""
     if variant.policy == "full":
@@ -151,7 +135,7 @@ BEAMS = [
 ]
 
 
-@pytest.mark.parametrize("variant", slow_except(BEAMS, "h2o"), ids=str)
+@cases("variant", BEAMS, "h2o", ids=str)
 def test_beams_carry_everything(models, variant):
     """Beam search reorders rows each step; each beam equals its own masked full cache."""
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
@@ -192,9 +176,7 @@ def test_beams_carry_everything(models, variant):
         (lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0])), [1, 1, 0]),
     ],
 )
-@pytest.mark.parametrize(
-    "policy", slow_except(["prefixkv", "h2o", "adakv", "streaming", "condense"], "h2o", "condense")
-)
+@cases("policy", ["prefixkv", "h2o", "adakv", "streaming", "condense"], "h2o", "condense")
 def test_rows_are_chosen_with_all_they_have(models, policy, choose, rows):
     """Each chosen row goes on as it would have in its place, and says so."""
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
@@ -225,9 +207,7 @@ def test_rows_are_chosen_with_all_they_have(models, policy, choose, rows):
                     assert set(some[at, h].tolist()) - {-1} == set(every[b, h].tolist()) - {-1}
 
 
-@pytest.mark.parametrize(
-    "policy", slow_except(mmkv.list_policies(), "prefixkv", "adakv", "h2o", "xkv")
-)
+@cases("policy", mmkv.list_policies(), "prefixkv", "adakv", "h2o", "xkv")
 def test_wrap_leaves_no_trace(policy):
     """unwrap restores config, hooks, cache creation and output, also after an exception."""
     model, inputs = make_model("llava-llama"), make_inputs("llava-llama", (60,))

@@ -6,7 +6,7 @@ from PIL import Image
 from transformers import CLIPImageProcessor
 
 import mmkv
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.models import IMAGE, make_inputs
 from helpers.oracle import prefilled, short
 from mmkv import picture
@@ -119,7 +119,7 @@ def test_evicted_patches_are_darker(tmp_path):
     assert len(set(lit[40:])) == 1
 
 
-@pytest.mark.parametrize("layers", slow_except([1, 8, 32], 8))
+@cases("layers", [1, 8, 32], 8)
 def test_png(tmp_path, layers):
     path = tmp_path / "new" / "kept.png"
     shares = np.random.default_rng(0).random((layers, 6, 6)).round().astype(np.float32)

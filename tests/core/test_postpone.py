@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mmkv
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.masking import held_sets, masked_logits
 from helpers.models import make_inputs, make_model, next_turn
 from helpers.oracle import generate, top
@@ -70,7 +70,7 @@ def test_bytes_and_report_are_of_the_whole_cache_meanwhile(models):
 
 
 @pytest.mark.parametrize("new", [3, AFTER + 3])
-@pytest.mark.parametrize("policy", slow_except(["snapkv", "h2o", "condense"], "snapkv"))
+@cases("policy", ["snapkv", "h2o", "condense"], "snapkv")
 def test_a_new_turn_waits_again(models, policy, new):
     """After a reply that was long enough for the first eviction, and after one that was not."""
     model, inputs = models("llama"), make_inputs("llama", (60, 41))

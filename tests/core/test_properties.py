@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensor
 
 import mmkv
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.masking import masked_logits, pairs_of
 from helpers.memory import LargestOutput
 from helpers.models import IMAGE, IMAGE_TOKENS, VOCAB, ending, make_inputs, make_model, row_of
@@ -88,7 +88,7 @@ def always_kept(policy, budget, ids):
 
 
 @st.composite
-def cases(draw):
+def any_case(draw):
     name = draw(st.sampled_from(sorted(MODELS)))
     # Most prompts are short ones: those are where a budget and what must be kept meet.
     length = st.integers(0, 40) | st.integers(0, 90) | st.integers(1, 300)
@@ -132,7 +132,7 @@ def two_turns(model, inputs, more, chunk):
 @example(("llama", (5, 20), "snapkv", 0.97, None, {}, None, 0))  # one row keeps all, the other not
 @example(("llava-llama", (30, 9), "prefixkv", 0.2, None, {"protect": "instruction"}, None, 0))
 @example(("llava-llama", (16,), "h2o", 0.5, None, {"protect": "instruction"}, None, 0))
-@given(cases())
+@given(any_case())
 def test_any_policy_on_any_prompt(case):
     """Refused by name, or: evicting is masking, the budget is spent, rows are as if alone."""
     name, lengths, policy, budget, fractions, options, chunk, seed = case
@@ -192,10 +192,8 @@ def spends(layers, share=0.4, lengths=(60, 33)):
     ]
 
 
-@pytest.mark.parametrize(
-    "policy", slow_except(mmkv.list_policies(), "prefixkv", "adakv", "h2o", "squeeze")
-)
-@pytest.mark.parametrize("extreme", slow_except([0.0, 1e4], 1e4))
+@cases("policy", mmkv.list_policies(), "prefixkv", "adakv", "h2o", "squeeze")
+@cases("extreme", [0.0, 1e4], 1e4)
 def test_extreme_scores(policy, extreme):
     """All-equal scores, and attention so peaked that all but one score vanish."""
     model, inputs = make_model("llama"), make_inputs("llama", (60, 33))
@@ -214,10 +212,8 @@ SCORED = [x for x in mmkv.list_policies() if mmkv.get_policy(x).score.ranks]
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("share", slow_except([0.3, 1.0], 0.3))
-@pytest.mark.parametrize(
-    "policy", slow_except([x for x in SCORED if x != "full"], "prefixkv", "adakv", "h2o", "squeeze")
-)
+@cases("share", [0.3, 1.0], 0.3)
+@cases("policy", [x for x in SCORED if x != "full"], "prefixkv", "adakv", "h2o", "squeeze")
 def test_scores_that_are_no_numbers(policy, share, odd):
     """Infinite scores: still the oracle and the budget. NaN is refused: it ranks nothing."""
     chosen, seen = mmkv.get_policy(policy, **short(policy)), []
@@ -246,7 +242,7 @@ def test_scores_that_are_no_numbers(policy, share, odd):
     assert report.retained is None or 0 <= report.retained <= 1
 
 
-@pytest.mark.parametrize("policy", slow_except(mmkv.list_policies(), *USUAL))
+@cases("policy", mmkv.list_policies(), *USUAL)
 def test_a_model_that_has_overflowed(policy):
     """Attention that is NaN throughout: the same NaN as without us, and the budget."""
     model, inputs = make_model("llama"), make_inputs("llama", (60, 33))
@@ -259,7 +255,7 @@ def test_a_model_that_has_overflowed(policy):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("policy", slow_except(mmkv.list_policies(), "adakv", "h2o"))
+@cases("policy", mmkv.list_policies(), "adakv", "h2o")
 def test_half_precision(policy, dtype):
     """As near to float32 over the same tokens as the plain model in half precision is."""
     model, inputs = make_model("llama").to(dtype), make_inputs("llama", (60, 33))
@@ -342,10 +338,7 @@ def test_soak():
     assert {name: sorted(vars(x)) for name, x in model.named_modules()} == attributes
 
 
-@pytest.mark.parametrize(
-    "policy",
-    slow_except(["full", "snapkv", "adakv", "prefixkv", "streaming", "h2o"], "adakv", "h2o"),
-)
+@cases("policy", ["full", "snapkv", "adakv", "prefixkv", "streaming", "h2o"], "adakv", "h2o")
 def test_a_decode_step_allocates_nothing_that_grows(policy):
     """Counted at the dispatcher: no output of a step's operations is as large as one layer's cache.
 

@@ -14,7 +14,7 @@ from hqq.core.quantize import Quantizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmkv
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.masking import fake_quantise, masked_logits
 from helpers.models import IMAGE, make_inputs, make_model, next_turn
 from helpers.oracle import Variant, generate, options_of, short
@@ -66,7 +66,7 @@ def agrees(model, inputs, variant, kv_dtype, new=NEW):
 
 
 @pytest.mark.parametrize("kv_dtype", BITS)
-@pytest.mark.parametrize("variant", slow_except(VARIANTS, "prefixkv", "h2o"), ids=str)
+@cases("variant", VARIANTS, "prefixkv", "h2o", ids=str)
 def test_eviction_equals_masking(doubles, variant, kv_dtype):
     """What is kept is read as its code says, from the first step on; the rest is masked."""
     inputs = exact(make_inputs("llava-llama", ROWS))
@@ -74,9 +74,7 @@ def test_eviction_equals_masking(doubles, variant, kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", BITS)
-@pytest.mark.parametrize(
-    "policy", slow_except(["prefixkv", "streaming", "adakv", "xkv"], "prefixkv")
-)
+@cases("policy", ["prefixkv", "streaming", "adakv", "xkv"], "prefixkv")
 def test_turns_equal_masking(doubles, policy, kv_dtype):
     """A new turn reads what the last one kept; stored once more, it has the same codes."""
     model, inputs = doubles("llava-llama"), exact(make_inputs("llava-llama", ROWS))
@@ -114,10 +112,7 @@ def test_several_tokens_at_once_and_more_than_expected(doubles, kv_dtype):
         assert torch.equal(a.blocks[0].keys.codes[:, :n], b.blocks[0].keys.codes[:, :n])
 
 
-@pytest.mark.parametrize(
-    ("kv_dtype", "bits_each"),
-    slow_except([("int8", 8.5), ("int4", 4.5)], ("int4", 4.5), several=True),
-)
+@cases("kv_dtype, bits_each", [("int8", 8.5), ("int4", 4.5)], ("int4", 4.5))
 def test_bytes_fall_accordingly(kv_dtype, bits_each):
     """8 or 4 bits a number and 2 x 16 a group of 64; nothing of the model's type is held."""
     torch.manual_seed(0)
@@ -142,7 +137,7 @@ def test_bytes_fall_accordingly(kv_dtype, bits_each):
 
 
 @pytest.mark.parametrize("kv_dtype", BITS)
-@pytest.mark.parametrize("policy", slow_except(["prefixkv", "adakv", "full"], "adakv"))
+@cases("policy", ["prefixkv", "adakv", "full"], "adakv")
 def test_the_reported_error(doubles, policy, kv_dtype):
     """|x - as read| / |x| of each row's kept keys and values, averaged over rows and layers."""
     model, inputs = doubles("llama"), make_inputs("llama", ROWS)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mmkv
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.models import make_inputs
 from helpers.oracle import DECODERS, DECODING, options_of, short
 from mmkv.cache.evict import group_rows
@@ -30,7 +30,7 @@ def passes(model, inputs, new):
     return found
 
 
-@pytest.mark.parametrize("variant", slow_except(DECODING, "h2o"), ids=str)
+@cases("variant", DECODING, "h2o", ids=str)
 def test_few_slots_are_empty(models, variant):
     """An eighth of the slots in use, or 16 a row; rows of similar length share slots (4 %)."""
     model, inputs = models("llama"), make_inputs("llama", (300, 41))
@@ -42,8 +42,8 @@ def test_few_slots_are_empty(models, variant):
         assert slots <= 1.04 * 9 / 8 * (kept + R) + 16 * R
 
 
-@pytest.mark.parametrize("budget", slow_except([0.1, 0.5, 0.8], 0.5))
-@pytest.mark.parametrize("policy", slow_except([p for p in DECODERS if p != "full"], "h2o"))
+@cases("budget", [0.1, 0.5, 0.8], 0.5)
+@cases("policy", [p for p in DECODERS if p != "full"], "h2o")
 def test_a_compressed_cache_is_never_larger_than_the_full_one(models, policy, budget):
     """At every token of a long answer, where 16 tokens a head were dropped on average."""
     model, inputs = models("llama"), make_inputs("llama", (120,))

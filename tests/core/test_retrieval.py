@@ -9,7 +9,7 @@ import torch
 
 import mmkv
 from helpers import zoo
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.models import make_inputs, make_model
 from mmkv import adapters
 from mmkv.attach import copy_probe
@@ -88,7 +88,7 @@ def test_a_trained_copier_is_found_by_the_probe_of_a_model():
         assert heads_of(model).curves is not None
 
 
-@pytest.mark.parametrize("name", slow_except(sorted(zoo.CONFIGS), *zoo.FEW))
+@cases("name", sorted(zoo.CONFIGS), *zoo.FEW)
 def test_the_probe_changes_nothing(name):
     """On a model of every class, of whose layers those that are compressed are measured."""
     model = zoo.make(name)

@@ -9,7 +9,7 @@ import torch
 from transformers.models.llama import modeling_llama
 
 import mmkv
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model
 from helpers.oracle import generate, short
@@ -99,10 +99,7 @@ class TestMasksOverThePast:
     """Masked tokens are neither attended to nor scored nor counted."""
 
     @pytest.mark.parametrize("budget", [1.0, 0.5])
-    @pytest.mark.parametrize(
-        "policy",
-        slow_except(["full", "snapkv", "prefixkv", "h2o", "streaming", "adakv"], "prefixkv", "h2o"),
-    )
+    @cases("policy", ["full", "snapkv", "prefixkv", "h2o", "streaming", "adakv"], "prefixkv", "h2o")
     def test_a_chat_in_which_one_row_ended_early(self, models, policy, budget):
         """Each row of the second turn is what it is alone, without the other's pads."""
         model, inputs = models("llama"), make_inputs("llama", (60, 60))
@@ -303,9 +300,7 @@ class TestWhatPoliciesAreGiven:
 
 
 class TestModes:
-    @pytest.mark.parametrize(
-        "policy", slow_except(["snapkv", "prefixkv", "h2o", "streaming", "adakv"], "snapkv", "h2o")
-    )
+    @cases("policy", ["snapkv", "prefixkv", "h2o", "streaming", "adakv"], "snapkv", "h2o")
     def test_prefill_in_inference_mode_then_decoding_without(self, models, policy):
         model, inputs = models("llama"), make_inputs("llama", (60, 41))
         words = torch.randint(4, 120, (2, 40), generator=torch.Generator().manual_seed(3))

@@ -7,7 +7,7 @@ import torch
 
 import mmkv
 from helpers import zoo
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.masking import masked_logits, pairs_of
 from helpers.models import make_inputs, next_turn, row_of
 from helpers.oracle import ROWS, VARIANTS, generate, options_of
@@ -17,12 +17,8 @@ FIRST, SECOND = 8, 12  # tokens generated in each turn
 ROUNDS = {"decode": "rounds", "every": 4}
 
 
-@pytest.mark.parametrize(
-    ("rows", "chunk"), slow_except([("one", 13), ("padded", 33)], ("padded", 33), several=True)
-)
-@pytest.mark.parametrize(
-    "variant", slow_except(VARIANTS, "prefixkv", "adakv", "h2o", "streaming", "squeeze"), ids=str
-)
+@cases("rows, chunk", [("one", 13), ("padded", 33)], ("padded", 33))
+@cases("variant", VARIANTS, "prefixkv", "adakv", "h2o", "streaming", "squeeze", ids=str)
 def test_a_prompt_in_chunks_is_the_prompt(models, variant, rows, chunk):
     """prefill_chunk_size evicts once, when the prompt is complete, and changes nothing else."""
     model, inputs = models("llama"), make_inputs("llama", ROWS[rows])
@@ -36,9 +32,7 @@ def test_a_prompt_in_chunks_is_the_prompt(models, variant, rows, chunk):
 
 
 @pytest.mark.parametrize(("rows", "chunk"), [("one", 20), ("padded", 55)])
-@pytest.mark.parametrize(
-    "variant", slow_except(VARIANTS, "prefixkv", "h2o", "snapkv", "condense"), ids=str
-)
+@cases("variant", VARIANTS, "prefixkv", "h2o", "snapkv", "condense", ids=str)
 def test_evicting_after_every_chunk_equals_masking(models, variant, rows, chunk):
     """evict_chunks=True: every chunk competes with what the chunks before it left."""
     model, inputs = models("llama"), make_inputs("llama", ROWS[rows])
@@ -97,15 +91,15 @@ def held(output):
     return sum(block.nbytes for layer in layers for block in layer.blocks)
 
 
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    slow_except(
-        [("llama", "one"), ("llava-llama", "padded")], ("llava-llama", "padded"), several=True
-    ),
-)
-@pytest.mark.parametrize(
+@cases("name, rows", [("llama", "one"), ("llava-llama", "padded")], ("llava-llama", "padded"))
+@cases(
     "variant",
-    slow_except(VARIANTS, "prefixkv", "adakv", "h2o", "streaming-reposition=True", "condense"),
+    VARIANTS,
+    "prefixkv",
+    "adakv",
+    "h2o",
+    "streaming-reposition=True",
+    "condense",
     ids=str,
 )
 def test_turns_equal_masking(models, variant, name, rows):
@@ -144,13 +138,10 @@ def test_turns_equal_masking(models, variant, name, rows):
                 assert sum(counts) == most
 
 
-@pytest.mark.parametrize(
-    ("policy", "decode"),
-    slow_except(
-        [("condense", ROUNDS), *((policy, {}) for policy in mmkv.list_policies())],
-        ("condense", {}),
-        several=True,
-    ),
+@cases(
+    "policy, decode",
+    [("condense", ROUNDS), *((policy, {}) for policy in mmkv.list_policies())],
+    ("condense", {}),
     ids=str,
 )
 def test_a_row_that_lost_nothing_before_goes_on_as_alone(models, policy, decode):

@@ -9,7 +9,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 import mmkv
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.masking import fed, generate, recorded, seeing
 from helpers.models import IMAGE, make_inputs, make_model, next_turn
 from helpers.oracle import short
@@ -166,8 +166,8 @@ def same(found, expected):
             assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("way", slow_except(WAYS, "greedy", "turns", "rows that end apart"))
-@pytest.mark.parametrize("policy", slow_except(SOME, "adakv"))
+@cases("way", WAYS, "greedy", "turns", "rows that end apart")
+@cases("policy", SOME, "adakv")
 def test_every_way(models, policy, way):
     """Beams and rows move with what they kept; the same seed draws the same tokens.
 
@@ -205,11 +205,8 @@ def with_parts_apart(model, folder):
     return dispatch_model(model, place, main_device="cpu", offload_dir=folder, force_hooks=True)
 
 
-@pytest.mark.parametrize(
-    "spread",
-    slow_except([with_layers_in_memory, with_parts_apart], with_layers_in_memory),
-)
-@pytest.mark.parametrize("policy", slow_except(SOME, "prefixkv"))
+@cases("spread", [with_layers_in_memory, with_parts_apart], with_layers_in_memory)
+@cases("policy", SOME, "prefixkv")
 def test_a_model_spread_by_accelerate(models, policy, spread, tmp_path):
     """Weights that come when a layer runs, and inputs that move: the same in every place."""
     whole, inputs = models("llava-llama"), make_inputs("llava-llama", ROWS)
@@ -223,7 +220,7 @@ def test_a_model_spread_by_accelerate(models, policy, spread, tmp_path):
         same(found[1], found[0])
 
 
-@pytest.mark.parametrize("policy", slow_except(SOME, "h2o"))
+@cases("policy", SOME, "h2o")
 def test_two_threads_share_a_wrapped_model(models, policy):
     """State is on the cache: conversations with different prompts do not see each other."""
     model = models("llava-llama")
@@ -269,9 +266,7 @@ def test_another_thread_runs_in_the_middle_of_each_pass(models, policy):
         same(words, others)
 
 
-@pytest.mark.parametrize(
-    "policy", slow_except(mmkv.list_policies(), "prefixkv", "adakv", "h2o", "squeeze")
-)
+@cases("policy", mmkv.list_policies(), "prefixkv", "adakv", "h2o", "squeeze")
 def test_every_policy_under_autocast(models, policy):
     """Scores are float32 there; of logits up to 5, held in steps of 1/32, evicting is masking."""
     model, inputs = models("llava-llama"), make_inputs("llava-llama", ROWS)

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlavaForConditionalGeneration
 
 import mmkv
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.models import make_model
 from mmkv import chat
 from mmkv.builtin import example_pictures
@@ -67,7 +67,7 @@ def generated(loaded, ids, pixels, **more):
     return text.strip(), out.sequences, out.past_key_values
 
 
-@pytest.mark.parametrize("policy", slow_except(["h2o", "condense", "xkv", "kvzip"], "h2o"))
+@cases("policy", ["h2o", "condense", "xkv", "kvzip"], "h2o")
 def test_two_turns_are_what_generate_gives(loaded, pictures, policy):
     """Both sides, against plain calls of the wrapped and the unwrapped model."""
     options = {"window": 8} if "window" in mmkv.get_policy(policy).options() else {}
@@ -329,7 +329,7 @@ def test_a_model_that_reads_text_alone(loaded, pictures):
 
 
 @pytest.mark.parametrize("written", [True, False])
-@pytest.mark.parametrize("sees", slow_except([True, False], True))
+@cases("sees", [True, False], True)
 def test_a_conversation_begins_once(loaded, pictures, sees, written):
     """The mark of the beginning, whether the chat template writes it or the tokenizer adds it."""
     model = loaded if sees else text_model(loaded)
@@ -372,7 +372,7 @@ def shown_of(policy: str) -> dict:
     return {x: page.shown_option(hint, known.get(x)) for x, hint in page.option_hints().items()}
 
 
-@pytest.mark.parametrize("policy", slow_except(mmkv.list_policies(), "prefixkv"))
+@cases("policy", mmkv.list_policies(), "prefixkv")
 def test_controls_come_from_the_registry(policy):
     """What they show is the policy's defaults, and what is changed in them is what it gets."""
     shown, hints = shown_of(policy), page.option_hints()

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mmkv
-from helpers.marks import slow_except
+from helpers.marks import cases
 from mmkv.cli import commands
 from mmkv.eval.speed import models, plan, rival, rows, runner
 
@@ -260,9 +260,7 @@ class _Tensors(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(
-    "policy", slow_except(["none", "snapkv", "prefixkv", "h2o", "adakv"], "h2o", "none")
-)
+@cases("policy", ["none", "snapkv", "prefixkv", "h2o", "adakv"], "h2o", "none")
 def test_a_step_allocates_and_copies_nothing_that_grows_with_the_cache(model, policy):
     """While a plain cache copies itself."""
     taken, held = [], []

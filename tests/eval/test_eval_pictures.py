@@ -2,7 +2,6 @@
 
 import pytest
 from PIL import Image
-from test_eval_suites import write
 
 from helpers.evaluation import write
 from mmkv.eval.samples import DataError, open_images, suite_notes

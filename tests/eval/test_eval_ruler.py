@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from helpers.marks import slow_except
+from helpers.marks import cases
 from mmkv.eval import scoring
 from mmkv.eval.samples import DataError, words
 from mmkv.eval.suites import ruler
@@ -54,14 +54,11 @@ def samples_of(haystack, task, length=1000, count=words, n=6):
 
 
 @pytest.mark.parametrize("task", list(ruler.TASKS))
-@pytest.mark.parametrize(
-    ("length", "count"),
-    slow_except(
-        [(1000, words), (1800, letters), (4200, letters)],
-        (1000, words),
-        (1800, letters),
-        several=True,
-    ),
+@cases(
+    "length, count",
+    [(1000, words), (1800, letters), (4200, letters)],
+    (1000, words),
+    (1800, letters),
 )
 def test_prompts_are_as_long_as_asked(haystack, task, length, count):
     found = samples_of(haystack, task, length, count, n=3)

@@ -6,6 +6,12 @@ from typing import Any
 import pytest
 
 
+def cases(names: str, values: Iterable[Any], *fast: Any, **more: Any) -> pytest.MarkDecorator:
+    """`pytest.mark.parametrize` with values that are all slow but `fast`; see `slow_except`."""
+    values = slow_except(values, *fast, several="," in names)
+    return pytest.mark.parametrize(names, values, **more)
+
+
 def slow_except(values: Iterable[Any], *fast: Any, several: bool = False) -> list[Any]:
     """Parameters of a test, all slow but `fast`, which are values or what `str` makes of them.
 

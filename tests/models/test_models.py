@@ -9,7 +9,7 @@ import transformers as tf
 
 import mmkv
 from helpers import configs, zoo
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.masking import fed, generate, recorded, seeing
 from helpers.oracle import measured_similarity, prefilled, short
 from helpers.zoo import FEW, NAMES, OFTEN, SUPPORTED, inputs_of, model_of
@@ -40,14 +40,11 @@ def decoder_of(name: str) -> str:
     return configs.CONFIGS[name]().get_text_config(decoder=True).model_type
 
 
-@pytest.mark.parametrize(
-    ("name", "policy", "rows"),
-    slow_except(
-        [*itertools.product(NAMES, POLICIES, ["padded"]), *((n, "adakv", "one") for n in NAMES)],
-        *((name, "prefixkv", "padded") for name in OFTEN),
-        *((name, "condense", "padded") for name in FEW),
-        several=True,
-    ),
+@cases(
+    "name, policy, rows",
+    [*itertools.product(NAMES, POLICIES, ["padded"]), *((n, "adakv", "one") for n in NAMES)],
+    *((name, "prefixkv", "padded") for name in OFTEN),
+    *((name, "condense", "padded") for name in FEW),
 )
 def test_eviction_equals_masking(name, policy, rows):
     if "Falcon" in name and policy == "condense":
@@ -75,8 +72,8 @@ def test_a_wrong_set_would_be_noticed(kind):
         assert (fed(model, inputs, tokens)[0] - logits)[1:].abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("policy", slow_except(["prefixkv", "h2o"], "h2o"))
-@pytest.mark.parametrize("name", slow_except(NAMES, *FEW))
+@cases("policy", ["prefixkv", "h2o"], "h2o")
+@cases("name", NAMES, *FEW)
 def test_full_budget_is_identity(name, policy):
     model = model_of(name)
     inputs = inputs_of(model, "padded")
@@ -87,8 +84,8 @@ def test_full_budget_is_identity(name, policy):
     assert torch.equal(got, tokens)
 
 
-@pytest.mark.parametrize("policy", slow_except(["prefixkv", "h2o"], "h2o"))
-@pytest.mark.parametrize("name", slow_except(NAMES, *FEW))
+@cases("policy", ["prefixkv", "h2o"], "h2o")
+@cases("name", NAMES, *FEW)
 def test_a_prompt_in_chunks(name, policy):
     """Each chunk is masked as the model masks it, pictures that see all of themselves too."""
     model = model_of(name)
@@ -123,31 +120,25 @@ def second_turn(model, policy: str, picture: bool) -> None:
     torch.testing.assert_close(second, again, atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("policy", slow_except(["prefixkv", "h2o"], "h2o"))
-@pytest.mark.parametrize(
-    ("name", "picture"),
-    slow_except(
-        [(n, False) for n in NAMES] + [(n, True) for n in VISION],
-        *((name, False) for name in FEW),
-        several=True,
-    ),
+@cases("policy", ["prefixkv", "h2o"], "h2o")
+@cases(
+    "name, picture",
+    [(n, False) for n in NAMES] + [(n, True) for n in VISION],
+    *((name, False) for name in FEW),
 )
 def test_a_second_turn_equals_masking(name, picture, policy):
     """A conversation goes on: positions count what was said, not what was kept."""
     second_turn(model_of(name), policy, picture)
 
 
-@pytest.mark.parametrize(
-    "name",
-    slow_except(["Falcon", "Gemma3ForCond", "PaliGemma", "Qwen2VL", "OPT"], "Falcon", "Qwen2VL"),
-)
+@cases("name", ["Falcon", "Gemma3ForCond", "PaliGemma", "Qwen2VL", "OPT"], "Falcon", "Qwen2VL")
 def test_eager_models_too(name):
     """Masks are numbers there, not bool."""
     name = next(x for x in NAMES if x.startswith(name))
     second_turn(zoo.make(name, "eager"), "prefixkv", name in VISION)
 
 
-@pytest.mark.parametrize("name", slow_except(NAMES, *FEW))
+@cases("name", NAMES, *FEW)
 def test_a_plain_forward_finds_its_positions(name):
     """Without `generate`, positions come from the tokens seen (and the model's rope deltas)."""
     model = model_of(name)
@@ -169,7 +160,7 @@ def test_a_plain_forward_finds_its_positions(name):
             torch.testing.assert_close(logits, talk(), atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", slow_except(VISION, *(n for n in OFTEN if n in VISION)))
+@cases("name", VISION, *(n for n in OFTEN if n in VISION))
 def test_image_and_video_tokens_compete(name):
     """protect="instruction" knows the tokens of pictures and videos; all text stays."""
     model = model_of(name)
@@ -192,8 +183,8 @@ def test_image_and_video_tokens_compete(name):
     assert dropped > 0
 
 
-@pytest.mark.parametrize("rows", slow_except(["one", "padded"], "padded"))
-@pytest.mark.parametrize("name", slow_except(NAMES, *FEW))
+@cases("rows", ["one", "padded"], "padded")
+@cases("name", NAMES, *FEW)
 def test_mini_prefill_scores_the_compressed_layers(name, rows):
     """XKV's first pass finds the sizes that one pass finds; sliding layers do not count."""
     model = model_of(name)
@@ -222,7 +213,7 @@ AFTER = {
 }
 
 
-@pytest.mark.parametrize("name", slow_except([n for n in NAMES if "Falcon" not in n], *FEW))
+@cases("name", [n for n in NAMES if "Falcon" not in n], *FEW)
 def test_squeeze_compares_the_residual_stream(name):
     """SqueezeAttention's similarity is that of the stream before and after the attention."""
     model = model_of(name)
@@ -262,7 +253,7 @@ def test_squeeze_compares_the_residual_stream(name):
             torch.testing.assert_close(found[i], expected[None], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", slow_except(NAMES, *FEW))
+@cases("name", NAMES, *FEW)
 def test_repositioning_or_a_reason(name):
     """Keys are turned to their place in the cache where that is possible, else it is refused."""
     model = model_of(name)
@@ -346,7 +337,7 @@ def test_falcon_is_left_as_it_was():
     assert "forward" not in vars(attn)
 
 
-@pytest.mark.parametrize("name", slow_except(NAMES, *FEW))
+@cases("name", NAMES, *FEW)
 def test_beams_at_full_budget_are_the_plain_beams(name):
     """Rows move with everything they have, in layers that slide too."""
     model = model_of(name)

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 import mmkv
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.masking import Feed, masked_logits
 from helpers.models import IMAGE, PAD, make_inputs, make_model
 from helpers.oracle import generate, short
@@ -70,9 +70,9 @@ def loaded(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("policy", slow_except(["prefixkv", "h2o", "adakv", "streaming"], "adakv"))
-@pytest.mark.parametrize("bits", slow_except(LOADED, "4 bits"))
-@pytest.mark.parametrize("name", slow_except(["llama", "llava-llama"], "llava-llama"))
+@cases("policy", ["prefixkv", "h2o", "adakv", "streaming"], "adakv")
+@cases("bits", LOADED, "4 bits")
+@cases("name", ["llama", "llava-llama"], "llava-llama")
 def test_weights_in_few_bits(loaded, name, bits, policy):
     model, inputs = loaded(name, bits), make_inputs(name, ROWS)
     kinds = {type(x).__name__ for x in model.get_decoder().modules()}

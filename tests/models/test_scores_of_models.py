@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mmkv
 from helpers import zoo
-from helpers.marks import slow_except
+from helpers.marks import cases
 from mmkv.cache.layer import CompressedLayer
 
 BUDGET, WINDOW, KERNEL = 0.3, 5, 3
@@ -78,10 +78,7 @@ def score_of(policy: str, attention: Tensor, H: int) -> Tensor:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    ("name", "rows", "loaded"),
-    slow_except(CASES, *[x for x in CASES if x[0] in zoo.FEW], several=True),
-)
+@cases("name, rows, loaded", CASES, *[x for x in CASES if x[0] in zoo.FEW])
 def test_scores_and_kept_tokens_are_those_of_the_models_attention(
     name, rows, loaded, policy, monkeypatch
 ):

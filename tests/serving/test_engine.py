@@ -15,7 +15,7 @@ from PIL import Image
 
 import mmkv
 from helpers import zoo
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.models import make_inputs
 from helpers.oracle import Variant, options_of
 from helpers.serving import alone, watched
@@ -70,7 +70,7 @@ def interleaved(model, name, seed, **options):
         assert engine.stats().cache_bytes == 0
 
 
-@pytest.mark.parametrize("variant", slow_except(FEW, FEW[0], FEW[1], FEW[4], FEW[6]), ids=str)
+@cases("variant", FEW, FEW[0], FEW[1], FEW[4], FEW[6], ids=str)
 def test_replies_are_what_they_are_alone(models, variant):
     name = "llava-llama" if variant.policy in ("condense", "h2o") else "llama"
     model = models(name)

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import mmkv
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.models import make_inputs, make_model
 from helpers.oracle import Variant, options_of
 from helpers.pretending import DEVICE, Devices, move
@@ -148,14 +148,11 @@ def run(pool, waiting, rng, dtype, softcap=None, atol=2e-3):
     assert pool.nbytes == pool.most == pool.spare == 0
 
 
-@pytest.mark.parametrize(
-    ("seed", "dtype", "softcap"),
-    slow_except(
-        [(0, torch.float32, None), (1, torch.bfloat16, None), (2, torch.float16, 5.0)],
-        (0, torch.float32, None),
-        (2, torch.float16, 5.0),
-        several=True,
-    ),
+@cases(
+    "seed, dtype, softcap",
+    [(0, torch.float32, None), (1, torch.bfloat16, None), (2, torch.float16, 5.0)],
+    (0, torch.float32, None),
+    (2, torch.float16, 5.0),
 )
 def test_attention_is_that_of_each_request_alone(seed, dtype, softcap):
     rng = random.Random(seed)

@@ -12,7 +12,7 @@ from PIL import Image
 
 import mmkv
 from helpers import zoo
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.models import make_inputs, make_model
 from mmkv.attach.attachment import attachment_of
 from mmkv.builtin import example_pictures, load_builtin
@@ -37,7 +37,7 @@ def asked(picture, question):
     return [{"role": "user", "content": parts}]
 
 
-@pytest.mark.parametrize("policy", slow_except(["condense", "h2o"], "condense"))
+@cases("policy", ["condense", "h2o"], "condense")
 @pytest.mark.parametrize("memory", [None, 127_000], ids=["much", "little"])
 def test_a_prefix_is_read_once_and_asked_many_times(models, policy, memory):
     name = "llava-llama"

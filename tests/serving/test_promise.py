@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import mmkv
 from helpers import zoo
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.models import make_inputs, make_model
 from helpers.oracle import Variant, options_of
 from helpers.serving import alone, until, watched
@@ -144,9 +144,7 @@ def check(i, asks, room, fails):
         assert max(seen, default=0) <= limit
 
 
-@pytest.mark.parametrize(
-    "i", slow_except(range(len(VARIANTS)), 1), ids=lambda i: VARIANTS[i][0].policy
-)
+@cases("i", range(len(VARIANTS)), 1, ids=lambda i: VARIANTS[i][0].policy)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(asks=st.lists(ASK, min_size=2, max_size=7), room=st.integers(300, 900), fails=st.booleans())
 def test_no_more_is_held_than_was_promised(i, asks, room, fails):
@@ -172,7 +170,7 @@ def test_a_token_is_promised_what_the_models_own_cache_takes_for_it(name):
 
 # Layers that are evicted together hold what their projections gave until the prompt's end.
 @pytest.mark.parametrize("policy", ["full", "prefixkv"])
-@pytest.mark.parametrize("n", slow_except([40, 132], 132))
+@cases("n", [40, 132], 132)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_family_keeps_to_its_promise(name, policy, n):
     model = zoo.model_of(name)

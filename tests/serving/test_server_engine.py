@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 
 import mmkv
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.serving import WrittenEngine, data_url, listening, text_chat, until
 from mmkv import terminal
 from mmkv.builtin import example_pictures
@@ -468,7 +468,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         "words", [["serve"], ["serve", "--config", "serve.yaml"], ["bench", "serve"]], ids=str
     )
-    @pytest.mark.parametrize("before", slow_except([None, "ACTIVE"], None))
+    @cases("before", [None, "ACTIVE"], None)
     def test_threads_sleep_while_they_wait(self, words, before, tmp_path):
         """Said before torch is imported, which reads it then; what was said already stays."""
         (tmp_path / "serve.yaml").write_text("port: 0")
