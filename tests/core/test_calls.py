@@ -1,7 +1,5 @@
 """A cache under the names that releases of transformers, and models of others, have for it."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """A context of texts and chat messages is the conversation that its template writes."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

@@ -1,7 +1,5 @@
 """A context is read once and asked about many times."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

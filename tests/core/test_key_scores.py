@@ -7,17 +7,13 @@ import torch
 from torch import Tensor
 
 import mmkv
-from helpers.models import random
+from helpers.models import left_padded, random
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policies.keydiff import KeyDifference
 from mmkv.policies.lagkv import LagRelative
 from mmkv.policies.random import Noise
 
 PADDING = (0, 5, 11)  # padding tokens left of each row
-
-
-def left_padded(N: int) -> Tensor:
-    return torch.stack([torch.arange(N) >= pad for pad in PADDING])
 
 
 def spoiled(x: Tensor, valid: Tensor) -> Tensor:
@@ -99,7 +95,7 @@ def test_lag_relative_equals_the_loop_on_each_row_alone(N: int, lag: int, skip: 
 
 
 def test_noise_of_a_row_is_what_it_is_alone():
-    score, valid = Noise(seed=3), left_padded(40)
+    score, valid = Noise(seed=3), left_padded(40, PADDING)
     layer = inputs_of(torch.zeros(3, 4, 40, 1), valid, layer_idx=2)
     before = torch.random.get_rng_state()
     found = score(layer)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.models import left_padded
 from mmkv.scores import attention as tiling
 from mmkv.scores.observers import observer_scores, output_gram
 
@@ -17,10 +18,6 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     generator = torch.Generator().manual_seed(seed)
     # More than the usual spread, so that attention is far from uniform.
     return (1.5 * torch.randn(*shape, generator=generator)).to(dtype)
-
-
-def left_padded(N: int, padding: tuple[int, ...]) -> Tensor:
-    return torch.stack([torch.arange(N) >= pad for pad in padding])
 
 
 def gram_of(weight: Tensor, heads: int) -> Tensor:

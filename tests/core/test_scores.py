@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers.memory import LargestOutput
+from helpers.models import left_padded
 from mmkv.scores import accumulated_attention, recency, window_attention
 from mmkv.scores import attention as tiling
 from mmkv.sizes.squeeze import residual_similarity
@@ -23,10 +24,6 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     generator = torch.Generator().manual_seed(seed)
     # Twice the usual spread, so that attention is far from uniform.
     return (2 * torch.randn(*shape, generator=generator)).to(dtype)
-
-
-def left_padded(N: int, padding: tuple[int, ...]) -> Tensor:
-    return torch.stack([torch.arange(N) >= pad for pad in padding])
 
 
 def naive_attention(query: Tensor, key: Tensor, *, scale, softcap=None, mask=None, bias=None):

@@ -13,7 +13,7 @@ from helpers.models import make_inputs, next_turn, row_of
 from helpers.oracle import ROWS, VARIANTS, generate, options_of
 from mmkv.cache.prompt_kv import PromptKV
 
-FIRST, SECOND = 8, 12  # tokens generated in each turn
+FIRST, SECOND = 8, 8  # tokens generated in each turn
 ROUNDS = {"decode": "rounds", "every": 4}
 
 

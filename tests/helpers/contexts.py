@@ -1,7 +1,5 @@
 """Files of contexts, changed by one who knows the format."""
 
-from __future__ import annotations
-
 import json
 
 from safetensors import safe_open

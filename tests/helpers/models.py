@@ -1,6 +1,7 @@
 """Tiny random models of the LLaMA family and of LLaVA, and prompts for them."""
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 
@@ -54,6 +55,11 @@ def make_inputs(name: str, lengths: tuple[int, ...], seed: int = 0) -> dict[str,
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(N: int, padding: Sequence[int]) -> torch.Tensor:
+    """bool [B, N]: which tokens of rows with so much padding are none of it."""
+    return torch.stack([torch.arange(N) >= n for n in padding])
 
 
 def row_of(inputs: dict[str, torch.Tensor], b: int) -> dict[str, torch.Tensor]:

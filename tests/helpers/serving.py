@@ -1,7 +1,5 @@
 """A server in a thread, and an engine whose replies a test writes."""
 
-from __future__ import annotations
-
 import base64
 import http.client
 import io

@@ -1,7 +1,5 @@
 """A server with an engine that writes its answers, which a module's `served` gives by itself."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.serving import until

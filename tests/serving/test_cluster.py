@@ -1,7 +1,5 @@
 """Replicas through Ray Serve."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import sys

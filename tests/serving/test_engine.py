@@ -1,7 +1,5 @@
 """The engine: every reply is the one that `generate` gives alone, whatever else runs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy
@@ -42,7 +40,7 @@ ALL = [Variant(name) for name in mmkv.list_policies()]
 def interleaved(model, name, seed, **options):
     """Requests that come while others run, and some of which are broken off: all equal `alone`."""
     rng = random.Random(seed)
-    lengths, new = rng.sample(range(30, 110), 5), rng.sample(range(3, 18), 5)
+    lengths, new = rng.sample(range(30, 90), 5), rng.sample(range(3, 14), 5)
     asked = [make_inputs(name, (n,), seed=n) for n in lengths]
     how = [None if i % 3 else SEEDED for i in range(5)]
     chunk = {"prefill_chunk_size": 16} if options.pop("in_chunks", False) else {}

@@ -1,7 +1,5 @@
 """The pool: each request's attention is that of its own cache, whoever joins and leaves."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """What requests begin with is read once."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The promise of memory: what caches really hold, whatever is asked, broken off, or goes wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 import weakref

@@ -1,7 +1,5 @@
 """What clients of OpenAI's completions send beside a plain conversation, without a model."""
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

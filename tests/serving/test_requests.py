@@ -1,7 +1,5 @@
 """What a request may ask of the engine beside its prompt, with a text model and a tokenizer."""
 
-from __future__ import annotations
-
 import inspect
 import json
 

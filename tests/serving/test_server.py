@@ -1,7 +1,5 @@
 """The HTTP server by itself: what it hands to an engine, what it answers, and what it refuses."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import http.client

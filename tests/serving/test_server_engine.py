@@ -1,7 +1,5 @@
 """The server with a real engine and the built-in model, and `mmkv serve` as a command."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import logging

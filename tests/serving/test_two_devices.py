@@ -1,7 +1,5 @@
 """An engine over a model that is spread over two devices (`device_map`)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
