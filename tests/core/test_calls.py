@@ -12,8 +12,7 @@ from transformers.utils import generic
 import mmkv
 from helpers.models import make_inputs, make_model
 from helpers.oracle import generate, prefilled, short
-from mmkv import calibration
-from mmkv.calls import CACHE
+from mmkv.cache_name import CACHE
 from mmkv.forcing import log_probabilities, score_answers
 
 INPUTS = make_inputs("llama", (90,))
@@ -88,7 +87,6 @@ def test_a_model_of_others_knows_the_other_name_alone(part, policy):
 def test_what_we_call_ourselves_is_called_by_its_new_name(monkeypatch):
     """No warning that a user could do nothing about."""
     said: list[str] = []
-    monkeypatch.setattr(calibration, "_REPLY", 16)
     monkeypatch.setattr(generic.logger, "warning_once", lambda x, *_: said.append(x), raising=False)
     model, sample = make_model("llava-llama"), make_inputs("llava-llama", (90,))
     with warnings.catch_warnings():

@@ -11,7 +11,6 @@ from helpers.masking import pairs_of
 from helpers.models import make_inputs, next_turn
 from helpers.oracle import generate, short
 from helpers.serving import alone, watched
-from mmkv import sensitivity
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache import selection
 from mmkv.eval.speed.rows import PRESETS, make_rows
@@ -207,9 +206,8 @@ def test_what_measures_budgets_does_without():
     assert rows["snapkv 0.2"] == {}
 
 
-def test_curves_are_of_shares(models, monkeypatch):
+def test_curves_are_of_shares(models):
     """A level of a curve is that share, whatever `least` is."""
-    monkeypatch.setattr(sensitivity, "_REPLY", 16)
     model = models("llama")
     samples = [make_inputs("llama", (50,))]
     found = [mmkv.calibrate(model, samples, "condense", least=n).curves for n in (0, 64)]

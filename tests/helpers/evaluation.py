@@ -1,6 +1,5 @@
 """A tokenizer, samples and a saved model for the tests of the evaluation."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -52,12 +51,6 @@ def make_samples(lengths: tuple[int, ...] = (40, 31, 52, 36, 45), new: int = 6) 
         )
         for i, n in enumerate(lengths)
     ]
-
-
-def write(path: Path, content: Any) -> Path:
-    """A file of JSON."""
-    path.write_text(json.dumps(content), encoding="utf-8")
-    return path
 
 
 def save_model(folder: Path) -> Path:
