@@ -5,13 +5,14 @@ import gc
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 import mmkv
+from helpers import configs, zoo
 from helpers.marks import cases
 from helpers.masking import pairs_of
 from helpers.memory import storages
-from helpers.models import PAD, VOCAB, ending, make_inputs, next_turn
+from helpers.models import ending, make_inputs, next_turn
 from helpers.oracle import generate, short
 from mmkv.calls import cache_in
 
@@ -22,26 +23,12 @@ POLICIES = ["full", "prefixkv", "snapkv", "adakv", "h2o", "condense"]
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=3,
-            num_attention_heads=HEADS,
-            num_key_value_heads=2,
-            head_dim=D,
-            vocab_size=VOCAB,
-            initializer_range=0.15,
-            pad_token_id=PAD,
-        )
-    )
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = PAD
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "head_dim": D}
+    model = zoo.build("LlamaForCausalLM", LlamaConfig(**configs.TEXT | sizes), "sdpa")
     # What is alive by now need not be looked at each time: that is what takes long.
     gc.collect()
     gc.freeze()
-    return model.eval()
+    return model
 
 
 def say(model, inputs, **options):

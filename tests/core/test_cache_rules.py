@@ -26,8 +26,6 @@ def test_chunks_of_a_prompt_count_by_their_tokens():
 
 
 class TestMasks:
-    """Which new tokens see which."""
-
     valid = torch.tensor([[True, True, True], [False, True, True]])
 
     def view(self, block):
@@ -71,8 +69,6 @@ def test_head_sizes_that_four_bits_can_hold():
 
 
 class TestSteps:
-    """The step of schedules with a table."""
-
     def blocks(self, *steps, decided=()):
         def schedule(at, needs):
             return SimpleNamespace(at=at, needs_decode_attention=needs, prepare=lambda: None)

@@ -379,7 +379,6 @@ class TestMeasure:
 
     @pytest.mark.parametrize("where", ["between", "within"])
     def test_interrupted(self, monkeypatch, where):
-        """Ctrl-C comes out, and the model is as it was."""
         model = make_model("llama")
 
         def interrupt(*args):

@@ -172,10 +172,8 @@ def test_a_later_score_is_told_what_groups_weigh(models):
             return super().__call__(layer)
 
     model, inputs = models("llama"), make_inputs("llama", (90,))
-    with (
-        mmkv.wrapped(model, mmkv.get_policy("condense", score=Recording(), least=0), 0.2),
-        torch.no_grad(),
-    ):
+    options = {"score": Recording(), "least": 0}
+    with mmkv.wrapped(model, "condense", 0.2, **options), torch.no_grad():
         cache = model(**inputs, use_cache=True).past_key_values
         held = [layer.dense() for layer in cache.layers]
         cache.expect()
@@ -199,11 +197,7 @@ def test_observers_ask_from_behind_the_prompt():
             seen.append(layer)
             return super().__call__(layer)
 
-    with (
-        mmkv.wrapped(model, mmkv.get_policy("condense", score=Recording(), least=0), 0.5),
-        torch.no_grad(),
-    ):
-        model(**inputs, use_cache=True)
+    prefilled(model, inputs, "condense", 0.5, score=Recording(), least=0)
     layer, rotary = seen[0], model.model.rotary_emb
     attn = model.model.layers[0].self_attn
     hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(inputs["input_ids"]))

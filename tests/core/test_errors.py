@@ -22,11 +22,8 @@ class TestProfiles:
         profile.save(tmp_path / "p.json")
         assert mmkv.Profile.load(tmp_path / "p.json") == profile
         inputs = make_inputs("llama", (200,))
-        with (
-            mmkv.wrapped(text_model, policy, profile=tmp_path / "p.json", **short(policy)),
-            torch.no_grad(),
-        ):
-            cache = text_model(**inputs, use_cache=True).past_key_values
+        given = {"profile": tmp_path / "p.json", **short(policy)}
+        cache = prefilled(text_model, inputs, policy, **given)
         sizes = [int((cache.kept(i)[0, 0] >= 0).sum()) for i in range(3)]
         assert sum(sizes) == round(profile.budget * 3 * 200)
         for n, f in zip(sizes, profile.fractions, strict=True):
@@ -43,7 +40,6 @@ class TestProfiles:
         assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
 
     def test_rows_of_a_batch_are_samples_without_their_padding(self, text_model):
-        """A padded row counts by its own length, as it does alone."""
         inputs = make_inputs("llama", (120, 50, 33))
         together = mmkv.calibrate(text_model, [inputs], "prefixkv", 0.4)
         rows = [row_of(inputs, b) for b in range(3)]

@@ -50,7 +50,6 @@ def without_graph(model, variant, inputs, new, **options):
 @cases("rows", ROWS, "padded")
 @cases("variant", [*REPLAYED, POSTPONED[0], *IN_CODES], "adakv", "h2o", IN_CODES[0], ids=str)
 def test_replayed_steps_equal_steps(models, on_cpu, variant, rows):
-    """Logits, tokens and what is kept after the last step, for every policy."""
     model, inputs, options = models("llama"), make_inputs("llama", ROWS[rows]), options_of(variant)
     expected, tokens, plain = without_graph(model, variant, inputs, NEW, **options)
     with mmkv.wrapped(model, variant.policy, variant.budget, **options):
@@ -60,7 +59,6 @@ def test_replayed_steps_equal_steps(models, on_cpu, variant, rows):
 
 
 def test_a_cache_goes_on_after_its_replays(models, on_cpu):
-    """A new turn, a copy and a plain step continue what replays left."""
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
     more = make_inputs("llama", (9, 9, 9), seed=1)["input_ids"]
     found = []

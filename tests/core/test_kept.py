@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import mmkv
-from helpers.masking import masked_logits
+from helpers.masking import held_sets, masked_logits
 from helpers.models import IMAGE, make_inputs, make_model
 from helpers.oracle import generate, prefilled, top, window_scores
 from mmkv import adapters
@@ -38,9 +38,8 @@ class Plain:
 
     def kept(self, policy: str, budget: float, **options) -> list[list[set[int]]]:
         """By layer and head."""
-        with mmkv.wrapped(self.model, policy, budget, **options), torch.no_grad():
-            cache = self.model(**self.inputs, use_cache=True).past_key_values
-        return [[set(h[h >= 0].tolist()) for h in cache.kept(i)[0]] for i in range(L)]
+        cache = prefilled(self.model, self.inputs, policy, budget, **options)
+        return [held_sets(cache.kept(i)) for i in range(L)]
 
     def group(self, layer: int, h: int) -> Tensor:
         """The attention [G, N, N] of a key-value head's queries."""

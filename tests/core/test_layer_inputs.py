@@ -5,6 +5,7 @@ import torch
 
 import mmkv
 from helpers import zoo
+from helpers.oracle import prefilled
 from mmkv.layer_inputs import Rotary, turn
 from mmkv.policy import Score
 
@@ -38,9 +39,8 @@ class Recording(Score):
 
 def recorded(model, inputs):
     Recording.seen.clear()
-    with mmkv.wrapped(model, mmkv.Policy(score=Recording()), 0.5), torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
-    return list(Recording.seen), cache
+    prefilled(model, inputs, mmkv.Policy(score=Recording()), 0.5)
+    return list(Recording.seen)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -53,7 +53,7 @@ def test_the_output_projection_is_the_models(name):
         x.register_forward_hook(lambda m, a, out, i=i: outputs.__setitem__(i, out[0]))
         for i, x in enumerate(parts.attentions)
     ]
-    layers, _ = recorded(model, inputs)
+    layers = recorded(model, inputs)
     for hook in hooks:
         hook.remove()
     assert layers
@@ -92,7 +92,7 @@ def test_queries_and_keys_before_rotary_embedding(name, monkeypatch):
             "apply_rotary_pos_emb",
             lambda q, k, *args, **more: (before.append((q, k)), original(q, k, *args, **more))[1],
         )
-    layers, _ = recorded(model, zoo.prompt(model, (40, 23)))
+    layers = recorded(model, zoo.prompt(model, (40, 23)))
     if original is None:
         assert all(x.rotary is None for x in layers)
         assert all(torch.equal(x.plain_key, x.key) for x in layers)
@@ -112,7 +112,7 @@ def test_positions_ahead_are_those_of_the_next_tokens(name):
     """The embedding n positions behind a prompt is the last one's of a prompt n tokens longer."""
     model = zoo.make(name)
     inputs = zoo.prompt(model, (40,))
-    (short, *_), _ = recorded(model, inputs)
+    short, *_ = recorded(model, inputs)
     if short.rotary is None:
         return
     longer = {**inputs, "input_ids": torch.cat([inputs["input_ids"], torch.full((1, 3), 7)], 1)}
@@ -120,7 +120,7 @@ def test_positions_ahead_are_those_of_the_next_tokens(name):
     for k in ("mm_token_type_ids", "token_type_ids"):
         if k in inputs:
             longer[k] = torch.cat([inputs[k], inputs[k].new_zeros(1, 3)], 1)
-    (long, *_), _ = recorded(model, longer)
+    long, *_ = recorded(model, longer)
     cos, sin, _ = short.rotary.ahead(3)
     torch.testing.assert_close(cos, long.rotary.cos[:, -1:].float(), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(sin, long.rotary.sin[:, -1:].float(), atol=1e-4, rtol=1e-4)
@@ -129,7 +129,7 @@ def test_positions_ahead_are_those_of_the_next_tokens(name):
 def test_a_chunked_prompt_is_seen_whole():
     model = zoo.make("LlamaForCausalLM")
     inputs = zoo.prompt(model, (60, 41))
-    whole, _ = recorded(model, inputs)
+    whole = recorded(model, inputs)
     Recording.seen.clear()
     with mmkv.wrapped(model, mmkv.Policy(score=Recording()), 0.5):
         model.generate(**inputs, max_new_tokens=1, prefill_chunk_size=25)
@@ -144,7 +144,7 @@ def test_a_chunked_prompt_is_seen_whole():
 def test_in_a_later_turn_heads_are_rows_and_old_keys_stay_turned():
     model = zoo.make("LlamaForCausalLM")
     inputs = zoo.prompt(model, (60,))
-    first, _ = recorded(model, inputs)
+    first = recorded(model, inputs)
     with mmkv.wrapped(model, mmkv.Policy(score=Recording()), 0.5):
         out = model.generate(**inputs, max_new_tokens=1, return_dict_in_generate=True)
         ids = torch.cat([out.sequences, torch.arange(3, 15)[None]], dim=1)

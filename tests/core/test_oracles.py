@@ -46,7 +46,6 @@ def test_eviction_equals_masking(models, variant, name, rows):
 
 @cases("protect_policy", ["prefixkv", "h2o", "local", "adakv"], "prefixkv", "h2o")
 def test_protected_text_is_never_dropped(models, protect_policy):
-    """protect="instruction" keeps every text token in every layer, through decoding too."""
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (70, 48))
     with mmkv.wrapped(model, protect_policy, 0.85, protect="instruction", **short(protect_policy)):
         logits, tokens, _, held = generate(model, inputs, new=40)
@@ -178,7 +177,6 @@ def test_beams_carry_everything(models, variant):
 )
 @cases("policy", ["prefixkv", "h2o", "adakv", "streaming", "condense"], "h2o", "condense")
 def test_rows_are_chosen_with_all_they_have(models, policy, choose, rows):
-    """Each chosen row goes on as it would have in its place, and says so."""
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
     options = {"distance": 1} if policy == "prefixkv" else short(policy)
     words = torch.arange(10, 16)[:, None, None]

@@ -9,7 +9,7 @@ import torch
 import mmkv
 from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model
-from helpers.oracle import generate
+from helpers.oracle import generate, prefilled
 from mmkv.parts import KINDS, Heads, register_part
 from mmkv.policy import Policy
 from mmkv.registry import list_parts, option_types
@@ -82,7 +82,6 @@ def others(registering):
 
 
 def test_head_sizes_of_others_pass_the_oracle(others):
-    """Eviction equals masking, the budget is spent, and heads have their sizes."""
     model, lengths = make_model("llama"), (60, 33)
     options = {"heads": "first-head", "first": 0.4, "window": 6}
     inputs = make_inputs("llama", lengths)
@@ -104,8 +103,6 @@ def test_a_score_with_a_list_reads_a_prompt_shorter_than_its_window():
 
     model, inputs = make_model("llama"), make_inputs("llama", (20,))
     policy = mmkv.get_policy("snapkv", score=Listed(window=30, names=["a"]))
-    with mmkv.wrapped(model, policy, 0.5):
-        given = model(**inputs, use_cache=True).past_key_values
-    with mmkv.wrapped(model, "snapkv", 0.5, window=30):
-        same = model(**inputs, use_cache=True).past_key_values
+    given = prefilled(model, inputs, policy, 0.5)
+    same = prefilled(model, inputs, "snapkv", 0.5, window=30)
     assert given.kept(0).equal(same.kept(0))

@@ -368,7 +368,6 @@ PAIR = [[0.1, 0.2]] * 3
     ids=lambda x: str(x)[:40],
 )
 def test_profile_files(text_model, tmp_path, content, why):
-    """Each names the file once, and the reason."""
     path, kind = tmp_path / "p.json", "prefixkv"
     if content == "folder":
         path.mkdir()

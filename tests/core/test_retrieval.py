@@ -11,6 +11,7 @@ import mmkv
 from helpers import zoo
 from helpers.marks import cases
 from helpers.models import make_inputs, make_model
+from helpers.oracle import prefilled
 from mmkv import adapters
 from mmkv.attach import copy_probe
 from mmkv.loading import cache_folder
@@ -252,8 +253,7 @@ def test_layers_of_a_policy_stay_and_heads_are_split(probed):
     model, inputs = make_model("llama"), make_inputs("llama", (300,))
     sizes = []
     for heads in ("uniform", "retrieval"):
-        with mmkv.wrapped(model, "pyramidkv", 0.3, heads=heads):
-            cache = model(**inputs, use_cache=True).past_key_values
+        cache = prefilled(model, inputs, "pyramidkv", 0.3, heads=heads)
         counts = [(cache.kept(i)[0] >= 0).sum(-1).tolist() for i in range(L)]
         sizes.append([sum(x) for x in counts])
     assert sizes[0] == sizes[1]

@@ -57,7 +57,6 @@ def test_the_mean_of_the_first_requests_serves_the_others(budget):
 
 
 def test_what_is_reused_needs_no_first_pass(monkeypatch):
-    """The mini-prefill runs for requests that are learned from, and for no other."""
     model, passes = make_model("llama"), []
     model.model.layers[0].register_forward_hook(lambda *args: passes.append(1))
     with mmkv.wrapped(model, "xkv", 0.3, **SAMPLED):

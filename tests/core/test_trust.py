@@ -210,8 +210,6 @@ class TestMasksOverThePast:
 
 
 class TestCopies:
-    """A copy of a wrapped model is a model of its own."""
-
     @pytest.mark.parametrize("policy", ["snapkv", "xkv", "squeeze"])
     def test_a_deep_copy_is_independent(self, text_model, policy):
         inputs = make_inputs("llama", (70,))

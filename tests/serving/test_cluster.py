@@ -294,7 +294,6 @@ class TestReplicas:
         assert until(lambda: replicas[0].stats().running == 0)
 
     def test_one_is_killed_under_load(self, replicas, caplog):
-        """Every request is answered, and as if nothing had happened."""
         questions = [
             f"What is at the {x} {y}?" for x in ("top", "bottom") for y in ("left", "right")
         ]

@@ -109,7 +109,6 @@ class TestBuiltIn:
         assert engine.stats().requests_done == before.requests_done + 1
 
     def test_many_at_once(self, client):
-        """Each gets what it asked for."""
         answers = dict.fromkeys(range(4), "")
 
         def ask(i):
@@ -127,7 +126,6 @@ class TestBuiltIn:
 
     @pytest.mark.slow
     def test_a_thousand_broken_requests(self, served, client):
-        """None leaves anything behind in the engine."""
         engine, _ = served
         where = urllib.parse.urlsplit(str(client.base_url))
         connection = http.client.HTTPConnection(where.hostname, where.port, timeout=60)
