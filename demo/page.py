@@ -259,6 +259,10 @@ def build(models: Models) -> gr.Blocks:
                 yield idle | {problem: views.message(_explained(error)), status: ""}
                 yield {turns: views.conversation(now.turns if now else [])}
 
+        def halt(now: Conversation | None) -> None:
+            if now is not None:
+                now.stop()
+
         def other_layer(now: Conversation | None, place: int) -> Any:
             return views.patches(now.turns[-1].kept, place) if now and now.turns else gr.skip()
 
@@ -287,7 +291,7 @@ def build(models: Models) -> gr.Blocks:
             api_visibility="private",
             preprocess=False,  # Gradio would decode any picture
         )
-        stop.click(lambda now: now and now.stop(), [talk], None, **_quick)
+        stop.click(halt, [talk], None, **_quick)
         policy.change(_policy_chosen, [policy], controls, **_quick)
         clear.click(forget, [talk], updated, **_quick)
         layer.input(other_layer, [talk, layer], [patches], **_quick)

@@ -16,7 +16,7 @@ from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import generate, prefilled, short
 from helpers.profiles import made_up, profile_of
 from helpers.sizes import row_sizes
-from mmkv import sensitivity, wrapping
+from mmkv import calibration, wrapping
 from mmkv.builtin import WEIGHTS, example_pictures, load_builtin
 from mmkv.chat import Loaded, encode
 from mmkv.eval.variants import parse_variants
@@ -24,7 +24,7 @@ from mmkv.forcing import greedy
 from mmkv.parts import Heads, Layers
 from mmkv.profiles import FILE, Profile
 from mmkv.registry import exact_share
-from mmkv.sizes.calibrated import Curves, HeadsByCost, LayersByCost
+from mmkv.sizes.profiled import Curves, HeadsByCost, LayersByCost
 
 L, H = 3, 2
 
@@ -255,7 +255,7 @@ class TestMeasure:
 
     @pytest.fixture(autouse=True)
     def short_replies(self, monkeypatch):
-        monkeypatch.setattr(sensitivity, "_REPLY", 16)
+        monkeypatch.setattr(calibration, "_REPLY", 16)
 
     def samples(self, n=2):
         return [make_inputs("llama", (60 + 10 * i,), seed=i) for i in range(n)]
@@ -269,7 +269,7 @@ class TestMeasure:
                 layer.self_attn.o_proj.weight[:, :48] *= 0.05
                 layer.self_attn.o_proj.weight[:, 48:] *= 0.12
         inputs = make_inputs("llama", (120,))
-        monkeypatch.setattr(sensitivity, "_DRAWS", 400)
+        monkeypatch.setattr(calibration, "_DRAWS", 400)
         got = mmkv.calibrate(model, [inputs], "condense").curves.costs
         reply = model.generate(**inputs, max_new_tokens=16, do_sample=False)[:, 120:-1]
 
@@ -290,7 +290,7 @@ class TestMeasure:
                         moved = log_p()
                     want = float((full.exp() * (full - moved)).sum(-1).mean())
                     assert want > 1e-7, "nothing was lost: nothing to compare"
-                    k = sensitivity.LEVELS.index(level)
+                    k = calibration.LEVELS.index(level)
                     assert got[i][h][k] == pytest.approx(want, rel=0.3)
 
     @cases("name", zoo.NAMES, zoo.FEW[0])
@@ -301,14 +301,14 @@ class TestMeasure:
         never = model.generation_config.suppress_tokens or []
         by_itself = any(x in str(model.config) for x in ("mrope", "llama_4_scaling_beta"))
         inputs, again = zoo.inputs_of(model, "one" if by_itself else "padded"), []
-        costs = sensitivity._Probe.costs
+        costs = calibration._Probe.costs
 
         def record(self, log_p, *rest):
             allowed = log_p.index_fill(-1, torch.tensor(never, dtype=torch.long), -torch.inf)
             again.append(allowed.argmax(-1))
             return costs(self, log_p, *rest)
 
-        monkeypatch.setattr(sensitivity._Probe, "costs", record)
+        monkeypatch.setattr(calibration._Probe, "costs", record)
         profile = mmkv.calibrate(model, [inputs], "condense")
         assert profile.samples == len(inputs["input_ids"])
         said, _ = greedy(model, inputs, 16)
@@ -324,7 +324,7 @@ class TestMeasure:
     def test_rows_of_a_batch_are_samples(self, monkeypatch):
         """Padding, and what comes behind a reply's end, count for nothing."""
         model, inputs = make_model("llama"), make_inputs("llama", (120, 50))
-        monkeypatch.setattr(sensitivity, "_DRAWS", 300)
+        monkeypatch.setattr(calibration, "_DRAWS", 300)
         rows = [row_of(inputs, b) for b in range(2)]
         first = model.generate(**rows[0], max_new_tokens=16, do_sample=False)[0, 120:].tolist()
         end = next(x for i, x in enumerate(first) if i > 2 and x not in first[:i])
@@ -379,6 +379,7 @@ class TestMeasure:
 
     @pytest.mark.parametrize("where", ["between", "within"])
     def test_interrupted(self, monkeypatch, where):
+        """Ctrl-C comes out, and the model is as it was."""
         model = make_model("llama")
 
         def interrupt(*args):
@@ -389,7 +390,7 @@ class TestMeasure:
             interrupt()
 
         if where == "within":
-            monkeypatch.setattr(sensitivity, "evict", interrupt)
+            monkeypatch.setattr(calibration, "evict", interrupt)
         with pytest.raises(KeyboardInterrupt):
             mmkv.calibrate(model, samples(), "condense")
         assert not mmkv.is_wrapped(model)
@@ -412,7 +413,7 @@ class TestMeasure:
             mmkv.calibrate(models("llama"), samples, policy)
 
     def test_replies_too_short_to_say_anything(self, monkeypatch):
-        monkeypatch.setattr(sensitivity, "_REPLY", 1)
+        monkeypatch.setattr(calibration, "_REPLY", 1)
         with pytest.raises(ValueError, match="no samples with a reply of two tokens"):
             mmkv.calibrate(make_model("llama"), self.samples(), "condense")
 

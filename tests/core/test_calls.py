@@ -12,7 +12,7 @@ from transformers.utils import generic
 import mmkv
 from helpers.models import make_inputs, make_model
 from helpers.oracle import generate, prefilled, short
-from mmkv.cache_name import CACHE
+from mmkv.calls import CACHE
 from mmkv.forcing import log_probabilities, score_answers
 
 INPUTS = make_inputs("llama", (90,))

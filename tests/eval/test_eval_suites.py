@@ -17,11 +17,6 @@ from mmkv.eval.suites.registry import load_suite
 LONGBENCH = Path(__file__).parents[3] / "shared" / "data" / "longbench"
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path
-
-
 def write(path: Path, content) -> Path:
     path.write_text(json.dumps(content), encoding="utf-8")
     return path
@@ -41,49 +36,47 @@ def longbench_entry(**changes) -> dict:
 # Published texts ---------------------------------------------------------------------------------
 
 
-def test_longbench_fills_the_benchmarks_prompts_and_leaves_braces_alone(folder):
-    write_lines(folder / "qasper.jsonl", longbench_entry(), longbench_entry(input="{context}"))
-    write(folder / longbench.PROMPTS_FILE, {"qasper": "{{x}} {context}|{input}"})
-    write(folder / longbench.LENGTHS_FILE, {"qasper": 99})
-    first, second = load_suite("longbench", folder)
+def test_longbench_fills_the_benchmarks_prompts_and_leaves_braces_alone(tmp_path):
+    write_lines(tmp_path / "qasper.jsonl", longbench_entry(), longbench_entry(input="{context}"))
+    write(tmp_path / longbench.PROMPTS_FILE, {"qasper": "{{x}} {context}|{input}"})
+    write(tmp_path / longbench.LENGTHS_FILE, {"qasper": 99})
+    first, second = load_suite("longbench", tmp_path)
     assert first.prompt == "{x} Some {context} with {input} and {0} braces.|Who?"
     assert second.prompt.endswith("braces.|{context}")
-    assert (first.id, second.id) == ("qasper/id0", "qasper/id0#2")
+    assert (first.id, second.id) == ("qasper/id0", "qasper/id0")
     assert first.answers == ("Ann", "Ann B.")
     assert (first.max_new_tokens, first.metric, first.chat) == (99, "token_f1", True)
     assert first.truncate
     assert not first.note
 
 
-def test_longbench_without_its_prompts_says_that_it_does_not_compare(folder):
-    write_lines(folder / "qasper.jsonl", longbench_entry())
-    (sample,) = load_suite("longbench", folder / "qasper.jsonl")
+def test_longbench_without_its_prompts_says_that_it_does_not_compare(tmp_path):
+    write_lines(tmp_path / "qasper.jsonl", longbench_entry())
+    (sample,) = load_suite("longbench", tmp_path / "qasper.jsonl")
     assert sample.note
     assert suite_notes([sample]) == (longbench.OWN_WORDING,)
     assert "Who?" in sample.prompt
-    write(folder / longbench.PROMPTS_FILE, {"qasper": "{context} {input}"})
-    assert load_suite("longbench", folder)[0].note  # its lengths are still missing
+    write(tmp_path / longbench.PROMPTS_FILE, {"qasper": "{context} {input}"})
+    assert load_suite("longbench", tmp_path)[0].note  # its lengths are still missing
 
 
-def test_longbench_tasks_take_turns_and_can_be_selected(folder):
-    (folder / "data").mkdir()
+def test_longbench_tasks_take_turns_and_can_be_selected(tmp_path):
+    (tmp_path / "data").mkdir()
     for name in ("lcc", "trec", "qasper"):
         classes = ["Date", "City"] if name == "trec" else None
-        entries = [
-            longbench_entry(dataset=name, all_classes=classes, _id=f"{i}", input="")
-            for i in range(3)
-        ]
-        write_lines(folder / "data" / f"{name}.jsonl", *entries)
-    found = load_suite("longbench", folder, limit=5)
+        how = {"dataset": name, "all_classes": classes, "input": ""}
+        entries = [longbench_entry(_id=f"{i}", **how) for i in range(3)]
+        write_lines(tmp_path / "data" / f"{name}.jsonl", *entries)
+    found = load_suite("longbench", tmp_path, limit=5)
     assert [s.id for s in found] == ["qasper/0", "trec/0", "lcc/0", "qasper/1", "trec/1"]
     trec = found[1]
     assert (trec.metric, trec.classes) == ("classification", ("Date", "City"))
     assert (trec.chat, trec.first_line) == (False, True)
-    assert {s.task for s in load_suite("longbench", folder, tasks=["lcc"])} == {"lcc"}
+    assert {s.task for s in load_suite("longbench", tmp_path, tasks=["lcc"])} == {"lcc"}
     with pytest.raises(DataError, match=r"has no musique\.jsonl"):
-        load_suite("longbench", folder, tasks=["lcc", "musique"])
+        load_suite("longbench", tmp_path, tasks=["lcc", "musique"])
     with pytest.raises(ValueError, match=r"got \['nothing'\]"):
-        load_suite("longbench", folder, tasks=["nothing"])
+        load_suite("longbench", tmp_path, tasks=["nothing"])
 
 
 @pytest.mark.parametrize(
@@ -100,15 +93,15 @@ def test_longbench_tasks_take_turns_and_can_be_selected(folder):
         (longbench_entry(dataset="lcc"), r"line 2: field 'dataset': expected 'qasper'"),
     ],
 )
-def test_longbench_names_file_line_and_field(folder, entry, message):
-    path = write_lines(folder / "qasper.jsonl", longbench_entry(), entry)
+def test_longbench_names_file_line_and_field(tmp_path, entry, message):
+    path = write_lines(tmp_path / "qasper.jsonl", longbench_entry(), entry)
     with pytest.raises(DataError, match=rf"qasper\.jsonl: {message}"):
         load_suite("longbench", path)
     assert len(load_suite("longbench", path, limit=1)) == 1
 
 
-def test_lines_of_too_many_bytes_and_empty_files_are_refused(folder, monkeypatch):
-    path = write_lines(folder / "qasper.jsonl", longbench_entry())
+def test_lines_of_too_many_bytes_and_empty_files_are_refused(tmp_path, monkeypatch):
+    path = write_lines(tmp_path / "qasper.jsonl", longbench_entry())
     monkeypatch.setattr(files, "MAX_LINE_BYTES", 20)
     with pytest.raises(DataError, match="line 1: has more than 20 bytes"):
         load_suite("longbench", path)
@@ -131,24 +124,24 @@ def test_lines_of_too_many_bytes_and_empty_files_are_refused(folder, monkeypatch
         (longbench.LENGTHS_FILE, {"qasper": 0}, r"entry 'qasper': must be at least 1, got 0"),
     ],
 )
-def test_bad_prompt_files_are_named(folder, name, content, message):
-    write_lines(folder / "qasper.jsonl", longbench_entry())
-    write(folder / name, content)
+def test_bad_prompt_files_are_named(tmp_path, name, content, message):
+    write_lines(tmp_path / "qasper.jsonl", longbench_entry())
+    write(tmp_path / name, content)
     with pytest.raises(DataError, match=rf"{name}: .*{message}|{name}: {message}"):
-        load_suite("longbench", folder)
+        load_suite("longbench", tmp_path)
 
 
-def test_the_benchmarks_own_prompt_files_serve_every_task(folder):
+def test_the_benchmarks_own_prompt_files_serve_every_task(tmp_path):
     if not LONGBENCH.is_dir():
         pytest.skip(f"the benchmark's prompt files are not at {LONGBENCH}")
     for name in (longbench.PROMPTS_FILE, longbench.LENGTHS_FILE):
-        (folder / name).write_bytes((LONGBENCH / name).read_bytes())
+        (tmp_path / name).write_bytes((LONGBENCH / name).read_bytes())
     for task in longbench.TASKS:
         entry = longbench_entry(dataset=task, context="CONTEXT", input="INPUT", all_classes=["x"])
-        write_lines(folder / f"{task}.jsonl", entry)
-    found = {s.task: s for s in load_suite("longbench", folder)}
+        write_lines(tmp_path / f"{task}.jsonl", entry)
+    found = {s.task: s for s in load_suite("longbench", tmp_path)}
     assert list(found) == list(longbench.TASKS)
-    lengths = json.loads((folder / longbench.LENGTHS_FILE).read_text())
+    lengths = json.loads((tmp_path / longbench.LENGTHS_FILE).read_text())
     unasked = ("gov_report", "multi_news", "passage_count", "lcc")
     for task, sample in found.items():
         assert not sample.note
@@ -156,9 +149,8 @@ def test_the_benchmarks_own_prompt_files_serve_every_task(folder):
         assert sample.prompt.count("INPUT") == (task not in unasked), task
         assert sample.max_new_tokens == lengths[task]
     assert {task for task, s in found.items() if s.first_line} == {"trec", "triviaqa", "samsum"}
-    assert {task for task, s in found.items() if not s.chat} == {
-        *("trec", "triviaqa", "samsum", "lcc", "repobench-p")
-    }
+    plain = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
+    assert {task for task, s in found.items() if not s.chat} == plain
 
 
 def test_long_prompts_lose_their_middle():
@@ -176,30 +168,30 @@ def test_long_prompts_lose_their_middle():
     ("suite", "source", "target"),
     [("cnn_dailymail", "article", "highlights"), ("xsum", "document", "summary")],
 )
-def test_summaries_are_read_and_errors_named(folder, suite, source, target):
+def test_summaries_are_read_and_errors_named(tmp_path, suite, source, target):
     good = {source: "Long text.", target: " Short. ", "id": "x1"}
-    path = write_lines(folder / f"{suite}.jsonl", good, {source: "More."} | {target: "m"})
+    path = write_lines(tmp_path / f"{suite}.jsonl", good, {source: "More."} | {target: "m"})
     first, second = load_suite(suite, path)
     assert (first.id, second.id) == ("x1", "2")
     assert first.prompt.startswith("Long text.")
     assert (first.answers, first.metric) == (("Short.",), "rouge_2")
     write_lines(path, good, {source: "Long text."})
     with pytest.raises(DataError, match=rf"{suite}\.jsonl: line 2: field '{target}': is missing"):
-        load_suite(suite, folder)
+        load_suite(suite, tmp_path)
 
 
-def test_a_haystack_of_words_holds_the_needle_at_its_depth(folder):
-    (folder / "hay.txt").write_text("hay " * 1200, encoding="utf-8")
-    found = load_suite("needle", folder / "hay.txt")
+def test_a_haystack_of_words_holds_the_needle_at_its_depth(tmp_path):
+    (tmp_path / "hay.txt").write_text("hay " * 1200, encoding="utf-8")
+    found = load_suite("needle", tmp_path / "hay.txt")
     assert {s.tags[1] for s in found} == {"length=500", "length=1000"}
     for sample in found:
         text = sample.prompt.split("\n\n")[0]
         before, after = text.split(sample.answers[0])
         depth = before.count("hay") / (before.count("hay") + after.count("hay"))
         assert f"depth={depth}" in sample.tags
-    (folder / "hay.txt").write_text("hay " * 10)
+    (tmp_path / "hay.txt").write_text("hay " * 10)
     with pytest.raises(DataError, match="got 10"):
-        load_suite("needle", folder)
+        load_suite("needle", tmp_path)
 
 
 # Requests ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 import mmkv
 from helpers import zoo
 from helpers.evaluation import make_samples, make_tokenizer
-from helpers.marks import slow_except
+from helpers.marks import cases
 from helpers.models import make_inputs, make_model
 from helpers.oracle import COMPOSED, ROWS, VARIANTS, options_of
 from mmkv.eval.replay import Capture, applies
@@ -37,11 +37,7 @@ def layer_of(cache, i) -> bool:
     return cache.layers[i] in cache.compressed
 
 
-@pytest.mark.parametrize(
-    "variant",
-    slow_except(VARIANTS, *VARIANTS[::4], *COMPOSED[::4]),
-    ids=str,
-)
+@cases("variant", VARIANTS, *VARIANTS[::4], *COMPOSED[::4], ids=str)
 def test_the_cache_is_that_of_a_pass_of_its_own(variant):
     model, inputs = make_model("llava-llama"), make_inputs("llava-llama", ROWS["padded"])
     own, replayed = compared(model, inputs, variant.policy, variant.budget, options_of(variant))
@@ -75,7 +71,7 @@ class _Reads(list):
             self.append(kwargs["input_ids"].shape)
 
 
-@pytest.mark.parametrize("batch_size", slow_except([1, 3], 3))
+@cases("batch_size", [1, 3], 3)
 def test_an_evaluation_by_replays_gives_the_rows_of_one_without(tmp_path, batch_size):
     """Visible and hidden questions, perplexity, divergence, replies and scores of two policies."""
     model, tokenizer = make_model("llama"), make_tokenizer()
