@@ -22,6 +22,8 @@ from mmkv.options import (
 )
 from mmkv.terminal import bind, say, told, wait_asleep
 
+_CONFIG_BYTES = 2**20  # of a file of options
+
 
 def parse_size(text: str) -> int:
     """Bytes from a text such as "8GiB", "500MB" or "1000000"; a ValueError if it is none."""
@@ -40,8 +42,12 @@ def _from_file(context: typer.Context, path: Path | None) -> None:
         return
     import yaml
 
+    with path.open("rb") as file:
+        raw = file.read(_CONFIG_BYTES + 1)
+    if len(raw) > _CONFIG_BYTES:
+        raise ValueError(f"{path}: more than {_CONFIG_BYTES} bytes")
     try:
-        given = yaml.safe_load(path.read_bytes()) or {}
+        given = yaml.safe_load(raw) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: no YAML: {error}") from None
     if not isinstance(given, dict):

@@ -83,7 +83,6 @@ def test_an_evaluation_by_replays_gives_the_rows_of_one_without(tmp_path, batch_
         "budgets": [0.3],
         "metrics": ["ppl", "divergence", "next", "rouge", "score"],
         "batch_size": batch_size,
-        "progress": False,
     }
     plain = run(model, tokenizer, samples, out=tmp_path / "plain", **how)
     reads = _Reads()

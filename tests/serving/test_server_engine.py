@@ -429,7 +429,9 @@ class TestCommand:
             ("- x", "by name"),
             ("a: [", "no YAML"),
             ("!!python/object/apply:os.system ['true']", "no YAML"),
+            ("#" * (2**20 + 1), "more than 1048576 bytes"),
         ],
+        ids=range(9),
     )
     def test_a_wrong_file(self, capsys, tmp_path, text, why):
         path = tmp_path / "serve.yaml"
