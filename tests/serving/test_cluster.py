@@ -12,12 +12,14 @@ from PIL import Image
 from helpers.serving import data_url, listening, until
 from mmkv import serving
 from mmkv.cli import commands
-from mmkv.serving import Busy, Closed, Event, Refused, Usage
+from mmkv.serving import Busy, Closed, Event, Refused, Sampling, Usage
 
 openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
 server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
 cluster = pytest.importorskip("mmkv.serving.cluster", reason="pip install 'mmkv[ray]'")
-RayActorError = pytest.importorskip("ray.exceptions").RayActorError
+ray_errors = pytest.importorskip("ray.exceptions")
+RayActorError, TaskCancelledError = ray_errors.RayActorError, ray_errors.TaskCancelledError
+HOT = Sampling(temperature=1.0)
 
 
 class TestPrefixKey:
@@ -109,7 +111,7 @@ class WrittenReplicas:
             answer = next(self.answers, StopAsyncIteration())
             if answer is None:
                 await asyncio.sleep(60)
-            if isinstance(answer, Exception):
+            if isinstance(answer, BaseException):
                 raise answer
             return answer
 
@@ -192,6 +194,17 @@ class TestReply:
             self.read(replicas)
         assert (caught.value.status, replicas.asked) == (503, 4)
 
+    def test_is_asked_again_soon_and_later_each_time(self, lost, monkeypatch):
+        waited = []
+
+        async def sleep(seconds):
+            waited.append(seconds)
+
+        monkeypatch.setattr(cluster.asyncio, "sleep", sleep)
+        with pytest.raises(cluster.RequestError):
+            self.read(WrittenReplicas(*[[lost]] * 4))
+        assert waited == pytest.approx([0.2, 0.4, 0.6])
+
     def test_of_none_that_answers(self, lost):
         _, reply = self.read(WrittenReplicas([event(1), None]), timeout=0.2)
         assert reply.finish_reason == "timeout"
@@ -224,6 +237,138 @@ class TestReply:
 
         assert asyncio.run(leave()) == "cancelled"
         assert (replicas.live, replicas.cancelled) == (0, 1)
+
+    def test_that_is_cancelled(self, lost):
+        """It ends as one of an engine does; what ends the task that reads it goes through."""
+
+        async def read(replicas, cancels):
+            reply = cluster._Reply(replicas, "", {})
+            events = aiter(reply)
+            assert (await anext(events))[:2] == (1, "1 ")
+            if cancels:
+                reply.cancel()
+                assert replicas.cancelled == 1
+            return [x async for x in events], reply
+
+        for error in (TaskCancelledError(), asyncio.CancelledError()):
+            replicas = WrittenReplicas([event(1), error])
+            rest, reply = asyncio.run(read(replicas, cancels=True))
+            assert (rest, reply.finish_reason, replicas.live) == ([], "cancelled", 0)
+            ended = replicas.cancelled
+            reply.cancel()
+            assert replicas.cancelled == ended
+            replicas = WrittenReplicas([event(1), error])
+            with pytest.raises(type(error)):
+                asyncio.run(read(replicas, cancels=False))
+            assert (replicas.live, replicas.asked) == (0, 1)
+
+
+class TestAskedOfRay:
+    """What Ray is asked to do, by one that notes it and does nothing."""
+
+    @pytest.fixture
+    def ray(self, monkeypatch):
+        asked, given, up = [], [], []
+
+        def init(*args, **options):
+            up.append(True)
+            asked.append((*args, *[x for x in options if "dashboard" in x or "ip" in x]))
+
+        serve = SimpleNamespace(
+            start=lambda **options: asked.append(options["proxy_location"]),
+            run=lambda *args, **options: handle,
+            delete=lambda name: asked.append(f"delete {name}"),
+        )
+        handle = SimpleNamespace(
+            options=lambda stream: handle if stream else None,
+            reply=SimpleNamespace(remote=lambda *args: given.append(args)),
+        )
+        found = SimpleNamespace(
+            init=init,
+            serve=serve,
+            is_initialized=lambda: bool(up),
+            shutdown=lambda: (up.clear(), asked.append("shutdown")),
+            asked=asked,
+            given=given,
+            handle=handle,
+        )
+        monkeypatch.setattr(cluster, "ray", found)
+        monkeypatch.setattr(cluster, "serve", serve)
+        made = SimpleNamespace(bind=lambda settings: settings)
+        monkeypatch.setattr(cluster, "_deployment", lambda *args: made)
+        return found
+
+    @pytest.mark.parametrize(
+        ("address", "wanted", "left"),
+        [
+            (None, ("local", "include_dashboard", "_node_ip_address"), ["shutdown"]),
+            ("10.0.0.1:6379", ("10.0.0.1:6379",), ["delete mmkv", "shutdown"]),
+        ],
+    )
+    def test_a_cluster_is_started_here_or_joined(self, ray, address, wanted, left):
+        """One that is joined has others to serve when the replicas have ended."""
+        found = cluster.Replicas({}, address=address)
+        assert ray.asked == [wanted, "Disabled"]
+        assert not found.closed
+        for _ in range(2):
+            found.close()
+            assert found.closed
+            assert ray.asked[2:] == left
+
+    def test_nothing_is_left_where_no_replica_starts(self, ray):
+        def fail(*args, **options):
+            raise RuntimeError("no replica")
+
+        ray.serve.run = fail
+        with pytest.raises(RuntimeError, match="no replica"):
+            cluster.Replicas({})
+        assert ray.asked[-1] == "shutdown"
+
+    def test_a_second_replica_draws_what_the_first_has_drawn(self, ray):
+        found = cluster.Replicas({})
+        for sampling in (None, Sampling(), Sampling(temperature=0.5, seed=0), *[HOT] * 3):
+            reply = found.submit(prompt="a", sampling=sampling)
+            found.ask(reply._key, reply._given)
+            assert ray.given[-1] == ray.given[-2]
+        seeds = [given["sampling"].seed for _, given in ray.given[::2]]
+        assert seeds[:3] == [None, None, 0]
+        assert len(set(seeds[3:])) == 3
+        assert all(0 <= seed < 2**63 for seed in seeds[3:])
+
+    def test_requests_that_begin_alike_or_are_repeated_have_a_key(self, ray):
+        found = cluster.Replicas({})
+        system = [{"role": "system", "content": "Be short."}]
+        asked = [{"role": "user", "content": "What?"}]
+        keys = {}
+        for repeated in (False, True):
+            for given in ({"prompt": "a"}, {"prompt": "b"}, {"messages": asked}):
+                keys[repeated, str(given)] = found.submit(repeated=repeated, **given)._key
+        assert list(keys.values())[:3] == ["", "", ""]
+        assert len({*keys.values()}) == 4
+        assert found.submit(repeated=True, prompt="a")._key == keys[True, "{'prompt': 'a'}"]
+        for repeated in (False, True):
+            reply = found.submit(repeated=repeated, messages=system + asked)
+            assert reply._key == cluster.prefix_key(system)
+
+    def test_tokens_or_why_there_are_none(self, ray):
+        found = cluster.Replicas({})
+        said = [[3, 1], Refused("why")]
+        ray.handle.tokenize = SimpleNamespace(
+            remote=lambda key, given: SimpleNamespace(result=lambda: said.pop(0))
+        )
+        assert found.tokenize(prompt="a") == [3, 1]
+        with pytest.raises(Refused, match="why"):
+            found.tokenize(prompt="a")
+
+    def test_sums_are_of_what_each_replica_said_last(self, ray):
+        found = cluster.Replicas({})
+        for name, held, shared in (("a", 3, True), ("b", 4, False), ("a", 1, True)):
+            found.note(name, dict.fromkeys(cluster._SUMMED, held), Usage(shared=shared))
+        found.live, found.tokens = 2, 9
+        stats = found.stats()
+        assert (stats.waiting, stats.prefilling, stats.cache_bytes, stats.prefixes) == (5, 5, 5, 5)
+        assert (stats.running, stats.tokens_generated) == (2, 9)
+        assert (stats.requests_done, stats.prefix_hits) == (3, 2)
 
 
 def test_replicas_grow_with_what_is_asked():
