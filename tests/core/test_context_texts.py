@@ -6,6 +6,8 @@ import functools
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 import mmkv
 from helpers.serving import text_chat
@@ -114,6 +116,65 @@ def test_a_document_is_asked_about_in_words(system, tmp_path):
         assert loaded.opened == context.opened
 
 
+@pytest.mark.parametrize("system", [True, False])
+def test_texts_and_turns_are_one_conversation(system, tmp_path):
+    """Byte by byte what the template writes of all of it at once."""
+    model, tokenizer = text_chat()
+    before = [{"role": "system", "content": "Be brief."}] if system else []
+    said = {"role": "assistant", "content": "Yes."}
+
+    def turn(*words):
+        return {"role": "user", "content": "\n\n".join(words)}
+
+    def wanted(*messages):
+        loaded = chat.Loaded("any", model, tokenizer, False)
+        return chat.encode_messages(loaded, [*before, *messages])["input_ids"][0].tolist()
+
+    with mmkv.wrapped(model, budget=1.0):
+        context = mmkv.read(model, [*before, turn("One. ")], processor=tokenizer)
+        if not system:
+            alone = mmkv.read(model, "One. ", processor=tokenizer)
+            assert torch.equal(alone.inputs["input_ids"], context.inputs["input_ids"])
+        assert seen(context, "Who?") == wanted(turn("One. ", "Who?"))
+        asked = [turn("Who?"), said, turn("Really?")]
+        assert seen(context, asked) == wanted(turn("One. ", "Who?"), said, turn("Really?"))
+        rows = context.behind(context._encoded(["Who?", "What is it?"], None, ends=True)[0])
+        for text, ids, mask in zip(
+            ("Who?", "What is it?"), rows["input_ids"], rows["attention_mask"].bool(), strict=True
+        ):
+            assert ids[mask].tolist() == wanted(turn("One. ", text))
+        assert rows["attention_mask"][:, -1].all()
+        context.append("Two.")
+        assert seen(context, "Who?") == wanted(turn("One. ", "Two.", "Who?"))
+        context.append([said])
+        assert seen(context, "Who?") == wanted(turn("One. ", "Two."), said, turn("Who?"))
+        context.append([turn("Three."), said, turn("Four. ")])
+        whole = [turn("One. ", "Two."), said, turn("Three."), said]
+        assert seen(context, "Who?") == wanted(*whole, turn("Four. ", "Who?"))
+        context.save(tmp_path / "read")
+        loaded = mmkv.load_context(tmp_path / "read", model, processor=tokenizer)
+        assert seen(loaded, "Who?") == seen(context, "Who?")
+
+
+def test_one_reply_is_a_text_and_several_are_a_list(monkeypatch):
+    """Of one question with beams of its own too; without a number they end after 256 tokens."""
+    model, tokenizer = text_chat()
+    with mmkv.wrapped(model, budget=1.0):
+        context = mmkv.read(model, "One.", processor=tokenizer)
+        one = context.answer("Who?", **FEW)
+        assert isinstance(one, str)
+        assert context.answer(["Who?"], **FEW) == [one]
+        assert context.answer(["Who?", "Why?"], **FEW)[0] == one
+        assert len(context.answer("Who?", num_beams=2, num_return_sequences=2, **FEW)) == 2
+        given, ask = [], context.ask
+        monkeypatch.setattr(
+            context, "ask", lambda *x, **more: given.append(more) or ask(*x, **{**more, **FEW})
+        )
+        context.answer("Who?")
+        context.answer("Who?", max_length=300)
+        assert [x.get("max_new_tokens") for x in given] == [256, None]
+
+
 def test_ids_and_plain_texts_go_on_as_they_are():
     model, tokenizer = tiny()
     words = tokenizer("One two three", return_tensors="pt").input_ids
@@ -135,6 +196,32 @@ def test_ids_and_plain_texts_go_on_as_they_are():
             mmkv.read(model, words).ask([user("four")], processor=tokenizer)
 
 
+def words(template, begins):
+    """A tokenizer of words that begins a text with <s>, if it does, as it would be loaded."""
+    known = {x: i for i, x in enumerate(["<s>", "user", "one", "two", "three", "?"])}
+    raw = Tokenizer(models.WordLevel(known, unk_token="?"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if begins:
+        raw.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    marks = {"bos_token": "<s>"} if begins else {}
+    return PreTrainedTokenizerFast(tokenizer_object=raw, chat_template=template, **marks)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize("chats", [True, False])
+def test_a_prompt_begins_once_as_the_tokenizer_has_it(begins, writes, chats):
+    """With the one mark that begins a text, whether its template writes it or not."""
+    first = "<s> " if writes and begins else ""
+    template = first + "{% for m in messages %}user {{ m.content }} {% endfor %}" if chats else None
+    mark, user = [0] * begins, [1] * chats
+    model = smollm2()[0]
+    with mmkv.wrapped(model, budget=1.0):
+        context = mmkv.read(model, "one two", processor=words(template, begins))
+        assert context.inputs["input_ids"].tolist() == [[*mark, *user, 2, 3]]
+        assert seen(context, "three") == [*mark, *user, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("given", "match"),
     [
@@ -152,6 +239,8 @@ def test_ids_and_plain_texts_go_on_as_they_are():
         (["four", ""], "an empty text"),
         (torch.tensor([[5, -5]]), "ids from -5 to 5: expected 0 to 263"),
         (torch.tensor([[10**6]]), "ids from 1000000 to 1000000: expected 0 to 263"),
+        (torch.tensor([[-1, 0]]), "ids from -1 to 0: expected 0 to 263"),
+        (torch.tensor([[263, 264]]), "ids from 263 to 264: expected 0 to 263"),
     ],
 )
 def test_what_is_no_prompt_is_said(given, match):

@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from helpers.marks import cases
 from helpers.masking import held_by, masked_logits
 from helpers.models import IMAGE, PAD, make_inputs, make_model
 from helpers.oracle import VARIANTS, generate, options_of, short
+from mmkv import digest
 from mmkv.context_files import TOKENWISE
 
 NEW = 5
@@ -295,6 +297,25 @@ def test_a_file_of_another_model_or_wrap_is_refused(models, tmp_path):
             mmkv.load_context(path, one)
 
 
+@pytest.mark.parametrize("n", [3, 64, 70, 128, 130])
+def test_a_model_is_told_apart_by_64_numbers_of_each_tensor(n):
+    """Spread over it as far as whole steps do; of smaller ones every number counts."""
+    config = SimpleNamespace(rope_parameters=None)
+    model = torch.nn.Linear(n, 1, bias=False)
+
+    def hashed(other=None):
+        with torch.no_grad():
+            model.weight.zero_()
+            if other is not None:
+                model.weight[0, other] = 1.0
+        return digest.of_model(model, config)
+
+    none = hashed()
+    step = 2 if n >= 128 else 1
+    wanted = [i for i in range(n) if i % step == 0 and i < 64 * step]
+    assert [i for i in range(n) if hashed(i) != none] == wanted
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
 def test_a_file_belongs_to_the_active_adapter(tmp_path):
     """An adapter that is loaded and not active makes no difference."""
@@ -520,6 +541,54 @@ def test_hostile_errors_windows_and_grids_are_refused(tmp_path):
                 with pytest.raises(ValueError, match=r"read: (?!damaged)") as found:
                     mmkv.load_context(path, model)
                 assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("grid", [(1, 64, 1), (64, 1, 1), (4, 16, 1)])
+def test_grids_that_the_model_itself_refuses_are_said(grid, tmp_path):
+    """As many patches as the picture's 8 x 8, and the model merges two by two: none are left."""
+    model, path = zoo.model_of("Qwen2_5_VLForConditionalGeneration"), tmp_path / "read"
+    with mmkv.wrapped(model, "condense", 0.4, least=0):
+        mmkv.read(model, zoo.prompt(model, (88,))).save(path)
+        rewrite(path, put("inputs.image_grid_thw", torch.tensor(grid), 0))
+        with pytest.raises(ValueError, match=r"not those of its pictures: \w") as found:
+            mmkv.load_context(path, model)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_seconds_of_films_in_a_file_are_times(seconds, tmp_path):
+    model, path = zoo.model_of(GRIDS[0]), tmp_path / "read"
+    with mmkv.wrapped(model, "condense", 0.4, least=0):
+        mmkv.read(model, film(model, 1, [2.0])).save(path)
+        rewrite(path, put("inputs.second_per_grid_ts", 0.5, 0))
+        mmkv.load_context(path, model)
+        rewrite(path, put("inputs.second_per_grid_ts", seconds, 0))
+        with pytest.raises(ValueError, match=r"read: inputs\.second_per_grid_ts holds numbers"):
+            mmkv.load_context(path, model)
+
+
+def test_pictures_that_a_template_counts_are_at_most_ten_thousand(models, read_file, tmp_path):
+    model, path = models("llama"), tmp_path / "read"
+    path.write_bytes(read_file.read_bytes())
+    with mmkv.wrapped(model, "condense", 0.4, least=0):
+        for pictures in ([10_000, 0], [9_999, 1], [9_999, 2], [10_001, 0]):
+            change = {"roles": ["user", "user"], "pictures": pictures}
+            rewrite(path, lambda tensors, about, change=change: about.update(change))
+            if sum(pictures) == 10_000:
+                mmkv.load_context(path, model)
+                continue
+            with pytest.raises(ValueError, match="its header says roles="):
+                mmkv.load_context(path, model)
+
+
+@pytest.mark.parametrize(("n", "told"), [(60, 60), (61, 60), (9000, 60)])
+def test_a_name_in_a_file_is_told_up_to_its_sixtieth_letter(models, read_file, n, told, tmp_path):
+    model, path = models("llama"), tmp_path / "bad"
+    path.write_bytes(read_file.read_bytes())
+    with mmkv.wrapped(model, "condense", 0.4, least=0):
+        rewrite(path, made("x" * n, lambda x: torch.zeros(3)))
+        with pytest.raises(ValueError, match=f"holds '{'x' * told}', which no context"):
+            mmkv.load_context(path, model)
 
 
 @pytest.fixture(scope="module")
