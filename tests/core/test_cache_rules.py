@@ -11,6 +11,7 @@ from mmkv.cache import evict, quantize
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.forward_pass import ForwardPass
 from mmkv.cache.phases import Reading
+from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.rerotate import reposition
 from mmkv.cache.token_masks import TokenMasks
 
@@ -68,6 +69,14 @@ def test_head_sizes_that_four_bits_can_hold():
             quantize.check("int4", head_dim)
 
 
+def test_keys_and_values_of_one_projection_are_counted_once():
+    """As they lie while a prompt is read: views of all that it gave."""
+    whole = torch.zeros(1, 2, 3, 8)
+    positions = torch.arange(3)[None, None]
+    assert PromptKV(whole[..., :4], whole[..., 4:], positions).nbytes == 48 * 4
+    assert PromptKV(whole.clone(), whole, positions).nbytes == 2 * 48 * 4
+
+
 class TestSteps:
     def blocks(self, *steps, decided=()):
         def schedule(at, needs):
@@ -103,3 +112,38 @@ def test_a_row_whose_window_is_cut_is_named_where_much_is_left():
     )
     (said,) = plan.shortfalls(prompt, 1)
     assert said.endswith("too few for window 32; its last 4 observe instead")
+
+
+def uniform(length, rows=1):
+    """A plan whose window and sinks are 36 tokens a layer, and a prompt of alike rows for it."""
+    plan = CacheConfig(mmkv.get_policy("snapkv", window=32, sinks=4), 0.2)
+    valid = torch.ones(rows, length, dtype=torch.bool)
+    return plan, TokenMasks.of(plan.policy, valid, budget=0.2, n_layers=3)
+
+
+@pytest.mark.parametrize(("length", "said"), [(185, False), (183, True), (181, True), (180, True)])
+def test_a_row_with_less_than_a_token_a_layer_for_its_scores_is_named(length, said):
+    """A fifth of 185 is 37, one more than must stay; of the others less, over the layers."""
+    plan, prompt = uniform(length)
+    assert [", all for window 32, sinks 4" in x for x in plan.shortfalls(prompt, 3)] == [
+        True
+    ] * said
+
+
+@pytest.mark.parametrize(("rows", "more"), [(3, ""), (4, "; and 1 rows more")])
+def test_three_rows_are_named_and_the_others_counted(rows, more, caplog):
+    plan, prompt = uniform(180, rows)
+    plan.log_shortfalls(prompt, 3)
+    (said,) = caplog.messages
+    assert said == "; ".join(plan.shortfalls(prompt, 3)[:3]) + more
+
+
+@pytest.mark.parametrize(
+    ("length", "total", "raised"),
+    [(199, None, True), (200, None, False), (199, 120, True), (199, 121, False), (30, 90, True)],
+)
+def test_a_row_is_raised_where_the_floor_is_more_than_its_share(length, total, raised):
+    """A fifth of 3 * 200 tokens is 120, the floor's 3 * 40; a row of 30 has no more than 90."""
+    plan = CacheConfig(mmkv.get_policy("condense", least=40), 0.2)
+    assert plan.raised(length, 3, total) == raised
+    assert not CacheConfig(plan.policy, 40).raised(length, 3, total)

@@ -1,6 +1,6 @@
 """Groups in the cache: what must hold exactly, beside the oracles that run for every policy."""
 
-from itertools import chain
+from itertools import chain, combinations
 
 import pytest
 import torch
@@ -10,6 +10,8 @@ import mmkv
 from helpers.models import make_inputs, make_model, next_turn
 from helpers.oracle import ROWS, generate, prefilled
 from mmkv.cache import selection
+from mmkv.cache.evict import _leaders
+from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.scores.observers import Observers, observer_scores, output_gram
 
@@ -133,6 +135,36 @@ def test_a_mask_that_hides_a_token_of_a_group_is_refused(models):
         cache.expect()
         with pytest.raises(ValueError, match=rf"hides row 0 its token {grouped}, which a group"):
             model(**step, past_key_values=cache)
+
+
+def test_a_mask_may_hide_a_token_that_is_kept_alone(models):
+    model, inputs = models("llama"), make_inputs("llama", (90,))
+    mask = torch.ones(1, 91, dtype=torch.long)
+    logits = []
+    with mmkv.wrapped(model, "condense", 0.2, least=0), torch.no_grad():
+        for hidden in (None, 0, 89):
+            cache = model(**inputs, use_cache=True).past_key_values
+            if hidden is not None:
+                assert all(hidden in cache.kept(i)[0, h] for i in range(3) for h in range(2))
+                mask[0, hidden] = 0
+            step = {"input_ids": torch.tensor([[7]]), "attention_mask": mask}
+            logits.append(model(**step, past_key_values=cache).logits)
+            mask.fill_(1)
+    assert not any(torch.allclose(a, b, atol=1e-3) for a, b in combinations(logits, 2))
+
+
+@pytest.mark.parametrize(("seen", "bytes_each"), [(30_000, 2), (40_000, 4)])
+def test_groups_of_long_prompts_are_told_apart(seen, bytes_each):
+    """By the position of their first token, in two bytes as long as these hold it."""
+    held = PromptKV(*torch.zeros(2, 1, 1, 3, 2), torch.tensor([[[10, seen - 900, seen - 500]]]))
+    slot, leads = torch.tensor([[[0, 1, 1]]]), torch.tensor([[[-1, seen - 900]]])
+    found = _leaders(slot, leads, held, seen)
+    assert found.shape == (1, 1, seen)
+    assert found.dtype.itemsize == bytes_each
+    assert {i: int(found[0, 0, i]) for i in found[0, 0].add(1).nonzero()[:, 0].tolist()} == {
+        seen - 900: seen - 900,
+        seen - 500: seen - 900,
+    }
 
 
 def test_a_token_written_over_a_group_stands_for_itself(models):

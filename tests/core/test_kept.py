@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import mmkv
+from helpers import zoo
 from helpers.masking import held_sets, masked_logits
 from helpers.models import IMAGE, make_inputs, make_model
 from helpers.oracle import generate, prefilled, top, window_scores
@@ -158,6 +159,66 @@ def test_tova_drops_what_the_newest_query_attends_to_least(plain, window):
             assert seen[victim].item() == pytest.approx(min(seen[list(alive)]).item(), abs=1e-7)
             alive = alive - {victim} | {N + t}
             assert held[t + 1][layer] == [alive] * H
+
+
+@pytest.mark.parametrize("last", [1, 3, WINDOW])
+def test_queries_of_earlier_chunks_observe_with_a_short_last_one(plain, last):
+    """Also where no chunk has a mask."""
+    whole = plain.kept("snapkv", 20, window=WINDOW)
+    with mmkv.wrapped(plain.model, "snapkv", 20, window=WINDOW), torch.no_grad():
+        cache = plain.model(**plain.inputs, use_cache=True).past_key_values
+        cache.reset()
+        cache.expect(until=N)
+        for part in plain.inputs["input_ids"].split([N - last - 1, 1, last], dim=1):
+            plain.model(input_ids=part, past_key_values=cache)
+    for layer, h in HEADS:
+        assert set(cache.kept(layer)[0, h].tolist()) == whole[layer][h]
+
+
+def test_pictures_that_see_all_of_themselves_are_read_in_chunks():
+    """Gemma 3: the last queries of a chunk saw tokens behind them, and observe as they did."""
+    model = zoo.model_of("Gemma3ForConditionalGeneration")
+    inputs = zoo.prompt(model, (27,), pictures=1)  # of which 3 to 18 are the picture's
+    parts = [{"attention_mask": inputs["attention_mask"][:, :n]} for n in (19, 27)]
+    for part, at in zip(parts, (slice(0, 19), slice(19, 27)), strict=True):
+        part |= {k: inputs[k][:, at] for k in ("input_ids", "token_type_ids")}
+    parts[0]["pixel_values"] = inputs["pixel_values"]
+    with mmkv.wrapped(model, "snapkv", 16, window=12, kernel_size=3), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+        layers = list(cache.ordinal)
+        whole = [(cache.kept(i), cache.layers[i].state.retained) for i in layers]
+        cache.reset()
+        cache.expect(until=27)
+        for part in parts:
+            model(**part, past_key_values=cache)
+    for i, (kept, share) in zip(layers, whole, strict=True):
+        assert torch.equal(cache.kept(i), kept)
+        torch.testing.assert_close(cache.layers[i].state.retained, share)
+
+
+def test_rows_that_begin_behind_the_first_chunks_are_sized_as_ever(plain):
+    """SqueezeAttention: of padding alone there is no similarity, and it weighs nothing."""
+    inputs = make_inputs("llama", (90, 20))
+    with mmkv.wrapped(plain.model, "squeeze", 0.3, least=0):
+        sizes = [
+            [x.kept for x in mmkv.read(plain.model, inputs, prefill_chunk_size=n).report().layers]
+            for n in (None, 25)
+        ]
+    assert sizes[0] == sizes[1]
+
+
+def test_generated_tokens_are_in_no_group_of_the_prompts(plain):
+    """Also where the group of the first token is one: shares add up to the pairs held."""
+    led = 0
+    for n in range(50, 100, 10):
+        with mmkv.wrapped(plain.model, "condense", 0.3, least=0, sinks=0):
+            *_, cache, _ = generate(plain.model, make_inputs("llama", (n,)), new=6)
+        for layer in range(L):
+            shares, state = cache.shares(layer)[0], cache.layers[layer].state
+            assert shares[:, n:].tolist() == [[1.0] * 5] * H
+            torch.testing.assert_close(shares.sum(-1), state.counts()[0].float())
+            led += int((state.group_index == 0).any())
+    assert led > 0
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,22 @@ def test_queries_of_generated_tokens_observe_the_whole_prompt(policy):
             assert held_sets(held[AFTER][layer])[h] == wanted
 
 
+@pytest.mark.parametrize("policy", ["snapkv", "h2o"])
+def test_padding_before_all_rows_changes_nothing(models, policy):
+    """Queries of padding do not observe, though they came with the prompt's."""
+    model, inputs = models("llama"), make_inputs("llama", (30, 21))
+    options = {"window": 40} if policy == "snapkv" else {}
+    wide = {k: torch.nn.functional.pad(x, (12, 0)) for k, x in inputs.items()}
+    found = []
+    for given in (inputs, wide):
+        with mmkv.wrapped(model, policy, 0.5, postpone=3, **options):
+            logits, _, cache, _ = generate(model, given, new=6)
+        found.append((logits, [cache.kept(i) for i in range(L)]))
+    torch.testing.assert_close(found[1][0], found[0][0], atol=1e-4, rtol=0)
+    for plain, padded in zip(found[0][1], found[1][1], strict=True):
+        assert torch.equal(torch.where(padded < 0, -1, padded - 12), plain)
+
+
 def test_bytes_and_report_are_of_the_whole_cache_meanwhile(models):
     model, inputs = models("llama"), make_inputs("llama", (70, 40))
     found = {}

@@ -168,6 +168,21 @@ def test_the_reported_error(doubles, policy, kv_dtype):
     assert f"{report.key_error:.2%}, {report.value_error:.2%}" in table.getvalue()
 
 
+@pytest.mark.parametrize("kv_dtype", BITS)
+def test_the_first_token_counts_in_the_error(doubles, kv_dtype):
+    """Of a prompt of one token there is no other."""
+    model, inputs = doubles("llama"), make_inputs("llama", (1,))
+    with torch.no_grad():
+        whole = model(**inputs, use_cache=True).past_key_values
+    with mmkv.wrapped(model, "full", kv_dtype=kv_dtype), torch.no_grad():
+        report = model(**inputs, use_cache=True).past_key_values.report()
+    for layer, plain in zip(report.layers, whole.layers, strict=True):
+        for found, x in ((layer.key_error, plain.keys), (layer.value_error, plain.values)):
+            off = x - fake_quantise(x, BITS[kv_dtype])
+            assert found == pytest.approx(float(off.norm() / x.norm()), rel=1e-4)
+            assert found > 0
+
+
 def some_tokens(D, dtype=torch.float32):
     """Ordinary tokens, and at slots 0 to 4 some that are hard: level, zero, tiny, narrow, wide."""
     x = torch.randn(4, 30, D, generator=torch.Generator().manual_seed(D))
@@ -220,6 +235,20 @@ def test_codes_are_those_of_hqq(kv_dtype, D):
     meta["scale"], meta["zero"] = meta["scale"].half(), meta["zero"].half()
     read = Quantizer.dequantize(codes, meta).T.reshape(x.shape)
     assert torch.equal(read, stored[:, :])
+
+
+@pytest.mark.parametrize("kv_dtype", BITS)
+@pytest.mark.parametrize("D", [16, 128, 192])
+def test_codes_are_multiplied_as_the_numbers_they_are_read_as(kv_dtype, D, monkeypatch):
+    """Each of a token's groups with a scale and zero point of its own; also row by row."""
+    stored = QuantizedKV.of(some_tokens(D, torch.float64)[:, 5:], kv_dtype)
+    read, g = stored[:, :], torch.Generator().manual_seed(1)
+    query = torch.randn(4, 3, D, generator=g, dtype=torch.float64)
+    weights = torch.rand(4, 3, 25, generator=g, dtype=torch.float64)
+    for piece in (quantize._CPU_PIECE, 1, 25 * D * 3):  # all rows at once, one, and three
+        monkeypatch.setattr(quantize, "_CPU_PIECE", piece)
+        torch.testing.assert_close(stored.products(query), query @ read.mT)
+        torch.testing.assert_close(stored.mixed(weights), weights @ read)
 
 
 def test_errors_name_the_value_and_change_nothing(text_model, monkeypatch):

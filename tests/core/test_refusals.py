@@ -205,6 +205,30 @@ def test_generates(text_model, kwargs, message):
         generate(text_model, inputs, new=3)  # and goes on working
 
 
+def test_tokens_that_have_to_be_fed_one_by_one(text_model):
+    with mmkv.wrapped(text_model, "h2o", 0.5), torch.no_grad():
+        cache = text_model(**make_inputs("llama", (40,)), use_cache=True).past_key_values
+        for n in (2, 3):
+            with pytest.raises(ValueError, match=f"{n} tokens at once behind a compressed prompt"):
+                text_model(input_ids=torch.full((1, n), 7), past_key_values=cache)
+        text_model(input_ids=torch.full((1, 1), 7), past_key_values=cache)
+    assert cache.get_seq_length() == 41
+
+
+def test_padding_among_tokens_that_continue(text_model):
+    inputs, new = make_inputs("llama", (40,)), torch.tensor([[5, 6, 7]])
+    mask = torch.ones(1, 43, dtype=torch.long)
+    with mmkv.wrapped(text_model, "snapkv", 0.5, window=6), torch.no_grad():
+        cache = text_model(**inputs, use_cache=True).past_key_values
+        for hidden in (40, 41, 42):
+            mask[0, hidden] = 0
+            with pytest.raises(ValueError, match="padding among tokens that continue"):
+                text_model(input_ids=new, attention_mask=mask, past_key_values=cache)
+            mask[0, hidden] = 1
+        text_model(input_ids=new, attention_mask=mask, past_key_values=cache)
+    assert cache.get_seq_length() == 43
+
+
 def test_caches(text_model):
     inputs = make_inputs("llama", (40,))
     with mmkv.wrapped(text_model, "condense", 0.5, least=0):

@@ -4,6 +4,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+import torch
 
 import mmkv
 from helpers.marks import cases
@@ -63,6 +64,25 @@ def test_no_slot_is_set_aside_for_a_token_that_will_not_come(models, new):
         found = passes(model, inputs, new)
     assert found[0][0] == LAYERS * HEADS * (200 + new)
     assert found[-1][0] == found[0][0]
+
+
+@pytest.mark.parametrize("each", [1, 3, 40])
+def test_tokens_in_slots_that_are_added_are_held(models, each):
+    """One at a time or several, up to the last slot and beyond it."""
+    model, inputs = models("llama"), make_inputs("llama", (60, 41))
+    new = torch.randint(4, 100, (2, 120), generator=torch.Generator().manual_seed(1))
+    with mmkv.wrapped(model, "adakv", 0.4, **short("adakv")), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+
+        def held():
+            rows = [row for i in range(LAYERS) for row in cache.kept(i).flatten(0, 1)]
+            return [row[row >= 0].tolist() for row in rows]
+
+        before = held()
+        for part in new.split(each, dim=1):
+            model(input_ids=part, past_key_values=cache)
+            late = list(range(60, cache.get_seq_length()))
+            assert held() == [old + late for old in before]
 
 
 @pytest.mark.slow

@@ -198,6 +198,22 @@ class TestMasksOverThePast:
                 found = model(input_ids=new, attention_mask=mask, past_key_values=cache).logits
         torch.testing.assert_close(found, plain, atol=1e-4, rtol=0)
 
+    @pytest.mark.parametrize("n", [1, 5])
+    @pytest.mark.parametrize("hidden", [(0,), (59,), (0, 1, 58, 59)], ids=str)
+    def test_the_first_and_the_last_token_may_be_hidden(self, models, hidden, n):
+        """And no other with them: the new tokens see themselves."""
+        model, inputs = models("llama"), make_inputs("llama", (60,))
+        mask = torch.ones(1, 60 + n, dtype=torch.long)
+        mask[:, hidden] = 0
+        new = torch.arange(10, 10 + n)[None]
+        with torch.no_grad():
+            cache = model(**inputs, use_cache=True).past_key_values
+            plain = model(input_ids=new, attention_mask=mask, past_key_values=cache).logits
+            with mmkv.wrapped(model, "snapkv", 1.0):
+                cache = model(**inputs, use_cache=True).past_key_values
+                found = model(input_ids=new, attention_mask=mask, past_key_values=cache).logits
+        torch.testing.assert_close(found, plain, atol=1e-4, rtol=0)
+
     def test_tokens_that_are_gone_cannot_be_shown(self, models):
         model, inputs = models("llama"), make_inputs("llama", (60, 41))
         with mmkv.wrapped(model, "snapkv", 0.5, window=6):

@@ -11,6 +11,7 @@ from helpers.marks import cases
 from helpers.masking import masked_logits, pairs_of
 from helpers.models import make_inputs, next_turn, row_of
 from helpers.oracle import ROWS, VARIANTS, generate, options_of
+from mmkv.attach import attention
 from mmkv.cache.prompt_kv import PromptKV
 
 FIRST, SECOND = 8, 8  # tokens generated in each turn
@@ -196,6 +197,55 @@ def test_several_tokens_without_generate_are_that_many_steps(models, policy, opt
     torch.testing.assert_close(together, torch.cat(single, dim=1), atol=1e-4, rtol=0)
     for i in range(3):
         assert torch.equal(cache.kept(i), twin.kept(i))
+
+
+def test_no_chunk_is_evicted_before_each_row_has_begun(models):
+    """The second row begins in the third chunk."""
+    model, inputs = models("llama"), make_inputs("llama", (60, 17))
+    with mmkv.wrapped(model, "knorm", 0.5, evict_chunks=True):
+        sizes = []
+
+        def look(module, args, output):
+            layers = output.past_key_values.layers
+            sizes.append([x.dense().positions.shape[2] for x in layers])
+
+        hook = model.register_forward_hook(look)
+        try:
+            out = model.generate(
+                **inputs, prefill_chunk_size=20, max_new_tokens=1, return_dict_in_generate=True
+            )
+        finally:
+            hook.remove()
+    assert sizes == [[20] * 3, [40] * 3, [30] * 3]
+    for b, n in enumerate((60, 17)):
+        kept = [int((out.past_key_values.kept(i)[b] >= 0).sum()) for i in range(3)]
+        assert sum(kept) == 2 * round(0.5 * 3 * n)
+
+
+def test_a_first_prompt_alone_is_passed_through_before_it_is_read(models, monkeypatch):
+    """Of a later turn, what is left of earlier ones would not be seen there."""
+    model, inputs = models("llama"), make_inputs("llama", (60,))
+    passed, run = [], attention.run_mini_prefill
+    monkeypatch.setattr(attention, "run_mini_prefill", lambda *x: passed.append(1) or run(*x))
+    with mmkv.wrapped(model, "prefixkv", 0.5, allocation="mini-prefill", distance=3):
+        _, words, cache, _ = generate(model, inputs, new=4)
+        assert passed == [1]
+        second = next_turn(inputs, torch.cat([inputs["input_ids"], words], 1), image=False)
+        generate(model, second, new=4, past_key_values=cache)
+    assert passed == [1]
+
+
+def test_what_was_read_is_known_as_it_was(models):
+    """Also where the caller's ids are written into afterwards."""
+    model, ids = models("llama"), make_inputs("llama", (40,))["input_ids"]
+    mine, turn = ids.clone(), torch.full((1, 5), 9)
+    with mmkv.wrapped(model, "condense", 0.4, least=0), torch.no_grad():
+        cache = model(input_ids=mine, use_cache=True).past_key_values
+        mine.fill_(9)
+        with pytest.raises(ValueError, match="read another prompt: row 0"):
+            model.generate(torch.cat([mine, turn], 1), past_key_values=cache, max_new_tokens=1)
+        model.generate(torch.cat([ids, turn], 1), past_key_values=cache, max_new_tokens=1)
+    assert cache.get_seq_length() == 45
 
 
 @pytest.mark.parametrize("how", ["generate", "chunks", "forward", "beams", "new tokens alone"])
