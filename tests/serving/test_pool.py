@@ -303,6 +303,29 @@ def test_what_another_left_in_a_row_is_not_seen(models):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("tokens", "moves"), [(30, False), (40, True)])
+def test_one_that_comes_into_a_row_that_is_free_moves_others_if_it_is_wider_alone(
+    models, tokens, moves
+):
+    """Rows of 20 tokens have 32 slots; all come to the same number of them in the end."""
+    pool, waiting = Pool(), list(caches(models("llama"), JOIN[:1], (20, 20, tokens)))
+    first, _ = (pool.join(None, waiting.pop(0), 40) for _ in range(2))
+    pool.leave(first)
+    (block, *_), before = pool.layers[0], [x.stored[0].data_ptr() for x in pool.layers[0]]
+    assert block.stored[0].shape[:2] == (4, 32)
+    twin = copy.deepcopy(waiting[0])
+    third = pool.join(None, waiting[0], 60 - tokens)
+    assert ([x.stored[0].data_ptr() for x in pool.layers[0]] != before) == moves
+    check_blocks(pool)
+    pool.step()
+    query, (key, value) = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 2, 1, 16)
+    options = {"scale": 0.3, "softcap": None}
+    found = pool.attend(0, query, key, value, **options)
+    wanted = Twin(third, twin, 0).attend(0, query[1:], key[1:], value[1:], **options)
+    torch.testing.assert_close(found[1:], wanted)
+
+
+@torch.no_grad()
 def test_spare_memory_is_given_back(models):
     pool = Pool()
     small, big, last = (

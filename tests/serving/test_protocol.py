@@ -103,6 +103,11 @@ class TestChoices:
         client.chat.completions.create(**HELLO)
         assert "repeated" not in engine.asked[3]
 
+    @pytest.mark.parametrize("n", [1, 2])
+    def test_a_prompt_of_more_than_one_is_read_once(self, client, engine, n):
+        client.chat.completions.create(**HELLO, n=n)
+        assert [x.get("repeated", False) for x in engine.asked] == [n > 1] * n
+
     def test_several_in_a_stream(self, client, engine):
         texts, ends = {0: "", 1: ""}, {}
         for piece in client.chat.completions.create(**HELLO, n=2, stream=True):

@@ -1,19 +1,31 @@
 """Single rules of the server by hand."""
 
 import asyncio
+import base64
+import io
+import re
+import time
 from collections import namedtuple
+from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from PIL import Image
 
 import mmkv
 from helpers.models import make_inputs, make_model
+from helpers.serving import WrittenEngine
 from mmkv.attach.attachment import attachment_of
+from mmkv.cache_name import CACHE
 from mmkv.serving import Engine
 from mmkv.serving.batch import _let_go
 from mmkv.serving.errors import RequestError
 from mmkv.serving.memory import Bounds
+from mmkv.serving.prompts import Reader
 from mmkv.serving.reply import MOST_LOGPROBS, Sampling, TextStream, overlap
+from mmkv.serving.worker import Worker
 
 CHUNK = 64
 Id = namedtuple("Id", "unique_id")
@@ -170,3 +182,306 @@ def test_one_best_answer_of_several_is_what_is_given():
     CompletionRequest(model="m", prompt="a", n=2, best_of=1).replies()
     with pytest.raises(RequestError, match="best_of"):
         CompletionRequest(model="m", prompt="a", n=2, best_of=3).replies()
+
+
+@pytest.mark.parametrize(
+    ("seed", "wanted"),
+    [
+        (None, [None, None, None]),
+        (0, [0, 1, 2]),
+        (2**63 - 2, [2**63 - 2, 2**63 - 1, 0]),
+        (-1, [-1, 0, 1]),
+        (-(2**63), [-(2**63), 1, 2]),
+    ],
+)
+def test_each_of_several_answers_has_a_seed_that_a_request_may_have(seed, wanted):
+    pytest.importorskip("pydantic", reason="pip install 'mmkv[serve]'")
+    from mmkv.serving.api import CompletionRequest
+
+    replies = CompletionRequest(model="m", prompt="a", n=3, seed=seed).replies()
+    assert [x["sampling"].seed for x in replies] == wanted
+
+
+def test_a_reply_that_is_alone_keeps_its_own_cache(text_model):
+    """The pool is for those that share a step; what it costs, one alone does not pay."""
+    inputs = [make_inputs("llama", (30,), seed=i) for i in range(2)]
+    members = []
+    with mmkv.wrapped(text_model, "full"), Engine(text_model) as engine:
+        batch = engine._worker.batch
+        text_model.register_forward_hook(lambda *args: members.append(len(batch.pool.members)))
+        engine.submit(inputs=inputs[0], max_new_tokens=6).result(60)
+        assert members == [0] * 6
+        with engine._worker.wake:  # both are there before either is begun
+            replies = [engine.submit(inputs=x, max_new_tokens=6) for x in inputs]
+        for reply in replies:
+            reply.result(60)
+    assert max(members) == 2
+
+
+def test_bounds_of_requests_are_those_of_the_documents():
+    limits = pytest.importorskip("mmkv.serving.errors", reason="pip install 'mmkv[serve]'").Limits()
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    reads, writes = (f"{x:g} seconds" for x in (limits.read_seconds, limits.write_seconds))
+    files = f"{limits.picture_bytes // 2**20} MiB"
+    for told in (
+        f"| body | {limits.body_bytes // 2**20} MiB, within {reads} |",
+        f"| pictures | {limits.pictures}, of {files} each and {limits.pixels // 10**6} million",
+        f"the limits are {files} and {reads}.",
+        f"| {limits.held_bytes // 2**30} GiB of bodies and decoded pictures",
+        f"| {limits.connections:,} at a time; headers within {reads}; a client that takes nothing "
+        f"of its answer for {writes} is cut off",
+    ):
+        assert told in text
+
+
+@pytest.mark.parametrize("n", [3000, 3001, 3002])
+def test_the_largest_picture_may_come_as_a_data_url(n):
+    """Bytes of the file count, not letters of the URL, which are a third more."""
+    errors = pytest.importorskip("mmkv.serving.errors", reason="pip install 'mmkv[serve]'")
+    from mmkv.serving.pictures import read_picture
+
+    file = io.BytesIO()
+    Image.new("RGB", (8, 6)).save(file, "PNG")
+    raw = base64.b64encode(file.getvalue().ljust(n, b"\0")).decode()
+    for most, fits in ((n, True), (n - 1, False), (n // 2, False)):
+        limits = errors.Limits(picture_bytes=most)
+        if fits:
+            assert read_picture(f"data:image/png;base64,{raw}", limits, (), 100).size == (8, 6)
+            continue
+        with pytest.raises(RequestError, match="cannot read a picture: larger than 0"):
+            read_picture(f"data:image/png;base64,{raw}", limits, (), 100)
+    limits = errors.Limits(picture_bytes=3 * 2**19)
+    with pytest.raises(RequestError, match=r"larger than 1\.5 MiB"):
+        read_picture(f"data:image/png;base64,{'A' * 2**22}", limits, (), 100)
+
+
+def test_a_reply_whose_tokens_compete_has_no_bound_of_its_own():
+    """More may come to be held than when it began: the prompt's bound stays."""
+    model, inputs = make_model("llama"), make_inputs("llama", (60,))
+    for options, bounded in (
+        ({}, True),
+        ({"decode": "rounds", "every": 4, "latest": 3}, False),
+        ({"postpone": 4}, False),
+    ):
+        with mmkv.wrapped(model, "condense", 0.4, least=0, **options), torch.no_grad():
+            cache = model(**inputs, use_cache=True).past_key_values
+            bound = Bounds(attachment_of(model).parts, 4, CHUNK).reply(cache, 8)
+        assert (bound is not None) == bounded
+        if bounded:
+            assert bound > cache.nbytes
+
+
+def test_times_are_counted_in_steps_of_a_decade():
+    """Three of them, as dashboards that show the metrics know them."""
+    metrics = pytest.importorskip("mmkv.serving.metrics", reason="pip install 'mmkv[serve]'")
+    page = metrics.Metrics(WrittenEngine()).page().decode()
+
+    def buckets(name):
+        found = re.findall(rf'^mmkv_{name}_bucket{{le="(.+)"}} 0\.0$', page, re.MULTILINE)
+        assert found.pop() == "+Inf"
+        return [float(x) for x in found]
+
+    def decades(*steps):
+        return sorted(x * 10.0**k for k in range(-3, 3) for x in steps)
+
+    first = [x for x in decades(1, 2.5, 5) if 0.009 < x < 101]
+    assert buckets("time_to_first_token_seconds") == pytest.approx(first)
+    later = [x for x in decades(1, 2, 5) if 0.0019 < x < 2.1]
+    assert buckets("time_between_tokens_seconds") == pytest.approx(later)
+    shares = buckets("kept_share")
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0.05, 1.0)
+
+
+def test_a_prompt_with_pictures_is_read_at_once_where_they_cannot_be_encoded_before(monkeypatch):
+    model = make_model("llava-llama")
+    inputs = make_inputs("llava-llama", (60,))
+    text = {k: x for k, x in inputs.items() if not x.is_floating_point()}
+    with mmkv.wrapped(model, "full"):
+        reader = Reader(attachment_of(model), CHUNK)
+        assert reader.chunk(inputs) == reader.chunk(text) == CHUNK
+        monkeypatch.setattr(model, "_supports_mm_encoder_outputs", lambda: False)
+        assert (reader.chunk(inputs), reader.chunk(text)) == (None, CHUNK)
+        assert reader.chunk({**text, "token_type_ids": text["input_ids"]}) is None
+
+
+def test_older_releases_read_pictures_and_what_follows_a_cache_at_once(monkeypatch):
+    """They have no `_supports_mm_encoder_outputs`."""
+    for name, pictures in (("llama", False), ("llava-llama", True)):
+        model, inputs = make_model(name), make_inputs("llama", (60,))
+        monkeypatch.setattr(model, "_supports_mm_encoder_outputs", None)
+        with mmkv.wrapped(model, "full"), torch.no_grad():
+            reader = Reader(attachment_of(model), CHUNK)
+            new = reader.cache(attachment_of(model).plan)
+            for given in (inputs, {**inputs, CACHE: new}):
+                assert reader.chunk(given) == (None if pictures else CHUNK)
+            begun = model(**inputs, use_cache=True).past_key_values
+            assert reader.chunk({**inputs, CACHE: begun}) is None
+
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("temperature", (0, 100.0), (-0.1, INF, float("nan"))),
+        ("top_p", (1e-9, 1), (0, -0.1, 1.1)),
+        ("top_k", (0, 1), (-1,)),
+        ("min_p", (0, 1), (-0.1, 1.1)),
+        ("repetition_penalty", (None, 1e-9, 100), (0, -1, INF)),
+        ("presence_penalty", (-9, 0, 9), (INF, -INF, float("nan"))),
+        ("frequency_penalty", (-9, 0, 9), (INF, -INF, float("nan"))),
+        ("stop", ((), ("a", "b")), ("a", ("",), (3,), ("a", None))),
+    ],
+)
+def test_what_tokens_are_chosen_by_has_its_range(name, good, bad):
+    for value in good:
+        Sampling(**{name: value})
+    for value in bad:
+        with pytest.raises(ValueError, match=f"{name}=.*: expected "):
+            Sampling(**{name: value})
+
+
+@pytest.mark.parametrize(("temperature", "draws"), [(0, False), (9e-7, False), (1e-6, True)])
+def test_a_temperature_that_float32_divides_by_draws(temperature, draws):
+    assert Sampling(temperature=temperature).draws == draws
+
+
+class TestConnection:
+    """What ends a connection, by a loop that notes what is to be done after how many seconds."""
+
+    @pytest.fixture
+    def made(self):
+        server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
+        made, timers = object.__new__(server._Connection), []
+
+        def call_later(seconds, function):
+            timers.append(seconds)
+            return SimpleNamespace(cancel=lambda: timers.remove(seconds))
+
+        made._limits = server.Limits(read_seconds=3, write_seconds=5)
+        made._timers, made.cycle = {}, None
+        made.loop = SimpleNamespace(call_later=call_later)
+        made.transport = SimpleNamespace(abort=None, is_closing=lambda: False)
+        return made, timers
+
+    def test_the_time_for_a_request_begins_once_and_ends_with_it(self, made):
+        """However often a piece of it comes; else one timer would be left, and end the answer."""
+        connection, timers = made
+        for _ in range(3):
+            connection._look()
+            assert timers == [3]
+        connection.cycle = SimpleNamespace(response_complete=False)
+        connection._look()
+        assert timers == []
+        connection.cycle.response_complete = True
+        for _ in range(2):
+            connection._look()
+            assert timers == [3]
+
+    def test_one_that_closes_is_not_waited_for(self, made):
+        connection, timers = made
+        connection.transport.is_closing = lambda: True
+        connection._look()
+        assert timers == []
+
+    def test_the_time_to_read_an_answer_runs_while_it_is_not_read(self, made):
+        connection, timers = made
+        connection.flow = SimpleNamespace(pause_writing=lambda: None, resume_writing=lambda: None)
+        connection.pause_writing()
+        assert timers == [5]
+        connection.resume_writing()
+        assert timers == []
+
+
+class TestBodies:
+    """What is read of a request; 40 bytes at the most, and 100 of all requests together."""
+
+    def read(self, pieces, headers=None, room=100):
+        """The body, or the status of what is answered in its place; and what room is left."""
+        errors = pytest.importorskip("mmkv.serving.errors", reason="pip install 'mmkv[serve]'")
+        from mmkv.serving.service import Service
+
+        async def stream():
+            for piece in pieces:
+                if piece is None:
+                    await asyncio.sleep(60)
+                yield piece
+
+        service = object.__new__(Service)
+        service.limits, service.room = errors.Limits(body_bytes=40, read_seconds=0.05), room
+        given = {"content-type": "application/json", **(headers or {})}
+        request = SimpleNamespace(headers=given, stream=stream)
+        with ExitStack() as ending:
+            try:
+                found = asyncio.run(service._body(request, ending))
+            except RequestError as error:
+                found = error.status
+            left = service.room
+        assert service.room == room
+        return found, left
+
+    def test_one_that_is_whole(self):
+        assert self.read([b"a" * 30, b"b" * 10]) == (b"a" * 30 + b"b" * 10, 60)
+        assert self.read([b"a" * 40], {"content-length": "40"}, room=40) == (b"a" * 40, 0)
+
+    def test_one_that_is_too_large(self):
+        assert self.read([b"a" * 30, b"b" * 11])[0] == 413
+        assert self.read([None], {"content-length": "41"}) == (413, 100)
+
+    def test_one_that_does_not_come(self):
+        assert self.read([b"a" * 30, None]) == (408, 70)
+
+    def test_one_for_which_there_is_no_room(self):
+        assert self.read([b"a" * 40], room=39) == (429, 39)
+
+    @pytest.mark.parametrize("kind", ["", "text/plain", "application/jsonp"])
+    def test_one_that_a_page_could_send_unasked(self, kind):
+        assert self.read([b"{}"], {"content-type": kind}) == (415, 100)
+        assert self.read([b"{}"], {"content-type": "Application/JSON; charset=utf-8"})[0] == b"{}"
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("cancel", "cancelled"), ("late", "timeout"), ("close", "cancelled")]
+)
+def test_a_prompt_that_is_over_is_read_no_further(text_model, how, reason):
+    """And its reply ends, whatever the reason."""
+    chunks = []
+    with mmkv.wrapped(text_model, "full"), Engine(text_model, prefill_chunk=16) as engine:
+        worker = engine._worker
+
+        def look(*args):
+            chunks.append(1)
+            if len(chunks) == 2:
+                (request,) = worker.reading
+                if how == "cancel":
+                    request.reply.cancel()
+                elif how == "late":
+                    request.deadline = 0.0
+                else:
+                    engine.close()
+
+        text_model.register_forward_hook(look)
+        reply = engine.submit(inputs=make_inputs("llama", (90,)), max_new_tokens=4)
+        assert reply.result(60) == ([], "")
+        assert reply.finish_reason == reason
+        assert len(chunks) == 2
+        assert engine.stats().prefilling == engine.cache_bytes() == 0
+
+
+def test_replies_take_a_step_within_a_chunk_that_takes_longer_than_the_last():
+    worker, steps = object.__new__(Worker), []
+    worker.batch = SimpleNamespace(running=[1])
+    worker._interrupts = lambda: True
+    worker._take_turns = lambda: steps.append(1)
+    worker._spent, worker._rested, worker._gap = 0.0, time.perf_counter(), 1e9
+    worker._between()
+    assert (steps, worker._spent) == ([], 0.0)
+    worker._gap = 0.0
+    worker._between()
+    assert steps == [1]
+    assert worker._spent > 0
+    worker.batch.running = []
+    worker._between()
+    assert steps == [1]
