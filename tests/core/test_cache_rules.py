@@ -77,6 +77,29 @@ def test_keys_and_values_of_one_projection_are_counted_once():
     assert PromptKV(whole.clone(), whole, positions).nbytes == 2 * 48 * 4
 
 
+@pytest.mark.parametrize("shape", [(3, 2, 9), (3, 4, 8), (1, 4, 9), (4, 9), (3, 4, 9, 1)])
+def test_scores_of_another_shape_are_refused(shape):
+    """Of three rows, four heads and nine tokens; one ranking for all heads will do."""
+    query, key = torch.zeros(3, 8, 9, 2), torch.zeros(3, 4, 9, 2)
+    for good in ((3, 4, 9), (3, 1, 9)):
+        selection._check_scores(None, torch.zeros(good), query, key)
+    with pytest.raises(ValueError, match="expected scores"):
+        selection._check_scores(None, torch.zeros(shape), query, key)
+
+
+def test_the_last_places_of_rows_with_gaps():
+    rows = [[1, 1, 0, 1, 0, 1], [0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1]]
+    policy = mmkv.get_policy("h2o")
+    valid = torch.tensor(rows, dtype=torch.bool)
+    prompt = TokenMasks.of(policy, valid, budget=0.5, n_layers=1)
+    places = [[i for i, there in enumerate(row) if there] for row in rows]
+    for n in (1, 2, 3, 6, 8):
+        wanted = [([-1] * n + row)[-n:] for row in places]
+        assert prompt.last_places(n).tolist() == wanted
+    alike = TokenMasks.of(policy, valid[1:], budget=0.5, n_layers=1)
+    assert alike.last_places(2) is None
+
+
 class TestSteps:
     def blocks(self, *steps, decided=()):
         def schedule(at, needs):

@@ -16,6 +16,8 @@ def looped(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, sequse
     """What the kernel computes, sequence by sequence."""
     assert options == {"enable_gqa": True, "num_splits": 1}
     assert max_q == 1
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1]
+    assert query.shape[-1] % 8 == 0
     out = []
     for i in range(len(cu_seq_q) - 1):
         assert cu_seq_q[i + 1] - cu_seq_q[i] == 1
