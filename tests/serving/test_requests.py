@@ -112,6 +112,23 @@ class TestPrompts:
         assert [x.result(60)[0] for x in replies] == [wanted] * 3
         assert engine.stats().prefix_hits - before == 2
 
+    def test_a_prompt_of_two_tokens_is_shared_and_one_of_a_token_is_not(self, engine):
+        for prompt, hits in (([7, 8], 2), ([9], 0)):
+            before = engine.stats().prefix_hits
+            more = {"prompt": prompt, "repeated": True, "max_new_tokens": 3}
+            found = [engine.submit(**more).result(60)[0] for _ in range(3)]
+            assert found == [found[0]] * 3
+            assert engine.stats().prefix_hits - before == hits
+
+    def test_tokens_are_any_of_the_models(self, engine):
+        assert engine.encode(prompt=[0, 263])[0]["input_ids"].tolist() == [[0, 263]]
+
+    def test_the_largest_option_of_a_policy(self, engine):
+        given = {"prompt": [7, 8], "policy": "snapkv", "max_new_tokens": 1}
+        assert engine.submit(**given, options={"window": 2**17}).result(60)
+        with pytest.raises(Refused, match="at most 131072"):
+            engine.submit(**given, options={"window": 2**17 + 1})
+
 
 class TestChoices:
     def ask(self, engine, new=12, **sampling):

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import json
 import re
 import time
 from collections import namedtuple
@@ -485,3 +486,82 @@ def test_replies_take_a_step_within_a_chunk_that_takes_longer_than_the_last():
     worker.batch.running = []
     worker._between()
     assert steps == [1]
+
+
+@pytest.mark.parametrize(("prompts", "n", "fits"), [(128, 1, True), (129, 1, False), (64, 2, True)])
+def test_replies_of_one_request_are_at_most_128(prompts, n, fits):
+    pytest.importorskip("pydantic", reason="pip install 'mmkv[serve]'")
+    from mmkv.serving.api import CompletionRequest
+
+    asked = CompletionRequest(model="m", prompt=["a"] * prompts, n=n)
+    if fits:
+        assert len(asked.replies()) == 128
+    else:
+        with pytest.raises(RequestError, match="at most 128 replies"):
+            asked.replies()
+
+
+@pytest.mark.parametrize(("n", "told"), [(500, "x" * 500), (501, "x" * 500 + " ...")])
+def test_what_is_told_is_at_most_500_letters(n, told):
+    assert RequestError("x" * n).body()["error"]["message"] == told
+
+
+@pytest.mark.parametrize("n", [40, 41])
+def test_a_kind_of_part_is_told_up_to_its_fortieth_letter(n):
+    errors = pytest.importorskip("mmkv.serving.errors", reason="pip install 'mmkv[serve]'")
+    from mmkv.serving.api import ChatRequest
+
+    part = {"role": "user", "content": [{"type": "x" * n}]}
+    body = json.dumps({"model": "m", "messages": [part]}).encode()
+    with pytest.raises(RequestError, match=f"parts of type '{'x' * 40}' are not read here"):
+        errors.read(body, ChatRequest)
+
+
+@pytest.mark.parametrize(
+    ("url", "path"), [("http://x", "/"), ("http://x/a/b", "/a/b"), ("http://x?q=1", "/?q=1")]
+)
+def test_a_picture_of_a_host_is_read_up_to_its_bound(monkeypatch, url, path):
+    errors = pytest.importorskip("mmkv.serving.errors", reason="pip install 'mmkv[serve]'")
+    from mmkv.serving import pictures
+
+    asked, pieces = [], []
+
+    class Connection:
+        def __init__(self, place, timeout):
+            asked.append((place, timeout))
+
+        def request(self, method, path):
+            asked.append((method, path))
+
+        def getresponse(self):
+            return SimpleNamespace(status=200, read1=lambda n: pieces.pop(0))
+
+        def close(self):
+            asked.append("closed")
+
+    monkeypatch.setattr(pictures.http.client, "HTTPConnection", Connection)
+    limits = errors.Limits(picture_bytes=10, read_seconds=3)
+    pieces += [b"a" * 6, b"b" * 4, b""]
+    assert pictures._fetched(url, limits, {"x"}) == b"aaaaaabbbb"
+    assert asked == [("x", 3), ("GET", path), "closed"]
+    pieces += [b"a" * 6, b"b" * 5, b""]
+    with pytest.raises(RequestError, match="larger than"):
+        pictures._fetched(url, limits, {"x"})
+    assert asked[3:] == asked[:3]
+
+
+def test_tokens_and_bytes_of_replies_are_counted(text_model):
+    """Of those in the pool too: what each held at the end, where that is more."""
+    inputs, new = [make_inputs("llama", (30,), seed=i) for i in range(3)], 60
+    config = text_model.config
+    pair = config.num_hidden_layers * config.num_key_value_heads * 2 * config.head_dim * 4
+    with mmkv.wrapped(text_model, "full"), Engine(text_model) as engine:
+        with engine._worker.wake:
+            replies = [engine.submit(inputs=x, max_new_tokens=new) for x in inputs]
+        assert [len(x.result(60)[0]) for x in replies] == [new] * 3
+        stats = engine.stats()
+    assert (stats.tokens_generated, stats.requests_done) == (3 * new, 3)
+    assert stats.prompt_tokens == 3 * 30
+    for reply in replies:
+        assert reply.usage.cache_bytes >= (30 + new - 1) * pair
+        assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (30, new)
