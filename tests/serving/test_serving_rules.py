@@ -20,7 +20,7 @@ from helpers.models import make_inputs, make_model
 from helpers.serving import WrittenEngine
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache_name import CACHE
-from mmkv.serving import Engine
+from mmkv.serving import Busy, Engine
 from mmkv.serving.batch import _let_go
 from mmkv.serving.errors import RequestError
 from mmkv.serving.memory import Bounds
@@ -57,7 +57,7 @@ def test_groups_are_promised_their_weights():
     assert most == (48 + 16) * (pair + 12 * rows)
 
 
-@pytest.mark.parametrize(("budget", "kept"), [(0.2, 80), (0.01, 3 + 4)])
+@pytest.mark.parametrize(("budget", "kept"), [(0.2, 80), (0.201, 81), (0.01, 3 + 4)])
 def test_a_prompt_evicted_in_chunks_is_promised_what_is_kept_and_a_chunk(budget, kept):
     """A fifth of the prompt, or what must be kept where that is more."""
     options = {"window": 4, "sinks": 3, "evict_chunks": True}
@@ -381,6 +381,21 @@ class TestConnection:
             connection._look()
             assert timers == [3]
 
+    @pytest.mark.parametrize(("others", "refused"), [(1, False), (2, True)])
+    def test_one_more_than_may_be_open_is_told_so(self, made, monkeypatch, others, refused):
+        from mmkv.serving import server
+
+        connection, timers = made
+        connection._limits = server.Limits(connections=2, read_seconds=3)
+        connection.connections, sent = set(range(others)), []
+        connection.transport.write = sent.append
+        connection.transport.close = lambda: sent.append("closed")
+        add = lambda self, transport: self.connections.add(self)  # noqa: E731
+        monkeypatch.setattr(server.H11Protocol, "connection_made", add)
+        connection.connection_made(connection.transport)
+        assert (sent != [], timers) == (refused, [] if refused else [3])
+        assert not refused or (sent[0].startswith(b"HTTP/1.1 503 ") and sent[1:] == ["closed"])
+
     def test_one_that_closes_is_not_waited_for(self, made):
         connection, timers = made
         connection.transport.is_closing = lambda: True
@@ -565,3 +580,31 @@ def test_tokens_and_bytes_of_replies_are_counted(text_model):
     for reply in replies:
         assert reply.usage.cache_bytes >= (30 + new - 1) * pair
         assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (30, new)
+
+
+def test_as_many_requests_wait_and_grow_as_may(text_model):
+    inputs, most = make_inputs("llama", (30,)), []
+    with mmkv.wrapped(text_model, "full"), Engine(text_model, max_batch=2, max_waiting=3) as engine:
+        worker = engine._worker
+        text_model.register_forward_hook(lambda *args: most.append(len(worker.live())))
+        with worker.wake:  # none is begun meanwhile
+            replies = [engine.submit(inputs=inputs, max_new_tokens=8) for _ in range(3)]
+            with pytest.raises(Busy, match="3 requests wait already"):
+                engine.submit(inputs=inputs, max_new_tokens=8)
+        assert len({tuple(x.result(60)[0]) for x in replies}) == 1
+    assert max(most) == 2
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_file_of_options_is_read_up_to_a_mebibyte(more, tmp_path):
+    settings = pytest.importorskip("mmkv.serving.settings", reason="pip install 'mmkv[serve]'")
+    option = SimpleNamespace(name="max_batch", multiple=False, callback=None)
+    option.process_value = lambda context, value: value
+    context = SimpleNamespace(command=SimpleNamespace(params=[option]))
+    file = tmp_path / "options.yaml"
+    file.write_bytes(b"max_batch: 16\n".ljust(2**20 + more, b"#"))
+    if not more:
+        assert settings.read_config(file, context) == {"max_batch": "16"}
+        return
+    with pytest.raises(ValueError, match=r"options\.yaml: more than 1048576 bytes"):
+        settings.read_config(file, context)
