@@ -7,7 +7,7 @@ import torch
 
 import mmkv
 from mmkv.attach.graph import step_of
-from mmkv.cache import evict, quantize
+from mmkv.cache import evict, quantize, selection
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.forward_pass import ForwardPass
 from mmkv.cache.phases import Reading

@@ -19,7 +19,7 @@ import mmkv
 from helpers.models import make_inputs, make_model
 from helpers.serving import WrittenEngine
 from mmkv.attach.attachment import attachment_of
-from mmkv.cache_name import CACHE
+from mmkv.calls import CACHE
 from mmkv.serving import Busy, Engine
 from mmkv.serving.batch import _let_go
 from mmkv.serving.errors import RequestError
@@ -593,18 +593,3 @@ def test_as_many_requests_wait_and_grow_as_may(text_model):
                 engine.submit(inputs=inputs, max_new_tokens=8)
         assert len({tuple(x.result(60)[0]) for x in replies}) == 1
     assert max(most) == 2
-
-
-@pytest.mark.parametrize("more", [0, 1])
-def test_a_file_of_options_is_read_up_to_a_mebibyte(more, tmp_path):
-    settings = pytest.importorskip("mmkv.serving.settings", reason="pip install 'mmkv[serve]'")
-    option = SimpleNamespace(name="max_batch", multiple=False, callback=None)
-    option.process_value = lambda context, value: value
-    context = SimpleNamespace(command=SimpleNamespace(params=[option]))
-    file = tmp_path / "options.yaml"
-    file.write_bytes(b"max_batch: 16\n".ljust(2**20 + more, b"#"))
-    if not more:
-        assert settings.read_config(file, context) == {"max_batch": "16"}
-        return
-    with pytest.raises(ValueError, match=r"options\.yaml: more than 1048576 bytes"):
-        settings.read_config(file, context)
