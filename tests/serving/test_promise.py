@@ -6,6 +6,7 @@ import weakref
 from functools import cache
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -147,6 +148,22 @@ def check(i, asks, room, fails):
 @given(asks=st.lists(ASK, min_size=2, max_size=7), room=st.integers(300, 900), fails=st.booleans())
 def test_no_more_is_held_than_was_promised(i, asks, room, fails):
     check(i, asks, room, fails)
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv", "prefixkv"])
+def test_a_cache_that_grows_by_itself_keeps_to_its_bound(policy):
+    """Slots set aside on the way are in it, wherever the reply ends among them."""
+    model, options = make_model("llama"), {"window": 6} if policy == "snapkv" else {}
+    token = torch.tensor([[7]])
+    with mmkv.wrapped(model, policy, 0.5, **options), torch.no_grad():
+        bounds = Bounds(attachment_of(model).parts, 4, 64)
+        for new in (1, 20, 35, 66):
+            cache = model(**make_inputs("llama", (60,)), use_cache=True).past_key_values
+            bound, most = bounds.reply(cache, new), 0
+            for _ in range(new):
+                model(input_ids=token, past_key_values=cache)
+                most = max(most, cache.nbytes)
+            assert most <= bound
 
 
 def test_prefixes_that_are_idle_leave_for_one_that_is_taken_over():
