@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 # Where a template's text is cut: behind what was read before, and before what may follow.
 _START, _END = "<|mmkv start|>", "<|mmkv end|>"
+_BETWEEN = "\n\n"  # two texts of a message
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,11 @@ def _chat(
     cut = text if ends else text.rstrip()
     content = given[0]["content"] or [{}]
     goes_on = isinstance(content, str) or "text" in content[0]
-    lead = before.lead if before and given[0]["role"] == "user" and goes_on else ""
+    lead = before.lead if before else ""
+    if given[0]["role"] != "user":  # the text's own blanks stay, a template's behind a picture not
+        lead = lead.removesuffix(_BETWEEN) if lead.endswith(_BETWEEN) else ""
+    elif not goes_on:
+        lead = ""
     inputs = _tokens(processor, lead + cut, pictures, begins=before is None)
     return inputs, replace(opened, lead=text[len(cut) :])
 
@@ -128,7 +133,7 @@ def _written(
             whole.append(("user", []))
         parts = whole[-1][1]
         said = parts and parts[-1]["type"] == "text" and parts[-1]["text"] not in ("", _START)
-        parts.append(_text(("\n\n" if said else "") + _END))
+        parts.append(_text((_BETWEEN if said else "") + _END))
     pictures = [x["image"] for _, parts in whole for x in parts if "image" in x]
     counts = [sum(x["type"] == "image" for x in parts) for _, parts in whole]
     messages = [{"role": role, "content": _content(processor, parts)} for role, parts in whole]

@@ -154,6 +154,9 @@ def test_texts_and_turns_are_one_conversation(system, tmp_path):
         context.save(tmp_path / "read")
         loaded = mmkv.load_context(tmp_path / "read", model, processor=tokenizer)
         assert seen(loaded, "Who?") == seen(context, "Who?")
+        ends_blank = mmkv.read(model, [*before, turn("One.\n")], processor=tokenizer)
+        ends_blank.append([said])
+        assert seen(ends_blank, "Who?") == wanted(turn("One.\n"), said, turn("Who?"))
 
 
 def test_one_reply_is_a_text_and_several_are_a_list(monkeypatch):
