@@ -247,7 +247,6 @@ class RowCaches(CompressedCache):
         self.errors: list[Exception | None] = [None] * len(every)
         self.plan, self.shape = every[0].plan, every[0].shape
         self.phase, self.prompt = Decoding(), None
-        self.clock, self.on_clock = None, False
         self._passes: dict[int, ForwardPass] = {}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -34,7 +34,7 @@ class Penalties(LogitsProcessor):
 def json_grammar(schema: dict[str, Any]) -> str:
     """The grammar of JSON texts of a schema; what is wrong with it is told when it is used."""
     # Blanks are few: models that may give any number of them sometimes give nothing else.
-    options = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]{0,8}"}
+    options = {"whitespace_pattern": r"[ \n]{0,8}"}
     return json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})
 
 
