@@ -64,7 +64,10 @@ def chat(
     dtype: given.DtypeOption = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 80,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of a temperature above 0.")] = 0,
+    seed: Annotated[
+        int,  # what torch takes as one
+        typer.Option(min=-(2**63), max=2**64 - 1, help="Seed of a temperature above 0."),
+    ] = 0,
     out: Annotated[
         Path,
         typer.Option(help="Folder for the figures, or a file for a single one (.png, .jpg, ...)."),

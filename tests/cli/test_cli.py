@@ -231,6 +231,12 @@ class TestChat:
         monkeypatch.setenv("MMKV_TRACEBACK", "1")
         assert "in fail" in run(capsys, "chat", picture, QUESTION)[1]
 
+    @pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64])
+    def test_a_seed_is_one_of_torch(self, capsys, picture, seed):
+        out, err, code = run(capsys, "chat", picture, QUESTION, "--seed", seed)
+        assert (out, code) == ("", 2)
+        assert "Invalid value for '--seed'" in err
+
     @pytest.mark.slow
     def test_sampling_repeats_with_its_seed(self, ask):
         first, second = (ask("--temperature", "1.5", "--seed", "3") for _ in range(2))
