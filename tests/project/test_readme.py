@@ -281,7 +281,7 @@ class TestCommands:
     )
     def test_others_are_right_up_to_the_model(self, words, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
-        for folder in ("texts", "texts/novels", "texts/handbook"):  # what mmkv.eval.corpus writes
+        for folder in ("texts", "texts/novels", "texts/handbook", "texts/faq"):  # as eval.corpus
             Path(folder).mkdir()
             Path(folder, "text.txt").write_text("Some words of this text are these. " * 900)
         Path("small_keys.py").write_text(blocks("docs/extending.md", "python")[1])
