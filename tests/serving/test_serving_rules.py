@@ -483,7 +483,7 @@ def test_a_prompt_that_is_over_is_read_no_further(text_model, how, reason):
         assert reply.result(60) == ([], "")
         assert reply.finish_reason == reason
         assert len(chunks) == 2
-        assert engine.stats().prefilling == engine.cache_bytes() == 0
+        assert engine.stats().prefilling == engine.stats().cache_bytes == 0
 
 
 def test_replies_take_a_step_within_a_chunk_that_takes_longer_than_the_last():
