@@ -55,7 +55,23 @@ def test_replayed_steps_equal_steps(models, on_cpu, variant, rows):
     with mmkv.wrapped(model, variant.policy, variant.budget, **options):
         logits, got, cache = generate(model, inputs, new=NEW)
     assert len(on_cpu) == 1
-    same_run((logits, got, cache), (expected, tokens, plain))
+    atol = 1e-4
+    if bits := {"int8": 8, "int4": 4}.get(options.get("kv_dtype")):
+        # A number between two codes may fall to either side, as sums are rounded: rarely.
+        apart = [x for pair in zip(cache.blocks, plain.blocks, strict=True) for x in codes(*pair)]
+        n, total = sum(int((x != 0).sum()) for x in apart), sum(x.numel() for x in apart)
+        assert n <= total / 1000
+        assert all(set(x.unique().tolist()) <= {0, 1, 16} for x in apart)
+        atol = 0.5 * 2.0**-bits if n else atol
+    same_run((logits, got, cache), (expected, tokens, plain), atol)
+
+
+def codes(block, other):
+    """How far codes of two blocks are apart, in the slots that both have."""
+    for name in ("keys", "values"):
+        mine, theirs = (getattr(x, name).codes.int() for x in (block, other))
+        n = min(mine.shape[1], theirs.shape[1])
+        yield (mine[:, :n] - theirs[:, :n]).abs()
 
 
 def test_a_cache_goes_on_after_its_replays(models, on_cpu):

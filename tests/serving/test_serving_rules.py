@@ -417,7 +417,10 @@ class TestBodies:
     def read(self, pieces, headers=None, room=100):
         """The body, or the status of what is answered in its place; and what room is left."""
         errors = pytest.importorskip("mmkv.serving.errors", reason="pip install 'mmkv[serve]'")
-        from mmkv.serving.service import Service
+        from mmkv.serving import service as module
+
+        def taken(raw, kind, **_):
+            return SimpleNamespace(raw=raw, model=None)
 
         async def stream():
             for piece in pieces:
@@ -425,13 +428,15 @@ class TestBodies:
                     await asyncio.sleep(60)
                 yield piece
 
-        service = object.__new__(Service)
+        service = object.__new__(module.Service)
         service.limits, service.room = errors.Limits(body_bytes=40, read_seconds=0.05), room
+        service._ignore_unknown = False
         given = {"content-type": "application/json", **(headers or {})}
         request = SimpleNamespace(headers=given, stream=stream)
-        with ExitStack() as ending:
+        with ExitStack() as ending, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "read", taken)
             try:
-                found = asyncio.run(service._body(request, ending))
+                found = asyncio.run(service._read(request, None, ending)).raw
             except RequestError as error:
                 found = error.status
             left = service.room
