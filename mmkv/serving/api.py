@@ -162,7 +162,7 @@ class _Asked(Body):
             raise RequestError("stream_options: only with stream=true", param="stream_options")
         return self
 
-    def sampling(self, i: int = 0, **more: Any) -> Sampling:
+    def sampling(self, i: int, **more: Any) -> Sampling:
         """How the tokens of the i-th reply to one prompt are chosen; a bias must be of a token."""
         try:
             biases = {int(token): bias for token, bias in (self.logit_bias or {}).items()}

@@ -256,6 +256,35 @@ def test_the_largest_picture_may_come_as_a_data_url(n):
         read_picture(f"data:image/png;base64,{'A' * 2**22}", limits, (), 100)
 
 
+def test_letters_that_are_no_base64_are_refused():
+    errors = pytest.importorskip("mmkv.serving.errors", reason="pip install 'mmkv[serve]'")
+    from mmkv.serving.pictures import read_picture
+
+    file = io.BytesIO()
+    Image.new("RGB", (8, 6)).save(file, "PNG")
+    raw = base64.b64encode(file.getvalue()).decode()
+    assert read_picture(f"data:image/png;base64,{raw}", errors.Limits(), (), 100).size == (8, 6)
+    with pytest.raises(RequestError, match="cannot read a picture"):
+        read_picture(f"data:image/png;base64,!{raw}", errors.Limits(), (), 100)
+
+
+def test_usage_counts_each_token_as_it_comes(text_model):
+    counted = []
+    with mmkv.wrapped(text_model, "full"), Engine(text_model) as engine:
+        with engine._worker.wake:  # it is not begun meanwhile
+            reply = engine.submit(inputs=make_inputs("llama", (20,)), max_new_tokens=4)
+            put = reply.put
+
+            def note(*told):
+                put(*told)
+                counted.append((len(reply.tokens), reply.usage.completion_tokens))
+
+            reply.put = note
+        reply.result(60)
+    assert len(counted) >= 4
+    assert all(told == tokens for tokens, told in counted)
+
+
 def test_a_reply_whose_tokens_compete_has_no_bound_of_its_own():
     """More may come to be held than when it began: the prompt's bound stays."""
     model, inputs = make_model("llama"), make_inputs("llama", (60,))
