@@ -77,6 +77,16 @@ def test_keys_and_values_of_one_projection_are_counted_once():
     assert PromptKV(whole.clone(), whole, positions).nbytes == 2 * 48 * 4
 
 
+@pytest.mark.parametrize("hidden", [1, 2, 3])
+def test_the_first_token_stays_where_others_are_hidden(hidden):
+    pairs = torch.arange(4.0)[None, None, :, None]
+    held = PromptKV(pairs, pairs, torch.arange(4)[None, None])
+    left = held.masked(torch.arange(4)[None] != hidden)
+    wanted = [x for x in range(4) if x != hidden]
+    assert left.positions.tolist() == [[wanted]]
+    assert left.keys.flatten().tolist() == left.values.flatten().tolist() == wanted
+
+
 @pytest.mark.parametrize("shape", [(3, 2, 9), (3, 4, 8), (1, 4, 9), (4, 9), (3, 4, 9, 1)])
 def test_scores_of_another_shape_are_refused(shape):
     """Of three rows, four heads and nine tokens; one ranking for all heads will do."""

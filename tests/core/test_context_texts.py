@@ -144,7 +144,7 @@ def test_texts_and_turns_are_one_conversation(system, tmp_path):
         ):
             assert ids[mask].tolist() == wanted(turn("One. ", text))
         assert rows["attention_mask"][:, -1].all()
-        context.append("Two.")
+        context.append(inputs="Two.")
         assert seen(context, "Who?") == wanted(turn("One. ", "Two.", "Who?"))
         context.append([said])
         assert seen(context, "Who?") == wanted(turn("One. ", "Two."), said, turn("Who?"))
