@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from transformers import LogitsProcessorList
-from transformers.utils import chat_template_utils
 
 from mmkv import chat
 from mmkv.attach.attachment import Attachment
@@ -47,8 +48,7 @@ def encode(
     except ValueError as error:
         raise Refused(str(error)) from None
     if template:
-        written = str(loaded.processor.chat_template)
-        read = chat_template_utils._get_template_variables(written)  # pyright: ignore[reportPrivateUsage]
+        read = _variables(str(loaded.processor.chat_template))
         if unread := sorted({*template} - read - {"tools", "documents"}):
             # A processor would take it for an option of its own.
             name, has = unread[0], sorted(read - {"messages", "add_generation_prompt"})
@@ -77,6 +77,18 @@ def texts(messages: Sequence[Message] | None) -> str:
     contents = [x["content"] for x in messages or ()]
     parts = [[{"text": x}] if isinstance(x, str) else x for x in contents]
     return "".join(part.get("text", "") for content in parts for part in content)
+
+
+@cache
+def _variables(template: str) -> set[str]:
+    """What a chat template reads beside what it sets itself."""
+    import jinja2
+    import jinja2.meta
+
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    # Tags of transformers that are none of Jinja's.
+    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
+    return jinja2.meta.find_undeclared_variables(environment.parse(plain))
 
 
 def encode_prompt(loaded: chat.Loaded, prompt: str | Sequence[int]) -> dict[str, Any]:
