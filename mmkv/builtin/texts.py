@@ -100,7 +100,11 @@ def estimate(text: str) -> int:
 def _compose(sentences: list[str], tokens: int, rng: random.Random) -> str:
     left = tokens - sum(map(estimate, sentences))
     merged: list[str] = []
-    while (left := left - estimate(extra := filler(rng))) >= 0:
+    while True:
+        extra = filler(rng)
+        left -= estimate(extra)
+        if left < 0:
+            break
         merged.append(extra)
     # Records keep their order; filler falls between them at random.
     slots = sorted(rng.sample(range(len(sentences) + len(merged)), len(sentences)))
