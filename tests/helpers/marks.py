@@ -7,23 +7,19 @@ import pytest
 
 
 def cases(names: str, values: Iterable[Any], *fast: Any, **more: Any) -> pytest.MarkDecorator:
-    """`pytest.mark.parametrize` with values that are all slow but `fast`; see `slow_except`."""
-    values = slow_except(values, *fast, several="," in names)
-    return pytest.mark.parametrize(names, values, **more)
+    """`pytest.mark.parametrize` with values that are all slow but `fast`.
 
-
-def slow_except(values: Iterable[Any], *fast: Any, several: bool = False) -> list[Any]:
-    """Parameters of a test, all slow but `fast`, which are values or what `str` makes of them.
-
-    With `several` each value is a tuple of what several arguments get.
+    Those are values or what `str` makes of them. Where `names` has several arguments, each value is
+    a tuple of what they get.
     """
     values = list(values)
     missing = [x for x in fast if not any(x in (value, str(value)) for value in values)]
     if missing:
         raise ValueError(f"no such parameters: {missing}")
-    return [
+    found = [
         value
         if value in fast or str(value) in fast
-        else pytest.param(*(value if several else (value,)), marks=pytest.mark.slow)
+        else pytest.param(*(value if "," in names else (value,)), marks=pytest.mark.slow)
         for value in values
     ]
+    return pytest.mark.parametrize(names, found, **more)
