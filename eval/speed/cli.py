@@ -11,7 +11,7 @@ import time
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -28,7 +28,7 @@ from mmkv.terminal import Progress, Table, check_place, console, say, told, wait
 
 if TYPE_CHECKING:
     from mmkv.chat import Loaded
-    from mmkv.eval.speed.rows import Setting
+    from mmkv.eval.speed.bench import Setting
 
 _MODELS = (
     f"{MODELS}; or random weights: llama-120m-random, llama-7b-2-layers-random, llama-8b-random, "
@@ -52,9 +52,10 @@ def bench_command(
     ] = "full,snapkv,adakv,prefixkv",
     budgets: BudgetsOption = "0.2",
     plugin: PluginOption = None,
-    unwrapped: Annotated[str, typer.Option(help="With eager, static (a cache), flash too.")] = "",
-    preset: Annotated[str, typer.Option(help="ci, prefixkv, xkv, squeeze, not the above.")] = "",
-    rounds: Annotated[int, typer.Option(min=0, help="Replies of each row; 0: 6, 20 for ci.")] = 0,
+    preset: Annotated[
+        str, typer.Option(help="ci, prefixkv, xkv, squeeze: in place of all the above.")
+    ] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Replies of each row.")] = 6,
     minutes: Annotated[float, typer.Option(min=0.0, help="Fewer rounds, to end by then.")] = 0.0,
     kvpress_python: Annotated[
         Path | None,
@@ -71,55 +72,40 @@ def bench_command(
     In every round each row reads its prompt; then decode steps of all rows alternate in random
     order, and ratios are taken pair by pair. Warm-up is not counted, and the device is waited for.
     """
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = [name for name, x in sources.items() if x is not None and x.name == "COMMANDLINE"]
     if command := context.invoked_subcommand:
-        if given:
-            option = given[0].replace("_", "-")
-            raise ValueError(f"--{option} stands before {command!r}, which has options of its own")
+        for name in context.params:
+            source = context.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                raise ValueError(f"--{name} stands before {command!r}, which has its own options")
         return
-    from mmkv.eval.speed.models import SHAPES
-    from mmkv.eval.speed.rows import PRESETS, Setting, make_rows
+    from mmkv.eval.speed.bench import PRESETS, Setting, make_rows
     from mmkv.eval.variants import split
     from mmkv.loading.models import find_device
 
-    started = time.monotonic()
-    if preset:
-        own = ("model", "prompt", "new", "batch", "policies", "budgets", "unwrapped")
-        if doubled := [name for name in own if name in given]:
-            raise ValueError(f"--preset names the {doubled[0]} too: drop --{doubled[0]}")
-        if wrong := [x for x in split(preset) if x not in PRESETS]:
-            raise ValueError(f"preset {wrong[0]!r}: expected {', '.join(PRESETS)}")
-        settings = [setting for name in split(preset) for setting in PRESETS[name]]
-    else:
-        for name, text in (("policies", policies), ("budgets", budgets)):
-            if not split(text):
-                raise ValueError(f"--{name} {text!r} names none")
-        texts, how = tuple(split(policies)), tuple(split(unwrapped))
-        sizes = tuple(budget_list(budgets))
-        settings = [Setting("bench", model, prompt, new, batch, texts, sizes, unwrapped=how)]
+    until = time.monotonic() + 60 * (minutes or math.inf)
+    if wrong := [x for x in split(preset) if x not in PRESETS]:
+        raise ValueError(f"preset {wrong[0]!r}: expected {', '.join(PRESETS)}")
+    settings = [setting for name in split(preset) for setting in PRESETS[name]]
+    if not settings:
+        compared = tuple(split(policies)), tuple(budget_list(budgets))
+        settings = [Setting("bench", model, prompt, new, batch, *compared)]
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder, not a file")
     check_place(out.parent)
-    where = str(find_device("cpu" if device == "auto" and preset == "ci" else device))
-    if where == "cpu" and preset not in ("", "ci"):
+    if str(find_device(device)) == "cpu" and preset not in ("", "ci"):
         raise ValueError(f"--preset {preset} is for a GPU: its models have 7B and more")
     for setting in settings:
         make_rows(setting, kvpress=False)
-        if setting.model.endswith("-random") and setting.model not in SHAPES:
-            raise ValueError(f"model {setting.model!r}: expected one of {', '.join(SHAPES)}")
-    settings = [replace(x, rounds=rounds or x.rounds) for x in settings]
-    limit = minutes or (10 if preset == "ci" else math.inf)
-    _run(settings, where, dtype, kvpress_python, started + 60 * limit, out)
+    settings = [replace(setting, rounds=rounds) for setting in settings]
+    _run(settings, device, dtype, kvpress_python, until, out)
 
 
 def _run(
     settings: list[Setting], device: str, dtype: str, python: Path | None, until: float, out: Path
 ) -> None:
     """Measure setting after setting; the files are written after each."""
+    from mmkv.eval.speed.bench import BOUND, Bench, Result, save
     from mmkv.eval.speed.rival import Worker
-    from mmkv.eval.speed.rows import Result, save
-    from mmkv.eval.speed.runner import Bench
 
     tell, results = Progress(), list[Result]()
     loaded: Loaded | None = None
@@ -140,19 +126,23 @@ def _run(
             tell("")
             write(console(), results[-1].table)
     typer.echo(f"wrote {out}")
-    if all(result.missing for result in results):
-        say(f"nothing could be measured: {results[0].missing}")
+    rows = [row for result in results for row in result.rows if row.policy]
+    asked = [row for row in rows if row.label not in (BOUND, "full")]
+    if asked and not any(row.step_s for row in asked):
+        say(f"nothing could be measured: {asked[0].label}: {asked[0].note}")
         raise typer.Exit(1)
 
 
-def _load(name: str, device: str, dtype: str = "auto") -> Loaded:
+def _load(name: str, device: str = "auto", dtype: str = "auto") -> Loaded:
     """A model by its name, or of random weights, without a processor then."""
     from mmkv import chat
     from mmkv.eval.speed.models import SHAPES, make
+    from mmkv.loading.models import find_device
 
-    if name in SHAPES:
-        return chat.Loaded(name, make(SHAPES[name], device, dtype), None, False)
-    return chat.load(name, device, dtype)
+    if name not in SHAPES:
+        return chat.load(name, device, dtype)
+    made = make(SHAPES[name], str(find_device(device)), dtype)
+    return chat.Loaded(name, made, None, False)
 
 
 def _warn_beyond(model: Any, tokens: int) -> None:
@@ -179,35 +169,26 @@ def serve_command(
     clients: Annotated[int, typer.Option(min=0, help="Ask in turn, instead of a rate.")] = 0,
     budget: Annotated[float, typer.Option(help="Of condense.")] = 0.2,
     cache_memory: Annotated[float, typer.Option(help="MB for keys and values.")] = 40.0,
-    first_within: Annotated[float, typer.Option(help="Seconds that a first token may take.")] = 5.0,
-    next_within: Annotated[float, typer.Option(help="Seconds a token after it, mean.")] = 0.2,
     model: _Model = "builtin",
 ) -> None:
     """Time an engine under load beside one by one, at equal cache memory."""
     wait_asleep()
-    from mmkv.eval.speed import models, serve
-    from mmkv.loading.models import find_device
+    from mmkv.eval.speed import serve
 
-    loaded = _load(model, str(find_device("auto")))
+    loaded = _load(model)
     net, pictures = loaded.model, pictures if loaded.reads_pictures else 0
     if data is not None and loaded.processor is None:
         raise ValueError(f"--data: {model} has no tokenizer, it is asked about random tokens")
     net.generation_config.eos_token_id = None  # every reply is as long as asked for
     net.generation_config.do_sample = False
     asked = serve.make_requests(loaded, requests, tokens, pictures, documents, data)
-    load: Any = {"rate": rate, "clients": clients, "within": (first_within, next_within)}
     size: Any = {"new": new, "budget": budget, "memory": int(cache_memory * 1e6)}
+    load: Any = {"rate": rate, "clients": clients}
     rows = serve.compare(loaded, asked, **size, **load, tell=Progress())
-    how = f"{clients} clients" if clients else f"{rate:g} requests a second"
-    what = f"{requests} requests of {tokens // 2:,} to {tokens * 3 // 2:,} tokens"
-    if documents:
-        what = f"{requests} questions about {documents} texts of {tokens:,} tokens"
-    title = (
-        f"{models.device_in_words(net.device)}; {what} and {pictures} pictures, {new} new; {how}; "
-        f"{cache_memory:g} MB of cache; in time: first token within {first_within:g} s, "
-        f"then {next_within:g} s a token; F1: of words, with the full cache's replies"
-    )
-    write(console(), Table("", serve.COLUMNS, rows, title))
+    how = f"{clients} clients" if clients else f"{rate:g} a second"
+    title = f"{model} on {net.device}: {requests} requests, {how}, {cache_memory:g} MB of cache"
+    notes = ["F1: of words, with the full cache's replies"]
+    write(console(), Table("", serve.COLUMNS, rows, title, notes))
 
 
 @commands.command("plan")
@@ -223,10 +204,9 @@ def plan_command(
     plugin: PluginOption = None,
     profile: ProfileOption = None,
     gpu: Annotated[
-        str, typer.Option(help="h200, h100, a100, a100-40, l40s, a6000, rtx4090.")
+        Literal["h200", "h100", "a100", "a100-40", "l40s", "a6000", "rtx4090"], typer.Option()
     ] = "h100",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    kv_dtype: Annotated[str | None, typer.Option(help="int8 or int4.")] = None,
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option()] = "bfloat16",
 ) -> None:
     """Bound bytes, times and batches from a model's config alone.
 
@@ -244,10 +224,6 @@ def plan_command(
     from mmkv.registry import get_policy
     from mmkv.wrapping import planned
 
-    if gpu not in CARDS:
-        raise ValueError(f"gpu {gpu!r}: expected one of {', '.join(CARDS)}")
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise ValueError(f"dtype {dtype!r}: expected bfloat16, float16 or float32")
     chosen = get_policy(policy, **parse_options(policy, option or []))
     known = SHAPES.get(model)
     made = make(known, "meta", dtype) if known else empty(model, getattr(torch, dtype))
@@ -257,13 +233,14 @@ def plan_command(
         chosen = found.policy
     sizes = Sizes.of(made)
     load, card = Load(batch=batch, prompt=prompt, new=new), CARDS[gpu]
-    plain = plan(sizes, load, card, get_policy("full"))
-    smaller = plan(sizes, load, card, chosen, parse(budget), kv_dtype)
-    name = " ".join(filter(None, (policy, budget, kv_dtype)))
-    cells = {"full cache": plain.cells(load), name: smaller.cells(load)}
-    rows = [(label, [*found.values()]) for label, found in cells.items()]
+    plans = {
+        "full cache": plan(sizes, load, card, get_policy("full")),
+        f"{policy} {budget}": plan(sizes, load, card, chosen, parse(budget)),
+    }
+    cells = {name: found.cells(load) for name, found in plans.items()}
+    rows = [(name, [*found.values()]) for name, found in cells.items()]
     title = (
         f"{model}, {sizes.weights / 1e9:.1f} GB of weights in {dtype}; {gpu}, "
         f"{card.memory / 1e9:.0f} GB; {batch} x ({prompt:,} + {new:,}) tokens. Least times."
     )
-    write(console(), Table("", [*cells[name]], rows, title))
+    write(console(), Table("", [*cells["full cache"]], rows, title))

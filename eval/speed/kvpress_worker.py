@@ -2,7 +2,7 @@
 
 kvpress needs an older transformers, so it cannot be imported beside mmkv, and mmkv is not installed
 where it is: of mmkv, `mmkv.eval.speed.models` alone is imported. `mmkv.eval.speed.rival` sends one
-JSON object a line, {"do": a method of `Replies`} and its arguments, and reads its answer or
+JSON object a line, {"do": a method of `Replies`} and its arguments, and reads {"found": ...} or
 {"error": "..."}; the end of the input ends it.
 """
 
@@ -33,7 +33,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             asked = json.loads(line)
-            answer = getattr(replies, asked.pop("do"))(**asked)
+            answer = {"found": getattr(replies, asked.pop("do"))(**asked)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
@@ -71,8 +71,8 @@ class Replies:
 
     def open(
         self, label: str, press: dict[str, Any], batch: int, prompt: int, warm: int
-    ) -> dict[str, Any]:
-        """Read a prompt with a press; what was measured."""
+    ) -> tuple[float, int]:
+        """Read a prompt with a press; its seconds, and bytes held then."""
         # A model of its own: presses leave state on modules.
         model, pressed = self.models.twin(self.model), _press(press)
         ids = self.models.make_prompt(model, batch, prompt)
@@ -82,17 +82,16 @@ class Replies:
             stack.enter_context(pressed(model))
             reply = self.models.Reply(model, ids, warm)
             self.replies[label] = reply, stack.pop_all()
-        return reply.start
+        return reply.prefill_s, reply.nbytes
 
-    def steps(self, label: str, number: int) -> dict[str, Any]:
+    def steps(self, label: str, number: int) -> tuple[float, int]:
         """Seconds of so many more steps, and bytes held then."""
         reply, _ = self.replies[label]
-        return {"seconds": reply.steps(number), "nbytes": reply.nbytes}
+        return reply.steps(number), reply.nbytes
 
-    def close(self, label: str) -> dict[str, Any]:
+    def close(self, label: str) -> None:
         """Let go of a reply."""
         self.replies.pop(label)[1].close()
-        return {}
 
 
 def _press(spec: dict[str, Any]) -> Any:

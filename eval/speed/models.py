@@ -7,13 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
-import platform
-import re
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -68,19 +62,14 @@ def make(shape: Shape, device: str, dtype: str = "auto") -> Any:
         maker = hf.AutoModelForImageTextToText
     torch.manual_seed(0)
     with torch.device(device):
-        how: Any = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
-        model = maker.from_config(config, **how)
-    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-    with torch.no_grad():
-        for name, weight in model.get_decoder().named_parameters():
-            if name.endswith(("q_proj.weight", "k_proj.weight")):
-                weight.normal_(0, (2 / hidden) ** 0.5)
-            if name.endswith("q_proj.weight"):
-                factors = torch.linspace(0.5, 1.5, heads, device=weight.device)
-                weight.view(heads, -1).mul_(factors[:, None].to(weight.dtype))
-    # Every run gives as many tokens as asked for.
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
+        model = maker.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    with torch.no_grad(), torch.device(device):
+        for layer in model.get_decoder().layers:
+            query, key = layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight
+            for weight in (query, key):
+                weight.normal_(0, (2 / config.get_text_config().hidden_size) ** 0.5)
+            factors = torch.linspace(0.5, 1.5, fields["num_attention_heads"], dtype=query.dtype)
+            query.unflatten(0, (len(factors), -1)).mul_(factors[:, None, None])
     return model.eval()
 
 
@@ -95,22 +84,8 @@ def make_prompt(model: Any, batch: int, tokens: int, seed: int = 0) -> Tensor:
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, vocab, (batch, tokens), generator=g)
     for name in ("image_token_id", "video_token_id"):
-        found = getattr(model.config, name, None)
-        if found is not None:
-            ids[ids == found] = 3 if found != 3 else 4
+        ids[ids == getattr(model.config, name, None)] = 0
     return ids.to(model.device)
-
-
-def device_in_words(device: torch.device) -> str:
-    """The card; or the processor, its threads, and how oneMKL was told to multiply."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    with suppress(OSError):
-        found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        name = found[1] if found else name
-    path = f", MKL_CBWR={os.environ['MKL_CBWR']}" if "MKL_CBWR" in os.environ else ""
-    return f"{name} CPU, {torch.get_num_threads()} threads{path}"
 
 
 class Reply:
@@ -120,31 +95,23 @@ class Reply:
     padding; `warm` steps follow at once, as warm-up; `cache` is empty, None takes the model's own.
 
     Attributes:
-        start: seconds to the first token ("prefill_s") and of the warm-up, a GPU's capture included
-            ("warm_s"); bytes that the cache held after the prompt ("prefill_cache_bytes"), and on a
-            GPU the most that was allocated so far beyond what was there before ("peak_bytes").
+        prefill_s: seconds to the first token.
     """
 
     def __init__(self, model: Any, ids: Tensor, warm: int = 0, cache: Any = None) -> None:
         self.device, self.seen, self.token = ids.device, ids.shape[1], ids
         self.model: Any = model
         self.cache: Any = cache
-        gpu, before = self.device.type == "cuda", 0
         gc.collect()
-        if gpu:
-            torch.cuda.reset_peak_memory_stats(self.device)
-            before = torch.cuda.memory_allocated(self.device)
-        every = torch.ones_like(ids)
-        seconds = self._seconds(lambda: self._forward(attention_mask=every, logits_to_keep=1))
-        self.start: dict[str, Any] = {"prefill_s": seconds, "prefill_cache_bytes": self.nbytes}
+        start = self._now()
+        self._forward(attention_mask=torch.ones_like(ids), logits_to_keep=1)
+        self.prefill_s = self._now() - start
         # As `generate` does: for each step it calls the model, or what replays it.
         config = copy.deepcopy(model.generation_config)
         config.max_new_tokens = _LONG
         if model._valid_auto_compile_criteria({CACHE: self.cache}, config):
             self.model = model.get_compiled_call(config.compile_config)
-        self.start["warm_s"] = self.steps(warm)
-        most = torch.cuda.max_memory_allocated(self.device) if gpu else 0
-        self.start["peak_bytes"] = most - before if gpu else None
+        self.steps(warm)
 
     @property
     def nbytes(self) -> int:
@@ -157,27 +124,22 @@ class Reply:
 
     def steps(self, number: int) -> float:
         """Seconds of so many more decode steps."""
-        return self._seconds(lambda: [self._step() for _ in range(number)])
+        start = self._now()
+        for _ in range(number):
+            # Without padding a step's mask says nothing; looking at it would make a GPU wait.
+            at = torch.full_like(self.token, self.seen)
+            self._forward(attention_mask=None, position_ids=at, return_dict=True)
+            self.seen += 1
+        return self._now() - start
 
     def close(self) -> None:
         """Let go of the cache."""
         self.cache = self.model = None
 
-    def _seconds(self, work: Callable[[], Any]) -> float:
-        start = self._now()
-        work()
-        return self._now() - start
-
     def _now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-    def _step(self) -> None:
-        # Without padding a step's mask says nothing; looking at it would make a GPU wait.
-        at = torch.full_like(self.token, self.seen)
-        self._forward(attention_mask=None, position_ids=at, return_dict=True)
-        self.seen += 1
 
     @torch.no_grad()
     def _forward(self, **inputs: Any) -> None:

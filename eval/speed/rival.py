@@ -6,6 +6,7 @@ import json
 import subprocess
 import tempfile
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,17 +50,14 @@ def press_label(press: dict[str, Any]) -> str:
 
 
 class Worker:
-    """A process of kvpress's interpreter that waits to be asked; a ValueError: no such program."""
+    """A process of kvpress's interpreter that waits to be asked."""
 
     def __init__(self, python: Path) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the worker
         # Its own packages: nothing of this environment's but what the script imports of mmkv.
         script, mine = Path(__file__).with_name("kvpress_worker.py"), Path(mmkv.__file__).parent
         how: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
-        try:
-            self._process: Any = subprocess.Popen([python, script, mine], text=True, **how)
-        except OSError as error:
-            raise ValueError(f"--kvpress-python {python}: {error.strerror}") from None
+        self._process: Any = subprocess.Popen([python, script, mine], text=True, **how)
         self.versions: dict[str, str | None] = {}
 
     def load(self, name: str, model: Any) -> None:
@@ -72,10 +70,7 @@ class Worker:
             how["shape"] = shape._replace(kind=shape.kind.replace("llava", "llama"))
         else:
             how["path"] = find(name).path
-        try:
-            self.versions = self.ask("load", **how)
-        except ValueError as error:
-            raise ValueError(f"--kvpress-python: {error}") from None
+        self.versions = self.ask("load", **how)
 
     def close(self) -> None:
         """End the process."""
@@ -83,46 +78,37 @@ class Worker:
         self._process.communicate()
         self._errors.close()
 
-    def ask(self, do: str, **asked: Any) -> dict[str, Any]:
-        """What a method of `kvpress_worker.Replies` gives.
-
-        Raises:
-            ValueError: it failed there, or the process ended.
-        """
+    def ask(self, do: str, **asked: Any) -> Any:
+        """What a method of `kvpress_worker.Replies` gives; a ValueError: it failed there."""
         line = ""
         with suppress(OSError):
             self._process.stdin.write(json.dumps({"do": do, **asked}) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
-        if not line:
-            code = self._process.wait()
-            self._errors.seek(0)
-            said = [x.strip() for x in self._errors if x.strip()] or [f"exit code {code}"]
-            raise ValueError(f"kvpress's process ended ({said[-1]})")
         try:
             answer = json.loads(line)
         except ValueError:
-            raise ValueError(f"kvpress's process answered {line.strip()[:200]!r}") from None
+            self._errors.seek(0)
+            said = [x.strip() for x in (line, *self._errors) if x.strip()] or ["it ended"]
+            raise ValueError(f"--kvpress-python: its process failed: {said[-1]}") from None
         if "error" in answer:
-            raise ValueError(f"kvpress: {answer['error']}")
-        return answer
+            raise ValueError(f"--kvpress-python: {answer['error']}")
+        return answer["found"]
 
 
 class RemoteReply:
     """A `models.Reply` in kvpress's process: a prompt read with a press, and steps behind it."""
 
     def __init__(self, worker: Worker, label: str, **asked: Any) -> None:
-        self._ask, self._label = worker.ask, label
-        self.start = worker.ask("open", label=label, **asked)
-        self.nbytes: int = self.start["prefill_cache_bytes"]
+        self._ask = partial(worker.ask, label=label)
+        self.prefill_s, self.nbytes = self._ask("open", **asked)
 
     def steps(self, number: int) -> float:
         """Seconds of so many more decode steps."""
-        answer = self._ask("steps", label=self._label, number=number)
-        self.nbytes = answer["nbytes"]
-        return answer["seconds"]
+        seconds, self.nbytes = self._ask("steps", number=number)
+        return seconds
 
     def close(self) -> None:
         """Let go of the cache there; whatever is wrong with the process was said before."""
         with suppress(ValueError):
-            self._ask("close", label=self._label)
+            self._ask("close")

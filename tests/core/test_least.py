@@ -13,7 +13,7 @@ from helpers.oracle import generate, short
 from helpers.serving import alone, watched
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache import selection
-from mmkv.eval.speed.rows import PRESETS, make_rows
+from mmkv.eval.speed.bench import PRESETS, make_rows
 from mmkv.eval.variants import parse_variants, plugin_arguments
 from mmkv.registry import exact_share
 from mmkv.serving import Engine

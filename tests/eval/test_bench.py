@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import mmkv
 from helpers.marks import cases
 from mmkv.cli import commands
-from mmkv.eval.speed import models, plan, rival, rows, runner
+from mmkv.eval.speed import bench, models, plan, rival
 
 TOY = models.Shape("llama", (64, 96, 3, 4, 4, 256, 8192))
 
@@ -26,7 +26,7 @@ TOY = models.Shape("llama", (64, 96, 3, 4, 4, 256, 8192))
 @pytest.fixture(autouse=True)
 def without_collections(monkeypatch):
     """A bench collects garbage before each prefill: much, in a process full of tests."""
-    monkeypatch.setattr(runner.gc, "collect", lambda: 0)
+    monkeypatch.setattr(bench.gc, "collect", lambda: 0)
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +34,18 @@ def model():
     return models.make(TOY, "cpu")
 
 
-def bench(model, worker=None, until=math.inf, **changes):
+def toy_bench(model, worker=None, until=math.inf, **changes):
     base = {"prompt": 256, "new": 4, "batch": 2, "rounds": 2, "policies": ("snapkv",)}
-    setting = rows.Setting("x", "toy", **(base | changes))
-    return runner.Bench(setting, model, worker=worker, until=until)
+    setting = bench.Setting("x", "toy", **(base | changes))
+    return bench.Bench(setting, model, worker=worker, until=until)
 
 
-def row(label="a", kind="policy", **values):
-    return rows.Row(label, kind, "p", 0.2, **values)
+def row(label="a", policy="p", **values):
+    return bench.Row(label, policy, 0.2, **values)
 
 
 def result(*found, batch=2):
-    return rows.Result(rows.Setting("x", "m", 100, 11, batch, ()), list(found), {}, [])
+    return bench.Result(bench.Setting("x", "m", 100, 11, batch, ()), list(found), {}, [])
 
 
 class TestNumbers:
@@ -54,38 +54,40 @@ class TestNumbers:
         draw = np.random.default_rng(5)
         inside = 0
         for _ in range(400):
-            found = rows.ratio(1.1 * np.exp(draw.normal(0, 0.1, n)), [1.0] * n)
-            inside += found["low"] <= 1.1 <= found["high"]
-            assert found["low"] <= found["median"] <= found["high"]
+            found = bench.Ratio.of(1.1 * np.exp(draw.normal(0, 0.1, n)), [1.0] * n)
+            inside += found.low <= 1.1 <= found.high
+            assert found.low <= found.median <= found.high
         assert 0.93 < inside / 400 < 0.995
 
     def test_ratios_are_taken_pair_by_pair(self):
         # The machine slowed down by ten in one pair, and one pair is wild.
-        found = rows.ratio([2.0, 4.0, 60.0, 900.0, 2.0, 2.0, 2.0, 2.0, 2.0], [1, 2, 30, *[1] * 6])
-        assert (found["median"], found["low"], found["high"], found["n"]) == (2, 2, 2, 9)
+        found = bench.Ratio.of(
+            [2.0, 4.0, 60.0, 900.0, 2.0, 2.0, 2.0, 2.0, 2.0], [1, 2, 30, *[1] * 6]
+        )
+        assert found == (2, 2, 2)
+        assert str(found) == "2 (2-2)"
         with pytest.raises(ValueError, match="zip"):
-            rows.ratio([2, 4], [1, 2, 3])
-        found = {"median": 3, "low": None, "high": None, "n": 5}
-        assert rows.ratio([1, 2, 3, 4, 5], [1] * 5) == found
+            bench.Ratio.of([2, 4], [1, 2, 3])
+        found = bench.Ratio.of([1, 2, 3, 4, 5], [1] * 5)
+        assert found == (3, None, None)
+        assert str(found) == "3"
 
     @pytest.mark.parametrize(
         ("cost", "gain", "steps"),
         [(2, 0.5, 4), (0.1, 0.5, 1), (-1, 0, 0), (2, 0, None), (2, -1, None), (-1, -1, None)],
     )
     def test_break_even(self, cost, gain, steps):
-        assert rows.break_even(cost, gain) == steps
+        assert bench.break_even(cost, gain) == steps
 
     def test_a_row_compares_with_the_unwrapped_one(self):
-        base = row("u", "unwrapped", prefill_s=[10.0, 10.0], step_s=[0.5, 0.5], cache_bytes=1000)
+        times = {"prefill_s": [10.0, 10.0], "step_s": [0.5, 0.5]}
+        base = row(bench.UNWRAPPED, "", cache_bytes=1000, **times)
         mine = row(prefill_s=[11.0, 12.0], step_s=[0.1, 0.1], cache_bytes=250)
-        found = result(base, mine).summary(mine)
-        assert (found["prefill_ms"], found["tokens_per_s"]) == (11500, 20)
-        ratios = found["to_unwrapped"]
-        assert ratios["prefill"]["median"] == pytest.approx(1.15)
-        assert ratios["tokens_per_s"]["median"] == pytest.approx(5)
-        assert (ratios["cache_bytes"], ratios["peak_bytes"]) == (0.25, None)
-        assert found["pays_from_steps"] == 4
-        assert "to_unwrapped" not in result(base, mine).summary(base)
+        found = result(base, mine).cells(mine)
+        assert (found["prefill ms"], found["tokens/s"]) == ("11,500", "20.0")
+        assert (found["x prefill"], found["x tokens/s"]) == ("1.15", "5")
+        assert (found["x cache"], found["pays from"]) == ("0.25", "4")
+        assert "x cache" not in result(base, mine).cells(base)
 
 
 class FakeReply:
@@ -95,8 +97,7 @@ class FakeReply:
 
     def __init__(self, log, label, now, cost):
         self.log, self.label, self.now, self.cost = log, label, now, cost
-        self.start = {"prefill_s": self.spend("prefill", 50), "warm_s": 0.1}
-        self.start |= {"prefill_cache_bytes": 10, "peak_bytes": None}
+        self.prefill_s = self.spend("prefill", 50)
 
     def spend(self, what, times=1):
         self.log.append((what, self.label))
@@ -120,9 +121,9 @@ def clocked(model, monkeypatch):
     def make(self, row):
         return FakeReply(log, row.label, now, costs.get(row.label, 0.01))
 
-    monkeypatch.setattr(runner.Bench, "_make", make)
-    monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
-    return lambda **changes: (bench(model, **changes), log, costs)
+    monkeypatch.setattr(bench.Bench, "_make", make)
+    monkeypatch.setattr(bench.time, "monotonic", lambda: now[0])
+    return lambda **changes: (toy_bench(model, **changes), log, costs)
 
 
 class TestPairs:
@@ -130,8 +131,8 @@ class TestPairs:
         made, log, _ = clocked(new=33, rounds=3, budgets=(0.2, 0.5))
         found = made.run()
         labels = sorted(r.label for r in made.rows)
-        own = ["full", rows.BOUND, "snapkv 0.2", "snapkv 0.5", rows.UNWRAPPED, rows.AGAIN]
-        assert labels == own
+        own = ["full", bench.BOUND, "snapkv 0.2", "snapkv 0.5", bench.UNWRAPPED, bench.AGAIN]
+        assert labels == sorted(own)
         steps = [x for what, x in log if what == "step"]
         turns = [steps[i : i + 6] for i in range(0, len(steps), 6)]
         assert len(turns) == 3 * 32
@@ -145,11 +146,14 @@ class TestPairs:
         made, _, costs = clocked(new=65, rounds=50)
         costs["snapkv 0.2"] = 0.0105
         found = made.run()
-        ratios = {r.label: found.summary(r).get("to_unwrapped") for r in found.rows}
-        slow, same = (ratios[x]["tokens_per_s"] for x in ("snapkv 0.2", rows.AGAIN))
-        assert slow["low"] <= 1 / 1.05 <= slow["high"] < 1
-        assert 0.99 < same["low"] <= 1 <= same["high"] < 1.01
-        assert ratios["snapkv 0.2"]["prefill"]["n"] == 50
+        steps = {r.label: r.step_s for r in found.rows}
+        base = steps[bench.UNWRAPPED]
+        slow, same = (bench.Ratio.of(base, steps[x]) for x in ("snapkv 0.2", bench.AGAIN))
+        assert slow.low <= 1 / 1.05 <= slow.high < 1
+        assert 0.99 < same.low <= 1 <= same.high < 1.01
+        shown = {r.label: found.cells(r) for r in found.rows}
+        assert shown["snapkv 0.2"]["x tokens/s"] == str(slow)
+        assert len(found.rows[0].prefill_s) == 50
 
     def test_a_row_that_fails_leaves_the_others_paired(self, clocked, monkeypatch):
         real = FakeReply.steps
@@ -174,10 +178,10 @@ class TestPairs:
         assert len({len(r.step_s) for r in found.rows}) == 1
         assert steps in (None, len(found.rows[0].step_s))
         assert "no time" in found.notes[-1]
-        assert runner.time.monotonic() < until + 18
+        assert bench.time.monotonic() < until + 18
 
     def test_caches_that_do_not_fit_side_by_side_follow_each_prefill(self, clocked, monkeypatch):
-        monkeypatch.setattr(runner.Bench, "_free", lambda self: 40)
+        monkeypatch.setattr(bench.Bench, "_free", lambda self: 40)
         made, log, _ = clocked(new=5, rounds=4)
         found = made.run()
         assert "side by side" in found.notes[0]
@@ -188,7 +192,7 @@ class TestPairs:
 
 class TestRows:
     def test_cache_bytes_are_the_caches_own(self, model):
-        found = {r.label: r for r in bench(model, rounds=1).run().rows}
+        found = {r.label: r for r in toy_bench(model, rounds=1).run().rows}
         ids = models.make_prompt(model, 2, 256)
         with mmkv.wrapped(model, "snapkv", 0.2):
             # The prompt's token, three to warm up and three that are timed.
@@ -197,16 +201,15 @@ class TestRows:
             )
         assert found["snapkv 0.2"].cache_bytes == out.past_key_values.nbytes
         head = 2 * 2 * 64 * 4  # keys and values, of two rows, float32
-        assert found["unwrapped sdpa"].cache_bytes == 3 * head * (256 + 6)
-        assert found["unwrapped sdpa"].prefill_cache_bytes == 3 * head * 256
+        assert found[bench.UNWRAPPED].cache_bytes == 3 * head * (256 + 6)
         assert found["full"].cache_bytes >= 3 * head * (256 + 6)
         assert not mmkv.is_wrapped(model)
 
     def test_what_cannot_be_done_is_a_note(self, model):
-        found = bench(model, policies=("snapkv:window=200",), budgets=(100,), rounds=1).run()
+        found = toy_bench(model, policies=("snapkv:window=200",), budgets=(100,), rounds=1).run()
         assert "200 tokens" in found.rows[-1].note
-        assert not found.summary(found.rows[-1])
-        assert found.summary(found.rows[0])
+        assert not found.cells(found.rows[-1])
+        assert found.cells(found.rows[0])
 
     @pytest.mark.parametrize(
         ("texts", "why"),
@@ -220,25 +223,13 @@ class TestRows:
     )
     def test_what_is_refused(self, model, texts, why):
         with pytest.raises(ValueError, match=why):
-            bench(model, policies=texts)
+            toy_bench(model, policies=texts)
 
-    def test_other_ways_of_the_unwrapped_model(self, model):
-        """A static cache holds all it may need, and says the same."""
-        made = bench(model, unwrapped=("static",), prompt=40, rounds=1)
-        static = made._make(next(r for r in made.rows if r.policy == "static"))
-        plain = made._make(made.rows[0])
-        assert torch.equal(static.token, plain.token)
-        assert static.nbytes == plain.start["prefill_cache_bytes"] // 40 * (40 + made.warm + 4)
-        with pytest.raises(ValueError, match="'dynamic': expected eager, static, flash"):
-            bench(model, unwrapped=("dynamic",))
-
-    @pytest.mark.parametrize("name", rows.PRESETS)
+    @pytest.mark.parametrize("name", bench.PRESETS)
     def test_presets_name_what_exists(self, name):
-        for one in rows.PRESETS[name]:
+        for one in bench.PRESETS[name]:
             assert one.model in models.SHAPES
-            labels = [r.label for r in rows.make_rows(one, kvpress=True)]
-            assert "full" in labels
-            assert ("prefixkv:graph=false 0.2" in labels) == (name == "prefixkv")
+            assert "full" in [r.label for r in bench.make_rows(one, kvpress=True)]
 
 
 class _Tensors(TorchDispatchMode):
@@ -318,19 +309,19 @@ class TestModels:
 
 
 def test_the_files_hold_raw_times_and_summaries(model, tmp_path):
-    found = bench(model, policies=("snapkv:window=8",), rounds=1).run()
+    found = toy_bench(model, policies=("snapkv:window=8",), rounds=1).run()
     path = tmp_path / "deep" / "bench.json"
-    rows.save(path, [found])
+    bench.save(path, [found])
     data = json.loads(path.read_text())["settings"][0]
     row = {row["label"]: row for row in data["rows"]}
-    mine, bound = row["snapkv:window=8 0.2"], row[rows.BOUND]
-    assert mine["summary"]["to_unwrapped"]["cache_bytes"] < 0.3
+    mine, bound = row["snapkv:window=8 0.2"], row[bench.BOUND]
+    assert float(mine["cells"]["x cache"]) < 0.3
     pairs = zip(bound["step_s"], mine["step_s"], strict=True)
-    assert mine["summary"]["of_bound"]["median"] == median(a / b for a, b in pairs)
+    assert mine["cells"]["of bound"] == f"{median(a / b for a, b in pairs):.2f}"
     assert mine["options"]["window"] == 8
     timed = {x.label: x for x in found.rows}[mine["label"]]
     assert mine["step_s"] == timed.step_s
-    assert data["about"]["versions"]["torch"] == torch.__version__
+    assert data["about"]["torch"] == torch.__version__
     lines = path.with_suffix(".md").read_text().splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| snapkv")]
     assert [x[0] for x in cells] == ["snapkv:window=8 0.2"]
@@ -354,17 +345,17 @@ def tiny(monkeypatch, tmp_path):
 
 def test_nothing_measured_is_exit_code_1(capsys, tiny, monkeypatch):
     """The unwrapped model and the full cache alone are not what was asked for."""
-    real = runner.Bench._make
+    real = bench.Bench._make
 
     def make(self, row):
         if row.policy == "snapkv":
             raise ValueError("no room")
         return real(self, row)
 
-    monkeypatch.setattr(runner.Bench, "_make", make)
+    monkeypatch.setattr(bench.Bench, "_make", make)
     out, err, code = run_command(capsys, *tiny, "--policies", "snapkv,snapkv:window=4")
     assert code == 1
-    assert "unwrapped sdpa" in out
+    assert bench.UNWRAPPED in out
     assert err.splitlines()[-1] == "mmkv: nothing could be measured: snapkv 0.2: no room"
     assert run_command(capsys, *tiny, "--policies", "local,snapkv")[2] == 0
 
@@ -387,17 +378,13 @@ def test_the_table_has_these_columns(capsys, tiny, monkeypatch):
         (("--policies", "snap"), "Did you mean 'snapkv'"),
         (("--budgets", "1.5"), "budget=1.5"),
         (("--preset", "gpu"), "expected ci, prefixkv"),
-        (("--preset", "ci", "--prompt", "5"), "--prompt"),
         (("--preset", "prefixkv"), "is for a GPU"),
-        (("--model", "huge-random"), "llama-120m-random"),
         (("--kvpress-python", "/no/such/python"), "/no/such/python"),
-        (("--policies", ","), "--policies ',' names none"),
-        (("--budgets", ""), "--budgets '' names none"),
         (("--out", f"{__file__}/x.json"), "is a file, not a folder"),
     ],
 )
 def test_bad_input_is_one_line(capsys, monkeypatch, words, part):
-    monkeypatch.setattr(runner, "Bench", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(bench, "Bench", lambda *_, **__: pytest.fail("measured"))
     out, err, code = run_command(capsys, "--device", "cpu", *words)
     assert (code, out) == (2, "")
     assert err.startswith("mmkv: error: ")
@@ -455,11 +442,11 @@ class TestKvpress:
         with closing(rival.Worker(sys.executable)) as worker:
             worker.load("toy", model)
             assert worker.versions["torch"] == version("torch")
-            found = bench(model, worker=worker, policies=("snapkv", "adakv")).run()
+            found = toy_bench(model, worker=worker, policies=("snapkv", "adakv")).run()
         by_label = {r.label: r for r in found.rows}
         measured = by_label["kvpress SnapKVPress 0.2"]
         assert (len(measured.prefill_s), len(measured.step_s)) == (2, 6)
-        assert measured.cache_bytes == by_label[rows.UNWRAPPED].cache_bytes
+        assert measured.cache_bytes == by_label[bench.UNWRAPPED].cache_bytes
         assert "AdaKVPress" in by_label["kvpress AdaKVPress(SnapKVPress) 0.2"].note
 
     @pytest.mark.parametrize(

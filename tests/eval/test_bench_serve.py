@@ -16,12 +16,12 @@ from mmkv.serving import prompts
 
 
 def test_what_clients_waited_is_summed_up():
-    timings = [Timing(0.0, [1.0, 1.5, 2.0]), Timing(1.0, [5.0, 5.1, 5.2])]
-    first, between, tokens, good = summary(timings, (2.0, 0.6))
+    timings = [Timing(0.0, [1.0, 1.5, 2.0]), Timing(1.0, [5.0, 5.1, 5.2], together=2)]
+    first, between, tokens, together = summary(timings)
     assert first.startswith("2.50 /")
     assert between.startswith("300 /")
     assert float(tokens) == pytest.approx(6 / 5.2, abs=0.05)
-    assert float(good) == pytest.approx(1 / 5.2, abs=0.005)
+    assert together == "2"
 
 
 SMALL = ["--requests", "3", "--tokens", "64", "--pictures", "1", "--new", "4"]

@@ -21,8 +21,7 @@ def small():
 
 
 def of(sizes, policy, budget=0.2, load=LOAD, card="h100", **options):
-    kv_dtype = options.pop("kv_dtype", None)
-    return plan(sizes, load, CARDS[card], mmkv.get_policy(policy, **options), budget, kv_dtype)
+    return plan(sizes, load, CARDS[card], mmkv.get_policy(policy, **options), budget)
 
 
 @pytest.mark.parametrize("policy", ["full", "snapkv", "prefixkv", "h2o", "streaming", "condense"])
@@ -119,14 +118,10 @@ def test_times_are_the_cards(small):
     pairs = 12 * 12 * 64 * 3072**2 / 2
     wanted = 4 * (2 * small.read / 4 * 3072 + 4 * pairs) / 989e12
     assert of(small, "full").prefill_s == pytest.approx(wanted)
-    observed = of(small, "snapkv", window=32).prefill_s - wanted
-    assert observed == pytest.approx(4 * 2 * 32 * 3072 * 12 * 12 * 64 / 989e12)
-    assert of(small, "h2o").prefill_s > of(small, "condense").prefill_s > wanted
+    assert of(small, "condense").prefill_s == pytest.approx(wanted)
 
 
-def test_fewer_bits_and_one_layer_at_a_time(small):
-    float32, int4 = of(small, "snapkv"), of(small, "snapkv", kv_dtype="int4")
-    assert int4.cache_bytes == pytest.approx(float32.cache_bytes * 4.5 / 32)
+def test_one_layer_at_a_time(small):
     every, one = of(small, "prefixkv"), of(small, "prefixkv", allocation="mini-prefill")
     assert every.peak_bytes > of(small, "snapkv").peak_bytes
     assert one.peak_bytes < every.peak_bytes
@@ -155,7 +150,7 @@ def test_the_command(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
         commands.main(["plan", "--help"])
-    assert ", ".join(CARDS) in capsys.readouterr().out
+    assert "|".join(CARDS) in capsys.readouterr().out
 
 
 @pytest.mark.slow

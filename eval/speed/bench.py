@@ -1,0 +1,324 @@
+"""Rows that take turns: the unwrapped model, policies at budgets, their nearest presses.
+
+`make_rows` lists a setting's rows. `Bench` times them side by side: their decode steps alternate,
+so that a machine that drifts drifts for all. `Result` makes medians and paired ratios of the times.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+
+import mmkv
+from mmkv.attach.attachment import attachment_of
+from mmkv.budgets import named
+from mmkv.cache.compressed import CompressedCache
+from mmkv.eval.speed import models
+from mmkv.eval.speed.rival import RemoteReply, Worker, nearest_press, press_label
+from mmkv.eval.store import describe_environment
+from mmkv.eval.variants import parse_variants
+from mmkv.registry import get_policy
+from mmkv.terminal import Table
+from mmkv.wrapping import comparing
+
+# The row that ratios compare with, and the same once more: a bench must not tell them apart.
+UNWRAPPED, AGAIN = "not wrapped", "not wrapped, again"
+# Holds one token of the prompt, so that its step is nearly all that is not attention.
+BOUND = "one token kept"
+# Steps of a warm-up: enough for kernels to be compiled and for runs in graphs to begin.
+_WARM_GPU, _WARM_CPU = 48, 3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One model, prompt and batch, and what is compared on them."""
+
+    name: str
+    model: str
+    prompt: int  # tokens
+    new: int  # tokens generated in each round
+    batch: int  # sequences at once
+    policies: tuple[str, ...]  # "name" or "name:option=value:option=value", as for `mmkv eval`
+    budgets: tuple[float | int, ...] = (0.2,)
+    rounds: int = 6
+
+
+@dataclass
+class Row:
+    """What takes turns, and what was measured of it: seconds, and bytes."""
+
+    label: str
+    policy: str = ""  # its name; "": the model is not wrapped
+    budget: float | int | None = None  # None: nothing is evicted
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    press: dict[str, Any] | None = None  # of kvpress, as its worker takes it
+    prefill_s: list[float] = field(default_factory=list[float])  # to the first token
+    step_s: list[float] = field(default_factory=list[float])  # the same steps for all rows
+    cache_bytes: int = 0  # held at the end of a reply
+    note: str = ""  # why there are no numbers
+
+
+def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
+    """A setting's rows. The full cache, wrapped, is always among them: what it gains or loses is
+    not compression's; and a cache of one token, whose step bounds what compression can gain.
+
+    Raises:
+        ValueError: an unknown policy or option, or a value out of range.
+    """
+    rows = [Row(UNWRAPPED), Row(AGAIN), Row(BOUND, "local", 1)]
+    presses: dict[str, Row] = {}
+    policies = setting.policies if "full" in setting.policies else ("full", *setting.policies)
+    for variant in parse_variants(policies):
+        text = variant.label
+        if variant.hidden or variant.evict_chunks:
+            raise ValueError(f"policy {text!r}: the bench knows neither questions nor chunks")
+        policy, options = get_policy(variant.name, **variant.options), variant.recorded
+        if policy.keeps_all or policy.retention is not None:
+            rows.append(Row(text, policy.name, options=options))
+            continue
+        for budget in setting.budgets:
+            rows.append(Row(f"{text} {named(budget)}", policy.name, budget, options))
+            if kvpress and (press := nearest_press(policy, budget, setting.prompt)):
+                label = f"kvpress {press_label(press)} {named(budget)}"
+                presses[label] = Row(label, budget=budget, press=press)
+    return [*rows, *presses.values()]
+
+
+_CI = ("full", "condense", "snapkv", "adakv", "prefixkv", "h2o", "xkv", "squeeze:base=local")
+_PREFIXKV, _SQUEEZE = ("full", "prefixkv", "condense"), ("full", "squeeze", "local")
+PRESETS: dict[str, tuple[Setting, ...]] = {
+    "ci": (Setting("ci", "llama-120m-random", 2048, 33, 1, _CI),),
+    "prefixkv": tuple(
+        Setting(f"prefixkv {b} x ({n} + {new})", model, n, new, b, _PREFIXKV, (0.2, 0.4, 0.6, 0.8))
+        for model, b, n, new in (
+            ("llava-1.5-7b-random", 16, 1024, 512),
+            ("llava-1.5-7b-random", 48, 624, 256),
+            ("llava-1.5-13b-random", 8, 1024, 512),
+        )
+    ),
+    "xkv": (Setting("xkv", "llama-8b-random", 8192, 128, 16, ("full", "xkv")),),
+    "squeeze": tuple(
+        Setting(f"squeeze batch {n}", "mistral-7b-random", 512, 1024, n, _SQUEEZE)
+        for n in (1, 32, 64, 128, 224)
+    ),
+}
+
+
+@dataclass
+class Bench:
+    """One setting on one model."""
+
+    setting: Setting
+    model: Any  # not wrapped
+    worker: Worker | None = None  # kvpress's process with the same model
+    until: float = math.inf  # `time.monotonic` when it should be done; one round is always made
+    tell: Callable[[str], None] = lambda text: None  # is given what is being done
+
+    def __post_init__(self) -> None:
+        self.order = random.Random(0)
+        self.warm = _WARM_GPU if self.model.device.type == "cuda" else _WARM_CPU
+        self.rows = make_rows(self.setting, kvpress=self.worker is not None)
+
+    def run(self) -> Result:
+        """Warm up each row, then let them take turns."""
+        setting, notes, last = self.setting, list[str](), 0.0
+        # Python's own collections then pass over what was there before.
+        gc.collect()
+        gc.freeze()
+        for row in self.rows:
+            self.tell(f"{setting.name}: warm-up, {row.label}")
+            with _noting(row):
+                reply = self._make(row)
+                row.cache_bytes = reply.nbytes
+                reply.close()
+        apart = self._free() < 2 * sum(row.cache_bytes for row in self.rows)
+        if apart:
+            notes.append("caches do not fit side by side: steps follow each prefill")
+        for done in range(setting.rounds):
+            start = time.monotonic()
+            if done and start + last >= self.until:
+                notes.append(f"{done} rounds instead of {setting.rounds}: no time")
+                break
+            self.tell(f"{setting.name}: round {done + 1}")
+            rows = [row for row in self.rows if not row.note]
+            self.order.shuffle(rows)
+            for group in [[row] for row in rows] if apart else [rows]:
+                self._take_turns(group)
+            last = time.monotonic() - start
+        gc.unfreeze()
+        about = describe_environment(self.model.device) | {
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "kvpress": None if self.worker is None else self.worker.versions,
+        }
+        return Result(setting, self.rows, about, notes)
+
+    def _take_turns(self, rows: Sequence[Row]) -> None:
+        """Prompts of rows, then their steps in random order: each is one pair with the others'."""
+        replies: list[tuple[Row, models.Reply | RemoteReply]] = []
+        for row in rows:
+            with _noting(row):
+                reply = self._make(row)
+                row.prefill_s.append(reply.prefill_s)
+                replies.append((row, reply))
+        for i in range(self.setting.new - 1):
+            if i and time.monotonic() > self.until:
+                break
+            for row, reply in self.order.sample(replies, len(replies)):
+                if not row.note:
+                    with _noting(row):
+                        row.step_s.append(reply.steps(1))
+                        row.cache_bytes = reply.nbytes
+        for _, reply in replies:
+            reply.close()
+
+    @comparing()
+    def _make(self, row: Row) -> models.Reply | RemoteReply:
+        """The prompt read as a row has it, and warmed up."""
+        setting, cache = self.setting, None
+        if self.worker is not None and row.press is not None:
+            asked = {"press": row.press, "batch": setting.batch, "prompt": setting.prompt}
+            return RemoteReply(self.worker, row.label, warm=self.warm, **asked)
+        model = models.twin(self.model)
+        if row.policy:
+            attached = attachment_of(mmkv.wrap(model, row.policy, row.budget, **row.options))
+            # `generate` knows how long a reply may become, too.
+            most = setting.prompt + self.warm + setting.new
+            cache = CompressedCache(attached.parts.config, attached.plan, max_length=most)
+        ids = models.make_prompt(self.model, setting.batch, setting.prompt)
+        return models.Reply(model, ids, self.warm, cache)
+
+    def _free(self) -> int:
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+            return torch.cuda.mem_get_info(self.model.device)[0]
+        return psutil.virtual_memory().available
+
+
+@contextmanager
+def _noting(row: Row) -> Generator[None]:
+    """What cannot be done becomes the note on a row, which then has no times."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, ValueError) as error:
+        row.note = " ".join(str(error).split())
+        row.prefill_s, row.step_s = [], []
+
+
+class Ratio(NamedTuple):
+    """How many times the base, pair by pair: the median, and the ends of a 95 % interval."""
+
+    median: float
+    low: float | None
+    high: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float], base: Sequence[float]) -> Ratio:
+        """Pairs cancel a machine's drift.
+
+        The interval lies between two of the n ratios and holds the true median with at least 95 %,
+        whatever their distribution; fewer than six have none.
+        """
+        found = sorted(a / b for a, b in zip(values, base, strict=True))
+        n = len(found)
+        below = itertools.accumulate(math.comb(n, i) for i in range(n + 1))
+        k = next(i for i, count in enumerate(below) if 40 * count >= 2**n)
+        return cls(median(found), *((found[k - 1], found[n - k]) if k else (None, None)))
+
+    def __str__(self) -> str:
+        """As tables have it."""
+        between = "" if self.low is None else f" ({self.low:.3g}-{self.high:.3g})"
+        return f"{self.median:.3g}{between}"
+
+
+def break_even(cost: float, gain: float) -> int | None:
+    """Decode steps that win back a prefill's seconds more by seconds less each; None: never."""
+    if cost <= 0 <= gain:
+        return 0
+    return math.ceil(cost / gain) if gain > 0 else None
+
+
+@dataclass
+class Result:
+    """One setting's rows; about the model and the machine; and what could not be done."""
+
+    setting: Setting
+    rows: list[Row]
+    about: dict[str, Any]
+    notes: list[str]
+
+    def cells(self, row: Row) -> dict[str, str]:
+        """A row's medians and ratios by column; {} if it was not measured."""
+        if not row.step_s:
+            return {}
+        measured = {x.label: x for x in self.rows if x.step_s}
+        base, bound = (measured.get(label, row) for label in (UNWRAPPED, BOUND))
+        step = median(row.step_s)
+        cells = {
+            "prefill ms": f"{1e3 * median(row.prefill_s):,.0f}",
+            "ms/token": f"{1e3 * step:.2f}",
+            "tokens/s": f"{self.setting.batch / step:.1f}",
+            "of bound": f"{Ratio.of(bound.step_s, row.step_s).median:.2f}",
+            "cache MB": f"{row.cache_bytes / 1e6:,.1f}",
+        }
+        if base is row:
+            return cells
+        slower, faster = Ratio.of(row.prefill_s, base.prefill_s), Ratio.of(base.step_s, row.step_s)
+        # By ratios as well: a machine that drifts moves each row's median by itself.
+        cost = median(base.prefill_s) * (slower.median - 1)
+        pays = break_even(cost, median(base.step_s) * (1 - 1 / faster.median))
+        return cells | {
+            "x prefill": str(slower),
+            "x tokens/s": str(faster),
+            "x cache": f"{row.cache_bytes / base.cache_bytes:.2f}",
+            "pays from": "never" if pays is None else str(pays),
+        }
+
+    @property
+    def table(self) -> Table:
+        """The rows' figures, and what a reader must know of them."""
+        cells = {row.label: self.cells(row) for row in self.rows}
+        columns = list(dict.fromkeys(name for found in cells.values() for name in found))
+        rows = [(label, [x.get(name, "") for name in columns]) for label, x in cells.items()]
+        x = self.setting
+        title = f"{x.name}: {x.model}, {x.batch} x ({x.prompt:,} + {x.new:,}) tokens"
+        rounds = max(len(row.prefill_s) for row in self.rows)
+        steps = max(len(row.step_s) for row in self.rows)
+        texts = [
+            "{device}, {threads} threads, {dtype}".format(**self.about),
+            f"each row {rounds} times its prompt and {steps} decode steps, in random order",
+            "medians; ratios to the unwrapped model, pair by pair, with 95 % intervals",
+            *self.notes,
+        ]
+        failed = [f"{row.label}: {row.note}" for row in self.rows if row.note]
+        return Table("", columns, rows, title, ["; ".join(texts), *failed])
+
+
+def save(path: Path, results: Sequence[Result]) -> None:
+    """Write results as JSON, and their tables beside it as Markdown."""
+    settings = [
+        asdict(x.setting)
+        | {"about": x.about, "notes": x.notes}
+        | {"rows": [asdict(row) | {"cells": x.cells(row)} for row in x.rows]}
+        for x in results
+    ]
+    data = {"format": "mmkv-bench", "version": 4, "settings": settings}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    tables = "\n".join(result.table.markdown for result in results)
+    path.with_suffix(".md").write_text(tables, encoding="utf-8")
