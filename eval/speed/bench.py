@@ -13,7 +13,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +28,7 @@ from mmkv.attach.attachment import attachment_of
 from mmkv.budgets import named
 from mmkv.cache.compressed import CompressedCache
 from mmkv.eval.speed import models
-from mmkv.eval.speed.rival import RemoteReply, Worker, nearest_press, press_label
+from mmkv.eval.speed.rival import Worker, nearest_press, press_label, remote_reply
 from mmkv.eval.store import describe_environment
 from mmkv.eval.variants import parse_variants
 from mmkv.registry import get_policy
@@ -141,10 +141,8 @@ class Bench:
         gc.freeze()
         for row in self.rows:
             self.tell(f"{setting.name}: warm-up, {row.label}")
-            with _noting(row):
-                reply = self._make(row)
-                row.cache_bytes = reply.nbytes
-                reply.close()
+            with _noting(row), closing(self._make(row)) as reply:
+                _, row.cache_bytes, _ = next(reply)
         apart = self._free() < 2 * sum(row.cache_bytes for row in self.rows)
         if apart:
             notes.append("caches do not fit side by side: steps follow each prefill")
@@ -170,30 +168,29 @@ class Bench:
 
     def _take_turns(self, rows: Sequence[Row]) -> None:
         """Prompts of rows, then their steps in random order: each is one pair with the others'."""
-        replies: list[tuple[Row, models.Reply | RemoteReply]] = []
+        replies: list[tuple[Row, Any]] = []
         for row in rows:
             with _noting(row):
-                reply = self._make(row)
-                row.prefill_s.append(reply.prefill_s)
-                replies.append((row, reply))
+                replies.append((row, self._make(row)))
+                row.prefill_s.append(next(replies[-1][1])[0])
         for i in range(self.setting.new - 1):
             if i and time.monotonic() > self.until:
                 break
             for row, reply in self.order.sample(replies, len(replies)):
                 if not row.note:
                     with _noting(row):
-                        row.step_s.append(reply.steps(1))
-                        row.cache_bytes = reply.nbytes
+                        seconds, row.cache_bytes, _ = next(reply)
+                        row.step_s.append(seconds)
         for _, reply in replies:
             reply.close()
 
     @comparing()
-    def _make(self, row: Row) -> models.Reply | RemoteReply:
-        """The prompt read as a row has it, and warmed up."""
+    def _make(self, row: Row) -> Generator[tuple[float, int, Any]]:
+        """A reply as a row has it, its prompt not read yet."""
         setting, cache = self.setting, None
         if self.worker is not None and row.press is not None:
             asked = {"press": row.press, "batch": setting.batch, "prompt": setting.prompt}
-            return RemoteReply(self.worker, row.label, warm=self.warm, **asked)
+            return remote_reply(self.worker, row.label, warm=self.warm, **asked)
         model = models.twin(self.model)
         if row.policy:
             attached = attachment_of(mmkv.wrap(model, row.policy, row.budget, **row.options))
@@ -201,7 +198,7 @@ class Bench:
             most = setting.prompt + self.warm + setting.new
             cache = CompressedCache(attached.parts.config, attached.plan, max_length=most)
         ids = models.make_prompt(self.model, setting.batch, setting.prompt)
-        return models.Reply(model, ids, self.warm, cache)
+        return models.reply(model, ids, self.warm, cache)
 
     def _free(self) -> int:
         if self.model.device.type == "cuda":

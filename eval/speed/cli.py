@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from mmkv.eval.arguments import BudgetsOption, budget_list, commands
-from mmkv.options import (
-    MODELS,
-    DeviceOption,
-    DtypeOption,
-    PairsOption,
-    PluginOption,
-    ProfileOption,
-)
+from mmkv.options import MODELS, DeviceOption, DtypeOption, PairsOption, PluginOption, ProfileOption
 from mmkv.terminal import Progress, Table, check_place, console, say, told, wait_asleep, write
 
 if TYPE_CHECKING:
@@ -117,7 +110,6 @@ def _run(
                 loaded = _load(setting.model, device, dtype)
                 if worker is not None:
                     worker.load(loaded.name, loaded.model)
-            _warn_beyond(loaded.model, setting.prompt + setting.new)
             now = time.monotonic()
             end = now + (until - now) / (len(settings) - i)
             made = Bench(setting, loaded.model, worker=worker, until=end, tell=tell)
@@ -143,13 +135,6 @@ def _load(name: str, device: str = "auto", dtype: str = "auto") -> Loaded:
         return chat.load(name, device, dtype)
     made = make(SHAPES[name], str(find_device(device)), dtype)
     return chat.Loaded(name, made, None, False)
-
-
-def _warn_beyond(model: Any, tokens: int) -> None:
-    """Say where a model was not trained for so many tokens."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if most is not None and tokens > most:
-        say(f"{tokens:,} tokens are beyond the {most:,} positions that the model reads")
 
 
 @bench.command("serve")
@@ -219,7 +204,7 @@ def plan_command(
     from mmkv.budgets import parse
     from mmkv.chat import parse_options
     from mmkv.eval.speed.models import SHAPES, make
-    from mmkv.eval.speed.plan import CARDS, Load, Sizes, plan
+    from mmkv.eval.speed.plan import CARDS, COLUMNS, Load, Sizes, plan
     from mmkv.loading.models import empty
     from mmkv.registry import get_policy
     from mmkv.wrapping import planned
@@ -227,20 +212,16 @@ def plan_command(
     chosen = get_policy(policy, **parse_options(policy, option or []))
     known = SHAPES.get(model)
     made = make(known, "meta", dtype) if known else empty(model, getattr(torch, dtype))
-    _warn_beyond(made, prompt + new)
     if profile is not None:
         found, _ = planned(made, adapters.find(made), chosen, parse(budget), profile=profile)
         chosen = found.policy
     sizes = Sizes.of(made)
     load, card = Load(batch=batch, prompt=prompt, new=new), CARDS[gpu]
-    plans = {
-        "full cache": plan(sizes, load, card, get_policy("full")),
-        f"{policy} {budget}": plan(sizes, load, card, chosen, parse(budget)),
-    }
-    cells = {name: found.cells(load) for name, found in plans.items()}
-    rows = [(name, [*found.values()]) for name, found in cells.items()]
+    plain = plan(sizes, load, card, get_policy("full"))
+    smaller = plan(sizes, load, card, chosen, parse(budget))
+    rows = [("full cache", plain.cells(batch)), (f"{policy} {budget}", smaller.cells(batch))]
     title = (
         f"{model}, {sizes.weights / 1e9:.1f} GB of weights in {dtype}; {gpu}, "
         f"{card.memory / 1e9:.0f} GB; {batch} x ({prompt:,} + {new:,}) tokens. Least times."
     )
-    write(console(), Table("", [*cells["full cache"]], rows, title))
+    write(console(), Table("", COLUMNS, rows, title))

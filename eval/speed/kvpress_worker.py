@@ -12,7 +12,6 @@ import gc
 import json
 import os
 import sys
-from contextlib import ExitStack
 from importlib import import_module
 from importlib.metadata import distributions
 from pathlib import Path
@@ -46,7 +45,7 @@ class Replies:
     def __init__(self, models: Any) -> None:
         self.models = models
         self.model: Any = None
-        self.replies: dict[str, tuple[Any, ExitStack]] = {}
+        self.replies: dict[str, Any] = {}
 
     def load(
         self, device: str, dtype: str, threads: int, shape: Any = None, path: str = ""
@@ -57,11 +56,9 @@ class Replies:
 
         torch.set_num_threads(threads)
         if shape is not None:
-            self.model = self.models.make(self.models.Shape(*shape), device, dtype)
+            self.model = self.models.make(shape, device, dtype)
         else:
-            config = hf.AutoConfig.from_pretrained(path)
-            seeing = hasattr(config, "vision_config")
-            maker: Any = hf.AutoModelForImageTextToText if seeing else hf.AutoModelForCausalLM
+            maker: Any = hf.AutoModelForCausalLM
             model = maker.from_pretrained(path, dtype=getattr(torch, dtype), use_safetensors=True)
             self.model = model.to(device).eval()
         gc.collect()
@@ -69,29 +66,26 @@ class Replies:
         found: dict[str, Any] = dict.fromkeys(("kvpress", "transformers", "torch"))
         return found | {x.name: x.version for x in distributions() if x.name in found}
 
-    def open(
-        self, label: str, press: dict[str, Any], batch: int, prompt: int, warm: int
-    ) -> tuple[float, int]:
-        """Read a prompt with a press; its seconds, and bytes held then."""
-        # A model of its own: presses leave state on modules.
-        model, pressed = self.models.twin(self.model), _press(press)
-        ids = self.models.make_prompt(model, batch, prompt)
-        if press.get("eager"):
-            model.set_attn_implementation("eager")
-        with ExitStack() as stack:
-            stack.enter_context(pressed(model))
-            reply = self.models.Reply(model, ids, warm)
-            self.replies[label] = reply, stack.pop_all()
-        return reply.prefill_s, reply.nbytes
+    def open(self, label: str, **asked: Any) -> tuple[float, int]:
+        """Read a prompt; its seconds, and bytes held then."""
+        self.replies[label] = self._reply(**asked)
+        return self.step(label)
 
-    def steps(self, label: str, number: int) -> tuple[float, int]:
-        """Seconds of so many more steps, and bytes held then."""
-        reply, _ = self.replies[label]
-        return reply.steps(number), reply.nbytes
+    def step(self, label: str) -> tuple[float, int]:
+        """Seconds of one more step, and bytes held then."""
+        return next(self.replies[label])[:2]
 
     def close(self, label: str) -> None:
         """Let go of a reply."""
-        self.replies.pop(label)[1].close()
+        self.replies.pop(label).close()
+
+    def _reply(self, press: dict[str, Any], batch: int, prompt: int, warm: int) -> Any:
+        # A model of its own: presses leave state on modules.
+        model = self.models.twin(self.model)
+        if press.get("eager"):
+            model.set_attn_implementation("eager")
+        with _press(press)(model):
+            yield from self.models.reply(model, self.models.make_prompt(model, batch, prompt), warm)
 
 
 def _press(spec: dict[str, Any]) -> Any:

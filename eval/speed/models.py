@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from typing import Any, NamedTuple
+from collections.abc import Generator
+from typing import Any
 
 import torch
 import transformers as hf
@@ -24,21 +25,16 @@ _SIZES = (
 _LONG = 1024
 
 
-class Shape(NamedTuple):
-    """A random model: "llama", "mistral", or "llava" (a Llama behind LLaVA-1.5's tower)."""
-
-    kind: str
-    sizes: tuple[int, ...]  # in the order of `_SIZES`
-
-
-SHAPES = {
-    "llama-120m-random": Shape("llama", (768, 2048, 12, 12, 12, 32000, 8192)),
+# "llama", "mistral", or "llava" (a Llama behind LLaVA-1.5's tower); and `_SIZES`.
+Shape = tuple[str, tuple[int, ...]]
+SHAPES: dict[str, Shape] = {
+    "llama-120m-random": ("llama", (768, 2048, 12, 12, 12, 32000, 8192)),
     # Layers as wide as a real model's, few enough for a CPU.
-    "llama-7b-2-layers-random": Shape("llama", (4096, 11008, 2, 32, 32, 1000, 4096)),
-    "llama-8b-random": Shape("llama", (4096, 14336, 32, 32, 8, 128256, 131072)),
-    "llava-1.5-7b-random": Shape("llava", (4096, 11008, 32, 32, 32, 32064, 4096)),
-    "llava-1.5-13b-random": Shape("llava", (5120, 13824, 40, 40, 40, 32064, 4096)),
-    "mistral-7b-random": Shape("mistral", (4096, 14336, 32, 32, 8, 32000, 32768)),
+    "llama-7b-2-layers-random": ("llama", (4096, 11008, 2, 32, 32, 1000, 4096)),
+    "llama-8b-random": ("llama", (4096, 14336, 32, 32, 8, 128256, 131072)),
+    "llava-1.5-7b-random": ("llava", (4096, 11008, 32, 32, 32, 32064, 4096)),
+    "llava-1.5-13b-random": ("llava", (5120, 13824, 40, 40, 40, 32064, 4096)),
+    "mistral-7b-random": ("mistral", (4096, 14336, 32, 32, 8, 32000, 32768)),
 }
 
 
@@ -52,12 +48,13 @@ def make(shape: Shape, device: str, dtype: str = "auto") -> Any:
         raise ValueError(f"dtype {dtype!r}: expected auto, float32, bfloat16 or float16")
     if dtype == "auto":
         dtype = "float32" if torch.device(device).type == "cpu" else "bfloat16"
-    fields: dict[str, Any] = dict(zip(_SIZES, shape.sizes, strict=True))
-    if shape.kind == "mistral":
+    kind, sizes = shape
+    fields: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True))
+    if kind == "mistral":
         fields["sliding_window"] = None
-    config: Any = hf.AutoConfig.for_model(shape.kind.replace("llava", "llama"), **fields)
+    config: Any = hf.AutoConfig.for_model(kind.replace("llava", "llama"), **fields)
     maker: Any = hf.AutoModelForCausalLM
-    if shape.kind == "llava":
+    if kind == "llava":
         config = hf.LlavaConfig(text_config=config, image_token_index=config.vocab_size - 1)
         maker = hf.AutoModelForImageTextToText
     torch.manual_seed(0)
@@ -88,61 +85,62 @@ def make_prompt(model: Any, batch: int, tokens: int, seed: int = 0) -> Tensor:
     return ids.to(model.device)
 
 
-class Reply:
-    """A batch in the middle of its greedy reply: the prompt is read, and steps can be asked for.
+def reply(
+    model: Any, ids: Tensor, warm: int = 0, cache: Any = None
+) -> Generator[tuple[float, int, Tensor]]:
+    """A batch's greedy reply: the prompt is read, then a step is made whenever the next is asked.
 
-    The device is synchronised around what is timed, nowhere else. `ids` are int64 [B, N], without
-    padding; `warm` steps follow at once, as warm-up; `cache` is empty, None takes the model's own.
+    The device is synchronised around what is timed, nowhere else.
 
-    Attributes:
-        prefill_s: seconds to the first token.
+    Args:
+        ids: int64 [B, N], without padding.
+        warm: steps that follow the prompt at once, as warm-up.
+        cache: an empty one; None takes the model's own.
+
+    Yields:
+        seconds to the first token, then of each step; bytes that the cache really holds; the newest
+        tokens, int64 [B, 1].
     """
+    gc.collect()
+    call, token, seen = model, ids, 0
 
-    def __init__(self, model: Any, ids: Tensor, warm: int = 0, cache: Any = None) -> None:
-        self.device, self.seen, self.token = ids.device, ids.shape[1], ids
-        self.model: Any = model
-        self.cache: Any = cache
-        gc.collect()
-        start = self._now()
-        self._forward(attention_mask=torch.ones_like(ids), logits_to_keep=1)
-        self.prefill_s = self._now() - start
-        # As `generate` does: for each step it calls the model, or what replays it.
-        config = copy.deepcopy(model.generation_config)
-        config.max_new_tokens = _LONG
-        if model._valid_auto_compile_criteria({CACHE: self.cache}, config):
-            self.model = model.get_compiled_call(config.compile_config)
-        self.steps(warm)
+    def forward(**inputs: Any) -> float:
+        nonlocal cache, token, seen
+        seen += token.shape[1]
+        start = _now(ids.device)
+        with torch.no_grad():
+            out = call(input_ids=token, use_cache=True, **{CACHE: cache}, **inputs)
+        cache, token = cache_in(out), out.logits[:, -1:].argmax(-1)
+        return _now(ids.device) - start
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the storages that the cache really holds."""
-        if hasattr(self.cache, "nbytes"):
-            return self.cache.nbytes
-        found = (getattr(x, name, None) for x in self.cache.layers for name in ("keys", "values"))
-        storages = [x.untyped_storage() for x in found if isinstance(x, Tensor)]
-        return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
+    def step() -> float:
+        # Without padding a step's mask says nothing; looking at it would make a GPU wait.
+        at = torch.full_like(token, seen)
+        return forward(attention_mask=None, position_ids=at, return_dict=True)
 
-    def steps(self, number: int) -> float:
-        """Seconds of so many more decode steps."""
-        start = self._now()
-        for _ in range(number):
-            # Without padding a step's mask says nothing; looking at it would make a GPU wait.
-            at = torch.full_like(self.token, self.seen)
-            self._forward(attention_mask=None, position_ids=at, return_dict=True)
-            self.seen += 1
-        return self._now() - start
+    prefill = forward(attention_mask=torch.ones_like(ids), logits_to_keep=1)
+    # As `generate` does: for each step it calls the model, or what replays it.
+    config = copy.deepcopy(model.generation_config)
+    config.max_new_tokens = _LONG
+    if model._valid_auto_compile_criteria({CACHE: cache}, config):
+        call = model.get_compiled_call(config.compile_config)
+    for _ in range(warm):
+        step()
+    yield prefill, _held(cache), token
+    while True:
+        yield step(), _held(cache), token
 
-    def close(self) -> None:
-        """Let go of the cache."""
-        self.cache = self.model = None
 
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
-    @torch.no_grad()
-    def _forward(self, **inputs: Any) -> None:
-        inputs |= {"input_ids": self.token, "use_cache": True, CACHE: self.cache}
-        out = self.model(**inputs)
-        self.cache, self.token = cache_in(out), out.logits[:, -1:].argmax(-1)
+
+def _held(cache: Any) -> int:
+    """Bytes of the storages of a cache."""
+    if hasattr(cache, "nbytes"):
+        return cache.nbytes
+    found = (getattr(x, name, None) for x in cache.layers for name in ("keys", "values"))
+    storages = [x.untyped_storage() for x in found if isinstance(x, Tensor)]
+    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())

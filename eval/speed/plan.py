@@ -1,7 +1,7 @@
 """What a model, a policy and a card allow, from configs alone: `mmkv plan`.
 
-Bounds, not forecasts: a prefill takes at least its arithmetic and a step at least its bytes, at the
-card's published speed. Real steps reach 50 to 80 % of that.
+Bounds, not forecasts: a step takes at least its bytes and its arithmetic, at the card's published
+speed. Real steps reach 50 to 80 % of that.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ CARDS = {
     "a6000": Card(48e9, 0.768e12, 155e12),
     "rtx4090": Card(24e9, 1.008e12, 165e12),
 }
+COLUMNS = ("cache GB", "peak GB", "ms a token", "largest batch")
 # What of a card's memory can be used: the rest is the context's, and fragments.
 _USABLE = 0.95
 # A round of generated tokens that `decode="rounds"` groups at once.
@@ -50,7 +51,6 @@ class Layer(NamedTuple):
     """A layer that holds keys and values."""
 
     pair: int  # numbers in the keys and values of one token
-    queried: int  # numbers in its queries, of all heads
     window: int  # tokens that it holds at most; 0: all
 
 
@@ -85,8 +85,7 @@ class Sizes:
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
             if keys is not None and values is not None:
                 pair = keys.shape[1] * (keys.shape[3] + values.shape[3])
-                queried = config.num_attention_heads * keys.shape[3]
-                layers.append(Layer(pair, queried, getattr(layer, "sliding_window", 0)))
+                layers.append(Layer(pair, getattr(layer, "sliding_window", 0)))
         hidden = 4 * config.hidden_size + 2 * (getattr(config, "intermediate_size", 0) or 0)
         return cls(weights, read, layers, hidden, itemsize)
 
@@ -104,20 +103,14 @@ class Plan(NamedTuple):
 
     cache_bytes: float  # of the batch, at the end of its replies
     peak_bytes: float  # weights, and what the prefill or the last step holds
-    prefill_s: float  # at least
     token_s: float  # at least, mean over the reply
     largest_batch: int  # sequences that fit, 0 if not even one does
 
-    def cells(self, load: Load) -> dict[str, str]:
-        """By the columns of the table."""
-        fits = load.batch <= self.largest_batch
-        return {
-            "cache GB": f"{self.cache_bytes / 1e9:.2f}",
-            "peak GB": f"{self.peak_bytes / 1e9:.1f}",
-            "prefill s": f"{self.prefill_s:.2f}" if fits else "does not fit",
-            "ms a token": f"{1000 * self.token_s:.2f}" if fits else "",
-            "largest batch": f"{self.largest_batch:,}",
-        }
+    def cells(self, batch: int) -> list[str]:
+        """Of the table's `COLUMNS`, for so many sequences."""
+        time = f"{1000 * self.token_s:.2f}" if batch <= self.largest_batch else "does not fit"
+        sizes = [f"{self.cache_bytes / 1e9:.2f}", f"{self.peak_bytes / 1e9:.1f}"]
+        return [*sizes, time, f"{self.largest_batch:,}"]
 
 
 def held(
@@ -179,18 +172,12 @@ def plan(sizes: Sizes, load: Load, card: Card, policy: Policy, budget: float | i
     prefill = load.prompt * number * (sizes.hidden + sum(x.pair for x in whole))
     prefill += 0 if len(whole) == len(full) else cache(0) * (1 - len(whole) / len(full))
     one = max(prefill, cache(load.new))
-    active = sizes.read / number
-    flops = 2 * load.batch * active * load.prompt
-    for layer in sizes.layers:  # a query and a key are multiplied twice; scores come on top
-        seen = min(load.prompt / 2, layer.window or load.prompt)
-        flops += 4 * load.batch * layer.queried * load.prompt * seen
     read = (cache(0) + cache(load.new)) / 2  # they change at a constant rate
     moved = (sizes.read + load.batch * read) / card.bandwidth
     room = _USABLE * card.memory - sizes.weights
     return Plan(
         cache_bytes=load.batch * cache(load.new),
         peak_bytes=sizes.weights + load.batch * one,
-        prefill_s=max(flops / card.flops, sizes.read / card.bandwidth),
-        token_s=max(moved, 2 * active * load.batch / card.flops),
+        token_s=max(moved, 2 * sizes.read / number * load.batch / card.flops),
         largest_batch=max(0, int(room // one)),
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
+from collections.abc import Generator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 import mmkv
 from mmkv.eval.speed.models import SHAPES
@@ -61,16 +62,10 @@ class Worker:
         self.versions: dict[str, str | None] = {}
 
     def load(self, name: str, model: Any) -> None:
-        """Make the same model there, of random weights its decoder alone: it is as fast on text,
-        and known to more libraries. A ValueError: it cannot be made there.
-        """
-        how: Any = {"device": str(model.device), "threads": torch.get_num_threads()}
-        how["dtype"] = str(model.dtype).removeprefix("torch.")
-        if shape := SHAPES.get(name):
-            how["shape"] = shape._replace(kind=shape.kind.replace("llava", "llama"))
-        else:
-            how["path"] = find(name).path
-        self.versions = self.ask("load", **how)
+        """Make the same model there; a ValueError: it cannot be made there."""
+        how: Any = {"device": str(model.device), "dtype": str(model.dtype).removeprefix("torch.")}
+        how |= {"shape": SHAPES[name]} if name in SHAPES else {"path": find(name).path}
+        self.versions = self.ask("load", threads=torch.get_num_threads(), **how)
 
     def close(self) -> None:
         """End the process."""
@@ -96,19 +91,15 @@ class Worker:
         return answer["found"]
 
 
-class RemoteReply:
-    """A `models.Reply` in kvpress's process: a prompt read with a press, and steps behind it."""
-
-    def __init__(self, worker: Worker, label: str, **asked: Any) -> None:
-        self._ask = partial(worker.ask, label=label)
-        self.prefill_s, self.nbytes = self._ask("open", **asked)
-
-    def steps(self, number: int) -> float:
-        """Seconds of so many more decode steps."""
-        seconds, self.nbytes = self._ask("steps", number=number)
-        return seconds
-
-    def close(self) -> None:
-        """Let go of the cache there; whatever is wrong with the process was said before."""
+def remote_reply(
+    worker: Worker, label: str, **asked: Any
+) -> Generator[tuple[float, int, Tensor | None]]:
+    """As `models.reply`, in kvpress's process, with a press; tokens are not told."""
+    try:
+        yield *worker.ask("open", label=label, **asked), None
+        while True:
+            yield *worker.ask("step", label=label), None
+    finally:
+        # Whatever is wrong with the process was said before.
         with suppress(ValueError):
-            self._ask("close")
+            worker.ask("close", label=label)

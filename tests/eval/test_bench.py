@@ -20,7 +20,7 @@ from helpers.marks import cases
 from mmkv.cli import commands
 from mmkv.eval.speed import bench, models, plan, rival
 
-TOY = models.Shape("llama", (64, 96, 3, 4, 4, 256, 8192))
+TOY = ("llama", (64, 96, 3, 4, 4, 256, 8192))
 
 
 @pytest.fixture(autouse=True)
@@ -90,27 +90,22 @@ class TestNumbers:
         assert "x cache" not in result(base, mine).cells(base)
 
 
-class FakeReply:
+def fake_reply(log, label, now, cost):
     """A reply on a clock of its own: a step takes what its row and the machine's drift say."""
 
-    nbytes = 10
-
-    def __init__(self, log, label, now, cost):
-        self.log, self.label, self.now, self.cost = log, label, now, cost
-        self.prefill_s = self.spend("prefill", 50)
-
-    def spend(self, what, times=1):
-        self.log.append((what, self.label))
+    def spend(what, times=1):
+        log.append((what, label))
         # The machine drifts by a factor of four, and back.
-        seconds = times * self.cost * (2.5 + 1.5 * math.sin(self.now[0] / 7))
-        self.now[0] += seconds
-        return seconds
+        seconds = times * cost * (2.5 + 1.5 * math.sin(now[0] / 7))
+        now[0] += seconds
+        return seconds, 10, None
 
-    def steps(self, number):
-        return sum(self.spend("step") for _ in range(number))
-
-    def close(self):
-        self.log.append(("close", self.label))
+    try:
+        yield spend("prefill", 50)
+        while True:
+            yield spend("step")
+    finally:
+        log.append(("close", label))
 
 
 @pytest.fixture
@@ -119,7 +114,7 @@ def clocked(model, monkeypatch):
     log, now, costs = [], [0.0], {}
 
     def make(self, row):
-        return FakeReply(log, row.label, now, costs.get(row.label, 0.01))
+        return fake_reply(log, row.label, now, costs.get(row.label, 0.01))
 
     monkeypatch.setattr(bench.Bench, "_make", make)
     monkeypatch.setattr(bench.time, "monotonic", lambda: now[0])
@@ -156,15 +151,17 @@ class TestPairs:
         assert len(found.rows[0].prefill_s) == 50
 
     def test_a_row_that_fails_leaves_the_others_paired(self, clocked, monkeypatch):
-        real = FakeReply.steps
+        made, log, _ = clocked(new=17, rounds=2)
+        real = bench.Bench._make
 
-        def steps(self, number):
-            if self.label == "full" and self.log.count(("step", "full")) > 20:
-                raise ValueError("no room")
-            return real(self, number)
+        def make(self, row):
+            for step in real(self, row):
+                if log.count(("step", "full")) > 20 and row.label == "full":
+                    raise ValueError("no room")
+                yield step
 
-        monkeypatch.setattr(FakeReply, "steps", steps)
-        found = clocked(new=17, rounds=2)[0].run()
+        monkeypatch.setattr(bench.Bench, "_make", make)
+        found = made.run()
         assert [(r.note, len(r.step_s), len(r.prefill_s)) for r in found.rows] == [
             ("no room", 0, 0) if r.label == "full" else ("", 32, 2) for r in found.rows
         ]
@@ -259,11 +256,12 @@ def test_a_step_allocates_and_copies_nothing_that_grows_with_the_cache(model, po
         one = models.twin(model)
         if policy != "none":
             mmkv.wrap(one, policy, 0.6)
-        reply = models.Reply(one, models.make_prompt(one, 1, prompt), 2)
+        reply = models.reply(one, models.make_prompt(one, 1, prompt), 2)
+        next(reply)
         with _Tensors() as counter:
-            reply.steps(1)
+            _, nbytes, _ = next(reply)
         taken.append(counter.nbytes)
-        held.append(reply.nbytes)
+        held.append(nbytes)
     slots = (held[1] - held[0]) / (3 * 2 * 16 * 4)  # of each of three layers
     grown = (taken[1] - taken[0]) / slots
     # The model's own mask may have a byte a token; a layer's has one for each of its slots.
@@ -280,12 +278,11 @@ class TestModels:
             mmkv.wrap(one, name, 0.4)
         assert not mmkv.is_wrapped(model)
         made["none"] = model
-        replies = {name: models.Reply(one, ids, 1) for name, one in made.items()}
-        said = {name: [reply.token] for name, reply in replies.items()}
-        for _ in range(4):
+        replies = {name: models.reply(one, ids, 1) for name, one in made.items()}
+        said = {name: [] for name in replies}
+        for _ in range(5):
             for name, reply in replies.items():
-                reply.steps(1)
-                said[name].append(reply.token)
+                said[name].append(next(reply)[2])
         for name, one in made.items():
             out = one.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6)
             assert torch.equal(torch.cat(said[name], 1), out[:, -5:]), name

@@ -114,11 +114,6 @@ def test_papers_batches():
 def test_times_are_the_cards(small):
     one = of(small, "full", load=Load(batch=1, prompt=8, new=1))
     assert one.token_s == pytest.approx(small.read / 3.35e12, rel=0.01)
-    # 2 operations a weight and token, and 4 a pair of query and key.
-    pairs = 12 * 12 * 64 * 3072**2 / 2
-    wanted = 4 * (2 * small.read / 4 * 3072 + 4 * pairs) / 989e12
-    assert of(small, "full").prefill_s == pytest.approx(wanted)
-    assert of(small, "condense").prefill_s == pytest.approx(wanted)
 
 
 def test_one_layer_at_a_time(small):
@@ -170,13 +165,3 @@ def test_of_every_model(name):
         mmkv.get_policy("full"),
     )
     assert bound.cache_bytes == pytest.approx(sum(4 * x.numel() for x in held), rel=0.03)
-
-
-@pytest.mark.parametrize(("prompt", "said"), [(4096, ""), (5000, "beyond the 4,096 positions")])
-def test_more_tokens_than_a_model_reads_are_said(capsys, prompt, said):
-    words = f"plan llava-1.5-7b-random --prompt {prompt - 256} --new 256"
-    with pytest.raises(SystemExit) as end:
-        commands.main(words.split())
-    told = capsys.readouterr().err
-    assert (end.value.code or 0, bool(told)) == (0, bool(said))
-    assert said in told

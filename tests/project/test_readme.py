@@ -335,8 +335,7 @@ class TestCommands:
         ]
         section = between(SPEED, "## What fits on a card", "## On a GPU")
         for name, *cells in printed:
-            shown = [*cells[:2], cells[3] or cells[2], cells[4]]
-            assert rows(section)[name] == shown
+            assert rows(section)[name] == cells
 
     def test_lm_evals_command_is_read_as_it_stands(self, monkeypatch):
         pytest.importorskip("lm_eval", reason="lm_eval is not installed")
