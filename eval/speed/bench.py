@@ -99,21 +99,19 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
 
 
 _CI = ("full", "condense", "snapkv", "adakv", "prefixkv", "h2o", "xkv", "squeeze:base=local")
-_PREFIXKV, _SQUEEZE = ("full", "prefixkv", "condense"), ("full", "squeeze", "local")
+_PREFIXKV: Any = ("full", "prefixkv", "condense"), (0.2, 0.4, 0.6, 0.8)
+_SQUEEZE = ("full", "squeeze", "local")
 PRESETS: dict[str, tuple[Setting, ...]] = {
     "ci": (Setting("ci", "llama-120m-random", 2048, 33, 1, _CI),),
-    "prefixkv": tuple(
-        Setting(f"prefixkv {b} x ({n} + {new})", model, n, new, b, _PREFIXKV, (0.2, 0.4, 0.6, 0.8))
-        for model, b, n, new in (
-            ("llava-1.5-7b-random", 16, 1024, 512),
-            ("llava-1.5-7b-random", 48, 624, 256),
-            ("llava-1.5-13b-random", 8, 1024, 512),
-        )
+    "prefixkv": (
+        Setting("prefixkv", "llava-1.5-7b-random", 1024, 512, 16, *_PREFIXKV),
+        Setting("prefixkv", "llava-1.5-7b-random", 624, 256, 48, *_PREFIXKV),
+        Setting("prefixkv", "llava-1.5-13b-random", 1024, 512, 8, *_PREFIXKV),
     ),
     "xkv": (Setting("xkv", "llama-8b-random", 8192, 128, 16, ("full", "xkv")),),
     "squeeze": tuple(
-        Setting(f"squeeze batch {n}", "mistral-7b-random", 512, 1024, n, _SQUEEZE)
-        for n in (1, 32, 64, 128, 224)
+        Setting("squeeze", "mistral-7b-random", 512, 1024, batch, _SQUEEZE)
+        for batch in (1, 32, 64, 128, 224)
     ),
 }
 
