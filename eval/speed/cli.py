@@ -11,7 +11,7 @@ import time
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -65,11 +65,12 @@ def bench_command(
     In every round each row reads its prompt; then decode steps of all rows alternate in random
     order, and ratios are taken pair by pair. Warm-up is not counted, and the device is waited for.
     """
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    typed = [name for name, x in sources.items() if x is not None and x.name == "COMMANDLINE"]
+    given = [name.replace("_", "-") for name in typed]
     if command := context.invoked_subcommand:
-        for name in context.params:
-            source = context.get_parameter_source(name)
-            if source is not None and source.name == "COMMANDLINE":
-                raise ValueError(f"--{name} stands before {command!r}, which has its own options")
+        if given:
+            raise ValueError(f"--{given[0]} stands before {command!r}, which has its own options")
         return
     from mmkv.eval.speed.bench import PRESETS, Setting, make_rows
     from mmkv.eval.variants import split
@@ -79,6 +80,9 @@ def bench_command(
     if wrong := [x for x in split(preset) if x not in PRESETS]:
         raise ValueError(f"preset {wrong[0]!r}: expected {', '.join(PRESETS)}")
     settings = [setting for name in split(preset) for setting in PRESETS[name]]
+    own = ("model", "prompt", "new", "batch", "policies", "budgets")
+    if settings and (doubled := [name for name in own if name in given]):
+        raise ValueError(f"--preset names the {doubled[0]} too: drop --{doubled[0]}")
     if not settings:
         compared = tuple(split(policies)), tuple(budget_list(budgets))
         settings = [Setting("bench", model, prompt, new, batch, *compared)]
@@ -110,6 +114,7 @@ def _run(
                 loaded = _load(setting.model, device, dtype)
                 if worker is not None:
                     worker.load(loaded.name, loaded.model)
+            _warn_beyond(loaded.model, setting.prompt + setting.new)
             now = time.monotonic()
             end = now + (until - now) / (len(settings) - i)
             made = Bench(setting, loaded.model, worker=worker, until=end, tell=tell)
@@ -135,6 +140,13 @@ def _load(name: str, device: str = "auto", dtype: str = "auto") -> Loaded:
         return chat.load(name, device, dtype)
     made = make(SHAPES[name], str(find_device(device)), dtype)
     return chat.Loaded(name, made, None, False)
+
+
+def _warn_beyond(model: Any, tokens: int) -> None:
+    """Say where a model was not trained for so many tokens."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and tokens > most:
+        say(f"{tokens:,} tokens are beyond the {most:,} positions that the model reads")
 
 
 @bench.command("serve")
@@ -189,9 +201,10 @@ def plan_command(
     plugin: PluginOption = None,
     profile: ProfileOption = None,
     gpu: Annotated[
-        Literal["h200", "h100", "a100", "a100-40", "l40s", "a6000", "rtx4090"], typer.Option()
+        str, typer.Option(help="h200, h100, a100, a100-40, l40s, a6000, rtx4090.")
     ] = "h100",
-    dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option()] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    kv_dtype: Annotated[str | None, typer.Option(help="int8 or int4.")] = None,
 ) -> None:
     """Bound bytes, times and batches from a model's config alone.
 
@@ -204,24 +217,31 @@ def plan_command(
     from mmkv.budgets import parse
     from mmkv.chat import parse_options
     from mmkv.eval.speed.models import SHAPES, make
-    from mmkv.eval.speed.plan import CARDS, COLUMNS, Load, Sizes, plan
+    from mmkv.eval.speed.plan import CARDS, Load, Sizes, plan
     from mmkv.loading.models import empty
     from mmkv.registry import get_policy
     from mmkv.wrapping import planned
 
+    if gpu not in CARDS:
+        raise ValueError(f"gpu {gpu!r}: expected one of {', '.join(CARDS)}")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"dtype {dtype!r}: expected bfloat16, float16 or float32")
     chosen = get_policy(policy, **parse_options(policy, option or []))
     known = SHAPES.get(model)
     made = make(known, "meta", dtype) if known else empty(model, getattr(torch, dtype))
+    _warn_beyond(made, prompt + new)
     if profile is not None:
         found, _ = planned(made, adapters.find(made), chosen, parse(budget), profile=profile)
         chosen = found.policy
     sizes = Sizes.of(made)
     load, card = Load(batch=batch, prompt=prompt, new=new), CARDS[gpu]
     plain = plan(sizes, load, card, get_policy("full"))
-    smaller = plan(sizes, load, card, chosen, parse(budget))
-    rows = [("full cache", plain.cells(batch)), (f"{policy} {budget}", smaller.cells(batch))]
+    smaller = plan(sizes, load, card, chosen, parse(budget), kv_dtype)
+    name = " ".join(filter(None, (policy, budget, kv_dtype)))
+    cells = {"full cache": plain.cells(load), name: smaller.cells(load)}
+    rows = [(label, [*found.values()]) for label, found in cells.items()]
     title = (
         f"{model}, {sizes.weights / 1e9:.1f} GB of weights in {dtype}; {gpu}, "
         f"{card.memory / 1e9:.0f} GB; {batch} x ({prompt:,} + {new:,}) tokens. Least times."
     )
-    write(console(), Table("", COLUMNS, rows, title))
+    write(console(), Table("", [*cells[name]], rows, title))

@@ -1,11 +1,12 @@
 """What a model, a policy and a card allow, from configs alone: `mmkv plan`.
 
-Bounds, not forecasts: a step takes at least its bytes and its arithmetic, at the card's published
-speed. Real steps reach 50 to 80 % of that.
+Bounds, not forecasts: a prefill takes at least its arithmetic and a step at least its bytes, at the
+card's published speed. Real steps reach 50 to 80 % of that.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,8 @@ from mmkv.cache.config import CacheConfig, sizes_of_rows
 from mmkv.cache.evict import group_rows
 from mmkv.cache.token_masks import TokenMasks, kept_whole, total_kept
 from mmkv.calls import cache_in
+from mmkv.scores.accumulated import AccumulatedAttention
+from mmkv.scores.observers import Observers
 from mmkv.sizes.profiled import HeadsByWeight
 
 if TYPE_CHECKING:
@@ -40,7 +43,6 @@ CARDS = {
     "a6000": Card(48e9, 0.768e12, 155e12),
     "rtx4090": Card(24e9, 1.008e12, 165e12),
 }
-COLUMNS = ("cache GB", "peak GB", "ms a token", "largest batch")
 # What of a card's memory can be used: the rest is the context's, and fragments.
 _USABLE = 0.95
 # A round of generated tokens that `decode="rounds"` groups at once.
@@ -51,6 +53,8 @@ class Layer(NamedTuple):
     """A layer that holds keys and values."""
 
     pair: int  # numbers in the keys and values of one token
+    queried: int  # numbers in its queries, of all heads
+    width: int  # numbers in the key of one head
     window: int  # tokens that it holds at most; 0: all
 
 
@@ -80,12 +84,18 @@ class Sizes:
             ids = torch.ones(1, 2, dtype=torch.long)
             # Experts are multiplied in bfloat16 alone.
             seen = model.to(torch.bfloat16).get_decoder()(input_ids=ids, use_cache=True)
+        kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+        windows = {
+            "sliding_attention": getattr(config, "sliding_window", None) or 0,
+            "chunked_attention": getattr(config, "attention_chunk_size", None) or 0,
+        }
         layers: list[Layer] = []
-        for layer in cache_in(seen).layers:
+        for kind, layer in zip(kinds, cache_in(seen).layers, strict=False):
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
             if keys is not None and values is not None:
-                pair = keys.shape[1] * (keys.shape[3] + values.shape[3])
-                layers.append(Layer(pair, getattr(layer, "sliding_window", 0)))
+                pair, width = keys.shape[1] * (keys.shape[3] + values.shape[3]), keys.shape[3]
+                queried = config.num_attention_heads * width
+                layers.append(Layer(pair, queried, width, windows.get(kind, 0)))
         hidden = 4 * config.hidden_size + 2 * (getattr(config, "intermediate_size", 0) or 0)
         return cls(weights, read, layers, hidden, itemsize)
 
@@ -103,14 +113,22 @@ class Plan(NamedTuple):
 
     cache_bytes: float  # of the batch, at the end of its replies
     peak_bytes: float  # weights, and what the prefill or the last step holds
+    prefill_s: float  # at least
     token_s: float  # at least, mean over the reply
     largest_batch: int  # sequences that fit, 0 if not even one does
 
-    def cells(self, batch: int) -> list[str]:
-        """Of the table's `COLUMNS`, for so many sequences."""
-        time = f"{1000 * self.token_s:.2f}" if batch <= self.largest_batch else "does not fit"
-        sizes = [f"{self.cache_bytes / 1e9:.2f}", f"{self.peak_bytes / 1e9:.1f}"]
-        return [*sizes, time, f"{self.largest_batch:,}"]
+    def cells(self, load: Load) -> dict[str, str]:
+        """By the columns of the table; tokens/s are with the prefill."""
+        rate = load.batch * load.new / (self.prefill_s + self.token_s * load.new)
+        fits = load.batch <= self.largest_batch
+        return {
+            "cache GB": f"{self.cache_bytes / 1e9:.2f}",
+            "peak GB": f"{self.peak_bytes / 1e9:.1f}",
+            "prefill s": f"{self.prefill_s:.2f}" if fits else "does not fit",
+            "ms a token": f"{1000 * self.token_s:.2f}" if fits else "",
+            "tokens/s": f"{rate:,.0f}" if fits else "",
+            "largest batch": f"{self.largest_batch:,}",
+        }
 
 
 def held(
@@ -152,19 +170,29 @@ def empty_slots(policy: Policy, budget: float | int, load: Load) -> float:
     return empty / (n_layers * H * load.batch)
 
 
-def plan(sizes: Sizes, load: Load, card: Card, policy: Policy, budget: float | int = 1.0) -> Plan:
-    """Bytes and least times of a policy on a card; `budget` as for `mmkv.wrap`."""
+def plan(
+    sizes: Sizes,
+    load: Load,
+    card: Card,
+    policy: Policy,
+    budget: float | int = 1.0,
+    kv_dtype: str | None = None,
+) -> Plan:
+    """Bytes and least times of a policy on a card; `budget` and `kv_dtype` as for `mmkv.wrap`."""
     if policy.retention is None:
         checked(policy, budget)
     empty = empty_slots(policy, budget, load)
     number, full = sizes.itemsize, [x for x in sizes.layers if not x.window]
+    # A scale and a zero point of 16 bits for a head's numbers, or for 64 of them.
+    width = min([64, *(x.width for x in full)])
+    bits = 8 * number if kv_dtype is None else int(kv_dtype[3:]) + 32 / width
 
     def cache(generated: int) -> float:
         """Bytes of one sequence after so many generated tokens."""
         seen = load.prompt + generated
         tokens = empty + held(policy, budget, load.prompt, generated, len(full) or 1)
         sliding = sum(x.pair * min(seen, x.window) for x in sizes.layers if x.window)
-        return number * (sum(x.pair for x in full) * tokens + sliding)
+        return sum(x.pair for x in full) * tokens * bits / 8 + sliding * number
 
     every = policy.heads.is_global or policy.score.repeats
     every = every or (policy.layers.needs and not policy.layers.mini_prefill)
@@ -172,12 +200,23 @@ def plan(sizes: Sizes, load: Load, card: Card, policy: Policy, budget: float | i
     prefill = load.prompt * number * (sizes.hidden + sum(x.pair for x in whole))
     prefill += 0 if len(whole) == len(full) else cache(0) * (1 - len(whole) / len(full))
     one = max(prefill, cache(load.new))
+    # Pairs of a query and a key: attention multiplies them twice, a score once.
+    asked = causal = load.prompt**2 / 2
+    if policy.queries is not None and not isinstance(policy.score, AccumulatedAttention):
+        asked = min(policy.queries, load.prompt) * load.prompt
+    elif isinstance(policy.score, Observers):
+        asked = min(policy.score.chunk, load.prompt) * load.prompt
+    seen = [(x.queried, min(causal, (x.window or causal) * load.prompt)) for x in sizes.layers]
+    pairs = 2 * sum(map(math.prod, seen)) + sum(x.queried for x in full) * asked
+    active = sizes.read / number
+    flops = 2 * load.batch * (active * load.prompt + pairs)
     read = (cache(0) + cache(load.new)) / 2  # they change at a constant rate
     moved = (sizes.read + load.batch * read) / card.bandwidth
     room = _USABLE * card.memory - sizes.weights
     return Plan(
         cache_bytes=load.batch * cache(load.new),
         peak_bytes=sizes.weights + load.batch * one,
-        token_s=max(moved, 2 * sizes.read / number * load.batch / card.flops),
+        prefill_s=max(flops / card.flops, sizes.read / card.bandwidth),
+        token_s=max(moved, 2 * active * load.batch / card.flops),
         largest_batch=max(0, int(room // one)),
     )

@@ -376,6 +376,7 @@ def test_the_table_has_these_columns(capsys, tiny, monkeypatch):
         (("--budgets", "1.5"), "budget=1.5"),
         (("--preset", "gpu"), "expected ci, prefixkv"),
         (("--preset", "prefixkv"), "is for a GPU"),
+        (("--preset", "ci", "--prompt", "5"), "drop --prompt"),
         (("--kvpress-python", "/no/such/python"), "/no/such/python"),
         (("--out", f"{__file__}/x.json"), "is a file, not a folder"),
     ],

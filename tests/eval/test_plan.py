@@ -21,7 +21,8 @@ def small():
 
 
 def of(sizes, policy, budget=0.2, load=LOAD, card="h100", **options):
-    return plan(sizes, load, CARDS[card], mmkv.get_policy(policy, **options), budget)
+    kv_dtype = options.pop("kv_dtype", None)
+    return plan(sizes, load, CARDS[card], mmkv.get_policy(policy, **options), budget, kv_dtype)
 
 
 @pytest.mark.parametrize("policy", ["full", "snapkv", "prefixkv", "h2o", "streaming", "condense"])
@@ -114,9 +115,18 @@ def test_papers_batches():
 def test_times_are_the_cards(small):
     one = of(small, "full", load=Load(batch=1, prompt=8, new=1))
     assert one.token_s == pytest.approx(small.read / 3.35e12, rel=0.01)
+    # 2 operations a weight and token, and 4 a pair of query and key.
+    pairs = 12 * 12 * 64 * 3072**2 / 2
+    wanted = 4 * (2 * small.read / 4 * 3072 + 4 * pairs) / 989e12
+    assert of(small, "full").prefill_s == pytest.approx(wanted)
+    observed = of(small, "snapkv", window=32).prefill_s - wanted
+    assert observed == pytest.approx(4 * 2 * 32 * 3072 * 12 * 12 * 64 / 989e12)
+    assert of(small, "h2o").prefill_s > of(small, "condense").prefill_s > wanted
 
 
-def test_one_layer_at_a_time(small):
+def test_fewer_bits_and_one_layer_at_a_time(small):
+    float32, int4 = of(small, "snapkv"), of(small, "snapkv", kv_dtype="int4")
+    assert int4.cache_bytes == pytest.approx(float32.cache_bytes * 4.5 / 32)
     every, one = of(small, "prefixkv"), of(small, "prefixkv", allocation="mini-prefill")
     assert every.peak_bytes > of(small, "snapkv").peak_bytes
     assert one.peak_bytes < every.peak_bytes
@@ -145,7 +155,7 @@ def test_the_command(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
         commands.main(["plan", "--help"])
-    assert "|".join(CARDS) in capsys.readouterr().out
+    assert ", ".join(CARDS) in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -165,3 +175,13 @@ def test_of_every_model(name):
         mmkv.get_policy("full"),
     )
     assert bound.cache_bytes == pytest.approx(sum(4 * x.numel() for x in held), rel=0.03)
+
+
+@pytest.mark.parametrize(("prompt", "said"), [(4096, ""), (5000, "beyond the 4,096 positions")])
+def test_more_tokens_than_a_model_reads_are_said(capsys, prompt, said):
+    words = f"plan llava-1.5-7b-random --prompt {prompt - 256} --new 256"
+    with pytest.raises(SystemExit) as end:
+        commands.main(words.split())
+    told = capsys.readouterr().err
+    assert (end.value.code or 0, bool(told)) == (0, bool(said))
+    assert said in told
