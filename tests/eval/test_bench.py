@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import mmkv
 from helpers.marks import cases
+from helpers.recording import tensors_in
 from mmkv.cli import commands
 from mmkv.eval.speed import bench, models, plan, rival
 
@@ -238,10 +238,10 @@ class _Tensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        given = tensors_in((args, kwargs))
         before = {x.untyped_storage().data_ptr() for x in given}
         out = func(*args, **kwargs)
-        found = [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        found = [x.untyped_storage() for x in tensors_in(out)]
         self.nbytes += sum(x.nbytes() for x in found if x.data_ptr() not in before)
         if any(x in func._schema.name for x in ("copy_", "scatter_", "fill_")):
             self.nbytes += args[0].numel() * args[0].element_size()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from helpers.recording import tensors_in
 
 MOST_MEMORY = 2 * 2**30  # more than any refusal may ask for
 
@@ -33,10 +34,7 @@ class LargestOutput(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        found, given = (
-            [x for x in tree_leaves(t) if isinstance(x, torch.Tensor)]
-            for t in (out, (args, kwargs))
-        )
+        found, given = tensors_in(out), tensors_in((args, kwargs))
         there = {x.untyped_storage().data_ptr() for x in given}
         sizes = [x.numel() for x in found if x.untyped_storage().data_ptr() not in there]
         self.numel = max([self.numel, *sizes])

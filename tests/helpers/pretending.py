@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -93,10 +93,17 @@ class Devices(TorchDispatchMode):
         torch._C._set_only_lift_cpu_tensors(self.lifted.pop())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if func is aten._fused_sdp_choice.default:
             return 0  # the plain formula: the fused kernels are each device's own
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given: list[Tensor] = []
+
+        def inner(x: Tensor) -> Tensor:
+            given.append(x)
+            return x.inner if isinstance(x, OnDevice) else x
+
+        args_inside = _each_tensor(inner, args)
+        kwargs_inside = {k: _each_tensor(inner, x) for k, x in kwargs.items()}
         found = {x.device for x in given if x.ndim or x.device != CPU}
         device = next(iter(found - {CPU}), None) or next((x.device for x in given), CPU)
         if device != CPU and (func in _READS or (func in _INDEXING and _by_mask(args[1]))):
@@ -109,21 +116,17 @@ class Devices(TorchDispatchMode):
         elif len(found) > 1:
             raise RuntimeError(f"{func}: expected all tensors on one device, got {found}")
         if (asked := kwargs.get("device")) is not None:
-            device, kwargs["device"] = torch.device(asked), CPU
+            device, kwargs_inside["device"] = torch.device(asked), CPU
             if device.type == DEVICE.type:
                 device = DEVICE
         if func in (aten.copy_.default, *_READS):
             device = given[0].device
-        kwargs.pop("pin_memory", None)
+        kwargs_inside.pop("pin_memory", None)
+        out = func(*args_inside, **kwargs_inside)
+        if device == CPU:
+            return out
         outer = {id(x.inner): x for x in given if isinstance(x, OnDevice)}
-        out = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
-
-        def wrap(x: Any) -> Any:
-            if not isinstance(x, Tensor) or device == CPU:
-                return x
-            return outer[id(x)] if id(x) in outer else OnDevice(x)
-
-        return tree_map(wrap, out)
+        return _each_tensor(lambda x: outer[id(x)] if id(x) in outer else OnDevice(x), out)
 
     def _waits(self, func: Any) -> None:
         if self.capturing:
@@ -145,8 +148,13 @@ def _by_mask(indices: Any) -> bool:
     return any(x is not None and x.dtype == torch.bool for x in indices)
 
 
-def _inner(x: Any) -> Any:
-    return x.inner if isinstance(x, OnDevice) else x
+def _each_tensor(change: Callable[[Tensor], Tensor], x: Any) -> Any:
+    """What an operation takes or gives, its tensors changed; torch's `tree_map` is far slower."""
+    if isinstance(x, Tensor):
+        return change(x)
+    if isinstance(x, tuple | list):
+        return type(x)([_each_tensor(change, y) for y in x])
+    return x
 
 
 def move(module: nn.Module) -> nn.Module:

@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+
+def tensors_in(x: Any) -> list[Tensor]:
+    """The tensors an operation takes or gives; torch's `tree_leaves` is far slower."""
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, dict):
+        x = x.values()
+    elif not isinstance(x, tuple | list):
+        return []
+    return [found for y in x for found in tensors_in(y)]
 
 
 class Recorder(TorchDispatchMode):
@@ -17,7 +27,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.done: list[tuple[Any, tuple, dict, Any]] = []
+        self.done: list[tuple[Any, tuple, dict, list[Tensor]]] = []
         self.made: set[int] = set()
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
         self.refused = False
@@ -27,7 +37,7 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             self.refused = True
             raise RuntimeError("the host reads a value: a captured step cannot")
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = tensors_in((args, kwargs))
         if func._schema.is_mutable:
             for x in given:
                 at = x.untyped_storage().data_ptr()
@@ -36,11 +46,11 @@ class Recorder(TorchDispatchMode):
                     self.before[at] = (whole, whole.clone())
         out = func(*args, **kwargs)
         old = {x.untyped_storage().data_ptr() for x in given}
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in old:
+        for x in tensors_in(out):
+            if x.untyped_storage().data_ptr() not in old:
                 self.made.add(x.untyped_storage().data_ptr())
         if "empty" not in func._schema.name:  # it holds nothing yet; an `out=` may resize it
-            self.done.append((func, args, kwargs, out))
+            self.done.append((func, args, kwargs, tensors_in(out)))
         return out
 
     def undo(self) -> None:
@@ -50,12 +60,8 @@ class Recorder(TorchDispatchMode):
 
     def replay(self) -> None:
         """Repeat every operation; each result goes where the first one went."""
-        for func, args, kwargs, out in self.done:
+        for func, args, kwargs, old in self.done:
             new = func(*args, **kwargs)
-            for x, y in zip(tree_leaves(out), tree_leaves(new), strict=True):
-                shared = (
-                    not isinstance(x, Tensor)
-                    or x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-                )
-                if not shared:
+            for x, y in zip(old, tensors_in(new), strict=True):
+                if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
                     x.copy_(y)
