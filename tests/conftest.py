@@ -29,6 +29,7 @@ def nothing_imported_is_collected() -> None:
     """Else each look for garbage goes through all of torch and transformers."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,6 +12,7 @@ checkpoint in DIR.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -114,10 +115,12 @@ def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def loss_of(model: Any, inputs: dict[str, Tensor]) -> tuple[str, Tensor]:
+def loss_of(
+    model: Any, inputs: dict[str, Tensor], answered: Callable[..., Tensor]
+) -> tuple[str, Tensor]:
     """The loss of a batch and what it holds: cross entropy of answers, divergence on texts.
 
-    Logits are computed where they count alone.
+    Logits are computed where they count alone; `answered` is `_answered`, or that compiled.
     """
     inner, labels = model.get_base_model(), inputs["labels"][:, 1:]
     head = inner.lm_head
@@ -129,7 +132,7 @@ def loss_of(model: Any, inputs: dict[str, Tensor]) -> tuple[str, Tensor]:
     if "pixel_values" in inputs:
         where = labels != IGNORE
         kind = "one" if inputs["pixel_values"].shape[0] == len(labels) else "several"
-        return kind, _answered(hidden(where), head.weight, labels[where])
+        return kind, answered(hidden(where), head.weight, labels[where])
     ids = inputs["input_ids"]
     where = torch.zeros_like(labels, dtype=torch.bool)
     where[:, 16::3] = True
@@ -140,7 +143,6 @@ def loss_of(model: Any, inputs: dict[str, Tensor]) -> tuple[str, Tensor]:
     return "text", F.kl_div(told, wanted, log_target=True, reduction="batchmean")
 
 
-@torch.compile(dynamic=True)
 def _answered(hidden: Tensor, embedding: Tensor, wanted: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, embedding).float(), wanted)
 
@@ -170,7 +172,7 @@ def main(
     rate: float = 6e-4,
     resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint.")] = False,
     bf16: Bf16 = True,
-    compile: Annotated[bool, typer.Option(help="Compile the layers.")] = True,
+    compile: Annotated[bool, typer.Option(help="Compile the layers and the loss.")] = True,
 ) -> None:
     """Train, and leave `parts.safetensors` in `out`."""
     import datasets
@@ -184,6 +186,7 @@ def main(
     model = prepare(model)
     files = [path for path in sorted(texts.glob("*/*.txt")) if "novels" not in path.parts]
     read = [path.read_text() for path in files]
+    answered = torch.compile(_answered, dynamic=True, disable=not compile)
     if compile:
         torch.compiler.config.recompile_limit = 64
         inner = model.get_base_model().model
@@ -196,7 +199,7 @@ def main(
             self.seen: dict[str, list[float]] = {}
 
         def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
-            kind, loss = loss_of(model, inputs)
+            kind, loss = loss_of(model, inputs, answered)
             self.seen.setdefault(kind, []).append(loss.item())
             if self.state.global_step % 20 == 19:
                 self.log({kind: sum(x) / len(x) for kind, x in self.seen.items()})
