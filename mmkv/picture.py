@@ -138,7 +138,7 @@ def save(
     def panel(i: int, caption: str) -> Axes:
         axis = figure.add_subplot(rows, cols, i + 1)
         axis.set_axis_off()
-        axis.set_title(caption, fontsize=9, color=_INK, pad=4)
+        axis.set_title(caption, y=1, fontsize=9, color=_INK, pad=4)
         return axis
 
     panel(0, "the picture").imshow(picture)

@@ -8,7 +8,7 @@ import sys
 import textwrap
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -300,46 +300,59 @@ class TestPoliciesOfOtherPackages:
 
         return python
 
-    @cases(
-        "module, why",
-        [
-            ("import no_such_module", r"ModuleNotFoundError: No module named 'no_such_module'"),
-            ("raise SystemExit('out')", r"SystemExit: out"),
-            ("Mine = dict", r"TypeError: acme_code:Mine is not a subclass of mmkv\.Policy"),
-            ("", r"AttributeError: .*Mine"),
-            (
-                GOOD + "mmkv.register_policy('other')(Mine); 1 / 0",
-                r"ZeroDivisionError: division by zero",
-            ),
-        ],
-        ("Mine = dict", r"TypeError: acme_code:Mine is not a subclass of mmkv\.Policy"),
-        ids=["import", "exit", "dict", "nothing", "half"],
-    )
-    def test_a_broken_one_is_skipped_until_it_is_asked_for(self, install, run, module, why):
-        install("acme-policies", "mine = acme_code:Mine", acme_code=textwrap.dedent(module))
+    # By the end of the package's name: its code, and why it is skipped.
+    BROKEN: ClassVar = {
+        "dict": ("Mine = dict", r"TypeError: acme_dict:Mine is not a subclass of mmkv\.Policy"),
+        "exit": ("raise SystemExit('out')", r"SystemExit: out"),
+        "half": (
+            GOOD + "mmkv.register_policy('other')(Mine); 1 / 0",
+            r"ZeroDivisionError: division by zero",
+        ),
+        "import": (
+            "import no_such_module",
+            r"ModuleNotFoundError: No module named 'no_such_module'",
+        ),
+        "nothing": ("", r"AttributeError: .*Mine"),
+    }
+
+    def test_broken_ones_are_skipped_until_they_are_asked_for(self, install, run):
+        for kind, (code, _) in self.BROKEN.items():
+            entry, module = f"mine-{kind} = acme_{kind}:Mine", {f"acme_{kind}": code}
+            install(f"{kind}-policies", entry, **module)
         done = run("from mmkv.cli.commands import main; main(['policies'])")
         assert done.returncode == 0
         assert "snapkv" in done.stdout
-        warned = r"mmkv: policy 'mine' of acme-policies 1\.2 is skipped: " + why
-        assert re.fullmatch(warned + r".*\n", done.stderr)
+        skipped = [
+            rf"policy 'mine-{kind}' of {kind}-policies 1\.2 is skipped: {why}.*"
+            for kind, (_, why) in self.BROKEN.items()
+        ]
+        for line, expected in zip(sorted(done.stderr.splitlines()), skipped, strict=True):
+            assert re.fullmatch(f"mmkv: {expected}", line)
         done = run(
-            """
+            f"""
             import mmkv
+            kinds = {[*self.BROKEN]}
             assert "snapkv" in mmkv.list_policies()
-            assert not {"mine", "other"} & set(mmkv.list_policies())
-            for _ in range(2):
-                try:
-                    mmkv.get_policy("Mine")
-                except ValueError as error:
-                    print(error)
-                    print(type(error.__cause__).__name__)
+            assert not {{*(f"mine-{{x}}" for x in kinds), "other"}} & set(mmkv.list_policies())
+            for kind in kinds:
+                for _ in range(2):
+                    try:
+                        mmkv.get_policy(f"Mine-{{kind}}")
+                    except ValueError as error:
+                        print(error)
+                        print(type(error.__cause__).__name__)
             """
         )
-        line, cause, *again = done.stdout.splitlines()
-        assert re.match(r"policy 'mine' of acme-policies 1\.2 could not be loaded: " + why, line)
-        assert why.startswith(cause)
-        assert again == [line, cause]
-        assert re.fullmatch(r"policy 'mine' of acme-policies 1\.2 is skipped: .*\n", done.stderr)
+        for line, expected in zip(sorted(done.stderr.splitlines()), skipped, strict=True):
+            assert re.fullmatch(expected, line)
+        said = done.stdout.splitlines()
+        assert len(said) == 4 * len(self.BROKEN)
+        for i, (kind, (_, why)) in enumerate(self.BROKEN.items()):
+            line, cause, *again = said[4 * i : 4 * i + 4]
+            expected = rf"policy 'mine-{kind}' of {kind}-policies 1\.2 could not be loaded: {why}"
+            assert re.match(expected, line)
+            assert why.startswith(cause)
+            assert again == [line, cause]
 
     @pytest.mark.slow
     def test_two_distributions_with_one_name(self, install, run):

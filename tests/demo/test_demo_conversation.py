@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import importlib
 import threading
 import weakref
 
@@ -18,9 +19,7 @@ from helpers.models import make_model
 from mmkv import chat
 from mmkv.builtin import example_pictures
 
-pytest.importorskip("gradio", reason="the demo needs gradio: pip install 'mmkv[demo]'")
-
-from mmkv.demo import answer, page
+from mmkv.demo import answer
 from mmkv.demo.conversation import (
     Conversation,
     Models,
@@ -37,6 +36,13 @@ SHORT = Settings(policy="prefixkv", max_new_tokens=6)
 @pytest.fixture(scope="module")
 def loaded():
     return Models(["builtin"], lambda name: chat.load(name, device="cpu")).get("builtin")
+
+
+@pytest.fixture(scope="module")
+def page():
+    """Imported late: gradio takes seconds."""
+    pytest.importorskip("gradio", reason="the demo needs gradio: pip install 'mmkv[demo]'")
+    return importlib.import_module("mmkv.demo.page")
 
 
 @pytest.fixture(scope="module")

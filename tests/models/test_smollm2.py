@@ -43,17 +43,23 @@ def test_one_line_questions_are_answered_as_with_the_full_cache(loaded):
 
 def test_a_fifth_of_the_cache_finds_what_equal_heads_lose(loaded):
     """Three numbers in natural text, at several depths: all found, where equal heads find none."""
-    text = " ".join(topics["execmodel"].split())[:3200]
-    found = {"retrieval": 0, "uniform": 0}
+    text = " ".join(topics["execmodel"].split())[:2400]
+    asked = {}
     for i, number in enumerate(("48213", "90177", "35526")):
         cut = text.index(" ", len(text) * (1 + 2 * i) // 6)
         fact = f" The access code of the quiet harbor is {number}."
-        asked = f"{text[:cut]}{fact}{text[cut:]}\n\nWhat is the access code of the quiet harbor?"
-        assert number in reply(loaded, asked, 20), "the full cache knows"
-        for heads in found:
-            with mmkv.wrapped(loaded.model, budget=0.2, heads=heads):
-                found[heads] += number in reply(loaded, asked, 20)
-    assert found["retrieval"] == 3 > found["uniform"]
+        asked[number] = (
+            f"{text[:cut]}{fact}{text[cut:]}\n\nWhat is the access code of the quiet harbor?"
+        )
+
+    def found():
+        return sum(number in reply(loaded, question, 16) for number, question in asked.items())
+
+    assert found() == 3, "the full cache knows"
+    with mmkv.wrapped(loaded.model, budget=0.2, heads="retrieval"):
+        assert found() == 3
+    with mmkv.wrapped(loaded.model, budget=0.2, heads="uniform"):
+        assert found() < 3
 
 
 def test_the_probe_finds_heads_that_copy(loaded):
