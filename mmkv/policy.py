@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from mmkv.parts import (
@@ -195,6 +195,7 @@ class Policy:
         return cls().flat()
 
     @classmethod
+    @cache
     def hints(cls) -> dict[str, Any]:
         """The annotations of its own fields; those that name what cannot be found are `Any`."""
         try:

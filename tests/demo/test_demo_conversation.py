@@ -18,7 +18,6 @@ from helpers.marks import cases
 from helpers.models import make_model
 from mmkv import chat
 from mmkv.builtin import example_pictures
-
 from mmkv.demo import answer
 from mmkv.demo.conversation import (
     Conversation,
@@ -295,7 +294,7 @@ def test_errors_are_one_line_and_change_nothing(loaded, pictures):
         ("?", Settings(temperature=-1.0), "from 0 to 2"),
     ],
 )
-def test_the_page_has_limits_of_its_own(question, settings, message):
+def test_the_page_has_limits_of_its_own(page, question, settings, message):
     page.check_limits("?" * 4000, Settings(max_new_tokens=512, temperature=2.0))
     with pytest.raises(ValueError, match=message):
         page.check_limits(question, settings)
@@ -373,15 +372,15 @@ def test_rouge_l(one, other, score):
     assert rouge_l(one, other) == pytest.approx(score)
 
 
-def shown_of(policy: str) -> dict:
+def shown_of(page, policy: str) -> dict:
     known = mmkv.get_policy(policy).options()
     return {x: page.shown_option(hint, known.get(x)) for x, hint in page.option_hints().items()}
 
 
 @cases("policy", mmkv.list_policies(), "prefixkv")
-def test_controls_come_from_the_registry(policy):
+def test_controls_come_from_the_registry(page, policy):
     """What they show is the policy's defaults, and what is changed in them is what it gets."""
-    shown, hints = shown_of(policy), page.option_hints()
+    shown, hints = shown_of(page, policy), page.option_hints()
     known = mmkv.get_policy(policy).options()
     assert page.changed_options(policy, shown) == {}
     for name, value in [(x, known[x]) for x in hints if x in known]:
@@ -398,9 +397,9 @@ def test_controls_come_from_the_registry(policy):
 @pytest.mark.parametrize(
     ("name", "value"), [("window", None), ("window", 1.5), ("kernel_size", "")]
 )
-def test_a_control_without_a_sensible_value_is_named(name, value):
+def test_a_control_without_a_sensible_value_is_named(page, name, value):
     with pytest.raises(ValueError, match=f"option {name}=.*expected a whole number"):
-        page.changed_options("snapkv", {**shown_of("snapkv"), name: value})
+        page.changed_options("snapkv", {**shown_of(page, "snapkv"), name: value})
 
 
 def test_models_are_known_by_their_last_part_and_loaded_once(loaded, tmp_path):
@@ -427,7 +426,7 @@ def test_what_the_editor_sends(tmp_path):
     assert (drawn.getpixel((9, 9)), drawn.getpixel((999, 9))) == ((215, 40, 40), (180, 180, 180))
 
 
-def test_text_is_escaped(loaded, pictures):
+def test_text_is_escaped(page, loaded, pictures):
     turn = last(Conversation(loaded).ask("<b>bold</b> & more", SHORT, pictures[0]))
     for part in (page.views.conversation([turn]), page.views.words(turn.kept)):
         assert "<b>bold" not in part
