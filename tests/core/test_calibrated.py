@@ -309,6 +309,7 @@ class TestMeasure:
             return costs(self, log_p, *rest)
 
         monkeypatch.setattr(calibration._Probe, "costs", record)
+        monkeypatch.setattr(calibration, "_DRAWS", 4)
         profile = mmkv.calibrate(model, [inputs], "condense")
         assert profile.samples == len(inputs["input_ids"])
         said, _ = greedy(model, inputs, 16)
