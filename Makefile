@@ -3,7 +3,7 @@ PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,\
 	$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 BIN := .venv/bin
 STAMP := .venv/.installed
-TEST := -n 2
+TEST := -n 2 --dist loadgroup
 PICTURE := mmkv/builtin/vision/scene2.png
 FOLDERS := mmkv policies $(wildcard eval demo)
 
