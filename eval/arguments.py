@@ -1,4 +1,4 @@
-"""What the commands of evaluation have in common: the group they are in, and their options."""
+"""The Typer app of the evaluation commands, and the options that several of them share."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ SuiteOption = Annotated[
     ),
 ]
 
-# What `mmkv` mounts.
+# The app whose commands `mmkv` adds to its own.
 commands = typer.Typer(
     name="mmkv", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 
 
 def budget_list(text: str) -> list[float | int]:
-    """Those of an option; a user who may have meant others is told."""
+    """Parse an option's budgets; print a note on each that may not be what the user meant."""
     from mmkv.budgets import note, parse_list
 
-    found = parse_list(text)
-    for doubt in filter(None, map(note, found)):
-        say(doubt)
-    return found
+    budgets = parse_list(text)
+    for warning in filter(None, map(note, budgets)):
+        say(warning)
+    return budgets

@@ -48,7 +48,7 @@ def check_command(
 
     chosen = get_policy(policy, **chat.parse_options(policy, option or []))
     sizes = budget_list(budgets)
-    own = None if prompts is None else read_prompts(prompts)
+    user_prompts = None if prompts is None else read_prompts(prompts)
     check_place(out or FOLDER)
 
     from mmkv.divergence import check_arguments, check_prompts, measured, settings_of, summed_up
@@ -60,10 +60,10 @@ def check_command(
     try:
         with quiet():
             # The built-in model knows no English.
-            inputs = encode_prompts(loaded, own, limit, drawn=model == "builtin")
+            inputs = encode_prompts(loaded, user_prompts, limit, drawn=model == "builtin")
             check_prompts(net, inputs, max_new_tokens)
             settings, notes = settings_of(net, chosen, sizes, profile=profile, kv_dtype=kv_dtype)
-            about = {
+            facts = {
                 "model": loaded.name,
                 "policy": settings[0].label,
                 "options": json.loads(json.dumps(chosen.flat(), default=str)),
@@ -76,21 +76,21 @@ def check_command(
                 "device": net.device.type,
             }
             environment = describe_environment(net.device)
-            folder = out or FOLDER / digest([about, environment])
+            folder = out or FOLDER / digest([facts, environment])
             store = Store(folder)
-            store.claim(about, environment)
+            store.claim(facts, environment)
             order = list(dict.fromkeys(x.label for x in settings)), [x.budget for x in settings]
             done = {key_of(row) for row in store.merge(*order)}
             if done:
                 say(f"{len(done)} of {len(inputs) * len(settings)} rows are in {folder} already")
-            for found in measured(net, inputs, settings, max_new_tokens, done):
-                store.append(found)
-            each = store.merge(*order)
+            for new_rows in measured(net, inputs, settings, max_new_tokens, done):
+                store.append(new_rows)
+            rows = store.merge(*order)
     except KeyboardInterrupt:
         say("stopped; finished rows are kept, the same command goes on")
         raise typer.Exit(130) from None
-    report, path = summed_up(each, within, notes), folder / "report.json"
-    text = json.dumps(about | environment | report.to_dict() | {"each": each}, indent=2) + "\n"
+    report, path = summed_up(rows, within, notes), folder / "report.json"
+    text = json.dumps(facts | environment | report.to_dict() | {"each": rows}, indent=2) + "\n"
     replace(path, text)
     if as_json:
         typer.echo(text, nl=False)

@@ -1,7 +1,7 @@
-"""The commands `mmkv eval`, `report`, `calibrate` and `plot`, beside `check`.
+"""The commands `mmkv eval`, `report`, `calibrate` and `plot`; `check` has its own file.
 
-What can be checked without a model is checked before one is loaded: what a user got wrong is one
-line and exit code 2. Ctrl-C keeps every finished row and exits with 130.
+Arguments are checked before a model is loaded: a wrong one is reported in one line, with exit
+code 2. Ctrl-C keeps every finished row and exits with code 130.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mmkv.options import DeviceOption, DtypeOption, ModelOption, PluginOption
 from mmkv.terminal import check_place, console, say, told
 
 from . import arguments
-from . import check as check  # its command is among these
+from . import check as check  # registers the command `mmkv check`
 from .arguments import budget_list, commands
 
 if TYPE_CHECKING:
@@ -92,16 +92,16 @@ def eval_command(
     from .tabulate import Report
     from .variants import parse_options, split, with_question
 
-    chosen, sizes = parse_options(option or []), budget_list(budgets)
-    named = list_policies() if policies == "all" else split(policies)
-    names, wanted = with_question(named, question), split(metrics)
-    if {"rouge", "score"} & {*wanted}:
-        import_module("rouge_score")  # what is missing is said before anything is measured
+    options, sizes = parse_options(option or []), budget_list(budgets)
+    policy_texts = list_policies() if policies == "all" else split(policies)
+    names, metric_names = with_question(policy_texts, question), split(metrics)
+    if {"rouge", "score"} & {*metric_names}:
+        import_module("rouge_score")  # a missing package is reported before any measurement
     data = data or default_data(suite, model)
-    check_arguments(names, sizes, wanted, chosen, builtin=data == BUILTIN)
-    more: dict[str, Any] = {"tasks": None if tasks is None else split(tasks), "limit": limit}
-    more |= {"length": length, "image_folder": image_folder, "questions": questions}
-    samples = load_suite(suite, data, count=token_counter(model), **more)
+    check_arguments(names, sizes, metric_names, options, builtin=data == BUILTIN)
+    fields: dict[str, Any] = {"tasks": None if tasks is None else split(tasks), "limit": limit}
+    fields |= {"length": length, "image_folder": image_folder, "questions": questions}
+    samples = load_suite(suite, data, count=token_counter(model), **fields)
     folder = out or Path("runs") / suite
     check_place(folder)
     processes = find_processes(device)
@@ -113,11 +113,11 @@ def eval_command(
     _check_readable(loaded, samples)
     if policies == "all":
         names = with_question(fitting(loaded.model, sizes), question)
-    how: dict[str, Any] = {"policies": names, "budgets": sizes, "metrics": wanted}
-    how |= {"options": chosen, "batch_size": batch_size, "model_name": model, "data": data}
-    how |= {"limit": limit, "max_length": max_length, "seed": seed, "replay": replay}
+    settings: dict[str, Any] = {"policies": names, "budgets": sizes, "metrics": metric_names}
+    settings |= {"options": options, "batch_size": batch_size, "model_name": model, "data": data}
+    settings |= {"limit": limit, "max_length": max_length, "seed": seed, "replay": replay}
     try:
-        run(loaded.model, loaded.processor, samples, out=folder, **how)
+        run(loaded.model, loaded.processor, samples, out=folder, **settings)
     except KeyboardInterrupt:
         say(f"stopped; finished rows are in {folder}, the same command goes on")
         raise typer.Exit(130) from None
@@ -131,7 +131,7 @@ def eval_command(
 
 
 def _check_readable(loaded: Loaded, samples: Sequence[Sample]) -> None:
-    """Refuse pictures for a model that reads text only."""
+    """Raise ValueError if every sample has pictures and the model reads text only."""
     if samples and not loaded.reads_pictures and all(sample.images for sample in samples):
         raise ValueError(
             f"suite {samples[0].suite!r} shows pictures, and model {loaded.name!r} reads text only:"
@@ -164,18 +164,18 @@ def report_command(
 
     if len(folders) == 1 and (folders[0] / "run.json").exists():
         report = Report(folders[0])
-        tables, written = report.tables(first=not every), report.write()
+        tables, paths = report.tables(first=not every), report.write()
         if len(report.every) > 1:
-            written.append(draw.save(draw.curves(report), folders[0] / "curves.png"))
+            paths.append(draw.save(draw.curves(report), folders[0] / "curves.png"))
     else:
-        place = out or folders[0]
-        check_place(place)
+        target = out or folders[0]
+        check_place(target)
         runs = Comparison(folders)
-        tables, written = runs.tables(), runs.write(place)
-        written.append(draw.save(draw.fronts(runs.sections()), place / "fronts.png"))
+        tables, paths = runs.tables(), runs.write(target)
+        paths.append(draw.save(draw.fronts(runs.sections()), target / "fronts.png"))
     for table in tables:
         console().print(table, "")
-    for path in written:
+    for path in paths:
         typer.echo(f"wrote {path}")
 
 
@@ -214,35 +214,35 @@ def calibrate_command(
     from .suites.registry import BUILTIN, default_data, load_suite
     from .variants import parse_options, parse_variants
 
-    size = parse(budget)
-    if isinstance(size, int):
+    fraction = parse(budget)
+    if isinstance(fraction, int):
         raise ValueError(f"--budget {budget}: a profile keeps a fraction, such as 0.2 or 20%")
-    chosen = parse_options(option or [])
-    named = any(x is not None for x in (suite, data, length, image_folder))
+    options = parse_options(option or [])
+    uses_suite = any(x is not None for x in (suite, data, length, image_folder))
     suite = suite or "description"
     data = data or default_data(suite, model)
-    if prompts is not None and named:
+    if prompts is not None and uses_suite:
         raise ValueError(f"--prompts {prompts} takes the place of a suite and its options")
-    own = None if prompts is None else read_prompts(prompts)
-    (variant,) = parse_variants([policy], chosen, builtin=own is None and data == BUILTIN)
+    user_prompts = None if prompts is None else read_prompts(prompts)
+    (variant,) = parse_variants([policy], options, builtin=user_prompts is None and data == BUILTIN)
     samples = list[Sample]()
-    if named:
-        more: Any = {"limit": limit, "image_folder": image_folder, "length": length}
-        samples = load_suite(suite, data, count=token_counter(model), **more)
+    if uses_suite:
+        fields: Any = {"limit": limit, "image_folder": image_folder, "length": length}
+        samples = load_suite(suite, data, count=token_counter(model), **fields)
     _check_file(out)
     loaded = chat.load(model, device, dtype, device_map)
     _check_readable(loaded, samples)
-    if named:
+    if uses_suite:
         inputs = encode_samples(loaded, samples)
     else:
-        inputs = encode_prompts(loaded, own, limit, drawn=loaded.reads_pictures)
+        inputs = encode_prompts(loaded, user_prompts, limit, drawn=loaded.reads_pictures)
         if not loaded.reads_pictures:
-            (variant,) = parse_variants([policy], chosen)
-    profile = calibrate(loaded.model, inputs, variant.name, size, **variant.options)
+            (variant,) = parse_variants([policy], options)
+    profile = calibrate(loaded.model, inputs, variant.name, fraction, **variant.options)
     profile.save(out)
     kept, what = profile.fractions, "kept by layer"
     if profile.curves is not None:
-        kept = profile.curves.by_layer(size)
+        kept = profile.curves.by_layer(fraction)
     elif profile.visual is not None:
         kept, what = [sum(layer) for layer in profile.visual], "visual scores by layer"
     shares = " ".join(f"{share:.3f}" for share in kept)
@@ -292,8 +292,8 @@ def plot_command(
 
     if kind not in PLOTS:
         raise ValueError(f"plot {kind!r}: expected one of {', '.join(PLOTS)}")
-    size, *others = budget_list(budget)
-    if others:
+    size, *more_budgets = budget_list(budget)
+    if more_budgets:
         raise ValueError(f"--budget {budget}: a plot has one budget")
     path = out or Path(f"{kind}.png")
     _check_file(path)
@@ -301,33 +301,33 @@ def plot_command(
     if kind == "heads":
         typer.echo(f"wrote {draw.save(draw.heads(profile, model), path)}")
         return
-    chosen = parse_options(option or [])
-    named = any(x is not None for x in (suite, data, image_folder))
+    options = parse_options(option or [])
+    uses_suite = any(x is not None for x in (suite, data, image_folder))
     suite = suite or "description"
     data = data or default_data(suite, model)
-    variants = parse_variants(split(policies), chosen, builtin=data == BUILTIN)
-    more: Any = {"limit": sample + 1, "image_folder": image_folder}
-    samples = load_suite(suite, data, count=token_counter(model), **more)
+    variants = parse_variants(split(policies), options, builtin=data == BUILTIN)
+    fields: Any = {"limit": sample + 1, "image_folder": image_folder}
+    samples = load_suite(suite, data, count=token_counter(model), **fields)
     if sample >= len(samples):
         raise ValueError(f"--sample {sample}: the suite has {len(samples)}")
     loaded = chat.load(model, device, dtype, device_map)
-    about = f"{Path(model).name}, {suite} {samples[sample].id}"
-    if not named and not loaded.reads_pictures:
+    title = f"{Path(model).name}, {suite} {samples[sample].id}"
+    if not uses_suite and not loaded.reads_pictures:
         documents = encode_prompts(loaded, None, None)
         if sample >= len(documents):
             raise ValueError(f"--sample {sample}: there are {len(documents)} documents")
         inputs = documents[sample]
-        variants = parse_variants(split(policies), chosen)
-        about = f"{Path(model).name}, document {sample}"
+        variants = parse_variants(split(policies), options)
+        title = f"{Path(model).name}, document {sample}"
     else:
         _check_readable(loaded, samples)
         (inputs,) = encode_samples(loaded, samples[sample:])
-    figure = draw.plot_prompt(loaded.model, inputs, kind, variants, size, about)
+    figure = draw.plot_prompt(loaded.model, inputs, kind, variants, size, title)
     typer.echo(f"wrote {draw.save(figure, path)}")
 
 
 def _check_file(out: Path) -> None:
-    """Refuse an --out that is no file, before a model is loaded."""
+    """Raise ValueError if `out` is a folder, or lies in none that exists and can be written."""
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder, not a file")
     if not out.parent.is_dir():

@@ -3,8 +3,8 @@
     python -m mmkv.eval.corpus FOLDER [--from DEBS]
 
 writes FOLDER/novels, FOLDER/handbook and FOLDER/faq, one `.txt` file a chapter or section with a
-paragraph or heading a line, and FOLDER/SOURCES.txt with versions and licences. What the packages
-hold differs a little from one release of Debian to the next.
+paragraph or heading a line, and FOLDER/SOURCES.txt with versions and licences. The texts differ a
+little between releases of Debian.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import typer
 
 from mmkv.terminal import check_place, told
 
-SHORTEST = 12_000  # characters of a text
+SHORTEST = 12_000  # characters; shorter texts are not written
 SOURCES = "SOURCES.txt"
-# Texts by name, as paragraphs, read from the folder of an extracted package.
+# Pairs of a text's name and its paragraphs, read from the folder of an extracted package.
 Texts = Iterator[tuple[str, list[str]]]
 
 
 def novels(package: Path) -> Texts:
-    """Chapters of Jane Austen's novels by name, as paragraphs."""
+    """Yield the chapters of Jane Austen's novels."""
     (database,) = package.rglob("data/Rdata.rdb")
     for lines in _r_texts(database.read_bytes()):
         title, number = _plain(lines[0]).lower().replace(" ", "-"), 0
         chapter: list[str] = []
-        # Chapters are numbered anew in each volume.
+        # Each volume begins again with chapter 1, so chapters are counted here.
         for paragraph in "\n".join(lines).split("\n\n"):
             text = _plain(paragraph).replace("_", "")
             if re.fullmatch(r"chapter \w+\.?", text, re.IGNORECASE):
@@ -49,50 +49,50 @@ def novels(package: Path) -> Texts:
 
 
 def _r_texts(data: bytes) -> Iterator[list[str]]:
-    """The character vectors of an R lazy-load database ("R Internals", section 1.8).
+    """Yield the character vectors of an R lazy-load database ("R Internals", section 1.8).
 
     Each is four bytes of length and a zlib stream: a header, a vector's type and length, and for
     each string its flags, length (-1: missing) and bytes, all big-endian.
     """
     while data:
         stream = zlib.decompressobj()
-        found, data = stream.decompress(data[4:]), stream.unused_data
-        at = 18 + struct.unpack_from(">I", found, 14)[0]
-        kind, count = struct.unpack_from(">II", found, at)
-        if not found.startswith(b"X\n\0\0\0\3") or kind & 255 != 16:
+        payload, data = stream.decompress(data[4:]), stream.unused_data
+        offset = 18 + struct.unpack_from(">I", payload, 14)[0]
+        kind, count = struct.unpack_from(">II", payload, offset)
+        if not payload.startswith(b"X\n\0\0\0\3") or kind & 255 != 16:
             raise ValueError("the novels are not stored as R's texts of version 3")
-        at, lines = at + 8, list[str]()
+        offset, lines = offset + 8, list[str]()
         for _ in range(count):
-            size = max(0, struct.unpack_from(">i", found, at + 4)[0])
-            at += 8 + size
-            lines.append(found[at - size : at].decode())
+            size = max(0, struct.unpack_from(">i", payload, offset + 4)[0])
+            offset += 8 + size
+            lines.append(payload[offset - size : offset].decode())
         yield lines
 
 
 def handbook(package: Path) -> Texts:
-    """Sections of the Debian Administrator's Handbook; short ones join what follows them."""
+    """Yield sections of the Debian Administrator's Handbook; a short one is joined to the next."""
     (folder,) = package.rglob("html/en-US")
     first = page = "index.html"
     chapter, name, text = "", "", list[str]()
     while page:
-        read = _Page(folder / page)
-        up = read.links.get("up", first)
-        if chapter != (chapter := page if up == first else up):
+        parsed = _Page(folder / page)
+        parent = parsed.links.get("up", first)
+        if chapter != (chapter := page if parent == first else parent):
             name, text = "", []
-        name, text = name or page.removesuffix(".html").removeprefix("sect."), text + read.blocks
+        name, text = name or page.removesuffix(".html").removeprefix("sect."), text + parsed.blocks
         if sum(map(len, text)) >= SHORTEST:
             yield name, text
             name, text = "", []
-        page = read.links.get("next", "")
+        page = parsed.links.get("next", "")
 
 
 def faq(package: Path) -> Texts:
-    """Sections of An Anarchist FAQ."""
+    """Yield the sections of An Anarchist FAQ."""
     for page in sorted(package.rglob("anarchism/html/sec*.html")):
         yield page.stem.removeprefix("sec"), _Page(page).blocks
 
 
-# By the folder that its texts are written to: a package, what it holds, and how it is read.
+# By output folder: the package's name, a description of its texts, and their reader.
 ALL: dict[str, tuple[str, str, Callable[[Path], Texts]]] = {
     "novels": ("r-cran-janeaustenr", "Jane Austen's novels, in the public domain", novels),
     "handbook": ("debian-handbook", "The Debian Administrator's Handbook", handbook),
@@ -101,9 +101,9 @@ ALL: dict[str, tuple[str, str, Callable[[Path], Texts]]] = {
 
 
 class _Page(HTMLParser):
-    """The prose of an HTML page: `blocks`, its paragraphs and headings, and `links` by relation."""
+    """Parser of an HTML page: `blocks` are its paragraphs and headings, `links` are by relation."""
 
-    # Listings, tables, lists of contents and what Publican puts around a page are left out.
+    # Left out: listings, tables, tables of contents, and the frame that Publican adds to a page.
     _SKIPPED = frozenset(("head", "pre", "table", "sup", "script", "style"))
     _NOISE = frozenset(("docnav", "toc", "banner", "footnotes", "title"))
     _HEADINGS = frozenset(("h1", "h2", "h3", "h4", "h5"))
@@ -119,14 +119,14 @@ class _Page(HTMLParser):
         self._end()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Begin a block, or what is left out."""
-        found = {name: value or "" for name, value in attrs}
+        """Begin a block, or an element that is left out."""
+        attributes = {name: value or "" for name, value in attrs}
         if tag == "link":
-            self.links.setdefault(found.get("rel", ""), found.get("href", ""))
+            self.links.setdefault(attributes.get("rel", ""), attributes.get("href", ""))
         if self._skipped:
             self._depth += tag == self._skipped
             return
-        names = set(f"{found.get('class', '')} {found.get('id', '')}".split())
+        names = set(f"{attributes.get('class', '')} {attributes.get('id', '')}".split())
         if tag in self._SKIPPED or (tag not in self._HEADINGS and names & self._NOISE):
             self._end()
             self._skipped, self._depth = tag, 1
@@ -134,12 +134,12 @@ class _Page(HTMLParser):
             self._end()
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """An element without content: only a link says something."""
+        """Read an element without content, of which only a link matters."""
         if tag == "link":
             self.handle_starttag(tag, attrs)
 
     def handle_endtag(self, tag: str) -> None:
-        """End a block, or what is left out."""
+        """End a block, or an element that is left out."""
         if self._skipped:
             self._depth -= tag == self._skipped
             self._skipped = self._skipped if self._depth else ""
@@ -147,13 +147,13 @@ class _Page(HTMLParser):
             self._end()
 
     def handle_data(self, data: str) -> None:
-        """Text of the page."""
+        """Add text to the current block."""
         if not self._skipped:
             self._text += data
 
     def _end(self) -> None:
         text, self._text = _plain(self._text), ""
-        if len(text.split()) > 3:  # others are headings' remains or code
+        if len(text.split()) > 3:  # shorter blocks are remains of headings, or code
             self.blocks.append(text)
 
 
@@ -162,8 +162,8 @@ def _plain(text: str) -> str:
 
 
 def write(folder: Path, debs: Path | None = None) -> dict[str, int]:
-    """Write all texts into a folder, from packages in `debs` or downloaded; returns how many each
-    gave. Raises ValueError, which says what is missing and what to do."""
+    """Write all texts into a folder, from packages in `debs`, or else downloaded ones; return the
+    number of texts by package. Raises ValueError if a tool or package is missing."""
     if shutil.which("dpkg-deb") is None or (debs is None and shutil.which("apt-get") is None):
         names = ", ".join(package for package, *_ in ALL.values())
         raise ValueError(
@@ -171,39 +171,39 @@ def write(folder: Path, debs: Path | None = None) -> dict[str, int]:
             "packages.debian.org, install dpkg-deb, and give --from FOLDER"
         )
     counts, lines = dict[str, int](), list[str]()
-    with tempfile.TemporaryDirectory() as place:
-        for kind, (name, about, read) in ALL.items():
+    with tempfile.TemporaryDirectory() as temporary:
+        for kind, (name, content, read_texts) in ALL.items():
             if debs is None:
-                _call("apt-get", "download", name, cwd=Path(place))
-            found = sorted((debs or Path(place)).glob(f"{name}_*.deb"))
-            if not found:
+                _call("apt-get", "download", name, cwd=Path(temporary))
+            deb_files = sorted((debs or Path(temporary)).glob(f"{name}_*.deb"))
+            if not deb_files:
                 raise ValueError(f"{debs}: no {name}_*.deb there; without --from it is downloaded")
-            package, out = Path(place) / name, folder / kind
-            _call("dpkg-deb", "-x", str(found[-1]), str(package))
+            package, out = Path(temporary) / name, folder / kind
+            _call("dpkg-deb", "-x", str(deb_files[-1]), str(package))
             out.mkdir(parents=True, exist_ok=True)
             counts[kind] = 0
-            for title, paragraphs in read(package):
+            for title, paragraphs in read_texts(package):
                 text = "\n".join(paragraphs) + "\n"
                 if len(text) >= SHORTEST:
                     (out / f"{title}.txt").write_text(text, encoding="utf-8")
                     counts[kind] += 1
-            version = _call("dpkg-deb", "-f", str(found[-1]), "Version").strip()
+            version = _call("dpkg-deb", "-f", str(deb_files[-1]), "Version").strip()
             terms = (package / "usr/share/doc" / name / "copyright").read_text()
-            given = re.search(r"^Files: \*\n(?:.+\n)*?License: *(.+)", terms, re.MULTILINE)
+            licence = re.search(r"^Files: \*\n(?:.+\n)*?License: *(.+)", terms, re.MULTILINE)
             lines.append(
-                f"{kind}: {counts[kind]} texts of {about}; Debian package {name} {version}, "
-                f"licence of the package {given[1] if given else 'see the package'}\n"
+                f"{kind}: {counts[kind]} texts of {content}; Debian package {name} {version}, "
+                f"licence of the package {licence[1] if licence else 'see the package'}\n"
             )
     (folder / SOURCES).write_text("".join(lines), encoding="utf-8")
     return counts
 
 
 def _call(*command: str, cwd: Path | None = None) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
-    if done.returncode:
-        said = (done.stderr.strip() or "no reason given").splitlines()[-1]
-        raise ValueError(f"{' '.join(command)}: {said} (apt-get update may help)")
-    return done.stdout
+    process = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    if process.returncode:
+        last_line = (process.stderr.strip() or "no reason given").splitlines()[-1]
+        raise ValueError(f"{' '.join(command)}: {last_line} (apt-get update may help)")
+    return process.stdout
 
 
 @told
