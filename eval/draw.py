@@ -1,4 +1,4 @@
-"""Pictures: a run's curves, fronts of several, what policies keep of a prompt, what heads cost."""
+"""Figures: curves of a run, fronts of several, what policies keep of a prompt, costs of heads."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ _BLACK = "#222222"
 
 
 def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Colours and markers in turn; a label with options is dashed, in its policy's colour."""
+    """Return a line style by label; one with options is dashed, in its policy's colour."""
     names = list(dict.fromkeys(label.split(":")[0] for label in labels))
-    # Twenty colours, dark ones first.
+    # The dark colours come first.
     palette = [mpl.colormaps["tab20"](i) for i in (*range(0, 20, 2), *range(1, 20, 2))]
-    found: dict[str, dict[str, Any]] = {}
+    style: dict[str, dict[str, Any]] = {}
     for label, marker in zip(dict.fromkeys(labels), itertools.cycle("osD^vP<>Xph*d"), strict=False):
         colour = palette[names.index(label.split(":")[0]) % len(palette)]
         line, inside = ("-", colour) if ":" not in label else ((0, (3, 1.5)), "white")
-        found[label] = {"color": colour, "marker": marker, "linestyle": line, "linewidth": 1.6}
-        found[label] |= {"markerfacecolor": inside, "markersize": 4.5}
-    return found
+        style[label] = {"color": colour, "marker": marker, "linestyle": line, "linewidth": 1.6}
+        style[label] |= {"markerfacecolor": inside, "markersize": 4.5}
+    return style
 
 
 def save(figure: Figure, path: Path) -> Path:
     """Write a figure in the format of the path's suffix."""
-    # A PNG names no version, so that the same rows give the same file.
+    # Without the library's version in a PNG, the same rows give the same file.
     metadata = {"Software": None} if path.suffix.lower() == ".png" else None
     figure.savefig(path, dpi=150, metadata=metadata)
     return path
 
 
 def _panels(across: int, down: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure of panels, row by row."""
+    """Return a figure and its panels, row by row."""
     figure = Figure(figsize=(1.9 + 3.7 * across, 3.7 * down), layout="constrained")
     axes = list(figure.subplots(down, across, squeeze=False).flat)
     for axis in axes:
@@ -73,21 +73,21 @@ def _head(axis: Axes, title: str, below: str, beside: str = "") -> None:
 
 
 def _finish(figure: Figure, title: str) -> Figure:
-    """Title above, one legend for all panels outside on the right."""
-    shown: dict[str, Any] = {}
+    """Add a title above, and one legend for all panels on the right."""
+    lines: dict[str, Any] = {}
     for axis in figure.axes:
         for line, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            shown.setdefault(label, line)
-    how: dict[str, Any] = {"loc": "outside right center", "frameon": False, "fontsize": 8}
-    columns = 1 + (len(shown) - 1) // 20
+            lines.setdefault(label, line)
+    legend_style: dict[str, Any] = {"loc": "outside right center", "frameon": False, "fontsize": 8}
+    columns = 1 + (len(lines) - 1) // 20
     figure.set_figwidth(figure.get_figwidth() + 2.5 * (columns - 1))
-    figure.legend(shown.values(), shown.keys(), ncols=columns, **how)
+    figure.legend(lines.values(), lines.keys(), ncols=columns, **legend_style)
     figure.suptitle(title, fontsize=10.5, x=0.01, ha="left")
     return figure
 
 
 def _log(axis: Any) -> None:
-    """An axis, x or y, logarithmic with plain numbers at 1, 2, 5, 10, ..."""
+    """Make an x or y axis logarithmic, with plain numbers at 1, 2, 5, 10, ..."""
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     low, high = axis.get_view_interval()
     subs = (1.0, 2.0, 5.0) if high / low < 500 else (1.0,)
@@ -99,40 +99,40 @@ def _log(axis: Any) -> None:
 
 
 def curves(report: Report) -> Figure:
-    """One panel a metric: the metric against the budget, one line a policy."""
+    """Draw each metric against the budget in a panel of its own, one line a policy."""
     budgets = sorted(report.budgets, key=float)
     known = report.found[""]["retained"].notna().any()
     metrics = [*report.shown, *(["retained"] if known else [])]
     figure, axes = _panels(len(metrics))
     full = report.figures(FULL, 1.0)
-    fractions = all(isinstance(b, float) for b in budgets)
-    places = np.array(budgets, dtype=float) * (100 if fractions else 1)
+    in_fractions = all(isinstance(b, float) for b in budgets)
+    x_values = np.array(budgets, dtype=float) * (100 if in_fractions else 1)
     style = styles(report.policies)
     for axis, metric in zip(axes, metrics, strict=True):
         top = 100.0 if metric == "score" else 1.0
         for policy in report.policies:
             values = top * np.array([report.figures(policy, b)[metric] for b in budgets])
             if (known := np.isfinite(values)).any():
-                axis.plot(places[known], values[known], label=policy, **style[policy])
+                axis.plot(x_values[known], values[known], label=policy, **style[policy])
         if np.isfinite(full[metric]):
             axis.axhline(top * full[metric], label="full cache", color=_BLACK, lw=1.2, ls=":")
         if metric == "ppl":
             _log(axis.yaxis)
-        below = "kept, % of the prompt" if fractions else "kept, tokens per head"
+        below = "kept, % of the prompt" if in_fractions else "kept, tokens per head"
         _head(axis, LABELS[metric] + _HINTS.get(metric, ""), below)
-        axis.set_xticks(places, [f"{x:g}" for x in places])
+        axis.set_xticks(x_values, [f"{x:g}" for x in x_values])
     s = report.settings
     return _finish(figure, f"{s['suite']} ({s['data']}), {s['model']}, n = {s['n']}")
 
 
 def fronts(sections: Sequence[tuple[str, list[str], Any]]) -> Figure:
-    """Quality against each cost, a row of panels for each section of a `Comparison`.
+    """Draw quality against each cost, a row of panels for each section of a `Comparison`.
 
-    What is on the front is in colour, all else in grey; the dotted line is the full cache.
+    Points on the front are in colour, all others in grey; the dotted line is the full cache.
     """
     figure, axes = _panels(len(COSTS), len(sections))
-    every = [str(name) for *_, points in sections for name in points["policy"].unique()]
-    style = styles(every) | {FULL: {"color": _BLACK, "marker": "s", "markersize": 4.5}}
+    policies = [str(name) for *_, points in sections for name in points["policy"].unique()]
+    style = styles(policies) | {FULL: {"color": _BLACK, "marker": "s", "markersize": 4.5}}
     panels = itertools.product(sections, COSTS)
     for axis, ((title, metrics, points), cost) in zip(axes, panels, strict=True):
         metric = metrics[-1]
@@ -144,13 +144,13 @@ def fronts(sections: Sequence[tuple[str, list[str], Any]]) -> Figure:
         rest = points.drop(best.index)
         axis.plot(x * rest[cost], y * rest[metric], "o", color="#c8ccd2", markersize=3.5, zorder=1)
         axis.plot(x * best[cost], y * best[metric], color="#9aa3ad", linewidth=1, zorder=2)
-        for name, mine in best.groupby("policy", sort=False):
-            how: Any = style[str(name)] | {"linestyle": "none"}
-            axis.plot(x * mine[cost], y * mine[metric], label=name, zorder=3, **how)
+        for name, group in best.groupby("policy", sort=False):
+            look: Any = style[str(name)] | {"linestyle": "none"}
+            axis.plot(x * group[cost], y * group[metric], label=name, zorder=3, **look)
         for point in best[best["policy"] != FULL].to_dict("records"):
-            place = x * point[cost], y * point[metric]
+            position = x * point[cost], y * point[metric]
             axis.annotate(
-                point["kept"], place, xytext=(4, -8), textcoords="offset points", fontsize=6
+                point["kept"], position, xytext=(4, -8), textcoords="offset points", fontsize=6
             )
         full = points[points["policy"] == FULL]
         if len(full):
@@ -171,22 +171,22 @@ def plot_prompt(
     kind: str,
     variants: Sequence[Variant],
     budget: float | int,
-    about: str,
+    source: str,
 ) -> Figure:
-    """What policies make of one prompt, with a model that is not wrapped.
+    """Draw what policies keep of one prompt; the model is not wrapped yet.
 
-    `kind` is "layers" (kept tokens), "lorenz" (of the first policy's score) or "retention"; `about`
-    names model and prompt in the title.
+    `kind` is "layers" (kept tokens), "lorenz" (of the first policy's score) or "retention";
+    `source` names model and prompt in the title.
     """
     import torch
 
     from mmkv.calls import cache_in
 
     if kind == "lorenz":
-        return _lorenz(model, inputs, variants[0], about)
+        return _lorenz(model, inputs, variants[0], source)
     figure, (axis,) = _panels(1)
     full, style = 1.0, styles([v.label for v in variants])
-    lines: dict[tuple[float | None, ...], list[str]] = {}  # the policies that a line stands for
+    lines: dict[tuple[float | None, ...], list[str]] = {}  # policies by the values they share
     for variant in variants:
         with variant.wrapped(model, budget), torch.no_grad():
             report = cache_in(model(**inputs, use_cache=True)).report()
@@ -194,28 +194,28 @@ def plot_prompt(
         values = tuple(x.mean_kept if kind == "layers" else x.retained for x in layers)
         full = float(report.seen[0]) if kind == "layers" else 1.0
         lines.setdefault(values, []).append(variant.label)
-    for values, (label, *same) in lines.items():
+    for values, (label, *others) in lines.items():
         known = [(i, value) for i, value in enumerate(values) if value is not None]
         if known:
-            name = f"{', '.join((label, *same))}: the same" if same else label
+            name = f"{', '.join((label, *others))}: the same" if others else label
             axis.plot(*zip(*known, strict=True), label=name, **style[label])
     axis.axhline(full, label="full cache", color=_BLACK, lw=1.2, ls=":")
     axis.set_ylim(bottom=0)
-    what = "kept tokens per head" if kind == "layers" else "retained importance"
-    _head(axis, f"{what}, by layer", "layer")
+    quantity = "kept tokens per head" if kind == "layers" else "retained importance"
+    _head(axis, f"{quantity}, by layer", "layer")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return _finish(figure, f"{about}, kept: {percent(budget)}")
+    return _finish(figure, f"{source}, kept: {percent(budget)}")
 
 
 def _draw_layers(axis: Axes, lines: Sequence[tuple[Any, Any]]) -> None:
-    """A line of x and y for each layer, from dark to light."""
+    """Draw a line of x and y for each layer, from dark to light."""
     for layer, (x, y) in enumerate(lines):
         colour = mpl.colormaps["viridis"](0.92 * layer / max(1, len(lines) - 1))
         axis.plot(x, y, color=colour, lw=1.4, label=f"layer {layer}")
 
 
 def _lorenz(model: Any, inputs: Mapping[str, Any], variant: Variant, about: str) -> Figure:
-    """Share of importance held by the most important tokens, one line a layer."""
+    """Draw the share of importance of the most important tokens, one line a layer."""
     from mmkv.registry import get_policy
 
     scores = layer_scores(model, inputs, get_policy(variant.name, **variant.options))
@@ -227,15 +227,15 @@ def _lorenz(model: Any, inputs: Mapping[str, Any], variant: Variant, about: str)
         lines.append((np.linspace(0, 100, len(share)), 100 * share))
     _draw_layers(axis, lines)
     axis.plot([0, 100], [0, 100], color="#bbbbbb", lw=1, ls=":", label="all alike")
-    what = f"share of importance held, %, by the score of {variant.label}"
-    _head(axis, what, "most important tokens, % of the prompt")
+    heading = f"share of importance held, %, by the score of {variant.label}"
+    _head(axis, heading, "most important tokens, % of the prompt")
     return _finish(figure, about)
 
 
 def heads(path: Path | None, model: str) -> Figure:
-    """What shrinking a head costs, one line a layer, and each head's share at some budgets.
+    """Draw what shrinking a head costs, one line a layer, and each head's share at some budgets.
 
-    By a profile of cost curves, by default that of the model's folder. Raises ValueError.
+    The profile, by default that of the model's folder, must have cost curves. Raises ValueError.
     """
     from mmkv.loading import models
     from mmkv.profiles import FILE, Profile
@@ -247,28 +247,28 @@ def heads(path: Path | None, model: str) -> Figure:
         raise ValueError(f"profile {path}: it has layer sizes alone: use one of condense")
     figure, (axis, *maps) = _panels(1 + len(budgets))
     costs = np.array(measured.costs)  # layers, heads, levels
-    places = 100 * np.array(measured.levels)
-    _draw_layers(axis, [(places[mean > 0], mean[mean > 0]) for mean in costs.mean(1)])
+    shares_kept = 100 * np.array(measured.levels)
+    _draw_layers(axis, [(shares_kept[mean > 0], mean[mean > 0]) for mean in costs.mean(1)])
     axis.set_yscale("log")
     _head(axis, "cost of one head alone, nats a token", "kept by the head, % of the prompt")
     image: Any = None
-    for place, budget in zip(maps, budgets, strict=True):
+    for panel, budget in zip(maps, budgets, strict=True):
         shares = 100 * np.array(measured.shares(budget, range(len(costs))))
-        place.grid(False)
-        image = place.imshow(shares, vmin=0, vmax=100, cmap="YlGnBu", aspect="auto")
+        panel.grid(False)
+        image = panel.imshow(shares, vmin=0, vmax=100, cmap="YlGnBu", aspect="auto")
         for (y, x), value in np.ndenumerate(shares) if shares.size <= 100 else ():
-            how: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7}
-            place.text(x, y, f"{value:.0f}", color="white" if value > 55 else "black", **how)
-        _head(place, f"kept at a budget of {100 * budget:g} %", "head", "layer")
-        for side in (place.xaxis, place.yaxis):
+            text_style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7}
+            panel.text(x, y, f"{value:.0f}", color="white" if value > 55 else "black", **text_style)
+        _head(panel, f"kept at a budget of {100 * budget:g} %", "head", "layer")
+        for side in (panel.xaxis, panel.yaxis):
             side.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(image, ax=maps, label="% of the prompt", shrink=0.8)
     return _finish(figure, f"{path}: {profile.policy}, {profile.samples} prompts")
 
 
 def layer_scores(model: Any, inputs: Mapping[str, Any], policy: Any) -> list[Tensor]:
-    """A policy's importance of a prompt's tokens in each layer, [B, H or 1, N]. Raises ValueError
-    where it has no attention score, or the prompt is too short to lose a token."""
+    """Return a policy's scores of a prompt by layer, each [B, H or 1, N]. Raises ValueError if the
+    policy has no attention score, or the prompt is too short to lose a token."""
     import torch
 
     from mmkv.sizes.heads import UniformHeads
@@ -277,18 +277,18 @@ def layer_scores(model: Any, inputs: Mapping[str, Any], policy: Any) -> list[Ten
 
     if not policy.score.ranks or policy.keeps_all:
         raise ValueError(f"policy {policy.name!r} has no attention score")
-    found: list[Tensor] = []
+    scores: list[Tensor] = []
 
     class Recording(type(policy.score)):  # type: ignore[misc]
         def __call__(self, layer: Any) -> Tensor:
-            found.append(super().__call__(layer))
-            return found[-1]
+            scores.append(super().__call__(layer))
+            return scores[-1]
 
-    # Equal layers in one pass: each layer is scored once, in order.
-    alike: Any = {"layers": UniformLayers(), "heads": UniformHeads(), "least": 0}
-    recording = replace(policy, score=Recording(**policy.score.options()), **alike)
+    # With equal layer sizes one pass scores each layer once, in order.
+    equal_sizes: Any = {"layers": UniformLayers(), "heads": UniformHeads(), "least": 0}
+    recording = replace(policy, score=Recording(**policy.score.options()), **equal_sizes)
     with comparing(), wrapped(model, recording, 0.9), torch.no_grad():
         model(**inputs, use_cache=True)
-    if not found:
+    if not scores:
         raise ValueError("the prompt is too short to lose a token, so none is scored")
-    return [x.mean(1, keepdim=True) if policy.score.average_heads else x for x in found]
+    return [x.mean(1, keepdim=True) if policy.score.average_heads else x for x in scores]

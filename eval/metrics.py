@@ -1,4 +1,4 @@
-"""The scorers as metrics of `evaluate`, made here: nothing is downloaded.
+"""The scorers as metrics of the library `evaluate`; nothing is downloaded.
 
     load_metric("rouge_l").compute(predictions=["..."], references=[["...", "..."]])
 
@@ -19,7 +19,7 @@ from .scoring import SCORERS, best
 
 
 class _Score(evaluate.Metric):
-    """One of the scorers; its name is `config_name`."""
+    """The scorer that `config_name` names, as a metric."""
 
     def _info(self) -> evaluate.MetricInfo:
         texts = datasets.Sequence(datasets.Value("string"))
@@ -39,13 +39,13 @@ class _Score(evaluate.Metric):
         references: list[list[str]],
         classes: list[list[str]] | None = None,
     ) -> dict[str, Any]:
-        name, named = str(self.config_name), classes or [[]] * len(predictions)
-        samples = zip(predictions, references, named, strict=True)
+        name, class_lists = str(self.config_name), classes or [[]] * len(predictions)
+        samples = zip(predictions, references, class_lists, strict=True)
         return {name: fmean(best(name, *sample) for sample in samples)}
 
 
 def load_metric(name: str) -> evaluate.Metric:
-    """A metric by the name of a scorer (`mmkv.eval.scoring.SCORERS`). Raises ValueError."""
+    """Return the metric of a scorer in `mmkv.eval.scoring.SCORERS`. Raises ValueError."""
     if name not in SCORERS:
         raise ValueError(f"metric={name!r}: expected one of {list(SCORERS)}")
     return _Score(config_name=name, keep_in_memory=True)

@@ -1,1 +1,1 @@
-"""Models behind a compressed cache for other evaluation harnesses."""
+"""Models with a compressed cache, for other evaluation harnesses."""

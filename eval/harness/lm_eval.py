@@ -3,11 +3,10 @@
     python -m mmkv.eval.harness.lm_eval --model mmkv --tasks NAME \\
         --model_args pretrained=PATH_OR_ID,policy=xkv,budget=0.2,window=8
 
-takes what `lm_eval` takes; after `import mmkv.eval.harness.lm_eval` its Python functions know the
-model as well. Replies are generated from the compressed cache. Where lm_eval scores a given
-continuation, the context is the prompt: it is prefilled and compressed, and the continuation is fed
-token by token, as `mmkv.forcing.score_answers` does. (A plain forward pass over both would compress
-nothing.)
+takes the options of `lm_eval`; `import mmkv.eval.harness.lm_eval` registers the model for its
+Python functions too. Replies are generated from the compressed cache. To score a continuation, the
+context is prefilled and compressed, and the continuation is fed token by token by
+`mmkv.forcing.score_answers`: a plain forward pass over both would compress nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from mmkv.forcing import score_answers
 from mmkv.loading import models
 from mmkv.wrapping import wrap
 
-# Its metaclass hides its attributes from a type checker.
+# The metaclass of HFLM hides its attributes from a type checker.
 _Base: Any = HFLM
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 
@@ -39,7 +38,7 @@ class MMKV(_Base):
         policy, budget, profile: as for `mmkv.wrap`, which may raise ValueError.
         batch_size: a number; "auto" is not supported.
         kwargs: the policy's options, what lm_eval's `hf` takes, and `plugin`: a Python file with
-            policies or parts of one's own.
+            policies or parts of your own.
     """
 
     def __init__(
@@ -51,14 +50,14 @@ class MMKV(_Base):
         batch_size: int | str = 1,
         **kwargs: Any,
     ) -> None:
-        size, mine, rest = plugin_arguments(policy, budget, profile, kwargs)
+        size, policy_options, hf_args = plugin_arguments(policy, budget, profile, kwargs)
         if not str(batch_size).isdigit():
             raise ValueError(f"batch_size={batch_size!r}: a compressed model needs a number")
         if isinstance(pretrained, str):
             source = models.find(pretrained)
-            pretrained, rest = source.path, {"dtype": source.dtype, **source.options, **rest}
-        super().__init__(pretrained, batch_size=int(batch_size), **rest)
-        wrap(self.model, policy, size, profile=profile, **mine)
+            pretrained, hf_args = source.path, {"dtype": source.dtype, **source.options, **hf_args}
+        super().__init__(pretrained, batch_size=int(batch_size), **hf_args)
+        wrap(self.model, policy, size, profile=profile, **policy_options)
 
     def _loglikelihood_tokens(
         self,
@@ -67,29 +66,29 @@ class MMKV(_Base):
         override_bs: int | None = None,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation behind its context, and whether it is greedy."""
-        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        # Equal lengths side by side: little padding, and the largest batch first.
+        """Return each continuation's log-likelihood after its context, and whether it is greedy."""
+        results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        # Sorted by length there is little padding, and the largest batch comes first.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]))
-        size = override_bs or int(self.batch_size)
-        batches = [order[start : start + size] for start in range(0, len(order), size)]
-        for places in tqdm(batches, disable=disable_tqdm or self.rank != 0):
+        batch_size = override_bs or int(self.batch_size)
+        batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+        for indices in tqdm(batches, disable=disable_tqdm or self.rank != 0):
             rows: list[dict[str, Any]] = []
-            for i in places:  # a context that is too long loses its beginning
-                room = max(1, self.max_length - len(requests[i][2]))
-                ids = torch.tensor([requests[i][1][-room:]], device=self.device)
+            for i in indices:  # a context that is too long is cut at its start
+                max_context = max(1, self.max_length - len(requests[i][2]))
+                ids = torch.tensor([requests[i][1][-max_context:]], device=self.device)
                 rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
             inputs = left_padded(rows, self.tokenizer.pad_token_id or 0)
-            scored = score_answers(self.model, inputs, [requests[i][2] for i in places])
-            for i, nll, greedy in zip(places, scored.nll, scored.greedy, strict=True):
-                found[i] = (-nll, greedy)
+            scored = score_answers(self.model, inputs, [requests[i][2] for i in indices])
+            for i, nll, greedy in zip(indices, scored.nll, scored.greedy, strict=True):
+                results[i] = (-nll, greedy)
                 if (text := requests[i][0]) is not None:
-                    self.cache_hook.add_partial("loglikelihood", text, found[i])
-        return found
+                    self.cache_hook.add_partial("loglikelihood", text, results[i])
+        return results
 
 
 def main() -> None:
-    """lm_eval's own command line, which now knows the model."""
+    """Run lm_eval's own command line, with the model registered."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

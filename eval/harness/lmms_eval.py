@@ -13,7 +13,7 @@ from typing import Any
 
 
 def manifest() -> Any:
-    """What lmms-eval registers; it looks for entry points while it is itself being imported."""
+    """Return the manifest; imported here, as lmms-eval loads it while it is itself imported."""
     from lmms_eval.models.registry_v2 import ModelManifest
 
     return ModelManifest(model_id="mmkv", chat_class_path="mmkv.eval.harness.lmms_model.MMKV")

@@ -1,4 +1,4 @@
-"""The model of `mmkv.eval.harness.lmms_eval`, in a file that only lmms-eval loads."""
+"""The model that `mmkv.eval.harness.lmms_eval` registers; only lmms-eval imports this file."""
 
 # pyright: reportMissingImports=false, reportUnknownParameterType=false
 # pyright: reportUntypedBaseClass=false
@@ -28,7 +28,7 @@ class MMKV(lmms):
         pretrained, device, dtype, device_map: as for `mmkv.chat.load`.
         policy, budget, profile: as for `mmkv.wrap`.
         batch_size: requests at once.
-        options: the policy's, and `plugin`: a Python file with policies or parts of one's own.
+        options: the policy's, and `plugin`: a Python file with policies or parts of your own.
     """
 
     is_simple = False
@@ -45,24 +45,24 @@ class MMKV(lmms):
         device_map: str | None = None,
         **options: Any,
     ) -> None:
-        size, mine, rest = plugin_arguments(policy, budget, profile, options)
-        if rest:
-            raise ValueError(f"unknown arguments: {', '.join(rest)}")
+        size, policy_options, unknown = plugin_arguments(policy, budget, profile, options)
+        if unknown:
+            raise ValueError(f"unknown arguments: {', '.join(unknown)}")
         if not str(batch_size).isdigit():
             raise ValueError(f"batch_size={batch_size!r}: a compressed model needs a number")
         super().__init__()
         self.accelerator = Accelerator()
         self._rank = self.accelerator.process_index
         self._world_size = self.accelerator.num_processes
-        place = str(self.accelerator.device) if self._world_size > 1 else device or "auto"
-        loaded = load(pretrained, place, dtype, device_map)
+        device_name = str(self.accelerator.device) if self._world_size > 1 else device or "auto"
+        loaded = load(pretrained, device_name, dtype, device_map)
         self.model, self.processor = loaded.model, loaded.processor
         self.tokenizer, self.max_length = loaded.tokenizer, longest(self.model) or 2048
         self.device, self.batch_size = self.model.device, int(batch_size)
-        wrap(self.model, policy, size, profile=profile, **mine)
+        wrap(self.model, policy, size, profile=profile, **policy_options)
 
     def generate_until(self, requests: list[Any]) -> list[str]:
-        """A reply to each request."""
+        """Return a reply to each request."""
         groups: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
             groups.setdefault(repr(sorted(request.args[2].items())), []).append(i)
@@ -77,37 +77,37 @@ class MMKV(lmms):
         return replies
 
     def _reply(self, requests: list[tuple[Any, ...]]) -> list[str]:
-        """Replies to a batch that has the same options."""
+        """Return the replies to a batch of requests with the same options."""
         options, texts, pictures = requests[0][2], list[str](), list[Any]()
-        how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
-        for _, to_messages, _, place, task, split in requests:
-            chat = ChatMessages(messages=to_messages(self.task_dict[task][split][place]))
+        template: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+        for _, to_messages, _, doc_id, task, split in requests:
+            chat = ChatMessages(messages=to_messages(self.task_dict[task][split][doc_id]))
             images, videos, audios = chat.extract_media()
             if videos or audios:
                 raise ValueError(f"task {task!r} has videos or sounds: only pictures are read")
             pictures += images
-            texts.append(self.processor.apply_chat_template(chat.to_hf_messages(), **how))
+            texts.append(self.processor.apply_chat_template(chat.to_hf_messages(), **template))
         inputs = encode(self.processor, texts, pictures)
-        how = _DEFAULTS | {k: options[k] for k in _PASSED if options.get(k) is not None}
-        how["do_sample"] = how.get("temperature", 0) > 0
-        if not how["do_sample"]:
-            how |= {"temperature": None, "top_p": None}
-        ids = self.model.generate(**on_device(self.model, inputs), **how)
+        config = _DEFAULTS | {k: options[k] for k in _PASSED if options.get(k) is not None}
+        config["do_sample"] = config.get("temperature", 0) > 0
+        if not config["do_sample"]:
+            config |= {"temperature": None, "top_p": None}
+        ids = self.model.generate(**on_device(self.model, inputs), **config)
         new = ids[:, inputs["input_ids"].shape[1] :]
         decoded = self.processor.batch_decode(new, skip_special_tokens=True)
         return [cut(text, options.get("until") or ()) for text in decoded]
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        """Not supported."""
+        """Raise NotImplementedError."""
         raise NotImplementedError("mmkv: only tasks that generate are supported")
 
     def generate_until_multi_round(self, requests: list[Any]) -> list[str]:
-        """Not supported."""
+        """Raise NotImplementedError."""
         raise NotImplementedError("mmkv: conversations of several rounds are not supported")
 
 
 def cut(text: str, stops: str | Iterable[str]) -> str:
-    """The text before the first of the stops."""
+    """Return the text before the first stop string, stripped."""
     for stop in [stops] if isinstance(stops, str) else stops:
         text = text.split(stop)[0] if stop else text
     return text.strip()
