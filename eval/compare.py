@@ -79,7 +79,7 @@ class Comparison:
 
 def _points(report: Report, hidden: bool) -> Any:
     """Return a run's points with the question visible, or hidden; the full cache is in both."""
-    points = report.found[""].reset_index()
+    points = report.summaries[""].reset_index()
     matches = (points["policy"] == FULL) | (points["policy"].str.endswith(_HIDDEN) == hidden)
     points = points[matches & (points["errors"] < points["n"])]
     if (points["policy"] == FULL).all():

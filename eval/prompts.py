@@ -1,4 +1,4 @@
-"""From samples and a user's own prompts to what a model reads."""
+"""Encoding of samples, and of a user's own prompts, as a model's inputs."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Prompt = list[dict[str, Any]]
-_SUMMARY = "Summarize the text above in three sentences."
-# Topics of the documentation that Python itself holds (PSF licence), and what is asked about each.
+_SUMMARIZE = "Summarize the text above in three sentences."
+# Topics of the documentation that Python includes (PSF licence), and a request about each.
 _SHIPPED = {
-    "objects": _SUMMARY,
+    "objects": _SUMMARIZE,
     "with": 'When is the "__exit__()" method called? Answer in two sentences.',
-    "import": _SUMMARY,
+    "import": _SUMMARIZE,
     "naming": "Which exception is raised when a name is not found? Answer in one sentence.",
     "types": "Name the types that the text above describes.",
     "debugger": "How do you break into the debugger at a certain line? Answer in one sentence.",
 }
-_MOST_LETTERS = 3600  # of a document
+_MOST_LETTERS = 3600  # of a shipped document
 
 
 class Encoder:
-    """Encodes samples by a transformers processor, or a tokenizer for a text model; prompts of
-    those with `truncate` are cut in their middle to fit `max_length` tokens."""
+    """Encoder of samples by a transformers processor, or by a text model's tokenizer. Prompts of
+    samples with `truncate` are cut in their middle to fit `max_length` tokens."""
 
     def __init__(self, processor: Any, max_length: int | None = None) -> None:
         self.processor = processor
@@ -44,7 +44,7 @@ class Encoder:
             self.tokenizer.pad_token = self.tokenizer.eos_token
 
     def batch(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """The prompts as one left-padded batch of tensors."""
+        """Return the prompts as one left-padded batch of tensors."""
         texts = [self.render(s, self.fit(s)) for s in samples]
         images = [image for s in samples for image in open_images(s)]
         if images and self.processor is self.tokenizer:
@@ -52,23 +52,23 @@ class Encoder:
         return encode(self.processor, texts, images)
 
     def apart(self, samples: Sequence[Sample]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Contexts and questions, each left-padded: a context is what a prompt has in common with
-        one that asks nothing, pictures included. Raises ValueError where there is none."""
-        empty = [replace(s, prompt=_before(self.fit(s), s), truncate=False) for s in samples]
-        whole, rest = self.batch(samples), self.batch(empty)
-        by_token = [name for name, x in whole.items() if x.shape == whole["input_ids"].shape]
+        """Return contexts and questions as two left-padded batches. A context is what a prompt and
+        the same prompt without its question begin with. Raises ValueError if there is none."""
+        empty = [replace(s, prompt=_context_of(self.fit(s), s), truncate=False) for s in samples]
+        prompts, bare = self.batch(samples), self.batch(empty)
+        by_token = [name for name, x in prompts.items() if x.shape == prompts["input_ids"].shape]
 
-        def row(found: dict[str, Any], i: int) -> dict[str, Any]:
-            kept = found["attention_mask"][i].bool()
-            return {name: found[name][i : i + 1, kept] for name in by_token}
+        def row(batch: dict[str, Any], i: int) -> dict[str, Any]:
+            mask = batch["attention_mask"][i].bool()
+            return {name: batch[name][i : i + 1, mask] for name in by_token}
 
-        pairs = [split_inputs(row(whole, i), row(rest, i)) for i in range(len(samples))]
+        splits = [split_inputs(row(prompts, i), row(bare, i)) for i in range(len(samples))]
         pad = self.tokenizer.pad_token_id
-        before, behind = (left_padded(part, pad) for part in zip(*pairs, strict=True))
-        return {**whole, **before}, behind
+        contexts, questions = (left_padded(part, pad) for part in zip(*splits, strict=True))
+        return {**prompts, **contexts}, questions
 
     def render(self, sample: Sample, prompt: str, answer: str | None = None) -> str:
-        """The prompt as text, up to where the reply starts; with `answer`, also the reply."""
+        """Return the prompt as text up to where the reply starts, or with `answer` as the reply."""
         template = getattr(self.processor, "chat_template", None)
         if not (sample.chat and template):
             mark = getattr(self.processor, "image_token", "<image>") + "\n"
@@ -78,7 +78,7 @@ class Encoder:
             return text + ("" if text[-1:].isspace() else " ") + answer
 
         def content(text: str, images: int = 0) -> Any:
-            if self.processor is self.tokenizer:  # a text model's template reads plain text
+            if self.processor is self.tokenizer:  # templates of text models take plain text
                 return text
             return [{"type": "image"}] * images + [{"type": "text", "text": text}]
 
@@ -90,13 +90,13 @@ class Encoder:
         )
 
     def answer(self, sample: Sample) -> list[int]:
-        """Token ids of the first reference answer, as they would follow the prompt.
+        """Return token ids of the first reference answer as they follow the prompt.
 
-        The template's own tokens behind the answer do not count. [] without an answer.
+        Tokens that the template adds after the answer are left out. [] without an answer.
         """
         if not sample.answers or not sample.answers[0].strip():
             return []
-        # Pictures and cut texts are far from the reply: a short stand-in tokenises the same.
+        # Only the prompt's end affects how the answer is split into tokens.
         prompt, answer = sample.prompt[-400:], sample.answers[0].strip()
         before = self.render(sample, prompt)
         whole = self.render(sample, prompt, answer)
@@ -107,17 +107,17 @@ class Encoder:
         special = adds_special(self.tokenizer, before)
         first, ids = self._ids(before, special), self._ids(whole, special)
         if special and ids[-1:] == [self.tokenizer.eos_token_id] == first[-1:]:
-            first, ids = first[:-1], ids[:-1]  # a tokenizer that closes every text
+            first, ids = first[:-1], ids[:-1]  # this tokenizer ends every text with it
         if ids[: len(first)] == first:
             return ids[len(first) :]
         return self._ids(whole[len(before) :], special=False)
 
     def fit(self, sample: Sample) -> str:
-        """The prompt's text; of one that is too long its first and last halves, as LongBench cuts
-        it, where the sample allows it."""
+        """Return the prompt's text; one that is too long loses its middle, as in LongBench, if the
+        sample allows it."""
         if not sample.truncate or self.max_length is None:
             return sample.prompt
-        # 32 tokens are left for what the chat template adds.
+        # The chat template may add up to 32 tokens.
         room = max(2, self.max_length - sample.max_new_tokens - 32)
         ids = self._ids(sample.prompt, special=False)
         if len(ids) <= room:
@@ -125,7 +125,7 @@ class Encoder:
         return self.decode(ids[: room // 2]) + self.decode(ids[-(room // 2) :])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special ones left out."""
+        """Return the text of token ids, without special tokens."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def _ids(self, text: str, special: bool) -> list[int]:
@@ -133,16 +133,16 @@ class Encoder:
 
 
 def encode(processor: Any, texts: Sequence[str], images: Sequence[Any]) -> dict[str, Any]:
-    """Rendered prompts and all of their pictures as one left-padded batch of tensors."""
+    """Return rendered prompts and all of their pictures as one left-padded batch of tensors."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    how: dict[str, Any] = {"padding": True, "padding_side": "left", "return_tensors": "pt"}
-    how["add_special_tokens"] = adds_special(tokenizer, texts[0])
-    found = processor(text=texts, **({"images": images} if images else {}), **how)
-    return {k: v for k, v in found.items() if k != "token_type_ids"}
+    options: dict[str, Any] = {"padding": True, "padding_side": "left", "return_tensors": "pt"}
+    options["add_special_tokens"] = adds_special(tokenizer, texts[0])
+    encoded = processor(text=texts, **({"images": images} if images else {}), **options)
+    return {k: v for k, v in encoded.items() if k != "token_type_ids"}
 
 
 def left_padded(rows: Sequence[Mapping[str, Tensor]], pad: int) -> dict[str, Tensor]:
-    """Rows of one token sequence each, [1, n], as one batch; masks are 0 where there is padding."""
+    """Return rows of one sequence each, [1, n], as one batch; masks are 0 at the padding."""
     from torch.nn.utils.rnn import pad_sequence
 
     fill = dict.fromkeys(rows[0], 0) | {"input_ids": pad}
@@ -152,8 +152,8 @@ def left_padded(rows: Sequence[Mapping[str, Tensor]], pad: int) -> dict[str, Ten
     }
 
 
-def _before(prompt: str, sample: Sample) -> str:
-    """A prompt without its question, which a cut in its middle leaves whole."""
+def _context_of(prompt: str, sample: Sample) -> str:
+    """Return a prompt without its question. Raises ValueError if it does not end with one."""
     if not sample.asked:
         raise ValueError(
             f"sample {sample.id}: its prompt is not a context and then a question, so that the "
@@ -165,27 +165,27 @@ def _before(prompt: str, sample: Sample) -> str:
 
 
 def longest(model: Any) -> int | None:
-    """The longest sequence a model was made for, from its text config."""
+    """Return the longest sequence of tokens that a model's text config allows; None: unknown."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def token_counter(name: str) -> Callable[[str], int]:
-    """How many tokens a text has for a model, by its tokenizer alone, which the first one loads."""
+    """Return a function that counts a text's tokens; its first call loads the tokenizer."""
 
     @cache
     def tokenizer() -> Any:
-        found = load_tokenizer(name)
-        found.model_max_length = 10**9  # no warning: nothing is run on these texts
-        return found
+        loaded = load_tokenizer(name)
+        loaded.model_max_length = 10**9  # avoids a warning: no model reads these texts
+        return loaded
 
     return lambda text: len(tokenizer()(text, add_special_tokens=False)["input_ids"])
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file, as conversations. Raises DataError.
+    """Return the prompts of a file, as conversations. Raises DataError.
 
-    A `.txt` file has one a line, or between lines of three dashes alone. A `.jsonl` file has
-    {"prompt": text} a line, or {"messages": [{"role": ..., "content": text}, ...]}.
+    Each line of a `.txt` file is one, or each part between lines of three dashes. Each line of a
+    `.jsonl` file is {"prompt": text} or {"messages": [{"role": ..., "content": text}, ...]}.
     """
     if path.suffix == ".jsonl":
         return [_conversation(entry) for entry in files.read_lines(path)]
@@ -195,65 +195,65 @@ def read_prompts(path: Path) -> list[Prompt]:
     blocks = re.split(r"(?m)^[ \t]*---[ \t]*$", text)
     if len(blocks) == 1:
         blocks = text.splitlines()
-    found = [_said(block.strip()) for block in blocks if block.strip()]
-    if not found:
+    prompts = [_user_turn(block.strip()) for block in blocks if block.strip()]
+    if not prompts:
         raise DataError(f"{path}: has no prompts: write one a line")
-    return found
+    return prompts
 
 
 def shipped_prompts() -> list[Prompt]:
-    """Requests about documents that Python itself holds. Raises DataError."""
-    topics, found = files.documentation(), list[Prompt]()
-    for name, asked in _SHIPPED.items():
+    """Return requests about the documentation that Python includes. Raises DataError."""
+    topics, prompts = files.documentation(), list[Prompt]()
+    for name, question in _SHIPPED.items():
         text = topics[name].strip()
-        if len(text) > _MOST_LETTERS:  # whole paragraphs
+        if len(text) > _MOST_LETTERS:  # cut between two paragraphs
             text = text[:_MOST_LETTERS].rpartition("\n\n")[0]
-        found.append(_said(f"{text}\n\n{asked}"))
-    return found
+        prompts.append(_user_turn(f"{text}\n\n{question}"))
+    return prompts
 
 
 def encode_prompts(
     loaded: Loaded, prompts: Sequence[Prompt] | None, limit: int | None, *, drawn: bool = False
 ) -> list[dict[str, Any]]:
-    """What the model takes for each prompt, as its chat template writes it; by default of the
-    shipped ones, or, with `drawn`, about drawn pictures. Raises ValueError if it refuses one."""
+    """Return the model's inputs of each prompt, by its chat template; without `prompts` of shipped
+    ones, or with `drawn` of drawn pictures. Raises ValueError if the template refuses one."""
     from jinja2 import TemplateError
 
     from .suites.registry import load_suite
 
     if prompts is None and drawn:
         return encode_samples(loaded, load_suite("description", limit=limit or len(_SHIPPED)))
-    found = list[dict[str, Any]]()
+    encoded = list[dict[str, Any]]()
     for i, prompt in enumerate((prompts or shipped_prompts())[:limit], start=1):
         if loaded.places_pictures:
             prompt = [x | {"content": [{"type": "text", "text": x["content"]}]} for x in prompt]
         try:
-            found.append(encode_messages(loaded, prompt))
+            encoded.append(encode_messages(loaded, prompt))
         except (ValueError, TemplateError) as error:
             raise ValueError(f"prompt {i}: {error}") from None
-    return found
+    return encoded
 
 
 def encode_samples(loaded: Loaded, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """What the model takes for each sample of a suite."""
+    """Return the model's inputs of each sample."""
     encoder = Encoder(loaded.processor, longest(loaded.model))
     return [on_device(loaded.model, encoder.batch([sample])) for sample in samples]
 
 
-def _said(text: str) -> Prompt:
+def _user_turn(text: str) -> Prompt:
     return [{"role": "user", "content": text}]
 
 
 def _conversation(entry: files.Entry) -> Prompt:
-    """A line's messages, of text alone."""
+    """Return a line's messages, which may have only text."""
     if "messages" not in entry.fields:
-        return _said(entry.text("prompt"))
+        return _user_turn(entry.text("prompt"))
     messages = entry.fields["messages"]
     if not isinstance(messages, list) or not messages:
         raise entry.error("messages", "expected a list of messages")
     for message in messages:
         turn = message if isinstance(message, dict) else {}
         if not all(isinstance(turn.get(name), str) for name in ("role", "content")):
-            wanted = 'expected {"role": a text, "content": a text} each; leave pictures out'
-            raise entry.error("messages", wanted)
+            problem = 'expected {"role": a text, "content": a text} each; leave pictures out'
+            raise entry.error("messages", problem)
     return messages

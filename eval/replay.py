@@ -1,10 +1,9 @@
-"""One pass of a prompt through the model, and from it the cache of every policy.
+"""The caches of all policies from one pass of a prompt through the model.
 
-What a policy keeps of a prompt follows from the queries, keys and values of its layers, which are
-the same whatever it keeps. `Capture.of` takes them in one plain pass; `Capture.cache` gives them to
-a new cache as a pass would, in a fraction of its time: scores, sizes, eviction and storage are the
-cache's own. Policies that feed the prompt again, or evict while it is read, need passes of their
-own: `applies` tells.
+The queries, keys and values of a prompt do not depend on the policy, and what a policy keeps
+depends only on them. `Capture.of` records them in one plain pass; `Capture.cache` feeds them to a
+new cache, which scores, sizes, evicts and stores as in a pass of its own, in much less time.
+Policies that feed the prompt again, or evict while it is read, cannot be replayed: see `applies`.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """What one pass of a batch's prompts brought to each layer's attention."""
+    """The inputs of each layer's attention, recorded in one pass of a batch's prompts."""
 
-    logits: Tensor  # float [B, 1, V], of the token behind the prompt
+    logits: Tensor  # float [B, 1, V], of the token after the prompt
     ids: Tensor  # int64 [B, N]
     recorded: _Recorder
 
     @classmethod
     def of(cls, model: Any, inputs: Mapping[str, Any]) -> Capture:
-        """Run left-padded prompts on the model's device through a model that is not wrapped."""
-        # With all that some score or layer part asks of a pass.
-        asking = get_policy("snapkv", score="observers", layers="squeeze")
-        with comparing(), wrapped(model, asking, 0.5), torch.no_grad():
+        """Record a pass of left-padded prompts, on the model's device, by the unwrapped model."""
+        # These parts need every input that any score or layer part takes from a pass.
+        policy = get_policy("snapkv", score="observers", layers="squeeze")
+        with comparing(), wrapped(model, policy, 0.5), torch.no_grad():
             attachment = attachment_of(model)
             cache = _Recorder(attachment.parts.config, attachment.plan)
             steps = Steps(model, inputs)
@@ -54,50 +53,50 @@ class Capture:
         return cls(out.logits[:, -1:], inputs["input_ids"], cache)
 
     def cache(self, model: Any) -> CompressedCache:
-        """What the wrapped model would hold after these prompts; the next pass decodes."""
+        """Return the wrapped model's cache after these prompts; the next pass decodes."""
         attachment = attachment_of(model)
         cache = CompressedCache(attachment.parts.config, attachment.plan)
-        # Other policies' passes are not told of it.
         recorded: Any = self.recorded
+        # Only scores that use rotary embeddings get them, as in a pass of the wrapped model.
         rotary = dict(recorded.rotary) if attachment.plan.policy.score.uses_rotary else {}
         running = ForwardPass(ids=self.ids, parts=attachment.parts, rotary=rotary)
-        before = current.set(running)
-        output = torch.empty(0), None  # of a layer, which nothing reads
+        token = current.set(running)
+        no_output = torch.empty(0), None  # in place of a layer's output, which is not read
         try:
             with torch.no_grad():
-                first = partial(self._scores, running, attachment.plan)
-                cache.begin(running, recorded.prompt.valid, None, recorded.prompt.image, first)
+                scores = partial(self._scores, running, attachment.plan)
+                cache.begin(running, recorded.prompt.valid, None, recorded.prompt.image, scores)
                 for i, (key, value, query, options) in recorded.calls.items():
                     cache.update(key, value, i)
                     if query is not None:
                         running.pending = None
-                        cache.attend(i, query, key, value, lambda: output, **options)
+                        cache.attend(i, query, key, value, lambda: no_output, **options)
                 phase: Any = cache.phase
                 phase.similarity = dict(recorded.phase.similarity)
                 cache.finish()
         finally:
-            current.reset(before)
+            current.reset(token)
         return cache
 
     def read(self, model: Any) -> Read:
-        """In place of the wrapped model's pass of the prompts, see `mmkv.forcing.forced`."""
+        """Return a replacement of the wrapped model's pass of the prompts, for `mmkv.forcing`."""
         return lambda: (self.cache(model), self.logits)
 
     def _scores(self, running: ForwardPass, plan: CacheConfig, prompt: TokenMasks) -> list[Tensor]:
-        """What XKV's first pass would find."""
-        found = list[Tensor]()
+        """Return the scores of each compressed layer, as XKV's first pass computes them."""
+        scores = list[Tensor]()
         for i, (key, value, query, options) in self.recorded.calls.items():
             if query is not None:
                 view = running.view(options["mask"], prompt.valid)
-                held: Any = {"query": query, "key": key, "value": value, "image": prompt.image}
-                held |= {**options, "valid": prompt.valid, "mask": view}
-                layer = running.inputs(i, **held)
-                found.append(importance(plan.policy, layer, prompt.windows))
-        return found
+                tensors: Any = {"query": query, "key": key, "value": value, "image": prompt.image}
+                tensors |= {**options, "valid": prompt.valid, "mask": view}
+                layer = running.inputs(i, **tensors)
+                scores.append(importance(plan.policy, layer, prompt.windows))
+        return scores
 
 
 def applies(plan: CacheConfig) -> bool:
-    """Whether what a plan keeps follows from one plain pass."""
+    """Return whether a plan's cache can be replayed from one plain pass."""
     policy = plan.policy
     return not (
         policy.score.repeats or policy.postpone or policy.layers.learns or plan.evict_chunks
@@ -108,9 +107,9 @@ def applies(plan: CacheConfig) -> bool:
 def continued(
     model: Any, inputs: Mapping[str, Tensor], read: Read, limits: Sequence[int], ends: set[int]
 ) -> tuple[list[list[int]], Any]:
-    """Greedy replies behind prompts that are read already: new tokens of each row, and the cache.
+    """Return greedy replies to prompts that are read already, as token ids, and the cache.
 
-    `read` gives the cache and the first logits; a reply ends with one of `ends` or at its limit.
+    `read` returns the cache and the first logits; a reply ends with one of `ends` or at its limit.
     """
     steps = Steps(model, inputs)
     cache, logits = read()
@@ -127,24 +126,24 @@ def continued(
 
 
 def behind(context: Context, question: Mapping[str, Tensor]) -> tuple[dict[str, Any], Read]:
-    """All tokens of a context and a question of text, and what reads the question behind it."""
-    given = context.behind(question)
-    cache, ids = given.pop(CACHE), question["input_ids"]
+    """Return all tokens of a context and a text question, and a reader of the question."""
+    inputs = context.behind(question)
+    cache, ids = inputs.pop(CACHE), question["input_ids"]
 
     def read() -> tuple[Any, Tensor]:
-        before, mask = given["attention_mask"].tensor_split([-ids.shape[1]], dim=1)
+        context_mask, question_mask = inputs["attention_mask"].tensor_split([-ids.shape[1]], dim=1)
         cache.expect()
-        steps = Steps(context.model, {"input_ids": ids, "attention_mask": before})
-        return cache, steps.behind(cache, ids, mask)[:, -1:]
+        steps = Steps(context.model, {"input_ids": ids, "attention_mask": context_mask})
+        return cache, steps.behind(cache, ids, question_mask)[:, -1:]
 
-    return given, read
+    return inputs, read
 
 
 class _Recorder(CompressedCache):
-    """Remembers what each layer was given, and holds nothing.
+    """A cache that records the inputs of each layer, and evicts nothing.
 
-    `calls` has by layer its keys and values [B, H, N, D], and, where it is compressed, its query
-    [B, Hq, N, D] and the options of its attention; `rotary` its rotary embedding.
+    `calls` has by layer keys and values [B, H, N, D], and, if the layer is compressed, queries
+    [B, Hq, N, D] and the options of its attention; `rotary` has rotary embeddings by layer.
     """
 
     def __init__(self, config: Any, plan: CacheConfig) -> None:
@@ -155,14 +154,14 @@ class _Recorder(CompressedCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Of a layer that is left alone, its keys and values."""
+        """Record keys and values of a layer that is not compressed."""
         self.calls[layer_idx] = key_states, value_states, None, {}
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Refuse states that are no keys and values."""
+        """Raise ValueError: recurrent states cannot be recorded."""
         raise ValueError("a pass of a model with linear attention cannot be taken in")
 
     def attend(
@@ -174,7 +173,7 @@ class _Recorder(CompressedCache):
         delegate: Callable[[], tuple[Tensor, Any]],
         **options: Any,
     ) -> tuple[Tensor, Any]:
-        """Of a layer that is compressed, all that its attention is given."""
+        """Record all inputs of a compressed layer's attention."""
         running = current.get()
         assert running is not None
         self.calls[layer_idx] = key, value, query, options
@@ -182,4 +181,4 @@ class _Recorder(CompressedCache):
         return delegate()
 
     def finish(self) -> None:
-        """Nothing is evicted."""
+        """Evict nothing."""

@@ -1,8 +1,8 @@
-"""Runs policies x budgets over a suite's samples; each finished row is on disk at once.
+"""Runs policies x budgets over a suite's samples; finished rows are written to disk at once.
 
-The unit of work is a batch at one policy and budget. Batches are the same whatever the number of
-processes, and all policies run on a batch before the next. Samples that ask about the same contexts
-are in batches of one group, so that a context whose question is hidden is read once.
+The unit of work is a batch at one policy and budget. Batches do not depend on the number of
+processes, and all policies run on a group of batches before the next. A group has all questions
+about its contexts, so that a context whose question is hidden is read once.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 def find_processes(device: str | None = None) -> PartialState:
-    """This process among those that the launcher started."""
-    # The first to end waits for the slowest, which may take long.
+    """Return this process's place among those that the launcher started."""
+    # The first process to end waits for the slowest, possibly for days.
     return PartialState(cpu=device == "cpu", timeout=timedelta(days=7))
 
 
@@ -58,25 +58,25 @@ def run(
     Args:
         model: not wrapped; it is wrapped for each policy and budget, and left unwrapped.
         processor: a transformers processor, or a tokenizer for a text model.
-        samples: of one suite; `model_name`, `data` and `limit`, where they are from, are recorded.
-        policies, options: see `parse_variants`. "full" is added where the metrics compare with it.
+        samples: of one suite; `model_name`, `data` and `limit` are only recorded.
+        policies, options: see `parse_variants`. "full" is added if the metrics compare with it.
         budgets: fractions of the prompt, or numbers of tokens.
         metrics: of `METRICS`: perplexity of the answer; divergence of the next-token distributions
-            from the full cache's, and the share of the same next tokens, along how a text goes on
-            or the full cache's own reply; ROUGE-L against that reply; the sample's own metric.
+            from the full cache's, and the share of the same next tokens, along a text's
+            continuation or the full cache's reply; ROUGE-L against that reply; the sample's metric.
         out: the run's folder; see `mmkv.eval.store`.
         batch_size: samples at once. With several processes, at most samples / processes.
-        max_length: prompts that may be cut are cut to it; by default the model's own length.
-        seed: of torch, for policies that draw.
+        max_length: tokens to which long prompts may be cut; by default the model's length.
+        seed: of torch, for policies that use random numbers.
         replay: see `mmkv.eval.replay`; rows then have no times, and batches are small.
 
     Returns:
-        All rows, in order of policy, budget and sample; of several processes, the first returns
-        them, the others their own.
+        All rows, in order of policy, budget and sample; with several processes, the first
+        returns all rows, the others their own.
 
     Raises:
-        ValueError: bad arguments, a policy that cannot be put on this model, or a folder that holds
-            a run of other settings.
+        ValueError: bad arguments, a policy that this model cannot have, or a folder with a run of
+            other settings.
     """
     import torch
 
@@ -93,12 +93,12 @@ def run(
         raise ValueError(f"batch_size={batch_size}: expected at least 1")
     processes = find_processes()
     max_length = longest(model) if max_length is None else max_length
-    identified = [[s.id, s.task, s.prompt, list(s.answers), len(s.images)] for s in samples]
+    sample_facts = [[s.id, s.task, s.prompt, list(s.answers), len(s.images)] for s in samples]
     settings = {
         "model": model_name or model.config.name_or_path or type(model).__name__,
         "suite": suite,
         "data": data,
-        "data_digest": digest(identified),
+        "data_digest": digest(sample_facts),
         "policies": {v.label: v.recorded for v in variants},
         "budgets": budgets,
         "metrics": list(metrics),
@@ -121,8 +121,8 @@ def run(
         store.merge(*order)
     processes.wait_for_everyone()
     rows = {key_of(row): row for row in store.rows()}
-    about = {x: settings[x] for x in ("model", "n")} | {"run": digest([settings, environment])}
-    job = Job(model, Encoder(processor, max_length), samples, tuple(metrics), about, replay)
+    row_fields = {x: settings[x] for x in ("model", "n")} | {"run": digest([settings, environment])}
+    job = Job(model, Encoder(processor, max_length), samples, tuple(metrics), row_fields, replay)
     groups = batches_of(samples, batch_size)
     if processes.is_main_process and len(groups) < processes.num_processes:
         print(
@@ -131,20 +131,20 @@ def run(
         )
     _try_all(model, variants, budgets)
     torch.manual_seed(seed)
-    mine = groups[processes.process_index :: processes.num_processes]
-    if replay:  # what a pass of one batch brought is large
-        mine = [[batch] for group in mine for batch in group]
-    work = [(variant, budget) for variant in variants for budget in variant.budgets(budgets)]
-    total = len(work) * sum(len(batch) for group in mine for batch in group)
+    own_groups = groups[processes.process_index :: processes.num_processes]
+    if replay:  # the capture of one batch is large
+        own_groups = [[batch] for group in own_groups for batch in group]
+    variants_at = [(variant, budget) for variant in variants for budget in variant.budgets(budgets)]
+    total = len(variants_at) * sum(len(batch) for group in own_groups for batch in group)
     with bar(total, shown=processes.is_main_process) as advance:
-        for group in mine:
+        for group in own_groups:
             batches = [Batch(job, indices) for indices in group]
-            for (variant, budget), batch in itertools.product(work, batches):
+            for (variant, budget), batch in itertools.product(variants_at, batches):
                 keys = {i: (variant.label, json.dumps(budget), i) for i in batch.indices}
                 if missing := [i for i, key in keys.items() if key not in rows]:
-                    done = [r for r in measure(variant, budget, batch) if r["index"] in missing]
-                    store.append(done)
-                    rows |= {key_of(r): r for r in done}
+                    new_rows = [r for r in measure(variant, budget, batch) if r["index"] in missing]
+                    store.append(new_rows)
+                    rows |= {key_of(r): r for r in new_rows}
                 if variant.label == FULL:
                     job.full |= {i: rows[key] for i, key in keys.items()}
                 advance(len(keys), f"{variant.label} {named(budget)}")
@@ -155,20 +155,20 @@ def run(
 
 
 def batches_of(samples: Sequence[Sample], size: int) -> list[list[tuple[int, ...]]]:
-    """Groups of batches of up to `size` samples, by index; those of a group have the same contexts.
+    """Return groups of batches of up to `size` sample indices; a group's batches share contexts.
 
     With one question on each context, each group is one batch, in the order of the samples.
     """
     contexts: dict[Any, list[int]] = {}
     for i, sample in enumerate(samples):
         contexts.setdefault(sample.context, []).append(i)
-    by_questions: dict[int, list[list[int]]] = {}
-    for asked in contexts.values():
-        by_questions.setdefault(len(asked), []).append(asked)
+    by_count: dict[int, list[list[int]]] = {}
+    for indices in contexts.values():
+        by_count.setdefault(len(indices), []).append(indices)
     return [
-        list(zip(*alike[start : start + size], strict=True))
-        for alike in by_questions.values()
-        for start in range(0, len(alike), size)
+        list(zip(*same_count[start : start + size], strict=True))
+        for same_count in by_count.values()
+        for start in range(0, len(same_count), size)
     ]
 
 
@@ -180,7 +180,7 @@ def check_arguments(
     *,
     builtin: bool = False,
 ) -> list[Variant]:
-    """Return the policies, the full cache first. Raises ValueError, without a model."""
+    """Return the policies, the full cache first. Raises ValueError for bad arguments."""
     unknown = [m for m in metrics if m not in METRICS]
     if unknown or not metrics:
         raise ValueError(f"metric {(unknown or [''])[0]!r}: expected some of {', '.join(METRICS)}")
@@ -196,21 +196,21 @@ def check_arguments(
 
 
 def fitting(model: Any, budgets: Sequence[float | int]) -> list[str]:
-    """The registered policies that this model can have at all of these budgets."""
+    """Return the registered policies that this model can have at all of these budgets."""
     from mmkv.registry import list_policies
 
-    found: list[str] = []
+    names: list[str] = []
     for name in list_policies():
         try:
             _try_all(model, parse_variants([name]), budgets)
-            found.append(name)
+            names.append(name)
         except ValueError as error:
             say(str(error))
-    return found
+    return names
 
 
 def _try_all(model: Any, variants: Sequence[Variant], budgets: Sequence[float | int]) -> None:
-    """Put each policy on the model once, so that one that cannot work fails at the start."""
+    """Wrap the model once for each policy and budget, so that a bad one fails at the start."""
     for variant, budget in ((x, budget) for x in variants for budget in x.budgets(budgets)):
         try:
             with variant.wrapped(model, budget):

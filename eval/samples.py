@@ -1,4 +1,4 @@
-"""What a suite is made of: one sample, its pictures, and the error for bad data files."""
+"""Samples of a suite, their pictures, requests for them, and the error for bad data files."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ class DataError(ValueError):
 
 
 def words(text: str) -> int:
-    """How many a text has."""
+    """Return the number of words of a text."""
     return len(text.split())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What of a suite is asked for."""
+    """The selection of a suite's samples that a user wants."""
 
     data: Path | None = None  # None: the built-in data
-    limit: int | None = None  # the first samples only; where a suite has tasks, they take turns
+    limit: int | None = None  # number of samples; the tasks of a suite take turns
     tasks: list[str] | None = None
-    image_folder: Path | None = None  # by default `images` beside the data file, or its own folder
-    length: int | None = None  # tokens of a prompt and its answer, where a suite makes prompts
-    count: Callable[[str], int] = words  # how many tokens a text has
-    questions: int = 1  # most on each context, where a suite makes them
+    image_folder: Path | None = None  # None: `images` beside the data file, else its folder
+    length: int | None = None  # tokens of a prompt and its answer, if the suite makes prompts
+    count: Callable[[str], int] = words  # returns the number of tokens of a text
+    questions: int = 1  # at most so many on each context, if the suite makes them
 
     def chosen(self, known: Iterable[str]) -> list[str]:
-        """The tasks that are asked for, by default all. Raises ValueError where one is unknown."""
+        """Return the requested tasks, by default all. Raises ValueError if one is unknown."""
         names = list(known)
         if wrong := [name for name in self.tasks or () if name not in names]:
             raise ValueError(f"tasks must be among {names}, got {wrong}")
@@ -47,71 +47,71 @@ class Request:
     def in_turns(
         self, tasks: Sequence[str], each: int, make: Callable[[str, int], list[Sample]]
     ) -> list[Sample]:
-        """What `make` gives for numbers 0 to `each` of every task; the tasks take turns."""
+        """Return `make`'s samples for the first `each` numbers of every task; tasks take turns."""
         if self.limit is not None:
             each = -(-self.limit // len(tasks))
-        made = [[s for number in range(each) for s in make(task, number)] for task in tasks]
-        return interleave(made)[: self.limit]
+        groups = [[s for number in range(each) for s in make(task, number)] for task in tasks]
+        return interleave(groups)[: self.limit]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One prompt of a suite, with what is needed to run and to score it."""
+    """One prompt of a suite, with the settings to run and to score it."""
 
     id: str
     suite: str = ""  # its name, which `load_suite` sets
     task: str = ""  # the LongBench dataset or kind of task, else the suite's name
     prompt: str  # without placeholders for images
-    # The end of `prompt` that is left out where questions are hidden; "": all, beside pictures.
+    # The end of `prompt` that is left out if questions are hidden; "": all of it, after pictures.
     question: str = ""
-    images: tuple[Any, ...] = ()  # before the prompt; Pillow images, or paths
-    answers: tuple[str, ...] = ()  # for reference; the first is teacher-forced for perplexity
+    images: tuple[Any, ...] = ()  # shown before the prompt; Pillow images, or paths
+    answers: tuple[str, ...] = ()  # references; the first is teacher-forced for perplexity
     chat: bool = True  # whether the chat template is applied
     max_new_tokens: int = 128
     metric: str | None = None  # a name in `mmkv.eval.scoring.SCORERS` for the generated text
-    classes: tuple[str, ...] = ()  # all of a classification task
-    tags: tuple[str, ...] = ()  # groups that it counts in, such as "ocr" or "depth=0.5"
+    classes: tuple[str, ...] = ()  # all class names of a classification task
+    tags: tuple[str, ...] = ()  # groups of a report's tables, such as "ocr" or "depth=0.5"
     truncate: bool = False  # whether a prompt beyond the model's length is cut in its middle
     first_line: bool = False  # whether only the first line of the output is scored
-    note: str = ""  # why its figures do not compare with published ones; "" if they do
+    note: str = ""  # why its figures do not compare with published ones; "": they do
 
     @property
     def goes_on(self) -> bool:
-        """Whether it is a plain text, and its answer how that goes on."""
+        """Whether the prompt is a plain text and the answer its continuation."""
         return bool(self.answers) and not self.chat and self.metric is None
 
     @property
     def asked(self) -> str:
-        """The question as the end of `prompt`; "" where there is no context apart from it, so that
-        it cannot be hidden."""
+        """The question at the end of `prompt`; "" if there is no context before it, so that it
+        cannot be hidden."""
         question = self.question or (self.prompt if self.images else "")
         return question if self.prompt.endswith(question) else ""
 
     @property
     def context(self) -> tuple[object, ...]:
-        """What samples share that ask about the same text and pictures."""
+        """A key that is equal for samples about the same text and pictures."""
         pictures = (str(i) if isinstance(i, str | Path) else id(i) for i in self.images)
         return (self.prompt.removesuffix(self.asked), *pictures) if self.asked else (self.id,)
 
 
-def asked_about(text: str, question: str, answers: tuple[str, ...], **more: Any) -> dict[str, Any]:
-    """Fields of a sample that asks about a text; `more` are others."""
-    made: dict[str, Any] = {"prompt": f"{text}{question}", "question": question, "answers": answers}
-    return made | {"max_new_tokens": 8} | more
+def qa_fields(text: str, question: str, answers: tuple[str, ...], **others: Any) -> dict[str, Any]:
+    """Return the fields of a sample that asks about a text; `others` take precedence."""
+    fields: dict[str, Any] = {"prompt": text + question, "question": question, "answers": answers}
+    return fields | {"max_new_tokens": 8} | others
 
 
 def suite_notes(samples: Iterable[Sample]) -> tuple[str, ...]:
-    """Why figures of `samples` do not compare with published ones, each reason once."""
+    """Return why figures of `samples` do not compare with published ones, each reason once."""
     return tuple(dict.fromkeys(sample.note for sample in samples if sample.note))
 
 
 def open_images(sample: Sample) -> list[Image.Image]:
-    """The pictures of a sample as RGB, reading those that are paths. Raises DataError."""
+    """Return a sample's pictures as RGB; paths are read. Raises DataError."""
     return [read_image(i) if isinstance(i, str | Path) else i for i in sample.images]
 
 
 def read_image(path: str | Path, *, decode: bool = True) -> Image.Image:
-    """One picture as RGB, the first of several frames; or its checked header. Raises DataError."""
+    """Return a picture's first frame as RGB, or only its checked header. Raises DataError."""
     try:
         return untrusted.read_picture(path, lambda x: x.convert("RGB") if decode else x)
     except untrusted.PictureError as error:
@@ -119,6 +119,6 @@ def read_image(path: str | Path, *, decode: bool = True) -> Image.Image:
 
 
 def interleave(groups: Sequence[Sequence[T]]) -> list[T]:
-    """The first of every group, then the second of each: a limit covers all groups alike."""
+    """Return the first item of every group, then the second of each, so that a limit is fair."""
     turns = itertools.zip_longest(*groups)
     return [item for turn in turns for item in turn if item is not None]

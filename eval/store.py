@@ -1,4 +1,4 @@
-"""A run's folder: `run.json`, what made it, and `rows.jsonl`, one JSON line a row.
+"""A run's folder: `run.json`, its settings and environments, and `rows.jsonl`, a JSON line a row.
 
 Rows are appended and flushed line by line, so a killed run keeps everything it finished; a last
 line that was cut short is dropped and done again. In a run of several processes, process r appends
@@ -26,17 +26,17 @@ class RunError(ValueError):
 
 
 def key_of(row: Row) -> Key:
-    """What a row is of: policy, budget and sample number."""
+    """Return the policy, budget and sample number of a row."""
     return row["policy"], json.dumps(row["budget"]), row["index"]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Rows of one file; [] if there is none. A last line that was cut short is left out; raises
-    RunError where another is not a row."""
+    """Return the rows of one file, [] if it does not exist, without a last line that was cut short.
+    Raises RunError if another line is not a row."""
     if not path.exists():
         return []
     rows: list[Row] = []
-    # What follows the last newline was being written when the run was killed.
+    # Bytes after the last newline are an unfinished row of a killed run.
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             rows.append(json.loads(line))
@@ -47,7 +47,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The content of `run.json`. Raises RunError where the folder holds no run."""
+    """Return the content of `run.json`. Raises RunError if the folder has no valid one."""
     path = folder / _SETTINGS
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -61,30 +61,30 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 class Store:
-    """Reads and writes a run's folder, which is created if it is missing.
+    """Reader and writer of a run's folder, which is created if it is missing.
 
-    `rank` is this process's number in a run of several, None in a run of one.
+    `rank` is this process's number in a run of several processes, else None.
     """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int | None = None) -> None:
         self.folder, name = Path(folder), _ROWS if rank is None else f"rows.{rank}.jsonl"
-        # The last is where this process appends.
-        self.rows_file, self.own_file = self.folder / _ROWS, self.folder / name
+        # This process appends only to the second file.
+        self.rows_file, self.append_file = self.folder / _ROWS, self.folder / name
 
     def claim(
         self, settings: dict[str, Any], environment: dict[str, Any], *, main: bool = True
     ) -> None:
-        """Start a run here, or go on with the one that is here; the `main` process writes that.
-        Raises RunError where that has other settings."""
+        """Start a run in the folder, or continue its run; the `main` process writes `run.json`.
+        Raises RunError if the run there has other settings."""
         run: dict[str, Any] = {"settings": settings, "made_by": []}
         if (self.folder / _SETTINGS).exists():
             run = read_settings(self.folder)
-            there, here = run["settings"], json.loads(json.dumps(settings))
-            for name in {**there, **here}:
-                if there.get(name) != here.get(name):
+            stored, new = run["settings"], json.loads(json.dumps(settings))
+            for name in {**stored, **new}:
+                if stored.get(name) != new.get(name):
                     raise RunError(
-                        f"{self.folder} holds a run with {name}={there.get(name)!r}, this one has "
-                        f"{name}={here.get(name)!r}: choose another --out for a new run, or the "
+                        f"{self.folder} holds a run with {name}={stored.get(name)!r}, this one has "
+                        f"{name}={new.get(name)!r}: choose another --out for a new run, or the "
                         "same options to go on with that one"
                     )
         made_by = {"id": digest([settings, environment]), **environment}
@@ -94,31 +94,31 @@ class Store:
             replace(self.folder / _SETTINGS, json.dumps(run, indent=2) + "\n")
 
     def rows(self) -> list[Row]:
-        """All rows of all processes, each once, in the order found."""
-        found: dict[Key, Row] = {}
+        """Return all rows of all processes, each once, in the order of the files."""
+        rows_by_key: dict[Key, Row] = {}
         for path in [self.rows_file, *sorted(self.folder.glob("rows.*.jsonl"))]:
             for row in read_rows(path):
-                found.setdefault(key_of(row), row)
-        return list(found.values())
+                rows_by_key.setdefault(key_of(row), row)
+        return list(rows_by_key.values())
 
     def append(self, rows: Iterable[Row]) -> None:
-        """Write rows and see them to the disk."""
+        """Append rows to this process's file and flush them to disk."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self.own_file.open("a", encoding="utf-8", buffering=1) as file:
+        with self.append_file.open("a", encoding="utf-8", buffering=1) as file:
             file.writelines(map(_line, rows))
             os.fsync(file.fileno())
 
     def merge(self, policies: Sequence[str], budgets: Sequence[float | int]) -> list[Row]:
-        """Bring all rows into `rows.jsonl`, in order of policy, budget and sample.
+        """Move all rows into `rows.jsonl`, in order of policy, budget and sample; return them.
 
-        By one process while no other writes, and before rows are appended: a last line that was
-        cut short is dropped here.
+        Call it in one process while no other writes, and before rows are appended: it drops a
+        last line that was cut short.
         """
-        sizes = list(map(json.dumps, budgets))
+        budget_texts = list(map(json.dumps, budgets))
 
         def order(row: Row) -> tuple[int, int, int]:
             policy, budget, index = key_of(row)
-            return policies.index(policy), sizes.index(budget), index
+            return policies.index(policy), budget_texts.index(budget), index
 
         rows, parts = sorted(self.rows(), key=order), list(self.folder.glob("rows.*.jsonl"))
         if parts or self.rows_file.exists():
@@ -133,13 +133,13 @@ def _line(row: Row) -> str:
 
 
 def digest(data: Any) -> str:
-    """A fingerprint of plain data in eight digits."""
+    """Return a hash of plain data in eight hexadecimal digits."""
     text = json.dumps(data, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def describe_environment(device: Any) -> dict[str, Any]:
-    """Versions, commit and device: what a row was computed by, beside its settings."""
+    """Return the versions, commit and device that rows are computed with."""
     import torch
     import transformers
 
@@ -152,19 +152,19 @@ def describe_environment(device: Any) -> dict[str, Any]:
 
 
 def _commit(folder: Path) -> str | None:
-    """The checkout's commit, with "+" where files were changed since; None outside of one."""
-    how: Any = {"cwd": folder, "capture_output": True, "text": True, "check": True}
-    words = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
+    """Return the checkout's commit, with "+" if files were changed since; None outside of one."""
+    options: Any = {"cwd": folder, "capture_output": True, "text": True, "check": True}
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
     try:
-        # An installed copy may lie in somebody else's checkout, which does not track it.
-        subprocess.run(["git", "ls-files", "--error-unmatch", "__init__.py"], **how)
-        return subprocess.run(words, **how).stdout.strip()
+        # An installed copy may lie inside the checkout of another project.
+        subprocess.run(["git", "ls-files", "--error-unmatch", "__init__.py"], **options)
+        return subprocess.run(command, **options).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     part = path.with_name(f".{path.name}.part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)

@@ -1,4 +1,4 @@
-"""From a run's rows to tables in the papers' layout: policies by budgets, "ppl / ROUGE" cells."""
+"""Tables of a run's rows in the papers' layout: policies by budgets, cells "ppl / ROUGE"."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .store import Row, RunError, Store, key_of, read_settings
 from .variants import FULL, METRICS, percent
 
 LOWER_IS_BETTER = ("ppl", "divergence")
-# What a run measures, in words.
+# Titles of the figures of a run.
 LABELS = {
     "ppl": "perplexity",
     "divergence": "divergence from the full cache, nats a token",
@@ -35,10 +35,10 @@ LABELS = {
     "first_token_s": "seconds to a batch's first token",
     "tokens_per_s": "tokens per second of a batch, prefill included",
 }
-# Its stubs type a cell by all that any frame can hold.
+# `Any`, as its stubs type a cell as a union of all possible types.
 pd: Any = pandas
 NONE, AVERAGE = "–", "average"
-# In which unit and with how many digits figures are shown.
+# Factor and number of digits with which figures are shown.
 _SHOWN = {
     **dict.fromkeys(("score", "next", "same"), (100, 1)),
     **dict.fromkeys(("divergence", "first_token_s", "retained", "kept_fraction"), (1, 3)),
@@ -54,10 +54,10 @@ FIGURES = ("n", "errors", "ppl", "divergence", "next", *_MEANS[:3], "score", *_M
 
 
 def _schema(fields: dict[str, Any]) -> Any:
-    """What must be there, by type; of other fields nothing is read."""
-    given: Any = {name: x if isinstance(x, tuple) else (x, ...) for name, x in fields.items()}
-    how = ConfigDict(extra="allow", allow_inf_nan=False)
-    return create_model("_Schema", __config__=how, **given)
+    """Return a model of the required fields by type; other fields are allowed and not read."""
+    field_types: Any = {name: x if isinstance(x, tuple) else (x, ...) for name, x in fields.items()}
+    config = ConfigDict(extra="allow", allow_inf_nan=False)
+    return create_model("_Schema", __config__=config, **field_types)
 
 
 _NUMBERS = [*_MEANS, *_SUMS, "score"]
@@ -79,33 +79,33 @@ _RUN = _schema({"settings": _SETTINGS, "made_by": list[_MADE]})
 
 @dataclass(frozen=True)
 class PaperTable:
-    """What a paper prints of one model and suite, beside which such a run is shown."""
+    """A paper's figures of one model and suite, shown below those of such a run."""
 
     source: str  # paper and table
     suite: str
     model: str  # as the paper calls it
-    models: list[str]  # what a model's name or path contains if it is this one, in lower case
+    models: list[str]  # parts of this model's name or path, in lower case
     columns: list[str]  # metrics ("ppl", "rouge"), or LongBench tasks and "average", in percent
-    rows: list[list[Any]]  # policy as named here, the paper's name, budget, a figure a column
+    rows: list[list[Any]]  # policy's name here, its name in the paper, budget, a figure a column
 
     def of(self, policy: str) -> dict[str, dict[str, dict[str, float]]]:
-        """Figures by the paper's names of a policy, budget as it is written, and column."""
-        found: dict[str, dict[str, dict[str, float]]] = {}
+        """Return figures of a policy by its name in the paper, the budget's `repr`, and column."""
+        figures: dict[str, dict[str, dict[str, float]]] = {}
         for label, name, budget, *numbers in self.rows:
             if label == policy:
-                each = dict(zip(self.columns, numbers, strict=True))
-                found.setdefault(name, {})[repr(budget)] = each
-        return found
+                by_column = dict(zip(self.columns, numbers, strict=True))
+                figures.setdefault(name, {})[repr(budget)] = by_column
+        return figures
 
 
 def paper_tables() -> list[PaperTable]:
-    """All tables that are known."""
+    """Return all tables of papers."""
     text = Path(__file__).with_name("papers.json").read_text(encoding="utf-8")
     return [PaperTable(**table) for table in json.loads(text)["tables"]]
 
 
 def _check(place: str, schema: Any, data: Any) -> None:
-    """Refuse what no run has written: it may be a stranger's."""
+    """Raise RunError if `data` does not fit the schema: a run's files may be someone else's."""
     try:
         schema.model_validate(data)
     except ValidationError as error:
@@ -115,30 +115,29 @@ def _check(place: str, schema: Any, data: Any) -> None:
 
 
 def summarise(rows: Any, by: list[str]) -> Any:
-    """What was reached in each group of rows, `FIGURES`; NaN where nothing was measured.
+    """Return `FIGURES` of each group of rows; NaN where nothing was measured.
 
-    Means are over samples, but `ppl`, `divergence` and `next` over the tokens of all; `score`, in
-    [0, 1], is with several tasks the mean of their means, as LongBench averages; bytes are of one
-    sample, `first_token_s` and `tokens_per_s` of a batch. `errors` of `n` samples could not be
-    measured.
+    Means are over samples, but `ppl`, `divergence` and `next` are over all tokens; `score`, in
+    [0, 1], is the mean of the tasks' means, as in LongBench; bytes are of one sample,
+    `first_token_s` and `tokens_per_s` of a batch. `errors` of `n` samples could not be measured.
     """
     groups = rows.groupby(by, sort=False)
-    found, sums = groups[[*_MEANS]].mean(), groups[[*_SUMS]].sum()
-    found["n"], found["errors"] = groups.size(), groups["error"].count()
+    table, sums = groups[[*_MEANS]].mean(), groups[[*_SUMS]].sum()
+    table["n"], table["errors"] = groups.size(), groups["error"].count()
     with np.errstate(over="ignore"):
-        found["ppl"] = np.exp(sums["nll"] / sums["answer_tokens"])
+        table["ppl"] = np.exp(sums["nll"] / sums["answer_tokens"])
     for name in ("divergence", "next"):
-        found[name] = sums[f"{name}_sum"] / sums["next_tokens"]
+        table[name] = sums[f"{name}_sum"] / sums["next_tokens"]
     tasks = [*by, *([] if "task" in by else ["task"])]
-    found["score"] = rows.groupby(tasks, sort=False)["score"].mean().groupby(by, sort=False).mean()
-    return found[[*FIGURES]]
+    table["score"] = rows.groupby(tasks, sort=False)["score"].mean().groupby(by, sort=False).mean()
+    return table[[*FIGURES]]
 
 
 class Report:
-    """A run, read back from its folder, or from several that hold parts of it.
+    """A run, read from its folder, or from several with parts of it. Raises RunError.
 
-    `policies` are those compared; `every` has the full cache before them. `found` has `FIGURES` by
-    policy and budget, under "task" and "tag" by these too. Raises RunError.
+    `policies` are those compared; `every` has the full cache before them. `summaries` has `FIGURES`
+    by policy and budget, under "task" and "tag" also by task or tag.
     """
 
     def __init__(self, *folders: str | os.PathLike[str]) -> None:
@@ -146,13 +145,13 @@ class Report:
         self.made_by: list[dict[str, Any]] = []
         rows: dict[Any, Row] = {}
         for folder in map(Path, folders):
-            run, found = read_settings(folder), Store(folder).rows()
+            run, folder_rows = read_settings(folder), Store(folder).rows()
             _check(f"{folder}: run.json", _RUN, run)
-            for i, row in enumerate(found, start=1):
+            for i, row in enumerate(folder_rows, start=1):
                 _check(f"{folder}: row {i}", _ROW, row)
             self.settings: dict[str, Any] = run["settings"]
             self.made_by += [made for made in run["made_by"] if made not in self.made_by]
-            rows = {key_of(row): row for row in found} | rows
+            rows = {key_of(row): row for row in folder_rows} | rows
         if not rows:
             raise RunError(f"{self.folder}: no finished row yet")
         name, suite = self.settings["model"].lower().replace("_", "-"), self.settings["suite"]
@@ -160,52 +159,52 @@ class Report:
         self.papers = [t for t in tables if t.suite == suite and any(m in name for m in t.models)]
         self.policies = [p for p in self.settings["policies"] if p != FULL] or [FULL]
         self.every = list(dict.fromkeys([FULL, *self.policies]))
-        whole = all(map(_keeps_all, self.policies))
-        self.budgets: list[float | int] = [1.0] if whole else self.settings["budgets"]
+        all_keep_all = all(map(_keeps_all, self.policies))
+        self.budgets: list[float | int] = [1.0] if all_keep_all else self.settings["budgets"]
         columns = ["policy", "task", "tags", "error", *_NUMBERS]
         frame = pd.DataFrame(list(rows.values())).reindex(columns=columns)
         frame[_NUMBERS] = frame[_NUMBERS].astype(float)
         frame["answer_tokens"] = frame["answer_tokens"].where(frame["nll"].notna())
-        # As it is written: one token and the whole prompt are not the same.
+        # `repr` tells a budget of one token, 1, from the whole prompt, 1.0.
         frame["kept"] = [repr(row["budget"]) for row in rows.values()]
-        self.rows, by = frame, ["policy", "kept"]
+        self.rows, keys = frame, ["policy", "kept"]
         tagged = frame.explode("tags").rename(columns={"tags": "tag"})
         self.tasks: list[str] = list(frame["task"].unique())
         self.tags: list[str] = list(tagged["tag"].dropna().unique())
-        self.found = {"": summarise(frame, by), "task": summarise(frame, [*by, "task"])}
-        self.found["tag"] = summarise(tagged, [*by, "tag"])
-        # The metrics of the main table's cells.
-        self.shown = [m for m in METRICS if self.found[""][m].notna().any()]
+        self.summaries = {"": summarise(frame, keys), "task": summarise(frame, [*keys, "task"])}
+        self.summaries["tag"] = summarise(tagged, [*keys, "tag"])
+        # The metrics in the cells of the main table.
+        self.shown = [m for m in METRICS if self.summaries[""][m].notna().any()]
 
     def figures(self, policy: str, budget: float | int, what: str = "", name: str = "") -> Any:
-        """One cell's `FIGURES`, of all samples or a "task" or "tag"; NaN where there is no row."""
+        """Return a cell's `FIGURES`, of all samples or a "task" or "tag"; NaN without rows."""
         key = (policy, repr(1.0 if _keeps_all(policy) else budget), *([name] if what else []))
-        found = self.found[what]
-        return found.loc[key] if key in found.index else pd.Series(np.nan, [*FIGURES])
+        summary = self.summaries[what]
+        return summary.loc[key] if key in summary.index else pd.Series(np.nan, [*FIGURES])
 
     def budgets_of(self, policy: str) -> list[float | int]:
-        """The budgets that a policy ran at: what keeps all has only one."""
+        """Return the budgets that a policy ran at: one that keeps all has only one."""
         return [1.0] if _keeps_all(policy) else self.budgets
 
     @property
     def measured(self) -> bool:
-        """Whether a policy reached any figure at any budget."""
-        found = self.found[""]
-        mine = found[found.index.get_level_values(0).isin(self.policies)]
-        return bool((mine["errors"] < mine["n"]).any())
+        """Whether any sample of any compared policy was measured."""
+        summary = self.summaries[""]
+        compared = summary[summary.index.get_level_values(0).isin(self.policies)]
+        return bool((compared["errors"] < compared["n"]).any())
 
     def tables(self, *, first: bool = False) -> list[Table]:
-        """All tables; or `first` what papers print: the main one, by task and by capability."""
-        found = [self.main_table(), *([] if first else self.side_tables())]
+        """Return all tables; with `first` those of papers: the main one, by task, by capability."""
+        tables = [self.main_table(), *([] if first else self.side_tables())]
         if len(self.tasks) > 1:
-            found += self.group_tables("task", self.tasks)
-        named = any("=" not in t for t in self.tags) or not first
-        if len(self.tags) > 1 and self.tags != self.tasks and named:
-            found += self.group_tables("tag", self.tags)
-        return found
+            tables += self.group_tables("task", self.tasks)
+        has_named_tags = any("=" not in t for t in self.tags) or not first
+        if len(self.tags) > 1 and self.tags != self.tasks and has_named_tags:
+            tables += self.group_tables("tag", self.tags)
+        return tables
 
     def main_table(self) -> Table:
-        """Policies by budgets, with the papers' rows below ours."""
+        """Return the table of policies by budgets, with papers' rows below ours."""
         best = [(b, self._best(b)) for b in self.budgets]
         rows: list[tuple[str, list[str]]] = []
         for policy in self.policies:
@@ -217,50 +216,52 @@ class Report:
         return Table("kept", list(map(percent, self.budgets)), rows, title, self.notes())
 
     def _best(self, budget: float | int) -> dict[str, str]:
-        """The best of each metric at a budget, as it is shown."""
-        found = pd.DataFrame([self.figures(p, budget) for p in self.policies])
-        low, high = found.min(), found.max()
-        each = {m: low[m] if m in LOWER_IS_BETTER else high[m] for m in self.shown}
-        return {m: shown_figure(m, value) for m, value in each.items()}
+        """Return the best value of each metric at a budget, as it is shown."""
+        figures = pd.DataFrame([self.figures(p, budget) for p in self.policies])
+        low, high = figures.min(), figures.max()
+        best = {m: low[m] if m in LOWER_IS_BETTER else high[m] for m in self.shown}
+        return {m: shown_figure(m, value) for m, value in best.items()}
 
     def _paper_rows(
-        self, policy: str, places: Sequence[tuple[float | int, str]]
+        self, policy: str, cells_wanted: Sequence[tuple[float | int, str]]
     ) -> Iterator[tuple[str, list[str]]]:
-        """What papers print of a policy at some budgets; of tasks, where these have a name."""
+        """Yield papers' rows of a policy at pairs of a budget and a task ("": all tasks)."""
         for table in self.papers:
             for name, figures in table.of(policy).items():
-                cells = [self._paper_cell(figures.get(repr(b), {}), task) for b, task in places]
+                cells = [
+                    self._paper_cell(figures.get(repr(b), {}), task) for b, task in cells_wanted
+                ]
                 if set(cells) != {NONE}:
                     yield f"paper: {name}", cells
 
-    def _paper_cell(self, found: dict[str, float], task: str) -> str:
-        found = found | {"score": found.get(task or AVERAGE, np.nan) / 100}
-        texts = [shown_figure(m, found.get(m)) for m in (["score"] if task else self.shown)]
+    def _paper_cell(self, figures: dict[str, float], task: str) -> str:
+        figures = figures | {"score": figures.get(task or AVERAGE, np.nan) / 100}
+        texts = [shown_figure(m, figures.get(m)) for m in (["score"] if task else self.shown)]
         return " / ".join(texts) if set(texts) != {NONE} else NONE
 
     def side_tables(self) -> list[Table]:
-        """What goes beside quality: one table each."""
-        found, columns = list[Table](), list(map(percent, self.budgets))
+        """Return a table for each figure that is not a metric of quality."""
+        tables, columns = list[Table](), list(map(percent, self.budgets))
         for metric in [m for m in LABELS if m not in METRICS]:
-            each = {p: [self.figures(p, b)[metric] for b in self.budgets] for p in self.policies}
-            if np.isnan([*each.values()]).all():
+            series = {p: [self.figures(p, b)[metric] for b in self.budgets] for p in self.policies}
+            if np.isnan([*series.values()]).all():
                 continue
-            rows = [(p, [shown_figure(metric, x) for x in values]) for p, values in each.items()]
-            whole = shown_figure(metric, self.figures(FULL, 1.0)[metric])
-            notes = [f"Full cache: {whole}."] if whole != NONE else []
+            rows = [(p, [shown_figure(metric, x) for x in values]) for p, values in series.items()]
+            full_figure = shown_figure(metric, self.figures(FULL, 1.0)[metric])
+            notes = [f"Full cache: {full_figure}."] if full_figure != NONE else []
             if metric == "retained":
-                alike = "compare policies of one score, such as xkv with xkv:layers=uniform"
-                notes.append(f"A share of what the policy's own score finds: {alike}.")
-            found.append(Table("kept", columns, rows, LABELS[metric], notes))
-        return found
+                advice = "compare policies of one score, such as xkv with xkv:layers=uniform"
+                notes.append(f"A share of what the policy's own score finds: {advice}.")
+            tables.append(Table("kept", columns, rows, LABELS[metric], notes))
+        return tables
 
     def group_tables(self, what: str, names: Sequence[str]) -> list[Table]:
-        """One table a budget: policies by tasks, or by tags such as capabilities."""
+        """Return a table for each budget: policies by tasks, or by tags such as capabilities."""
         scored, shown = "score" in self.shown, self.shown
         if scored:
             shown = [m for m in shown if m in ("divergence", "next", "score")]
         averaged = what == "task" and scored
-        found: list[Table] = []
+        tables: list[Table] = []
         for budget in self.budgets:
             rows: list[tuple[str, list[str]]] = []
             for policy in self.every:
@@ -276,19 +277,19 @@ class Report:
                     rows += self._paper_rows(policy, [(kept, n) for n in (*names, AVERAGE)])
             title = f"{' / '.join(LABELS[m] for m in shown)} by {what}, kept: {percent(budget)}"
             columns = [*names, AVERAGE] if averaged else [*names]
-            found.append(Table(what, columns, rows, title))
-        return found
+            tables.append(Table(what, columns, rows, title))
+        return tables
 
     def notes(self) -> list[str]:
-        """What a reader of the tables must know."""
+        """Return the notes below the main table, such as errors, options and versions."""
         s = self.settings
         notes, full = list[str](), self.figures(FULL, 1.0)
         if full["n"] > 0:
             values = ", ".join(f"{LABELS[m]} {_cell(full, [m])}" for m in self.shown)
             notes.append(f"Full cache: {values}.")
         if full["score"] == 0:
-            why = "the model cannot do this task, so scores tell nothing of policies"
-            notes.append(f"The full cache scores 0: {why}.")
+            reason = "the model cannot do this task, so scores tell nothing of policies"
+            notes.append(f"The full cache scores 0: {reason}.")
         expected = s["n"] * sum(len(self.budgets_of(p)) for p in s["policies"])
         if len(self.rows) < expected:
             notes.append(f"Not finished: {len(self.rows)} of {expected} rows.")
@@ -311,7 +312,7 @@ class Report:
         return notes
 
     def errors(self) -> list[str]:
-        """Which policies could not be measured, and why, one line each."""
+        """Return a line for each policy and budget with samples that could not be measured."""
         failed = self.rows[self.rows["error"].notna()].groupby(["policy", "kept"], sort=False)
         return [
             f"{policy} at {percent(json.loads(kept))}: {len(rows)} of {self.settings['n']} samples "
@@ -320,29 +321,29 @@ class Report:
         ]
 
     def write(self) -> list[Path]:
-        """Write report.md and report.csv into the run's folder; returns their paths."""
+        """Write report.md and report.csv into the run's folder; return their paths."""
         tables = "\n".join(t.markdown for t in self.tables())
         text, data = self.folder / "report.md", self.folder / "report.csv"
         text.write_text(f"# {self.settings['suite']}, {self.settings['model']}\n\n{tables}")
         groups = [("", "all"), *(("task", t) for t in self.tasks), *(("tag", t) for t in self.tags)]
-        found = [
+        records = [
             {"group": f"{what} {name}".strip(), "policy": p, "budget": repr(b), **figures}
             for what, name in groups
             for p in self.every
             for b in self.budgets_of(p)
             if (figures := self.figures(p, b, what, name))["n"] > 0
         ]
-        pd.DataFrame(found).astype({"n": int, "errors": int}).to_csv(data, index=False)
+        pd.DataFrame(records).astype({"n": int, "errors": int}).to_csv(data, index=False)
         return [text, data]
 
 
 def _keeps_all(policy: str) -> bool:
-    """Whether it runs at one budget: the full cache, in 8 or 4 bits too."""
+    """Return whether a policy is the full cache, quantised or not, which has one budget."""
     return policy.split(":")[0] == FULL
 
 
 def shown_figure(metric: str, value: float | None) -> str:
-    """A figure with its digits, in the unit that tables show it in."""
+    """Return a figure as tables show it, with its unit's factor and digits."""
     if value is None or np.isnan(value):
         return NONE
     if metric == "ppl":  # three digits, as in the papers
@@ -352,7 +353,7 @@ def shown_figure(metric: str, value: float | None) -> str:
 
 
 def _cell(figures: Any, shown: Sequence[str], best: dict[str, str] | None = None) -> str:
-    """Metrics between slashes; the best are bold; "†" where some samples are missing."""
+    """Return metrics joined by slashes; the best are bold; "†": some samples are missing."""
     if not figures["errors"] < figures["n"]:
         return NONE
     texts = [shown_figure(m, figures[m]) for m in shown]

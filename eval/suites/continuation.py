@@ -1,4 +1,4 @@
-"""Continuation: the perplexity of what follows the beginning of a text.
+"""Continuation: the perplexity of a text's continuation after its beginning.
 
 Data is a text file, a folder of them, or "stdlib": one module in twelve of the Python standard
 library, which every machine has.
@@ -17,17 +17,17 @@ from typing import Any
 from mmkv.eval.samples import DataError, Request, Sample
 from mmkv.eval.suites import files
 
-LENGTH = 1024  # tokens of a prompt and of what follows it
-# Ends, as shares of the text: of what a hidden question leaves, of the prompt, and of all.
+LENGTH = 1024  # tokens of a prompt and its continuation
+# Ends, as shares of all: of the context before a hidden question, the prompt, and the answer.
 _SHARES = (0.65625, 0.75, 1)
-_MOST_LETTERS = 12  # of a token, in what is looked at
+_MOST_LETTERS = 12  # per token: longer beginnings of texts are not read
 SUFFIXES = (".txt", ".md", ".py")
 _TESTS = {"test", "tests", "idle_test", "site-packages"}
 NOTE = "texts are this machine's own"
 
 
 def load(request: Request) -> list[Sample]:
-    """One sample of each text that is long enough, cut between two words of one line."""
+    """Return a sample of each text that is long enough, cut between two words of one line."""
     assert request.data is not None
     length, samples = request.length or LENGTH, []
     stdlib = files.stands_for(request.data, files.STDLIB)
@@ -36,20 +36,20 @@ def load(request: Request) -> list[Sample]:
         if request.limit is not None and len(samples) == request.limit:
             break
         text = files.read_text(path)[: _MOST_LETTERS * length]
-        asked, start, end = cuts(text, request.count, [share * length for share in _SHARES])
+        context_end, start, end = cuts(text, request.count, [x * length for x in _SHARES])
         if end is not None:
-            made: Any = {"question": text[asked:start], "answers": (text[start:end].strip(),)}
-            made |= {"chat": False, "max_new_tokens": 64, "note": NOTE}
-            samples.append(Sample(id=name, prompt=text[:start], **made))
+            question, answer = text[context_end:start], text[start:end].strip()
+            fields: Any = {"chat": False, "max_new_tokens": 64, "note": NOTE, "answers": (answer,)}
+            samples.append(Sample(id=name, prompt=text[:start], question=question, **fields))
     if not samples:
         raise DataError(f"{request.data}: no text of {length} tokens or more in {SUFFIXES} files")
     return samples
 
 
 def library() -> dict[str, Path]:
-    """Some of the standard library's modules by name, without its tests.
+    """Return one in twelve of the standard library's modules by name, without tests.
 
-    A file's name decides, so they are the same on every machine with this version of Python.
+    A hash of the name selects them, so they are the same for every copy of a Python version.
     """
     root = Path(sysconfig.get_path("stdlib"))
     modules = {path.relative_to(root): path for path in sorted(root.rglob("*.py"))}
@@ -61,8 +61,8 @@ def library() -> dict[str, Path]:
 
 
 def cuts(text: str, count: Callable[[str], int], tokens: Sequence[float]) -> list[int | None]:
-    """For each number of tokens the first place with as many before it, between two words of one
-    line; None if the text has fewer."""
-    places = [found.start() for found in re.finditer(r"(?<=\S) (?=\S)", text)]
-    found = [bisect.bisect_left(places, n, key=lambda end: count(text[:end])) for n in tokens]
-    return [places[i] if i < len(places) else None for i in found]
+    """Return for each number of tokens the first place between two words of one line that has as
+    many before it, or None if the text has fewer."""
+    places = [match.start() for match in re.finditer(r"(?<=\S) (?=\S)", text)]
+    firsts = [bisect.bisect_left(places, n, key=lambda end: count(text[:end])) for n in tokens]
+    return [places[i] if i < len(places) else None for i in firsts]

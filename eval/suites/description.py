@@ -20,7 +20,7 @@ BUILTIN_NOTE = "the data is built in, drawn and composed by the package"
 
 
 def load(request: Request) -> list[Sample]:
-    """The built-in samples, those of drawings, or those of a published file."""
+    """Return the built-in samples, those of drawings, or those of a published file."""
     drawn = files.stands_for(request.data, files.DRAWINGS)
     if request.data is None or drawn:
         return builtin(request.limit or BUILTIN_SIZE, drawn=drawn)
@@ -28,8 +28,8 @@ def load(request: Request) -> list[Sample]:
     samples: list[Sample] = []
     for name, entry in entries:
         question, answer = _turns(entry)
-        shown: Any = {"images": (entry.image("image", folder),), "max_new_tokens": 512}
-        samples.append(Sample(id=name, prompt=question, answers=(answer,), **shown))
+        fields: Any = {"images": (entry.image("image", folder),), "max_new_tokens": 512}
+        samples.append(Sample(id=name, prompt=question, answers=(answer,), **fields))
     return samples
 
 
@@ -54,14 +54,14 @@ def _turns(entry: files.Entry) -> tuple[str, str]:
 
 
 def builtin(size: int, *, drawn: bool = False) -> list[Sample]:
-    """Held-out scenes, or those of `drawings`, each with its description as the reference."""
+    """Return samples of held-out scenes or `drawings`, each with its description as reference."""
     source: Any = drawings if drawn else scenes
     samples: list[Sample] = []
     for seed in range(size):
         scene, rng = source.make_scene(seed), random.Random(f"description:{seed}")
-        made: Any = {"images": (source.draw(scene),), "answers": (source.describe(scene),)}
-        made |= {"tags": (f"objects={len(scene.objects)}",), "note": BUILTIN_NOTE}
-        made |= {"prompt": source.describe_question("the picture", rng)}
-        made |= {"max_new_tokens": 160 if drawn else 96}
-        samples.append(Sample(id=f"scene-{seed}", **made))
+        fields: Any = {"images": (source.draw(scene),), "answers": (source.describe(scene),)}
+        fields |= {"tags": (f"objects={len(scene.objects)}",), "note": BUILTIN_NOTE}
+        fields |= {"prompt": source.describe_question("the picture", rng)}
+        fields |= {"max_new_tokens": 160 if drawn else 96}
+        samples.append(Sample(id=f"scene-{seed}", **fields))
     return samples

@@ -1,4 +1,4 @@
-"""Reads published data files; every error names the file, the entry and the field."""
+"""Readers of published data files; every error names the file, the entry and the field."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from mmkv.eval.samples import DataError, Request, read_image
 from mmkv.loading import untrusted
 
-# Limits against a wrong file by mistake or a hostile one; the published files are far below them.
+# Limits against wrong or hostile files; published ones are far below them.
 MAX_JSON_BYTES = 256 * 2**20
 MAX_LINE_BYTES = 32 * 2**20
-# In the place of data: what Python brings, and what mmkv draws.
+# Values of `data` that name texts of Python, and pictures that mmkv draws.
 STDLIB, DRAWINGS = "stdlib", "drawings"
 
 
 def stands_for(data: Path | None, word: str) -> bool:
-    """Whether data is `STDLIB` or `DRAWINGS`, and no file or folder of that name."""
+    """Return whether data is this word (`STDLIB` or `DRAWINGS`) and not an existing path."""
     return data is not None and str(data) == word and not data.exists()
 
 
 def read_text(path: Path) -> str:
-    """A text file. Raises DataError."""
+    """Return the content of a text file. Raises DataError."""
     _require_file(path)
     if path.stat().st_size > MAX_JSON_BYTES:
         raise DataError(f"{path}: has more than {MAX_JSON_BYTES} bytes")
@@ -35,16 +35,16 @@ def read_text(path: Path) -> str:
 
 
 def text_files(data: Path, *suffixes: str) -> dict[str, Path]:
-    """The texts of a folder by name, or the one file."""
+    """Return the paths of a folder's texts by name, or of the one file."""
     if not data.is_dir():
         return {data.name: data}
-    found = sorted(path for path in data.rglob("*") if path.suffix in suffixes)
-    return {path.relative_to(data).as_posix(): path for path in found}
+    paths = sorted(path for path in data.rglob("*") if path.suffix in suffixes)
+    return {path.relative_to(data).as_posix(): path for path in paths}
 
 
 def documentation() -> dict[str, str]:
-    """Topics of Python's documentation (PSF licence), where this Python has them. Raises
-    DataError."""
+    """Return the topics of Python's documentation (PSF licence). Raises DataError if this Python
+    has none."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -54,30 +54,30 @@ def documentation() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One object of a data file, and where it stands (`place`, such as "line 3")."""
+    """One object of a data file, and its place there, such as "line 3"."""
 
     path: Path
     place: str
     fields: dict[str, Any]
 
     def error(self, field: str, problem: str) -> DataError:
-        """The error for a field of this entry."""
+        """Return the error for a field of this entry."""
         return DataError(f"{self.path}: {self.place}: field {field!r}: {problem}")
 
     def name(self, *fields: str) -> str:
-        """The first of these fields that is there, else the entry's number."""
-        given = [self.fields[x] for x in fields if self.fields.get(x) is not None]
-        return str(given[0]) if given else self.place.split()[-1]
+        """Return the first of these fields that has a value, else the entry's number."""
+        values = [self.fields[x] for x in fields if self.fields.get(x) is not None]
+        return str(values[0]) if values else self.place.split()[-1]
 
     def text(self, field: str, *, empty: bool = False) -> str:
-        """A text field; blank only where `empty` allows it."""
+        """Return a text field, which may be blank only with `empty`."""
         value = self._text(field, self._get(field))
         if not value.strip() and not empty:
             raise self.error(field, "is empty")
         return value
 
     def texts(self, field: str) -> tuple[str, ...]:
-        """A field that is a list of at least one text."""
+        """Return a field that is a list of at least one text."""
         value = self._get(field)
         if not isinstance(value, list) or not value:
             raise self.error(field, f"expected a list of texts, got {_shown(value)}")
@@ -93,16 +93,16 @@ class Entry:
             raise self.error(field, f"{item}expected text, got {_shown(value)}")
         try:
             value.encode()
-        except UnicodeEncodeError as error:  # JSON can escape halves of a surrogate pair
+        except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
             raise self.error(field, f"{item}has characters that are none: {error}") from error
         return value
 
     def image(self, field: str, folder: Path) -> Path:
-        """The picture that a field names: a relative path without "..", and no link out of
-        `folder`. Its header is checked too."""
+        """Return the path of a field's picture: relative, without "..", and no link out of
+        `folder`. Check its header too."""
         name = self.text(field)
         windows = PureWindowsPath(name)
-        if "\0" in name or windows.anchor:  # also of what begins with a slash
+        if "\0" in name or windows.anchor:  # also set if the path starts with a slash
             raise self.error(field, f"expected a path inside the image folder, got {name!r}")
         if ".." in windows.parts:
             raise self.error(field, f"must not contain '..', got {name!r}")
@@ -112,7 +112,7 @@ class Entry:
                 raise self.error(field, f"{name!r} leads out of the image folder {folder}")
             if not path.is_file():
                 raise self.error(field, f"no picture {name!r} in {folder}")
-        except (OSError, RuntimeError) as error:  # too long a name, a loop of links
+        except (OSError, RuntimeError) as error:  # the name is too long, or links form a loop
             raise self.error(field, f"{name[:200]!r} cannot be looked up: {error}") from error
         try:
             read_image(path, decode=False)
@@ -122,7 +122,7 @@ class Entry:
 
 
 def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> Any:
-    """The content of a JSON file. Raises DataError."""
+    """Return the content of a JSON file. Raises DataError."""
     _require_file(path)
     try:
         return untrusted.read_json(path, limit)
@@ -131,13 +131,13 @@ def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> Any:
 
 
 def read_lines(path: Path, limit: int | None = None) -> Iterator[Entry]:
-    """The objects of a JSONL file, at most `limit`; blank lines are left out."""
+    """Yield the objects of a JSONL file, at most `limit`; blank lines are left out."""
     _require_file(path)
-    found = number = 0
+    n_entries = n_lines = 0
     with path.open("rb") as file:
-        while (limit is None or found < limit) and (raw := file.readline(MAX_LINE_BYTES + 1)):
-            number += 1
-            place = f"line {number}"
+        while (limit is None or n_entries < limit) and (raw := file.readline(MAX_LINE_BYTES + 1)):
+            n_lines += 1
+            place = f"line {n_lines}"
             if len(raw) > MAX_LINE_BYTES:
                 raise DataError(f"{path}: {place}: has more than {MAX_LINE_BYTES} bytes")
             if not raw.strip():
@@ -146,50 +146,50 @@ def read_lines(path: Path, limit: int | None = None) -> Iterator[Entry]:
                 value = json.loads(raw.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{path}: {place}: not a JSON object in UTF-8: {error}") from error
-            found += 1
+            n_entries += 1
             yield as_entry(path, place, value)
-    if not found:
+    if not n_entries:
         raise DataError(f"{path}: has no entries")
 
 
 def as_entry(path: Path, place: str, value: Any) -> Entry:
-    """`value` as an entry. Raises DataError."""
+    """Return `value` as an entry. Raises DataError if it is no object."""
     if not isinstance(value, dict):
         raise DataError(f"{path}: {place}: expected an object, got {_shown(value)}")
     return Entry(path=path, place=place, fields=value)
 
 
 def find_file(data: Path, suffix: str, *names: str) -> Path:
-    """The data file: `data` itself, or in a folder one of `names`, else the only one."""
+    """Return `data` itself, or of a folder the first of `names`, else the only such file."""
     if not data.is_dir():
         _require_file(data)
         return data
     named = [data / name for name in names if (data / name).is_file()]
-    found = named[:1] or list(data.glob(f"*{suffix}"))
-    if len(found) != 1:
-        raise DataError(f"{data}: expected one {suffix} file in this folder, found {len(found)}")
-    return found[0]
+    matches = named[:1] or list(data.glob(f"*{suffix}"))
+    if len(matches) != 1:
+        raise DataError(f"{data}: expected one {suffix} file in this folder, found {len(matches)}")
+    return matches[0]
 
 
 def read_entries(request: Request, *names: str) -> tuple[list[tuple[str, Entry]], Path]:
-    """The entries of a JSON list or of an object by id, with their names, and the folder of their
-    pictures; `names` are what the file may be called in a folder of several."""
+    """Return the named entries of a JSON list or of an object by id, and the folder of their
+    pictures; `names` are possible file names in a folder of several."""
     assert request.data is not None
     path = find_file(request.data, ".json", *names)
     content = read_json(path)
     if not isinstance(content, dict | list) or not content:
         raise DataError(f"{path}: expected a list of entries, or an object of entries by id")
     listed = isinstance(content, list)
-    numbered: list[tuple[Any, Any]] = list(enumerate(content) if listed else content.items())
-    found = list[tuple[str, Entry]]()
-    for key, value in numbered[: request.limit]:
+    keyed: list[tuple[Any, Any]] = list(enumerate(content) if listed else content.items())
+    entries = list[tuple[str, Entry]]()
+    for key, value in keyed[: request.limit]:
         entry = as_entry(path, f"entry {key!r}", value)
-        found.append((entry.name("id", "question_id") if listed else key, entry))
-    beside = path.parent / "images"
-    folder = request.image_folder or (beside if beside.is_dir() else path.parent)
+        entries.append((entry.name("id", "question_id") if listed else key, entry))
+    images = path.parent / "images"
+    folder = request.image_folder or (images if images.is_dir() else path.parent)
     if not folder.is_dir():
         raise DataError(f"{folder}: the image folder does not exist")
-    return found, folder
+    return entries, folder
 
 
 def _require_file(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Published data is a folder with one JSONL file for each task, named after it. Prompts and output
 lengths come from the benchmark's own `dataset2prompt.json` and `dataset2maxlen.json` beside the
-data; without them the prompts are worded here, and figures do not compare with published ones.
+data; without them this file's own prompts are used, and figures do not compare with published ones.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Task:
-    """How a dataset is scored, and asked where the benchmark's own prompts are not there; `kind` is
-    one of LongBench's categories."""
+    """The metric of a dataset, and its prompt if the benchmark's own is missing; `kind` is one of
+    LongBench's categories."""
 
     kind: str
     metric: str
@@ -44,8 +44,8 @@ _RETRIEVE = (
 )
 _SINGLE = Task("single-document QA", "token_f1", _ASK % "text", 64)
 _MULTI = Task("multi-document QA", "token_f1", _ASK % "documents")
-_SUM_UP = "{context}\n\nSummarise the text above. {input}\nSummary:"
-_SUMMARY = Task("summarisation", "rouge_l", _SUM_UP, 512)
+_SUMMARISE = "{context}\n\nSummarise the text above. {input}\nSummary:"
+_SUMMARY = Task("summarisation", "rouge_l", _SUMMARISE, 512)
 _FEW_SHOT = Task("few-shot", "token_f1", "{context}\n{input}", 64, chat=False, first_line=True)
 _CODE = Task("code", "edit_similarity", "{context}{input}", 64, chat=False)
 TASKS: dict[str, Task] = {
@@ -62,9 +62,9 @@ TASKS: dict[str, Task] = {
 
 
 def load(request: Request) -> list[Sample]:
-    """The samples; the tasks take turns, so that a limit covers all of them.
+    """Return the samples; the tasks take turns, so that a limit covers all of them.
 
-    Published data is a folder with task files (in itself or in `data/`), or one task's file.
+    Published data is a folder with task files, also below its `data/`, or one task's file.
     """
     if request.data is None:
         return longbench_builtin.load(request)
@@ -84,7 +84,7 @@ def load(request: Request) -> list[Sample]:
 
 
 def _task_files(data: Path, tasks: list[str] | None) -> dict[str, Path]:
-    """The file of each task that is asked for, or of each that is there."""
+    """Return the file of each requested task, by default of each that has one."""
     if data.is_file():
         if data.stem not in TASKS or tasks not in (None, [data.stem]):
             raise DataError(f"{data}: expected a file named after its task, one of {list(TASKS)}")
@@ -93,20 +93,20 @@ def _task_files(data: Path, tasks: list[str] | None) -> dict[str, Path]:
         raise DataError(f"{data}: no such file or folder")
     folder = data / "data" if (data / "data").is_dir() else data
     paths = {name: folder / f"{name}.jsonl" for name in tasks or TASKS}
-    found = {name: path for name, path in paths.items() if path.is_file()}
+    existing = {name: path for name, path in paths.items() if path.is_file()}
     missing = [path.name for path in paths.values() if not path.is_file()]
-    if not found or (tasks and missing):
+    if not existing or (tasks and missing):
         raise DataError(f"{folder}: has no {', '.join(missing)}")
-    return found
+    return existing
 
 
 def _read_config(folder: Path, name: str, kind: type[T], tasks: list[str]) -> dict[str, T]:
-    """Values by task from the benchmark's file, in the data's folder or nearby; {} without one."""
+    """Return values by task from the benchmark's file in or near the folder; {} without one."""
     places = (folder, folder / "config", folder.parent, folder.parent / "config")
-    found = [place / name for place in places if (place / name).is_file()]
-    if not found:
+    config_files = [place / name for place in places if (place / name).is_file()]
+    if not config_files:
         return {}
-    path, content = found[0], files.read_json(found[0])
+    path, content = config_files[0], files.read_json(config_files[0])
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected an object of values by task")
     for task in tasks:
@@ -121,7 +121,7 @@ def _read_config(folder: Path, name: str, kind: type[T], tasks: list[str]) -> di
 
 
 def _parse(template: str, place: str) -> list[tuple[str, str | None]]:
-    """Split a template into (text, field) pairs; braces in the data are then never looked at."""
+    """Split a template into (text, field) pairs, so that braces in the data need no escaping."""
     try:
         parsed = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -141,14 +141,14 @@ def _read_task(name: str, task: Task, path: Path, limit: int | None, note: str) 
         dataset = entry.fields.get("dataset")
         if dataset not in (None, name):
             raise entry.error("dataset", f"expected {name!r} as the file is named, got {dataset!r}")
-        # Summaries and code may have nothing in `input`.
+        # `input` may be empty for summaries and code.
         values = {"context": entry.text("context"), "input": entry.text("input", empty=True)}
         filled = [text + (values[field] if field else "") for text, field in pieces]
-        how: Any = {x: getattr(task, x) for x in ("metric", "chat", "max_new_tokens", "first_line")}
-        how |= {"task": name, "tags": (task.kind,), "truncate": True, "note": note}
-        how |= {"prompt": "".join(filled), "question": "".join(filled[end:]).lstrip()}
-        how["answers"] = entry.texts("answers")
+        names = ("metric", "chat", "max_new_tokens", "first_line")
+        kwargs: Any = {x: getattr(task, x) for x in names} | {"answers": entry.texts("answers")}
+        kwargs |= {"task": name, "tags": (task.kind,), "truncate": True, "note": note}
+        kwargs |= {"prompt": "".join(filled), "question": "".join(filled[end:]).lstrip()}
         if task.metric == "classification":
-            how["classes"] = entry.texts("all_classes")
-        samples.append(Sample(id=f"{name}/{entry.name('_id')}", **how))
+            kwargs["classes"] = entry.texts("all_classes")
+        samples.append(Sample(id=f"{name}/{entry.name('_id')}", **kwargs))
     return samples

@@ -19,7 +19,7 @@ NOTE = "MM-Vet's own score is given by GPT-4; here it is the F1 of the answer's 
 
 
 def load(request: Request) -> list[Sample]:
-    """The built-in samples, those of drawings, or those of a published file."""
+    """Return the built-in samples, those of drawings, or those of a published file."""
     drawn = files.stands_for(request.data, files.DRAWINGS)
     if request.data is None or drawn:
         return _builtin(request.limit or BUILTIN_SIZE, request.questions, drawn)
@@ -29,43 +29,43 @@ def load(request: Request) -> list[Sample]:
         question = entry.text("question").replace(IMAGE_MARK, "").strip()
         if not question:
             raise entry.error("question", "is empty beside the image mark")
-        given = entry.text("answer").replace("<AND>", " and ").split("<OR>")
-        answers = tuple(" ".join(text.split()) for text in given if text.strip())
+        alternatives = entry.text("answer").replace("<AND>", " and ").split("<OR>")
+        answers = tuple(" ".join(text.split()) for text in alternatives if text.strip())
         if not answers:
             raise entry.error("answer", "is empty beside its marks")
-        picture = entry.image("imagename" if "imagename" in entry.fields else "image", folder)
+        image = entry.image("imagename" if "imagename" in entry.fields else "image", folder)
         tags = entry.texts("capability") if "capability" in entry.fields else ()
-        how: Any = {"max_new_tokens": 256, "metric": "token_f1", "tags": tags, "note": NOTE}
-        samples.append(Sample(id=name, prompt=question, images=(picture,), answers=answers, **how))
+        extra: Any = {"max_new_tokens": 256, "metric": "token_f1", "tags": tags, "note": NOTE}
+        samples.append(Sample(id=name, prompt=question, images=(image,), answers=answers, **extra))
     return samples
 
 
 def _builtin(size: int, questions: int, drawn: bool) -> list[Sample]:
-    """Up to `questions` different ones about each of the held-out scenes, `size` in all."""
+    """Return `size` samples, up to `questions` different ones about each held-out scene."""
     source: Any = drawings if drawn else scenes
     samples: list[Sample] = []
     for seed in itertools.count():
         rng = random.Random(f"mmvet:{seed}")
         number = 2 if seed % 4 == 3 else 1
         shown = [source.make_scene(1000 + seed + i * 100_000) for i in range(number)]
-        about = rng.randrange(number)
-        which = "the picture" if number == 1 else f"the {source.ORDINALS[about]} picture"
-        asked = source.ask(shown[about], rng, 1 if questions == 1 else 4 * questions, which)
-        different = {question.text: question.answer for question in asked}
+        index = rng.randrange(number)
+        title = "the picture" if number == 1 else f"the {source.ORDINALS[index]} picture"
+        pool = source.ask(shown[index], rng, 1 if questions == 1 else 4 * questions, title)
+        answers_by_question = {question.text: question.answer for question in pool}
         pictures = tuple(source.draw(scene) for scene in shown)
-        how: Any = {"max_new_tokens": 24, "metric": "token_f1", "note": BUILTIN_NOTE}
-        for i, (text, answer) in enumerate([*different.items()][:questions]):
+        fields: Any = {"max_new_tokens": 24, "metric": "token_f1", "note": BUILTIN_NOTE}
+        for i, (text, answer) in enumerate([*answers_by_question.items()][:questions]):
             if len(samples) == size:
                 return samples
             name = f"question-{seed}" + (f"-{i}" if i else "")
             tags = _capabilities(text) + (("several",) if number > 1 else ())
-            how |= {"images": pictures, "answers": (answer,), "tags": tags}
-            samples.append(Sample(id=name, prompt=text, **how))
+            fields |= {"images": pictures, "answers": (answer,), "tags": tags}
+            samples.append(Sample(id=name, prompt=text, **fields))
     return samples
 
 
 def _capabilities(question: str) -> tuple[str, ...]:
-    """Of recognising colour or shape, placing, counting, and reading print."""
+    """Return the tags of a question: recognition, spatial relations, counting, reading print."""
     if question.startswith("How many"):
         whole = question.startswith(("How many objects", "How many things"))
         return ("count",) if whole else ("rec", "count")

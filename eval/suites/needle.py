@@ -1,8 +1,8 @@
 """Needle in a haystack: one record in a long text, over a grid of depth and length.
 
-With "drawings" as data it is a thing that one of two to eight pictures shows. Built-in data puts
-the record at a depth of a look-up text that holds others, of a length in tokens of the built-in
-model; other haystacks are `.txt` files or Python's documentation, cut to lengths in words.
+The built-in haystack is a look-up text with other records, of a length in tokens of the built-in
+model; others are `.txt` files or Python's documentation, cut to lengths in words. With "drawings"
+as data the needle is an object that one of two to eight pictures shows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.builtin import drawings, texts
-from mmkv.eval.samples import DataError, Request, Sample, asked_about
+from mmkv.eval.samples import DataError, Request, Sample, qa_fields
 from mmkv.eval.suites import files
 from mmkv.eval.suites.description import BUILTIN_NOTE
 from mmkv.eval.suites.longbench_builtin import sentences
@@ -27,9 +27,9 @@ NOTE = "the needle and the question are worded here"
 
 
 def load(request: Request) -> list[Sample]:
-    """The built-in samples, or needles in a haystack of other texts.
+    """Return the built-in samples, or needles in a haystack of other texts or pictures.
 
-    Every cell of the grid comes once before any comes twice. Tags are "depth=0.5" and "length=512".
+    All cells of the grid come once, then all again. Tags are such as "depth=0.5" and "length=512".
     """
     data = request.data
     if files.stands_for(data, files.DRAWINGS):
@@ -40,9 +40,9 @@ def load(request: Request) -> list[Sample]:
     for repeat, length, depth in itertools.product(range(REPEATS), lengths, DEPTHS):
         cell = f"{depth}:{length}:{repeat}"
         rng = random.Random(f"needle:{cell}" if data is None else f"needle:{data.name}:{cell}")
-        made = _from_words(rng, words, length, depth) if words else _builtin(rng, length, depth)
-        made |= {"metric": "contains", "tags": (f"depth={depth}", f"length={length}")}
-        samples.append(Sample(id=f"depth={depth}/length={length}/{repeat}", **made))
+        fields = _from_words(rng, words, length, depth) if words else _builtin(rng, length, depth)
+        fields |= {"metric": "contains", "tags": (f"depth={depth}", f"length={length}")}
+        samples.append(Sample(id=f"depth={depth}/length={length}/{repeat}", **fields))
     return samples[: request.limit]
 
 
@@ -52,14 +52,14 @@ def _in_pictures() -> list[Sample]:
         for number in range(count):
             rng = random.Random(f"needle:pictures:{repeat}:{count}:{number}")
             while True:
-                shown = [drawings.make_scene(rng.randrange(2**40)) for _ in range(count)]
-                if asked := drawings.find_question(shown, rng, number):
+                scenes = [drawings.make_scene(rng.randrange(2**40)) for _ in range(count)]
+                if question := drawings.find_question(scenes, rng, number):
                     break
-            how: Any = {"images": tuple(map(drawings.draw, shown)), "metric": "contains"}
-            how |= {"tags": (f"pictures={count}", f"shown={number + 1}"), "note": BUILTIN_NOTE}
+            extra: Any = {"images": tuple(map(drawings.draw, scenes)), "metric": "contains"}
+            extra |= {"tags": (f"pictures={count}", f"shown={number + 1}"), "note": BUILTIN_NOTE}
             answers = (f"{drawings.ORDINALS[number]} picture",)
-            made: Any = asked_about("", asked.text, answers, max_new_tokens=24, **how)
-            samples.append(Sample(id=f"pictures={count}/{number}/{repeat}", **made))
+            fields: Any = qa_fields("", question.text, answers, max_new_tokens=24, **extra)
+            samples.append(Sample(id=f"pictures={count}/{number}/{repeat}", **fields))
     return samples
 
 
@@ -70,7 +70,7 @@ def _builtin(rng: random.Random, length: int, depth: float) -> dict[str, Any]:
     rest = sentences(lookup.text)
     rest.remove(needle)
     text, question = f"{' '.join(_insert(rest, needle, depth))} ", texts.phrase(key, rng)
-    return asked_about(text, question, (needle, value), note=BUILTIN_NOTE)
+    return qa_fields(text, question, (needle, value), note=BUILTIN_NOTE)
 
 
 def _from_words(rng: random.Random, words: list[str], length: int, depth: float) -> dict[str, Any]:
@@ -78,25 +78,25 @@ def _from_words(rng: random.Random, words: list[str], length: int, depth: float)
     key, value = rng.choice(texts.KEYS), rng.choice(texts.VALUES)
     needle = f"The secret word of {key} is {value}."
     text = " ".join(_insert(words[start : start + length], needle, depth))
-    question, how = f"What is the secret word of {key}?", {"max_new_tokens": 24, "note": NOTE}
-    return asked_about(f"{text}\n\n", question, (needle, value), **how)
+    question, extra = f"What is the secret word of {key}?", {"max_new_tokens": 24, "note": NOTE}
+    return qa_fields(f"{text}\n\n", question, (needle, value), **extra)
 
 
 def _insert(parts: list[str], needle: str, depth: float) -> list[str]:
-    """Put the needle where the parts before it are nearest to the share `depth` of all letters."""
-    before = list(itertools.accumulate((len(part) for part in parts), initial=0))
-    place = min(range(len(before)), key=lambda i: abs(before[i] - depth * before[-1]))
+    """Insert the needle where the letters before it are nearest to a share `depth` of all."""
+    letters = list(itertools.accumulate((len(part) for part in parts), initial=0))
+    place = min(range(len(letters)), key=lambda i: abs(letters[i] - depth * letters[-1]))
     return [*parts[:place], needle, *parts[place:]]
 
 
 def read_words(data: Path) -> list[str]:
-    """The words of a text file, of all those of a folder, or "stdlib": of Python's documentation.
-    Raises DataError."""
+    """Return the words of a text file, of a folder's text files, or, for "stdlib", of Python's
+    documentation. Raises DataError."""
     if files.stands_for(data, files.STDLIB):
         return " ".join(files.documentation().values()).split()
     paths = sorted(data.glob("*.txt")) if data.is_dir() else [data]
     words = [word for path in paths for word in files.read_text(path).split()]
     if len(words) < FILE_LENGTHS[0]:
-        wanted = f"a haystack of {FILE_LENGTHS[0]} words or more in .txt files"
-        raise DataError(f"{data}: expected {wanted}, got {len(words)}")
+        requirement = f"a haystack of {FILE_LENGTHS[0]} words or more in .txt files"
+        raise DataError(f"{data}: expected {requirement}, got {len(words)}")
     return words

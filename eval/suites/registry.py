@@ -1,4 +1,4 @@
-"""The suites by name, and how to load one."""
+"""The suites by name, and the function that loads one."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ BUILTIN = "builtin"
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite's loader, and what may be chosen."""
+    """A suite's loader, and the options that it supports."""
 
     load: Callable[[Request], list[Sample]]
     has_tasks: bool = False
-    has_length: bool = False  # tokens of a prompt
-    has_questions: bool = False  # on each context
-    wants: str = ""  # what `data` names, where nothing is built in
+    has_length: bool = False  # `length` may set the tokens of a prompt
+    has_questions: bool = False  # `questions` may be more than one on each context
+    wants: str = ""  # description of `data`, for a suite without built-in data
     reads_stdlib: bool = False
-    draws: bool = False  # `data` may be scenes that mmkv draws
+    draws: bool = False  # `data` may be "drawings", scenes that mmkv draws
 
 
 _CORPUS = "a folder, such as python -m mmkv.eval.corpus FOLDER writes"
@@ -48,10 +48,9 @@ SUITES: dict[str, Suite] = {
 
 
 def default_data(name: str, model: str) -> str:
-    """What a suite's prompts are from where nobody says: what the model can read.
+    """Return the default data of a suite, which depends on what the model was trained on.
 
-    The built-in texts are look-ups that the built-in model was trained on; others cannot do them.
-    Drawings are what smollm2-vision was trained on.
+    Only the built-in model was trained on the built-in look-up texts, smollm2-vision on drawings.
     """
     suite = SUITES.get(name)
     if suite and suite.draws and model == SMOLLM2_VISION:
@@ -60,8 +59,8 @@ def default_data(name: str, model: str) -> str:
     return STDLIB if stdlib else BUILTIN
 
 
-def load_suite(name: str, data: str | Path = BUILTIN, **asked: Any) -> list[Sample]:
-    """The samples of a suite, from "builtin" data or a path; `asked` are other fields of `Request`.
+def load_suite(name: str, data: str | Path = BUILTIN, **fields: Any) -> list[Sample]:
+    """Return a suite's samples of "builtin" data or a path; `fields` are others of `Request`.
 
     Raises:
         ValueError: the suite, a task, the length or the limit is not possible.
@@ -70,7 +69,7 @@ def load_suite(name: str, data: str | Path = BUILTIN, **asked: Any) -> list[Samp
     if name not in SUITES:
         raise ValueError(f"suite must be one of {sorted(SUITES)}, got {name!r}")
     suite, path = SUITES[name], None if str(data) == BUILTIN else Path(data)
-    request = Request(data=path, **asked)
+    request = Request(data=path, **fields)
     if request.limit is not None and request.limit < 1:
         raise ValueError(f"limit must be at least 1, got {request.limit}")
     if request.tasks and not suite.has_tasks:
@@ -78,20 +77,20 @@ def load_suite(name: str, data: str | Path = BUILTIN, **asked: Any) -> list[Samp
     if path is None and suite.wants:
         raise ValueError(f"suite {name!r} has no built-in data: --data names {suite.wants}")
     if request.length is not None and (path is None or not suite.has_length):
-        what = "the built-in data" if suite.has_length else f"suite {name!r}"
-        raise ValueError(f"length={request.length}: {what} has lengths of its own")
+        data_name = "the built-in data" if suite.has_length else f"suite {name!r}"
+        raise ValueError(f"length={request.length}: {data_name} has lengths of its own")
     drawn = stands_for(path, DRAWINGS)
     if drawn and not suite.draws:
-        known = ", ".join(other for other in SUITES if SUITES[other].draws)
-        raise ValueError(f"suite {name!r} does not read drawings: {known} do")
-    own = path is None or drawn
-    fixed = not suite.has_questions or (not own and name == "mmvet")
-    if request.questions < 1 or (fixed and request.questions != 1):
-        what = f"suite {name!r}" + ("" if path is None else f" of {path}")
+        drawing_suites = ", ".join(other for other in SUITES if SUITES[other].draws)
+        raise ValueError(f"suite {name!r} does not read drawings: {drawing_suites} do")
+    is_builtin = path is None or drawn
+    fixed_questions = not suite.has_questions or (not is_builtin and name == "mmvet")
+    if request.questions < 1 or (fixed_questions and request.questions != 1):
+        data_name = f"suite {name!r}" + ("" if path is None else f" of {path}")
         raise ValueError(
             f"questions={request.questions}: expected 1 or more, of ruler or the built-in mmvet; "
-            f"{what} has the questions that its data has"
+            f"{data_name} has the questions that its data has"
         )
-    if own and (folder := request.image_folder) is not None:
+    if is_builtin and (folder := request.image_folder) is not None:
         raise ValueError(f"image folder {folder}: the built-in data has its own pictures")
     return [replace(s, suite=name, task=s.task or name) for s in suite.load(request)]

@@ -1,9 +1,9 @@
 """RULER's tasks, generated for any tokenizer and length.
 
 Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?", arXiv
-2404.06654, table 2 and appendix B. Prompts are worded here, and the haystack is the user's own
-text, so that scores do not compare with published ones. The built-in data is a small form: needles
-among the records of look-up texts, which the built-in model was trained to answer.
+2404.06654, table 2 and appendix B. Prompts and haystacks are not the paper's, so that
+scores do not compare with published ones. The built-in data is a small form: needles among the
+records of look-up texts, which the built-in model was trained to answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.builtin import texts
-from mmkv.eval.samples import DataError, Request, Sample, asked_about
+from mmkv.eval.samples import DataError, Request, Sample, qa_fields
 from mmkv.eval.suites import files, needle
 from mmkv.eval.suites.description import BUILTIN_NOTE
 from mmkv.eval.suites.longbench_builtin import sentences
@@ -30,38 +30,38 @@ LENGTH = 4096  # tokens of a prompt and its answer
 BUILTIN_LENGTHS = (256, 512, 768, 1024)
 
 _NOISE = "The road goes on. Birds sing in the tree. It may rain later. Nobody is in a hurry. "
-Question = tuple[str, tuple[str, ...]]  # with its answers
-# What a task makes: the text before the haystack, what is hidden in it, and what can be asked.
+Question = tuple[str, tuple[str, ...]]  # its text and its answers
+# What a task makes: the text before the haystack, the parts hidden in it, and questions.
 Parts = tuple[str, list[str], list[Question]]
-# Passages, and questions that they answer.
+# Passages, and the questions that they answer.
 Reading = tuple[list[str], list[Question]]
 
 
 def load(request: Request) -> list[Sample]:
-    """Samples of every task, or of `request.tasks`, which take turns."""
-    chosen = request.chosen(BUILTIN if request.data is None else TASKS)
+    """Return samples of every task, or of `request.tasks`; the tasks take turns."""
+    tasks = request.chosen(BUILTIN if request.data is None else TASKS)
     if request.data is None:
-        return request.in_turns(chosen, EACH, partial(_builtin, request.questions))
+        return request.in_turns(tasks, EACH, partial(_builtin, request.questions))
     words = needle.read_words(request.data)
-    readings = {name: _readings(request.data, name) for name in chosen if name in _READINGS}
-    lacking = [name for name, found in readings.items() if not found]
-    if lacking and request.tasks:
-        file = _READINGS[lacking[0]][0]
-        raise DataError(f"{request.data}: the task {lacking[0]} needs a {file} there")
+    readings = {name: _readings(request.data, name) for name in tasks if name in _READINGS}
+    without_data = [name for name, items in readings.items() if not items]
+    if without_data and request.tasks:
+        file = _READINGS[without_data[0]][0]
+        raise DataError(f"{request.data}: the task {without_data[0]} needs a {file} there")
 
     def make(name: str, number: int) -> list[Sample]:
-        if name in lacking:
+        if name in without_data:
             return []
         return _generated(name, number, words, readings.get(name, []), request)
 
-    return request.in_turns(chosen, EACH, make)
+    return request.in_turns(tasks, EACH, make)
 
 
 def _generated(
     name: str, number: int, words: list[str], readings: list[Reading], request: Request
 ) -> list[Sample]:
-    """Context `number` of a task, as long as has room in the length with its longest question and
-    an answer, with up to `request.questions` of its questions."""
+    """Return samples of context `number` of a task, one for each of up to `request.questions`. The
+    context is as long as fits the length together with its longest question and an answer."""
     length, count = request.length or LENGTH, request.count
     make, haystack, new = TASKS[name]
     if name == "cwe" and length < LENGTH:
@@ -69,41 +69,41 @@ def _generated(
 
     def context(size: int) -> tuple[str, list[Question]]:
         rng = random.Random(f"ruler:{name}:{number}")
-        header, hidden, asked = make(rng, size, readings)
-        parts = list[str]()  # without a haystack what is hidden is all there is
+        header, hidden, questions = make(rng, size, readings)
+        parts = list[str]()  # without a haystack there are only the hidden parts
         if haystack == "noise":
             parts = sentences((_NOISE * (size // 16 + 1)).strip())[: size // 4]
         elif haystack == "text":
             start = rng.randrange(max(1, len(words) - size))
             parts = words[start : start + size]
-        # What is hidden keeps its order.
+        # The hidden parts keep their order.
         places = sorted(rng.randrange(len(parts) + 1) for _ in hidden)
         for place, part in reversed(list(zip(places, hidden, strict=True))):
             parts.insert(place, part)
-        return f"{header}{' '.join(parts)}\n\n", asked[: request.questions]
+        return f"{header}{' '.join(parts)}\n\n", questions[: request.questions]
 
     def tokens(size: int) -> int:
-        text, asked = context(size)
-        return max(count(text + question) for question, _ in asked) + new
+        text, questions = context(size)
+        return max(count(text + question) for question, _ in questions) + new
 
     if tokens(0) > length:
         raise ValueError(f"length={length}: too short for the task {name}")
-    most = min(8 * length, len(words)) if haystack == "text" else 8 * length
-    sizes = range(most, 0, -1)
-    size = most - bisect.bisect_left(sizes, True, key=lambda size: tokens(size) <= length)
+    max_size = min(8 * length, len(words)) if haystack == "text" else 8 * length
+    sizes = range(max_size, 0, -1)
+    size = max_size - bisect.bisect_left(sizes, True, key=lambda size: tokens(size) <= length)
     return _samples(name, number, *context(size), length, new, NOTE)
 
 
 def _samples(
-    name: str, number: int, text: str, asked: Sequence[Question], length: int, new: int, note: str
+    name: str, number: int, text: str, qas: Sequence[Question], length: int, new: int, note: str
 ) -> list[Sample]:
-    how: Any = {"metric": "contains" if name in _READINGS else "contains_all", "note": note}
-    how |= {"task": name, "max_new_tokens": new, "tags": (f"length={length}",)}
-    found = list[Sample]()
-    for i, (question, answers) in enumerate(asked):
-        made: Any = how | asked_about(text, question, answers, max_new_tokens=new)
-        found.append(Sample(id=f"{name}-{number}" + (f"-{i}" if i else ""), **made))
-    return found
+    extra: Any = {"metric": "contains" if name in _READINGS else "contains_all", "note": note}
+    extra |= {"task": name, "max_new_tokens": new, "tags": (f"length={length}",)}
+    samples = list[Sample]()
+    for i, (question, answers) in enumerate(qas):
+        fields: Any = extra | qa_fields(text, question, answers, max_new_tokens=new)
+        samples.append(Sample(id=f"{name}-{number}" + (f"-{i}" if i else ""), **fields))
+    return samples
 
 
 def _uuid(rng: random.Random) -> str:
@@ -111,16 +111,16 @@ def _uuid(rng: random.Random) -> str:
 
 
 def _word(rng: random.Random) -> str:
-    """A word that can be spoken, so that tokenizers cut it into few pieces."""
+    """Return a pronounceable word, which tokenizers split into few tokens."""
     pairs = [rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(3)]
     return "".join(pairs) + rng.choice("nrst")
 
 
 def _names(rng: random.Random, number: int, make: Callable[[random.Random], str]) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < number:
-        found[make(rng)] = None
-    return list(found)
+    names: dict[str, None] = {}
+    while len(names) < number:
+        names[make(rng)] = None
+    return list(names)
 
 
 def _niah(
@@ -135,24 +135,24 @@ def _niah(
     value: Callable[[random.Random], str] = lambda rng: str(rng.randrange(10**6, 10**7)),
     fill: bool = False,
 ) -> Parts:
-    """Needles `key: value` in a haystack, or, with `fill`, in a haystack of needles."""
+    """Return needles, each a key and a value; with `fill` the haystack is needles too."""
     keys = max(keys, queries, size // 12 if fill else 1)
     names = _names(rng, keys, key)
-    known = {name: [value(rng) for _ in range(values)] for name in names}
+    values_of = {name: [value(rng) for _ in range(values)] for name in names}
     first = rng.sample(names, queries)
-    hidden = [f"One special number for {k} is {v}." for k in names for v in known[k]]
+    hidden = [f"One special number for {k} is {v}." for k in names for v in values_of[k]]
     rng.shuffle(hidden)
-    order, asked = [*first, *(name for name in names if name not in first)], list[Question]()
+    order, qas = [*first, *(name for name in names if name not in first)], list[Question]()
     for i in range(0, len(order) - queries + 1, queries):
-        some = order[i : i + queries]
-        question = f"What are all the special numbers for {', '.join(some)} in the text above?"
-        asked.append((question, tuple(v for k in some for v in known[k])))
+        group = order[i : i + queries]
+        question = f"What are all the special numbers for {', '.join(group)} in the text above?"
+        qas.append((question, tuple(v for k in group for v in values_of[k])))
     header = "Some special numbers are hidden in the text below. Remember them; they are asked for."
-    return f"{header}\n", hidden, asked
+    return f"{header}\n", hidden, qas
 
 
 def _variables(rng: random.Random, size: int, readings: Any, *, hops: int = 4) -> Parts:
-    """A chain of assignments: which variables have the value?"""
+    """Return a chain of assignments, and the question which variables have its value."""
     names = _names(rng, hops + 1, lambda r: "".join(r.choices(string.ascii_uppercase, k=5)))
     value = str(rng.randrange(10_000, 100_000))
     lines = [f"VAR {names[0]} = {value}."]
@@ -177,26 +177,26 @@ def _common(
 def _frequent(rng: random.Random, size: int, readings: Any) -> Parts:
     names, total = _names(rng, 100, _word), max(60, size // 2)
     weights = [rank**-2.0 for rank in range(1, len(names) + 1)]  # Zipf's law, alpha 2
-    times = [max(1, round(total * w / sum(weights))) for w in weights]
-    words = [name for name, n in zip(names, times, strict=True) for _ in range(n)]
+    counts = [max(1, round(total * w / sum(weights))) for w in weights]
+    words = [name for name, n in zip(names, counts, strict=True) for _ in range(n)]
     rng.shuffle(words)
     question = "Which three words come most often in the coded text above?"
     return "Here is a coded text.\n", words, [(question, tuple(names[:3]))]
 
 
 def _qa(rng: random.Random, size: int, readings: Sequence[Reading]) -> Parts:
-    """Questions on one of many passages, or on several of them."""
-    mine, questions = readings[rng.randrange(len(readings))]
-    every = dict.fromkeys(passage for passages, _ in readings for passage in passages)
-    others = [passage for passage in every if passage not in mine]
-    shown = [*mine, *rng.sample(others, min(len(others), size // 100))]
-    rng.shuffle(shown)
-    hidden = [f"Passage {i}: {p}" for i, p in enumerate(shown, start=1)]
-    asked = [(f"{text} Answer in few words.", answers) for text, answers in questions]
-    return "Answer from the passages below.\n", hidden, asked
+    """Return passages, with questions that one or several of them answer."""
+    passages_needed, questions = readings[rng.randrange(len(readings))]
+    all_passages = dict.fromkeys(passage for passages, _ in readings for passage in passages)
+    others = [passage for passage in all_passages if passage not in passages_needed]
+    passages_shown = [*passages_needed, *rng.sample(others, min(len(others), size // 100))]
+    rng.shuffle(passages_shown)
+    hidden = [f"Passage {i}: {p}" for i, p in enumerate(passages_shown, start=1)]
+    qas = [(f"{text} Answer in few words.", answers) for text, answers in questions]
+    return "Answer from the passages below.\n", hidden, qas
 
 
-# Each task: what makes it, its haystack ("": none but what is hidden), and tokens of the answer.
+# For each task its function, its haystack ("": only the hidden parts), and tokens of the answer.
 TASKS: dict[str, tuple[Callable[..., Parts], str, int]] = {
     "niah_single_1": (_niah, "noise", 128),
     "niah_single_2": (_niah, "text", 128),
@@ -212,7 +212,7 @@ TASKS: dict[str, tuple[Callable[..., Parts], str, int]] = {
     "qa_squad": (_qa, "", 32),
     "qa_hotpot": (_qa, "", 32),
 }
-# Of the built-in form: how many records a text has; None: all that find room.
+# Tasks of the built-in form, and the number of records in a text; None: as many as fit.
 BUILTIN = {"niah_single_1": 1, "niah_multikey_1": 4, "niah_multikey_2": None}
 
 
@@ -222,20 +222,20 @@ def _builtin(questions: int, name: str, number: int) -> list[Sample]:
     lookup = texts.make_lookup(seed, length, records=BUILTIN[name])
     first = random.Random(f"ruler:{name}:{number}").randrange(len(lookup.questions))
     chosen = [*lookup.questions[first:], *lookup.questions[:first]][:questions]
-    asked = [(question.text, (question.answer,)) for question in chosen]
-    return _samples(name, number, f"{lookup.text} ", asked, length, 8, BUILTIN_NOTE)
+    qas = [(question.text, (question.answer,)) for question in chosen]
+    return _samples(name, number, f"{lookup.text} ", qas, length, 8, BUILTIN_NOTE)
 
 
 def _readings(folder: Path, task: str) -> list[Reading]:
-    """Passages and questions of a published file; [] if there is none."""
-    file, of, read = _READINGS[task]
+    """Return the passages and questions of a published file; [] if it does not exist."""
+    file, dataset, read = _READINGS[task]
     if not (folder / file).exists():
         return []
     content = files.read_json(folder / file)
     try:
         return [reading for reading in read(content) if reading[1]]
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{folder / file}: not in {of}'s format: {error!r}") from None
+        raise DataError(f"{folder / file}: not in {dataset}'s format: {error!r}") from None
 
 
 def _text(value: Any) -> str:
@@ -245,11 +245,11 @@ def _text(value: Any) -> str:
 
 
 def _squad(data: Any) -> list[Reading]:
-    def asked(qa: Any) -> Question:
+    def question_of(qa: Any) -> Question:
         return _text(qa["question"]), tuple(_text(answer["text"]) for answer in qa["answers"])
 
     return [
-        ([_text(x["context"])], [asked(qa) for qa in x["qas"] if qa["answers"]])
+        ([_text(x["context"])], [question_of(qa) for qa in x["qas"] if qa["answers"]])
         for article in data["data"]
         for x in article["paragraphs"]
     ]
@@ -265,7 +265,7 @@ def _hotpot(data: Any) -> list[Reading]:
     ]
 
 
-# The file of each task that asks about passages, its data set, and how it is read.
+# For each task on passages its file, its data set, and the function that reads it.
 _READINGS = {
     "qa_squad": ("squad.json", "SQuAD", _squad),
     "qa_hotpot": ("hotpot.json", "HotpotQA", _hotpot),
