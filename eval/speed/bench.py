@@ -1,7 +1,7 @@
-"""Rows that take turns: the unwrapped model, policies at budgets, their nearest presses.
+"""Timing of the unwrapped model, policies at budgets, and their nearest presses of kvpress.
 
-`make_rows` lists a setting's rows. `Bench` times them side by side: their decode steps alternate,
-so that a machine that drifts drifts for all. `Result` makes medians and paired ratios of the times.
+`make_rows` lists a setting's rows. `Bench` times them with alternating decode steps, so that drift
+of the machine affects all alike. `Result` computes medians and paired ratios of the times.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from mmkv.registry import get_policy
 from mmkv.terminal import Table
 from mmkv.wrapping import comparing
 
-# The row that ratios compare with, and the same once more: a bench must not tell them apart.
+# The row that ratios compare with, and a repetition of it, whose ratios should be 1.
 UNWRAPPED, AGAIN = "not wrapped", "not wrapped, again"
-# Holds one token of the prompt, so that its step is nearly all that is not attention.
+# Keeps one token of the prompt, so that its steps cost nearly nothing for attention.
 BOUND = "one token kept"
-# Steps of a warm-up: enough for kernels to be compiled and for runs in graphs to begin.
+# Warm-up steps: enough to compile kernels and to start replaying graphs.
 _WARM_GPU, _WARM_CPU = 48, 3
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One model, prompt and batch, and what is compared on them."""
+    """One model, prompt and batch, with the policies and budgets compared on them."""
 
     name: str
     model: str
@@ -59,22 +59,22 @@ class Setting:
 
 @dataclass
 class Row:
-    """What takes turns, and what was measured of it: seconds, and bytes."""
+    """One side of the comparison, and its measurements: seconds, and bytes."""
 
     label: str
     policy: str = ""  # its name; "": the model is not wrapped
     budget: float | int | None = None  # None: nothing is evicted
     options: dict[str, Any] = field(default_factory=dict[str, Any])
-    press: dict[str, Any] | None = None  # of kvpress, as its worker takes it
+    press: dict[str, Any] | None = None  # of kvpress, in the form of `nearest_press`
     prefill_s: list[float] = field(default_factory=list[float])  # to the first token
-    step_s: list[float] = field(default_factory=list[float])  # the same steps for all rows
+    step_s: list[float] = field(default_factory=list[float])  # of decode steps, alike for all rows
     cache_bytes: int = 0  # held at the end of a reply
-    note: str = ""  # why there are no numbers
+    note: str = ""  # why nothing could be measured
 
 
 def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
-    """A setting's rows. The full cache, wrapped, is always among them: what it gains or loses is
-    not compression's; and a cache of one token, whose step bounds what compression can gain.
+    """Return a setting's rows. They include the wrapped full cache, whose gain or loss is not due
+    to compression, and a cache of one token, whose steps bound what compression can gain.
 
     Raises:
         ValueError: an unknown policy or option, or a value out of range.
@@ -118,13 +118,13 @@ PRESETS: dict[str, tuple[Setting, ...]] = {
 
 @dataclass
 class Bench:
-    """One setting on one model."""
+    """The measurement of one setting on one model."""
 
     setting: Setting
     model: Any  # not wrapped
-    worker: Worker | None = None  # kvpress's process with the same model
-    until: float = math.inf  # `time.monotonic` when it should be done; one round is always made
-    tell: Callable[[str], None] = lambda text: None  # is given what is being done
+    worker: Worker | None = None  # process of kvpress with the same model
+    until: float = math.inf  # deadline by `time.monotonic`; one round is always made
+    tell: Callable[[str], None] = lambda text: None  # shows progress
 
     def __post_init__(self) -> None:
         self.order = random.Random(0)
@@ -132,43 +132,43 @@ class Bench:
         self.rows = make_rows(self.setting, kvpress=self.worker is not None)
 
     def run(self) -> Result:
-        """Warm up each row, then let them take turns."""
-        setting, notes, last = self.setting, list[str](), 0.0
-        # Python's own collections then pass over what was there before.
+        """Warm up each row, then time all rows in rounds."""
+        setting, notes, last_round = self.setting, list[str](), 0.0
+        # Garbage collections then skip all objects that exist already.
         gc.collect()
         gc.freeze()
         for row in self.rows:
             self.tell(f"{setting.name}: warm-up, {row.label}")
-            with _noting(row), closing(self._make(row)) as reply:
+            with _noting_failure(row), closing(self._make(row)) as reply:
                 _, row.cache_bytes, _ = next(reply)
-        apart = self._free() < 2 * sum(row.cache_bytes for row in self.rows)
-        if apart:
+        one_by_one = self._free() < 2 * sum(row.cache_bytes for row in self.rows)
+        if one_by_one:
             notes.append("caches do not fit side by side: steps follow each prefill")
-        for done in range(setting.rounds):
+        for rounds_done in range(setting.rounds):
             start = time.monotonic()
-            if done and start + last >= self.until:
-                notes.append(f"{done} rounds instead of {setting.rounds}: no time")
+            if rounds_done and start + last_round >= self.until:
+                notes.append(f"{rounds_done} rounds instead of {setting.rounds}: no time")
                 break
-            self.tell(f"{setting.name}: round {done + 1}")
+            self.tell(f"{setting.name}: round {rounds_done + 1}")
             rows = [row for row in self.rows if not row.note]
             self.order.shuffle(rows)
-            for group in [[row] for row in rows] if apart else [rows]:
+            for group in [[row] for row in rows] if one_by_one else [rows]:
                 self._take_turns(group)
-            last = time.monotonic() - start
+            last_round = time.monotonic() - start
         gc.unfreeze()
-        about = describe_environment(self.model.device) | {
+        environment = describe_environment(self.model.device) | {
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "kvpress": None if self.worker is None else self.worker.versions,
         }
-        return Result(setting, self.rows, about, notes)
+        return Result(setting, self.rows, environment, notes)
 
     def _take_turns(self, rows: Sequence[Row]) -> None:
-        """Prompts of rows, then their steps in random order: each is one pair with the others'."""
+        """Time each row's prompt, then steps of all rows in random order, so that steps pair up."""
         replies: list[tuple[Row, Any]] = []
         for row in rows:
-            with _noting(row):
+            with _noting_failure(row):
                 replies.append((row, self._make(row)))
                 row.prefill_s.append(next(replies[-1][1])[0])
         for i in range(self.setting.new - 1):
@@ -176,7 +176,7 @@ class Bench:
                 break
             for row, reply in self.order.sample(replies, len(replies)):
                 if not row.note:
-                    with _noting(row):
+                    with _noting_failure(row):
                         seconds, row.cache_bytes, _ = next(reply)
                         row.step_s.append(seconds)
         for _, reply in replies:
@@ -184,17 +184,17 @@ class Bench:
 
     @comparing()
     def _make(self, row: Row) -> Generator[tuple[float, int, Any]]:
-        """A reply as a row has it, its prompt not read yet."""
+        """Return a row's reply as a generator that has not read the prompt yet."""
         setting, cache = self.setting, None
         if self.worker is not None and row.press is not None:
-            asked = {"press": row.press, "batch": setting.batch, "prompt": setting.prompt}
-            return remote_reply(self.worker, row.label, warm=self.warm, **asked)
+            request = {"press": row.press, "batch": setting.batch, "prompt": setting.prompt}
+            return remote_reply(self.worker, row.label, warm=self.warm, **request)
         model = models.twin(self.model)
         if row.policy:
             attached = attachment_of(mmkv.wrap(model, row.policy, row.budget, **row.options))
-            # `generate` knows how long a reply may become, too.
-            most = setting.prompt + self.warm + setting.new
-            cache = CompressedCache(attached.parts.config, attached.plan, max_length=most)
+            # `generate` passes the reply's maximal length to its cache too.
+            max_length = setting.prompt + self.warm + setting.new
+            cache = CompressedCache(attached.parts.config, attached.plan, max_length=max_length)
         ids = models.make_prompt(self.model, setting.batch, setting.prompt)
         return models.reply(model, ids, self.warm, cache)
 
@@ -206,8 +206,8 @@ class Bench:
 
 
 @contextmanager
-def _noting(row: Row) -> Generator[None]:
-    """What cannot be done becomes the note on a row, which then has no times."""
+def _noting_failure(row: Row) -> Generator[None]:
+    """Catch a failure, write it into the row's note, and drop the row's times."""
     try:
         yield
     except (torch.OutOfMemoryError, ValueError) as error:
@@ -216,7 +216,7 @@ def _noting(row: Row) -> Generator[None]:
 
 
 class Ratio(NamedTuple):
-    """How many times the base, pair by pair: the median, and the ends of a 95 % interval."""
+    """The median of paired ratios to a base, and the ends of its 95 % confidence interval."""
 
     median: float
     low: float | None
@@ -224,25 +224,25 @@ class Ratio(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float], base: Sequence[float]) -> Ratio:
-        """Pairs cancel a machine's drift.
+        """Return the ratio of values to a base, pair by pair, which cancels drift of the machine.
 
-        The interval lies between two of the n ratios and holds the true median with at least 95 %,
-        whatever their distribution; fewer than six have none.
+        The interval is between two of the n ratios, and includes the true median with at least
+        95 % for any distribution. Fewer than six ratios have none.
         """
-        found = sorted(a / b for a, b in zip(values, base, strict=True))
-        n = len(found)
-        below = itertools.accumulate(math.comb(n, i) for i in range(n + 1))
-        k = next(i for i, count in enumerate(below) if 40 * count >= 2**n)
-        return cls(median(found), *((found[k - 1], found[n - k]) if k else (None, None)))
+        ratios = sorted(a / b for a, b in zip(values, base, strict=True))
+        n = len(ratios)
+        cumulated = itertools.accumulate(math.comb(n, i) for i in range(n + 1))
+        k = next(i for i, count in enumerate(cumulated) if 40 * count >= 2**n)
+        return cls(median(ratios), *((ratios[k - 1], ratios[n - k]) if k else (None, None)))
 
     def __str__(self) -> str:
-        """As tables have it."""
+        """Return the ratio as tables show it."""
         between = "" if self.low is None else f" ({self.low:.3g}-{self.high:.3g})"
         return f"{self.median:.3g}{between}"
 
 
 def break_even(cost: float, gain: float) -> int | None:
-    """Decode steps that win back a prefill's seconds more by seconds less each; None: never."""
+    """Return the steps, each `gain` seconds faster, that win back `cost` seconds; None: never."""
     if cost <= 0 <= gain:
         return 0
     return math.ceil(cost / gain) if gain > 0 else None
@@ -250,7 +250,7 @@ def break_even(cost: float, gain: float) -> int | None:
 
 @dataclass
 class Result:
-    """One setting's rows; about the model and the machine; and what could not be done."""
+    """One setting's rows, facts about model and machine, and notes on the measurement."""
 
     setting: Setting
     rows: list[Row]
@@ -258,7 +258,7 @@ class Result:
     notes: list[str]
 
     def cells(self, row: Row) -> dict[str, str]:
-        """A row's medians and ratios by column; {} if it was not measured."""
+        """Return a row's medians and ratios by column; {} if it was not measured."""
         if not row.step_s:
             return {}
         measured = {x.label: x for x in self.rows if x.step_s}
@@ -274,7 +274,7 @@ class Result:
         if base is row:
             return cells
         slower, faster = Ratio.of(row.prefill_s, base.prefill_s), Ratio.of(base.step_s, row.step_s)
-        # By ratios as well: a machine that drifts moves each row's median by itself.
+        # From ratios too, as drift of the machine moves the medians of rows differently.
         cost = median(base.prefill_s) * (slower.median - 1)
         pays = break_even(cost, median(base.step_s) * (1 - 1 / faster.median))
         return cells | {
@@ -286,9 +286,9 @@ class Result:
 
     @property
     def table(self) -> Table:
-        """The rows' figures, and what a reader must know of them."""
+        """The figures of all rows, with notes on the measurement."""
         cells = {row.label: self.cells(row) for row in self.rows}
-        columns = list(dict.fromkeys(name for found in cells.values() for name in found))
+        columns = list(dict.fromkeys(name for row_cells in cells.values() for name in row_cells))
         rows = [(label, [x.get(name, "") for name in columns]) for label, x in cells.items()]
         x = self.setting
         title = f"{x.name}: {x.model}, {x.batch} x ({x.prompt:,} + {x.new:,}) tokens"

@@ -1,7 +1,6 @@
 """The commands `mmkv bench`, `mmkv bench serve` and `mmkv plan`.
 
-What can be checked without a model is checked before one is made: what a user got wrong is one line
-and exit code 2.
+Arguments are checked before a model is made: a wrong one is reported in one line, with exit code 2.
 """
 
 from __future__ import annotations
@@ -66,26 +65,26 @@ def bench_command(
     order, and ratios are taken pair by pair. Warm-up is not counted, and the device is waited for.
     """
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    typed = [name for name, x in sources.items() if x is not None and x.name == "COMMANDLINE"]
-    given = [name.replace("_", "-") for name in typed]
+    names = [name for name, x in sources.items() if x is not None and x.name == "COMMANDLINE"]
+    typed = [name.replace("_", "-") for name in names]
     if command := context.invoked_subcommand:
-        if given:
-            raise ValueError(f"--{given[0]} stands before {command!r}, which has its own options")
+        if typed:
+            raise ValueError(f"--{typed[0]} stands before {command!r}, which has its own options")
         return
     from mmkv.eval.speed.bench import PRESETS, Setting, make_rows
     from mmkv.eval.variants import split
     from mmkv.loading.models import find_device
 
     until = time.monotonic() + 60 * (minutes or math.inf)
-    if wrong := [x for x in split(preset) if x not in PRESETS]:
-        raise ValueError(f"preset {wrong[0]!r}: expected {', '.join(PRESETS)}")
+    if unknown := [x for x in split(preset) if x not in PRESETS]:
+        raise ValueError(f"preset {unknown[0]!r}: expected {', '.join(PRESETS)}")
     settings = [setting for name in split(preset) for setting in PRESETS[name]]
-    own = ("model", "prompt", "new", "batch", "policies", "budgets")
-    if settings and (doubled := [name for name in own if name in given]):
-        raise ValueError(f"--preset names the {doubled[0]} too: drop --{doubled[0]}")
+    replaced = ("model", "prompt", "new", "batch", "policies", "budgets")
+    if settings and (conflicting := [name for name in replaced if name in typed]):
+        raise ValueError(f"--preset names the {conflicting[0]} too: drop --{conflicting[0]}")
     if not settings:
-        compared = tuple(split(policies)), tuple(budget_list(budgets))
-        settings = [Setting("bench", model, prompt, new, batch, *compared)]
+        policies_budgets = tuple(split(policies)), tuple(budget_list(budgets))
+        settings = [Setting("bench", model, prompt, new, batch, *policies_budgets)]
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder, not a file")
     check_place(out.parent)
@@ -100,7 +99,7 @@ def bench_command(
 def _run(
     settings: list[Setting], device: str, dtype: str, python: Path | None, until: float, out: Path
 ) -> None:
-    """Measure setting after setting; the files are written after each."""
+    """Measure the settings one by one; write the files after each."""
     from mmkv.eval.speed.bench import BOUND, Bench, Result, save
     from mmkv.eval.speed.rival import Worker
 
@@ -116,22 +115,22 @@ def _run(
                     worker.load(loaded.name, loaded.model)
             _warn_beyond(loaded.model, setting.prompt + setting.new)
             now = time.monotonic()
-            end = now + (until - now) / (len(settings) - i)
-            made = Bench(setting, loaded.model, worker=worker, until=end, tell=tell)
-            results.append(made.run())
+            deadline = now + (until - now) / (len(settings) - i)
+            benchmark = Bench(setting, loaded.model, worker=worker, until=deadline, tell=tell)
+            results.append(benchmark.run())
             save(out, results)
             tell("")
             write(console(), results[-1].table)
     typer.echo(f"wrote {out}")
     rows = [row for result in results for row in result.rows if row.policy]
-    asked = [row for row in rows if row.label not in (BOUND, "full")]
-    if asked and not any(row.step_s for row in asked):
-        say(f"nothing could be measured: {asked[0].label}: {asked[0].note}")
+    user_rows = [row for row in rows if row.label not in (BOUND, "full")]
+    if user_rows and not any(row.step_s for row in user_rows):
+        say(f"nothing could be measured: {user_rows[0].label}: {user_rows[0].note}")
         raise typer.Exit(1)
 
 
 def _load(name: str, device: str = "auto", dtype: str = "auto") -> Loaded:
-    """A model by its name, or of random weights, without a processor then."""
+    """Return a model by its name; one of random weights has no processor."""
     from mmkv import chat
     from mmkv.eval.speed.models import SHAPES, make
     from mmkv.loading.models import find_device
@@ -143,10 +142,10 @@ def _load(name: str, device: str = "auto", dtype: str = "auto") -> Loaded:
 
 
 def _warn_beyond(model: Any, tokens: int) -> None:
-    """Say where a model was not trained for so many tokens."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if most is not None and tokens > most:
-        say(f"{tokens:,} tokens are beyond the {most:,} positions that the model reads")
+    """Print a warning if the model was not trained for so many tokens."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and tokens > limit:
+        say(f"{tokens:,} tokens are beyond the {limit:,} positions that the model reads")
 
 
 @bench.command("serve")
@@ -176,14 +175,14 @@ def serve_command(
     net, pictures = loaded.model, pictures if loaded.reads_pictures else 0
     if data is not None and loaded.processor is None:
         raise ValueError(f"--data: {model} has no tokenizer, it is asked about random tokens")
-    net.generation_config.eos_token_id = None  # every reply is as long as asked for
+    net.generation_config.eos_token_id = None  # every reply then has `new` tokens
     net.generation_config.do_sample = False
-    asked = serve.make_requests(loaded, requests, tokens, pictures, documents, data)
+    prompts = serve.make_requests(loaded, requests, tokens, pictures, documents, data)
     size: Any = {"new": new, "budget": budget, "memory": int(cache_memory * 1e6)}
     load: Any = {"rate": rate, "clients": clients}
-    rows = serve.compare(loaded, asked, **size, **load, tell=Progress())
-    how = f"{clients} clients" if clients else f"{rate:g} a second"
-    title = f"{model} on {net.device}: {requests} requests, {how}, {cache_memory:g} MB of cache"
+    rows = serve.compare(loaded, prompts, **size, **load, tell=Progress())
+    pace = f"{clients} clients" if clients else f"{rate:g} a second"
+    title = f"{model} on {net.device}: {requests} requests, {pace}, {cache_memory:g} MB of cache"
     notes = ["F1: of words, with the full cache's replies"]
     write(console(), Table("", serve.COLUMNS, rows, title, notes))
 
@@ -227,19 +226,19 @@ def plan_command(
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"dtype {dtype!r}: expected bfloat16, float16 or float32")
     chosen = get_policy(policy, **parse_options(policy, option or []))
-    known = SHAPES.get(model)
-    made = make(known, "meta", dtype) if known else empty(model, getattr(torch, dtype))
-    _warn_beyond(made, prompt + new)
+    shape = SHAPES.get(model)
+    net = make(shape, "meta", dtype) if shape else empty(model, getattr(torch, dtype))
+    _warn_beyond(net, prompt + new)
     if profile is not None:
-        found, _ = planned(made, adapters.find(made), chosen, parse(budget), profile=profile)
-        chosen = found.policy
-    sizes = Sizes.of(made)
+        config, _ = planned(net, adapters.find(net), chosen, parse(budget), profile=profile)
+        chosen = config.policy
+    sizes = Sizes.of(net)
     load, card = Load(batch=batch, prompt=prompt, new=new), CARDS[gpu]
     plain = plan(sizes, load, card, get_policy("full"))
     smaller = plan(sizes, load, card, chosen, parse(budget), kv_dtype)
     name = " ".join(filter(None, (policy, budget, kv_dtype)))
     cells = {"full cache": plain.cells(load), name: smaller.cells(load)}
-    rows = [(label, [*found.values()]) for label, found in cells.items()]
+    rows = [(label, [*figures.values()]) for label, figures in cells.items()]
     title = (
         f"{model}, {sizes.weights / 1e9:.1f} GB of weights in {dtype}; {gpu}, "
         f"{card.memory / 1e9:.0f} GB; {batch} x ({prompt:,} + {new:,}) tokens. Least times."

@@ -1,9 +1,9 @@
-"""kvpress's replies, in an environment of its own: `PYTHON kvpress_worker.py FOLDER_OF_MMKV`.
+"""Replies of kvpress in its own environment: `PYTHON kvpress_worker.py FOLDER_OF_MMKV`.
 
-kvpress needs an older transformers, so it cannot be imported beside mmkv, and mmkv is not installed
-where it is: of mmkv, `mmkv.eval.speed.models` alone is imported. `mmkv.eval.speed.rival` sends one
-JSON object a line, {"do": a method of `Replies`} and its arguments, and reads {"found": ...} or
-{"error": "..."}; the end of the input ends it.
+kvpress needs an older transformers than mmkv, so it runs where mmkv is not installed, and only
+`mmkv.eval.speed.models` is imported here. `mmkv.eval.speed.rival` sends one JSON object a line,
+{"do": a method of `Replies`} and its arguments, and reads {"result": ...} or {"error": "..."}. The
+process ends with its input.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import Any
 
 def main() -> None:
     """Answer requests until the input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever libraries print goes to the error output
-    # The script's folder must not hide packages of the same names.
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # output of libraries goes to the error output
+    # Modules beside this script must not shadow packages of the same names.
     here = Path(__file__).resolve().parent
     sys.path = [p for p in sys.path if Path(p or ".").resolve() != here]
-    sys.modules["mmkv"] = package = ModuleType("mmkv")  # without what mmkv itself imports
+    sys.modules["mmkv"] = package = ModuleType("mmkv")  # skips the imports of `mmkv/__init__.py`
     package.__path__ = sys.argv[1:]
     replies = Replies(import_module("mmkv.eval.speed.models"))
     for line in sys.stdin:
         try:
-            asked = json.loads(line)
-            answer = {"found": getattr(replies, asked.pop("do"))(**asked)}
+            request = json.loads(line)
+            answer = {"result": getattr(replies, request.pop("do"))(**request)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+        output.write(json.dumps(answer) + "\n")
+        output.flush()
 
 
 class Replies:
-    """A model, and by their labels replies of it that wait for their next steps."""
+    """A model, and its unfinished replies by label."""
 
     def __init__(self, models: Any) -> None:
         self.models = models
@@ -50,7 +50,7 @@ class Replies:
     def load(
         self, device: str, dtype: str, threads: int, shape: Any = None, path: str = ""
     ) -> dict[str, Any]:
-        """Make the model of a shape, or load it from a path; the libraries' versions."""
+        """Make the model of a shape, or load it from a path; return the libraries' versions."""
         import torch
         import transformers as hf
 
@@ -63,24 +63,24 @@ class Replies:
             self.model = model.to(device).eval()
         gc.collect()
         gc.freeze()
-        found: dict[str, Any] = dict.fromkeys(("kvpress", "transformers", "torch"))
-        return found | {x.name: x.version for x in distributions() if x.name in found}
+        versions: dict[str, Any] = dict.fromkeys(("kvpress", "transformers", "torch"))
+        return versions | {x.name: x.version for x in distributions() if x.name in versions}
 
-    def open(self, label: str, **asked: Any) -> tuple[float, int]:
-        """Read a prompt; its seconds, and bytes held then."""
-        self.replies[label] = self._reply(**asked)
+    def open(self, label: str, **options: Any) -> tuple[float, int]:
+        """Read a prompt; return its seconds, and the cache's bytes after it."""
+        self.replies[label] = self._reply(**options)
         return self.step(label)
 
     def step(self, label: str) -> tuple[float, int]:
-        """Seconds of one more step, and bytes held then."""
+        """Make one more step; return its seconds, and the cache's bytes after it."""
         return next(self.replies[label])[:2]
 
     def close(self, label: str) -> None:
-        """Let go of a reply."""
+        """Close a reply and free its memory."""
         self.replies.pop(label).close()
 
     def _reply(self, press: dict[str, Any], batch: int, prompt: int, warm: int) -> Any:
-        # A model of its own: presses leave state on modules.
+        # A twin for each reply, as presses leave state on modules.
         model = self.models.twin(self.model)
         if press.get("eager"):
             model.set_attn_implementation("eager")

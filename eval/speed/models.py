@@ -1,6 +1,6 @@
-"""Models for timing, of random weights in the shape of real ones, and replies that are timed.
+"""Models for timing, with random weights in the shape of real ones, and timed replies.
 
-Imports nothing of mmkv but names: it is imported in kvpress's environment too, without mmkv's own.
+It is also imported in kvpress's environment, so of mmkv it imports only `mmkv.calls`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "vocab_size", "max_position_embeddings"),
 )
-# New tokens that a reply is announced to have: a graph pays for any such.
-_LONG = 1024
+# `max_new_tokens` for the question whether to replay graphs, which pay off for long replies.
+_ANNOUNCED = 1024
 
 
-# "llama", "mistral", or "llava" (a Llama behind LLaVA-1.5's tower); and `_SIZES`.
+# "llama", "mistral", or "llava" (a Llama with LLaVA-1.5's vision tower); values of `_SIZES`.
 Shape = tuple[str, tuple[int, ...]]
 SHAPES: dict[str, Shape] = {
     "llama-120m-random": ("llama", (768, 2048, 12, 12, 12, 32000, 8192)),
@@ -39,10 +39,10 @@ SHAPES: dict[str, Shape] = {
 
 
 def make(shape: Shape, device: str, dtype: str = "auto") -> Any:
-    """A model of this shape with random weights, in eval mode; a ValueError for an unknown dtype.
+    """Return a model of this shape with random weights, in eval mode. Raises ValueError: dtype.
 
-    Queries and keys are wider than a fresh model's, each head by its own factor: attention then
-    prefers some tokens, and policies with sizes per head get heads that differ.
+    Queries and keys have larger weights than in a fresh model, by a factor for each head, so that
+    attention prefers some tokens, and heads differ for policies with sizes per head.
     """
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"dtype {dtype!r}: expected auto, float32, bfloat16 or float16")
@@ -71,12 +71,12 @@ def make(shape: Shape, device: str, dtype: str = "auto") -> Any:
 
 
 def twin(model: Any) -> Any:
-    """The same model in modules of its own, with the same weights: it can be wrapped by itself."""
+    """Return a copy of the model that shares its weights, and can be wrapped independently."""
     return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
 
 
 def make_prompt(model: Any, batch: int, tokens: int, seed: int = 0) -> Tensor:
-    """Random token ids [batch, tokens] on the model's device, none of them an image's."""
+    """Return random token ids [batch, tokens] on the model's device, without image tokens."""
     vocab = model.get_input_embeddings().num_embeddings
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, vocab, (batch, tokens), generator=g)
@@ -88,25 +88,25 @@ def make_prompt(model: Any, batch: int, tokens: int, seed: int = 0) -> Tensor:
 def reply(
     model: Any, ids: Tensor, warm: int = 0, cache: Any = None
 ) -> Generator[tuple[float, int, Tensor]]:
-    """A batch's greedy reply: the prompt is read, then a step is made whenever the next is asked.
+    """Yield after a batch's prompt, and after each greedy decode step, which is made on demand.
 
-    The device is synchronised around what is timed, nowhere else.
+    The device is synchronised only before and after what is timed.
 
     Args:
         ids: int64 [B, N], without padding.
-        warm: steps that follow the prompt at once, as warm-up.
-        cache: an empty one; None takes the model's own.
+        warm: decode steps right after the prompt, as warm-up.
+        cache: an empty cache; None: the model makes its own.
 
     Yields:
-        seconds to the first token, then of each step; bytes that the cache really holds; the newest
+        seconds to the first token, then of each step; bytes of the cache's storage; the newest
         tokens, int64 [B, 1].
     """
     gc.collect()
-    call, token, seen = model, ids, 0
+    call, token, n_seen = model, ids, 0
 
     def forward(**inputs: Any) -> float:
-        nonlocal cache, token, seen
-        seen += token.shape[1]
+        nonlocal cache, token, n_seen
+        n_seen += token.shape[1]
         start = _now(ids.device)
         with torch.no_grad():
             out = call(input_ids=token, use_cache=True, **{CACHE: cache}, **inputs)
@@ -114,21 +114,21 @@ def reply(
         return _now(ids.device) - start
 
     def step() -> float:
-        # Without padding a step's mask says nothing; looking at it would make a GPU wait.
-        at = torch.full_like(token, seen)
-        return forward(attention_mask=None, position_ids=at, return_dict=True)
+        # Without padding no mask is needed, and checking one would synchronise a GPU.
+        position = torch.full_like(token, n_seen)
+        return forward(attention_mask=None, position_ids=position, return_dict=True)
 
     prefill = forward(attention_mask=torch.ones_like(ids), logits_to_keep=1)
-    # As `generate` does: for each step it calls the model, or what replays it.
+    # `generate` too makes steps by the model's compiled call, if the cache allows one.
     config = copy.deepcopy(model.generation_config)
-    config.max_new_tokens = _LONG
+    config.max_new_tokens = _ANNOUNCED
     if model._valid_auto_compile_criteria({CACHE: cache}, config):
         call = model.get_compiled_call(config.compile_config)
     for _ in range(warm):
         step()
-    yield prefill, _held(cache), token
+    yield prefill, _cache_bytes(cache), token
     while True:
-        yield step(), _held(cache), token
+        yield step(), _cache_bytes(cache), token
 
 
 def _now(device: torch.device) -> float:
@@ -137,10 +137,10 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _held(cache: Any) -> int:
-    """Bytes of the storages of a cache."""
+def _cache_bytes(cache: Any) -> int:
+    """Return the bytes of a cache's storages."""
     if hasattr(cache, "nbytes"):
         return cache.nbytes
-    found = (getattr(x, name, None) for x in cache.layers for name in ("keys", "values"))
-    storages = [x.untyped_storage() for x in found if isinstance(x, Tensor)]
+    tensors = (getattr(x, name, None) for x in cache.layers for name in ("keys", "values"))
+    storages = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
     return sum({x.data_ptr(): x.nbytes() for x in storages}.values())

@@ -1,7 +1,7 @@
-"""What a model, a policy and a card allow, from configs alone: `mmkv plan`.
+"""Bounds of memory and time for a model, a policy and a card, from configs alone: `mmkv plan`.
 
-Bounds, not forecasts: a prefill takes at least its arithmetic and a step at least its bytes, at the
-card's published speed. Real steps reach 50 to 80 % of that.
+A prefill takes at least the time of its arithmetic, and a step at least that of reading its bytes,
+at the card's published speed. Real steps reach 50 to 80 % of that.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ CARDS = {
     "a6000": Card(48e9, 0.768e12, 155e12),
     "rtx4090": Card(24e9, 1.008e12, 165e12),
 }
-# What of a card's memory can be used: the rest is the context's, and fragments.
+# Usable share of a card's memory; the rest is for the CUDA context and fragmentation.
 _USABLE = 0.95
-# A round of generated tokens that `decode="rounds"` groups at once.
+# Generated tokens that `decode="rounds"` groups at once.
 _ROUND = 64
 
 
 class Layer(NamedTuple):
-    """A layer that holds keys and values."""
+    """Sizes of a layer that holds keys and values."""
 
     pair: int  # numbers in the keys and values of one token
     queried: int  # numbers in its queries, of all heads
@@ -60,37 +60,37 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What of a model decides."""
+    """The sizes of a model that decide its memory and time."""
 
-    weights: int  # bytes of all
-    read: int  # of those that a decode step reads: no table of embeddings, but all experts
+    weights: int  # bytes of all weights
+    read: int  # bytes of weights that a decode step reads: no embeddings, but all experts
     layers: list[Layer]  # those that hold keys and values
-    hidden: int  # numbers that one token takes in a layer while it is computed
+    hidden: int  # numbers of one token's activations while a layer is computed
     itemsize: int  # bytes of one number
 
     @classmethod
     def of(cls, model: Any) -> Sizes:
-        """Of a model on the meta device, which is left in bfloat16.
+        """Return the sizes of a model on the meta device; it is converted to bfloat16.
 
-        What each layer holds is seen in a forward pass, which computes nothing there.
+        The caches of its layers are those of a forward pass, which computes nothing there.
         """
         config = model.config.get_text_config()
         weights = model.get_memory_footprint(return_buffers=False)
-        table, out = model.get_input_embeddings(), model.get_output_embeddings()
-        decoder = {*model.get_decoder().parameters()} - {table.weight}
-        read = sum(x.nbytes for x in decoder | ({out.weight} if out is not None else set()))
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        decoder = {*model.get_decoder().parameters()} - {embedding.weight}
+        read = sum(x.nbytes for x in decoder | ({head.weight} if head is not None else set()))
         itemsize = next(model.parameters()).element_size()
         with torch.no_grad(), torch.device("meta"):
             ids = torch.ones(1, 2, dtype=torch.long)
-            # Experts are multiplied in bfloat16 alone.
-            seen = model.to(torch.bfloat16).get_decoder()(input_ids=ids, use_cache=True)
+            # Experts are only multiplied in bfloat16.
+            outputs = model.to(torch.bfloat16).get_decoder()(input_ids=ids, use_cache=True)
         kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
         windows = {
             "sliding_attention": getattr(config, "sliding_window", None) or 0,
             "chunked_attention": getattr(config, "attention_chunk_size", None) or 0,
         }
         layers: list[Layer] = []
-        for kind, layer in zip(kinds, cache_in(seen).layers, strict=False):
+        for kind, layer in zip(kinds, cache_in(outputs).layers, strict=False):
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
             if keys is not None and values is not None:
                 pair, width = keys.shape[1] * (keys.shape[3] + values.shape[3]), keys.shape[3]
@@ -101,7 +101,7 @@ class Sizes:
 
 
 class Load(NamedTuple):
-    """What is asked of it: sequences at once, tokens of each prompt, tokens generated."""
+    """Sequences at once, tokens of each prompt, and generated tokens of each."""
 
     batch: int
     prompt: int
@@ -118,7 +118,7 @@ class Plan(NamedTuple):
     largest_batch: int  # sequences that fit, 0 if not even one does
 
     def cells(self, load: Load) -> dict[str, str]:
-        """By the columns of the table; tokens/s are with the prefill."""
+        """Return the table's cells by column; tokens/s include the prefill."""
         rate = load.batch * load.new / (self.prefill_s + self.token_s * load.new)
         fits = load.batch <= self.largest_batch
         return {
@@ -131,10 +131,10 @@ class Plan(NamedTuple):
         }
 
 
-def held(
+def kept_tokens(
     policy: Policy, budget: float | int, prompt: int, generated: int, n_layers: int = 1
 ) -> float:
-    """Tokens that a layer holds of a sequence, a mean over layers."""
+    """Return the tokens that a layer holds of a sequence, a mean over layers."""
     seen = prompt + generated
     if policy.keeps_all:
         return seen
@@ -146,13 +146,13 @@ def held(
         return kept + min(generated, 2 * _ROUND)
     if decode == "ratio":
         return max(kept, total_kept(policy, budget, n_layers, seen) / n_layers)
-    return max(kept, min(kept_whole(policy, budget), seen))  # filled up
+    return max(kept, min(kept_whole(policy, budget), seen))  # slots are filled up to the size
 
 
 def empty_slots(policy: Policy, budget: float | int, load: Load) -> float:
-    """Slots that a layer leaves empty for each sequence and head, a mean over layers.
+    """Return the empty slots of a layer for each sequence and head, a mean over layers.
 
-    Heads of different sizes share blocks, each as long as its largest (`group_rows`).
+    Heads of different sizes share a block that is as long as its largest head (`group_rows`).
     """
     heads = policy.heads
     if not isinstance(heads, HeadsByWeight) or kept_whole(policy, budget) >= load.prompt:
@@ -161,9 +161,9 @@ def empty_slots(policy: Policy, budget: float | int, load: Load) -> float:
     valid = torch.ones(1, load.prompt, dtype=torch.bool)
     prompt = TokenMasks.of(policy, valid, budget=budget, n_layers=n_layers)
     scores, positions = torch.zeros(1, H, load.prompt), torch.arange(load.prompt).view(1, 1, -1)
-    (of_layers,) = sizes_of_rows(CacheConfig(policy, budget), prompt, n_layers)
+    (layer_sizes,) = sizes_of_rows(CacheConfig(policy, budget), prompt, n_layers)
     marks, empty = prompt.marks(positions), 0
-    for layer, size in zip(heads.layers, of_layers, strict=True):
+    for layer, size in zip(heads.layers, layer_sizes, strict=True):
         ranking = selection.ranked(policy, scores, positions, prompt, marks, [size], layer)
         counts = ranking.size.expand(load.batch, H).flatten().numpy()
         empty += sum(len(x) * int(counts[x].max()) for x in group_rows(counts)) - int(counts.sum())
@@ -178,45 +178,45 @@ def plan(
     budget: float | int = 1.0,
     kv_dtype: str | None = None,
 ) -> Plan:
-    """Bytes and least times of a policy on a card; `budget` and `kv_dtype` as for `mmkv.wrap`."""
+    """Return bounds of a policy on a card; `budget` and `kv_dtype` are as for `mmkv.wrap`."""
     if policy.retention is None:
         checked(policy, budget)
     empty = empty_slots(policy, budget, load)
-    number, full = sizes.itemsize, [x for x in sizes.layers if not x.window]
-    # A scale and a zero point of 16 bits for a head's numbers, or for 64 of them.
-    width = min([64, *(x.width for x in full)])
-    bits = 8 * number if kv_dtype is None else int(kv_dtype[3:]) + 32 / width
+    itemsize, full = sizes.itemsize, [x for x in sizes.layers if not x.window]
+    # Up to 64 numbers of a head share a scale and a zero point of 16 bits each.
+    group = min([64, *(x.width for x in full)])
+    bits = 8 * itemsize if kv_dtype is None else int(kv_dtype[3:]) + 32 / group
 
     def cache(generated: int) -> float:
-        """Bytes of one sequence after so many generated tokens."""
+        """Return the bytes of one sequence after so many generated tokens."""
         seen = load.prompt + generated
-        tokens = empty + held(policy, budget, load.prompt, generated, len(full) or 1)
+        tokens = empty + kept_tokens(policy, budget, load.prompt, generated, len(full) or 1)
         sliding = sum(x.pair * min(seen, x.window) for x in sizes.layers if x.window)
-        return sum(x.pair for x in full) * tokens * bits / 8 + sliding * number
+        return sum(x.pair for x in full) * tokens * bits / 8 + sliding * itemsize
 
-    every = policy.heads.is_global or policy.score.repeats
-    every = every or (policy.layers.needs and not policy.layers.mini_prefill)
-    whole = full if every or policy.keeps_all else full[:1]
-    prefill = load.prompt * number * (sizes.hidden + sum(x.pair for x in whole))
+    waits_for_all = policy.heads.is_global or policy.score.repeats
+    waits_for_all = waits_for_all or (policy.layers.needs and not policy.layers.mini_prefill)
+    whole = full if waits_for_all or policy.keeps_all else full[:1]
+    prefill = load.prompt * itemsize * (sizes.hidden + sum(x.pair for x in whole))
     prefill += 0 if len(whole) == len(full) else cache(0) * (1 - len(whole) / len(full))
-    one = max(prefill, cache(load.new))
-    # Pairs of a query and a key: attention multiplies them twice, a score once.
-    asked = causal = load.prompt**2 / 2
+    sequence_bytes = max(prefill, cache(load.new))
+    # Pairs of a query and a key: attention has two products of each, a score one.
+    scored_pairs = causal = load.prompt**2 / 2
     if policy.queries is not None and not isinstance(policy.score, AccumulatedAttention):
-        asked = min(policy.queries, load.prompt) * load.prompt
+        scored_pairs = min(policy.queries, load.prompt) * load.prompt
     elif isinstance(policy.score, Observers):
-        asked = min(policy.score.chunk, load.prompt) * load.prompt
-    seen = [(x.queried, min(causal, (x.window or causal) * load.prompt)) for x in sizes.layers]
-    pairs = 2 * sum(map(math.prod, seen)) + sum(x.queried for x in full) * asked
-    active = sizes.read / number
+        scored_pairs = min(policy.score.chunk, load.prompt) * load.prompt
+    spans = [(x.queried, min(causal, (x.window or causal) * load.prompt)) for x in sizes.layers]
+    pairs = 2 * sum(map(math.prod, spans)) + sum(x.queried for x in full) * scored_pairs
+    active = sizes.read / itemsize
     flops = 2 * load.batch * (active * load.prompt + pairs)
-    read = (cache(0) + cache(load.new)) / 2  # they change at a constant rate
-    moved = (sizes.read + load.batch * read) / card.bandwidth
-    room = _USABLE * card.memory - sizes.weights
+    mean_cache = (cache(0) + cache(load.new)) / 2  # the cache's size changes at a constant rate
+    step_s = (sizes.read + load.batch * mean_cache) / card.bandwidth
+    free_memory = _USABLE * card.memory - sizes.weights
     return Plan(
         cache_bytes=load.batch * cache(load.new),
-        peak_bytes=sizes.weights + load.batch * one,
+        peak_bytes=sizes.weights + load.batch * sequence_bytes,
         prefill_s=max(flops / card.flops, sizes.read / card.bandwidth),
-        token_s=max(moved, 2 * active * load.batch / card.flops),
-        largest_batch=max(0, int(room // one)),
+        token_s=max(step_s, 2 * active * load.batch / card.flops),
+        largest_batch=max(0, int(free_memory // sequence_bytes)),
     )

@@ -1,4 +1,4 @@
-"""kvpress as a rival: which press is nearest to a policy, and the process that runs it."""
+"""kvpress for comparison: the press nearest to a policy, and the process that runs it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mmkv.policy import Policy
 
 
 def nearest_press(policy: Policy, budget: float | int, prompt: int) -> dict[str, Any] | None:
-    """The press that does most nearly what a policy does; None if there is none.
+    """Return the press that is most like a policy; None if there is none.
 
-    In the worker's words: name, options, an inner press, whether it needs eager attention.
+    Its fields are name, options, an inner press, and whether it needs eager attention.
     """
     kept = budget if isinstance(budget, float) else budget / prompt
     share = {"compression_ratio": max(0.0, round(1 - kept, 6))}
@@ -46,26 +46,26 @@ def nearest_press(policy: Policy, budget: float | int, prompt: int) -> dict[str,
 
 
 def press_label(press: dict[str, Any]) -> str:
-    """A press in words, such as "AdaKVPress(SnapKVPress)"."""
+    """Return a press's name, such as "AdaKVPress(SnapKVPress)"."""
     return press["name"] + (f"({press_label(press['inner'])})" if "inner" in press else "")
 
 
 class Worker:
-    """A process of kvpress's interpreter that waits to be asked."""
+    """A process of kvpress's interpreter that answers requests."""
 
     def __init__(self, python: Path) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the worker
-        # Its own packages: nothing of this environment's but what the script imports of mmkv.
-        script, mine = Path(__file__).with_name("kvpress_worker.py"), Path(mmkv.__file__).parent
-        how: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
-        self._process: Any = subprocess.Popen([python, script, mine], text=True, **how)
+        # It has its own packages; of this environment the script imports only from mmkv.
+        script, package = Path(__file__).with_name("kvpress_worker.py"), Path(mmkv.__file__).parent
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        self._process: Any = subprocess.Popen([python, script, package], text=True, **pipes)
         self.versions: dict[str, str | None] = {}
 
     def load(self, name: str, model: Any) -> None:
-        """Make the same model there; a ValueError: it cannot be made there."""
-        how: Any = {"device": str(model.device), "dtype": str(model.dtype).removeprefix("torch.")}
-        how |= {"shape": SHAPES[name]} if name in SHAPES else {"path": find(name).path}
-        self.versions = self.ask("load", threads=torch.get_num_threads(), **how)
+        """Make the same model in the process. Raises ValueError if that fails."""
+        spec: Any = {"device": str(model.device), "dtype": str(model.dtype).removeprefix("torch.")}
+        spec |= {"shape": SHAPES[name]} if name in SHAPES else {"path": find(name).path}
+        self.versions = self.ask("load", threads=torch.get_num_threads(), **spec)
 
     def close(self) -> None:
         """End the process."""
@@ -73,33 +73,33 @@ class Worker:
         self._process.communicate()
         self._errors.close()
 
-    def ask(self, do: str, **asked: Any) -> Any:
-        """What a method of `kvpress_worker.Replies` gives; a ValueError: it failed there."""
+    def ask(self, method: str, **arguments: Any) -> Any:
+        """Return the result of a method of the worker's `Replies`. Raises ValueError if it fails."""
         line = ""
         with suppress(OSError):
-            self._process.stdin.write(json.dumps({"do": do, **asked}) + "\n")
+            self._process.stdin.write(json.dumps({"do": method, **arguments}) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
         try:
             answer = json.loads(line)
         except ValueError:
             self._errors.seek(0)
-            said = [x.strip() for x in (line, *self._errors) if x.strip()] or ["it ended"]
-            raise ValueError(f"--kvpress-python: its process failed: {said[-1]}") from None
+            messages = [x.strip() for x in (line, *self._errors) if x.strip()] or ["it ended"]
+            raise ValueError(f"--kvpress-python: its process failed: {messages[-1]}") from None
         if "error" in answer:
             raise ValueError(f"--kvpress-python: {answer['error']}")
-        return answer["found"]
+        return answer["result"]
 
 
 def remote_reply(
-    worker: Worker, label: str, **asked: Any
+    worker: Worker, label: str, **options: Any
 ) -> Generator[tuple[float, int, Tensor | None]]:
-    """As `models.reply`, in kvpress's process, with a press; tokens are not told."""
+    """Yield as `models.reply`, from kvpress's process with a press; tokens are None."""
     try:
-        yield *worker.ask("open", label=label, **asked), None
+        yield *worker.ask("open", label=label, **options), None
         while True:
             yield *worker.ask("step", label=label), None
     finally:
-        # Whatever is wrong with the process was said before.
+        # A failure of the process was reported before.
         with suppress(ValueError):
             worker.ask("close", label=label)
