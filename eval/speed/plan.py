@@ -131,7 +131,7 @@ class Plan(NamedTuple):
         }
 
 
-def kept_tokens(
+def held(
     policy: Policy, budget: float | int, prompt: int, generated: int, n_layers: int = 1
 ) -> float:
     """Return the tokens that a layer holds of a sequence, a mean over layers."""
@@ -190,7 +190,7 @@ def plan(
     def cache(generated: int) -> float:
         """Return the bytes of one sequence after so many generated tokens."""
         seen = load.prompt + generated
-        tokens = empty + kept_tokens(policy, budget, load.prompt, generated, len(full) or 1)
+        tokens = empty + held(policy, budget, load.prompt, generated, len(full) or 1)
         sliding = sum(x.pair * min(seen, x.window) for x in sizes.layers if x.window)
         return sum(x.pair for x in full) * tokens * bits / 8 + sliding * itemsize
 

@@ -74,7 +74,7 @@ class Worker:
         self._errors.close()
 
     def ask(self, method: str, **arguments: Any) -> Any:
-        """Return the result of a method of the worker's `Replies`. Raises ValueError if it fails."""
+        """Return the result of a method of the worker's `Replies`. Raises ValueError: it failed."""
         line = ""
         with suppress(OSError):
             self._process.stdin.write(json.dumps({"do": method, **arguments}) + "\n")
