@@ -23,13 +23,13 @@ PolicyOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=VALUE",
-        help="For every policy that reads it. With the built-in data, window=8 unless given.",
+        help="For every policy that has it. With the built-in data, window=8 by default.",
     ),
 ]
 MapOption = Annotated[
     str | None, typer.Option(help="auto spreads a model over all GPUs of this machine.")
 ]
-ImagesOption = Annotated[Path | None, typer.Option(help="Pictures that are not beside the data.")]
+ImagesOption = Annotated[Path | None, typer.Option(help="Pictures, if not beside the data.")]
 LengthOption = Annotated[
     int | None,
     typer.Option(
@@ -42,7 +42,7 @@ PromptsOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Your own: .txt, one a line (or longer ones between lines of ---), or .jsonl of "
+        help="Your prompts: .txt, one a line (or longer ones between lines of ---), or .jsonl of "
         '{"prompt": ...} or {"messages": [...]}. [default: English ones that are shipped]',
     ),
 ]

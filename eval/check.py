@@ -30,16 +30,16 @@ def check_command(
     profile: options.ProfileOption = None,
     kv_dtype: options.KvDtypeOption = None,
     limit: LimitOption = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of a reply.")] = 48,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of a reply, at most.")] = 48,
     out: RunOption = None,
     device: options.DeviceOption = "auto",
     dtype: options.DtypeOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
-    """Find the smallest cache that serves your prompts, by how far its predictions move.
+    """Find the smallest cache for your prompts whose predictions stay within a tolerance.
 
-    Each budget, and the full cache in 8 and in 4 bits, is compared with the full cache on the
-    model's own replies: divergence of next tokens, share of the same ones, and bytes.
+    Each budget, and the full cache in 8 and in 4 bits, is compared with the full cache along the
+    model's replies: divergence of next-token predictions, share of equal tokens, and bytes.
     """
     from mmkv import chat
     from mmkv.registry import get_policy

@@ -49,12 +49,12 @@ def eval_command(
         str, typer.Option(help="Of ppl, divergence, next, rouge, score; the last two need replies.")
     ] = "ppl,rouge",
     question: Annotated[
-        str, typer.Option(help="visible: compressed with the prompt; hidden: asked later; both.")
+        str, typer.Option(help="visible: compressed with the prompt; hidden: read after it; both.")
     ] = "visible",
     limit: arguments.LimitOption = None,
     out: arguments.RunOption = None,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Samples at once; a stop loses at most one batch.")
+        int, typer.Option(min=1, help="Samples at once; a stopped run loses at most one batch.")
     ] = 25,
     option: arguments.PolicyOption = None,
     plugin: PluginOption = None,
@@ -63,7 +63,7 @@ def eval_command(
     ] = None,
     length: arguments.LengthOption = None,
     questions: Annotated[
-        int, typer.Option(min=1, help="Most on each context, of ruler and the built-in mmvet.")
+        int, typer.Option(min=1, help="For each context, at most; ruler and built-in mmvet only.")
     ] = 1,
     image_folder: arguments.ImagesOption = None,
     max_length: Annotated[
@@ -155,8 +155,8 @@ def report_command(
 ) -> None:
     """Print a run's tables; write report.md, report.csv and curves.png into its folder.
 
-    Of several runs: what quality costs in bytes, in time to the first token and in speed; runs.md,
-    runs.csv and fronts.png.
+    Of several runs: quality against bytes, time to the first token and speed, in runs.md, runs.csv
+    and fronts.png.
     """
     from . import draw
     from .compare import Comparison

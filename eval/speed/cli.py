@@ -47,22 +47,22 @@ def bench_command(
     preset: Annotated[
         str, typer.Option(help="ci, prefixkv, xkv, squeeze: in place of all the above.")
     ] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Replies of each row.")] = 6,
-    minutes: Annotated[float, typer.Option(min=0.0, help="Fewer rounds, to end by then.")] = 0.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Replies timed for each row.")] = 6,
+    minutes: Annotated[float, typer.Option(min=0.0, help="Time limit on rounds.")] = 0.0,
     kvpress_python: Annotated[
         Path | None,
-        typer.Option(help="Interpreter of an environment with kvpress: its nearest presses."),
+        typer.Option(help="Interpreter with kvpress, of which the nearest presses are timed."),
     ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
-    out: Annotated[Path, typer.Option(help="The JSON, with tables in Markdown beside it.")] = Path(
+    out: Annotated[Path, typer.Option(help="JSON file; tables go to a .md file beside it.")] = Path(
         "out/bench.json"
     ),
 ) -> None:
     """Time the unwrapped model, twice, its full cache wrapped, and policies, side by side.
 
     In every round each row reads its prompt; then decode steps of all rows alternate in random
-    order, and ratios are taken pair by pair. Warm-up is not counted, and the device is waited for.
+    order, and ratios are taken pair by pair. Warm-up is excluded, and the device is synchronised.
     """
     sources = {name: context.get_parameter_source(name) for name in context.params}
     names = [name for name, x in sources.items() if x is not None and x.name == "COMMANDLINE"]
@@ -151,23 +151,23 @@ def _warn_beyond(model: Any, tokens: int) -> None:
 @bench.command("serve")
 @told
 def serve_command(
-    requests: Annotated[int, typer.Option(min=2, help="How many are asked.")] = 40,
-    tokens: Annotated[int, typer.Option(min=64, help="Of a text, about; pictures on top.")] = 1000,
-    pictures: Annotated[int, typer.Option(min=0, help="Before each text.")] = 2,
+    requests: Annotated[int, typer.Option(min=2, help="Number of requests.")] = 40,
+    tokens: Annotated[int, typer.Option(min=64, help="Of a text, about, without pictures.")] = 1000,
+    pictures: Annotated[int, typer.Option(min=0, help="Pictures before each text.")] = 2,
     documents: Annotated[
-        int, typer.Option(min=0, help="Texts that all requests ask about; 0: each has its own.")
+        int, typer.Option(min=0, help="Texts that the requests share; 0: each has its own.")
     ] = 0,
     new: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 64,
     rate: Annotated[float, typer.Option(min=0.01, help="Requests a second, at random.")] = 1.0,
     data: Annotated[
         Path | None, typer.Option(help="A folder of real texts, as of the suite documents.")
     ] = None,
-    clients: Annotated[int, typer.Option(min=0, help="Ask in turn, instead of a rate.")] = 0,
-    budget: Annotated[float, typer.Option(help="Of condense.")] = 0.2,
+    clients: Annotated[int, typer.Option(min=0, help="Each waits for replies; replaces rate.")] = 0,
+    budget: Annotated[float, typer.Option(help="Budget of condense.")] = 0.2,
     cache_memory: Annotated[float, typer.Option(help="MB for keys and values.")] = 40.0,
     model: _Model = "builtin",
 ) -> None:
-    """Time an engine under load beside one by one, at equal cache memory."""
+    """Time engines under load, and requests one by one, at equal cache memory."""
     wait_asleep()
     from mmkv.eval.speed import serve
 
@@ -207,8 +207,8 @@ def plan_command(
 ) -> None:
     """Bound bytes, times and batches from a model's config alone.
 
-    Times are the least that a card's published speed allows, and real ones are longer. Only the
-    config is read: no weights.
+    Times are lower bounds by a card's published speed; real ones are longer. Only the config is
+    read, no weights.
     """
     import torch
 

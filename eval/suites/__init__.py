@@ -1,1 +1,1 @@
-"""The suites: what is asked, and what counts as right."""
+"""The suites: their prompts, reference answers and metrics."""
