@@ -1,4 +1,4 @@
-"""The answers of OpenAI's completions, whole and in pieces, from what the replies give."""
+"""OpenAI's answers to chats and completions, whole and in pieces, from the events of replies."""
 
 from __future__ import annotations
 
@@ -15,125 +15,126 @@ Piece = dict[str, Any]
 
 
 class ChatAnswer:
-    """The answer of a chat of so many choices, as their events come."""
+    """The answer to a chat, one choice for each reply, built from the events of the replies."""
 
     kind, piece_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, asked: ChatRequest | CompletionRequest, choices: int) -> None:
+    def __init__(self, request: ChatRequest | CompletionRequest, n_choices: int) -> None:
         name = f"{self.prefix}-{uuid.uuid4().hex}"
-        self._about = {"id": name, "created": int(time.time()), "model": asked.model}
-        # None, or False in a chat, asks for none; 0 for those of the tokens taken.
-        self._likely = asked.logprobs is not None and asked.logprobs is not False
-        tools = asked.callable if isinstance(asked, ChatRequest) else []
-        self._texts = [ToolText([x["function"]["name"] for x in tools]) for _ in range(choices)]
-        self._n, self._begun = asked.n or 1, set[int]()
+        self._header = {"id": name, "created": int(time.time()), "model": request.model}
+        # None (or False in a chat) asks for no logprobs, 0 for those of the chosen tokens alone.
+        self._with_logprobs = request.logprobs is not None and request.logprobs is not False
+        tools = request.callable if isinstance(request, ChatRequest) else []
+        self._texts = [ToolText([x["function"]["name"] for x in tools]) for _ in range(n_choices)]
+        self._n, self._started = request.n or 1, set[int]()
 
     def add(self, i: int, event: Event) -> Piece | None:
-        """What one more event of the i-th reply adds to its choice; None: nothing yet."""
+        """Return what one more event of the i-th reply adds to its choice; None: nothing yet."""
         delta: dict[str, Any] = {}
-        if i not in self._begun:
-            self._begun.add(i)
+        if i not in self._started:
+            self._started.add(i)
             delta = {"role": "assistant", "content": ""}
         if text := self._texts[i].add(event.text):
             delta["content"] = text
-        likely = self._told(i, event.logprobs)
-        if not delta and likely is None:
+        logprobs = self._logprobs(i, event.logprobs)
+        if not delta and logprobs is None:
             return None
-        return {"index": i, "delta": delta, "logprobs": likely, "finish_reason": None}
+        return {"index": i, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
     def end(self, i: int, reason: str) -> list[Piece]:
-        """What ends the i-th choice: held text and calls, then why."""
+        """Return the last pieces of the i-th choice: the remaining text and calls, the reason."""
         text, calls = self._texts[i].end()
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls:
             delta["tool_calls"] = [{"index": k, **call} for k, call in enumerate(calls)]
-        rest = {"index": i, "logprobs": None}
-        last = {**rest, "delta": {}, "finish_reason": "tool_calls" if calls else reason}
-        return [{**rest, "delta": delta, "finish_reason": None}, last] if delta else [last]
+        common = {"index": i, "logprobs": None}
+        last = {**common, "delta": {}, "finish_reason": "tool_calls" if calls else reason}
+        return [{**common, "delta": delta, "finish_reason": None}, last] if delta else [last]
 
     def whole(self, pieces: Sequence[Piece], replies: Sequence[Any]) -> Piece:
-        """All of it at once, from all pieces."""
+        """Return the whole answer, joined from all pieces."""
         choices = list[Piece]()
         for i in range(len(replies)):
-            own = [x for x in pieces if x["index"] == i]
-            end = {"finish_reason": own[-1]["finish_reason"]}
-            choices.append({"index": i, **self._choice(own), **end})
-        return {**self._about, "object": self.kind, "choices": choices, **self.usage(replies)}
+            own_pieces = [x for x in pieces if x["index"] == i]
+            reason = {"finish_reason": own_pieces[-1]["finish_reason"]}
+            choices.append({"index": i, **self._choice(own_pieces), **reason})
+        return {**self._header, "object": self.kind, "choices": choices, **self.usage(replies)}
 
     def usage(self, replies: Sequence[Any]) -> Piece:
-        """Tokens as OpenAI counts them, each prompt once, and what the caches held as `mmkv`."""
-        used = [x.usage for x in replies]
-        counts = {"prompt_tokens": sum(x.prompt_tokens for x in used[:: self._n])}
-        counts["completion_tokens"] = sum(x.completion_tokens for x in used)
+        """Count tokens as OpenAI does (each prompt once); as `mmkv`, what the caches held."""
+        usages = [x.usage for x in replies]
+        first = usages[:: self._n]  # of the replies to each prompt
+        counts = {"prompt_tokens": sum(x.prompt_tokens for x in first)}
+        counts["completion_tokens"] = sum(x.completion_tokens for x in usages)
         counts["total_tokens"] = sum(counts.values())
-        held = {"kept_tokens": sum(x.kept_tokens for x in used[:: self._n])}
-        held["cache_bytes"] = sum(x.cache_bytes for x in used)
-        return {"usage": counts, "mmkv": {**held, "shared": used[0].shared}}
+        cache = {"kept_tokens": sum(x.kept_tokens for x in first)}
+        cache["cache_bytes"] = sum(x.cache_bytes for x in usages)
+        return {"usage": counts, "mmkv": {**cache, "shared": usages[0].shared}}
 
     def sent(self, piece: Piece | None) -> Piece:
-        """A piece as an object of its own; without one the last, for `include_usage`."""
-        return {**self._about, "object": self.piece_kind, "choices": [piece] if piece else []}
+        """Return the object to stream for a piece; None: the last one, of `include_usage`."""
+        return {**self._header, "object": self.piece_kind, "choices": [piece] if piece else []}
 
-    def _choice(self, own: Sequence[Piece]) -> Piece:
-        content = "".join(x["delta"].get("content") or "" for x in own)
+    def _choice(self, pieces: Sequence[Piece]) -> Piece:
+        content = "".join(x["delta"].get("content") or "" for x in pieces)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if calls := [call for x in own for call in x["delta"].get("tool_calls", ())]:
+        if calls := [call for x in pieces for call in x["delta"].get("tool_calls", ())]:
             message["content"] = content or None
             message["tool_calls"] = [{k: v for k, v in x.items() if k != "index"} for x in calls]
-        told = [x for piece in own for x in (piece["logprobs"] or {}).get("content", [])]
-        likely = {"content": told, "refusal": None} if self._likely else None
-        return {"message": message, "logprobs": likely}
+        tokens = [x for piece in pieces for x in (piece["logprobs"] or {}).get("content", [])]
+        logprobs = {"content": tokens, "refusal": None} if self._with_logprobs else None
+        return {"message": message, "logprobs": logprobs}
 
-    def _told(self, i: int, likely: Sequence[TokenLogprobs]) -> Piece | None:
-        if not self._likely or not likely:
+    def _logprobs(self, i: int, chosen: Sequence[TokenLogprobs]) -> Piece | None:
+        if not self._with_logprobs or not chosen:
             return None
-        told = [{**_token(x.taken), "top_logprobs": [*map(_token, x.top)]} for x in likely]
-        return {"content": told, "refusal": None}
+        tokens = [{**_token(x.taken), "top_logprobs": [*map(_token, x.top)]} for x in chosen]
+        return {"content": tokens, "refusal": None}
 
 
 class CompletionAnswer(ChatAnswer):
-    """The answer of a completion: texts that go on from prompts."""
+    """The answer to a completion request: texts that continue prompts."""
 
     kind, piece_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, asked: CompletionRequest, choices: int) -> None:
-        super().__init__(asked, choices)
-        self._lengths = [0] * choices  # characters of the tokens so far
+    def __init__(self, request: CompletionRequest, n_choices: int) -> None:
+        super().__init__(request, n_choices)
+        self._lengths = [0] * n_choices  # characters of each choice so far
 
     def add(self, i: int, event: Event) -> Piece | None:
-        """As `ChatAnswer.add`."""
-        likely = self._told(i, event.logprobs)
-        if not event.text and likely is None:
+        """Return what one more event adds to its choice, as `ChatAnswer.add` does."""
+        logprobs = self._logprobs(i, event.logprobs)
+        if not event.text and logprobs is None:
             return None
-        return {"index": i, "text": event.text, "logprobs": likely, "finish_reason": None}
+        return {"index": i, "text": event.text, "logprobs": logprobs, "finish_reason": None}
 
     def end(self, i: int, reason: str) -> list[Piece]:
-        """As `ChatAnswer.end`."""
+        """Return the last piece of a choice, as `ChatAnswer.end` does."""
         return [{"index": i, "text": "", "logprobs": None, "finish_reason": reason}]
 
-    def _choice(self, own: Sequence[Piece]) -> Piece:
-        told = [x["logprobs"] for x in own if x["logprobs"]]
-        likely = {k: [v for x in told for v in x[k]] for k in told[0]} if told else None
-        return {"text": "".join(x["text"] for x in own), "logprobs": likely}
+    def _choice(self, pieces: Sequence[Piece]) -> Piece:
+        parts = [x["logprobs"] for x in pieces if x["logprobs"]]
+        logprobs = {k: [v for x in parts for v in x[k]] for k in parts[0]} if parts else None
+        return {"text": "".join(x["text"] for x in pieces), "logprobs": logprobs}
 
-    def _told(self, i: int, likely: Sequence[TokenLogprobs]) -> Piece | None:
-        if not self._likely or not likely:
+    def _logprobs(self, i: int, chosen: Sequence[TokenLogprobs]) -> Piece | None:
+        if not self._with_logprobs or not chosen:
             return None
         offsets = list[int]()
-        for x in likely:
+        for x in chosen:
             offsets.append(self._lengths[i])
             self._lengths[i] += len(x.taken.text)
         return {
-            "tokens": [x.taken.text for x in likely],
-            "token_logprobs": [x.taken.logprob for x in likely],
-            # Of several tokens with the same text, such as parts of characters, the likeliest.
+            "tokens": [x.taken.text for x in chosen],
+            "token_logprobs": [x.taken.logprob for x in chosen],
+            # Of tokens with the same text, such as parts of characters, the likeliest one stays.
             "top_logprobs": [
-                {y.text: y.logprob for y in reversed(x.top)} if x.top else None for x in likely
+                {y.text: y.logprob for y in reversed(x.top)} if x.top else None for x in chosen
             ],
             "text_offset": offsets,
         }
 
 
 def _token(x: Logprob) -> Piece:
-    part = "\ufffd" in x.text  # of a character: its bytes are not told by its text
+    part = "\ufffd" in x.text  # part of a character, whose bytes its text does not give
     return {"token": x.text, "logprob": x.logprob, "bytes": None if part else [*x.text.encode()]}

@@ -1,4 +1,4 @@
-"""What a client of OpenAI's completions may ask for: the bodies of requests, checked."""
+"""The bodies of requests to OpenAI's API: fields, checks, and what the engine is to do."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mmkv.serving.reply import MOST_LOGPROBS, Sampling
 if TYPE_CHECKING:
     from PIL import Image
 
-_MOST_REPLIES = 128
-# Of a request, that are handed on as they are.
-_NUMBERS = (
+_MAX_REPLIES = 128
+# Fields of a request that `Sampling` takes unchanged.
+_SAMPLING_FIELDS = (
     *("temperature", "top_p", "min_p"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
@@ -72,7 +72,7 @@ class _JSONSchema(Body):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] = Field(default_factory=dict[str, Any], alias="schema")
-    strict: bool | None = None  # it is held in any case
+    strict: bool | None = None  # without effect: every schema is enforced
 
 
 class _ResponseFormat(Body):
@@ -81,7 +81,7 @@ class _ResponseFormat(Body):
 
 
 class Message(Body):
-    """One turn. What an answer of OpenAI's holds beside its text is taken where it is empty."""
+    """One turn. Fields besides the text that OpenAI's answers have are accepted where empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Annotated[_TextPart | _ImagePart, Field(discriminator="type")]] | None = (
@@ -95,27 +95,27 @@ class Message(Body):
     annotations: list[Any] | None = None
 
 
-def _checked(given: list[Message]) -> list[Message]:
-    """Refuse messages whose fields do not go together."""
-    for i, message in enumerate(given):
-        place, told, content = f"messages[{i}]", None, message.content
+def _check_messages(messages: list[Message]) -> list[Message]:
+    """Refuse messages whose fields contradict each other."""
+    for i, message in enumerate(messages):
+        place, problem, content = f"messages[{i}]", None, message.content
         if content is None and message.role != "assistant":
-            told = f"{place}.content is null: give a text"
+            problem = f"{place}.content is null: give a text"
         if message.tool_calls and message.role != "assistant":
-            told = f"{place}.tool_calls: only an assistant's message has them"
+            problem = f"{place}.tool_calls: only an assistant's message has them"
         if message.role != "user" and any(isinstance(x, _ImagePart) for x in content or ()):
-            told = f"{place}: pictures can only be in messages of the user"
-        if told is not None:
-            raise RequestError(told, param=place)
-    return given
+            problem = f"{place}: pictures can only be in messages of the user"
+        if problem is not None:
+            raise RequestError(problem, param=place)
+    return messages
 
 
-Messages = Annotated[list[Message], Field(min_length=1), AfterValidator(_checked)]
+Messages = Annotated[list[Message], Field(min_length=1), AfterValidator(_check_messages)]
 
 
 class _StreamOptions(Body):
     include_usage: bool = False
-    include_obfuscation: bool = False  # padding against eavesdroppers: it is not done
+    include_obfuscation: bool = False  # padding against eavesdroppers: without effect
 
 
 class _Compression(Body):
@@ -124,18 +124,18 @@ class _Compression(Body):
     options: dict[str, bool | int | float | str | None] | None = None
 
 
-def _texts(given: Any) -> Any:
-    """Stop texts as a list; what is null in it asks for nothing."""
-    if isinstance(given, str) or given is None:
-        given = [given]
-    found = [x for x in given if x is not None] if isinstance(given, list) else given
-    if found and "" in found:
+def _stop_texts(stop: Any) -> Any:
+    """Return the stop texts as a list, without nulls."""
+    if isinstance(stop, str) or stop is None:
+        stop = [stop]
+    texts = [x for x in stop if x is not None] if isinstance(stop, list) else stop
+    if texts and "" in texts:
         raise RequestError("stop: an empty text would end every answer", param="stop")
-    return found
+    return texts
 
 
-class _Asked(Body):
-    """What all requests for text have."""
+class _TextRequest(Body):
+    """Fields that chats and completions share."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
@@ -144,10 +144,10 @@ class _Asked(Body):
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[str], Field(max_length=16), BeforeValidator(_texts)] = Field(
+    stop: Annotated[list[str], Field(max_length=16), BeforeValidator(_stop_texts)] = Field(
         default_factory=list[str]
     )
-    n: Annotated[int, Field(ge=1, le=_MOST_REPLIES)] | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_REPLIES)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
@@ -157,29 +157,29 @@ class _Asked(Body):
     mmkv: _Compression = _Compression()
 
     @model_validator(mode="after")
-    def _streams(self) -> Self:
+    def _check_stream_options(self) -> Self:
         if self.stream_options and not self.stream:
             raise RequestError("stream_options: only with stream=true", param="stream_options")
         return self
 
-    def sampling(self, i: int, **more: Any) -> Sampling:
-        """How the tokens of the i-th reply to one prompt are chosen; a bias must be of a token."""
+    def sampling(self, i: int, **options: Any) -> Sampling:
+        """Return the sampling of the i-th reply to a prompt; keys of `logit_bias` are ids."""
         try:
             biases = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
         except ValueError:
             raise RequestError("logit_bias: expected ids of tokens", param="logit_bias") from None
         return Sampling(
-            **{name: x for name in _NUMBERS if (x := getattr(self, name)) is not None},
+            **{name: x for name in _SAMPLING_FIELDS if (x := getattr(self, name)) is not None},
             top_k=max(0, self.top_k or 0),
             seed=(self.seed + i) % 2**63 if i and self.seed is not None else self.seed,
             stop=tuple(self.stop),
             logit_bias=biases,
-            **more,
+            **options,
         )
 
 
-class CompletionRequest(_Asked):
-    """A text to go on with, or several; tokens are taken too."""
+class CompletionRequest(_TextRequest):
+    """A request to continue a text or tokens, or several of these."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
@@ -188,21 +188,21 @@ class CompletionRequest(_Asked):
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     def replies(self, pictures: Sequence[Any] = ()) -> list[dict[str, Any]]:
-        """What the engine is asked, one for each choice of the answer."""
-        given = self.prompt
-        one = isinstance(given, str) or not given or isinstance(given[0], int)
-        prompts: list[Any] = [given] if one else list(given)
+        """Return the arguments of `Engine.submit`, once for each choice of the answer."""
+        prompt = self.prompt
+        single = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
+        prompts: list[Any] = [prompt] if single else list(prompt)
         if self.max_tokens == 0 and not self.echo:
             raise RequestError("max_tokens: 0 asks for nothing without echo", param="max_tokens")
         if self.best_of not in (None, 1, self.n or 1):
             raise RequestError("best_of: answers are not compared, leave it out", param="best_of")
-        if len(prompts) * (self.n or 1) > _MOST_REPLIES:
-            told = f"prompt: at most {_MOST_REPLIES} replies a request, send some apart"
-            raise RequestError(told, param="prompt")
-        more = {"logprobs": self.logprobs, "echo": bool(self.echo)}
-        n, longest = self.n or 1, self.max_tokens
+        if len(prompts) * (self.n or 1) > _MAX_REPLIES:
+            message = f"prompt: at most {_MAX_REPLIES} replies a request, send some apart"
+            raise RequestError(message, param="prompt")
+        options = {"logprobs": self.logprobs, "echo": bool(self.echo)}
+        n, max_new_tokens = self.n or 1, self.max_tokens
         return [
-            {"prompt": x, "sampling": self.sampling(i, **more), "max_new_tokens": longest}
+            {"prompt": x, "sampling": self.sampling(i, **options), "max_new_tokens": max_new_tokens}
             for x in prompts
             for i in range(n)
         ]
@@ -214,19 +214,19 @@ class _Templated(Body):
 
     @property
     def callable(self) -> list[dict[str, Any]]:
-        """The tools that the model may use, as chat templates take them."""
+        """The tools that the model may call, in the form of chat templates."""
         unused = getattr(self, "tool_choice", None) == "none"
         return [] if unused else [x.model_dump(exclude_none=True) for x in self.tools or ()]
 
     @property
     def template(self) -> dict[str, Any]:
-        """What the chat template is given beside the messages."""
-        given = {"tools": self.callable} if self.callable else {}
-        return {**(self.chat_template_kwargs or {}), **given}
+        """The variables of the chat template besides the messages."""
+        variables = {"tools": self.callable} if self.callable else {}
+        return {**(self.chat_template_kwargs or {}), **variables}
 
 
-class ChatRequest(_Asked, _Templated):
-    """A conversation to be answered."""
+class ChatRequest(_TextRequest, _Templated):
+    """A request to answer a conversation."""
 
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
@@ -237,69 +237,69 @@ class ChatRequest(_Asked, _Templated):
 
     @property
     def grammar(self) -> str | None:
-        """What the text has to match; a tool that has to be called must be there."""
+        """The grammar that the reply must match; a tool that must be called must be given."""
         if self.tool_choice == "required" or isinstance(self.tool_choice, _NamedTool):
-            named = None if self.tool_choice == "required" else self.tool_choice.function.name
-            given = [x["function"] for x in self.callable]
-            among = [x for x in given if named in (None, x["name"])]
-            if not among:
+            required = None if self.tool_choice == "required" else self.tool_choice.function.name
+            functions = [x["function"] for x in self.callable]
+            allowed = [x for x in functions if required in (None, x["name"])]
+            if not allowed:
                 raise RequestError("tool_choice: no such tool is given", param="tool_choice")
-            return choose.json_grammar(tools.call_schema(among))
-        form = self.response_format
-        if form is None or form.type == "text":
+            return choose.json_grammar(tools.call_schema(allowed))
+        format_ = self.response_format
+        if format_ is None or format_.type == "text":
             return None
-        schema = form.json_schema.schema_ if form.json_schema else {}
-        return choose.json_grammar({"type": "object"} if form.type == "json_object" else schema)
+        schema = format_.json_schema.schema_ if format_.json_schema else {}
+        return choose.json_grammar({"type": "object"} if format_.type == "json_object" else schema)
 
     def replies(self, pictures: Sequence[Any] = ()) -> list[dict[str, Any]]:
-        """What the engine is asked, one for each choice of the answer."""
-        likely = (self.top_logprobs or 0) if self.logprobs else None
+        """Return the arguments of `Engine.submit`, once for each choice of the answer."""
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
         shared: dict[str, Any] = {
             "messages": messages(self.messages, pictures),
             "max_new_tokens": self.max_completion_tokens or self.max_tokens,
         }
         if self.template:
             shared["template"] = self.template
-        more = {"logprobs": likely, "grammar": self.grammar}
-        return [{**shared, "sampling": self.sampling(i, **more)} for i in range(self.n or 1)]
+        options = {"logprobs": logprobs, "grammar": self.grammar}
+        return [{**shared, "sampling": self.sampling(i, **options)} for i in range(self.n or 1)]
 
 
 class TokenizeRequest(_Templated):
-    """A text or a conversation whose tokens are asked for."""
+    """A request for the tokens of a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
 
 
-def picture_urls(given: Sequence[Message]) -> list[str]:
-    """Where the pictures are, in the order of the messages."""
-    parts = [part for message in given for part in message.content or ()]
+def picture_urls(messages: Sequence[Message]) -> list[str]:
+    """Return the URLs of the pictures, in the order of the messages."""
+    parts = [part for message in messages for part in message.content or ()]
     return [part.image_url.url for part in parts if isinstance(part, _ImagePart)]
 
 
-def messages(given: Sequence[Message], pictures: Sequence[Image.Image]) -> list[dict[str, Any]]:
-    """The messages as a chat template takes them, with the pictures of `picture_urls` in place."""
-    left, found = iter(pictures), list[dict[str, Any]]()
-    for message in given:
+def messages(turns: Sequence[Message], pictures: Sequence[Image.Image]) -> list[dict[str, Any]]:
+    """Return messages in the form of chat templates, with the pictures of `picture_urls`."""
+    remaining, chat_messages = iter(pictures), list[dict[str, Any]]()
+    for message in turns:
         role = "system" if message.role == "developer" else message.role
         content: Any = message.content or ""
         if not isinstance(content, str):
             content = [
                 {"type": "text", "text": part.text}
                 if isinstance(part, _TextPart)
-                else {"type": "image", "image": next(left)}
+                else {"type": "image", "image": next(remaining)}
                 for part in content
             ]
             if all(part["type"] == "text" for part in content):
                 content = "\n".join(part["text"] for part in content)
-        one = {"role": role, "content": content}
+        chat_message = {"role": role, "content": content}
         if message.role == "tool":
-            one |= {"tool_call_id": message.tool_call_id, "name": message.name}
+            chat_message |= {"tool_call_id": message.tool_call_id, "name": message.name}
         if message.tool_calls:
-            one["tool_calls"] = [
+            chat_message["tool_calls"] = [
                 {"type": "function", "id": x.id, "function": tools.as_object(x.function)}
                 for x in message.tool_calls
             ]
-        found.append({k: x for k, x in one.items() if x is not None})
-    return found
+        chat_messages.append({k: x for k, x in chat_message.items() if x is not None})
+    return chat_messages
