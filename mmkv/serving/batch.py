@@ -1,4 +1,4 @@
-"""Requests on their way, and a step of all running replies: their caches in it, how each leaves."""
+"""Requests, and one decode step of all running replies: its batch, and how a request ends."""
 
 from __future__ import annotations
 
@@ -30,61 +30,61 @@ from mmkv.serving.reply import Event, Reply, Sampling, TextStream, TokenLogprobs
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """A request, waiting, being read or running."""
+    """A request that waits, whose prompt is read, or whose reply grows."""
 
     reply: Reply
-    inputs: dict[str, Any]  # of the model, one row; behind a prefix those of the rest alone
+    inputs: dict[str, Any]  # of the model, one row; with a prefix, of what follows it
     prefix: dict[str, Any] | None  # inputs that other requests may share
-    key: str  # what tells the prefix apart
+    key: str  # identifies the prefix
     sampling: Sampling
-    custom: list[LogitsProcessor]  # what its tokens are chosen by beside what `generate` has
-    new: int
+    extra_processors: list[LogitsProcessor]  # besides those of `generate`
+    max_new_tokens: int
     plan: CacheConfig
     tokens: int  # of the whole prompt
-    whole: int  # bytes that it takes at the most, alone
+    max_bytes: int  # upper bound of its cache if it shares nothing
     text: TextStream
     deadline: float | None
-    reserved: int = 0  # bytes that it may take from now on; a member's are the pool's
-    # What was read of its prefix, while that is held for others too: its cache begins as a copy.
+    reserved: int = 0  # bytes that its cache may still reach; 0 once it is in the pool
+    # Its prefix, as long as others may share it; the request's cache begins as a copy of it.
     context: Context | None = None
-    shared: bool = False
-    cache: CompressedCache | None = None  # None before, and once it is a member of the pool
+    shared: bool = False  # whether its prefix had been read for another request
+    cache: CompressedCache | None = None  # None while it waits, and once it is in the pool
     member: Member | None = None
-    echo: Event = Event(-1, "")  # the prompt's text, and what was likely in it: the reply's start
-    kept: int = 0
-    most: int = 0
-    unread: int = 0  # tokens of its prompt
-    passed: int = 0  # how many requests that waited less were begun before it
-    turns: int = 0  # chunks of its prompt that are read before a shorter prompt may come between
-    # Set when its prompt is read: what `generate` would choose by, and where the next token goes.
+    echo: Event = Event(-1, "")  # text and log probabilities of the prompt, sent with the reply
+    kept_tokens: int = 0
+    peak_bytes: int = 0
+    unread: int = 0  # tokens of its prompt that are not read yet
+    overtaken: int = 0  # how many later requests were started before it
+    chunks_to_itself: int = 0  # chunks to read before a shorter prompt may be read in between
+    # Set when its prompt is read: what `generate` chooses tokens by, and the next position.
     ids: Tensor = field(default_factory=lambda: torch.empty(0))
     processors: Any = ()
-    likely: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
     eos: frozenset[int] = frozenset()
     generator: torch.Generator | None = None
     position: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property
-    def over(self) -> str | None:
-        """Why it should end now: "cancelled", "timeout", or None."""
+    def aborted(self) -> str | None:
+        """Why the request must end now: "cancelled", "timeout", or None."""
         if self.reply.cancelled:
             return "cancelled"
         late = self.deadline is not None and time.monotonic() >= self.deadline
         return "timeout" if late else None
 
     @property
-    def plain(self) -> bool:
-        """Whether its next token is the likeliest, and nothing else counts."""
-        drawn = self.generator is not None
-        return not drawn and not len(self.processors) and self.sampling.logprobs is None
+    def argmax_only(self) -> bool:
+        """Whether the next token is the argmax of the logits and nothing else is computed."""
+        draws = self.generator is not None
+        return not draws and not len(self.processors) and self.sampling.logprobs is None
 
     @property
     def seen(self) -> int:
-        """Tokens of the prompt and the reply."""
+        """Tokens of the prompt and of the reply so far."""
         return self.tokens + len(self.reply.tokens)
 
     def next_token(self, logits: Tensor) -> int:
-        """The next token from logits float32 [1, V], chosen as `generate` does."""
+        """Choose the next token from logits, float32 [1, V], as `generate` does."""
         scores = self.processors(self.ids[:, : self.seen], logits)
         if self.generator is None:
             token = int(scores.argmax(-1))
@@ -92,47 +92,47 @@ class Request:
             probs = torch.softmax(scores, dim=-1)
             token = int(torch.multinomial(probs, num_samples=1, generator=self.generator))
         if (top := self.sampling.logprobs) is not None:
-            self.likely = tuple(choose.logprobs(logits, [token], top, self.text.tokenizer))
+            self.logprobs = tuple(choose.logprobs(logits, [token], top, self.text.tokenizer))
         return token
 
-    def give(self, token: int) -> str | None:
-        """Send the next token; why the reply ends with it, or None."""
+    def emit(self, token: int) -> str | None:
+        """Send the next token; return why the reply ends with it, or None."""
         self.ids[0, self.seen] = token
         text = self.text.add(token)
         reason = None
         if token in self.eos or self.text.stopped:
             reason = "stop"
-        elif len(self.reply.tokens) + 1 >= self.new:
+        elif len(self.reply.tokens) + 1 >= self.max_new_tokens:
             reason = "length"
         if reason is not None:
             text += self.text.end()
-        event = Event(token, self.echo.text + text, self.echo.logprobs + self.likely)
-        self.echo, self.likely = Event(-1, ""), ()
+        event = Event(token, self.echo.text + text, self.echo.logprobs + self.logprobs)
+        self.echo, self.logprobs = Event(-1, ""), ()
         self.reply.put(event, None, self.usage(1))
         return reason
 
     def weigh(self) -> None:
-        """Look at what its cache takes now."""
+        """Update `peak_bytes` by the present size of the cache."""
         if self.cache is not None:
-            self.most = max(self.most, self.cache.nbytes)
+            self.peak_bytes = max(self.peak_bytes, self.cache.nbytes)
 
-    def usage(self, more: int = 0) -> Usage:
-        """What it took so far, with `more` tokens."""
-        tokens = len(self.reply.tokens) + more
-        return Usage(self.tokens, tokens, self.kept, self.shared, self.most)
+    def usage(self, n_pending: int = 0) -> Usage:
+        """Return the usage so far, with `n_pending` tokens that are about to be sent."""
+        tokens = len(self.reply.tokens) + n_pending
+        return Usage(self.tokens, tokens, self.kept_tokens, self.shared, self.peak_bytes)
 
 
 class Batch:
     """Replies that grow together.
 
-    Where it is `limited`, a request takes no more than what is reserved for it. `wake` is held
-    while what other threads look at changes.
+    With `limited`, no request takes more bytes than are reserved for it. The lock `wake` is held
+    while a state that other threads read is changed.
     """
 
     def __init__(self, model: Any, limited: bool, wake: threading.Condition) -> None:
         self.model, self.limited, self.wake = model, limited, wake
         self.running: list[Request] = []
-        self.reading: list[Request] = []  # the last is read, between two chunks of the one before
+        self.reading: list[Request] = []  # a short prompt is read within the one before it
         self.pool = Pool()
         self.stepping = False  # whether a step is under way
         self.counts = Counter(tokens_generated=0, requests_done=0)
@@ -141,7 +141,7 @@ class Batch:
             self._options["logits_to_keep"] = 1
 
     def step(self) -> None:
-        """One token more of every running reply."""
+        """Generate one token of every running reply."""
         self._join()
         rows = [x.owner for x in self.pool.members]
         rows += [x for x in self.running if x.member is None]
@@ -173,13 +173,13 @@ class Batch:
                 self.advance(request, logits[i : i + 1], likeliest[i])
 
     def _join(self) -> None:
-        """Requests that are not alone go on in the pool, where they can."""
+        """Move running requests into the pool, where it takes them; one alone stays outside."""
         for request in list(self.running) if len(self.running) > 1 else ():
             cache = request.cache
             if cache is None or not self.pool.takes(cache):
                 continue
             try:
-                new = request.new - len(request.reply.tokens)
+                new = request.max_new_tokens - len(request.reply.tokens)
                 limit = request.reserved if self.limited else None
                 request.member = self.pool.join(request, cache, new, limit, request.context)
                 request.cache, request.context, request.reserved = None, None, 0
@@ -187,11 +187,11 @@ class Batch:
                 self.end(request, "error", error)
 
     def advance(self, request: Request, logits: Tensor, likeliest: int | None = None) -> None:
-        """Give a request its next token, from logits [1, V]; its errors are its own."""
+        """Choose and send a request's next token from logits [1, V]; an error ends it alone."""
         try:
-            if likeliest is None or not request.plain:
+            if likeliest is None or not request.argmax_only:
                 likeliest = request.next_token(logits)
-            reason = request.give(likeliest)
+            reason = request.emit(likeliest)
         except Exception as error:
             self.end(request, "error", error)
         else:
@@ -200,11 +200,11 @@ class Batch:
                 self.end(request, reason)
 
     def end(self, request: Request, reason: str, error: Exception | None = None) -> None:
-        """A request leaves, and what it held is freed; its client hears of it in any case."""
+        """End a request: free its memory, and tell its client even if that fails."""
         try:
             request.weigh()
             if request.member is not None:
-                request.most = max(request.most, self.pool.bytes_of(request.member))
+                request.peak_bytes = max(request.peak_bytes, self.pool.bytes_of(request.member))
                 self.pool.leave(request.member)
         finally:
             with self.wake:
@@ -221,7 +221,7 @@ class Batch:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Keep the frames of an error as text alone: a client may hold it, and they hold caches."""
+    """Replace an error's frames by text: clients may keep the error, and frames refer to caches."""
     while error is not None:
         if error.__traceback__ is not None:
             error.add_note("In the engine:\n" + "".join(traceback.format_tb(error.__traceback__)))
@@ -232,54 +232,54 @@ def _let_go(error: BaseException | None) -> None:
 class RowCaches(CompressedCache):
     """One decode step's view of many caches: the members of a pool, then caches of one row each.
 
-    Linear layers run on the whole batch, attention once for the pool, and once for each row that is
-    not in it: rows whose attention is not all that a step has to do. An error in one of these
-    (`errors`) leaves the others as they are.
+    Linear layers run on the whole batch; attention runs once for the pool, and once for each row
+    outside it, whose policy does more than attention in a step. An error in one of these rows
+    (`errors`) does not affect the others.
     """
 
     def __init__(self, rows: Sequence[CompressedCache], pool: Pool) -> None:
-        self.pool, self.first = pool, len(pool.members)
-        every = [*(x.cache for x in pool.members), *rows]
-        # Not that of CompressedCache: this one holds no layers of its own.
-        Cache.__init__(self, layers=list(every[0].layers))
-        self.rows = dict(enumerate(rows, self.first))
-        self._lengths = [x.lengths[0] for x in every]
-        self.errors: list[Exception | None] = [None] * len(every)
-        self.plan, self.shape = every[0].plan, every[0].shape
+        self.pool, self.n_pooled = pool, len(pool.members)
+        caches = [*(x.cache for x in pool.members), *rows]
+        # Skips the `__init__` of CompressedCache, which would make layers.
+        Cache.__init__(self, layers=list(caches[0].layers))
+        self.rows = dict(enumerate(rows, self.n_pooled))
+        self._lengths = [x.lengths[0] for x in caches]
+        self.errors: list[Exception | None] = [None] * len(caches)
+        self.plan, self.shape = caches[0].plan, caches[0].shape
         self.phase, self.prompt = Decoding(), None
         self._passes: dict[int, ForwardPass] = {}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: rows differ, and the positions are given."""
+        """Return 0: lengths differ between rows, and `position_ids` are passed."""
         return 0
 
     get_query_offset = get_seq_length
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """One new token, which sees what its cache holds."""
+        """Return a mask's key length, 1, and its offset, 0: no mask is needed."""
         return 1, 0
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row's prompt."""
+        """Prompt tokens of each row."""
         return self._lengths
 
     def check_plan(self, config: Any, plan: Any) -> None:
-        """Each row was checked when its prompt was read, and may have a plan of its own."""
+        """Accept any plan: each row was checked when its prompt was read, and may have its own."""
 
     def step(self, running: ForwardPass, mask: Tensor | None, q: int) -> None:
-        """Before one token of each row."""
+        """Prepare all rows for one token each."""
         running.cache = self
         running.observes = any(row.observes_replies for row in self.rows.values())
         self._passes = {i: ForwardPass(entered=True, parts=running.parts) for i in self.rows}
-        if self.first:
+        if self.n_pooled:
             self.pool.step()
-        self._each(lambda i, row: row.step(self._passes[i], None, 1))
+        self._for_each_row(lambda i, row: row.step(self._passes[i], None, 1))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Count one token a row, and hand them to the attention function that runs next."""
+        """Count one token per row, and pass all on to the attention function that runs next."""
         running = current.get()
         assert running is not None
         running.check_attended()
@@ -301,12 +301,12 @@ class RowCaches(CompressedCache):
         scale: float | None,
         softcap: float | None = None,
     ) -> tuple[Tensor, Any]:
-        """One layer's attention [B, 1, Hq, D]: the pool's, and of the other rows one by one."""
+        """Return a layer's attention, [B, 1, Hq, D]: of the pool at once, of other rows singly."""
         options: dict[str, Any] = {"scale": scale, "softcap": softcap}
         out = query.new_empty(0, 1, query.shape[1], value.shape[-1])
-        if self.first:
-            given = [x[: self.first] for x in (query, key, value)]
-            out = self.pool.attend(layer_idx, *given, **options)
+        if self.n_pooled:
+            pooled = [x[: self.n_pooled] for x in (query, key, value)]
+            out = self.pool.attend(layer_idx, *pooled, **options)
         if not self.rows:
             return out, None
         out = torch.cat([out, out.new_zeros(len(self.rows), *out.shape[1:])])
@@ -314,26 +314,27 @@ class RowCaches(CompressedCache):
         assert running is not None
         rotary = running.rotary.get(layer_idx)
 
-        def attended(i: int, row: CompressedCache) -> None:
-            own, at = self._passes[i], slice(i, i + 1)
+        def attend_row(i: int, row: CompressedCache) -> None:
+            row_pass, at = self._passes[i], slice(i, i + 1)
             if rotary is not None and row.observes_replies:
-                own.rotary[layer_idx] = rotary.rows(torch.tensor([i], device=rotary.cos.device))
-            current.set(own)
-            given = query[at], key[at], value[at]
-            out[at] = row.attend(layer_idx, *given, delegate, mask=mask, **options)[0]
+                index = torch.tensor([i], device=rotary.cos.device)
+                row_pass.rotary[layer_idx] = rotary.rows(index)
+            current.set(row_pass)
+            inputs = query[at], key[at], value[at]
+            out[at] = row.attend(layer_idx, *inputs, delegate, mask=mask, **options)[0]
 
         try:
-            self._each(attended)
+            self._for_each_row(attend_row)
         finally:
             current.set(running)
         return out, None
 
     def finish(self) -> None:
-        """After the last layer: each row's own rounds."""
-        self._each(lambda i, row: row.finish())
+        """Finish the step of each row, after the last layer."""
+        self._for_each_row(lambda i, row: row.finish())
 
-    def _each(self, function: Callable[[int, CompressedCache], None]) -> None:
-        """Run what concerns one row alone; its error is its own, and ends it."""
+    def _for_each_row(self, function: Callable[[int, CompressedCache], None]) -> None:
+        """Call a function for each row without an error; an error is kept for its row."""
         for i, row in self.rows.items():
             if self.errors[i] is None:
                 try:

@@ -1,4 +1,4 @@
-"""What a reply's tokens are chosen by beyond what `generate` has: penalties, biases, grammars."""
+"""Logits processors besides those of `generate`: penalties, biases, grammars; log probabilities."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from mmkv.serving.reply import Logprob, Refused, Sampling, TokenLogprobs
 
 
 class Penalties(LogitsProcessor):
-    """OpenAI's penalties, on tokens of the reply behind `prompt` tokens, and its biases."""
+    """OpenAI's biases and its penalties, on tokens of the reply after `n_prompt` prompt tokens."""
 
-    def __init__(self, sampling: Sampling, prompt: int) -> None:
-        self.sampling, self.prompt = sampling, prompt
+    def __init__(self, sampling: Sampling, n_prompt: int) -> None:
+        self.sampling, self.n_prompt = sampling, n_prompt
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [1, V] with what was said before made less likely."""
-        asked, out = self.sampling, scores.clone()
-        counts = torch.bincount(input_ids[0, self.prompt :], minlength=out.shape[1]).to(out.dtype)
-        out -= asked.frequency_penalty * counts + asked.presence_penalty * (counts > 0)
-        for token, bias in asked.logit_bias.items():
+        """Return the scores, [1, V], with penalties and biases."""
+        sampling, out = self.sampling, scores.clone()
+        counts = torch.bincount(input_ids[0, self.n_prompt :], minlength=out.shape[1]).to(out.dtype)
+        out -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+        for token, bias in sampling.logit_bias.items():
             out[:, token] += bias
         return out
 
 
 def json_grammar(schema: dict[str, Any]) -> str:
-    """The grammar of JSON texts of a schema; what is wrong with it is told when it is used."""
-    # Blanks are few: models that may give any number of them sometimes give nothing else.
+    """Return the grammar of JSON texts of a schema, which is checked when it is used."""
+    # Few blanks: where any number is allowed, models sometimes generate nothing else.
     options = {"whitespace_pattern": r"[ \n]{0,8}"}
     return json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})
 
 
 class Grammars:
-    """Texts of a model that match a grammar, by llguidance."""
+    """Makes logits processors that hold a model's replies to grammars, by llguidance."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._model, self._tokenizer = model, tokenizer
         self._lock = threading.Lock()
-        self._words: Any = None
+        self._vocabulary: Any = None
 
-    def processor(self, grammar: str, prompt: int) -> LogitsProcessor:
-        """What holds one reply, behind `prompt` tokens, to a grammar; what is none is refused."""
+    def processor(self, grammar: str, n_prompt: int) -> LogitsProcessor:
+        """Return the processor of one reply after `n_prompt` tokens; refuse an invalid grammar."""
         try:
             from llguidance import LLMatcher
             from llguidance.hf import from_tokenizer
@@ -56,24 +56,24 @@ class Grammars:
                 f"formats of replies need {error.name}: pip install 'mmkv[structured]'"
             ) from None
         with self._lock:  # made once: it takes a second
-            if self._words is None:
+            if self._vocabulary is None:
                 eos = self._model.generation_config.eos_token_id
                 size = self._model.config.get_text_config().vocab_size
                 size = max(size, len(self._tokenizer))
-                self._words = from_tokenizer(self._tokenizer, n_vocab=size, eos_token=eos)
-        if wrong := LLMatcher.validate_grammar(grammar, self._words):
-            raise Refused(f"a format that cannot be held: {wrong.splitlines()[0]}")
-        return _Grammar(LLMatcher(self._words, grammar, log_level=0), prompt)
+                self._vocabulary = from_tokenizer(self._tokenizer, n_vocab=size, eos_token=eos)
+        if problem := LLMatcher.validate_grammar(grammar, self._vocabulary):
+            raise Refused(f"a format that cannot be held: {problem.splitlines()[0]}")
+        return _Grammar(LLMatcher(self._vocabulary, grammar, log_level=0), n_prompt)
 
 
 class _Grammar(LogitsProcessor):
-    def __init__(self, matcher: Any, prompt: int) -> None:
-        self._matcher, self._read = matcher, prompt
+    def __init__(self, matcher: Any, n_prompt: int) -> None:
+        self._matcher, self._n_read = matcher, n_prompt
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        new = input_ids[0, self._read :].tolist()
-        self._read += len(new)
-        self._matcher.consume_tokens(new)
+        new_tokens = input_ids[0, self._n_read :].tolist()
+        self._n_read += len(new_tokens)
+        self._matcher.consume_tokens(new_tokens)
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if error := self._matcher.get_error():
             raise Refused(f"a format that cannot be held: {error.splitlines()[0]}")
@@ -85,19 +85,19 @@ class _Grammar(LogitsProcessor):
 def logprobs(
     logits: Tensor, tokens: Sequence[int], top: int, tokenizer: Any
 ) -> list[TokenLogprobs]:
-    """What was likely where `tokens` [N] were taken, and the `top` likeliest there.
+    """Return the log probabilities of `tokens` [N], each with the `top` likeliest in its place.
 
-    It is by the logits [N, V] of the model, before penalties and temperature.
+    They follow from the model's logits [N, V], before penalties and temperature.
     """
-    every = logits.float().log_softmax(-1)
-    best = every.topk(min(top, every.shape[1]), -1)
-    taken = every.gather(1, torch.tensor(tokens, device=every.device)[:, None])[:, 0].tolist()
+    log_p = logits.float().log_softmax(-1)
+    likeliest = log_p.topk(min(top, log_p.shape[1]), -1)
+    chosen = log_p.gather(1, torch.tensor(tokens, device=log_p.device)[:, None])[:, 0].tolist()
 
-    def one(token: int, logprob: float) -> Logprob:
+    def as_logprob(token: int, logprob: float) -> Logprob:
         return Logprob(token, "" if tokenizer is None else tokenizer.decode([token]), logprob)
 
-    rows = zip(tokens, taken, best.indices.tolist(), best.values.tolist(), strict=True)
+    rows = zip(tokens, chosen, likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
     return [
-        TokenLogprobs(one(token, value), tuple(map(one, ids, values)))
+        TokenLogprobs(as_logprob(token, value), tuple(map(as_logprob, ids, values)))
         for token, value, ids, values in rows
     ]

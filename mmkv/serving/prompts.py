@@ -189,7 +189,7 @@ class Reader:
             step = model.prepare_inputs_for_generation(longer, next_sequence_length=1, **kwargs)
             at = input_ids.new_tensor([[input_ids.shape[1]]])
             request.position = step.get("position_ids", at)
-            room = input_ids.new_zeros(1, request.new)
+            room = input_ids.new_zeros(1, request.max_new_tokens)
             request.ids = torch.cat([input_ids, room], dim=1)
             request.processors = logits_processor
             eos = getattr(config, "_eos_token_tensor", None)
@@ -215,9 +215,9 @@ class Reader:
             self.model.generate(
                 **given,
                 **drawn,
-                logits_processor=LogitsProcessorList(request.custom),
+                logits_processor=LogitsProcessorList(request.extra_processors),
                 do_sample=sampling.draws,
-                max_new_tokens=max(1, request.new),  # none is chosen here
+                max_new_tokens=max(1, request.max_new_tokens),  # none is chosen here
                 use_cache=True,
                 num_beams=1,
                 num_return_sequences=1,

@@ -1,9 +1,9 @@
-"""The engine's thread: whose prompt is read next, and one step after another of all replies.
+"""The engine's thread: it reads prompts in turn, and steps the running replies in between.
 
-Before each chunk of a prompt that is read, the running replies take a step; where a chunk takes
-longer than the last whole one did (the prompt's end, when tokens are evicted), within it too. None
-waits longer than one chunk takes. Between two chunks of a long prompt a short one may be read,
-after which the long one has as many chunks to itself.
+The running replies take a step before each chunk of a prompt, and also within a chunk that takes
+longer than the last whole one did (at the prompt's end, when tokens are evicted). So no reply waits
+longer than one chunk takes. Between two chunks of a long prompt a short one may be read, after
+which the long one has as many chunks to itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """What an engine may do at a time; see `Engine`."""
+    """The limits of an engine; see `Engine`."""
 
     cache_memory: int | None
     max_batch: int
@@ -43,16 +43,16 @@ class Limits:
     max_prefixes: int
 
 
-class _Over(Exception):  # noqa: N818 - a signal, not an error
-    """Ends the reading of a prompt whose request is over."""
+class _Aborted(Exception):  # noqa: N818 - a signal, not an error
+    """Ends the reading of a prompt whose request must end."""
 
 
 class _Failed(BaseException):
-    """Ends the reading of a prompt in which the engine itself failed: no error of that request."""
+    """Ends the reading of a prompt when the engine itself failed, not that prompt's request."""
 
 
 class Worker:
-    """Requests that wait, those whose prompt is read, and those that run; a thread of its own."""
+    """The thread, and the requests that wait, whose prompts are read, or whose replies grow."""
 
     def __init__(self, attachment: Attachment, limits: Limits, bounds: Bounds) -> None:
         self.model: Any = attachment.model
@@ -65,8 +65,8 @@ class Worker:
         self.prefixes: OrderedDict[str, Context] = OrderedDict()
         self.closed = False
         self._counts = Counter(prompt_tokens=0, prefix_hits=0)
-        self._chunks, self._chunk_of = 0, None  # read so far; whose the last one is
-        # Seconds: of the last whole chunk, of this one so far, and when the last step ended.
+        self._chunks, self._chunk_of = 0, None  # number read so far; request of the last
+        # Seconds that the last whole chunk took, and this one so far; when the last step ended.
         self._gap, self._spent, self._rested = float("inf"), 0.0, 0.0
         self._hooks = [self.model.register_forward_pre_hook(self._before_chunk, prepend=True)]
         layers = attachment.parts.layers
@@ -75,7 +75,7 @@ class Worker:
         self._thread.start()
 
     def add(self, request: Request) -> None:
-        """Have a request wait for its turn, unless the engine is closed or too many wait."""
+        """Append a request to the queue, unless the engine is closed or too many wait."""
         with self.wake:
             if self.closed:
                 raise Closed("the engine is closed")
@@ -85,37 +85,37 @@ class Worker:
             self.wake.notify_all()
 
     def notify(self) -> None:
-        """Have the thread look at what was cancelled."""
+        """Wake the thread, which then ends cancelled requests."""
         with self.wake:
             self.wake.notify_all()
 
     def close(self) -> None:
-        """End all requests, and the thread."""
+        """End all requests and the thread."""
         self.closed = True
         self.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def live(self) -> list[Request]:
-        """Those that hold or may take memory."""
+        """Return the requests that hold or may take memory."""
         return [*self.batch.running, *self.reading]
 
     def stats(self) -> dict[str, Any]:
-        """The fields of `EngineStats`."""
+        """Return the fields of `EngineStats`."""
         with self.wake:
-            live, held = self.live(), list(self.prefixes.values())
+            live, contexts = self.live(), list(self.prefixes.values())
             caches = [x.cache for x in live if x.cache is not None]
             return dict(
                 running=len(self.batch.running),
                 waiting=len(self.waiting),
                 prefilling=len(self.reading),
-                cache_bytes=sum(x.nbytes for x in [self.batch.pool, *caches, *held]),
+                cache_bytes=sum(x.nbytes for x in [self.batch.pool, *caches, *contexts]),
                 cache_memory=self.limits.cache_memory,
                 reserved_bytes=sum(x.reserved for x in live)
-                + sum(x.nbytes for x in held)
+                + sum(x.nbytes for x in contexts)
                 + self.batch.pool.most
                 + self.batch.pool.spare,
-                prefixes=len(held),
+                prefixes=len(contexts),
                 **self._counts,
                 **self.batch.counts,
             )
@@ -135,7 +135,7 @@ class Worker:
                     self._start(request)
                 elif self.batch.running:
                     self.batch.step()
-            except (Exception, _Failed) as failed:  # the engine's own: nobody may wait for ever
+            except (Exception, _Failed) as failed:  # no request may wait for ever
                 logger.exception("the engine failed, and goes on without what it held")
                 error = failed.args[0] if isinstance(failed, _Failed) else failed
                 self._end_all("error", error)
@@ -145,10 +145,10 @@ class Worker:
 
     def _end_all(self, reason: str, error: Exception | None = None) -> None:
         with self.wake:
-            left = [*self.waiting, *self.live()]
+            requests = [*self.waiting, *self.live()]
             self.waiting.clear()
             self.prefixes.clear()
-        for request in left:
+        for request in requests:
             try:
                 self.batch.end(request, reason, error)
             except Exception:
@@ -156,51 +156,52 @@ class Worker:
         self.batch.pool = Pool()
 
     def _sweep(self) -> None:
-        """End what was cancelled or took too long, but for the prompt whose pass runs."""
+        """End requests that were cancelled or took too long, except the one whose pass runs."""
         with self.wake:
-            over = [x for x in [*self.waiting, *self.batch.running, *self.reading[:-1]] if x.over]
-            for request in over:
+            requests = [*self.waiting, *self.batch.running, *self.reading[:-1]]
+            aborted = [x for x in requests if x.aborted]
+            for request in aborted:
                 if request in self.waiting:
                     self.waiting.remove(request)
-        for request in over:
+        for request in aborted:
             if request in self.reading and request.cache is not None:
-                request.cache.reset()  # what reads it goes on, to its end, once the others are read
-            self.batch.end(request, request.over or "cancelled")
+                request.cache.reset()  # its pass ends after those of the prompts read within it
+            self.batch.end(request, request.aborted or "cancelled")
 
-    def _admitted(self, most: int | None = None) -> Request | None:
-        """The request that has waited longest, if there is room for it now.
+    def _admitted(self, max_tokens: int | None = None) -> Request | None:
+        """Admit the request that has waited longest, if there is room for it; None: no request.
 
-        One whose prefix is held goes first: it costs less, and others may need the prefix's room.
-        No request waits for more than `max_batch` of these. One of at `most` so many tokens may
-        go ahead of longer ones that wait, if there is room for these as well.
+        One whose prefix is stored goes first: it takes less, and others may need that memory. No
+        request is overtaken by more than `max_batch` of these. With `max_tokens`, a request of at
+        most so many goes ahead of longer ones that wait, if there is room for these as well.
         """
         with self.wake:
             if len(self.live()) >= self.limits.max_batch:
                 return None
             being_read = {x.key for x in self.reading if x.key and x.key not in self.prefixes}
-            ahead, request = 0, None
+            bytes_ahead, request = 0, None
             for request in self.waiting:
-                short = most is None or request.tokens <= most
+                short = max_tokens is None or request.tokens <= max_tokens
                 if short and request.key not in being_read:
                     break
-                ahead += request.whole
+                bytes_ahead += request.max_bytes
             else:
                 return None
             oldest = request
-            if most is None and oldest.passed < self.limits.max_batch:
+            if max_tokens is None and oldest.overtaken < self.limits.max_batch:
                 request = next((x for x in self.waiting if x.key in self.prefixes), oldest)
-                ahead *= request is oldest
+                bytes_ahead *= request is oldest
         context = self.prefixes.get(request.key)
-        need = request.whole if context is None else self._behind(request, context)
-        if not self._has_room(need + ahead, spared=request.key):
-            if self.live() or ahead:
+        need = request.max_bytes if context is None else self._bytes_behind(request, context)
+        if not self._has_room(need + bytes_ahead, kept_key=request.key):
+            if self.live() or bytes_ahead:
                 return None
-            # Alone, and still no room for a second copy of the prefix: it takes the first.
+            # Even alone there is no room for a copy of its prefix: the request uses that up.
             self._drop([request.key])
             self._has_room(need)
         with self.wake:
             self.waiting.remove(request)
-            oldest.passed += request is not oldest
+            oldest.overtaken += request is not oldest
             request.reserved, request.context = need, context
             request.shared = context is not None
             self.reading.append(request)
@@ -210,83 +211,83 @@ class Worker:
                 self.prefixes.move_to_end(request.key)
         return request
 
-    def _behind(self, request: Request, context: Context) -> int:
-        asked = request.inputs["input_ids"].shape[1]
-        return min(request.whole, self.bounds.behind(context.cache, asked, request.new))
+    def _bytes_behind(self, request: Request, context: Context) -> int:
+        tokens, new = request.inputs["input_ids"].shape[1], request.max_new_tokens
+        return min(request.max_bytes, self.bounds.behind(context.cache, tokens, new))
 
-    def _has_room(self, need: int, spared: str = "") -> bool:
-        """Whether `need` bytes are free, once what is spare and in the way has gone."""
+    def _has_room(self, need: int, kept_key: str = "") -> bool:
+        """Free `need` bytes if unused prefixes and spare slots suffice; return whether they do."""
         if self.limits.cache_memory is None:
             return True
-        taken = self.batch.pool.most + sum(x.reserved for x in self.live())
-        held = {key: x.nbytes for key, x in self.prefixes.items()}
-        free = self.limits.cache_memory - taken - sum(held.values())
-        going = list[str]()
-        for key in self._spare_prefixes():
+        reserved = self.batch.pool.most + sum(x.reserved for x in self.live())
+        sizes = {key: x.nbytes for key, x in self.prefixes.items()}
+        free = self.limits.cache_memory - reserved - sum(sizes.values())
+        dropped = list[str]()
+        for key in self._unused_prefixes():
             if free >= need:
                 break
-            if key != spared:
-                going.append(key)
-                free += held[key]
+            if key != kept_key:
+                dropped.append(key)
+                free += sizes[key]
         if free < need:
             return False
         if free - self.batch.pool.spare < need:
             self.batch.pool.trim()
-        self._drop(going)
+        self._drop(dropped)
         return True
 
-    def _spare_prefixes(self) -> list[str]:
-        """Held prefixes that no reply attends to: the longest unused first, wanted ones last."""
+    def _unused_prefixes(self) -> list[str]:
+        """Return keys of prefixes without replies: least recently used first, awaited ones last."""
         with self.wake:
-            wanted = {request.key for request in self.waiting}
+            awaited = {request.key for request in self.waiting}
         in_use = [x.context for x in self.batch.pool.prefixes]
-        free = [key for key, x in self.prefixes.items() if x not in in_use]
-        return sorted(free, key=wanted.__contains__)
+        unused = [key for key, x in self.prefixes.items() if x not in in_use]
+        return sorted(unused, key=awaited.__contains__)
 
     def _drop(self, keys: list[str]) -> None:
-        """Forget prefixes; replies that began as their copies go on with these."""
+        """Forget prefixes; replies that began as copies of them keep their copies."""
         with self.wake:
-            gone = [self.prefixes.pop(key, None) for key in keys]
+            dropped = [self.prefixes.pop(key, None) for key in keys]
         for request in self.live():
-            if request.context in gone:
+            if request.context in dropped:
                 request.context = None
 
     def _start(self, request: Request) -> None:
-        """Read a request's prompt; then it joins the batch."""
+        """Read a request's prompt, then add the request to the batch."""
         try:
             logits = self._read(request)
-        except _Over:
+        except _Aborted:
             if request in self.reading:
-                self.batch.end(request, request.over or "cancelled")
+                self.batch.end(request, request.aborted or "cancelled")
         except Exception as error:
             self.batch.end(request, "error", error)
         else:
             with self.wake:
                 self.reading.remove(request)
                 self.batch.running.append(request)
-            if request.new:
+            if request.max_new_tokens:
                 self.batch.advance(request, logits)
             else:
                 request.reply.put(request.echo, None, request.usage())
                 self.batch.end(request, "length")
 
     def _read(self, request: Request) -> Tensor:
-        """Logits [1, V] of the first token behind a request's prompt."""
+        """Read a request's prompt; return the logits [1, V] of the reply's first token."""
         request.unread = request.tokens
-        given = self._given(request)
-        cache = request.cache = given[CACHE]
-        logits = self.reader.read(request, given)
+        inputs = self._model_inputs(request)
+        cache = request.cache = inputs[CACHE]
+        logits = self.reader.read(request, inputs)
         self._counts["prompt_tokens"] += request.tokens
         request.inputs, request.prefix = {}, None  # pictures are large
-        request.kept = kept(cache)
+        request.kept_tokens = kept(cache)
         request.weigh()
-        bound = self.bounds.reply(cache, request.new)
+        bound = self.bounds.reply(cache, request.max_new_tokens)
         if bound is not None:
             request.reserved = min(request.reserved, bound)
         return logits
 
-    def _given(self, request: Request) -> dict[str, Any]:
-        """What the model is given of a request, with a cache that is its own."""
+    def _model_inputs(self, request: Request) -> dict[str, Any]:
+        """Return the model's inputs for a request, with a cache of its own."""
         if request.prefix is None:
             return {**request.inputs, CACHE: self.reader.cache(request.plan)}
         context = request.context
@@ -294,22 +295,22 @@ class Worker:
             cache = request.cache = self.reader.cache(request.plan)
             chunk = self.reader.chunk(request.prefix)
             context = contexts.read_into(cache, self.model, request.prefix, chunk)
-            need = self._behind(request, context)
+            need = self._bytes_behind(request, context)
             request.cache, request.reserved = None, 0
             if self.limits.share_prefixes and self._has_room(context.nbytes + need):
                 request.reserved = need
                 with self.wake:
                     self.prefixes[request.key] = context
-                over = max(0, len(self.prefixes) - self.limits.max_prefixes)
-                self._drop(self._spare_prefixes()[:over])
+                excess = max(0, len(self.prefixes) - self.limits.max_prefixes)
+                self._drop(self._unused_prefixes()[:excess])
             else:
-                request.reserved = request.whole
-        own = self.prefixes.get(request.key) is not context
-        request.context = None if own else context
-        return context.behind(request.inputs, copied=not own)
+                request.reserved = request.max_bytes
+        used_up = self.prefixes.get(request.key) is not context
+        request.context = None if used_up else context
+        return context.behind(request.inputs, copied=not used_up)
 
     def _before_chunk(self, module: Any, args: Any) -> None:
-        """Before each chunk of a prompt: running replies take a step, or a short prompt is read."""
+        """Step the running replies before each chunk of a prompt; maybe read a short prompt too."""
         if not self._interrupts():
             return
         reading, chunk = self.reading[-1], self.bounds.chunk
@@ -317,46 +318,46 @@ class Worker:
             self._gap = self._spent + time.perf_counter() - self._rested
         self._take_turns()
         short = None
-        if reading.turns:
-            reading.turns -= 1
+        if reading.chunks_to_itself:
+            reading.chunks_to_itself -= 1
         elif reading.unread > chunk:
             short = self._admitted(reading.unread // 2)
         if short is not None:
             before = self._chunks
             self._start(short)
             if reading not in self.reading:
-                raise _Over
-            reading.turns = max(0, self._chunks - before - 1)  # one is read now
+                raise _Aborted
+            reading.chunks_to_itself = max(0, self._chunks - before - 1)  # besides this one
             self._take_turns()
         self._chunks, self._chunk_of = self._chunks + 1, reading
         reading.unread -= chunk
         self._spent, self._rested = 0.0, time.perf_counter()
 
     def _between(self, *args: Any) -> None:
-        """Between layers of a prompt: replies take a step, if their last was a whole chunk ago."""
+        """Step the replies between a prompt's layers if their last step is a whole chunk ago."""
         since = time.perf_counter() - self._rested
         if since < self._gap or not (self.batch.running and self._interrupts()):
             return
         self._spent += since
-        running = current.set(None)  # the prompt's pass stands still
+        running = current.set(None)  # the prompt's pass is paused
         try:
             self._take_turns()
         finally:
             current.reset(running)
 
     def _interrupts(self) -> bool:
-        """Whether what calls a hook is the pass of a prompt that is read here."""
-        mine = threading.current_thread() is self._thread
-        return mine and bool(self.reading) and not self.batch.stepping
+        """Return whether the pass that calls a hook reads a prompt of this thread."""
+        on_thread = threading.current_thread() is self._thread
+        return on_thread and bool(self.reading) and not self.batch.stepping
 
     def _take_turns(self) -> None:
-        """What is over ends, and the running replies take a step."""
+        """End aborted requests, and step the running replies."""
         try:
             self._sweep()
             if self.batch.running:
                 self.batch.step()
         except Exception as error:
             raise _Failed(error) from error
-        if self.closed or self.reading[-1].over:
-            raise _Over
+        if self.closed or self.reading[-1].aborted:
+            raise _Aborted
         self._rested = time.perf_counter()
