@@ -39,7 +39,7 @@ def json_grammar(schema: dict[str, Any]) -> str:
 
 
 class Grammars:
-    """Makes logits processors that hold a model's replies to grammars, by llguidance."""
+    """Logits processors that hold a model's replies to grammars, by llguidance."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._model, self._tokenizer = model, tokenizer

@@ -372,6 +372,5 @@ def make_engine(
 
 def _too_long(text: str, limit: int) -> Refused:
     return Refused(
-        f"{text} are more than the {limit} positions of the model",
-        code="context_length_exceeded",
+        f"{text} are more than the {limit} positions of the model", code="context_length_exceeded"
     )

@@ -1,4 +1,4 @@
-"""What is answered in place of a completion; bodies of requests read within bounds and checked."""
+"""The errors that a server answers, and the reading of requests' bodies within bounds."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import from_json
 
 _log = logging.getLogger(__name__)
-_LONGEST_LINE, _LONGEST_MESSAGE = 200, 500
+_MAX_LINE, _MAX_MESSAGE = 200, 500
 _PARTS = "text and image_url"
-# Known to OpenAI's clients and without effect on what is answered.
+# Fields of OpenAI's clients that have no effect on the answer.
 _NO_EFFECT = {
     "metadata",
     "parallel_tool_calls",
@@ -24,7 +24,7 @@ _NO_EFFECT = {
     "store",
     "user",
 }
-# Not supported, so only a value that asks for nothing is taken.
+# Fields that are not supported, so only these values, which ask for nothing, are accepted.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "function_call": (None, "none", "auto"),
@@ -39,7 +39,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class RequestError(Exception):
-    """What is answered in place of a completion."""
+    """An error that is answered in place of a completion."""
 
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
@@ -48,19 +48,19 @@ class RequestError(Exception):
         self.status, self.param, self.code = status, param, code
 
     def body(self) -> dict[str, Any]:
-        """The error as OpenAI's clients read it."""
+        """Return the error as OpenAI's clients read it."""
         kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         message = str(self)
-        if len(message) > _LONGEST_MESSAGE:
-            message = message[:_LONGEST_MESSAGE] + " ..."
-        found = {"message": message, "type": kinds.get(self.status, kind)}
-        return {"error": {**found, "param": self.param, "code": self.code}}
+        if len(message) > _MAX_MESSAGE:
+            message = message[:_MAX_MESSAGE] + " ..."
+        fields = {"message": message, "type": kinds.get(self.status, kind)}
+        return {"error": {**fields, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of one request, and of all that are held at once."""
+    """Bounds of one request, and of all requests at a time."""
 
     body_bytes: int = 32 * 2**20
     pictures: int = 16
@@ -73,87 +73,87 @@ class Limits:
 
 
 class Body(BaseModel):
-    """A body, or an object in one."""
+    """A request's body, or an object in one."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _without_neutral(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {k: x for k, x in given.items() if k not in _NEUTRAL or x not in _NEUTRAL[k]}
+    def _without_neutral(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {k: x for k, x in fields.items() if k not in _NEUTRAL or x not in _NEUTRAL[k]}
 
 
 Kind = TypeVar("Kind", bound=Body)
 
 
 def read(raw: bytes, kind: type[Kind], *, ignore_unknown: bool = False) -> Kind:
-    """A body in JSON, checked; or without what is not supported, whose names the log has.
+    """Parse and check a JSON body; `ignore_unknown` drops unsupported fields and logs their names.
 
     Raises:
-        RequestError: no JSON, a field of another type or range, or one that is not supported.
+        RequestError: no JSON, a field of a wrong type or range, or one that is not supported.
     """
     try:
-        given = from_json(raw)
+        data = from_json(raw)
     except ValueError as error:
         raise RequestError(f"the body is no JSON that can be read: {error}") from None
-    if isinstance(given, dict):
-        given = {name: x for name, x in given.items() if name not in _NO_EFFECT}
+    if isinstance(data, dict):
+        data = {name: x for name, x in data.items() if name not in _NO_EFFECT}
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(data)
     except ValidationError as error:
-        every = error.errors(include_url=False)
+        problems = error.errors(include_url=False)
     try:
-        found = kind.model_validate(given, extra="ignore")
+        body = kind.model_validate(data, extra="ignore")
     except ValidationError as error:
-        raise _wrong(error, given) from None
-    unknown = [_place(x["loc"], given)[0] for x in every if x["type"] == "extra_forbidden"]
+        raise _request_error(error, data) from None
+    unknown = [_place(x["loc"], data)[0] for x in problems if x["type"] == "extra_forbidden"]
     if not ignore_unknown:
         place = unknown[0]
         known = place.rpartition(".")[2] in _NEUTRAL
         if known or "." in place:
-            told = f"{place} is not {'supported' if known else 'known here'}: leave it out"
+            message = f"{place} is not {'supported' if known else 'known here'}: leave it out"
         else:
-            told = f"Unrecognized request argument supplied: {place}"
-        raise RequestError(told, param=place)
+            message = f"Unrecognized request argument supplied: {place}"
+        raise RequestError(message, param=place)
     names = sorted({re.sub(r"\[\d+\]", "[]", x) for x in unknown})
-    _log.warning("ignored in a request: %r", ", ".join(names)[:_LONGEST_LINE])
-    return found
+    _log.warning("ignored in a request: %r", ", ".join(names)[:_MAX_LINE])
+    return body
 
 
-def _wrong(error: ValidationError, given: Any) -> RequestError:
-    """One sentence about what is most likely meant: the error that lies deepest in a body."""
-    every = error.errors(include_url=False)
-    # Of a union, each kind tells its own; that one lies deepest which was begun.
-    first = max(every, key=lambda x: (len(x["loc"]), not x["type"].endswith("_type")))
-    kind, told, context = first["type"], first["msg"], first.get("ctx", {})
-    place, at = _place(first["loc"], given)
+def _request_error(error: ValidationError, data: Any) -> RequestError:
+    """Return an error about the most likely problem: the one that lies deepest in the body."""
+    problems = error.errors(include_url=False)
+    # Each kind of a union reports its own error; the kind that matched most lies deepest.
+    first = max(problems, key=lambda x: (len(x["loc"]), not x["type"].endswith("_type")))
+    kind, message, context = first["type"], first["msg"], first.get("ctx", {})
+    place, value = _place(first["loc"], data)
     if kind == "missing":
         place = f"{place}.{first['loc'][-1]}".lstrip(".")
-        told = f"{place} is missing"
+        message = f"{place} is missing"
     elif kind == "union_tag_invalid":
         tag = str(context.get("tag"))[:40]
-        told = f"{place}: parts of type {tag!r} are not read here, only {_PARTS}"
+        message = f"{place}: parts of type {tag!r} are not read here, only {_PARTS}"
     elif kind == "union_tag_not_found":
-        told = f"{place}: a part needs a type: {_PARTS}"
+        message = f"{place}: a part needs a type: {_PARTS}"
     elif kind == "literal_error":
-        told = f"{place}: {repr(at)[:60]} is not {context.get('expected')}"
+        message = f"{place}: {repr(value)[:60]} is not {context.get('expected')}"
     elif place.endswith(".content"):
-        told = f"{place}: expected a text or a list of parts, not {repr(at)[:60]}"
+        message = f"{place}: expected a text or a list of parts, not {repr(value)[:60]}"
     else:
-        told = f"{place or 'body'}: {told[0].lower()}{told[1:]}"
-    return RequestError(told, param=place or None)
+        message = f"{place or 'body'}: {message[0].lower()}{message[1:]}"
+    return RequestError(message, param=place or None)
 
 
-def _place(loc: tuple[int | str, ...], at: Any) -> tuple[str, Any]:
-    """Where an error lies in a body, and what stands there; kinds of unions are left out."""
+def _place(loc: tuple[int | str, ...], value: Any) -> tuple[str, Any]:
+    """Return where an error lies in a body, without kinds of unions, and the value there."""
     place = ""
-    for before, x in zip((None, *loc), loc, strict=False):
-        if isinstance(before, int) and x in ("text", "image_url"):
-            continue  # which kind of part it is, no field of it
-        if isinstance(x, int) and isinstance(at, list) and x < len(at):
-            place, at = f"{place}[{x}]", at[x]
-        elif isinstance(at, dict) and x in at:
-            place, at = f"{place}.{str(x)[:80]}".lstrip("."), at[x]
-    return place, at
+    for parent, x in zip((None, *loc), loc, strict=False):
+        if isinstance(parent, int) and x in ("text", "image_url"):
+            continue  # the kind of a part, not one of its fields
+        if isinstance(x, int) and isinstance(value, list) and x < len(value):
+            place, value = f"{place}[{x}]", value[x]
+        elif isinstance(value, dict) and x in value:
+            place, value = f"{place}.{str(x)[:80]}".lstrip("."), value[x]
+    return place, value

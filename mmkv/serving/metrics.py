@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: the engine's own counts, and times as clients see them."""
+"""Metrics for Prometheus: the engine's counts, and times as clients see them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-# Fields of `EngineStats`: what a metric is called after "mmkv_", and what it counts.
+# Fields of `EngineStats`: the metric's name after "mmkv_", and its description.
 _GAUGES = {
     "waiting": ("requests_waiting", "Requests that wait for memory or a place in the batch"),
     "prefilling": ("requests_prefilling", "Requests whose prompt is being read"),
@@ -30,49 +30,53 @@ _SHARES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
 
 
 class Metrics(Collector):
-    """The metrics of one server; collects its engine's counts at the time of a scrape."""
+    """The metrics of one server; the engine's counts are collected at each scrape."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._registry = engine, CollectorRegistry()
         self._registry.register(self)
-        how: Any = {"namespace": "mmkv", "registry": self._registry}
-        self._answers = Counter("answers", "Requests answered, by how they ended", ["ended"], **how)
-        told = "From a request's arrival to its first token"
-        self._first = Histogram("time_to_first_token_seconds", told, buckets=_SECONDS, **how)
-        told = "From a token to the next of the same answer"
-        self._next = Histogram("time_between_tokens_seconds", told, buckets=_TOKEN_SECONDS, **how)
-        told = "Share of a prompt's tokens that its cache kept"
-        self._kept = Histogram("kept_share", told, buckets=_SHARES, **how)
+        common: Any = {"namespace": "mmkv", "registry": self._registry}
+        self._answers = Counter(
+            "answers", "Requests answered, by how they ended", ["ended"], **common
+        )
+        text = "From a request's arrival to its first token"
+        self._first = Histogram("time_to_first_token_seconds", text, buckets=_SECONDS, **common)
+        text = "From a token to the next of the same answer"
+        self._next = Histogram(
+            "time_between_tokens_seconds", text, buckets=_TOKEN_SECONDS, **common
+        )
+        text = "Share of a prompt's tokens that its cache kept"
+        self._kept = Histogram("kept_share", text, buckets=_SHARES, **common)
 
     def collect(self) -> Iterable[Metric]:
-        """One metric for each count that the engine has."""
+        """Yield one metric for each count of the engine."""
         stats = self._engine.stats()
         for names, kind in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
             for field, (name, text) in names.items():
                 value = getattr(stats, field)
-                if value is not None:  # a cache memory without a limit
+                if value is not None:  # None: no limit of the cache memory
                     yield kind(f"mmkv_{name}", text, value=value)
 
     def page(self) -> bytes:
-        """All of them in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
-    def ended(self, how: str) -> None:
+    def ended(self, reason: str) -> None:
         """Count a request by its finish reason, or by the error's HTTP status."""
-        self._answers.labels(how).inc()
+        self._answers.labels(reason).inc()
 
     def kept(self, tokens: float, of: int) -> None:
-        """Note what was kept of a prompt."""
+        """Note how many tokens were kept `of` a prompt's."""
         self._kept.observe(tokens / of if of else 1.0)
 
     def clock(self) -> Callable[[], None]:
-        """Starts with a request; to be called when a token is there."""
-        into, last = self._first, time.monotonic()
+        """Start a clock for a request; return a function to call at each token."""
+        histogram, last = self._first, time.monotonic()
 
         def token() -> None:
-            nonlocal into, last
+            nonlocal histogram, last
             now = time.monotonic()
-            into.observe(now - last)
-            into, last = self._next, now
+            histogram.observe(now - last)
+            histogram, last = self._next, now
 
         return token

@@ -1,4 +1,4 @@
-"""Pictures of a request: data URLs, and those of hosts that are allowed by name."""
+"""The pictures of a request, read from data URLs and from hosts that are allowed by name."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mmkv.serving.errors import Limits, RequestError
 
 
 def read_picture(url: str, limits: Limits, allow_hosts: Collection[str], pixels: int) -> Any:
-    """The picture at a data URL, or at one of a host that is allowed: RGB, upright.
+    """Return the picture of a data URL, or of a URL of an allowed host: RGB, upright.
 
-    Hosts are allowed by name, with ":port" where it is not the scheme's own.
+    A host's name has ":port" if that is not the default port of the scheme.
     """
     inline = url[:5].lower() == "data:"
     raw = _inline(url, limits) if inline else _fetched(url, limits, allow_hosts)
@@ -29,8 +29,8 @@ def read_picture(url: str, limits: Limits, allow_hosts: Collection[str], pixels:
         raise _picture_error(str(error)) from None
 
 
-def _picture_error(why: str) -> RequestError:
-    return RequestError(f"cannot read a picture: {why}", param="messages", code="invalid_image")
+def _picture_error(reason: str) -> RequestError:
+    return RequestError(f"cannot read a picture: {reason}", param="messages", code="invalid_image")
 
 
 def _inline(url: str, limits: Limits) -> bytes:
@@ -46,29 +46,29 @@ def _inline(url: str, limits: Limits) -> bytes:
 
 
 def _fetched(url: str, limits: Limits, allow_hosts: Collection[str]) -> bytes:
-    """What an allowed host answers: no redirect is followed, no proxy asked."""
+    """Return the body from an allowed host; no redirect is followed and no proxy used."""
     try:
-        where = urllib.parse.urlsplit(url)
+        parts = urllib.parse.urlsplit(url)
     except ValueError:
-        where = urllib.parse.urlsplit("")
-    # The place as it stands: a name and password, or another port, make it another place.
-    if where.scheme not in ("http", "https") or where.netloc.lower() not in allow_hosts:
+        parts = urllib.parse.urlsplit("")
+    # All of `netloc` is compared: a user's name or another port make it another host.
+    if parts.scheme not in ("http", "https") or parts.netloc.lower() not in allow_hosts:
         raise _picture_error("only data: URLs are read here, and hosts named by --allow-host")
-    kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
-    end = time.monotonic() + limits.read_seconds
+    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    deadline = time.monotonic() + limits.read_seconds
     raw = bytearray()
     try:
-        with closing(kind(where.netloc, timeout=limits.read_seconds)) as connection:
-            query = f"?{where.query}" if where.query else ""
-            connection.request("GET", (where.path or "/") + query)
-            answer = connection.getresponse()
-            if answer.status != 200:
-                raise _picture_error(f"its server answered {answer.status}")
-            while piece := answer.read1(2**16):
-                raw += piece
+        with closing(connect(parts.netloc, timeout=limits.read_seconds)) as connection:
+            query = f"?{parts.query}" if parts.query else ""
+            connection.request("GET", (parts.path or "/") + query)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise _picture_error(f"its server answered {response.status}")
+            while chunk := response.read1(2**16):
+                raw += chunk
                 if len(raw) > limits.picture_bytes:
                     raise _picture_error(f"larger than {limits.picture_bytes / 2**20:g} MiB")
-                if time.monotonic() > end:
+                if time.monotonic() > deadline:
                     raise TimeoutError
     except (OSError, ValueError, http.client.HTTPException):  # also a URL with control characters
         raise _picture_error("its server did not give it") from None

@@ -1,4 +1,4 @@
-"""From what a request brings to the model's inputs, and how the model reads them."""
+"""Inputs of the model from messages and prompts, and a reader that runs the model on them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def encode(
     *,
     split: bool,
 ) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None]:
-    """The inputs of a conversation; and, cut before its last text, what to read and what to ask.
+    """Return the inputs of a conversation; with `split` also its prefix and the rest, or None.
 
-    There is a cut where something stands before the last text of the last turn, which is the
-    user's: other turns, a system text, or pictures; and no picture behind it.
+    The rest begins with the last text of the last turn, which must be the user's. There must be
+    other turns, a system text, or pictures before that text, and no picture after it.
 
-    What the messages spell is text: a control token in them is encoded as its letters. Messages
-    that the model cannot be given are refused.
+    Control tokens that a message spells are encoded as text. Messages that the model cannot take
+    are refused.
     """
     parts = [part for x in messages if not isinstance(x["content"], str) for part in x["content"]]
     try:
@@ -48,24 +48,24 @@ def encode(
     except ValueError as error:
         raise Refused(str(error)) from None
     if template:
-        read = _variables(str(loaded.processor.chat_template))
-        if unread := sorted({*template} - read - {"tools", "documents"}):
-            # A processor would take it for an option of its own.
-            name, has = unread[0], sorted(read - {"messages", "add_generation_prompt"})
-            told = f"{name!r} is no variable of the chat template: {has}"
-            raise Refused(f"chat_template_kwargs: {told}")
-        if template.get("tools") and "tools" not in read:
+        variables = _variables(str(loaded.processor.chat_template))
+        if unknown := sorted({*template} - variables - {"tools", "documents"}):
+            # A processor would take it as an option of its own.
+            name, known = unknown[0], sorted(variables - {"messages", "add_generation_prompt"})
+            message = f"{name!r} is no variable of the chat template: {known}"
+            raise Refused(f"chat_template_kwargs: {message}")
+        if template.get("tools") and "tools" not in variables:
             raise Refused("tools: the model's chat template has no place for them")
-    given, marks = str([messages, template]), filter(str.strip, loaded.tokenizer.get_added_vocab())
-    how = {"sanitize": any(mark in given for mark in marks)}
+    text, marks = str([messages, template]), filter(str.strip, loaded.tokenizer.get_added_vocab())
+    options = {"sanitize": any(mark in text for mark in marks)}
     try:
-        whole = chat.encode_messages(loaded, messages, template, **how)
+        whole = chat.encode_messages(loaded, messages, template, **options)
         empty = _without_question(messages) if split else None
         if empty is None:
             return whole, None, None
-        other = chat.encode_messages(loaded, empty, template, **how)
-        prefix, rest = chat.split_inputs(whole, other)
-    except Exception as error:  # of templates and processors, which raise what they like
+        without_question = chat.encode_messages(loaded, empty, template, **options)
+        prefix, rest = chat.split_inputs(whole, without_question)
+    except Exception as error:  # templates and processors may raise any error
         raise Refused(f"messages that cannot be turned into a prompt: {error}") from error
     if rest["input_ids"].shape[1] == 0 or prefix["input_ids"].shape[1] == 0:
         return whole, None, None
@@ -73,7 +73,7 @@ def encode(
 
 
 def texts(messages: Sequence[Message] | None) -> str:
-    """All texts of messages."""
+    """Return all texts of messages, joined."""
     contents = [x["content"] for x in messages or ()]
     parts = [[{"text": x}] if isinstance(x, str) else x for x in contents]
     return "".join(part.get("text", "") for content in parts for part in content)
@@ -81,22 +81,22 @@ def texts(messages: Sequence[Message] | None) -> str:
 
 @cache
 def _variables(template: str) -> set[str]:
-    """What a chat template reads beside what it sets itself."""
+    """Return the variables that a chat template reads and does not set itself."""
     import jinja2
     import jinja2.meta
 
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    # Tags of transformers that are none of Jinja's.
+    # Tags that only transformers knows.
     plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
     return jinja2.meta.find_undeclared_variables(environment.parse(plain))
 
 
 def encode_prompt(loaded: chat.Loaded, prompt: str | Sequence[int]) -> dict[str, Any]:
-    """The inputs of a prompt that is no conversation: its text, in which control tokens count."""
+    """Return the inputs of a text or tokens without a template; control tokens count as such."""
     tokenizer = loaded.tokenizer
     if isinstance(prompt, str):
-        marks = chat.adds_special(tokenizer, prompt)
-        ids = tokenizer(prompt, add_special_tokens=marks, return_tensors="pt")["input_ids"]
+        special = chat.adds_special(tokenizer, prompt)
+        ids = tokenizer(prompt, add_special_tokens=special, return_tensors="pt")["input_ids"]
     else:
         size = loaded.model.config.get_text_config().vocab_size
         if not all(type(token) is int and 0 <= token < size for token in prompt):
@@ -111,7 +111,7 @@ def encode_prompt(loaded: chat.Loaded, prompt: str | Sequence[int]) -> dict[str,
 
 
 def _without_question(messages: Sequence[Message]) -> list[Message] | None:
-    """The messages with the last text empty; None where nothing is to be shared before it."""
+    """Return the messages with the last text empty; None if no prefix stands before it."""
     last = messages[-1]
     content = last["content"]
     if last["role"] != "user":
@@ -123,129 +123,129 @@ def _without_question(messages: Sequence[Message]) -> list[Message] | None:
     return [*messages[:-1], {**last, "content": [*content[:-1], {**content[-1], "text": ""}]}]
 
 
-def digest(inputs: Mapping[str, Any], how: str) -> str:
-    """What tells prompts apart: a hash of all that they bring, pictures included, and of `how`."""
-    found = {keystr(place): x for place, x in tree_flatten_with_path(dict(inputs))[0]}
-    arrays = {name: x for name, x in found.items() if isinstance(x, Tensor | np.ndarray)}
-    others = [(name, x) for name, x in sorted(found.items()) if name not in arrays]
+def digest(inputs: Mapping[str, Any], conditions: str) -> str:
+    """Return a hash of all inputs, pictures included, and of `conditions`."""
+    entries = {keystr(place): x for place, x in tree_flatten_with_path(dict(inputs))[0]}
+    arrays = {name: x for name, x in entries.items() if isinstance(x, Tensor | np.ndarray)}
+    others = [(name, x) for name, x in sorted(entries.items()) if name not in arrays]
     tensors = {name: torch.as_tensor(x) for name, x in arrays.items()}
-    return of_tensors(tensors, f"{how} {others}")
+    return of_tensors(tensors, f"{conditions} {others}")
 
 
 def checked(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Inputs, where the model is; other than one row of them is refused."""
+    """Return inputs on the model's device, with a mask; refuse more or less than one row."""
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or len(ids) != 1 or ids.shape[1] == 0:
         shape = tuple(ids.shape) if isinstance(ids, Tensor) else None
         raise Refused(f"input_ids of shape {shape}: a request is one row, [1, N]")
-    found = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in inputs.items()}
-    found.setdefault("attention_mask", torch.ones_like(found["input_ids"]))
-    return found
+    moved = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in inputs.items()}
+    moved.setdefault("attention_mask", torch.ones_like(moved["input_ids"]))
+    return moved
 
 
 class Reader:
-    """Reads prompts with one wrapped model, so many tokens at a time."""
+    """A reader of prompts for one wrapped model, in chunks of `chunk` tokens."""
 
     def __init__(self, attachment: Attachment, chunk: int) -> None:
         self.model: Any = attachment.model
         self.attachment, self.size = attachment, chunk
 
     def cache(self, plan: CacheConfig) -> CompressedCache:
-        """An empty cache of one request."""
+        """Return an empty cache for one request."""
         cache = CompressedCache(self.attachment.parts.config, plan)
         cache.own_plan = plan is not self.attachment.plan
         return cache
 
     def chunk(self, inputs: Mapping[str, Any]) -> int | None:
-        """Tokens to read at a time; None where the prompt must be read at once."""
+        """Return the tokens to read at a time; None: the prompt must be read at once."""
         encodes = getattr(self.model, "_supports_mm_encoder_outputs", None)
         if encodes is None:
-            # Older releases cut neither what stands behind a cache nor positions of several axes.
+            # Older releases cannot cut inputs after a cache, nor positions of several axes.
             cache = cache_in(inputs)
-            begun = cache is not None and cache.get_seq_length() > 0
-            if begun or hasattr(self.model.config, "vision_config"):
+            continues = cache is not None and cache.get_seq_length() > 0
+            if continues or hasattr(self.model.config, "vision_config"):
                 return None
         elif not encodes() and any(
             isinstance(x, Tensor) and x.is_floating_point() for x in inputs.values()
         ):
             return None
-        # Where tokens of a picture or of the whole prompt see later ones, no cut may part them.
+        # Tokens of a picture or prompt that attend to later ones must be in the same chunk.
         both_ways = self.attachment.parts.both_ways or "token_type_ids" in inputs
         return None if both_ways else self.size
 
-    def read(self, request: Request, given: dict[str, Any]) -> Tensor:
-        """Run a prompt through the model: logits [1, V] of the first token.
+    def read(self, request: Request, inputs: dict[str, Any]) -> Tensor:
+        """Read a prompt with the model; return the logits [1, V] of the reply's first token.
 
-        `generate` prepares all that differs from model to model: masks, positions, pictures, and
-        what tokens are chosen by.
+        `generate` prepares what differs between models: masks, positions, pictures, and logits
+        processors.
         """
-        found: list[Tensor] = []
+        first_logits: list[Tensor] = []
 
-        def read(model: Any, input_ids: Tensor, logits_processor: Any, **more: Any) -> Tensor:
-            config, _ = more.pop("generation_config"), more.pop("stopping_criteria")
-            out = model._prefill(input_ids, config, more)
-            kwargs = model._update_model_kwargs_for_generation(out, more)
-            longer = torch.cat([input_ids, input_ids[:, -1:]], dim=1)
-            step = model.prepare_inputs_for_generation(longer, next_sequence_length=1, **kwargs)
-            at = input_ids.new_tensor([[input_ids.shape[1]]])
-            request.position = step.get("position_ids", at)
-            room = input_ids.new_zeros(1, request.max_new_tokens)
-            request.ids = torch.cat([input_ids, room], dim=1)
+        def read(model: Any, input_ids: Tensor, logits_processor: Any, **kwargs: Any) -> Tensor:
+            config, _ = kwargs.pop("generation_config"), kwargs.pop("stopping_criteria")
+            out = model._prefill(input_ids, config, kwargs)
+            kwargs = model._update_model_kwargs_for_generation(out, kwargs)
+            next_ids = torch.cat([input_ids, input_ids[:, -1:]], dim=1)
+            step = model.prepare_inputs_for_generation(next_ids, next_sequence_length=1, **kwargs)
+            position = input_ids.new_tensor([[input_ids.shape[1]]])
+            request.position = step.get("position_ids", position)
+            unused = input_ids.new_zeros(1, request.max_new_tokens)
+            request.ids = torch.cat([input_ids, unused], dim=1)
             request.processors = logits_processor
             eos = getattr(config, "_eos_token_tensor", None)
             request.eos = frozenset() if eos is None else frozenset(eos.flatten().tolist())
-            found.append(out.logits[:, -1].to(copy=True, dtype=torch.float32))
+            first_logits.append(out.logits[:, -1].to(copy=True, dtype=torch.float32))
             return input_ids
 
         sampling = request.sampling
-        drawn: dict[str, Any] = {"temperature": None, "top_p": None, "top_k": None}
+        options: dict[str, Any] = {"temperature": None, "top_p": None, "top_k": None}
         if sampling.draws:
-            drawn = {k: getattr(sampling, k) for k in drawn} | {"min_p": sampling.min_p or None}
+            options = {k: getattr(sampling, k) for k in options} | {"min_p": sampling.min_p or None}
             request.generator = torch.Generator(self.model.device)
             if sampling.seed is None:
                 request.generator.seed()
             else:
                 request.generator.manual_seed(sampling.seed)
         if sampling.repetition_penalty is not None:
-            drawn["repetition_penalty"] = sampling.repetition_penalty
+            options["repetition_penalty"] = sampling.repetition_penalty
         with ExitStack() as ending:
             if sampling.echo and sampling.logprobs is not None:
-                ending.callback(self._scores(request, given).remove)
-                given = {**given, "logits_to_keep": 0}
+                ending.callback(self._note_logprobs(request, inputs).remove)
+                inputs = {**inputs, "logits_to_keep": 0}
             self.model.generate(
-                **given,
-                **drawn,
+                **inputs,
+                **options,
                 logits_processor=LogitsProcessorList(request.extra_processors),
                 do_sample=sampling.draws,
-                max_new_tokens=max(1, request.max_new_tokens),  # none is chosen here
+                max_new_tokens=max(1, request.max_new_tokens),  # `read` chooses none
                 use_cache=True,
                 num_beams=1,
                 num_return_sequences=1,
-                prefill_chunk_size=self.chunk(given),
+                prefill_chunk_size=self.chunk(inputs),
                 disable_compile=True,
                 custom_generate=read,
             )
-        return found[0]
+        return first_logits[0]
 
-    def _scores(self, request: Request, given: dict[str, Any]) -> Any:
-        """A hook that notes how likely the prompt's tokens are, chunk by chunk."""
-        ids: list[int] = given["input_ids"][0].tolist()
+    def _note_logprobs(self, request: Request, inputs: dict[str, Any]) -> Any:
+        """Add a hook that notes the log probabilities of the prompt's tokens, chunk by chunk."""
+        ids: list[int] = inputs["input_ids"][0].tolist()
         tokenizer, top = request.text.tokenizer, request.sampling.logprobs or 0
         first = "" if tokenizer is None else tokenizer.decode(ids[:1])
-        found = [TokenLogprobs(Logprob(ids[0], first, None), ())]
+        entries = [TokenLogprobs(Logprob(ids[0], first, None), ())]
 
         def note(module: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-            if cache_in(kwargs) is given[CACHE]:  # not a step of others
-                following = ids[len(found) :][: out.logits.shape[1]]
-                logits = out.logits[0, : len(following)]
-                found.extend(choose.logprobs(logits, following, top, tokenizer))
-                request.echo = request.echo._replace(logprobs=tuple(found))
+            if cache_in(kwargs) is inputs[CACHE]:  # the prompt's own pass, not a decode step
+                next_tokens = ids[len(entries) :][: out.logits.shape[1]]
+                logits = out.logits[0, : len(next_tokens)]
+                entries.extend(choose.logprobs(logits, next_tokens, top, tokenizer))
+                request.echo = request.echo._replace(logprobs=tuple(entries))
 
         return self.model.register_forward_hook(note, with_kwargs=True)
 
 
 def kept(cache: CompressedCache) -> int:
-    """Tokens kept of a prompt, mean over layers and heads."""
+    """Return the tokens kept of a prompt, mean over layers and heads."""
     blocks = [block for layer in cache.compressed for block in layer.keeping().blocks]
     rows = sum(len(x.positions) for x in blocks)
     return round(sum(len(x.positions) * float(x.schedule.counts.mean()) for x in blocks) / rows)

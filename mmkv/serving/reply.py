@@ -1,4 +1,4 @@
-"""What a request asks for, and the stream of its reply: tokens, and text once it is certain."""
+"""How a reply is sampled, and its stream: tokens, and text as soon as it is certain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_LOGPROBS = 20
 
 
 class Refused(ValueError):  # noqa: N818 - an answer, not a fault
-    """A request that can never be served; `code` is OpenAI's where its clients know one."""
+    """A request that can never be served; `code` is OpenAI's error code, if it has one."""
 
     def __init__(self, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -21,36 +21,36 @@ class Refused(ValueError):  # noqa: N818 - an answer, not a fault
 
 
 class Busy(RuntimeError):  # noqa: N818 - as above
-    """Too many requests wait: it may be asked again later."""
+    """Too many requests wait; the request may be sent again later."""
 
 
 class Closed(RuntimeError):  # noqa: N818 - as above
-    """The engine was closed: it takes no more requests."""
+    """The engine was closed and takes no more requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a reply's tokens are chosen."""
+    """Options by which a reply's tokens are chosen."""
 
-    # 0 takes the likeliest token, as does less than a millionth, which float32 cannot divide by.
+    # 0, or below a millionth, by which float32 cannot divide: the likeliest token is taken.
     temperature: float = 0.0
-    top_p: float = 1.0  # draw from the likeliest tokens that have this much probability together
+    top_p: float = 1.0  # draw from the likeliest tokens, up to this sum of probabilities
     top_k: int = 0  # draw from so many likeliest tokens; 0: all
-    seed: int | None = None  # as of `torch.manual_seed(seed)` before `generate`; None: any
-    stop: tuple[str, ...] = ()  # texts that end the reply, and are no part of its text
-    min_p: float = 0.0  # draw from tokens at least this likely, relative to the likeliest
-    # Above 1, tokens of prompt and reply are less likely; None: the model's.
+    seed: int | None = None  # as `torch.manual_seed(seed)` before `generate`; None: random
+    stop: tuple[str, ...] = ()  # texts that end the reply and are not part of it
+    min_p: float = 0.0  # least probability, relative to the likeliest token's
+    # Values above 1 make tokens of prompt and reply less likely; None: the model's setting.
     repetition_penalty: float | None = None
-    presence_penalty: float = 0.0  # taken from the scores of tokens that the reply has
-    frequency_penalty: float = 0.0  # taken from a token's score each time that the reply has it
-    # Added to the scores of tokens, by their ids.
+    presence_penalty: float = 0.0  # subtracted from logits of tokens in the reply
+    frequency_penalty: float = 0.0  # subtracted once for each occurrence in the reply
+    # Added to the logits of tokens, by their ids.
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
-    logprobs: int | None = None  # tell log probabilities, and so many of the likeliest tokens
-    echo: bool = False  # begin with the prompt's text, and its log probabilities
-    grammar: str | None = None  # of llguidance, which the text has to match
+    logprobs: int | None = None  # return log probabilities, and so many likeliest tokens
+    echo: bool = False  # begin with the prompt's text and its log probabilities
+    grammar: str | None = None  # of llguidance; the text must match it
 
     def __post_init__(self) -> None:
-        """Refuse options that are out of range."""
+        """Refuse options out of range."""
         if not 0 <= self.temperature < float("inf"):
             raise Refused(f"temperature={self.temperature}: expected 0 or more")
         if not 0 < self.top_p <= 1:
@@ -71,12 +71,12 @@ class Sampling:
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are drawn."""
+        """Whether tokens are drawn at random."""
         return self.temperature >= 1e-6
 
 
 class Logprob(NamedTuple):
-    """A token, its text and its log probability; None: of a prompt's first token."""
+    """A token, its text and its log probability, which is None for a prompt's first token."""
 
     token: int
     text: str
@@ -84,7 +84,7 @@ class Logprob(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """A token that was taken, and the likeliest ones in its place."""
+    """A token of the text, and the likeliest ones in its place."""
 
     taken: Logprob
     top: tuple[Logprob, ...]
@@ -93,8 +93,8 @@ class TokenLogprobs(NamedTuple):
 class Event(NamedTuple):
     """A token, and the text that is certain with it: "" while a character or stop is incomplete.
 
-    With `Sampling.logprobs` also what was likely; with `echo`, the first one has the prompt's; its
-    token is -1 where no reply is asked for.
+    With `Sampling.logprobs` it has log probabilities; with `echo`, the first event has the prompt's
+    too. The token is -1 where no reply was requested.
     """
 
     token: int
@@ -104,20 +104,20 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Usage:
-    """What a request took."""
+    """The tokens and bytes of a request."""
 
     prompt_tokens: int = 0  # pictures included
     completion_tokens: int = 0  # so far
     kept_tokens: int = 0  # of the prompt, mean over layers and heads
     shared: bool = False  # whether the prompt's beginning had been read for another request
-    cache_bytes: int = 0  # when the prompt had been read or at the end, the larger
+    cache_bytes: int = 0  # after the prompt or at the end, the larger
 
 
 class Reply:
-    """A reply as it comes: iterate over it (async or not), or wait for all of it.
+    """A reply as it grows: iterate over it (async or not), or wait for all of it.
 
-    Several may read it; each gets every event. Leaving an async iteration early (a cancelled task,
-    or `aclose`) cancels the request.
+    Each of several readers gets every event. Leaving an async iteration early (a cancelled task, or
+    `aclose`) cancels the request.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -134,16 +134,16 @@ class Reply:
         self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     def cancel(self) -> None:
-        """End the reply; what it holds is freed before the next step."""
+        """End the reply; its memory is freed before the next step."""
         self.cancelled = True
         self._wake()
 
     def result(self, timeout: float | None = None) -> tuple[list[int], str]:
-        """Wait for the whole reply: its tokens and its text.
+        """Wait for the whole reply; return its tokens and its text.
 
         Raises:
-            TimeoutError: it took longer than `timeout` seconds; the request goes on.
-            Exception: what went wrong with the request.
+            TimeoutError: the reply took longer than `timeout` seconds; the request goes on.
+            Exception: the error of the request.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self.finish_reason is not None, timeout):
@@ -153,36 +153,36 @@ class Reply:
         return list(self.tokens), self.text
 
     def __iter__(self) -> Iterator[Event]:
-        at = 0
+        n_read = 0
         while True:
             with self._changed:
-                while len(self._events) == at and self.finish_reason is None:
+                while len(self._events) == n_read and self.finish_reason is None:
                     self._changed.wait()
-                new, done = self._events[at:], self.finish_reason is not None
+                new, done = self._events[n_read:], self.finish_reason is not None
             yield from new
-            at += len(new)
+            n_read += len(new)
             if done:
                 break
         if self.error is not None:
             raise self.error
 
     async def __aiter__(self) -> AsyncGenerator[Event]:
-        at, told = 0, asyncio.Event()
-        listener = asyncio.get_running_loop(), told
+        n_read, changed = 0, asyncio.Event()
+        listener = asyncio.get_running_loop(), changed
         with self._changed:
             self._listeners.append(listener)
         try:
             while True:
-                told.clear()
+                changed.clear()
                 with self._changed:
-                    new, done = self._events[at:], self.finish_reason is not None
+                    new, done = self._events[n_read:], self.finish_reason is not None
                 for event in new:
                     yield event
-                at += len(new)
+                n_read += len(new)
                 if done:
                     break
                 if not new:
-                    await told.wait()
+                    await changed.wait()
         finally:
             with self._changed:
                 self._listeners.remove(listener)
@@ -192,7 +192,7 @@ class Reply:
             raise self.error
 
     def put(self, event: Event | None, finish_reason: str | None, usage: Usage) -> None:
-        """Of the engine: add an event, or end the reply, and tell whoever waits."""
+        """Add an event, or end the reply, and wake its readers; for the engine only."""
         with self._changed:
             if self.finish_reason is not None:
                 return
@@ -203,39 +203,39 @@ class Reply:
             self.usage, self.finish_reason = usage, finish_reason
             self._changed.notify_all()
             listeners = list(self._listeners)
-        for loop, told in listeners:
-            with suppress(RuntimeError):  # the loop has ended: nobody is left to tell
-                loop.call_soon_threadsafe(told.set)
+        for loop, changed in listeners:
+            with suppress(RuntimeError):  # the loop of that reader has ended
+                loop.call_soon_threadsafe(changed.set)
 
 
 class TextStream:
-    """Text that is certain: no half character, and nothing that may begin a stop text."""
+    """A decoder of tokens that holds back partial characters and what may begin a stop text."""
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, stop
         self.stopped = False
         self._tokens: list[int] = []
-        self._first = self._next = 0  # tokens from `first` give context to those from `next`
-        self._held = ""
+        self._first = self._next = 0  # tokens from `first` are context for those from `next`
+        self._held_back = ""
 
     def add(self, token: int) -> str:
-        """The text that a token makes certain; `stopped` says whether it completes a stop text."""
+        """Return the text that a token makes certain; set `stopped` if it completes a stop text."""
         if self.tokenizer is None:
             return ""
         self._tokens.append(token)
         text = self._decode()
         # An incomplete character is not certain, but a stop text may stand before it.
-        whole = self._held + text.rstrip("\ufffd")
+        whole = self._held_back + text.rstrip("\ufffd")
         if text.endswith("\ufffd") and not any(stop in whole for stop in self.stop):
             return ""
         return self._certain(text)
 
     def end(self) -> str:
-        """What was held back, once the last token has come."""
+        """Return the text that was held back, after the last token."""
         if self.tokenizer is None or self.stopped:
             return ""
-        text = self._certain(self._decode()) + self._held
-        self._held = ""
+        text = self._certain(self._decode()) + self._held_back
+        self._held_back = ""
         return text
 
     def _decode(self) -> str:
@@ -247,17 +247,17 @@ class TextStream:
 
     def _certain(self, text: str) -> str:
         self._first, self._next = self._next, len(self._tokens)
-        text = self._held + text
-        found = [at for at in map(text.find, self.stop) if at >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
-        keep = max((overlap(text, stop) for stop in self.stop), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        text = self._held_back + text
+        stops = [at for at in map(text.find, self.stop) if at >= 0]
+        if stops:
+            self.stopped, self._held_back = True, ""
+            return text[: min(stops)]
+        n_held = max((overlap(text, stop) for stop in self.stop), default=0)
+        self._held_back = text[len(text) - n_held :]
+        return text[: len(text) - n_held]
 
 
 def overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that `stop` begins with."""
-    most = min(len(text), len(stop) - 1)
-    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)
+    """Count the characters at the end of `text` that `stop` begins with."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
