@@ -63,11 +63,10 @@ class ChatAnswer:
     def usage(self, replies: Sequence[Any]) -> Piece:
         """Count tokens as OpenAI does (each prompt once); as `mmkv`, what the caches held."""
         usages = [x.usage for x in replies]
-        first = usages[:: self._n]  # of the replies to each prompt
-        counts = {"prompt_tokens": sum(x.prompt_tokens for x in first)}
+        counts = {"prompt_tokens": sum(x.prompt_tokens for x in usages[:: self._n])}
         counts["completion_tokens"] = sum(x.completion_tokens for x in usages)
         counts["total_tokens"] = sum(counts.values())
-        cache = {"kept_tokens": sum(x.kept_tokens for x in first)}
+        cache = {"kept_tokens": sum(x.kept_tokens for x in usages[:: self._n])}
         cache["cache_bytes"] = sum(x.cache_bytes for x in usages)
         return {"usage": counts, "mmkv": {**cache, "shared": usages[0].shared}}
 

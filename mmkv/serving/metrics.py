@@ -35,18 +35,17 @@ class Metrics(Collector):
     def __init__(self, engine: Any) -> None:
         self._engine, self._registry = engine, CollectorRegistry()
         self._registry.register(self)
-        common: Any = {"namespace": "mmkv", "registry": self._registry}
-        self._answers = Counter(
-            "answers", "Requests answered, by how they ended", ["ended"], **common
-        )
+        shared: Any = {"namespace": "mmkv", "registry": self._registry}
+        text = "Requests answered, by how they ended"
+        self._answers = Counter("answers", text, ["ended"], **shared)
         text = "From a request's arrival to its first token"
-        self._first = Histogram("time_to_first_token_seconds", text, buckets=_SECONDS, **common)
+        self._first = Histogram("time_to_first_token_seconds", text, buckets=_SECONDS, **shared)
         text = "From a token to the next of the same answer"
         self._next = Histogram(
-            "time_between_tokens_seconds", text, buckets=_TOKEN_SECONDS, **common
+            "time_between_tokens_seconds", text, buckets=_TOKEN_SECONDS, **shared
         )
         text = "Share of a prompt's tokens that its cache kept"
-        self._kept = Histogram("kept_share", text, buckets=_SHARES, **common)
+        self._kept = Histogram("kept_share", text, buckets=_SHARES, **shared)
 
     def collect(self) -> Iterable[Metric]:
         """Yield one metric for each count of the engine."""

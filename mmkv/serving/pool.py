@@ -1,7 +1,7 @@
-"""The requests that grow together, so that a step attends to all that they keep at once.
+"""The requests whose replies grow together, so that a step attends to all kept pairs at once.
 
-A row is one key-value head of one request; rows lie in `mmkv.serving.shared_blocks`. Which slot a
-token takes is what each request's own schedules say.
+A row is one key-value head of one request; rows lie in `mmkv.serving.shared_blocks`. The slot of a
+new token follows from the slot schedules of its request.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from mmkv.serving.shared_blocks import (
 
 
 class Member:
-    """A request in the pool: a cache whose pairs, the blocks of each layer, are going into it."""
+    """A request in the pool; `kept` are its blocks of each layer, which move into the pool."""
 
     def __init__(
         self, owner: Any, cache: CompressedCache, kept: Sequence[Sequence[PaddedBlock]]
     ) -> None:
         self.owner, self.cache = owner, cache
-        self.prefix: SharedPrefix | None = None  # what it attends to before its own pairs
+        self.prefix: SharedPrefix | None = None  # pairs that it attends to besides its own
         self.schedules = [block.schedule for blocks in kept for block in blocks]
-        self.ahead = deque[np.ndarray]()  # the slots of the next tokens, [L, H] each
+        self.ahead = deque[np.ndarray]()  # slots of the next tokens, [L, H] each
         plan_slots(self.schedules)
-        heads, end = sum(len(x.row_numbers) for x in kept[0]), 0
-        # [L, H], where the slots of each layer's heads lie in those of `schedules`.
+        heads, offset = sum(len(x.row_numbers) for x in kept[0]), 0
+        # [L, H]: the columns of each layer's heads among the slots of all `schedules`.
         self.columns = np.empty((len(kept), heads), np.int64)
-        for mine, blocks in zip(self.columns, kept, strict=True):
+        for columns, blocks in zip(self.columns, kept, strict=True):
             for block in blocks:
                 rows, schedule = block.row_numbers, block.schedule
                 schedule.prepare()
-                mine[rows] = end + schedule.own_columns(len(rows))
-                end += schedule.planned.shape[1]
+                columns[rows] = offset + schedule.own_columns(len(rows))
+                offset += schedule.planned.shape[1]
 
     def next(self) -> np.ndarray:
-        """The next token's slots [L, H]."""
+        """Return the next token's slots, [L, H]."""
         if not self.ahead:
             slots = np.concatenate([x.ahead() for x in self.schedules], axis=1)
             self.ahead.extend(slots[:, self.columns])
@@ -62,52 +62,52 @@ class Member:
 
 
 class Pool:
-    """Requests whose kept pairs lie together."""
+    """Requests whose kept pairs lie in the same blocks."""
 
     def __init__(self) -> None:
         self.members: list[Member] = []  # in the order of the batch's rows
         self.layers: list[SharedLayer] = []
-        self.prefixes: list[SharedPrefix] = []  # what members attend to without holding it
+        self.prefixes: list[SharedPrefix] = []  # prefixes that members attend to
 
     @property
     def blocks(self) -> list[SharedBlock]:
-        """Those of all layers."""
+        """The blocks of all layers."""
         return [block for layer in self.layers for block in layer]
 
     @property
     def nbytes(self) -> int:
-        """Bytes held for keys and values, rows that are nobody's included."""
+        """Bytes of keys and values, unused rows included."""
         return sum(x.held for x in self.blocks)
 
     @property
     def most(self) -> int:
-        """Bytes that the members may come to."""
+        """The most bytes that the members' rows may take."""
         return sum(x.promised for x in self.blocks)
 
     @property
     def spare(self) -> int:
-        """Bytes held beyond those, which `trim` gives back."""
+        """Bytes held beyond `most`, which `trim` frees."""
         return sum(max(0, x.held - x.promised) for x in self.blocks)
 
     def trim(self) -> None:
-        """Give back what no member will need."""
+        """Free the memory that no member will need."""
         for block in self.blocks:
             if block.held > block.promised:
                 block.resize(len(block.rows), block.used.max())
 
     def bytes_of(self, member: Member) -> int:
-        """Of a member's rows."""
+        """Return the bytes of a member's rows."""
         at, heads = self.members.index(member), member.columns.shape[1]
         rows = [(x, int((x.rows // heads == at).sum())) for x in self.blocks]
         return sum(n * x.stored[0].shape[1] * x.slot_bytes for x, n in rows)
 
     def takes(self, cache: CompressedCache) -> bool:
-        """Whether a cache can join: one that attends to what it holds, and does no more."""
+        """Return whether a cache can join: one that decodes by attention to its pairs alone."""
         if not isinstance(cache.phase, Decoding) or cache.observes_replies:
             return False
         kept = [x.state for x in cache.compressed if isinstance(x.state, KeptKV)]
         alike = {x.batch for x in kept} == {1} and len({x.heads for x in kept}) == 1
-        # Their attention is that of the pairs with a bias, in the model's type.
+        # Shared blocks have pairs in the model's type with a bias, and no more.
         plain = all(
             isinstance(block.keys, Tensor)
             and block.inv_freq is None
@@ -125,36 +125,36 @@ class Pool:
         limit: int | None = None,
         context: Context | None = None,
     ) -> Member:
-        """Move what a cache of one row, which the pool `takes`, keeps into the pool.
+        """Move the kept pairs of a cache of one row, which the pool `takes`, into the pool.
 
-        At most `new` tokens will be generated; it may come to `limit` bytes, at least what its
-        pairs need. If the pairs of the context that it began as a copy of stay as they are, the
-        member attends to these and holds only what came behind them.
+        At most `new` tokens will be generated. `limit` bounds the bytes, and is at least what the
+        pairs need. If the pairs of `context`, of which the cache began as a copy, are unchanged,
+        the member attends to these and stores only the later ones.
         """
         kept: list[Sequence[PaddedBlock]] = [x.keeping().blocks for x in cache.compressed]
-        own = None if context is None else tails(context, kept)
-        kept = kept if own is None else own
+        own_pairs = None if context is None else tails(context, kept)
+        kept = kept if own_pairs is None else own_pairs
         member = Member(owner, cache, kept)
-        if context is not None and own is not None:
+        if context is not None and own_pairs is not None:
             known = (x for x in self.prefixes if x.context is context)
             member.prefix = next(known, None) or SharedPrefix(context)
-        need = 0
+        needed = 0
         for block in (x for blocks in kept for x in blocks):
-            need += capacity(block.schedule.most(new)) * block.nbytes // block.positions.shape[1]
-        step = STEP if limit is not None and need > limit else None
+            needed += capacity(block.schedule.most(new)) * block.nbytes // block.positions.shape[1]
+        step = STEP if limit is not None and needed > limit else None
         self.layers = self.layers or [SharedLayer() for _ in cache.layers]
         first = len(self.members) * member.columns.shape[1]
         self.members.append(member)
         try:
             with outside_inference_mode(), torch.no_grad():
-                for mine, layer in zip(cache.compressed, self.layers, strict=True):
-                    # Popped, so that a layer's storage is free once it is copied.
-                    blocks, mine.state, layer.rows = kept.pop(0), None, None
+                for cache_layer, layer in zip(cache.compressed, self.layers, strict=True):
+                    # Popped, so that a layer's memory is freed once it is copied.
+                    blocks, cache_layer.state, layer.rows = kept.pop(0), None, None
                     for block in blocks:
-                        which = capacity(block.schedule.most(new), step), own is not None
-                        if which not in layer.blocks:
-                            layer.blocks[which] = SharedBlock(block, *which)
-                        layer.blocks[which].add(first + block.row_numbers, block)
+                        block_key = capacity(block.schedule.most(new), step), own_pairs is not None
+                        if block_key not in layer.blocks:
+                            layer.blocks[block_key] = SharedBlock(block, *block_key)
+                        layer.blocks[block_key].add(first + block.row_numbers, block)
         except Exception:
             self.leave(member)
             raise
@@ -162,7 +162,7 @@ class Pool:
         return member
 
     def _find_members(self) -> None:
-        """Find the prefixes that members are behind, and tell each which these are."""
+        """List the prefixes of members, and set `members` of each."""
         devices = {x.device for x in self.layers if x.blocks}
         self.prefixes = list(dict.fromkeys(x.prefix for x in self.members if x.prefix is not None))
         for prefix in self.prefixes:
@@ -170,7 +170,7 @@ class Pool:
             prefix.members = {device: send(at, device) for device in devices}
 
     def leave(self, member: Member) -> None:
-        """Give back what a member holds; the last one takes its place in the batch."""
+        """Free a member's rows; the last member takes its place in the batch."""
         at, last = self.members.index(member), len(self.members) - 1
         with outside_inference_mode(), torch.no_grad():
             for layer in self.layers:
@@ -180,7 +180,7 @@ class Pool:
         self._find_members()
 
     def step(self) -> None:
-        """Before one token of each member: where the pairs go, on the devices of the layers."""
+        """Set where the next pair of each row goes, on the devices of the layers."""
         plan_slots([x for member in self.members if not member.ahead for x in member.schedules])
         slots = np.concatenate([x.next() for x in self.members], axis=1)  # [L, R]
         with outside_inference_mode(), torch.no_grad():
@@ -192,29 +192,31 @@ class Pool:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: Any, softcap: Any
     ) -> Tensor:
-        """One layer's attention of a step, as `CompressedCache.attend`: [B, 1, Hq, Dv]."""
+        """Return one layer's attention of a step, as `CompressedCache.attend`: [B, 1, Hq, Dv]."""
         B, Hq, _, D = query.shape
         R = B * key.shape[1]
         key, value = (x.detach().reshape(R, -1) for x in (key, value))
         options = {"scale": D**-0.5 if scale is None else scale, "softcap": softcap}
         query = query.reshape(R, -1, D)
         with outside_inference_mode():
-            before = self._before(layer, query, value.shape[-1], **options) if self.prefixes else ()
-            out = self.layers[layer].attend(query, key, value, *before, **options)
+            prefix = self._attend_to_prefixes(layer, query, value.shape[-1], **options)
+            out = self.layers[layer].attend(query, key, value, *prefix, **options)
         return refuse_gradient(out.view(B, 1, Hq, -1))
 
-    def _before(
+    def _attend_to_prefixes(
         self, layer: int, query: Tensor, width: int, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        """What queries [R, G, D] find in shared prefixes: see `part`; nothing where none is."""
+    ) -> tuple[Tensor, ...]:
+        """Attend from queries [R, G, D] to shared prefixes; return what `part` does, or ()."""
+        if not self.prefixes:
+            return ()
         R, G, _ = query.shape
         exact = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros(R, G, width, dtype=exact)
-        total = out.new_full((R, G), -torch.inf)
-        members = [x.view(len(self.members), -1, *x.shape[1:]) for x in (query, out, total)]
+        log_sums = out.new_full((R, G), -torch.inf)
+        by_member = [x.view(len(self.members), -1, *x.shape[1:]) for x in (query, out, log_sums)]
         for prefix in self.prefixes:
             at = prefix.members[query.device]
-            found = prefix.attend(layer, members[0][at], width, **options)
-            for all_rows, mine in zip(members[1:], found, strict=True):
-                all_rows[at] = mine
-        return out, total
+            parts = prefix.attend(layer, by_member[0][at], width, **options)
+            for result, new in zip(by_member[1:], parts, strict=True):
+                result[at] = new
+        return out, log_sums

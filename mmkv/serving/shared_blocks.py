@@ -1,10 +1,10 @@
-"""The kept pairs of many requests, in blocks that they share; and prefixes that they share.
+"""Padded blocks with the kept pairs of many requests, and prefixes that requests share.
 
-Rows of similar length lie in one padded block of a layer, whoever they belong to: attention is one
-call a block, and the new tokens of all its rows are one indexed copy. The kept pairs of a shared
-prefix are attended to where they lie, and not copied: attention over two sets of pairs is that over
-each, weighed by the sums of their exponentials. With `out` and `total`, the logarithm of such a
-sum, of both, the second set's share is sigmoid(total2 - total1).
+Rows of similar length lie in one padded block of a layer, whichever request they belong to: a block
+takes one attention call, and one indexed copy for the new tokens of all its rows. The pairs of a
+shared prefix are not copied: attention over two sets of pairs is the mean of attention over each,
+weighted by their sums of exponentials. With the logarithms of these sums, log_sum1 and log_sum2,
+the second set's weight is sigmoid(log_sum2 - log_sum1).
 """
 
 from __future__ import annotations
@@ -21,49 +21,46 @@ from mmkv.cache.padded_blocks import PaddedBlock, attend, masked_logits
 from mmkv.contexts import Context
 from mmkv.parts.slots import GrowingSlots, send
 
-# Widths are multiples of it, as fused kernels want of a bias.
+# Widths are multiples of it, as fused kernels require of a bias.
 STEP = 16
 
 
 def capacity(slots: int, step: int | None = None) -> int:
-    """Slots that are promised to a row of at most `slots`: up to a quarter more, or 31.
+    """Return the slots that a row of at most `slots` is promised: up to a quarter more, or 31.
 
-    Few different capacities mean few blocks a layer. With a `step` it is the next multiple of that.
+    Few different capacities mean few blocks per layer. With `step`, it is the next multiple of it.
     """
     step = step or max(2 * STEP, 1 << max(0, slots.bit_length() - 3))
     return -(-slots // step) * step
 
 
 class SharedBlock:
-    """Rows of many requests that hold about as much, at most `capacity` slots.
-
-    Where they are `behind`, they attend to a shared prefix before what they hold.
-    """
+    """Rows of similar length, at most `capacity` slots each, `behind` a shared prefix or not."""
 
     def __init__(self, like: Any, capacity: int, behind: bool = False) -> None:
         self.capacity, self.behind = capacity, behind
         # Keys [C, S, D], values [C, S, Dv] and bias [C, S, 1], of which the first rows are in use.
-        # The bias is added to the logits: -inf where a slot is empty, elsewhere the logarithm of
-        # what its pair weighs.
+        # The bias is added to the logits: -inf in empty slots, elsewhere the logarithm of the
+        # pair's weight.
         widths = (like.keys.shape[-1], like.values.shape[-1], 1)
         self.stored = [like.keys.new_empty(0, 0, width) for width in widths]
-        # The rows of the batch that lie here, int64 [n], and how many slots of each are in use.
+        # Which rows of the batch lie here, int64 [n], and the slots in use of each.
         self.rows = self.used = np.empty(0, dtype=np.int64)
 
     @property
     def slot_bytes(self) -> int:
-        """Of a slot's key and value."""
+        """Bytes of a key and a value."""
         return sum(x.shape[-1] * x.element_size() for x in self.stored[:2])
 
     @property
     def held(self) -> int:
-        """Bytes held, rows that are nobody's included."""
+        """Bytes of keys and values, unused rows included."""
         C, S, _ = self.stored[0].shape
         return C * S * self.slot_bytes
 
     @property
     def promised(self) -> int:
-        """Bytes that the rows come to at the most."""
+        """The most bytes that the rows in use may take."""
         return len(self.rows) * self.capacity * self.slot_bytes
 
     def add(self, rows: np.ndarray, block: Any) -> None:
@@ -73,15 +70,15 @@ class SharedBlock:
         C, S, _ = self.stored[0].shape
         if n > C or width > S:
             self.resize(n, max(width, self.used.max(initial=0)))
-        given = (block.keys, block.values, block.slot_bias().mT)
-        for x, new, empty in zip(self.stored, given, (0, 0, -torch.inf), strict=True):
+        tensors = (block.keys, block.values, block.slot_bias().mT)
+        for x, new, empty in zip(self.stored, tensors, (0, 0, -torch.inf), strict=True):
             x[first:n, :width] = new[:, :width]
-            x[first:n, width:] = empty  # what others left there may not even be numbers
+            x[first:n, width:] = empty  # earlier rows may have left NaN there
         self.rows = np.append(self.rows, rows)
         self.used = np.append(self.used, np.full(len(rows), width))
 
     def remove(self, gone: np.ndarray) -> None:
-        """Give back the rows where `gone`, bool [n], is true; the last ones move there."""
+        """Free the rows where `gone`, bool [n], is true; the last rows move there."""
         n = len(gone) - int(gone.sum())
         free, moved = np.flatnonzero(gone[:n]), n + np.flatnonzero(~gone[n:])
         if len(moved):
@@ -95,28 +92,28 @@ class SharedBlock:
             self.resize(n, self.used.max())
 
     def resize(self, rows: int, width: int) -> None:
-        """Move to memory of so many rows and slots, with an eighth more slots to grow into."""
+        """Move to memory of `rows` rows, and of `width` slots and an eighth more."""
         slots = min(self.capacity, -(-(width + width // 8) // STEP) * STEP)
-        made: list[Tensor] = []
+        resized: list[Tensor] = []
         for x, empty in zip(self.stored, (0, 0, -torch.inf), strict=True):
             kept = x[: len(self.rows), :slots]
-            made.append(new := x.new_full((rows, slots, x.shape[-1]), empty))
+            resized.append(new := x.new_full((rows, slots, x.shape[-1]), empty))
             new[: kept.shape[0], : kept.shape[1]] = kept
-        self.stored = made
+        self.stored = resized
 
     def advance(self, slots: np.ndarray) -> np.ndarray:
-        """Have the slots [n] of the next tokens; where they lie, counted over all rows."""
+        """Use the slots [n] for the next tokens; return their indices in the flattened block."""
         self.used = np.maximum(self.used, slots + 1)
         if (width := int(self.used.max())) > self.stored[0].shape[1]:
             self.resize(len(self.rows), width)
         return np.arange(len(slots)) * self.stored[0].shape[1] + slots
 
     def attend(
-        self, at: Tensor, query: Tensor, key: Tensor, value: Tensor, *before: Tensor, **options: Any
+        self, at: Tensor, query: Tensor, key: Tensor, value: Tensor, *prefix: Tensor, **options: Any
     ) -> Tensor:
-        """Write new pairs [n, D] `at` the places of `advance`; what queries [n, G, D] then find.
+        """Write new pairs [n, D] `at` the indices of `advance`; attend from queries [n, G, D].
 
-        Before it they found in shared prefixes, if the pool has any, what `part` gives.
+        `prefix` is what `part` returned for shared prefixes, if the pool has any.
         """
         keys, values, bias = self.stored
         keys.flatten(0, 1).index_copy_(0, at, key)
@@ -126,38 +123,38 @@ class SharedBlock:
         keys, values, bias = (x[: len(at), :width] for x in self.stored)
         if not self.behind:
             return attend(query, keys, values, bias.mT, **options)
-        out, total = part(query, keys, values, bias.mT, **options)
-        mine = torch.sigmoid(total - before[1])[..., None]
-        return torch.lerp(before[0], out, mine).to(query.dtype)
+        out, log_sums = part(query, keys, values, bias.mT, **options)
+        share = torch.sigmoid(log_sums - prefix[1])[..., None]
+        return torch.lerp(prefix[0], out, share).to(query.dtype)
 
 
 class SharedLayer:
-    """One layer's blocks, by their capacity and whether they are behind shared prefixes."""
+    """One layer's blocks, by their capacity and whether their rows have a shared prefix."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[int, bool], SharedBlock] = {}
-        # The rows of the batch as they lie in the blocks, int64 [R]; None: to be found.
+        # The batch's rows in the order of the blocks, int64 [R]; None: not known yet.
         self.rows: np.ndarray | None = None
-        # The same on the device, and the way back; None where it is the batch's order.
+        # `rows` on the device, and its inverse; None if it is the order of the batch.
         self.order: Tensor | None = None
         self.back: Tensor | None = None
-        self.at: list[Tensor] = []  # where the next tokens go, int64 [n] for each block
+        self.at: list[Tensor] = []  # indices of the next tokens, int64 [n] for each block
 
     def __iter__(self) -> Iterator[SharedBlock]:
         return iter(self.blocks.values())
 
     @property
     def device(self) -> torch.device:
-        """Where its pairs are."""
+        """The device of its pairs."""
         return next(iter(self)).stored[0].device
 
     @property
     def sizes(self) -> list[int]:
-        """Rows of each block."""
+        """The number of rows of each block."""
         return [len(x.rows) for x in self]
 
     def remove(self, member: int, last: int, heads: int) -> None:
-        """Give back the rows of a member of the batch, whose place the last one takes."""
+        """Free the rows of a member of the batch; the last member takes its place."""
         for block in list(self):
             block.remove(block.rows // heads == member)
             block.rows[block.rows // heads == last] -= (last - member) * heads
@@ -166,31 +163,31 @@ class SharedLayer:
         self.rows = None
 
     def advance(self, slots: np.ndarray) -> np.ndarray:
-        """Have the slots [R] of the next tokens; where they lie, block by block."""
+        """Use the slots [R] for the next tokens; return their indices, block by block."""
         if self.rows is None:
             self.rows = np.concatenate([x.rows for x in self])
             self.order = self.back = None
             if (self.rows[1:] < self.rows[:-1]).any():
                 self.order = send(self.rows, self.device)
                 self.back = send(self.rows.argsort(), self.device)
-        split = np.split(slots[self.rows], np.cumsum(self.sizes)[:-1])
-        return np.concatenate([x.advance(mine) for x, mine in zip(self, split, strict=True)])
+        by_block = np.split(slots[self.rows], np.cumsum(self.sizes)[:-1])
+        return np.concatenate([x.advance(y) for x, y in zip(self, by_block, strict=True)])
 
-    def attend(self, *given: Tensor, **options: Any) -> Tensor:
-        """As `SharedBlock.attend` where `at` says, with all rows of the layer."""
+    def attend(self, *tensors: Tensor, **options: Any) -> Tensor:
+        """Call `SharedBlock.attend` for each block, with the rows of the whole batch."""
         if self.order is not None:
-            given = tuple(x.index_select(0, self.order) for x in given)
-        parts = zip(self, self.at, *(x.split(self.sizes) for x in given), strict=True)
-        out = torch.cat([block.attend(*mine, **options) for block, *mine in parts])
+            tensors = tuple(x.index_select(0, self.order) for x in tensors)
+        parts = zip(self, self.at, *(x.split(self.sizes) for x in tensors), strict=True)
+        out = torch.cat([block.attend(*inputs, **options) for block, *inputs in parts])
         return out if self.back is None else out.index_select(0, self.back)
 
 
 class SharedPrefix:
-    """The kept pairs of a context, which stays as it is, that members of a pool attend to."""
+    """The kept pairs of a context that members of a pool attend to, and which do not change."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        # Places in the batch, int64 [m] on each device.
+        # Indices of the members in the batch, int64 [m] on each device.
         self.members: dict[torch.device, Tensor] = {}
         self._layers = [
             [_in_use(x) for x in layer.keeping().blocks if x.schedule.used]
@@ -200,19 +197,19 @@ class SharedPrefix:
     def attend(
         self, layer: int, query: Tensor, width: int, *, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        """What queries [m, H, G, D] find: out [m, H, G, width] and total [m, H, G], see `part`."""
+        """Attend from queries [m, H, G, D], as `part`: [m, H, G, width] and [m, H, G]."""
         m, H, G, D = query.shape
         rows = query.transpose(0, 1).reshape(H, m * G, D)
         exact = torch.promote_types(query.dtype, torch.float32)
         out = rows.new_zeros(H, m * G, width, dtype=exact)
-        total = out.new_full((H, m * G), -torch.inf)
+        log_sums = out.new_full((H, m * G), -torch.inf)
         for at, *pairs in self._layers[layer]:
-            out[at], total[at] = part(rows[at], *pairs, scale=scale, softcap=softcap)
-        return out.view(H, m, G, -1).transpose(0, 1), total.view(H, m, G).transpose(0, 1)
+            out[at], log_sums[at] = part(rows[at], *pairs, scale=scale, softcap=softcap)
+        return out.view(H, m, G, -1).transpose(0, 1), log_sums.view(H, m, G).transpose(0, 1)
 
 
 def _in_use(block: Any) -> tuple[Any, ...]:
-    """Rows, and the keys, values and bias of the slots in use; a row may have none of them."""
+    """Return rows, and keys, values and bias of the slots in use; a row may use none."""
     n = block.schedule.used
     bias = None if block.bias is None else block.bias[:, :, :n]
     return block.rows, block.keys[:, :n], block.values[:, :n], bias
@@ -227,13 +224,13 @@ def part(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to some of the pairs, and what it weighs beside attention to others.
+    """Attend to some of the pairs; also return the weight beside attention to others.
 
     Takes what `padded_blocks.attend` does: query [R, n, D], keys and values [R, U, D], bias
-    [R, 1, U]. Returns out, float32 [R, n, Dv], and total, float32 [R, n], the logarithm of the sum
-    of the logits' exponentials.
+    [R, 1, U]. Returns the attention, float32 [R, n, Dv], and the logarithm of the sum of the
+    logits' exponentials, float32 [R, n].
     """
-    exact = torch.promote_types(query.dtype, torch.float32)  # rounded logits would move weights
+    exact = torch.promote_types(query.dtype, torch.float32)  # rounded logits would change weights
     query, keys, values = (x.to(exact) for x in (query, keys, values))
     logits = masked_logits(query, keys, bias, scale, softcap)
     logits.clamp_(min=torch.finfo(torch.float32).min)  # a row of empty slots weighs nothing
@@ -245,32 +242,32 @@ def part(
 def tails(
     context: Context, kept: Sequence[Sequence[PaddedBlock]]
 ) -> list[Sequence[PaddedBlock]] | None:
-    """What lies behind a context's pairs in each layer's blocks of a cache that began as its copy.
+    """Return the pairs after the context's, by layer and block, of a cache that began as its copy.
 
-    None where the cache may drop the context's pairs, or has dropped some of its own, so that rows
-    hold differently many.
+    None if the cache may drop pairs of the context, or has dropped some of its own, so that rows
+    have different numbers of them.
     """
-    seen, found = context.cache.get_seq_length(), list[Sequence[PaddedBlock]]()
+    n_context, layers = context.cache.get_seq_length(), list[Sequence[PaddedBlock]]()
     for blocks in kept:
-        found.append(mine := list[PaddedBlock]())
+        layers.append(layer := list[PaddedBlock]())
         for block in blocks:
-            behind = block.held >= seen
-            numbers = behind.sum(-1).cpu().numpy()
-            if block.schedule.drops or (numbers != numbers[0]).any():
+            is_tail = block.held >= n_context
+            counts = is_tail.sum(-1).cpu().numpy()
+            if block.schedule.drops or (counts != counts[0]).any():
                 return None
-            at = behind.nonzero()[:, 1].view(len(numbers), -1)
+            index = is_tail.nonzero()[:, 1].view(len(counts), -1)
             keys: Any = block.keys
             values: Any = block.values
             tail = replace(
                 block,
-                keys=keys.gather(1, at[..., None].expand(*at.shape, keys.shape[-1])),
-                values=values.gather(1, at[..., None].expand(*at.shape, values.shape[-1])),
-                positions=block.positions.gather(1, at),
+                keys=keys.gather(1, index[..., None].expand(*index.shape, keys.shape[-1])),
+                values=values.gather(1, index[..., None].expand(*index.shape, values.shape[-1])),
+                positions=block.positions.gather(1, index),
                 bias=None,
                 mass=None,
                 log_weights=None,
-                schedule=GrowingSlots(counts=numbers),
+                schedule=GrowingSlots(counts=counts),
                 dated=(0, 0),
             )
-            mine.append(tail)
-    return found
+            layer.append(tail)
+    return layers
