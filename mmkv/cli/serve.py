@@ -1,4 +1,4 @@
-"""`mmkv serve`: answer OpenAI's completions over HTTP, from one process or several."""
+"""`mmkv serve`: a server with OpenAI's API, of one process or several."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from mmkv.options import (
 )
 from mmkv.terminal import bind, say, told, wait_asleep
 
-_CONFIG_BYTES = 2**20  # of a file of options
+_CONFIG_BYTES = 2**20  # most bytes of a file of options
 
 
 def parse_size(text: str) -> int:
-    """Bytes from a text such as "8GiB", "500MB" or "1000000"; a ValueError if it is none."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", text.strip(), re.IGNORECASE)
-    if found is None:
+    """Parse a size such as "8GiB", "500MB" or "1000000" into bytes, or raise a ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", text.strip(), re.IGNORECASE)
+    if match is None:
         raise ValueError(f"size {text!r}: expected bytes such as 8GiB, 500MB or 1000000")
-    number, unit, binary = found.groups(default="")
+    number, unit, binary = match.groups(default="")
     return int(float(number) * (1024 if binary else 1000) ** " kmgt".find(unit.lower() or " "))
 
 
@@ -47,26 +47,26 @@ def _from_file(context: typer.Context, path: Path | None) -> None:
     if len(raw) > _CONFIG_BYTES:
         raise ValueError(f"{path}: more than {_CONFIG_BYTES} bytes")
     try:
-        given = yaml.safe_load(raw) or {}
+        config = yaml.safe_load(raw) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: no YAML: {error}") from None
-    if not isinstance(given, dict):
+    if not isinstance(config, dict):
         raise ValueError(f"{path}: expected options by name, such as max_batch: 16")
     options = {x.name: x for x in context.command.params if x.name != "config"}
-    found = dict[str, Any]()
-    for name, value in given.items():
+    defaults = dict[str, Any]()
+    for name, value in config.items():
         if name not in options:
             raise ValueError(f"{path}: {name}: no option of mmkv serve")
         if value is None:
             continue
         texts = [str(x) for x in (value if isinstance(value, list) else [value])]
-        found[name] = texts if options[name].multiple else ", ".join(texts)
+        defaults[name] = texts if options[name].multiple else ", ".join(texts)
         try:
             if options[name].callback is None:
-                options[name].process_value(context, found[name])
+                options[name].process_value(context, defaults[name])
         except typer.BadParameter as error:
             raise ValueError(f"{path}: {name}: {error.message}") from None
-    context.default_map = found
+    context.default_map = defaults
 
 
 @told
@@ -163,17 +163,17 @@ def serve(
     from mmkv.serving import server
 
     options = chat.parse_options(policy, option or [])
-    chosen = get_policy(policy, **options)
-    kept = None if budget is None else budgets.parse(budget)
-    if doubt := budgets.note(kept):
-        say(doubt)
-    kept = chat.budget_or_default(kept, chosen, profile)
+    chosen_policy = get_policy(policy, **options)
+    parsed_budget = None if budget is None else budgets.parse(budget)
+    if warning := budgets.note(parsed_budget):
+        say(warning)
+    parsed_budget = chat.budget_or_default(parsed_budget, chosen_policy, profile)
     settings: dict[str, Any] = {
         "model": model,
         "device": device,
         "dtype": dtype,
         "policy": policy,
-        "budget": kept,
+        "budget": parsed_budget,
         "options": options,
         "profile": None if profile is None else str(profile.absolute()),
         "kv_dtype": kv_dtype,
@@ -201,10 +201,10 @@ def serve(
         else:
             engine = engines.make_engine(**settings)
         ending.callback(engine.close)
-        called = name or Path(model).name
-        served = server.app(
+        model_name = name or Path(model).name
+        app = server.app(
             engine,
-            name=called,
+            name=model_name,
             api_keys=[key for key in api_key or [] if key],
             share_prefixes=share_prefixes,
             allow_hosts=allow_host or [],
@@ -212,7 +212,7 @@ def serve(
             ignore_unknown=ignore_unknown,
             timeout=timeout or None,
         )
-        place = f"[{host}]" if ":" in host.strip("[]") else host
-        where = f"http://{place}:{listening.getsockname()[1]}/v1"
-        ready = f"{called} is served at {where} (Ctrl-C ends it)"
-        server.run(served, listening, grace=grace, ready=lambda: print(ready, flush=True))
+        address = f"[{host}]" if ":" in host.strip("[]") else host
+        url = f"http://{address}:{listening.getsockname()[1]}/v1"
+        ready = f"{model_name} is served at {url} (Ctrl-C ends it)"
+        server.run(app, listening, grace=grace, ready=lambda: print(ready, flush=True))

@@ -1,7 +1,6 @@
-"""Several engines, each in a process of its own, through Ray Serve; one server is before them.
+"""Several engines behind one server, each in its own process, by Ray Serve.
 
-Requests that begin alike go to the same replica, which has read their prefix, while it is not busy.
-One whose replica dies is asked again of another.
+Requests with a prefix go to the replica that has read it, unless it is busy; if it dies, to others.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from .reply import Busy, Closed, Event, Refused, Sampling, Usage
 
 _log = logging.getLogger(__name__)
 _NAME = "mmkv"
-_TRIES = 4
+_MAX_TRIES = 4
 _SUMMED = ("waiting", "prefilling", "cache_bytes", "cache_memory", "prefixes")
 
 
 class _Replica:
-    """One engine, in a process of Ray's."""
+    """One engine, in a process of Ray."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._engine, self._name = make_engine(**settings), random.randbytes(8).hex()
 
-    async def reply(self, key: str, given: dict[str, Any]) -> AsyncGenerator[tuple[str, Any]]:
-        """What `_Reply` reads: events, and last how it ended. The router has read the key."""
+    async def reply(self, key: str, arguments: dict[str, Any]) -> AsyncGenerator[tuple[str, Any]]:
+        """Yield the events of a reply, and last how it ended; `key` is for the router alone."""
         try:
-            reply = await asyncio.to_thread(self._engine.submit, **given)
+            reply = await asyncio.to_thread(self._engine.submit, **arguments)
             try:
                 async for event in reply:
                     yield "event", (event, reply.usage)
@@ -51,19 +50,19 @@ class _Replica:
             yield "error", _portable(error)
             return
         stats = self._engine.stats()
-        held = {name: getattr(stats, name) or 0 for name in _SUMMED}
-        yield "end", (reply.finish_reason, reply.usage, self._name, held)
+        sums = {name: getattr(stats, name) or 0 for name in _SUMMED}
+        yield "end", (reply.finish_reason, reply.usage, self._name, sums)
 
-    async def tokenize(self, key: str, given: dict[str, Any]) -> list[int] | Exception:
-        """Tokens, or why there are none."""
+    async def tokenize(self, key: str, arguments: dict[str, Any]) -> list[int] | Exception:
+        """Return the tokens, or the error."""
         try:
-            return await asyncio.to_thread(self._engine.tokenize, **given)
+            return await asyncio.to_thread(self._engine.tokenize, **arguments)
         except Exception as error:
             return _portable(error)
 
 
 def _portable(error: Exception) -> Exception:
-    """An error as the server's process can read it; its own class may not be known there."""
+    """Return an error that the server's process can unpickle, of a class that it knows."""
     if isinstance(error, Refused | Busy | Closed):
         return error.with_traceback(None)
     if isinstance(error, ValueError):
@@ -72,18 +71,18 @@ def _portable(error: Exception) -> Exception:
 
 
 class _Reply:
-    """A reply from a replica, as `Reply` has it: asked again of another where its own dies."""
+    """A reply from a replica, used like `Reply`; requested from another one if that dies."""
 
-    def __init__(self, replicas: Replicas, key: str, given: dict[str, Any]) -> None:
+    def __init__(self, replicas: Replicas, key: str, arguments: dict[str, Any]) -> None:
         self.finish_reason: str | None = None
         self.usage = Usage()
         self.cancelled = False
-        self._replicas, self._key, self._given = replicas, key, given
+        self._replicas, self._key, self._given = replicas, key, arguments
         self._tokens = list[int]()
-        timeout = given.get("timeout")
-        # The clock of the running loop, as `asyncio.timeout_at` takes it.
-        self._end = None if timeout is None else time.monotonic() + timeout
-        self._answers = replicas.ask(key, given)
+        timeout = arguments.get("timeout")
+        # By the clock of the event loop, for `asyncio.timeout_at`.
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._answers = replicas.ask(key, arguments)
 
     def cancel(self) -> None:
         """End the reply."""
@@ -94,20 +93,20 @@ class _Reply:
     async def __aiter__(self) -> AsyncGenerator[Event]:
         self._replicas.live += 1
         try:
-            for tries in range(1, _TRIES + 1):
+            for tries in range(1, _MAX_TRIES + 1):
                 try:
-                    async for event in self._of_one():
+                    async for event in self._events_of_one():
                         yield event
                     return
                 except (TaskCancelledError, asyncio.CancelledError):
                     if self.cancelled:
                         return
-                    raise  # ours, not the reply's
+                    raise  # of the reading task, not of the reply
                 except RayError as error:
                     if self._replicas.closed:
                         return
                     _log.warning("a replica was lost (%s)", type(error).__name__)
-                    if tries == _TRIES:
+                    if tries == _MAX_TRIES:
                         raise _lost() from error
                 await asyncio.sleep(0.2 * tries)
                 self._answers = await asyncio.to_thread(self._replicas.ask, self._key, self._given)
@@ -116,35 +115,35 @@ class _Reply:
             raise
         finally:
             self._replicas.live -= 1
-            self.finish_reason = self.finish_reason or "cancelled"  # or left early
+            self.finish_reason = self.finish_reason or "cancelled"  # also if left early
             self._answers.cancel()
 
-    async def _of_one(self) -> AsyncGenerator[Event]:
-        """The events of one replica; those that another gave already must be the same."""
-        at, answers = 0, aiter(self._answers)
+    async def _events_of_one(self) -> AsyncGenerator[Event]:
+        """Yield the further events of one replica; earlier ones must equal those sent already."""
+        n_read, answers = 0, aiter(self._answers)
         while True:
             try:
-                async with asyncio.timeout_at(self._end):
-                    kind, what = await anext(answers)
+                async with asyncio.timeout_at(self._deadline):
+                    kind, content = await anext(answers)
             except StopAsyncIteration:
                 return
-            except TimeoutError:  # also where no replica is left to keep the time
+            except TimeoutError:  # the replica that checks it may be gone
                 self.finish_reason = "timeout"
                 return
             if kind == "event":
-                event, self.usage = what
-                if at == len(self._tokens):
+                event, self.usage = content
+                if n_read == len(self._tokens):
                     self._tokens.append(event.token)
                     self._replicas.tokens += event.token >= 0
                     yield event
-                elif event.token != self._tokens[at]:
+                elif event.token != self._tokens[n_read]:
                     raise _lost()
-                at += 1
+                n_read += 1
             elif kind == "end":
-                self.finish_reason, self.usage, name, held = what
-                self._replicas.note(name, held, self.usage)
+                self.finish_reason, self.usage, name, sums = content
+                self._replicas.note(name, sums, self.usage)
             else:
-                raise what
+                raise content
 
 
 def _lost() -> RequestError:
@@ -152,14 +151,14 @@ def _lost() -> RequestError:
 
 
 class Replicas:
-    """Engines in a Ray cluster; has what the server needs of an `Engine`.
+    """Engines in a Ray cluster, with the methods of `Engine` that the server uses.
 
     Args:
-        settings: of each engine, as for `make_engine`.
-        replicas: how many, each with so many `gpus`.
-        max_replicas: start up to so many when requests pile up; None: as many as `replicas`.
-        target_requests: what a replica has before another is started, or a prefix's other requests
-            go elsewhere.
+        settings: arguments of `make_engine`, for each engine.
+        replicas: number of engines, each with `gpus` GPUs.
+        max_replicas: most engines under load; None: always `replicas`.
+        target_requests: requests that a replica has before another one is started, or before
+            further requests of a prefix go to others.
         address: of a running cluster; None starts one on this computer, for loopback only.
     """
 
@@ -177,63 +176,63 @@ class Replicas:
             raise ValueError(f"max_replicas={max_replicas}: fewer than replicas={replicas}")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self.live, self.tokens, self.closed = 0, 0, False
-        self._done = self._hits = 0
-        self._held: dict[str, Mapping[str, int]] = {}
-        how: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+        self._n_done = self._n_hits = 0
+        self._sums: dict[str, Mapping[str, int]] = {}
+        options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if address is None:
-            how |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-        ray.init("local" if address is None else address, **how)
+            options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        ray.init("local" if address is None else address, **options)
         for name in ("ray", "ray.serve"):
             logging.getLogger(name).setLevel(logging.ERROR)
         self._local = address is None
         try:
-            serve.start(proxy_location="Disabled")  # our server is before it
-            made = _deployment(replicas, max_replicas, target_requests, gpus)
-            self._handle: Any = serve.run(made.bind(settings), name=_NAME, route_prefix=None)
+            serve.start(proxy_location="Disabled")  # the server of `mmkv serve` takes its place
+            deployment = _deployment(replicas, max_replicas, target_requests, gpus)
+            self._handle: Any = serve.run(deployment.bind(settings), name=_NAME, route_prefix=None)
         except BaseException:
             self.close()
             raise
 
     def submit(
-        self, *, sampling: Sampling | None = None, repeated: bool = False, **given: Any
+        self, *, sampling: Sampling | None = None, repeated: bool = False, **arguments: Any
     ) -> _Reply:
-        """As `Engine.submit`, for messages and prompts; refusals come with the reply."""
+        """Request a reply as `Engine.submit` does; the reply raises what is refused."""
         sampling = sampling or Sampling()
         if sampling.temperature > 0 and sampling.seed is None:
-            # A second replica must draw what the first has drawn.
+            # A second replica must draw the same tokens as the first.
             sampling = replace(sampling, seed=random.getrandbits(62))
-        messages = given.get("messages") or []
+        messages = arguments.get("messages") or []
         key = prefix_key(messages)
         if repeated and not key:
-            asked = repr((messages, given.get("prompt"))).encode()
-            key = hashlib.blake2b(asked, digest_size=16).hexdigest()
-        return _Reply(self, key, {"sampling": sampling, "repeated": repeated, **given})
+            prompt = repr((messages, arguments.get("prompt"))).encode()
+            key = hashlib.blake2b(prompt, digest_size=16).hexdigest()
+        return _Reply(self, key, {"sampling": sampling, "repeated": repeated, **arguments})
 
-    def tokenize(self, **given: Any) -> list[int]:
-        """As `Engine.tokenize`, by any replica."""
-        found = self._handle.tokenize.remote("", given).result()
-        if isinstance(found, Exception):
-            raise found
-        return found
+    def tokenize(self, **arguments: Any) -> list[int]:
+        """Return tokens as `Engine.tokenize` does, by any replica."""
+        tokens = self._handle.tokenize.remote("", arguments).result()
+        if isinstance(tokens, Exception):
+            raise tokens
+        return tokens
 
-    def ask(self, key: str, given: dict[str, Any]) -> Any:
-        """The answers of the replica that reads this prefix, or of one with less to do."""
-        return self._handle.options(stream=True).reply.remote(key, given)
+    def ask(self, key: str, arguments: dict[str, Any]) -> Any:
+        """Return the answers of the replica with this prefix, or of a less busy one."""
+        return self._handle.options(stream=True).reply.remote(key, arguments)
 
-    def note(self, name: str, held: Mapping[str, int], usage: Usage) -> None:
-        """Remember what a replica said of itself at the end of a reply."""
-        self._held[name] = held
-        self._done += 1
-        self._hits += usage.shared
+    def note(self, name: str, sums: Mapping[str, int], usage: Usage) -> None:
+        """Store the sums that a replica reports at the end of a reply."""
+        self._sums[name] = sums
+        self._n_done += 1
+        self._n_hits += usage.shared
 
     def stats(self) -> Any:
-        """Sums over the replicas, as each was when it last ended a reply; `running` is of now."""
+        """Return sums over replicas, of when each last ended a reply; `running` is up to date."""
         return SimpleNamespace(
-            **{name: sum(x[name] for x in self._held.values()) for name in _SUMMED},
+            **{name: sum(x[name] for x in self._sums.values()) for name in _SUMMED},
             running=self.live,
             tokens_generated=self.tokens,
-            requests_done=self._done,
-            prefix_hits=self._hits,
+            requests_done=self._n_done,
+            prefix_hits=self._n_hits,
         )
 
     def close(self) -> None:
@@ -249,9 +248,9 @@ class Replicas:
 def _deployment(replicas: int, max_replicas: int | None, target_requests: int, gpus: float) -> Any:
     scaling: dict[str, Any] = {"num_replicas": replicas}
     if max_replicas is not None:
-        limits = {"min_replicas": replicas, "initial_replicas": replicas}
-        limits |= {"max_replicas": max_replicas, "target_ongoing_requests": target_requests}
-        scaling = {"autoscaling_config": limits}
+        autoscaling = {"min_replicas": replicas, "initial_replicas": replicas}
+        autoscaling |= {"max_replicas": max_replicas, "target_ongoing_requests": target_requests}
+        scaling = {"autoscaling_config": autoscaling}
     return serve.deployment(
         _Replica,
         name="engine",
@@ -259,9 +258,9 @@ def _deployment(replicas: int, max_replicas: int | None, target_requests: int, g
             "request_router_class": PrefixRouter,
             "request_router_kwargs": {"busy": target_requests},
         },
-        # No processor is set aside, so that any number starts on any computer.
+        # No CPU is reserved, so that any number starts on any computer.
         ray_actor_options={"num_cpus": 0, "num_gpus": gpus},
-        max_ongoing_requests=4096,  # waiting included: the engine does its own queueing
+        max_ongoing_requests=4096,  # waiting ones too: the engine has its own queue
         health_check_period_s=2,
         graceful_shutdown_timeout_s=5,
         **scaling,
@@ -269,53 +268,53 @@ def _deployment(replicas: int, max_replicas: int | None, target_requests: int, g
 
 
 def prefix_key(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What requests have in common that begin alike: a hash of system texts and pictures, or ""."""
-    found = list[bytes]()
+    """Return a hash of system texts and pictures, by which requests share a prefix; or ""."""
+    contents = list[bytes]()
     for message in messages:
         parts: Any = message["content"]
         if isinstance(parts, str):
             parts = [{"type": "text", "text": parts}]
         if message["role"] == "system":
-            found += [x.get("text", "").encode() for x in parts]
+            contents += [x.get("text", "").encode() for x in parts]
         pictures = [x["image"] for x in parts if x["type"] == "image"]
-        found += [f"{x.size}".encode() + x.tobytes() for x in pictures]
-    return hashlib.blake2b(b"".join(found), digest_size=16).hexdigest() if found else ""
+        contents += [f"{x.size}".encode() + x.tobytes() for x in pictures]
+    return hashlib.blake2b(b"".join(contents), digest_size=16).hexdigest() if contents else ""
 
 
 def ranked(key: str, loads: Mapping[str, int], busy: int) -> list[str]:
-    """Replicas, the best first, by their names and how many requests each has.
+    """Rank replicas for a key, the best first; `loads` has the requests of each by its name.
 
-    Each key has an order of all replicas, which others that come or go leave as it is; those with
-    too many requests already (up to `busy` never are) come last. Nothing is remembered, so the
-    second of two requests follows the first at once.
+    Each key has its own order, which stays the same when replicas come or go. Replicas with too
+    many requests (`busy` or fewer never are) come last. No state is kept, so a second request can
+    follow the first at once.
 
     Source: rendezvous hashing with bounded loads (arXiv 1608.01350).
     """
-    # 1.25 is `c` of the paper, the largest load beside the mean.
-    most = max(busy, 1.25 * (sum(loads.values()) + 1) / max(len(loads), 1))
+    # 1.25 is `c` of the paper: the largest load, relative to the mean.
+    max_load = max(busy, 1.25 * (sum(loads.values()) + 1) / max(len(loads), 1))
 
     def rank(name: str) -> tuple[bool, bytes]:
         digest = hashlib.blake2b(f"{key} {name}".encode(), digest_size=16).digest()
-        return loads[name] >= most, digest
+        return loads[name] >= max_load, digest
 
     return sorted(loads, key=rank)
 
 
 class PrefixRouter(RequestRouter):
-    """Ray's own for a deployment whose requests have their prefix's key as the first argument."""
+    """A router for deployments whose requests have their prefix's key as first argument."""
 
     def initialize_state(self, busy: int = 16, **_: Any) -> None:
-        """Remember how many requests of a replica are never too many."""
+        """Set the number of requests that are never too many for a replica."""
         self._busy = busy
 
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any = None
     ) -> list[list[Any]]:
-        """The candidates, best first; without a key, all of them, and Ray takes the idlest."""
+        """Return the candidates, best first; without a key all together, for Ray to choose."""
         key = pending_request.args[0] if pending_request is not None else ""
         if not key:
             return [candidate_replicas]
-        known = {x.replica_id.unique_id: x for x in candidate_replicas}
-        held = self.replica_queue_len_cache
-        loads = {name: held.get(x.replica_id) or 0 for name, x in known.items()}
-        return [[known[name]] for name in ranked(key, loads, self._busy)]
+        replicas = {x.replica_id.unique_id: x for x in candidate_replicas}
+        queue_lengths = self.replica_queue_len_cache
+        loads = {name: queue_lengths.get(x.replica_id) or 0 for name, x in replicas.items()}
+        return [[replicas[name]] for name in ranked(key, loads, self._busy)]

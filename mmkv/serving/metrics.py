@@ -35,17 +35,15 @@ class Metrics(Collector):
     def __init__(self, engine: Any) -> None:
         self._engine, self._registry = engine, CollectorRegistry()
         self._registry.register(self)
-        shared: Any = {"namespace": "mmkv", "registry": self._registry}
+        extra: Any = {"namespace": "mmkv", "registry": self._registry}
         text = "Requests answered, by how they ended"
-        self._answers = Counter("answers", text, ["ended"], **shared)
+        self._answers = Counter("answers", text, ["ended"], **extra)
         text = "From a request's arrival to its first token"
-        self._first = Histogram("time_to_first_token_seconds", text, buckets=_SECONDS, **shared)
+        self._first = Histogram("time_to_first_token_seconds", text, buckets=_SECONDS, **extra)
         text = "From a token to the next of the same answer"
-        self._next = Histogram(
-            "time_between_tokens_seconds", text, buckets=_TOKEN_SECONDS, **shared
-        )
+        self._next = Histogram("time_between_tokens_seconds", text, buckets=_TOKEN_SECONDS, **extra)
         text = "Share of a prompt's tokens that its cache kept"
-        self._kept = Histogram("kept_share", text, buckets=_SHARES, **shared)
+        self._kept = Histogram("kept_share", text, buckets=_SHARES, **extra)
 
     def collect(self) -> Iterable[Metric]:
         """Yield one metric for each count of the engine."""
@@ -65,7 +63,7 @@ class Metrics(Collector):
         self._answers.labels(reason).inc()
 
     def kept(self, tokens: float, of: int) -> None:
-        """Note how many tokens were kept `of` a prompt's."""
+        """Record how many tokens were kept `of` those of a prompt."""
         self._kept.observe(tokens / of if of else 1.0)
 
     def clock(self) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""An HTTP server of OpenAI's completions around an engine: its routes, and running it."""
+"""An HTTP server with OpenAI's completions around an engine: its routes, and running it."""
 
 from __future__ import annotations
 
@@ -36,49 +36,49 @@ def app(
     timeout: float | None = 600.0,
     limits: Limits | None = None,
 ) -> FastAPI:
-    """The routes of a server around an engine, or what has its `submit`, `tokenize` and `stats`.
+    """Return the routes of a server around an engine, or an object with its methods.
 
-    It neither starts nor closes the engine. Clients ask for the model by its name, and send one of
-    the keys; without any, everybody is let in who reaches the port, but only pages in browsers
-    whose origin is allowed ("*": any). Prefixes are shared among the requests of one key, or of
-    all. A request may take `timeout` seconds. See also `Limits` and `pictures.read_picture`.
+    It neither starts nor closes the engine. Clients send the model's name and one of the keys.
+    Without keys, all that reach the port may send requests, but web pages only if their origin is
+    allowed ("*": any). Prefixes are shared among the requests of one key, or of all. A request may
+    take `timeout` seconds. See also `Limits` and `pictures.read_picture`.
     """
-    handlers: Any = {RequestError: _refuse, HTTPException: _other, Exception: _failed}
+    handlers: Any = {RequestError: _refuse, HTTPException: _http_error, Exception: _failed}
     served = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=handlers)
     service = Service(engine, name, allow_hosts, ignore_unknown, timeout, limits or Limits())
     served.state.service = service
     if allow_origins:
-        every: Any = {"allow_methods": ["*"], "allow_headers": ["*"]}
-        served.add_middleware(CORSMiddleware, allow_origins=[*allow_origins], **every)
+        cors: Any = {"allow_methods": ["*"], "allow_headers": ["*"]}
+        served.add_middleware(CORSMiddleware, allow_origins=[*allow_origins], **cors)
 
     def admit(request: Request) -> None:
-        """Let a client in by its key; without keys, let programs in and pages of browsers not."""
+        """Check a client's key; without keys, refuse web pages only."""
         request.state.owner = None
         if not api_keys:
-            # A page that is open in a browser on this computer could else use the server.
+            # Otherwise any page in a browser on this computer could use the server.
             origin = request.headers.get("origin")
             if origin is not None and not {origin, "*"} & {*allow_origins}:
                 raise RequestError("pages of other origins are not served", status=403)
             return
-        kind, _, given = request.headers.get("authorization", "").partition(" ")
-        sent = given.strip().encode("latin-1")
-        # Each is compared, so that the time tells nothing.
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        sent = key.strip().encode("latin-1")
+        # All are compared, so that the time reveals nothing.
         same = [key.encode() for key in api_keys if hmac.compare_digest(sent, key.encode())]
         if kind.lower() != "bearer" or not same:
             raise RequestError("Incorrect API key provided", status=401, code="invalid_api_key")
         if share_prefixes == "key":
-            # The engine is given a digest: what it may write into a log is no key.
+            # A digest, so that the engine cannot write the key into a log.
             request.state.owner = hashlib.blake2b(same[0], digest_size=16).hexdigest()
 
     served.add_api_route("/health", service.health)
-    known = APIRouter(dependencies=[Depends(admit)])
-    known.add_api_route("/metrics", service.scrape)
-    known.add_api_route("/v1/models", service.models)
-    known.add_api_route("/v1/models/{model:path}", service.check_model)
-    known.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
-    known.add_api_route("/v1/completions", service.complete, methods=["POST"])
-    known.add_api_route("/tokenize", service.tokenize, methods=["POST"])
-    served.include_router(known)
+    protected = APIRouter(dependencies=[Depends(admit)])
+    protected.add_api_route("/metrics", service.scrape)
+    protected.add_api_route("/v1/models", service.models)
+    protected.add_api_route("/v1/models/{model:path}", service.check_model)
+    protected.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
+    protected.add_api_route("/v1/completions", service.complete, methods=["POST"])
+    protected.add_api_route("/tokenize", service.tokenize, methods=["POST"])
+    served.include_router(protected)
     return served
 
 
@@ -89,9 +89,9 @@ async def _refuse(request: Request, error: RequestError) -> Response:
     return JSONResponse(error.body(), error.status, headers)
 
 
-async def _other(request: Request, error: HTTPException) -> Response:
-    told = f"{request.method} {request.url.path}: {error.detail}"
-    return await _refuse(request, RequestError(told, status=error.status_code))
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return await _refuse(request, RequestError(message, status=error.status_code))
 
 
 async def _failed(request: Request, error: Exception) -> Response:
@@ -99,11 +99,10 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 class _Connection(H11Protocol):
-    """A connection that cannot be held open for nothing: uvicorn's, with bounds of number and time.
+    """A connection of uvicorn, bounded in number and in the time that it may be idle.
 
-    Further ones than may be open are told to try again. Headers have to be there within
-    `limits.read_seconds`, and what is sent has to be read by the client within
-    `limits.write_seconds`, as far as it does not fit into the buffers on the way.
+    Beyond `limits.connections`, it is answered with 503. Headers must arrive within `read_seconds`,
+    and what does not fit into buffers must be read by the client within `write_seconds`.
     """
 
     def __init__(self, limits: Limits, *args: Any, **options: Any) -> None:
@@ -141,23 +140,23 @@ class _Connection(H11Protocol):
         self._stop("writing")
 
     def _look(self) -> None:
-        """The time runs while no request of this connection is being answered."""
+        """Run the timer of reading while no request of this connection is being answered."""
         cycle: Any = self.cycle  # None before the first request
         if cycle is not None and not cycle.response_complete:
             self._stop("reading")
         elif "reading" not in self._timers and not self.transport.is_closing():
             self._end_after("reading", self._limits.read_seconds)
 
-    def _end_after(self, what: str, seconds: float) -> None:
-        self._timers[what] = self.loop.call_later(seconds, self.transport.abort)
+    def _end_after(self, timer: str, seconds: float) -> None:
+        self._timers[timer] = self.loop.call_later(seconds, self.transport.abort)
 
-    def _stop(self, what: str) -> None:
-        if what in self._timers:
-            self._timers.pop(what).cancel()
+    def _stop(self, timer: str) -> None:
+        if timer in self._timers:
+            self._timers.pop(timer).cancel()
 
 
 class _Server(uvicorn.Server):
-    """Says when it listens; ends by letting answers finish for a while."""
+    """A server that reports when it listens, and lets answers finish for a while at its end."""
 
     def __init__(
         self, config: uvicorn.Config, service: Service, grace: float, ready: Callable[[], None]
@@ -177,11 +176,11 @@ class _Server(uvicorn.Server):
 
     async def _end(self) -> None:
         await asyncio.sleep(self._grace)
-        await asyncio.to_thread(self._service.engine.close)  # what runs is cancelled by that
+        await asyncio.to_thread(self._service.engine.close)  # cancels the running replies
 
 
-def config(served: FastAPI, **more: Any) -> uvicorn.Config:
-    """How uvicorn serves an app."""
+def config(served: FastAPI, **options: Any) -> uvicorn.Config:
+    """Return uvicorn's configuration for an app."""
     return uvicorn.Config(
         served,
         http=partial(_Connection, served.state.service.limits),  # pyright: ignore[reportArgumentType]
@@ -192,24 +191,24 @@ def config(served: FastAPI, **more: Any) -> uvicorn.Config:
         log_config=None,
         log_level="warning",
         server_header=False,
-        **more,
+        **options,
     )
 
 
 def run(
     served: FastAPI, listening: socket.socket, *, grace: float, ready: Callable[[], None]
 ) -> None:
-    """Serve an `app` until SIGINT or SIGTERM, from the main thread; `ready` is called once it is.
+    """Serve an `app` until SIGINT or SIGTERM, from the main thread; call `ready` when it listens.
 
-    Answers may go on for `grace` seconds when it ends.
+    Running answers may continue for `grace` seconds after the signal.
     """
-    how = config(served, timeout_graceful_shutdown=int(grace) + 10)
-    server = _Server(how, served.state.service, grace, ready)
-    ends = (signal.SIGINT, signal.SIGTERM)
-    # uvicorn raises the signals again that it ended by.
-    before = {x: signal.signal(x, lambda number, frame: None) for x in ends}
+    options = config(served, timeout_graceful_shutdown=int(grace) + 10)
+    server = _Server(options, served.state.service, grace, ready)
+    signals = (signal.SIGINT, signal.SIGTERM)
+    # uvicorn raises the signal that ended it once more.
+    handlers = {x: signal.signal(x, lambda number, frame: None) for x in signals}
     try:
         server.run(sockets=[listening])
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

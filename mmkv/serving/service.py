@@ -1,4 +1,4 @@
-"""What is behind the routes of the server: one request from its body to its answer."""
+"""The functions behind the server's routes: a request from its body to its answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events; what the request holds is given back however sending ends."""
+    """Server-sent events; a request's resources are freed however sending ends."""
 
     def __init__(self, content: AsyncIterator[str], ending: ExitStack) -> None:
         super().__init__(content, 200, {"cache-control": "no-cache"}, "text/event-stream")
@@ -36,7 +36,7 @@ class _Stream(StreamingResponse):
 
 
 class Service:
-    """What is behind the routes; takes what `app` takes. `closing` refuses new requests."""
+    """The functions behind the routes; arguments as for `app`. `closing` refuses new requests."""
 
     def __init__(
         self,
@@ -53,25 +53,25 @@ class Service:
         self.model = {"id": name, "object": "model", "created": created, "owned_by": "mmkv"}
         self._hosts = frozenset(x.lower() for x in allow_hosts)
         self._ignore_unknown, self._timeout = ignore_unknown, timeout
-        self.room = limits.held_bytes  # that all requests together may still take
-        self._decoders = asyncio.Semaphore(2)  # each may take its limit of pixels
+        self.room = limits.held_bytes  # bytes that further bodies and pictures may take
+        self._decoders = asyncio.Semaphore(2)  # bounds memory: each decodes up to `limits.pixels`
 
     async def health(self) -> dict[str, str]:
-        """Whether new requests are taken."""
+        """Return whether new requests are accepted."""
         if self.closing:
             raise _closing()
         return {"status": "ok"}
 
     async def scrape(self) -> Response:
-        """What Prometheus reads."""
+        """Return the metrics for Prometheus."""
         return Response(self.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self) -> dict[str, Any]:
-        """All models: ours."""
+        """Return the list of models: the only one."""
         return {"object": "list", "data": [self.model]}
 
     async def check_model(self, model: str) -> dict[str, Any]:
-        """Our model; any other is refused (404)."""
+        """Return the served model; refuse any other (404)."""
         if model != self.model["id"]:
             raise RequestError(
                 f"The model {model[:80]!r} does not exist; this server has {self.model['id']!r}",
@@ -82,59 +82,59 @@ class Service:
         return self.model
 
     async def chat(self, request: Request) -> Response:
-        """The answer to a conversation, whole or as a stream."""
-        return await self._counted(request, api.ChatRequest, ChatAnswer)
+        """Answer a conversation, whole or as a stream."""
+        return await self._count_and_answer(request, api.ChatRequest, ChatAnswer)
 
     async def complete(self, request: Request) -> Response:
-        """The continuation of texts, whole or as a stream."""
-        return await self._counted(request, api.CompletionRequest, CompletionAnswer)
+        """Continue texts, whole or as a stream."""
+        return await self._count_and_answer(request, api.CompletionRequest, CompletionAnswer)
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
-        """The tokens of a text or a conversation."""
+        """Return the tokens of a text or a conversation."""
         with ExitStack() as ending:
-            asked = await self._read(request, api.TokenizeRequest, ending)
-            given: dict[str, Any] = {"prompt": asked.prompt}
-            if asked.messages is not None:
-                shown = await self._pictures(asked.messages, ending)
-                given["messages"] = api.messages(asked.messages, shown)
-                given["template"] = asked.template
-            tokens = await self._asked(self.engine.tokenize, **given)
-        most = getattr(self.engine, "positions", None)
-        return {"count": len(tokens), "max_model_len": most, "tokens": tokens}
+            body = await self._read(request, api.TokenizeRequest, ending)
+            arguments: dict[str, Any] = {"prompt": body.prompt}
+            if body.messages is not None:
+                images = await self._pictures(body.messages, ending)
+                arguments["messages"] = api.messages(body.messages, images)
+                arguments["template"] = body.template
+            tokens = await self._call(self.engine.tokenize, **arguments)
+        positions = getattr(self.engine, "positions", None)
+        return {"count": len(tokens), "max_model_len": positions, "tokens": tokens}
 
-    async def _counted(self, request: Request, kind: Any, answering: Any) -> Response:
+    async def _count_and_answer(self, request: Request, kind: Any, answer_type: Any) -> Response:
         try:
-            return await self._answer(request, kind, answering)
+            return await self._answer(request, kind, answer_type)
         except ClientDisconnect:
             self.metrics.ended("gone")
-            return Response(status_code=499)  # nginx's: nobody reads it
+            return Response(status_code=499)  # as nginx has it; no client reads it
         except RequestError as error:
             self.metrics.ended(str(error.status))
             raise
 
-    async def _answer(self, request: Request, kind: Any, answering: Any) -> Response:
+    async def _answer(self, request: Request, kind: Any, answer_type: Any) -> Response:
         clock = self.metrics.clock()
         with ExitStack() as ending:
-            held = ExitStack()  # what is no longer needed once the replies have ended
-            ending.callback(held.close)
-            asked = await self._read(request, kind, held)
-            replies = await self._replies(request, asked, held, ending)
-            watch = asyncio.create_task(_hang_up(request, replies))
-            ending.callback(watch.cancel)
-            answer = answering(asked, len(replies))
-            events = self._events(replies, clock, held, ending)
+            inputs = ExitStack()  # frees body and pictures when the replies end
+            ending.callback(inputs.close)
+            body = await self._read(request, kind, inputs)
+            replies = await self._replies(request, body, inputs, ending)
+            watcher = asyncio.create_task(_cancel_on_disconnect(request, replies))
+            ending.callback(watcher.cancel)
+            answer = answer_type(body, len(replies))
+            events = self._events(replies, clock, inputs, ending)
             # An answer that fails before its first token is an error, not a stream.
             pieces = _pieces(answer, await anext(events), events)
-            if asked.stream:
-                sent = self._stream(asked, answer, pieces, replies)
-                return _Stream(sent, ending.pop_all())
-            every = [x async for x in pieces]
+            if body.stream:
+                stream = self._stream(body, answer, pieces, replies)
+                return _Stream(stream, ending.pop_all())
+            all_pieces = [x async for x in pieces]
             self._note(replies)
-            return JSONResponse(answer.whole(every, replies))
+            return JSONResponse(answer.whole(all_pieces, replies))
         raise AssertionError  # for pyright: an ExitStack might swallow exceptions
 
-    def _take(self, size: int, ending: ExitStack) -> None:
-        """A request takes some of the room for all, and gives it back at its end."""
+    def _reserve(self, size: int, ending: ExitStack) -> None:
+        """Reserve bytes of the room for all requests until `ending`."""
         if size > self.room:
             raise RequestError("too many large requests at once: try again", status=429)
 
@@ -145,28 +145,28 @@ class Service:
         ending.callback(give_back)
 
     async def _read(self, request: Request, kind: Any, ending: ExitStack) -> Any:
-        """The body of a request of this kind, for our model."""
-        # A browser sends this type to another origin only after asking.
-        written = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if written != "application/json":
+        """Return the checked body of a request, for the served model."""
+        # A browser sends this type to another origin only if a preflight request allows it.
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
             raise RequestError("expected the header Content-Type: application/json", status=415)
-        most, raw = self.limits.body_bytes, bytearray()
-        large = RequestError(f"the body is larger than {most / 2**20:g} MiB", status=413)
-        if int(request.headers.get("content-length", 0)) > most:
-            raise large
+        max_bytes, raw = self.limits.body_bytes, bytearray()
+        too_large = RequestError(f"the body is larger than {max_bytes / 2**20:g} MiB", status=413)
+        if int(request.headers.get("content-length", 0)) > max_bytes:
+            raise too_large
         try:
             async with asyncio.timeout(self.limits.read_seconds):
                 async for piece in request.stream():
-                    self._take(len(piece), ending)
+                    self._reserve(len(piece), ending)
                     raw += piece
-                    if len(raw) > most:
-                        raise large
+                    if len(raw) > max_bytes:
+                        raise too_large
         except TimeoutError:
             raise RequestError("the body did not come in time", status=408) from None
-        asked = read(bytes(raw), kind, ignore_unknown=self._ignore_unknown)
-        if asked.model is not None:
-            await self.check_model(asked.model)
-        return asked
+        body = read(bytes(raw), kind, ignore_unknown=self._ignore_unknown)
+        if body.model is not None:
+            await self.check_model(body.model)
+        return body
 
     async def _pictures(self, messages: Any, ending: ExitStack) -> list[Any]:
         urls = api.picture_urls(messages)
@@ -174,66 +174,66 @@ class Service:
             raise RequestError(
                 f"{len(urls)} pictures: at most {self.limits.pictures}", param="messages"
             )
-        found, left = list[Any](), self.limits.pixels
+        images, pixels_left = list[Any](), self.limits.pixels
         for url in urls:
             async with self._decoders:
-                picture = await asyncio.to_thread(
-                    pictures.read_picture, url, self.limits, self._hosts, left
+                image = await asyncio.to_thread(
+                    pictures.read_picture, url, self.limits, self._hosts, pixels_left
                 )
-            left -= picture.width * picture.height
-            self._take(3 * picture.width * picture.height, ending)
-            found.append(picture)
-        return found
+            pixels_left -= image.width * image.height
+            self._reserve(3 * image.width * image.height, ending)
+            images.append(image)
+        return images
 
     async def _replies(
-        self, request: Request, asked: Any, held: ExitStack, ending: ExitStack
+        self, request: Request, body: Any, inputs: ExitStack, ending: ExitStack
     ) -> list[Any]:
-        """The replies of the engine, one for each choice; they end with `ending`."""
-        shown = await self._pictures(getattr(asked, "messages", ()), held)
+        """Request a reply for each choice from the engine; `ending` cancels them."""
+        images = await self._pictures(getattr(body, "messages", ()), inputs)
         shared: dict[str, Any] = {"timeout": self._timeout, "owner": request.state.owner}
-        shared |= asked.mmkv.model_dump()
-        if (asked.n or 1) > 1:
+        shared |= body.mmkv.model_dump()
+        if (body.n or 1) > 1:
             shared["repeated"] = True
         replies = list[Any]()
-        for given in asked.replies(shown):
-            replies.append(await self._asked(self.engine.submit, **given, **shared))
+        for arguments in body.replies(images):
+            replies.append(await self._call(self.engine.submit, **arguments, **shared))
             ending.callback(replies[-1].cancel)
         return replies
 
-    async def _asked(self, function: Any, **given: Any) -> Any:
-        """What the engine says; what it refuses is an error of the client's."""
+    async def _call(self, function: Any, **arguments: Any) -> Any:
+        """Call a function of the engine in a thread; turn its errors into those for clients."""
         try:
-            # Tokenising and preparing pictures takes its time.
-            return await asyncio.to_thread(function, **given)
+            # Tokenising and preparing pictures takes time.
+            return await asyncio.to_thread(function, **arguments)
         except Exception as error:
             raise _failure(error) from None
 
     async def _events(
-        self, replies: list[Any], clock: Any, held: ExitStack, ending: ExitStack
+        self, replies: list[Any], clock: Any, inputs: ExitStack, ending: ExitStack
     ) -> AsyncGenerator[tuple[int, Event | str]]:
-        """The events of all replies as they come, and how each ended, unless one fails.
+        """Yield the events of all replies as they come, and how each ended, unless one fails.
 
-        They are taken whether anybody reads the answer or not, so that `held` is given back when
+        They are read whether the client reads the answer or not, so that `inputs` are freed when
         the replies end.
         """
-        found = asyncio.Queue[tuple[int, Event | str | Exception]]()
+        queue = asyncio.Queue[tuple[int, Event | str | Exception]]()
 
-        async def take(i: int, reply: Any) -> None:
+        async def read_reply(i: int, reply: Any) -> None:
             try:
                 async for event in reply:
-                    found.put_nowait((i, event))
-                found.put_nowait((i, self._reason(reply)))
+                    queue.put_nowait((i, event))
+                queue.put_nowait((i, self._reason(reply)))
             except Exception as error:
-                found.put_nowait((i, error))
+                queue.put_nowait((i, error))
 
-        async def take_all() -> None:
-            with held:
-                await asyncio.gather(*map(take, range(len(replies)), replies))
+        async def read_all() -> None:
+            with inputs:
+                await asyncio.gather(*map(read_reply, range(len(replies)), replies))
 
-        ending.callback(asyncio.create_task(take_all()).cancel)
+        ending.callback(asyncio.create_task(read_all()).cancel)
         running = len(replies)
         while running:
-            i, event = await found.get()
+            i, event = await queue.get()
             if isinstance(event, Exception):
                 raise _failure(event) from None
             if isinstance(event, Event):
@@ -243,7 +243,7 @@ class Service:
             yield i, event
 
     def _reason(self, reply: Any) -> str:
-        """Why a reply ended as it should; an error where it did not."""
+        """Return why a reply ended; raise an error if it was cut off."""
         if reply.finish_reason in ("stop", "length"):
             return reply.finish_reason
         if reply.finish_reason == "timeout":
@@ -253,25 +253,25 @@ class Service:
         raise ClientDisconnect
 
     async def _stream(
-        self, asked: Any, answer: Any, pieces: Any, replies: list[Any]
+        self, body: Any, answer: Any, pieces: Any, replies: list[Any]
     ) -> AsyncGenerator[str]:
-        """A stream as server-sent events; what goes wrong in it is its last."""
-        counted = asked.stream_options is not None and asked.stream_options.include_usage
-        more: dict[str, Any] = {"usage": None} if counted else {}
+        """Yield a stream's server-sent events; an error is the last one."""
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        usage: dict[str, Any] = {"usage": None} if with_usage else {}
 
-        def sent(piece: dict[str, Any]) -> str:
+        def as_event(piece: dict[str, Any]) -> str:
             return f"data: {json.dumps(piece)}\n\n"
 
         try:
             async for piece in pieces:
-                yield sent({**answer.sent(piece), **more})
+                yield as_event({**answer.sent(piece), **usage})
             self._note(replies)
-            if counted:
-                yield sent({**answer.sent(None), **answer.usage(replies)})
+            if with_usage:
+                yield as_event({**answer.sent(None), **answer.usage(replies)})
             yield "data: [DONE]\n\n"
         except RequestError as error:
             self.metrics.ended(str(error.status))
-            yield sent(error.body())
+            yield as_event(error.body())
         except (ClientDisconnect, asyncio.CancelledError, GeneratorExit):
             self.metrics.ended("gone")
             raise
@@ -282,20 +282,20 @@ class Service:
             self.metrics.kept(reply.usage.kept_tokens, reply.usage.prompt_tokens)
 
 
-async def _pieces(answer: Any, given: Any, events: Any) -> AsyncGenerator[dict[str, Any]]:
-    """What the given event and those to come, and the ends of replies, add to an answer."""
-    while given is not None:
-        i, event = given
+async def _pieces(answer: Any, item: Any, events: Any) -> AsyncGenerator[dict[str, Any]]:
+    """Yield what a first event, further events and ends of replies add to an answer."""
+    while item is not None:
+        i, event = item
         if isinstance(event, str):
             for piece in answer.end(i, event):
                 yield piece
         elif (piece := answer.add(i, event)) is not None:
             yield piece
-        given = await anext(events, None)
+        item = await anext(events, None)
 
 
 def _failure(error: Exception) -> Exception:
-    """What a client is told of an error in the engine."""
+    """Return the error that a client gets for an error in the engine."""
     if isinstance(error, RequestError | ClientDisconnect):
         return error
     if isinstance(error, ValueError):
@@ -312,8 +312,8 @@ def _closing() -> RequestError:
     return RequestError("the server is shutting down", status=503)
 
 
-async def _hang_up(request: Request, replies: list[Any]) -> None:
-    """End replies when their client goes away."""
+async def _cancel_on_disconnect(request: Request, replies: list[Any]) -> None:
+    """Cancel replies when their client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     for reply in replies:
