@@ -36,7 +36,7 @@ def parse_size(text: str) -> int:
 
 @told
 def _from_file(context: typer.Context, path: Path | None) -> None:
-    """Take defaults from a file of options in YAML, checked as on the command line."""
+    """Read defaults from a YAML file of options, checked as on the command line."""
     wait_asleep()
     if path is None:
         return

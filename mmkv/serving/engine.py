@@ -49,7 +49,7 @@ class EngineStats:
 
 
 class Engine:
-    """Serves many requests with one wrapped model.
+    """An engine that serves many requests with one wrapped model.
 
     A reply equals what `model.generate` gives for its prompt alone, greedily and, with a seed,
     after `torch.manual_seed(seed)`; with `prefill_chunk_size=prefill_chunk` where the model was
@@ -229,7 +229,7 @@ class Engine:
             raise Refused("messages and texts need an engine with a processor: give inputs")
         text = prompts.texts(messages) if prompt is None else prompt
         if isinstance(text, str) and self.positions is not None:
-            # Encoding very long texts takes a minute. Blanks: one token may stand for many.
+            # Encoding very long texts takes a minute. Blanks do not count: a token may have many.
             n_min = sum(map(len, text.split())) // self._longest_token
             if n_min > self.positions:
                 raise _too_long(f"a prompt of {n_min} or more tokens and a reply", self.positions)

@@ -115,14 +115,14 @@ class Service:
     async def _answer(self, request: Request, kind: Any, answer_type: Any) -> Response:
         clock = self.metrics.clock()
         with ExitStack() as ending:
-            inputs = ExitStack()  # frees body and pictures when the replies end
-            ending.callback(inputs.close)
-            body = await self._read(request, kind, inputs)
-            replies = await self._replies(request, body, inputs, ending)
+            input_memory = ExitStack()  # of body and pictures, freed when the replies end
+            ending.callback(input_memory.close)
+            body = await self._read(request, kind, input_memory)
+            replies = await self._replies(request, body, input_memory, ending)
             watcher = asyncio.create_task(_cancel_on_disconnect(request, replies))
             ending.callback(watcher.cancel)
             answer = answer_type(body, len(replies))
-            events = self._events(replies, clock, inputs, ending)
+            events = self._events(replies, clock, input_memory, ending)
             # An answer that fails before its first token is an error, not a stream.
             pieces = _pieces(answer, await anext(events), events)
             if body.stream:
@@ -186,10 +186,10 @@ class Service:
         return images
 
     async def _replies(
-        self, request: Request, body: Any, inputs: ExitStack, ending: ExitStack
+        self, request: Request, body: Any, input_memory: ExitStack, ending: ExitStack
     ) -> list[Any]:
         """Request a reply for each choice from the engine; `ending` cancels them."""
-        images = await self._pictures(getattr(body, "messages", ()), inputs)
+        images = await self._pictures(getattr(body, "messages", ()), input_memory)
         shared: dict[str, Any] = {"timeout": self._timeout, "owner": request.state.owner}
         shared |= body.mmkv.model_dump()
         if (body.n or 1) > 1:
@@ -209,12 +209,12 @@ class Service:
             raise _failure(error) from None
 
     async def _events(
-        self, replies: list[Any], clock: Any, inputs: ExitStack, ending: ExitStack
+        self, replies: list[Any], clock: Any, input_memory: ExitStack, ending: ExitStack
     ) -> AsyncGenerator[tuple[int, Event | str]]:
         """Yield the events of all replies as they come, and how each ended, unless one fails.
 
-        They are read whether the client reads the answer or not, so that `inputs` are freed when
-        the replies end.
+        They are read whether the client reads the answer or not, so that `input_memory` is freed
+        when the replies end.
         """
         queue = asyncio.Queue[tuple[int, Event | str | Exception]]()
 
@@ -227,7 +227,7 @@ class Service:
                 queue.put_nowait((i, error))
 
         async def read_all() -> None:
-            with inputs:
+            with input_memory:
                 await asyncio.gather(*map(read_reply, range(len(replies)), replies))
 
         ending.callback(asyncio.create_task(read_all()).cancel)
