@@ -1,9 +1,9 @@
-"""What a policy is made of: parts, each a frozen value with its own options and behaviour.
+"""The parts of a policy, each a frozen value with its own options and behaviour.
 
-There are six kinds: what scores a token, how a budget is spread over layers and over heads, what
-happens while tokens are generated, what becomes of evicted pairs, and what is always kept. A part
-is a dataclass that inherits from its kind and is registered by a name; its file may lie in
-`mmkv.scores`, `mmkv.sizes`, `mmkv.merge`, beside its policy, or in another package.
+There are six kinds: a token's score, layer sizes, head sizes, what happens while tokens are
+generated, how evicted pairs are merged, and which tokens are always kept. A part is a dataclass
+that inherits from its kind and is registered by a name; its file may lie in `mmkv.scores`,
+`mmkv.sizes`, `mmkv.merge`, with its policy in `mmkv.policies`, or in another package.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from mmkv.policy import Policy
 
 KINDS = ("score", "layers", "heads", "decode", "merge", "protect")
-# Kinds that a policy may do without: `None`, or "none".
+# Kinds that may be missing in a policy: `None`, or "none" as a name.
 OPTIONAL = ("merge", "protect")
-# By kind and name. `mmkv.registry` also knows those of installed packages.
+# Part classes by kind and name. `mmkv.registry` adds those of installed packages.
 registered: dict[tuple[str, str], type[Part]] = {}
 
 
@@ -49,7 +49,7 @@ class Part:
     """One part of a policy; its fields are its options.
 
     Raises:
-        ValueError: an option of another type, or out of its range.
+        ValueError: an option has another type, or is out of its range.
     """
 
     kind: ClassVar[str] = ""
@@ -62,33 +62,33 @@ class Part:
             check(name, value, hints[name])
 
     def check(self, policy: Policy) -> None:
-        """Whether it can be a part of this policy.
+        """Check that this part goes together with the policy's other parts and options.
 
         Raises:
-            ValueError: with the policy's other parts it means nothing.
+            ValueError: it does not.
         """
 
     def options(self) -> dict[str, Any]:
-        """Its options with their values."""
+        """Return the options with their values."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
 class Score(Part):
-    """What makes a token important: call it with a layer's inputs.
+    """The importance of a token: call it with a layer's inputs.
 
     Attributes:
-        window: so many last tokens observe, and are themselves always kept.
-        queries: how many of a prompt's last queries it needs at the end; None: those of the window,
-            or all of them without one.
-        turn_reduction: how a token's score goes on in later turns: "sum", what later queries find
-            is added, and the scores of a prompt's chunks add up to the score of all; "max", the
-            larger one counts; "", it is forgotten, and only the new queries decide.
+        window: how many last tokens observe; these tokens are always kept.
+        queries: how many of a prompt's last queries the score needs at its end; None: those of the
+            window, or all queries if there is no window.
+        turn_reduction: how a token's score is updated in later turns: "sum", the new score is added
+            (and the scores of a prompt's chunks add up to the score of the whole prompt); "max",
+            the larger score counts; "", only the new score counts.
         average_heads: a layer's heads share one ranking.
-        ranks: it tells layers and heads apart; a token's position does not.
-        by_head: what a head scores follows from that head alone, so that it can be found where the
-            layer's other heads are not (tensor parallelism).
-        uses_rotary: it reads `LayerInputs.rotary`, or queries and keys before it.
-        repeats: it is given the queries of the prompt fed again, see `mmkv.attach.repetition`.
+        ranks: scores differ between layers and heads; False for scores by position alone.
+        by_head: a head's scores depend on that head alone, so they can be computed where the
+            layer's other heads are missing (tensor parallelism).
+        uses_rotary: the score reads `LayerInputs.rotary`, or queries and keys before rotation.
+        repeats: the score reads the queries of the prompt fed again (`mmkv.attach.repetition`).
     """
 
     kind = "score"
@@ -105,8 +105,8 @@ class Score(Part):
         """Score the tokens of one layer; higher = keep.
 
         Args:
-            layer: what its attention had to work with: N tokens, queries of the last Q. Q = N in a
-                prompt; in a later turn they are those of the new tokens.
+            layer: keys and values of N tokens, and queries of the last Q. Q = N in a prompt; in a
+                later turn the Q queries are those of the new tokens.
 
         Returns:
             float32 [B, H, N], or [B, 1, N] for one ranking per layer.
@@ -115,23 +115,23 @@ class Score(Part):
 
     @property
     def uses_size(self) -> bool:
-        """Whether it reads `LayerInputs.size`."""
+        """Whether the score reads `LayerInputs.size`."""
         return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeInputs:
-    """What the sizes of L layers follow from, for B rows of a batch.
+    """The inputs from which the sizes of L layers are computed, for B rows of a batch.
 
     Attributes:
-        totals: tokens kept over all layers of each row, at least L times its floor; the fewest,
-            with `Layers.retention`.
-        lengths: each row's tokens.
-        floors: how many of them every layer must keep.
-        n_layers: L, the compressed layers.
-        measured: float32 [B, L], on the host, what was measured of each layer.
-        scores: [B, L, C], those of the tokens that compete, largest first.
-        offered: int64 [B], how many of the C there are of each row; the others are 0.
+        totals: [B], tokens kept over all layers, at least L times the row's floor; with
+            `Layers.retention` a minimum.
+        lengths: [B], tokens of each row.
+        floors: [B], how many tokens every layer must keep.
+        n_layers: L, the number of compressed layers.
+        measured: float32 [B, L], on the host, what `Layers.needs` asked for; None: nothing.
+        scores: [B, L, C], scores of the tokens that compete, largest first.
+        n_candidates: int64 [B], how many of the C scores are tokens; the others are 0.
     """
 
     totals: Sequence[int]
@@ -140,16 +140,16 @@ class SizeInputs:
     n_layers: int
     measured: Tensor | None = None
     scores: Tensor | None = None
-    offered: Tensor | None = None
+    n_candidates: Tensor | None = None
 
 
 class Layers(Part):
-    """How many tokens each layer keeps: call it with what is known of all of them.
+    """How many tokens each layer keeps: call it with the `SizeInputs` of all layers.
 
     Attributes:
-        needs: what it must know of every layer before it can size any: "scores", "similarity" of
-            the residual stream around attention, "measure", what its `measure` finds, or nothing.
-        retention: the share of importance that decides the total; None: a budget does.
+        needs: what must be known of every layer before any is sized: "scores"; "similarity" of the
+            residual stream around attention; "measure", the results of `measure`; "": nothing.
+        retention: the share of importance that sets the total; None: the budget sets it.
     """
 
     kind = "layers"
@@ -158,20 +158,20 @@ class Layers(Part):
 
     @property
     def mini_prefill(self) -> bool:
-        """Whether a first pass that stores nothing learns the scores."""
+        """Whether a first pass over the prompt, which stores nothing, collects the scores."""
         return False
 
     @property
     def learns(self) -> int:
-        """On how many first requests of a task sizes are learned for all; 0: none."""
+        """How many first requests of a task set the sizes for all its requests; 0: none."""
         return 0
 
     def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
-        """Tokens that each layer keeps of each row, [B][L], fitted to total and bounds later."""
+        """Return how many tokens each layer keeps, [B][L]; `fit` adjusts them to the total."""
         raise NotImplementedError
 
     def measure(self, layer: LayerInputs) -> Tensor:
-        """What sizes follow from, where it `needs` "measure": float32 [B], of one layer."""
+        """Measure one layer, where `needs` is "measure": float32 [B]."""
         raise NotImplementedError
 
 
@@ -179,10 +179,10 @@ class Heads(Part):
     """How a layer's size is split among its key-value heads: call it with their scores.
 
     Attributes:
-        equal: all heads keep as many; nothing is split.
-        is_global: the heads of all layers are split at once, as if they were one layer's.
-        profile: the file beside a model's weights whose sizes replace these; "": none does.
-        without_profile: what a user is told where there is none; "": nothing.
+        equal: all heads of a layer keep the same number of tokens.
+        is_global: the total of all layers is split among all their heads at once.
+        profile: name of the file in a model's folder whose sizes replace these; "": none.
+        without_profile: the note that a user gets if there is no such file; "": none.
     """
 
     kind = "heads"
@@ -192,29 +192,29 @@ class Heads(Part):
     without_profile: ClassVar[str] = ""
 
     def __call__(self, scores: Tensor, totals: Tensor, *, layer_idx: int) -> Tensor:
-        """How many of the competing tokens each head keeps.
+        """Return how many of the competing tokens each head keeps.
 
         Args:
-            scores: [B, H, C]; -inf for what does not compete.
-            totals: int64 [B], over the heads of each row; 0 where nothing is to be split.
-            layer_idx: which layer of the model.
+            scores: [B, H, C]; -inf for tokens that do not compete.
+            totals: int64 [B], tokens over all heads of a row; 0 where there is nothing to split.
+            layer_idx: the layer's number in the model.
 
         Returns:
-            int64 [B, H], which adds up to `totals`, each at most what competes.
+            int64 [B, H] of sum `totals`, each at most the number of tokens that compete.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSizes:
-    """What the slots of a block's R rows follow from.
+    """Sizes of a block's R rows after the prefill, from which its slots are planned.
 
     Attributes:
         counts: [R], tokens kept.
         lengths: [R], tokens of the prompt.
         protected: [R], kept tokens that may never be dropped; they lie in the first slots.
-        capacity: [R], the tokens that a budget in tokens, `policy.least`, or the prompt gives.
-        share: [R], of the tokens seen, what a budget as a fraction gives; None for others.
+        capacity: [R], the size in tokens: of the budget, `policy.least`, or what the prompt left.
+        share: [R], the share of all tokens seen that may be kept; None for a budget in tokens.
         heads: H; row b * H + h is head h of row b of the batch, unless heads differ in size.
     """
 
@@ -230,10 +230,10 @@ class Decode(Part):
     """What the budget means for generated tokens.
 
     Attributes:
-        every, latest: after `every` generated tokens they compete with all that is held, as a new
-            turn's do, but for the `latest` last ones; 0: they never do.
-        needs_decode_attention: what is dropped depends on the attention that slots receive in
-            decode steps.
+        every, latest: after every `every` generated tokens all kept tokens compete again, as in a
+            new turn, except the `latest` last ones; 0: never.
+        needs_decode_attention: the token that is dropped depends on the attention that slots
+            receive in decode steps.
     """
 
     kind = "decode"
@@ -242,17 +242,17 @@ class Decode(Part):
     latest: int = 0
 
     def schedule(self, policy: Policy, rows: RowSizes) -> SlotSchedule:
-        """Which slots generated tokens take, from each row's sizes after the prefill."""
+        """Return the slots that generated tokens take, from each row's sizes after the prefill."""
         raise NotImplementedError
 
 
 class Merge(Part):
-    """What becomes of evicted pairs: call it with all that a layer holds, and their ranking.
+    """How evicted pairs are merged: call it with all pairs of a layer, and their ranking.
 
     Attributes:
-        weighted: attention adds the logarithm of a weight to the logits of the pairs it makes.
-        newest: so many of the last tokens are kept as they are.
-        fit: for how many queries of the prompt weights are fitted (`PromptKV.readers`).
+        weighted: attention adds the logarithm of a weight to the logits of merged pairs.
+        newest: how many of the last tokens are never merged.
+        fit: the number of the prompt's queries to which weights are fitted (`PromptKV.readers`).
     """
 
     kind = "merge"
@@ -260,26 +260,27 @@ class Merge(Part):
     newest: int = 0
     fit: int = 0
 
-    def __call__(self, held: PromptKV, ranking: Ranking) -> Kept:
-        """The pairs that are kept, with what is evicted merged into them, and their weights.
+    def __call__(self, prompt_kv: PromptKV, ranking: Ranking) -> Kept:
+        """Return the kept pairs, with the evicted ones merged into them, and their weights.
 
         Args:
-            held: the layer's tokens, whole: pairs, positions, and what each stands for already.
-            ranking: which of them are kept, and how many; `ranking.kept(held)` drops the others.
+            prompt_kv: all pairs of the layer, with their positions and weights.
+            ranking: which tokens are kept, and how many; `ranking.kept(prompt_kv)` drops all
+                others.
         """
         raise NotImplementedError
 
 
 class Protect(Part):
-    """Tokens that every layer keeps, whatever the scores say."""
+    """Tokens that every layer keeps, whatever their scores."""
 
     kind = "protect"
 
-    def marks(self, valid: Tensor, asked: Tensor, image: Tensor) -> Tensor:
-        """Bool [B, T], the tokens that stay.
+    def marks(self, valid: Tensor, is_prompt: Tensor, image: Tensor) -> Tensor:
+        """Return the tokens that are always kept, bool [B, T].
 
-        All are bool [B, T]: `valid` is False for padding, `asked` True for tokens of a prompt and
-        False for generated ones, `image` True for image tokens.
+        The arguments are bool [B, T]: `valid` is False for padding, `is_prompt` is False for
+        generated tokens, `image` is True for image tokens.
         """
         raise NotImplementedError
 
@@ -291,7 +292,7 @@ P = TypeVar("P", bound=type[Part])
 
 
 def register_part(name: str) -> Callable[[P], P]:
-    """Class decorator: make a part available under `name`, among those of its kind.
+    """Class decorator: register a part under `name`, among those of its kind.
 
     Raises:
         ValueError: the name is taken by another class.
@@ -302,9 +303,9 @@ def register_part(name: str) -> Callable[[P], P]:
         if not (isinstance(cls, type) and issubclass(cls, tuple(BASES.values()))):
             kinds = ", ".join(base.__name__ for base in BASES.values())
             raise TypeError(f"register_part({name!r}): {cls!r} inherits from none of {kinds}")
-        taken = registered.get((cls.kind, name))
-        if taken is not None and _path(taken) != _path(cls):
-            raise ValueError(f"{cls.kind} part {name!r} is taken by {_path(taken)}")
+        registered_class = registered.get((cls.kind, name))
+        if registered_class is not None and _path(registered_class) != _path(cls):
+            raise ValueError(f"{cls.kind} part {name!r} is taken by {_path(registered_class)}")
         cls.name = name
         registered[cls.kind, name] = cls
         return cls
@@ -317,9 +318,9 @@ def register_part(name: str) -> Callable[[P], P]:
 class Instruction(Protect):
     """The prompt's text stays in every layer; image tokens compete, and so do generated ones."""
 
-    def marks(self, valid: Tensor, asked: Tensor, image: Tensor) -> Tensor:
-        """Text that was given in a prompt."""
-        return valid & asked & ~image
+    def marks(self, valid: Tensor, is_prompt: Tensor, image: Tensor) -> Tensor:
+        """Return which tokens are text of a prompt."""
+        return valid & is_prompt & ~image
 
 
 def _path(cls: type) -> str:
@@ -328,21 +329,21 @@ def _path(cls: type) -> str:
 
 @cache
 def discover() -> None:
-    """Import every module of the folders that hold parts and policies; each registers its own."""
+    """Import every module that defines parts or policies, which registers them."""
     for name in ("scores", "sizes", "merge", "parts", "policies"):
         package = importlib.import_module(f"mmkv.{name}")
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")
 
 
-# Checks of options by their annotations: each message shows the value received.
+# Checks of options by their annotations. Each message shows the value received.
 
 
 def check(name: str, value: Any, hint: Any) -> None:
-    """Check one option; `Annotated` may say its range by a `partial` of a check by name.
+    """Check an option against its annotation; `Annotated` gives a range as a `partial` of a check.
 
     Raises:
-        ValueError: it does not fit.
+        ValueError: the value has another type, or is out of range.
     """
     notes = getattr(hint, "__metadata__", ())
     hint = hint.__origin__ if notes else hint
@@ -357,14 +358,14 @@ def check(name: str, value: Any, hint: Any) -> None:
 
 
 def at_least(least: float, /, **options: float) -> None:
-    """Check that options are `least` or more; else a ValueError."""
+    """Raise a ValueError for an option below `least`."""
     for name, value in options.items():
         if value < least:
             raise ValueError(f"{name}={value}: expected {least:g} or more")
 
 
 def share(*, zero: bool, **options: float | None) -> None:
-    """Check that options are None or at most 1 and above 0 (or 0, `zero`); else a ValueError."""
+    """Raise a ValueError for an option outside (0, 1], or [0, 1] with `zero`; None is allowed."""
     for name, value in options.items():
         if value is not None and not (0 <= value <= 1 if zero else 0 < value <= 1):
             raise ValueError(f"{name}={value}: expected a number in {'[' if zero else '('}0, 1]")
@@ -378,15 +379,15 @@ PositiveShare = Annotated[float, partial(share, zero=False)]
 
 
 def literals(hint: Any) -> list[Any]:
-    """The allowed values of a Literal, or of a union of one with None; [] for any other hint."""
+    """Return the allowed values of a Literal, or of one or None; [] for any other hint."""
     if get_origin(hint) is Literal:
         return list(get_args(hint))
-    found = [v for arg in get_args(hint) for v in literals(arg)]
-    return [*found, None] if found and type(None) in get_args(hint) else found
+    values = [v for arg in get_args(hint) for v in literals(arg)]
+    return [*values, None] if values and type(None) in get_args(hint) else values
 
 
 def _other_type(value: Any, hint: Any) -> str:
-    """What a field takes, where its value is of another type; "" where it fits."""
+    """Return what a field expects, if the value is of another type; "" if it fits."""
     hints = get_args(hint) or (hint,)
     if value is None and type(None) in hints:
         return ""

@@ -1,4 +1,4 @@
-"""Which slot a generated token takes where attention decides what is dropped (H2O, TOVA)."""
+"""The slot that a generated token takes where attention decides what is dropped (H2O, TOVA)."""
 
 from __future__ import annotations
 
@@ -20,97 +20,97 @@ if TYPE_CHECKING:
 class HeavyHitterSlots(SlotSchedule):
     """Constant size: the token with the lowest accumulated attention outside the recent ones (H2O).
 
-    The victim depends on the attention, so it stays on the device: `drop` finds it without
+    The dropped token, the victim, depends on attention. `drop` finds it on the device, without
     synchronising, and the next token takes its slot.
     """
 
-    rows = ("counts", "protected", "capacity", "recent", "held")
+    rows = ("counts", "protected", "capacity", "recent", "n_tokens")
     needs_decode_attention = True
     protected: np.ndarray
     capacity: np.ndarray
     recent: np.ndarray
     freed: Tensor | None = None
-    guarded: Tensor
+    protected_slots: Tensor
 
     def __init__(self, **arrays: np.ndarray) -> None:
         super().__init__(**arrays)
-        self.held = self.counts.copy()  # tokens held, if none had been dropped
+        self.n_tokens = self.counts.copy()  # tokens before the step, dropped ones included
         self.recent = np.maximum(self.recent, 1)  # the newest is never the victim
-        # Whether a row may have nothing but protected and recent tokens to choose from.
-        # Where padding lies between turns: places [R, n] of the prompt's last tokens, and its end.
+        # If padding lies between turns: positions [R, n] of the prompt's last tokens, and its end.
         self.places: Tensor | None = None
         self.end = 0
-        self.crowded = bool((self.capacity < self.protected + self.recent).any())
+        # Whether all tokens of some row may be protected or recent.
+        self.lacks_candidates = bool((self.capacity < self.protected + self.recent).any())
         self.columns: dict[str, int | Tensor] = {}
-        self.scratch: tuple[Tensor, Tensor] | None = None
+        self.buffers: tuple[Tensor, Tensor] | None = None
 
     @property
     def width(self) -> int:
-        """Constant once the capacity is reached."""
-        return int(np.minimum(self.held + 1, self.capacity + 1).max())
+        """Number of slots in use during the next step, constant once the capacity is reached."""
+        return int(np.minimum(self.n_tokens + 1, self.capacity + 1).max())
 
     @property
     def used(self) -> int:
-        """One less than with the next token, whose slot is never known ahead."""
+        """Number of slots in use before the next step, or one less: the next slot is unknown."""
         return self.width - 1
 
     @property
     def full(self) -> bool:
-        """Whether every row drops a token each step from now on."""
-        return bool((self.held >= self.capacity).all())
+        """Whether every row drops a token in each step from now on."""
+        return bool((self.n_tokens >= self.capacity).all())
 
     @property
     def filling(self) -> bool:
-        """From the first drop on slots are victims'."""
+        """Whether some row has not dropped a token yet."""
         return self.freed is None or not self.full
 
     def slots(self, device: torch.device) -> int | Tensor:
-        """The slot freed by the last victim; before the first, the next fresh one."""
+        """Return the slot that the last victim freed; before the first drop, the next new one."""
         if self.freed is None:
             if self.shared:
-                return int(self.held[0])
-            self.freed = send(self.held, device)
+                return int(self.n_tokens[0])
+            self.freed = send(self.n_tokens, device)
         return self.freed
 
     def prepare(self) -> None:
-        """Nothing: the victims are found on the device."""
+        """Do nothing: victims are found on the device."""
 
     def slots_at(self, row: Tensor) -> Tensor:
-        """The slots that the last step freed."""
+        """Return the slots that the last step freed."""
         assert self.freed is not None
         return self.freed
 
     def reach(self, steps: int) -> np.ndarray:
-        """The constant size, and one spare slot, once they are reached."""
-        return np.minimum(self.held + steps, self.capacity + 1)
+        """Return the slots in use: at most the capacity and one more."""
+        return np.minimum(self.n_tokens + steps, self.capacity + 1)
 
     def advance(self, steps: int = 1) -> None:
-        """Count a step; `drop` has found the victims."""
-        self.held = self.held + steps
+        """Count steps; `drop` has chosen the victims."""
+        self.n_tokens = self.n_tokens + steps
 
-    def drop(self, mass: Tensor, positions: Tensor, newest: int | Tensor) -> None:
-        """Find the tokens that are dropped after this step: the next ones take their slots.
+    def drop(self, attention: Tensor, positions: Tensor, newest: int | Tensor) -> None:
+        """Choose the tokens that are dropped after this step; the next ones take their slots.
 
-        `mass` is float32 [R, S], the attention that each slot accumulated, inf where it is empty,
-        as positions [R, S] are -1 there; `newest` is that of the token just written.
+        `attention` is float32 [R, S], accumulated by slot, inf for an empty one; `positions` [R, S]
+        are -1 there; `newest` is the position of the token just written.
         """
-        over = self.held >= self.capacity
-        if not over.any():
-            self.freed = None if self.shared else send(self.held + 1, mass.device)
+        is_full = self.n_tokens >= self.capacity
+        if not is_full.any():
+            self.freed = None if self.shared else send(self.n_tokens + 1, attention.device)
             return
-        victim = self._victim(mass, positions, newest)
-        if not over.all():
-            fresh, late = (send(a, mass.device) for a in (self.held + 1, over))
-            victim = torch.where(late, victim, fresh)
+        victim = self._victim(attention, positions, newest)
+        if not is_full.all():
+            next_slot, full = (send(a, attention.device) for a in (self.n_tokens + 1, is_full))
+            victim = torch.where(full, victim, next_slot)
         if self.freed is None:
             self.freed = victim
         else:  # in place: a captured graph reads it
             self.freed.copy_(victim)
 
     def select(self, rows: np.ndarray) -> HeavyHitterSlots:
-        """The freed slot moves with its row."""
+        """Return this schedule for a choice of rows, with their freed slots."""
         new = copy.copy(self)
-        new.columns, new.scratch = {}, None
+        new.columns, new.buffers = {}, None
         for name in self.rows:
             setattr(new, name, getattr(self, name)[slice(None) if self.shared else rows].copy())
         if self.freed is not None:
@@ -120,80 +120,82 @@ class HeavyHitterSlots(SlotSchedule):
         return new
 
     def behind(self, places: Tensor, end: int) -> None:
-        """Count recent tokens over padding: the prompt's last ones [R, n] lie at `places`.
+        """Leave padding between turns out when recent tokens are counted.
 
-        Ascending, n at least the most that any row keeps as recent; the prompt ends at `end`, T.
+        `places` [R, n] are the positions of the prompt's last tokens, ascending; n is at least any
+        row's number of recent tokens. `end` is the prompt's length T with padding.
         """
         self.places, self.end = places, end
 
     def _newer_than(self, newest: int | Tensor, device: torch.device) -> int | Tensor:
-        """The position behind which tokens are recent: an int, or [R, 1]."""
+        """Return the position after which tokens are recent: an int, or [R, 1]."""
         recent = self._column("recent", device)
         if self.places is None:
             return newest - recent
         generated = newest - self.end + 1
-        wide = torch.as_tensor(recent - generated, device=device).expand(len(self.places), 1)
+        n_of_prompt = torch.as_tensor(recent - generated, device=device).expand(len(self.places), 1)
         n = self.places.shape[1]
-        of_prompt = self.places.gather(1, (n - wide).clamp(0, n - 1).long()) - 1
-        return torch.where(wide > 0, of_prompt, newest - recent)
+        before_recent = self.places.gather(1, (n - n_of_prompt).clamp(0, n - 1).long()) - 1
+        return torch.where(n_of_prompt > 0, before_recent, newest - recent)
 
-    def _victim(self, mass: Tensor, positions: Tensor, newest: int | Tensor) -> Tensor:
-        # Into memory of their own: nothing as large as the cache is allocated in a step.
-        if self.scratch is None or self.scratch[0].shape != mass.shape:
-            self.scratch = torch.empty_like(mass), torch.empty_like(mass, dtype=torch.bool)
-            slot = torch.arange(mass.shape[1], device=mass.device)
-            self.guarded = slot < self._column("protected", mass.device)
-        lightest, kept = self.scratch
-        torch.gt(positions, self._newer_than(newest, mass.device), out=kept)
+    def _victim(self, attention: Tensor, positions: Tensor, newest: int | Tensor) -> Tensor:
+        # Buffers are reused, so that no step allocates a tensor with an element per slot.
+        if self.buffers is None or self.buffers[0].shape != attention.shape:
+            mask = torch.empty_like(attention, dtype=torch.bool)
+            self.buffers = torch.empty_like(attention), mask
+            slot = torch.arange(attention.shape[1], device=attention.device)
+            self.protected_slots = slot < self._column("protected", attention.device)
+        candidates, excluded = self.buffers
+        torch.gt(positions, self._newer_than(newest, attention.device), out=excluded)
         if self.protected.any():
-            kept.logical_or_(self.guarded)
-        torch.where(kept, mass.new_full((), torch.inf), mass, out=lightest)
-        if not self.crowded:
-            return lightest.argmin(-1)
-        # Where the recent ones fill the whole capacity, the oldest of them has to go.
-        barred = (positions < 0) | self.guarded
-        oldest = positions.masked_fill(barred, 2**31 - 1)
-        none_left = (kept | barred).all(-1, keepdim=True)
-        return torch.where(none_left, oldest.float(), lightest).argmin(-1)
+            excluded.logical_or_(self.protected_slots)
+        torch.where(excluded, attention.new_full((), torch.inf), attention, out=candidates)
+        if not self.lacks_candidates:
+            return candidates.argmin(-1)
+        # If the recent tokens fill the whole capacity, the oldest of them is dropped.
+        never = (positions < 0) | self.protected_slots
+        oldest = positions.masked_fill(never, 2**31 - 1)
+        no_candidates = (excluded | never).all(-1, keepdim=True)
+        return torch.where(no_candidates, oldest.float(), candidates).argmin(-1)
 
     def _column(self, name: str, device: torch.device) -> int | Tensor:
-        """A per-row array as [R, 1] on the device, or as an int where all rows have the same."""
+        """Return a per-row array as [R, 1] on the device, or as an int if all rows are equal."""
         if name not in self.columns:
-            a = getattr(self, name)
-            same = len(np.unique(a)) == 1
-            self.columns[name] = int(a[0]) if same else send(a, device)[:, None]
+            array = getattr(self, name)
+            same = len(np.unique(array)) == 1
+            self.columns[name] = int(array[0]) if same else send(array, device)[:, None]
         return self.columns[name]
 
 
 class LeastAttended(HeavyHitterSlots):
-    """Constant size: the token that the newest query attends to least, over all heads (TOVA).
+    """Constant size: drop the token that the newest query attends to least, over all heads (TOVA).
 
-    The heads of a layer hold the same tokens in the same slots.
+    The heads of a layer keep the same tokens in the same slots.
     """
 
     def __init__(self, heads: int, **arrays: np.ndarray) -> None:
         super().__init__(**arrays)
         self.heads = heads
 
-    def drop(self, mass: Tensor, positions: Tensor, newest: int | Tensor) -> None:
-        """The mean over a layer's heads decides; then nothing of this step is left."""
-        of_layer = mass.unflatten(0, (-1, self.heads)).mean(1, keepdim=True)
+    def drop(self, attention: Tensor, positions: Tensor, newest: int | Tensor) -> None:
+        """Choose by the mean over a layer's heads; then set this step's attention to 0."""
+        of_layer = attention.unflatten(0, (-1, self.heads)).mean(1, keepdim=True)
         mean = of_layer.expand(-1, self.heads, -1).flatten(0, 1)
         super().drop(mean, positions, newest)
-        mass.masked_fill_(mass < torch.inf, 0.0)
+        attention.masked_fill_(attention < torch.inf, 0.0)
 
 
 @register_part("fixed")
 @dataclass(frozen=True, kw_only=True)
 class Fixed(Decode):
-    """A layer goes on with the size the prompt left it, filled up to a larger budget in tokens.
+    """A layer keeps its size after the prompt, or grows to a budget in tokens that is larger.
 
-    Each new token takes the place of the lowest accumulated score (H2O), or with score="recency" of
+    Each new token replaces the one with the lowest accumulated score (H2O), or with score="recency"
     the oldest (StreamingLLM).
     """
 
     def check(self, policy: Policy) -> None:
-        """Something must say which token goes."""
+        """Check that the score says which token to drop."""
         if policy.score.ranks and policy.score.turn_reduction != "sum":
             raise ValueError(
                 "decode='fixed' drops the lowest accumulated score or the oldest token; "
@@ -206,7 +208,7 @@ class Fixed(Decode):
             )
 
     def schedule(self, policy: Policy, rows: RowSizes) -> SlotSchedule:
-        """A ring of slots, or what attention finds lightest."""
+        """Return a ring of slots, or a schedule that drops by accumulated attention."""
         sizes = _sizes(rows)
         if not policy.score.ranks:
             return Ring(**sizes)
@@ -217,15 +219,15 @@ class Fixed(Decode):
 @register_part("least")
 @dataclass(frozen=True, kw_only=True)
 class Least(Decode):
-    """As "fixed", but each new token takes the place of the one that it attends to least (TOVA).
+    """As "fixed", but each new token replaces the one that it attends to least (TOVA).
 
-    The mean over a layer's heads decides, arXiv 2401.06104, section 3; the newest token stays.
+    By the mean over a layer's heads, arXiv 2401.06104, section 3; the newest token stays.
     """
 
     needs_decode_attention = True
 
     def check(self, policy: Policy) -> None:
-        """All heads of a layer hold the same tokens, and nothing is added up over steps."""
+        """Check that heads of a layer keep the same tokens, and scores are not accumulated."""
         if policy.score.turn_reduction:
             raise ValueError(
                 "decode='least' looks at the newest query alone, and "
@@ -243,7 +245,7 @@ class Least(Decode):
             )
 
     def schedule(self, policy: Policy, rows: RowSizes) -> SlotSchedule:
-        """What the newest query finds lightest."""
+        """Return a schedule that drops by the newest query's attention."""
         recent = (policy.recent * rows.capacity).astype(int)
         return LeastAttended(rows.heads, **_sizes(rows), recent=recent)
 

@@ -1,4 +1,4 @@
-"""Importance of a prompt's tokens: each file is one idea, its formula and its part.
+"""Scores of a prompt's tokens: each file holds one formula and the part that uses it.
 
 Every score is a pure function of tensors: float32 out, higher = keep, inputs are never written to.
 

@@ -36,9 +36,9 @@ class AccumulatedAttention(Score):
     """Attention from all queries, added up (H2O, arXiv 2306.14048, section 4).
 
     Options:
-        value: what a token's value adds: "norm", times its L1 norm (VATP); "output", times its L1
-            norm behind the output projection (CriticalKV); "residual", how far a query's output
-            moves without the token (DropKV); None: nothing.
+        value: how a token's value counts: "norm", attention times the value's L1 norm (VATP);
+            "output", times its L1 norm after the output projection (CriticalKV); "residual", how
+            far a query's output moves without the token (DropKV); None: not at all.
         average_heads: rank tokens once per layer, by the mean over heads.
     """
 
@@ -46,22 +46,22 @@ class AccumulatedAttention(Score):
     value: Value | None = None
     turn_reduction = "sum"
     by_head = True
-    queries = 0  # what earlier ones paid is added up already
+    queries = 0  # the attention of earlier queries is in the sum already
 
     def check(self, policy: Policy) -> None:
-        """While decoding, attention alone is counted."""
+        """Check `value`: decode steps accumulate attention alone."""
         check_decoding(policy, value=self.value)
 
     def __call__(self, layer: LayerInputs) -> Tensor:
-        """Without `value`, every query adds 1 to its row in total."""
+        """Return the scores; without `value`, each query adds 1 to a head's total."""
         if self.value == "residual":
             return values.residuals(layer, layer.query.shape[2]).mean(2)
-        found = accumulated_attention(layer.query, layer.key, **layer.attention)
+        scores = accumulated_attention(layer.query, layer.key, **layer.attention)
         if self.value == "norm":
-            found = found * values.value_norms(layer, found.shape[2])
-        elif self.value == "output":  # nothing is added: scores of chunks add up
-            found = found * values.output_norms(layer, found.shape[2])
-        return found
+            scores = scores * values.value_norms(layer, scores.shape[2])
+        elif self.value == "output":  # without CriticalKV's constant, so that chunks add up
+            scores = scores * values.output_norms(layer, scores.shape[2])
+        return scores
 
 
 @torch.no_grad()
@@ -76,27 +76,26 @@ def accumulated_attention(
     bias: Tensor | None = None,
     block: int = 64,
 ) -> Tensor:
-    """Attention that each token receives from all queries of the prompt, summed, without `N x N`.
+    """Return the attention that each token receives from all queries, without an `N x N` matrix.
 
-    A causal query row is complete in the keys up to its own block, so one pass over blocks of
-    queries is exact: softmax `block` rows against at most `N` keys, add up the columns. Extra
-    memory is `O(N * block)` per query head in flight. With a mask, each block of queries looks at
-    all keys.
+    A causal query sees no keys after its own block, so one pass over blocks of queries is exact:
+    softmax `block` rows against at most `N` keys, then sum the columns. It needs `O(N * block)`
+    memory per query head computed at a time. With a mask, each block is computed over all keys.
 
     Args:
         query: `[B, Hq, Q, D]`, the last `Q <= N` tokens' queries.
         key: `[B, H, N, D]`.
         scale: factor of the logits, `D ** -0.5` by default.
         softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
-        valid: bool `[B, N]`, False for padding: such queries are left out, such keys score 0.
-        mask: bool `[B, 1, Q, N]`, True where a query sees a key, in place of the causal rule. A
-            query that sees nothing is left out.
+        valid: bool `[B, N]`, False for padding: its queries are left out, its keys score 0.
+        mask: bool `[B, 1, Q, N]`, True where a query sees a key; None: causal. A query that sees
+            no key is left out.
         bias: float `[B, H, N]`, added to the logits of each key.
         block: query rows per block.
 
     Returns:
         float32 `[B, H, N]`, mean over the query heads of a group; a head's scores add up to its
-        number of valid queries that see anything.
+        number of valid queries that see a key.
 
     Raises:
         ValueError: shapes do not fit or `block` is below 1.
@@ -114,20 +113,20 @@ def accumulated_attention(
         raise ValueError(f"block must be at least 1, got {block}")
     G = Hq // H
     block = min(block, max(Q, 1))
-    # Rows and key-value heads in flight; those of one row are read where they lie.
+    # Rows and key-value heads computed at a time; heads of one row need no copy.
     chunk = max(1, tile(key.device) // 2 // max(1, G * block * N))
-    several, heads = max(1, chunk // H), math.ceil(H / math.ceil(H / chunk))
+    n_rows, n_heads = max(1, chunk // H), math.ceil(H / math.ceil(H / chunk))
 
     scores = torch.zeros(B, H, N, dtype=torch.float32, device=key.device)
     future = torch.ones(block, block, dtype=torch.bool, device=key.device).triu(1)
     grouped = query.unflatten(1, (H, G))
     with autocast_off(key):
-        for row, head in itertools.product(range(0, B, several), range(0, H, heads)):
-            part = slice(row, row + several), slice(head, head + heads)
-            found = scores[part]
-            b = torch.arange(row, row + len(found), device=key.device)
-            b = b.repeat_interleave(found.shape[1])
-            found[:] = _column_sums(
+        for row, head in itertools.product(range(0, B, n_rows), range(0, H, n_heads)):
+            part = slice(row, row + n_rows), slice(head, head + n_heads)
+            part_scores = scores[part]
+            b = torch.arange(row, row + len(part_scores), device=key.device)
+            b = b.repeat_interleave(part_scores.shape[1])
+            part_scores[:] = _column_sums(
                 grouped[part].flatten(0, 1),
                 key[part].flatten(0, 1).float(),
                 None if valid is None else ~valid[b],
@@ -136,7 +135,7 @@ def accumulated_attention(
                 future=future,
                 scale=scale_of(D, scale, softcap),
                 softcap=softcap,
-            ).view_as(found)
+            ).view_as(part_scores)
     return scores
 
 
@@ -151,30 +150,30 @@ def _column_sums(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Column sums `[n, N]` of the attention of `query [n, G, Q, D]` on `key [n, N, D]`.
+    """Return the column sums `[n, N]` of the attention of `query [n, G, Q, D]` on `key [n, N, D]`.
 
-    The queries are those of the last `Q` keys. Causal, without a mask: bool `[B, 1, Q, N]`, and
-    which of its `B` is each of the `n`. `bias` is `[n, 1, N]`, or None.
+    The queries are those of the last `Q` keys. `mask` is bool `[B, 1, Q, N]` and the row of the
+    batch of each of the `n`; None: causal. `bias` is `[n, 1, N]`, or None.
     """
     (n, G, Q, D), N = query.shape, key.shape[1]
     block, past = future.shape[0], N - Q
     # The lowest finite number and not -inf: the row of a padding query must stay finite.
     lowest = torch.finfo(key.dtype).min
     sums = key.new_zeros(n, N)
-    # Memory for the logits and the attention of every block: what was just used is near.
-    memory = key.new_empty(2, n * G * min(block, Q) * N)
+    # All blocks share one buffer for logits and attention, so that it stays in the CPU's cache.
+    buffer = key.new_empty(2, n * G * min(block, Q) * N)
     for start in range(past, N, block):
         stop = min(start + block, N)
         size, seen = stop - start, stop if mask is None else N
-        rows = query[:, :, start - past : stop - past].float() * scale
-        counted = rows.new_full((n, G, size), 1.0 / G)
-        if padding is not None:  # what it holds may be anything, NaN included
+        scaled = query[:, :, start - past : stop - past].float() * scale
+        query_weights = scaled.new_full((n, G, size), 1.0 / G)
+        if padding is not None:  # its values may be anything, NaN included
             absent = padding[:, None, start:stop]
-            rows = rows.masked_fill(absent[..., None], 0.0)
-            counted = counted.masked_fill(absent, 0.0)
+            scaled = scaled.masked_fill(absent[..., None], 0.0)
+            query_weights = query_weights.masked_fill(absent, 0.0)
         # The group is folded into the rows of the matmul, so keys are never repeated.
-        logits, attention = memory[:, : n * G * size * seen].view(2, n, G * size, seen)
-        torch.bmm(rows.reshape(n, G * size, D), key[:, :seen].mT, out=logits)
+        logits, attention = buffer[:, : n * G * size * seen].view(2, n, G * size, seen)
+        torch.bmm(scaled.reshape(n, G * size, D), key[:, :seen].mT, out=logits)
         if softcap is not None:
             logits.tanh_().mul_(softcap)
         if bias is not None:
@@ -185,12 +184,12 @@ def _column_sums(
             if padding is not None:
                 logits.masked_fill_(padding[:, None, :stop], lowest)
         else:
-            every, row = mask
-            blocked = ~every[row, 0, start - past : stop - past]
+            mask_rows, row = mask
+            blocked = ~mask_rows[row, 0, start - past : stop - past]
             if padding is not None:
                 blocked |= padding[:, None]
             logits.view(n, G, size, N).masked_fill_(blocked[:, None], lowest)
-            counted = counted.masked_fill(blocked.all(-1)[:, None], 0.0)
+            query_weights = query_weights.masked_fill(blocked.all(-1)[:, None], 0.0)
         torch.softmax(logits, -1, out=attention)
-        sums[:, :seen] += (counted.view(n, 1, G * size) @ attention)[:, 0]
+        sums[:, :seen] += (query_weights.view(n, 1, G * size) @ attention)[:, 0]
     return sums

@@ -1,8 +1,7 @@
-"""Attention as scores need it: of some queries, in float32, a tile at a time.
+"""Attention of some queries in float32, computed in tiles, for scores.
 
-Scores by attention follow what the layer computes: its `scale`, its `softcap`, and its `mask` where
-that is not causal. They are float32 inside `torch.autocast` too, which the cache turns off. Shape
-letters as in `mmkv.scores`.
+Scores by attention use the layer's `scale`, `softcap` and, where it is not causal, `mask`. They are
+float32 inside `torch.autocast` too, which is turned off here. Shape letters as in `mmkv.scores`.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mmkv.policy import Policy
 
-# What a token's value may add to its attention, see `mmkv.scores.values`.
+# How a token's value may count in its score, see `mmkv.scores.values`.
 Value = Literal["norm", "output", "residual"]
-# Elements of attention probabilities in flight. On a CPU a tile that stays in cache is twice as
-# fast as one that goes through memory, while much smaller ones wait on threads; an accelerator
-# wants few large launches.
+# Attention probabilities computed at a time. On a CPU a tile that fits into its cache is twice as
+# fast as one in memory, while much smaller ones wait on threads; an accelerator needs few large
+# launches.
 _CPU_TILE_PER_THREAD = 2**18
 _DEVICE_TILE = 2**28
 
 
 def check_decoding(policy: Policy, **options: Any) -> None:
-    """Refuse options that weigh attention where decoding goes on by attention alone.
+    """Refuse options that weigh attention if decode steps use attention alone.
 
     Raises:
-        ValueError: one is set.
+        ValueError: an option is set.
     """
     for name, value in options.items():
         if value and policy.decode.name in ("fixed", "least"):
@@ -40,14 +39,14 @@ def check_decoding(policy: Policy, **options: Any) -> None:
 
 
 def tile(device: torch.device) -> int:
-    """Elements of attention in flight: calls cost little then, and what they read stays near."""
+    """Return how many attention probabilities to compute at a time."""
     if device.type == "cpu":
         return _CPU_TILE_PER_THREAD * torch.get_num_threads()
     return _DEVICE_TILE
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
-    """Within it, products of float32 stay float32: autocast would round them to 16 bits."""
+    """Return a context in which autocast does not round products of float32 to 16 bits."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.autocast(x.device.type, enabled=False)
     return nullcontext()
@@ -64,14 +63,14 @@ def window_rows(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the last `window` queries, `[B, H, G, window, N]`; 0 where nothing is seen."""
+    """Return the attention of the last `window` queries, `[B, H, G, window, N]`; 0 if masked."""
     B, H, N, D = key.shape
     if mask is None:
         allowed = torch.ones(window, N, dtype=torch.bool, device=key.device).tril(N - window)
     else:
         allowed = mask[:, :, None, -window:]
     if valid is not None:
-        # Both sides of the mask: what padding holds may be anything, NaN included.
+        # Keys and queries alike: padding may hold any values, NaN included.
         allowed = allowed & valid[:, None, None, None] & valid[:, None, None, -window:, None]
     with autocast_off(key):
         rows = query[:, :, -window:].float() * scale_of(D, scale, softcap)
@@ -85,14 +84,14 @@ def window_rows(
 
 
 def scale_of(D: int, scale: float | None, softcap: float | None = None) -> float:
-    """What to multiply queries with; before a softcap, logits are counted in units of it."""
+    """Return the factor of queries; with a softcap, logits are in units of it."""
     return (D**-0.5 if scale is None else scale) / (1.0 if softcap is None else softcap)
 
 
 def checked(
     query: Tensor, key: Tensor, valid: Tensor | None, mask: Tensor | None, softcap: float | None
 ) -> tuple[int, int, int, int]:
-    """Check what scores by attention are given; return `(B, Hq, Q, D)`."""
+    """Check the arguments of a score by attention; return `(B, Hq, Q, D)`."""
     shapes = f"query {tuple(query.shape)} and key {tuple(key.shape)}"
     if query.ndim != 4 or key.ndim != 4:
         raise ValueError(f"query must be [B, Hq, N, D] and key [B, H, N, D], got {shapes}")
@@ -119,7 +118,7 @@ def checked(
 
 
 def unless_all(valid: Tensor | None) -> Tensor | None:
-    """None where nothing is padding, which saves masking; not asked of a device that would sync."""
+    """Return None if nothing is padding; checked only where the host need not wait."""
     if valid is not None and valid.device.type == "cpu" and bool(valid.all()):
         return None
     return valid

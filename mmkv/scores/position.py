@@ -1,4 +1,4 @@
-"""A token's place: the newest stay (StreamingLLM, arXiv 2309.17453)."""
+"""Score by position: the newest tokens stay (StreamingLLM, arXiv 2309.17453)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @register_part("recency")
 @dataclass(frozen=True, kw_only=True)
 class Recency(Score):
-    """A token's position: the newest stay (StreamingLLM, arXiv 2309.17453)."""
+    """A token's position: the newest tokens stay (StreamingLLM, arXiv 2309.17453)."""
 
     queries = 0
     average_heads = True
@@ -25,13 +25,13 @@ class Recency(Score):
     by_head = True
 
     def __call__(self, layer: LayerInputs) -> Tensor:
-        """One ranking for all heads."""
+        """Return one ranking for all heads, float32 `[B, 1, N]`."""
         return recency(layer.valid)
 
 
 @torch.no_grad()
 def recency(valid: Tensor) -> Tensor:
-    """Score each token by its place in the prompt: `s_j = j`, and 0 for padding.
+    """Score each token by its position in the prompt: `s_j = j`, and 0 for padding.
 
     Args:
         valid: bool `[B, N]`, False for padding.
@@ -46,5 +46,5 @@ def recency(valid: Tensor) -> Tensor:
     """
     if valid.ndim != 2 or valid.dtype != torch.bool:
         raise ValueError(f"valid must be a bool [B, N], got {valid.dtype} {tuple(valid.shape)}")
-    place = torch.arange(valid.shape[1], dtype=torch.float32, device=valid.device)
-    return (place * valid)[:, None]
+    position = torch.arange(valid.shape[1], dtype=torch.float32, device=valid.device)
+    return (position * valid)[:, None]

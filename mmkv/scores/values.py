@@ -1,4 +1,4 @@
-"""What values, and how keys differ, add to a score by attention.
+"""Terms of values and of key diversity in scores by attention.
 
 Shape letters and padding are those of `mmkv.scores`; G query heads read one key-value head.
 """
@@ -20,7 +20,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 @torch.no_grad()
 def value_norms(layer: LayerInputs, n: int) -> Tensor:
-    """`||v||_1` of the first n tokens: float32 `[B, H, n]`, 0 for padding.
+    """Return `||v||_1` of the first n tokens: float32 `[B, H, n]`, 0 for padding.
 
     Source: VATP, arXiv 2406.12335, section 3.
     """
@@ -29,27 +29,24 @@ def value_norms(layer: LayerInputs, n: int) -> Tensor:
 
 
 def output_norms(layer: LayerInputs, n: int) -> Tensor:
-    """`||W_O v||_1` of the first n tokens, mean over a group's query heads: float32 [B, H, n]."""
+    """Return `||W_O v||_1` of the first n tokens, mean over query heads: float32 [B, H, n]."""
     return head_output_norms(layer, n, 1).mean(2)
 
 
 def head_output_norms(layer: LayerInputs, n: int, p: int) -> Tensor:
-    """The p-norm of `W_O v` of the first n tokens for each query head, float32 [B, H, G, n].
-
-    0 for padding.
-    """
+    """Return the p-norm of `W_O v` of the first n tokens by query head: float32 [B, H, G, n]."""
     B, H, _, _ = layer.value.shape
     value = layer.value[:, :, :n].float().masked_fill(~layer.valid[:, None, :n, None], 0.0)
     weight = layer.output_weight.float().unflatten(1, (H, -1))  # [1 or B, H, G, hidden, Dv]
     G, hidden = weight.shape[2:4]
-    found = value.new_zeros(B, H, G, n)
+    norms = value.new_zeros(B, H, G, n)
     size = max(1, tile(value.device) // (B * H * hidden))
     for start in range(0, n, size):
         part = value[:, :, start : start + size]
         for g in range(G):
             output = part @ weight[:, :, g].mT
-            found[:, :, g, start : start + size] = output.norm(p, dim=-1)
-    return found
+            norms[:, :, g, start : start + size] = output.norm(p, dim=-1)
+    return norms
 
 
 @torch.no_grad()
@@ -60,75 +57,77 @@ def window_residuals(
     pooling: Pooling | None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """`residuals` of the last queries, pooled as by `window_attention`: `[B, H, N - window]`."""
+    """Return `residuals` of the last queries, pooled over tokens: `[B, H, N - window]`."""
     n = layer.key.shape[2] - window
-    found = residuals(layer, window, weights)[..., :n]
-    if pooling is not None:  # the 0 of padding acts as either pooling's edge
-        flat, pool = found.flatten(0, 2), avg_pool1d if pooling == "avg" else max_pool1d
-        found = pool(flat, kernel_size, stride=1, padding=kernel_size // 2).view_as(found)
-    return found.mean(2).masked_fill(~layer.valid[:, None, :n], 0.0)
+    scores = residuals(layer, window, weights)[..., :n]
+    if pooling is not None:  # a 0 at padding has the same effect as the edge in both poolings
+        flat, pool = scores.flatten(0, 2), avg_pool1d if pooling == "avg" else max_pool1d
+        scores = pool(flat, kernel_size, stride=1, padding=kernel_size // 2).view_as(scores)
+    return scores.mean(2).masked_fill(~layer.valid[:, None, :n], 0.0)
 
 
 @torch.no_grad()
 def residuals(layer: LayerInputs, last: int, weights: Tensor | None = None) -> Tensor:
-    """What the last queries would lose without a token: squared changes of their outputs, summed.
+    """Return the squared change of the last queries' outputs without each token, summed.
 
-    With p the attention of query i on token j, and o what the query reads, the sum over i of
-    `(p_ij / (1 - p_ij)) ** 2 * |v_j - o_i| ** 2`. A query that sees one token alone adds nothing.
+    With p the attention of query i on token j, and o_i the query's output, it is the sum over i of
+    `(p_ij / (1 - p_ij)) ** 2 * |v_j - o_i| ** 2`. A query that sees only one token adds nothing.
 
-    Padding among the `last` queries does not count, the others count `weights` `[last]`, or 1.
+    Padding among the `last` queries is left out; the others have `weights` `[last]`, or 1.
 
     Returns:
         float32 `[B, H, G, N]`, 0 for padding.
 
     Source: DropKV, https://openreview.net/forum?id=MqfNzH3TVH (kvpress pull request 285, which
-    bounds 1 - p from below; here the token that has most of a query's attention is taken out of the
-    sums instead, so that 1 - p and v - o keep their digits).
+    bounds 1 - p from below; here the token with most of a query's attention is left out of the sums
+    instead, so that 1 - p and v - o keep their precision).
     """
     (B, Hq, Q, _), (H, N) = layer.query.shape, layer.key.shape[1:3]
     G, device, valid = Hq // H, layer.key.device, layer.valid
     options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "bias": layer.bias}
     absent = ~valid[:, None, :, None]
     key, value = (x.float().masked_fill(absent, 0.0) for x in (layer.key, layer.value))
-    # About their mean: differences of nearly equal values keep their digits.
+    # Less their mean, so that differences of nearly equal values keep their precision.
     value = value - value.sum(2, keepdim=True) / valid.sum(-1).clamp(min=1)[:, None, None, None]
     value = value[:, :, None]  # [B, H, 1, N, Dv]
     squares = (value * value).sum(-1)[..., None, :]
-    place = torch.arange(N, device=device)
-    found = torch.zeros(B, H, G, N, device=device)
+    position = torch.arange(N, device=device)
+    scores = torch.zeros(B, H, G, N, device=device)
     block = max(1, tile(device) // (B * Hq * N))
     for start in range(Q - last, Q, block):
         stop = min(start + block, Q)
-        at = place[N - Q :][start:stop]
-        allowed = (place <= at[:, None]) if layer.mask is None else layer.mask[:, 0, start:stop]
+        at = position[N - Q :][start:stop]
+        allowed = (position <= at[:, None]) if layer.mask is None else layer.mask[:, 0, start:stop]
         allowed = (allowed & valid[:, None] & valid[:, at][..., None])[:, None]  # [B, 1, n, N]
         rows = layer.query[:, :, start:stop]
         p = window_rows(rows, key, stop - start, mask=allowed, **options)
-        most, first = p.max(-1, keepdim=True)
-        p.scatter_(-1, first, 0.0)
-        others, rest = p @ value, p.sum(-1, keepdim=True)
-        chosen = value.expand(B, H, G, N, -1)
-        chosen = chosen.gather(3, first.expand(*first.shape[:-1], value.shape[-1]))
-        alone = most * (chosen - others / rest.clamp(min=_TINY)).norm(dim=-1, keepdim=True)
-        out = others + most * chosen
-        lost = squares - 2 * (out @ value.mT) + (out * out).sum(-1, keepdim=True)
-        lost = lost.clamp(min=0) * (p / (1 - p)) ** 2
-        lost.scatter_(-1, first, (alone**2).masked_fill(rest == 0, 0.0))
-        lost.masked_fill_(~allowed[:, None], 0.0)
+        p_max, top = p.max(-1, keepdim=True)
+        p.scatter_(-1, top, 0.0)
+        others, others_sum = p @ value, p.sum(-1, keepdim=True)
+        top_value = value.expand(B, H, G, N, -1)
+        top_value = top_value.gather(3, top.expand(*top.shape[:-1], value.shape[-1]))
+        mean_of_others = others / others_sum.clamp(min=_TINY)
+        top_change = p_max * (top_value - mean_of_others).norm(dim=-1, keepdim=True)
+        output = others + p_max * top_value
+        change = squares - 2 * (output @ value.mT) + (output * output).sum(-1, keepdim=True)
+        change = change.clamp(min=0) * (p / (1 - p)) ** 2
+        change.scatter_(-1, top, (top_change**2).masked_fill(others_sum == 0, 0.0))
+        change.masked_fill_(~allowed[:, None], 0.0)
         if weights is not None:
-            lost *= weights[start - (Q - last) : stop - (Q - last), None]
-        found += lost.sum(3)
-    return found
+            change *= weights[start - (Q - last) : stop - (Q - last), None]
+        scores += change.sum(3)
+    return scores
 
 
 @torch.no_grad()
 def with_first(score: Tensor, attention: Tensor, first: Tensor) -> Tensor:
-    """A score in which the `first` tokens by attention stand before all others, by attention.
+    """Return scores in which the `first` tokens by attention rank before all others.
 
-    Both are float32 `[B, H, n]`, attention not negative; `first` is int `[B]`, below 1: none.
+    Score and attention are float32 `[B, H, n]`, attention not negative; `first` is int `[B]`, none
+    if below 1.
 
-    Source: CriticalKV, arXiv 2502.03805, algorithm 1. As in its code, half of the budget counts the
-    window.
+    Source: CriticalKV, arXiv 2502.03805, algorithm 1; as in its code, half of the budget includes
+    the window.
     """
     rank = attention.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     best = score.amax(-1, keepdim=True) + 1
@@ -137,43 +136,42 @@ def with_first(score: Tensor, attention: Tensor, first: Tensor) -> Tensor:
 
 @torch.no_grad()
 def mixed(score: Tensor, layer: LayerInputs) -> Tensor:
-    """A score by attention, mixed with the value's norm and with how unlike others a key is.
+    """Return a score by attention, mixed with the value's norm and the key's dissimilarity.
 
     `r * d + (1 - r) * (a + u)`: a is the score, u the value's L2 norm, d minus the key's similarity
-    to the mean of the normalised keys, both scaled from 0 (the least) so that their mean is that of
-    a; r is the mean similarity of two of the head's keys.
+    to the mean of the normalised keys; u and d are shifted to a minimum of 0 and scaled to the mean
+    of a; r is the mean similarity of two of the head's keys.
 
-    The score is float32 `[B, H, n]`, of the first n tokens, as those behind them observe; so is
-    what is returned, 0 for padding.
+    The score and the result are float32 `[B, H, n]`, of the first n tokens, which the later ones
+    observe; 0 for padding.
 
     Source: MixKV, arXiv 2510.20707, section 3. Its released code reads r from a file of means over
-    samples that it does not hold; here it is this prompt's, by the formula that the code has for
-    that.
+    samples, which is not released; here r is computed from the prompt, by the same code's formula.
     """
     n, valid = score.shape[2], layer.valid
-    front = valid[:, None, :n]
-    number = front.sum(-1, keepdim=True).clamp(min=1)
+    counted = valid[:, None, :n]
+    n_counted = counted.sum(-1, keepdim=True).clamp(min=1)
 
     def scaled(x: Tensor) -> Tensor:
-        least = x.masked_fill(~front, torch.inf).amin(-1, keepdim=True)
-        most = x.masked_fill(~front, -torch.inf).amax(-1, keepdim=True)
-        x = ((x - least) / (most - least).clamp(min=_TINY)).masked_fill(~front, 0.0)
-        return x * mean / (x.sum(-1, keepdim=True) / number).clamp(min=_TINY)
+        low = x.masked_fill(~counted, torch.inf).amin(-1, keepdim=True)
+        high = x.masked_fill(~counted, -torch.inf).amax(-1, keepdim=True)
+        x = ((x - low) / (high - low).clamp(min=_TINY)).masked_fill(~counted, 0.0)
+        return x * mean / (x.sum(-1, keepdim=True) / n_counted).clamp(min=_TINY)
 
-    mean = score.masked_fill(~front, 0.0).sum(-1, keepdim=True) / number
-    unit, middle = normalised_keys(layer.key, valid)
-    unlike = -(unit[:, :, :n] * middle).sum(-1)
+    mean = score.masked_fill(~counted, 0.0).sum(-1, keepdim=True) / n_counted
+    unit, mean_unit = normalised_keys(layer.key, valid)
+    dissimilarity = -(unit[:, :, :n] * mean_unit).sum(-1)
     norms = layer.value[:, :, :n].float().norm(dim=-1)
-    every = valid.sum(-1)[:, None, None]
-    similarity = (every * (middle * middle).sum(-1) - 1) / (every - 1).clamp(min=1)
-    found = similarity * scaled(unlike) + (1 - similarity) * (score + scaled(norms))
-    return found.masked_fill(~front, 0.0)
+    n_valid = valid.sum(-1)[:, None, None]
+    similarity = (n_valid * (mean_unit * mean_unit).sum(-1) - 1) / (n_valid - 1).clamp(min=1)
+    scores = similarity * scaled(dissimilarity) + (1 - similarity) * (score + scaled(norms))
+    return scores.masked_fill(~counted, 0.0)
 
 
 def normalised_keys(key: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys of length 1, float32 `[B, H, N, D]`, 0 for padding, and their mean `[B, H, 1, D]`."""
+    """Return keys of length 1, float32 `[B, H, N, D]`, 0 for padding; and their mean."""
     unit = torch.nn.functional.normalize(key.float(), dim=-1)
-    # What padding holds may be anything; a key that overflowed has no direction.
+    # Padding may hold any values; a key that overflowed has no direction.
     unit = unit.masked_fill(~valid[:, None, :, None], 0.0).nan_to_num(nan=0.0)
     number = valid.sum(-1).clamp(min=1)[:, None, None, None]
     return unit, unit.sum(2, keepdim=True) / number

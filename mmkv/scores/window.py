@@ -1,4 +1,4 @@
-"""Attention that the prompt's last queries pay (SnapKV, arXiv 2404.14469, section 4).
+"""Attention from the prompt's last queries (SnapKV, arXiv 2404.14469, section 4).
 
 Shape letters as in `mmkv.scores`.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mmkv.layer_inputs import LayerInputs
     from mmkv.policy import Policy
 
-# CriticalKV: attention so small that it says less than the value does.
+# CriticalKV adds this to attention, so that values decide where attention is near 0.
 _EPSILON = 1e-4
 
 
@@ -42,11 +42,12 @@ class WindowAttention(Score):
         kernel_size: scores are pooled over this many neighbouring keys, an odd number.
         pooling: "max", "avg", or None for none.
         recency_weighted: weigh the queries by how recent they are (PyramidInfer).
-        value: what a token's value adds: "norm", times its L1 norm (VATP); "output", plus 1e-4,
-            times its L1 norm behind the output projection; "critical", the same for the half of a
-            budget in tokens or as a fraction that attention alone has not filled (CriticalKV);
-            "residual", how far a query's output moves without the token (DropKV); None: nothing.
-        diversity: mix with values and with how unlike others a key is (MixKV).
+        value: how a token's value counts: "norm", attention times the value's L1 norm (VATP);
+            "output", attention plus 1e-4, times its L1 norm after the output projection;
+            "critical", the same for half of the budget, the other half by attention alone
+            (CriticalKV); "residual", how far a query's output moves without the token (DropKV);
+            None: not at all.
+        diversity: mix with the norms of values and the dissimilarity of keys (MixKV).
         average_heads: rank tokens once per layer, by the mean over heads.
     """
 
@@ -70,11 +71,11 @@ class WindowAttention(Score):
 
     @property
     def uses_size(self) -> bool:
-        """With CriticalKV's two stages."""
+        """Whether half of the size is needed, for CriticalKV's two stages."""
         return self.value == "critical"
 
     def check(self, policy: Policy) -> None:
-        """While decoding, attention alone is counted; what is mixed has no stages."""
+        """Check `value` and `diversity`, which decode steps do not weigh and stages do not mix."""
         check_decoding(policy, value=self.value, diversity=self.diversity)
         if self.diversity and self.value == "critical":
             raise ValueError(
@@ -83,30 +84,30 @@ class WindowAttention(Score):
             )
 
     def __call__(self, layer: LayerInputs) -> Tensor:
-        """The window's own tokens, which stay, score 0."""
+        """Return the scores; the window's tokens, which are always kept, score 0."""
         weights = None
         if self.recency_weighted:
             weights = torch.arange(1, self.window + 1, dtype=torch.float32)
-        how: Any = {"window": self.window, "weights": weights}
-        how |= {"kernel_size": self.kernel_size, "pooling": self.pooling}
+        options: Any = {"window": self.window, "weights": weights}
+        options |= {"kernel_size": self.kernel_size, "pooling": self.pooling}
         if self.value == "residual":
-            found = values.window_residuals(layer, **how)
+            scores = values.window_residuals(layer, **options)
         else:
-            how |= {"scale": layer.scale, "softcap": layer.softcap, "bias": layer.bias}
-            how |= {"valid": layer.valid, "mask": layer.mask}
-            found = window_attention(layer.query, layer.key, **how)
-        n = found.shape[2]
+            options |= {"scale": layer.scale, "softcap": layer.softcap, "bias": layer.bias}
+            options |= {"valid": layer.valid, "mask": layer.mask}
+            scores = window_attention(layer.query, layer.key, **options)
+        n = scores.shape[2]
         if self.value == "norm":
-            found = found * values.value_norms(layer, n)
+            scores = scores * values.value_norms(layer, n)
         elif self.value in ("output", "critical"):
-            attention = found
-            found = (found + _EPSILON) * values.output_norms(layer, n)
+            attention = scores
+            scores = (scores + _EPSILON) * values.output_norms(layer, n)
             if self.value == "critical" and layer.size is not None:
                 half = (layer.size / 2).int() - self.window
-                found = values.with_first(found, attention, half)
+                scores = values.with_first(scores, attention, half)
         if self.diversity:
-            found = values.mixed(found, layer)
-        return F.pad(found, (0, self.window))
+            scores = values.mixed(scores, layer)
+        return F.pad(scores, (0, self.window))
 
 
 @torch.no_grad()
@@ -124,20 +125,20 @@ def window_attention(
     bias: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Mean attention that the last `window` queries pay to each earlier token, pooled over tokens.
+    """Return the mean attention of the last `window` queries on each earlier token, pooled.
 
     Args:
         query: `[B, Hq, Q, D]` with `window <= Q <= N`, of which the last `window` rows are used.
         key: `[B, H, N, D]`.
         window: number of queries in the observation window.
         kernel_size: odd width of the pooling, in tokens; unused without pooling.
-        pooling: "avg" (zeros beyond the edges count), "max", or None. It is done per query head,
-            before the mean over the query heads of a group.
+        pooling: "avg" (with zeros beyond the edges), "max", or None; per query head, before the
+            mean over the query heads of a group.
         scale: factor of the logits, `D ** -0.5` by default.
         softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
         valid: bool `[B, N]`, False for padding.
-        mask: bool `[B, 1, Q, N]`, True where a query sees a key, in place of the causal rule. A
-            query that sees nothing pays no attention.
+        mask: bool `[B, 1, Q, N]`, True where a query sees a key; None: causal. A query that sees
+            no key counts as 0.
         bias: float `[B, H, N]`, added to the logits of each key.
         weights: `[window]`, non-negative, for a weighted mean over the window's queries
             (PyramidInfer's recency weights); uniform by default.
@@ -175,7 +176,7 @@ def window_attention(
     attention = window_rows(last, key, window, mask=mask, bias=bias, **options)
     with autocast_off(key):
         scores = (per_query @ attention[..., : N - window]).view(B, Hq, N - window)
-    # Scores are not negative, so the zeros of padding act as either pooling's edge does.
+    # Scores are not negative, so a 0 at padding has the same effect as the edge in both poolings.
     if pooling == "avg":
         scores = F.avg_pool1d(scores, kernel_size, stride=1, padding=kernel_size // 2)
     elif pooling == "max":
