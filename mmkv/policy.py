@@ -1,4 +1,4 @@
-"""What a policy is: a frozen composition of parts. State lives on the cache, never here."""
+"""Policies: frozen compositions of parts. State of a sequence lives on the cache, never here."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ P = TypeVar("P", bound="Policy")
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How a cache is made smaller: score, layer sizes, head sizes, decoding, merging, protection.
+    """How a cache is compressed: score, layer sizes, head sizes, decoding, merging, protection.
 
-    A policy of your own is a subclass with other parts. `Policy.of(...)`, `mmkv.get_policy` and
-    `mmkv.wrap` also take the names of parts and the options of parts, flat.
+    Define a policy as a subclass with other parts. `Policy.of(...)`, `mmkv.get_policy` and
+    `mmkv.wrap` also take parts by name, and the options of parts directly.
 
     Options:
-        score: what makes a token important.
+        score: how important each token is.
         layers: how many tokens each layer keeps.
         heads: how a layer's size is split among its heads.
         decode: what the budget means for generated tokens.
-        merge: what becomes of evicted pairs; None: they are dropped.
-        protect: what every layer keeps whatever the scores say; None: nothing more.
+        merge: how evicted pairs are merged; None: they are dropped.
+        protect: which tokens every layer keeps, whatever their scores; None: no more.
         sinks: how many first tokens are always kept (StreamingLLM).
-        least: how many tokens a head keeps, in the mean over layers and heads, however small a
-            share the budget is; a budget in tokens is not raised.
+        least: the least mean number of tokens per layer and head, if the budget is a fraction; a
+            budget in tokens is not raised.
         recent: the share of a layer's size given to the most recent tokens (H2O: half).
         reposition: give keys consecutive positions inside the cache (StreamingLLM as published).
-        text_prior: tokens of images leave before any other of the prompt does (LOOK-M).
-        postpone: a prompt is evicted after so many generated tokens, as if these had ended it:
-            their queries join those of the prompt, and they stay (nearest: LAQ, arXiv 2505.20334).
+        text_prior: image tokens are evicted before all other tokens of the prompt (LOOK-M).
+        postpone: evict a prompt only after this many generated tokens, which are treated as its
+            end: their queries observe too, and they are kept (similar: LAQ, arXiv 2505.20334).
 
     Raises:
-        ValueError: an option out of its range, or a combination that means nothing.
+        ValueError: an option is out of range, or options contradict each other.
     """
 
     score: Score = WindowAttention()
@@ -78,11 +78,11 @@ class Policy:
     aliases: ClassVar[tuple[str, ...]] = ()
     paper: ClassVar[str] = ""
     keeps_all: ClassVar[bool] = False
-    # Options that follow from others, and so cannot be set.
+    # Options that the class derives from others, so that they cannot be set.
     settled: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        """Check every option, and that the parts go together."""
+        """Check every option and the combination of parts."""
         for kind in KINDS:
             object.__setattr__(self, kind, as_part(kind, getattr(self, kind)))
         hints = self.hints()
@@ -102,36 +102,36 @@ class Policy:
             part.check(self)
 
     def _check_postponed(self) -> None:
-        """Refuse `postpone` where generated tokens cannot observe a prompt that waits for them."""
-        score, asked = self.score, f"postpone={self.postpone}"
+        """Refuse `postpone` with parts for which generated tokens cannot observe the prompt."""
+        score, option = self.score, f"postpone={self.postpone}"
         if score.repeats or (score.queries == 0 and score.turn_reduction != "sum"):
             raise ValueError(
-                f"{asked} lets the queries of generated tokens observe, and score={score.name!r} "
+                f"{option} lets the queries of generated tokens observe, and score={score.name!r} "
                 "asks none of them: use postpone=0, or score='window' or 'accumulated'"
             )
         if self.layers.mini_prefill:
             raise ValueError(
-                f"{asked} sizes layers after the prefill, and "
+                f"{option} sizes layers after the prefill, and "
                 f"allocation={self.flat().get('allocation')!r} before it: use allocation='one-pass'"
             )
         if self.decode.every:
             raise ValueError(
-                f"{asked} and decode={self.decode.name!r} both let generated tokens observe: use "
+                f"{option} and decode={self.decode.name!r} both let generated tokens observe: use "
                 "one of them"
             )
 
     @property
     def parts(self) -> dict[str, Part]:
-        """Its parts by kind, without those that are None."""
-        found = {kind: getattr(self, kind) for kind in KINDS}
-        return {kind: part for kind, part in found.items() if part is not None}
+        """The parts by kind, without those that are None."""
+        parts = {kind: getattr(self, kind) for kind in KINDS}
+        return {kind: part for kind, part in parts.items() if part is not None}
 
     @classmethod
     def of(cls: type[P], **options: Any) -> P:
-        """Its defaults with other parts, by name or as values, and options of parts, flat.
+        """Make the policy with these parts (names or values), options of parts and own options.
 
         Raises:
-            ValueError: an option that none of its parts reads, or what the parts refuse.
+            ValueError: no part reads an option, or a part refuses a value or a combination.
         """
         for option in options:
             if option in cls.settled:
@@ -140,30 +140,30 @@ class Policy:
                     "from others: remove it"
                 )
         common = {f.name for f in dataclasses.fields(Policy)} - set(KINDS)
-        own = {f.name for f in dataclasses.fields(cls)} - set(KINDS) - common
-        policy = cls.start(**{k: v for k, v in options.items() if k in own})
-        # With the parts they go together with, which may be others than the policy's own.
-        chosen = {k: v for k, v in options.items() if k in common}
+        own_names = {f.name for f in dataclasses.fields(cls)} - set(KINDS) - common
+        policy = cls.start(**{k: v for k, v in options.items() if k in own_names})
+        # These are set together with the parts, as their checks depend on each other.
+        replaced = {k: v for k, v in options.items() if k in common}
         for kind in KINDS:
-            before: Part | None = getattr(policy, kind)
-            part = before
+            default: Part | None = getattr(policy, kind)
+            part = default
             if kind in options:
                 part = as_part(kind, options[kind])
-                given_by_name = not isinstance(options[kind], Part)
-                if given_by_name and type(part) is type(before):
-                    part = before
-                elif given_by_name and part is not None and before is not None:
-                    # What both have (average_heads) stays as the policy has it.
-                    kept = {k: v for k, v in before.options().items() if k in part.options()}
-                    part = dataclasses.replace(part, **kept)
+                by_name = not isinstance(options[kind], Part)
+                if by_name and type(part) is type(default):
+                    part = default
+                elif by_name and part is not None and default is not None:
+                    # Options of both parts (average_heads) keep the policy's values.
+                    shared = {k: v for k, v in default.options().items() if k in part.options()}
+                    part = dataclasses.replace(part, **shared)
             if part is not None:
-                mine = {k: v for k, v in options.items() if k in part.options()}
-                part = dataclasses.replace(part, **mine) if mine else part
-            chosen[kind] = part
-        policy = dataclasses.replace(policy, **chosen)
-        read = policy.flat()
+                of_part = {k: v for k, v in options.items() if k in part.options()}
+                part = dataclasses.replace(part, **of_part) if of_part else part
+            replaced[kind] = part
+        policy = dataclasses.replace(policy, **replaced)
+        readable = policy.flat()
         for option in options:
-            if option not in read:
+            if option not in readable:
                 parts = ", ".join(f"{k}={v.name!r}" for k, v in policy.parts.items())
                 raise ValueError(
                     f"option {option!r} has no effect on policy {cls.name!r} as configured "
@@ -172,58 +172,58 @@ class Policy:
         return policy
 
     @classmethod
-    def start(cls: type[P], **own: Any) -> P:
-        """The policy with options that are its alone, before `of` sets parts and the others."""
-        return cls(**own)
+    def start(cls: type[P], **options: Any) -> P:
+        """Make the policy with the options of this class alone, before `of` sets all others."""
+        return cls(**options)
 
     def flat(self) -> dict[str, Any]:
-        """All that it reads: parts by name, their options, and its own, with their values."""
+        """Return all options that it reads, with their values: parts by name, and their options."""
         if self.keeps_all:
             return {}
-        found: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            found[field.name] = value
+            options[field.name] = value
             if field.name in KINDS:
-                found[field.name] = "none" if value is None else value.name
-                found |= {} if value is None else value.options()
-        return {k: v for k, v in found.items() if k not in self.settled}
+                options[field.name] = "none" if value is None else value.name
+                options |= {} if value is None else value.options()
+        return {k: v for k, v in options.items() if k not in self.settled}
 
     @classmethod
     def options(cls) -> dict[str, Any]:
-        """The options this policy reads as it stands, with their defaults."""
+        """Return the options that this class reads by default, with their values."""
         return cls().flat()
 
     @classmethod
     @cache
     def hints(cls) -> dict[str, Any]:
-        """The annotations of its own fields; those that name what cannot be found are `Any`."""
+        """Return the fields' types; `Any` where an annotation cannot be resolved."""
         try:
             return get_type_hints(cls)
-        except NameError:  # defined inside a function, with annotations that are texts
+        except NameError:  # a class inside a function, with annotations as strings
             known = {} if cls is Policy else Policy.hints()
             return {f.name: known.get(f.name, Any) for f in dataclasses.fields(cls)}
 
     @cached_property
     def window_size(self) -> int:
-        """How many last tokens observe and are themselves always kept."""
+        """How many last tokens observe, and are always kept."""
         return 0 if self.keeps_all else self.score.window + self.postpone
 
     @cached_property
     def queries(self) -> int | None:
-        """How many of a prompt's last queries its score needs at the end; None: all of them."""
+        """How many of a prompt's last queries the score needs at its end; None: all."""
         if self.keeps_all:
             return 0
         return self.score.window or None if self.score.queries is None else self.score.queries
 
     @property
     def retention(self) -> float | None:
-        """The share of importance that sizes the cache in place of a budget, or None."""
+        """The share of importance that sets the cache's size in place of a budget, or None."""
         return self.layers.retention
 
 
 def as_part(kind: str, value: Any) -> Any:
-    """A part from its name, or as it is."""
+    """Return a part by its name; a part is returned unchanged."""
     if value is None or value == "none":
         if kind in OPTIONAL:
             return None

@@ -1,8 +1,8 @@
-"""The registry: policies by name, the built-in ones, a user's own and those of installed packages.
+"""Policies by name: the built-in ones, a user's own and those of installed packages.
 
-A third-party package registers a policy class through the entry-point group `mmkv.policies`. One
-that cannot be had is skipped with a warning, and is an error where its policy is asked for. A file
-that registers some is read by `load_plugin`.
+A third-party package registers a policy class through the entry-point group `mmkv.policies`. If one
+fails to load, it is skipped with a warning, and looking up its policy raises an error.
+`load_plugin` runs a file that registers policies.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _policies: dict[str, type[Policy]] = {}
 _aliases: dict[str, str] = {}
 # Entry points that were skipped, by name: the distribution, and why.
 _skipped: dict[str, tuple[str, BaseException]] = {}
-# A package may ask for a policy while it is being loaded, so one thread takes it twice.
+# Reentrant, as a package may look up a policy while it is being loaded.
 _loading = threading.RLock()
 _loaded = False
 
 
 def register_policy(name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[P], P]:
-    """Class decorator: make a `Policy` subclass available under `name`.
+    """Class decorator: register a `Policy` subclass under `name`.
 
     Raises:
         ValueError: the name or an alias is taken by another class.
@@ -52,11 +52,11 @@ def register_policy(name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[P]
         if not (isinstance(cls, type) and issubclass(cls, Policy)):
             raise TypeError(f"register_policy({name!r}): {cls!r} is not a subclass of mmkv.Policy")
         if not _is_builtin(cls):
-            discover()  # their names are taken from the start
+            discover()  # first, so that built-in names are taken
         for key in (name, *aliases):
-            taken = _find(key)
-            if taken is not None and _path(taken) != _path(cls):
-                raise ValueError(f"policy name {key!r} is taken by {_path(taken)}")
+            registered_class = _find(key)
+            if registered_class is not None and _path(registered_class) != _path(cls):
+                raise ValueError(f"policy name {key!r} is taken by {_path(registered_class)}")
         cls.name, cls.aliases = name, aliases
         _policies[name] = cls
         _aliases.update(dict.fromkeys(aliases, name))
@@ -66,21 +66,21 @@ def register_policy(name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[P]
 
 
 def list_policies() -> list[str]:
-    """Names of all registered policies, sorted, without aliases."""
+    """Return the names of all registered policies, sorted, without aliases."""
     _load_all()
     return sorted(_policies)
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The class registered under a name or an alias, in any case, with or without - and _."""
+    """Return the class of a name or alias, ignoring case, - and _."""
     if not isinstance(name, str):
         if isinstance(name, Real) and not isinstance(name, bool):
             raise ValueError(f"policy={name!r}: to give a budget alone, say budget={name!r}")
         called = f": call it, {name.__name__}()" if isinstance(name, type) else ""
         raise ValueError(f"policy={name!r}: expected a name or a Policy object{called}")
     _load_all()
-    if (found := _find(name)) is not None:
-        return found
+    if (cls := _find(name)) is not None:
+        return cls
     for skipped, (where, error) in _skipped.items():
         if _key(skipped) == _key(name):
             raise ValueError(
@@ -90,20 +90,20 @@ def policy_class(name: str) -> type[Policy]:
 
 
 def get_policy(name: str, **options: Any) -> Policy:
-    """A policy by name, with options overriding its defaults.
+    """Return a policy by name, with options overriding its defaults.
 
     Raises:
-        ValueError: unknown name or option (lists candidates), a value out of range, or an option
-            that the policy's parts do not read.
+        ValueError: the name or an option is unknown (the message lists candidates), a value is out
+            of range, or the policy's parts do not read an option.
     """
     cls = policy_class(name)
     known = option_types(cls)
     for option in options:
         if option == "compression_ratio":  # what other libraries call it
             share = options[option]
-            kept = f"={1 - share:g}" if isinstance(share, float) else ""
+            budget = f"={1 - share:g}" if isinstance(share, float) else ""
             raise ValueError(
-                f"compression_ratio={share} says what is dropped: give what is kept, budget{kept}"
+                f"compression_ratio={share} says what is dropped: give what is kept, budget{budget}"
             )
         if option not in known:
             raise ValueError(_unknown(f"option of policy {cls.name!r}", option, [*known]))
@@ -111,19 +111,19 @@ def get_policy(name: str, **options: Any) -> Policy:
 
 
 def exact_share(name: str) -> dict[str, Any]:
-    """Options with which a policy keeps no more than a share that a budget is.
+    """Return options with which a policy keeps at most a budget given as a share.
 
-    What measures budgets begins with them: by its default `least` a policy may keep more of a
+    Measurements of budgets start from these: with its default `least` a policy may keep more of a
     short prompt.
     """
     return {"least": 0} if policy_class(name).options().get("least") else {}
 
 
 def list_parts(kind: str) -> dict[str, type[Part]]:
-    """The registered parts of a kind ("score", "layers", ...) by name, sorted.
+    """Return the registered parts of a kind ("score", "layers", ...) by name, sorted.
 
     Raises:
-        ValueError: no such kind.
+        ValueError: the kind does not exist.
     """
     if kind not in KINDS:
         raise ValueError(_unknown("kind of part", kind, [*KINDS]))
@@ -132,26 +132,26 @@ def list_parts(kind: str) -> dict[str, type[Part]]:
 
 
 def option_types(cls: type[Policy]) -> dict[str, Any]:
-    """What a policy may be given, with annotations: its options, parts, and all parts' options."""
-    found: dict[str, Any] = {}
-    own = cls.hints()
+    """Return a policy's options with their types: its own, its parts, and options of all parts."""
+    types: dict[str, Any] = {}
+    own_types = cls.hints()
     for field in fields(cls):
-        found[field.name] = own[field.name]
+        types[field.name] = own_types[field.name]
         if field.name in KINDS:
             parts = list_parts(field.name)
             names = [*parts, *(["none"] if field.name in OPTIONAL else [])]
-            found[field.name] = Literal[tuple(names)]  # type: ignore[valid-type]
+            types[field.name] = Literal[tuple(names)]  # type: ignore[valid-type]
             for part in parts.values():
                 hints = _hints(part)
-                found |= {f.name: hints[f.name] for f in fields(part)}
-    return found
+                types |= {f.name: hints[f.name] for f in fields(part)}
+    return types
 
 
 _hints = cache(get_type_hints)
 
 
 def _key(name: str) -> str:
-    """What two spellings of a name share: "Ada-PyramidKV" and "ada_pyramidkv"."""
+    """Normalise a name: "Ada-PyramidKV" and "ada_pyramidkv" give the same key."""
     return re.sub("[-_ ]", "", name).casefold()
 
 
@@ -178,39 +178,39 @@ def _load_all() -> None:
             return
         discover()
         _loaded = True
-        # Parts first: policies may be made of them.
-        found = [x for group in _GROUPS for x in entry_points(group=group)]
-        for entry in sorted(found, key=lambda x: (x.group, _origin(x), x.name)):
+        # Parts first, as policies may use them.
+        entries = [x for group in _GROUPS for x in entry_points(group=group)]
+        for entry in sorted(entries, key=lambda x: (x.group, _origin(x), x.name)):
             try:
                 with _all_or_nothing():
                     _load(entry)
-            except (Exception, SystemExit) as error:  # whatever another package's code does
+            except (Exception, SystemExit) as error:  # the package may raise any
                 where = _origin(entry)
                 _skipped[entry.name] = where, error
-                what = "part" if entry.group == "mmkv.parts" else "policy"
-                log.warning("%s %r of %s is skipped: %s", what, entry.name, where, _reason(error))
+                kind = "part" if entry.group == "mmkv.parts" else "policy"
+                log.warning("%s %r of %s is skipped: %s", kind, entry.name, where, _reason(error))
 
 
 @contextmanager
 def _all_or_nothing() -> Generator[None]:
-    """Take back what is registered in this block if it fails."""
-    before: list[Any] = [(known, dict(known)) for known in (_policies, _aliases, registered)]
+    """Undo the registrations of this block if it fails."""
+    saved: list[Any] = [(x, dict(x)) for x in (_policies, _aliases, registered)]
     try:
         yield
     except BaseException:
-        for known, old in before:
-            known.clear()
-            known.update(old)
+        for registry, old in saved:
+            registry.clear()
+            registry.update(old)
         raise
 
 
 def load_plugin(path: str | os.PathLike[str]) -> None:
-    """Run a Python file that registers policies or parts of its own."""
+    """Run a Python file that registers policies or parts."""
     _load_all()
     file = Path(path)
     if file.suffix != ".py" or not file.is_file():
         raise ValueError(f"plugin {str(path)!r}: expected a Python file")
-    # A name that no module has: a file called random.py is not taken for Python's own.
+    # A name that no other module has, so that a file random.py does not replace Python's own.
     name = f"mmkv_plugin_{file.stem}"
     spec: Any = importlib.util.spec_from_file_location(name, file.resolve())
     module, before = importlib.util.module_from_spec(spec), (dict(_policies), dict(registered))
@@ -218,7 +218,7 @@ def load_plugin(path: str | os.PathLike[str]) -> None:
     try:
         with _all_or_nothing():
             spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever another's code does
+    except (Exception, SystemExit) as error:  # the file may raise any
         raise ValueError(f"plugin {str(path)!r}: {_reason(error)}") from error
     if before == (_policies, registered):
         raise ValueError(
@@ -233,17 +233,17 @@ def _load(entry: EntryPoint) -> None:
         part: Any = entry.load()
         if not (isinstance(part, type) and issubclass(part, Part) and part.kind in KINDS):
             raise TypeError(f"{entry.value} is no part of a policy")
-        part()  # its defaults
+        part()  # checks its defaults
         if part not in registered.values():
             register_part(entry.name)(part)
         return
-    taken = _find(entry.name)
-    if taken is not None and _is_builtin(taken):
-        raise ValueError(f"the name is taken by the built-in {taken.name!r}")
+    registered_class = _find(entry.name)
+    if registered_class is not None and _is_builtin(registered_class):
+        raise ValueError(f"the name is taken by the built-in {registered_class.name!r}")
     cls: Any = entry.load()
     if not (isinstance(cls, type) and issubclass(cls, Policy)):
         raise TypeError(f"{entry.value} is not a subclass of mmkv.Policy")
-    cls()  # its defaults, which every list of policies shows
+    cls()  # checks its defaults, which every list of policies shows
     if cls in _policies.values() and _find(entry.name) is None:
         _aliases[entry.name] = cls.name
     elif _find(entry.name) is not cls:
@@ -251,7 +251,7 @@ def _load(entry: EntryPoint) -> None:
 
 
 def _origin(entry: EntryPoint) -> str:
-    """The distribution that an entry point is of, with its version."""
+    """Return the distribution of an entry point, with its version."""
     dist = entry.dist
     return "an unknown distribution" if dist is None else f"{dist.name} {dist.version}"
 

@@ -1,1 +1,1 @@
-"""Eviction policies, one file each."""
+"""The built-in policies, one file each."""

@@ -1,4 +1,4 @@
-"""Ada-KV on PyramidKV: PyramidKV's layer sizes, split among heads by how widely they attend.
+"""Ada-KV on PyramidKV: PyramidKV's layer sizes, split among heads by the spread of attention.
 
 Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
 Inference", arXiv 2407.11550, section 4 (Ada-Pyramid).

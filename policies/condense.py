@@ -1,10 +1,10 @@
-"""Condense: what matters exactly, and a weighted summary of the rest.
+"""Condense: keep the most important tokens exactly, and merge all others into weighted groups.
 
-Every query of the prompt observes its chunk as if asked at the prompt's end; what some
-observer would miss most stays as it is, and groups that weigh in attention what their tokens do
-stand for all others. Nothing leaves the softmax. Close to: KeepKV, arXiv 2504.09936, and LOOK-M,
-arXiv 2406.18139 (merging); KVzip, arXiv 2505.23416 (observers); ToMe, arXiv 2210.09461, and
-Attention Matching, arXiv 2602.16284 (weights).
+Every query of the prompt observes its chunk as if it came after the prompt. The tokens whose loss
+would change an observer's output most are kept; the others are merged into groups, whose weights
+give them the attention that their tokens had. No token leaves the softmax. Close to: KeepKV, arXiv
+2504.09936, and LOOK-M, arXiv 2406.18139 (merging); KVzip, arXiv 2505.23416 (observers); ToMe, arXiv
+2210.09461, and Attention Matching, arXiv 2602.16284 (weights).
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from mmkv.sizes.profiled import RetrievalHeads
 @register_policy("condense")
 @dataclass(frozen=True, kw_only=True)
 class Condense(Policy):
-    """Keep what any part of the prompt needs, and groups of all else; generated tokens stay."""
+    """Keep the most important tokens, weighted groups of all others, and generated tokens."""
 
     paper = "mmkv"
     score: Score = Observers()

@@ -1,12 +1,13 @@
-"""DefensiveKV: a token is worth what the most demanding of the last queries found in it.
+"""DefensiveKV: a token's score is the largest attention that any of the last queries pays to it.
 
 Feng et al., "Taming the Fragility of KV Cache Eviction in LLM Inference", arXiv 2510.13334: the
-largest attention, and no less than the mean of these over tokens. All else is as in the authors'
-code, https://github.com/FFY0/DefensiveKV: the average over neighbours before the maximum, the norm
-of W_O v as each head's share of it, and the tokens that come first. It lets 0.9 of the attention
-less that on the `window` tokens before the window come first, where its names speak of the window.
+largest attention, and at least the mean of these maxima over tokens. The rest is as in the authors'
+code, https://github.com/FFY0/DefensiveKV: attention is averaged over neighbours before the maximum,
+and multiplied by each head's share of the norms of W_O v; some tokens are kept first. The share of
+attention that selects these is 0.9 less that on the `window` tokens before the window, although
+the code's names say the window itself.
 
-Where heads hold different tokens, in later turns, shares are of the heads' mean norms.
+In later turns, where heads hold different tokens, shares are computed from the heads' mean norms.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ _TINY = torch.finfo(torch.float32).tiny
 @register_part("defensive")
 @dataclass(frozen=True, kw_only=True)
 class DefensiveAttention(Score):
-    """The most that any of the last queries found in a token (DefensiveKV, arXiv 2510.13334).
+    """The largest attention of any of the last queries (DefensiveKV, arXiv 2510.13334).
 
     Options:
         window: how many last queries observe; their own tokens are always kept.
         kernel_size: attention is averaged over this many neighbouring keys, an odd number.
-        mass: tokens that make up this share of a head's attention, in [0, 1], come first.
+        mass: tokens that make up this share of a head's attention, in [0, 1], are kept first.
     """
 
     window: PositiveInt = 32
@@ -45,7 +46,7 @@ class DefensiveAttention(Score):
 
     @property
     def uses_size(self) -> bool:
-        """How many tokens may be forced in."""
+        """Whether the size is needed, which bounds the tokens kept first."""
         return True
 
     def __post_init__(self) -> None:
@@ -55,30 +56,30 @@ class DefensiveAttention(Score):
             raise ValueError(f"kernel_size={self.kernel_size}: expected an odd number")
 
     def __call__(self, layer: LayerInputs) -> Tensor:
-        """Worst-case attention, times each head's share of the token's output norm.
+        """Return the largest attention times each head's share of the token's output norm.
 
-        The average over neighbouring keys leaves each query's sum over keys as it is. The tokens of
-        a head that make up the share `mass` of its attention, less what the last `window` of them
-        receive, score as much as the layer's best; not more of them than `layer.size` leaves beside
-        the window. The window's own tokens, which stay, score 0.
+        Averaging over neighbouring keys preserves each query's sum over keys. The tokens of a head
+        that make up the share `mass` of its attention, less that on the last `window` tokens, score
+        as much as the layer's best; at most as many as `layer.size` allows besides the window. The
+        window's tokens, which are always kept, score 0.
         """
         B, window, valid = layer.key.shape[0], self.window, layer.valid
         M = layer.key.shape[2] - window
-        seen = valid[:, None, :M]  # [B, 1, M]
+        valid_keys = valid[:, None, :M]  # [B, 1, M]
         attention = window_rows(layer.query, layer.key, window, **layer.attention)[..., :M]
         mean = attention.mean(2).sum(2)  # [B, H, M]
         mean = mean / valid[:, -window:].sum(-1).clamp(min=1)[:, None, None]
 
         flat, kernel = attention.flatten(0, 2), self.kernel_size  # [B * H * G, window, M]
-        near = avg_pool1d(flat, kernel, stride=1, padding=kernel // 2).view_as(attention)
-        near = near * seen[:, None, None]  # what spreads beyond the edges is lost
-        old, new = (x.sum(-1, keepdim=True) for x in (attention, near))
-        worst = (near * (old / new.clamp(min=_TINY))).amax((2, 3))  # [B, H, M]
-        usual = worst.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
-        scores = worst.maximum(usual) * _norm_shares(layer, M)
-        scores = scores.masked_fill(~seen, 0.0)
+        averaged = avg_pool1d(flat, kernel, stride=1, padding=kernel // 2).view_as(attention)
+        averaged = averaged * valid_keys[:, None, None]  # without what is averaged over an edge
+        old, new = (x.sum(-1, keepdim=True) for x in (attention, averaged))
+        worst = (averaged * (old / new.clamp(min=_TINY))).amax((2, 3))  # [B, H, M]
+        mean_worst = worst.sum(-1, keepdim=True) / valid_keys.sum(-1, keepdim=True).clamp(min=1)
+        scores = worst.maximum(mean_worst) * _norm_shares(layer, M)
+        scores = scores.masked_fill(~valid_keys, 0.0)
 
-        latest = seen & (seen.flip(-1).cumsum(-1).flip(-1) <= window)
+        latest = valid_keys & (valid_keys.flip(-1).cumsum(-1).flip(-1) <= window)
         bias = _of_layer((mean * latest).sum(-1), layer).mean(1)  # [B or B / H]
         bias = bias.repeat_interleave(B // len(bias))[:, None, None]
         best = _of_layer(scores.amax(-1), layer).amax(1)
@@ -87,14 +88,14 @@ class DefensiveAttention(Score):
         if layer.size is not None:
             forced = forced.minimum((layer.size.int() - window).clamp(min=0)[:, None])
         rank = mean.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        scores = torch.where((rank < forced[..., None]) & seen, best, scores)
+        scores = torch.where((rank < forced[..., None]) & valid_keys, best, scores)
         return pad(scores, (0, window))
 
 
 def _norm_shares(layer: LayerInputs, n: int) -> Tensor:
-    """What of a token's output norms, added up over heads, is each head's: [B, H, n].
+    """Return each head's share of a token's output norms over all heads: [B, H, n].
 
-    Where heads hold different tokens, of the sum of the heads' mean norms.
+    If heads hold different tokens, relative to the sum of the heads' mean norms.
     """
     norms = output_norms(layer, n)
     if layer.head is None:
@@ -105,14 +106,14 @@ def _norm_shares(layer: LayerInputs, n: int) -> Tensor:
 
 
 def _of_layer(x: Tensor, layer: LayerInputs) -> Tensor:
-    """What is known of each head, [B, H]; where each is a row, those of a layer side by side."""
+    """Return a value per head [B, H]; if each head is a row, with a layer's heads in one row."""
     if layer.head is None or layer.weight is None:
         return x
     return x.view(-1, layer.weight().shape[0] // layer.query.shape[1])
 
 
 def _first_share(mean: Tensor, share: Tensor) -> Tensor:
-    """How many of a head's largest entries come before their sum reaches a share of all: [B, H]."""
+    """Count a head's largest entries before their sum reaches a share of the total: [B, H]."""
     ordered = mean.sort(dim=-1, descending=True).values
     reached = (ordered / ordered.sum(-1, keepdim=True).clamp(min=_TINY)).cumsum(-1) >= share
     return torch.where(reached.any(-1), (~reached).sum(-1), 0)

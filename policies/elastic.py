@@ -1,10 +1,10 @@
 """ElasticCache: evicted pairs are merged into their nearest kept neighbour.
 
 Liu et al., "Efficient Inference of Vision Instruction-Following Models with Elastic Cache",
-arXiv 2407.18121, section 3. Its official code, https://github.com/liuzuyan/ElasticCache, takes
-argsort for a rank and so keeps a nearly random set, and what it merges is off by the number of
-first tokens that always stay; here the intended top set is kept and the evicted pairs are merged.
-While decoding, its code drops at a fixed place of the cache, as PrefixKV's does (see
+arXiv 2407.18121, section 3. Its official code, https://github.com/liuzuyan/ElasticCache, uses
+argsort as a rank and so keeps a nearly random set, and the indices of the pairs that it merges are
+off by the number of first tokens always kept; here the best tokens are kept and the evicted pairs
+are merged. In decode steps its code drops at a fixed index of the cache, as PrefixKV's does (see
 `mmkv.policies.prefixkv`).
 """
 

@@ -1,4 +1,4 @@
-"""Expected Attention: what queries like the prompt's would attend to, if they were asked later.
+"""Expected Attention: the attention expected of later queries distributed like the prompt's.
 
 Devoto et al., "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
 Distribution", arXiv 2510.00636, section 3. Heads share a layer's budget as in the authors' own
@@ -26,9 +26,9 @@ class ExpectedAttention(Score):
     """The attention expected of queries to come, times the value's norm (arXiv 2510.00636).
 
     Options:
-        positions: the mean rotation is that of so many positions behind the prompt; 1 or more.
-        skip: how many first tokens are left out of blocks and statistics, and score most.
-        epsilon: attention added to every token's, not negative.
+        positions: the rotation is averaged over this many positions after the prompt; 1 or more.
+        skip: how many first tokens are left out of the statistics, and score highest.
+        epsilon: added to the attention of every token, not negative.
     """
 
     positions: PositiveInt = 512
@@ -38,57 +38,57 @@ class ExpectedAttention(Score):
     by_head = True
 
     def __call__(self, layer: LayerInputs) -> Tensor:
-        """`(p + epsilon) * |v|`, with p the attention of a query like the prompt's, asked later.
+        """Return `(p + epsilon) * |v|`, with p the expected attention of later queries.
 
         With m and S the mean and the covariance of a head's queries before rotary embedding, and R
         the mean rotation of the positions to come, p is the softmax over keys of
-        `scale * k'Rm + scale ** 2 * k'RSR'k / 2` (the logarithm of what a normal distribution's
-        exponential is in the mean), averaged over the query heads of a group. The first `skip`
-        tokens of a row are in none of these; they score as their head's highest. As in kvpress,
-        without the softcap that some layers have.
+        `scale * k'Rm + scale ** 2 * k'RSR'k / 2` (the logarithm of the mean exponential of normally
+        distributed logits), averaged over the query heads of a group. The first `skip` tokens of a
+        row are left out of all of these; they get their head's highest score. As in kvpress, the
+        softcap of some layers is ignored.
         """
         (B, Hq, Q, D), (H, N) = layer.query.shape, layer.key.shape[1:3]
         factor, valid = D**-0.5 if layer.scale is None else layer.scale, layer.valid
         counted = valid & (valid.cumsum(-1) > self.skip)
-        mean, spread = _statistics(layer.plain_query.float(), counted[:, N - Q :])
+        mean, covariance = _statistics(layer.plain_query.float(), counted[:, N - Q :])
         if layer.rotary is not None:
-            # A mean of rotations is linear, so it is applied as one rotation is.
+            # A mean of rotations is linear, so it is applied like a rotation.
             ahead = layer.rotary.mean_ahead(self.positions)
             mean = turn(mean[:, :, None], *ahead)[:, :, 0]
-            spread = turn(turn(spread, *ahead).mT, *ahead)
+            covariance = turn(turn(covariance, *ahead).mT, *ahead)
         k = layer.key.float().masked_fill(~valid[:, None, :, None], 0.0)
         expected = torch.zeros(B, H, N, device=k.device)
-        # One query head of each group at a time: what is in flight is as large as the keys.
-        means, spreads = (x.unflatten(1, (H, -1)).unbind(2) for x in (mean, spread))
-        for m, s in zip(means, spreads, strict=True):
+        # One query head of each group at a time, so that tensors are as large as the keys.
+        means, covariances = (x.unflatten(1, (H, -1)).unbind(2) for x in (mean, covariance))
+        for m, s in zip(means, covariances, strict=True):
             logits = factor * (k @ m[..., None])[..., 0]
             logits += factor**2 / 2 * ((k @ s) * k).sum(-1)
             if layer.bias is not None:
                 logits += layer.bias
-            # Finite, as a row of nothing that counts must stay finite.
+            # Finite, so that a row without counted tokens stays finite.
             logits.masked_fill_(~counted[:, None], torch.finfo(logits.dtype).min)
             expected += logits.softmax(-1)
-        found = (expected * (H / Hq) + self.epsilon) * layer.value.float().norm(dim=-1)
-        found = found.masked_fill(~counted[:, None], 0.0)
+        scores = (expected * (H / Hq) + self.epsilon) * layer.value.float().norm(dim=-1)
+        scores = scores.masked_fill(~counted[:, None], 0.0)
         first = (valid & ~counted)[:, None]
-        return torch.where(first, found.amax(-1, keepdim=True), found)
+        return torch.where(first, scores.amax(-1, keepdim=True), scores)
 
 
 def _statistics(query: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean `[B, Hq, D]` and covariance `[B, Hq, D, D]` of the queries `[B, Hq, Q, D]` counted."""
+    """Return mean `[B, Hq, D]` and covariance `[B, Hq, D, D]` of the queries that are counted."""
     n = counted.sum(-1).clamp(min=1)[:, None, None]
     absent = ~counted[:, None, :, None]
-    # What padding holds may be anything, NaN included.
+    # Padding may hold any values, NaN included.
     query = query.masked_fill(absent, 0.0)
     mean = query.sum(2) / n
-    apart = (query - mean[:, :, None]).masked_fill(absent, 0.0)
-    return mean, apart.mT @ apart / n[..., None]
+    centred = (query - mean[:, :, None]).masked_fill(absent, 0.0)
+    return mean, centred.mT @ centred / n[..., None]
 
 
 @register_policy("expected")
 @dataclass(frozen=True, kw_only=True)
 class Expected(Policy):
-    """Keep 4 sinks and what later queries are expected to read; generated tokens stay."""
+    """Keep 4 sinks and what later queries are expected to attend to; generated tokens stay."""
 
     paper = "Expected Attention, arXiv 2510.00636"
     score: Score = ExpectedAttention()

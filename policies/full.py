@@ -1,4 +1,4 @@
-"""The full cache: nothing is evicted, at any budget. The line every policy is compared with."""
+"""The full cache: nothing is evicted, at any budget. All policies are compared with it."""
 
 from dataclasses import dataclass
 

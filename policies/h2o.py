@@ -1,4 +1,4 @@
-"""H2O: heavy hitters, the tokens that received most attention so far, and the most recent ones.
+"""H2O: keep heavy hitters, the tokens with the most attention so far, and the most recent ones.
 
 Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language
 Models", arXiv 2306.14048, section 4. Half of the budget each. The paper's algorithm 1 drops a token
@@ -17,7 +17,7 @@ from mmkv.scores.accumulated import AccumulatedAttention
 @register_policy("h2o")
 @dataclass(frozen=True, kw_only=True)
 class H2O(Policy):
-    """Keep heavy hitters and recent tokens; while decoding, drop the lightest non-recent one."""
+    """Keep heavy hitters and recent tokens; in decode steps drop the least attended older one."""
 
     paper = "H2O, arXiv 2306.14048"
     score: Score = AccumulatedAttention()

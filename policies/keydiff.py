@@ -1,4 +1,4 @@
-"""KeyDiff: the tokens whose keys are least like the others stay; no attention is looked at.
+"""KeyDiff: keep the tokens whose keys are least similar to the others; attention is not used.
 
 Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
 Resource-Constrained Environments", arXiv 2504.15364, section 3. The paper evicts after each block
@@ -29,10 +29,10 @@ class KeyDifference(Score):
     by_head = True
 
     def __call__(self, layer: LayerInputs) -> Tensor:
-        """`1 - cos(key, mean)` in [0, 2], of keys as they lie in the cache."""
+        """Return `1 - cos(key, mean)` in [0, 2], of keys as the cache stores them."""
         unit, mean = normalised_keys(layer.key, layer.valid)
-        likeness = torch.nn.functional.cosine_similarity(unit, mean, dim=-1)
-        return (1 - likeness).clamp(min=0).masked_fill(~layer.valid[:, None], 0.0)
+        similarity = torch.nn.functional.cosine_similarity(unit, mean, dim=-1)
+        return (1 - similarity).clamp(min=0).masked_fill(~layer.valid[:, None], 0.0)
 
 
 @register_policy("keydiff")

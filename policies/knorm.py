@@ -1,4 +1,4 @@
-"""Key norm: the tokens whose keys are shortest stay, as much attention tends to go to these.
+"""Key norm: keep the tokens with the shortest keys, which tend to get much attention.
 
 Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
 arXiv 2406.11430, section 3. Its code, https://github.com/alessiodevoto/l2compress, can leave some
@@ -21,13 +21,13 @@ from mmkv.registry import register_policy
 @register_part("key-norm")
 @dataclass(frozen=True, kw_only=True)
 class KeyNorm(Score):
-    """Keys of small norm: much attention goes to these (arXiv 2406.11430, section 3)."""
+    """Keys of small norm, which tend to get much attention (arXiv 2406.11430, section 3)."""
 
     queries = 0
     by_head = True
 
     def __call__(self, layer: LayerInputs) -> Tensor:
-        """`1 / |k|`, which ranks as the paper's `-|k|`: an importance is not negative."""
+        """Return `1 / |k|`, which ranks as the paper's `-|k|` and is not negative."""
         return (1 / layer.key.float().norm(dim=-1)).masked_fill(~layer.valid[:, None], 0.0)
 
 

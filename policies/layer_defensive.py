@@ -1,7 +1,7 @@
 """Layer-DefensiveKV: DefensiveKV's score, one ranking over the heads of all layers.
 
 Feng et al., "Taming the Fragility of KV Cache Eviction in LLM Inference", arXiv 2510.13334. In the
-authors' code the window, too, competes with other layers; here every head keeps it.
+authors' code the window also competes with other layers' tokens; here every head keeps it.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,6 @@ from mmkv.sizes.heads import GlobalHeads
 @register_policy("layer-defensive", aliases=("layer-defensivekv",))
 @dataclass(frozen=True, kw_only=True)
 class LayerDefensive(Defensive):
-    """DefensiveKV with head sizes over the whole model."""
+    """DefensiveKV with one ranking over all heads of all layers."""
 
     heads: Heads = GlobalHeads()

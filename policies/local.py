@@ -1,4 +1,4 @@
-"""Local attention: the most recent tokens and nothing else (sliding window baseline)."""
+"""Local attention: keep only the most recent tokens (sliding-window baseline)."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from mmkv.scores.position import Recency
 @register_policy("local")
 @dataclass(frozen=True, kw_only=True)
 class Local(Policy):
-    """Keep the most recent tokens; while decoding, drop the oldest."""
+    """Keep the most recent tokens; in decode steps drop the oldest."""
 
     paper = "baseline"
     score: Score = Recency()

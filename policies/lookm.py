@@ -1,11 +1,11 @@
-"""LOOK-M: text stays, image tokens leave first, and what leaves is averaged into what stays.
+"""LOOK-M: image tokens are evicted before text, and evicted pairs are averaged into kept ones.
 
 Wan et al., "LOOK-M: Look-Once Optimization in KV Cache for Efficient Multimodal Long-Context
 Inference", arXiv 2406.18139, section 3, with averaged merging, into the kept key of highest cosine
-similarity. Half of the size is recent tokens. Its code,
-https://github.com/SUSTechBruce/LOOK-M, keeps all text even where that is more than the budget;
-here, as in the paper, text competes too once no image token is left. Of a prompt without pictures,
-which the code leaves whole, the accumulated attention alone decides.
+similarity. Half of the size is recent tokens. Its code, https://github.com/SUSTechBruce/LOOK-M,
+keeps all text even if that is more than the budget; here, as in the paper, text competes too once
+no image token is left. A prompt without pictures, which the code does not compress, is evicted by
+accumulated attention alone.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
-"""MixKV: attention and value norms, mixed with how unlike the others a key is, head by head.
+"""MixKV: attention and value norms, mixed with the dissimilarity of keys, head by head.
 
 Liu et al., "Mixing Importance with Diversity: Joint Optimization for KV Cache Compression in Large
 Vision-Language Models", arXiv 2510.20707, section 3, on SnapKV with the window and pooling of the
 authors' code, https://github.com/xuyang-liu16/MixKV. It pools after the mean over a group's query
-heads; here, as in SnapKV, each is pooled first. It reads from a file how alike a head's keys are;
-here the prompt's own keys say it. `diversity=True` mixes for every policy that scores by a window.
+heads; here, as in SnapKV, each is pooled first. It reads the similarity of a head's keys from a
+file; here it is computed from the prompt. Every window score takes `diversity=True`.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from mmkv.scores.window import WindowAttention
 @register_policy("mixkv")
 @dataclass(frozen=True, kw_only=True)
 class MixKV(Policy):
-    """SnapKV that also keeps keys unlike the others, most where a head's keys are alike."""
+    """SnapKV that also keeps dissimilar keys, the more so the more similar a head's keys are."""
 
     paper = "MixKV, arXiv 2510.20707"
     score: Score = WindowAttention(window=32, kernel_size=5, pooling="avg", diversity=True)

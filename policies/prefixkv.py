@@ -1,14 +1,14 @@
-"""PrefixKV: every layer keeps as many tokens as it needs to retain the same share of importance.
+"""PrefixKV: layer sizes such that every layer retains the same share of its attention.
 
 Wang et al., "PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need
-for Efficient Generation", arXiv 2412.03409, section 3. Online by default: sizes from the prompt at
-hand. Offline: `wrap(..., profile=...)` with what `mmkv.calibrate` measured; the authors' code,
-https://github.com/THU-MIG/PrefixKV, has only this way.
+for Efficient Generation", arXiv 2412.03409, section 3. Online by default: sizes are computed for
+each prompt. Offline: `wrap(..., profile=...)` with a profile of `mmkv.calibrate`; the authors'
+code, https://github.com/THU-MIG/PrefixKV, is offline only.
 
-There the search for sizes stops within 5 tokens of the budget, to which they are scaled; here they
-are exact. The first and the last token stay whatever their scores; here `sinks=1` keeps the first.
-In each step the entry leaves that lay 25 before the prompt's end in the cache, so the prompt's last
-kept tokens go first; here none of the prompt's do, and tokens leave 25 behind the newest.
+Their search for sizes stops within 5 tokens of the budget and then scales them; here sizes are
+exact. They always keep the first and the last token; here `sinks=1` keeps the first. Each of their
+decode steps drops the entry 25 before the prompt's end in the cache, so the prompt's last kept
+tokens go first; here no token of the prompt is dropped, but the one 25 before the newest.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from mmkv.sizes.retention import PrefixLayers
 @register_policy("prefixkv")
 @dataclass(frozen=True, kw_only=True)
 class PrefixKV(Policy):
-    """Head-averaged accumulated attention; equal retention per layer; the prompt's prefix stays."""
+    """Head-averaged accumulated attention; equal retention per layer; kept prompt tokens stay."""
 
     paper = "PrefixKV, arXiv 2412.03409"
     score: Score = AccumulatedAttention(average_heads=True)

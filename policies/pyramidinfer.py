@@ -1,7 +1,7 @@
 """PyramidInfer: recency-weighted window attention, the kept fraction decaying with depth.
 
 Yang et al., "PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference",
-arXiv 2405.12532, section 3. There, what a layer drops is not computed in later layers either; here
+arXiv 2405.12532, section 3. There, tokens that a layer drops are not computed in later layers; here
 each layer chooses among all tokens. In the authors' code, https://github.com/mutonix/pyramidinfer,
 the window is a fifth of the prompt and sizes fall along a cosine; here it is the last 32 queries,
 and sizes fall by one factor.

@@ -1,15 +1,15 @@
 """PyramidKV: SnapKV with larger layers at the bottom and smaller ones at the top.
 
 Cai et al., "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling",
-arXiv 2406.02069, section 4.2. As in the paper and its code, every layer keeps the window (and what
-else must stay), and only what is left of the budget falls with depth, from at most the N - window
-tokens that compete: of a mean of 64 with a window of 8 the last layer keeps 8 + 56 / 20 = 10.8.
+arXiv 2406.02069, section 4.2. As in the paper and its code, every layer keeps the window (and other
+tokens always kept), and only the rest of the budget falls with depth, from at most the N - window
+tokens that compete: with a mean of 64 and a window of 8 the last layer keeps 8 + 56 / 20 = 10.8.
 The window is part of the budget, and the total is spent exactly.
 
-The official code (KVCache-Factory) differs in rounding: its step from layer to layer is a whole
-number, rounded down, so that 32 layers keep 71.5 where 64 were asked for. Below a prompt of
-2 * (mean - window) tokens it keeps the same in every layer; here only what a layer cannot hold
-moves to later ones. kvpress lets the window fall with the rest.
+The official code (KVCache-Factory) rounds its step from layer to layer down to a whole number, so
+that with a budget of 64 its 32 layers keep 71.5. For prompts below 2 * (mean - window) tokens it
+keeps the same number in every layer; here only what exceeds a layer's tokens moves to later layers.
+In kvpress the window falls with the rest.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from mmkv.sizes.layers import PyramidLayers
 @register_policy("pyramidkv", aliases=("pyramid",))
 @dataclass(frozen=True, kw_only=True)
 class PyramidKV(Policy):
-    """SnapKV's score, layer sizes falling arithmetically with depth."""
+    """SnapKV's score, with layer sizes that fall in equal steps with depth."""
 
     paper = "PyramidKV, arXiv 2406.02069"
     score: Score = WindowAttention(window=8, kernel_size=7, pooling="max")

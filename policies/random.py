@@ -1,4 +1,4 @@
-"""Random: any tokens, the same ones each time. The baseline that every score must be above."""
+"""Random: keep random tokens, the same in every run. The lower bound for every score."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ _BITS = 2**32 - 1
 @register_part("noise")
 @dataclass(frozen=True, kw_only=True)
 class Noise(Score):
-    """Chance: the line that every other score must be above.
+    """Random scores, the lower bound for every other score.
 
     Options:
-        seed: another one gives other noise; 0 or more.
+        seed: seed of the random numbers; 0 or more.
     """
 
     seed: NonNegativeInt = 0
     queries = 0
 
     def __call__(self, layer: LayerInputs) -> Tensor:
-        """Uniform in (0, 1): the same each time, and for a row of a batch what it is alone.
+        """Return uniform numbers in (0, 1), the same in every run, in a batch or alone.
 
-        A hash of the seed, the layer, the head, how many tokens the row has and the token's place
-        among them. So it does not read or move torch's generators, and a later turn draws anew.
+        They are hashes of the seed, the layer, the head, the number of tokens in the row and the
+        token's index among them: torch's generators are not used, and a later turn draws new ones.
         """
         valid, device = layer.valid, layer.valid.device
-        place = (valid.cumsum(-1) - 1).clamp(min=0)[:, None]
-        number = valid.sum(-1)[:, None, None]
+        index = (valid.cumsum(-1) - 1).clamp(min=0)[:, None]
+        length = valid.sum(-1)[:, None, None]
         head = torch.arange(layer.key.shape[1], device=device)[:, None]
         if layer.head is not None:
             head = layer.head.to(device)[:, None, None]
-        found = torch.full_like(place, self.seed & _BITS)
-        for x in (torch.full_like(place, layer.layer_idx), head, number, place):
-            found = _hash(found ^ _hash(x + 1))
-        found = (found >> 8).float().add_(0.5) / 2**24
-        return found.masked_fill(~valid[:, None], 0.0)
+        hashed = torch.full_like(index, self.seed & _BITS)
+        for x in (torch.full_like(index, layer.layer_idx), head, length, index):
+            hashed = _hash(hashed ^ _hash(x + 1))
+        hashed = (hashed >> 8).float().add_(0.5) / 2**24
+        return hashed.masked_fill(~valid[:, None], 0.0)
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Every bit of a number below 2 ** 32 changes about half of the result's; int64 in and out."""
+    """Hash int64 numbers below 2 ** 32: each bit changes about half of the result's bits."""
     for _ in range(2):
         x = ((x >> 16) ^ x) * _MIX & _BITS
     return (x >> 16) ^ x

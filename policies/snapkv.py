@@ -1,9 +1,9 @@
-"""SnapKV: what the last queries of the prompt attend to, pooled over neighbouring keys.
+"""SnapKV: keep what the prompt's last queries attend to, pooled over neighbouring keys.
 
 Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", arXiv 2404.14469,
 section 4. Defaults are its LongBench configuration; its classes default to 64 / 5 / avg. The
-authors' code, https://github.com/FasterDecoding/SnapKV, holds a copy of the keys for each query
-head, and so a choice of its own; here the query heads of a group share one, by their mean.
+authors' code, https://github.com/FasterDecoding/SnapKV, repeats the keys for each query head, so
+that each keeps its own tokens; here the query heads of a group share them, by their mean score.
 """
 
 from dataclasses import dataclass

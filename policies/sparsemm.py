@@ -1,10 +1,10 @@
-"""SparseMM: heads that read from pictures keep much, all others little.
+"""SparseMM: heads that read from pictures keep many tokens, all others few.
 
 Wang et al., "SparseMM: Head Sparsity Emerges from Visual Concept Responses in MLLMs",
 arXiv 2506.05344, section 3; window and pooling as in the paper, where its code,
 https://github.com/CR400AF-A/SparseMM, runs average pooling over 5. Visual scores are measured
-once, by `mmkv.calibrate(model, samples, policy="sparsemm")`; the built-in model has its own. What a
-head cannot use, because the prompt is shorter, goes to the others; the code leaves it unspent.
+once, by `mmkv.calibrate(model, samples, policy="sparsemm")`; the built-in model comes with them. If
+a head's size exceeds the prompt, the rest goes to other heads; the code leaves it unspent.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from mmkv.sizes.profiled import VisualHeads
 @register_policy("sparsemm")
 @dataclass(frozen=True, kw_only=True)
 class SparseMM(Policy):
-    """SnapKV whose head sizes, over the whole model, follow how visual each head is."""
+    """SnapKV with head sizes, over the whole model, by how visual each head is."""
 
     paper = "SparseMM, arXiv 2506.05344"
     score: Score = WindowAttention(window=32, kernel_size=7, pooling="max")

@@ -1,10 +1,10 @@
-"""SqueezeAttention: layers that change the residual stream little get a small cache.
+"""SqueezeAttention: layers that change the residual stream little keep fewer tokens.
 
 Wang et al., "SqueezeAttention: 2D Management of KV-Cache in LLM Inference via Layer-wise Optimal
-Budget", arXiv 2404.04793, algorithm 1. It sizes layers; which tokens stay is the affair of `base`.
-As in the paper the layers of the last group get `p` times the mean size; the authors' code,
+Budget", arXiv 2404.04793, algorithm 1. It sizes layers; `base` chooses the tokens. As in the paper
+the layers of the last group get `p` times the mean size; the authors' code,
 https://github.com/hetailang/SqueezeAttention, gives them a share of the prompt (`KV_class3`), and
-takes a Mistral prompt for 8,000 tokens long; here it is as long as it is.
+assumes 8,000 tokens for every prompt of a Mistral; here the real length is used.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from mmkv.sizes.squeeze import SqueezeLayers
 @register_policy("squeeze", aliases=("squeezeattention",))
 @dataclass(frozen=True, kw_only=True)
 class Squeeze(Policy):
-    """A sequence policy (`base`) with layer sizes from the cosine similarity around attention."""
+    """Another policy (`base`) with layer sizes by the cosine similarity around attention."""
 
     paper = "SqueezeAttention, arXiv 2404.04793"
     base: Literal["h2o", "local", "streaming"] = "h2o"
@@ -28,11 +28,11 @@ class Squeeze(Policy):
     recent: float = 0.5
     layers: Layers = SqueezeLayers(p=0.35)
     decode: Decode = Fixed()
-    settled = ("score", "decode")  # the base's
+    settled = ("score", "decode")  # set by the base
 
     @classmethod
-    def start(cls, **own: Any) -> "Squeeze":
-        """Take from the base what makes it that policy."""
-        base = policy_class(own.get("base", "h2o"))()
-        taken = {k: getattr(base, k) for k in ("score", "decode", "sinks", "recent")}
-        return cls(**{**taken, **own})
+    def start(cls, **options: Any) -> "Squeeze":
+        """Return the policy with the base's score, decoding, sinks and recent tokens."""
+        base = policy_class(options.get("base", "h2o"))()
+        of_base = {k: getattr(base, k) for k in ("score", "decode", "sinks", "recent")}
+        return cls(**{**of_base, **options})

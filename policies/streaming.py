@@ -1,7 +1,7 @@
-"""StreamingLLM: a few first tokens (attention sinks) and the most recent ones.
+"""StreamingLLM: keep a few first tokens (attention sinks) and the most recent ones.
 
 Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453,
-section 3. As published, positions are counted inside the cache: `reposition=True`. Off by default,
+section 3. The paper numbers positions inside the cache: `reposition=True`. It is off by default,
 because a prompt shorter than the training length needs no new positions.
 """
 
@@ -16,7 +16,7 @@ from mmkv.scores.position import Recency
 @register_policy("streaming", aliases=("streamingllm",))
 @dataclass(frozen=True, kw_only=True)
 class Streaming(Policy):
-    """Keep 4 sinks and the most recent tokens; while decoding, drop the oldest non-sink."""
+    """Keep 4 sinks and the most recent tokens; in decode steps drop the oldest other one."""
 
     paper = "StreamingLLM, arXiv 2309.17453"
     score: Score = Recency()

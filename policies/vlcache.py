@@ -1,8 +1,8 @@
-"""VL-Cache: what the text behind a picture attends to, and more for layers that attend widely.
+"""VL-Cache: keep what the text after a picture attends to, more in layers of dense attention.
 
 Tu et al., "VL-Cache: Sparsity and Modality-Aware KV Cache Compression for Vision-Language Model
 Inference Acceleration", arXiv 2410.23317, section 4. There is no public code. The paper does not
-say what a prompt without text behind a picture does; here all its queries observe.
+cover prompts without text after a picture; here all their queries observe.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mmkv.registry import register_policy
 from mmkv.scores import accumulated_attention
 from mmkv.scores.attention import window_rows
 
-_BLOCK = 64  # queries looked at at a time
+_BLOCK = 64  # queries computed at a time
 
 
 @register_part("post-vision")
 @dataclass(frozen=True, kw_only=True)
 class PostVision(Score):
-    """Attention from the prompt's text behind its last picture, added up (VL-Cache, section 4.2).
+    """Accumulated attention from the text after the last picture (VL-Cache, section 4.2).
 
     Without such text all queries observe.
 
@@ -39,7 +39,7 @@ class PostVision(Score):
     by_head = True
 
     def __call__(self, layer: LayerInputs) -> Tensor:
-        """In a later turn its own queries decide."""
+        """Return the scores; in a later turn only its own queries observe."""
         layer = last_queries(layer)
         return accumulated_attention(layer.query, layer.key, **layer.attention)
 
@@ -47,17 +47,17 @@ class PostVision(Score):
 @register_part("sparsity")
 @dataclass(frozen=True, kw_only=True)
 class SparsityLayers(Layers):
-    """Layers whose text attends to few tokens keep few (VL-Cache, arXiv 2410.23317, section 4.1).
+    """Layers of sparse attention keep fewer tokens (VL-Cache, arXiv 2410.23317, section 4.1).
 
     Options:
-        threshold: attention below this share of a row's largest is none, in (0, 1).
+        threshold: attention below this share of a query's largest counts as 0, in (0, 1).
     """
 
     threshold: PositiveShare = 0.01
     needs = "measure"
 
     def check(self, policy: Policy) -> None:
-        """The queries must be there."""
+        """Check that the score keeps all queries of a prompt."""
         if policy.queries is not None:
             raise ValueError(
                 "layers='sparsity' looks at the queries of all text behind a picture, and with "
@@ -65,7 +65,7 @@ class SparsityLayers(Layers):
             )
 
     def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
-        """In proportion to what is not sparse; at least a hundredth of the tokens."""
+        """Return sizes in proportion to density, at least a hundredth of the tokens."""
         assert rows.measured is not None
         dense = rows.measured.double().clamp(min=1e-6)
         shares = dense / dense.sum(-1, keepdim=True)
@@ -75,10 +75,10 @@ class SparsityLayers(Layers):
         ]
 
     def measure(self, layer: LayerInputs) -> Tensor:
-        """The share of attention, from the text behind the picture, that is not negligible.
+        """Return the density: 1 - the paper's sparsity, of attention from text after the picture.
 
-        1 - the paper's sparsity: an entry counts unless it is below `threshold` times the largest
-        of its row. Only pairs that a query sees are counted. 0 where none sees anything.
+        It is the share of entries, of those that a query sees, that are at least `threshold` times
+        the largest of their query; 0 if no query sees any.
         """
         layer = last_queries(layer)
         assert layer.mask is not None
@@ -89,37 +89,39 @@ class SparsityLayers(Layers):
             n = rows.shape[2]
             attention = window_rows(rows, layer.key, n, mask=mask, bias=layer.bias, **options)
             sees = mask[:, :, None].expand(attention.shape)
-            least = self.threshold * attention.amax(-1, keepdim=True)
-            large = large + ((attention >= least) & sees).sum((1, 2, 3, 4))
+            limit = self.threshold * attention.amax(-1, keepdim=True)
+            large = large + ((attention >= limit) & sees).sum((1, 2, 3, 4))
             seen = seen + sees.sum((1, 2, 3, 4))
         return large / seen.clamp(min=1)
 
 
 def post_vision_queries(layer: LayerInputs) -> Tensor:
-    """Which queries are of text behind the last image token, bool [B, Q].
+    """Return which queries are of text after the last image token, bool [B, Q].
 
-    Where none is, all of a row's queries observe: a text prompt, or one that ends in its picture.
+    In a row without such text (a text prompt, or one that ends in its picture), all of them.
     """
     Q = layer.query.shape[2]
     valid = layer.valid[:, -Q:]
     if layer.image is None:
         return valid
     image = layer.image[:, -Q:]
-    behind = valid & (image.flip(-1).cumsum(-1).flip(-1) == 0)
-    return torch.where(behind.any(-1, keepdim=True), behind, valid)
+    after = valid & (image.flip(-1).cumsum(-1).flip(-1) == 0)
+    return torch.where(after.any(-1, keepdim=True), after, valid)
 
 
 def last_queries(layer: LayerInputs) -> LayerInputs:
-    """The same with the queries behind the picture alone; the others see nothing."""
+    """Return the inputs with the queries after the picture alone; masks hide all others."""
     observing = post_vision_queries(layer)
     Q, N = layer.query.shape[2], layer.key.shape[2]
-    most = int((Q - observing.int().argmax(-1)).max())
-    query, observing = layer.query[:, :, Q - most :], observing[:, Q - most :]
+    n_queries = int((Q - observing.int().argmax(-1)).max())
+    query, observing = layer.query[:, :, Q - n_queries :], observing[:, Q - n_queries :]
     mask = layer.mask
     if mask is None:
-        mask = torch.ones(most, N, dtype=torch.bool, device=layer.key.device).tril(N - most)
-        mask = mask.expand(len(query), 1, most, N)
-    mask = mask[:, :, -most:] & observing[:, None, :, None] & layer.valid[:, None, None]
+        mask = torch.ones(n_queries, N, dtype=torch.bool, device=layer.key.device).tril(
+            N - n_queries
+        )
+        mask = mask.expand(len(query), 1, n_queries, N)
+    mask = mask[:, :, -n_queries:] & observing[:, None, :, None] & layer.valid[:, None, None]
     return replace(layer, query=query, mask=mask)
 
 

@@ -1,11 +1,11 @@
-"""XKV: layer sizes that maximise the mean retained importance, learned before the prefill.
+"""XKV: layer sizes of the largest mean retention, computed before the prefill.
 
 Li et al., "XKV: Personalized KV Cache Memory Reduction for Long-Context LLM Inference",
-arXiv 2412.05896, section IV. Its greedy loop takes one token at a time; because each layer's
-retention is concave, that equals one sort over the pooled scores. Its sampling, where the first
+arXiv 2412.05896, section IV. Its greedy loop adds one token at a time; because each layer's
+retention is concave, this equals one sort of the pooled scores. Its sampling, where the first
 requests of a task size the layers for all others, is `allocation="sampled"`. The authors' code,
-https://github.com/CN-LWZ/XKV, averages sizes in tokens and keeps the window beside them; here it is
-their shares of the budget, which so holds at any length, and the window is part of it.
+https://github.com/CN-LWZ/XKV, averages sizes in tokens and keeps the window in addition; here the
+sizes' shares of the budget are averaged, for prompts of any length, and the window is part of it.
 """
 
 from dataclasses import dataclass

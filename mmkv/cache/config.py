@@ -223,7 +223,7 @@ def sizes_of_rows(
             known["measured"] = torch.stack(each, dim=1)[rows].cpu()
         if scores and policy.layers.needs == "scores":
             best, offered = competing(scores, positions, prompt)
-            known |= {"scores": best[rows], "offered": offered[rows]}
+            known |= {"scores": best[rows], "n_candidates": offered[rows]}
         spent = list(totals.values())
         given = SizeInputs(totals=spent, lengths=lengths, floors=floors, n_layers=n_layers, **known)
         wished = policy.layers(given)

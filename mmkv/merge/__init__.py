@@ -1,1 +1,1 @@
-"""What becomes of evicted pairs: each file is one way, its formula and its part."""
+"""Merging of evicted pairs: the formulas and the parts that use them."""

@@ -1,9 +1,9 @@
-"""Which token stands for which: exact tokens for themselves, and groups of all the others.
+"""Merging of a layer's tokens into groups, besides the best tokens, which are kept exactly.
 
 A group is one pair, the mean key and the mean value of its `m` tokens, with a weight `w` of about
 `m`, see `mmkv.merge.weights`. Attention adds `log w` to that slot's logit, `softmax(scale * q . k +
-log w)`, so a group of equal pairs reads exactly as its tokens did, and no token leaves the softmax.
-A group lies where the best of its tokens stood, its leader. Shape letters are those of
+log w)`, so a group of equal pairs counts exactly as its tokens did, and no token leaves the
+softmax. A group has the position of its best-scored token, its leader. Shape letters are those of
 `mmkv.scores`.
 
 Related: merging (KeepKV, arXiv 2504.09936; LOOK-M, arXiv 2406.18139), the log-count bias (ToMe's
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 @register_part("groups")
 @dataclass(frozen=True, kw_only=True)
 class MergeIntoGroups(Merge):
-    """Weighted groups stand for all tokens that are not kept as they are (condense).
+    """All tokens but the best-scored ones are merged into weighted groups (condense).
 
     Attention adds the logarithm of a group's weight to its logit.
 
     Options:
-        exact: the share of the slots that hold the best-scored tokens, in [0, 1].
-        newest: how many of the last tokens are kept as they are; 0 or more.
+        exact: the share of the slots that hold the best-scored tokens unmerged, in [0, 1].
+        newest: how many of the last tokens are never merged; 0 or more.
         group_run: groups are formed inside runs of this many positions; 1 or more.
         rounds: rounds of k-means; 1 or more.
-        value_weight: how much values count beside keys where alike pairs are grouped; 0 or more.
-        fit: a group weighs as much as its tokens do for so many queries, of those that the score
-            remembers; 0: as many as they are.
+        value_weight: weight of values relative to keys in the distance of two pairs; 0 or more.
+        fit: the number of the prompt's queries for which a group gets the attention that its tokens
+            had; 0: it weighs as much as its number of tokens.
     """
 
     exact: Share = 0.3
@@ -55,37 +55,38 @@ class MergeIntoGroups(Merge):
     weighted = True
 
     def check(self, policy: Policy) -> None:
-        """Every key must have one position, if positions are counted anew."""
+        """Check that keys are not given new positions, as a group has no single one."""
         if policy.reposition:
             raise ValueError(
                 "merge='groups' averages keys of many positions, and reposition=True turns each "
                 "key from its own: use one of them"
             )
 
-    def __call__(self, held: PromptKV, ranking: Ranking) -> Kept:
-        """Slots for the leaders alone; a slot stands for all tokens of its leader."""
-        B, H, U, _ = held.keys.shape
-        keys, values = held.keys.detach(), held.values.detach()
-        there = held.positions.expand(B, H, U) >= 0
+    def __call__(self, prompt_kv: PromptKV, ranking: Ranking) -> Kept:
+        """Return one pair for each leader, of all tokens that it leads."""
+        B, H, U, _ = prompt_kv.keys.shape
+        keys, values = prompt_kv.keys.detach(), prompt_kv.values.detach()
+        present = prompt_kv.positions.expand(B, H, U) >= 0
         size, protected = ranking.size.expand(B, H), ranking.protected.expand(B, H, U)
-        how: Any = {"exact": self.exact, "value_weight": self.value_weight}
-        how |= {"run": self.group_run, "rounds": self.rounds}
-        leader = leaders(keys, values, ranking.rank.expand(B, H, U), size, held.weights, **how)
+        options: Any = {"exact": self.exact, "value_weight": self.value_weight}
+        options |= {"run": self.group_run, "rounds": self.rounds}
+        rank = ranking.rank.expand(B, H, U)
+        leader = leaders(keys, values, rank, size, prompt_kv.weights, **options)
         rank = torch.zeros(B, H, U, device=keys.device)
         rank = rank.masked_fill_(leader != _count(leader), -torch.inf)
         ranking = replace(ranking, rank=rank, size=size, protected=protected, known=None)
-        kept = ranking.kept(held)
+        kept = ranking.kept(prompt_kv)
         indices, M = kept.indices, kept.indices.shape[-1]
         slot = indices.new_full((B, H, U + 1), M)
-        each = torch.arange(M, device=slot.device).expand_as(indices)
-        slot.scatter_(-1, indices.masked_fill(indices < 0, U), each)
+        slot_numbers = torch.arange(M, device=slot.device).expand_as(indices)
+        slot.scatter_(-1, indices.masked_fill(indices < 0, U), slot_numbers)
         slot[..., U] = M
         slot = slot.gather(-1, leader.masked_fill(leader < 0, U))
-        stands_for = there.float() if held.weights is None else held.weights
-        number = sums(stands_for, slot, M)
-        mean_keys, mean_values = means((keys, values), slot, stands_for, M)
-        bias = log_weights(slot, M, there, keys, held.bias, mean_keys, held.readers)
-        weights = number.masked_fill(number == 0, 1.0)
+        token_weights = present.float() if prompt_kv.weights is None else prompt_kv.weights
+        n_tokens = sums(token_weights, slot, M)
+        mean_keys, mean_values = means((keys, values), slot, token_weights, M)
+        bias = log_weights(slot, M, present, keys, prompt_kv.bias, mean_keys, prompt_kv.readers)
+        weights = n_tokens.masked_fill(n_tokens == 0, 1.0)
         return replace(
             kept, keys=mean_keys, values=mean_values, slot=slot, weights=weights, bias=bias
         )
@@ -104,88 +105,88 @@ def leaders(
     rounds: int,
     value_weight: float,
 ) -> Tensor:
-    """Fill each head's slots with tokens that stay alone and with groups of all its others.
+    """Assign each head's tokens to its slots: single tokens, and groups of all others.
 
-    Alone stay those that must, and of the other slots the share `exact` with the best scores. All
-    other slots are groups: the other tokens are cut, in order, into runs of about equal length,
-    slots are shared out by tokens, and k-means runs inside each on `[key / std(key); value_weight *
-    value / std(value)]`, std over the head, from its best-scored tokens as centres. An empty group
-    gives its slot to the next best token of its run. Equal scores rank earlier tokens first.
+    Tokens that must stay are single, and so are the best-scored ones, for the share `exact` of the
+    other slots. The rest are groups: the other tokens are cut, in order, into runs of about equal
+    length, slots are divided by tokens, and each run is clustered by k-means on `[key / std(key);
+    value_weight * value / std(value)]`, std over the head, from its best-scored tokens as centres.
+    The slot of an empty group goes to its run's next best token; among equal scores the earliest.
 
     Args:
         keys, values: [B, H, N, D] and [B, H, N, Dv], after rotary embedding.
-        rank: [B, H, N], scores: inf for tokens that must stay alone, -inf where there is no token.
-        sizes: int64 [B, H], slots of each head, at least as many as tokens that must stay alone.
-        weights: float32 [B, H, N], how many tokens each stands for already; None: itself alone.
+        rank: [B, H, N], scores: inf for tokens that must stay single, -inf for no token.
+        sizes: int64 [B, H], slots of each head, at least its number of tokens that must stay.
+        weights: float32 [B, H, N], how many tokens each one represents already; None: 1.
         exact, run, rounds, value_weight: see `MergeIntoGroups`.
 
     Returns:
-        int64 [B, H, N], the leader of each token among the N, itself where it is alone; -1 where
-        there is no token, and, where a head has no slot left for a group, for all that must not
-        stay. A head has as many leaders as slots, or as tokens if these are fewer.
+        int64 [B, H, N], the index of each token's leader, its own if it is single; -1 for no token,
+        and, in a head without slots for groups, for tokens that need not stay. A head has as many
+        leaders as slots, or as tokens if these are fewer.
     """
     (B, H, N), device = rank.shape, rank.device
     present = rank > -torch.inf
     plan = _Plan.of(sizes, (rank == torch.inf).sum(-1), present.sum(-1), N, exact, run)
-    order, numbers = rank.argsort(dim=-1, descending=True, stable=True), _count(rank)
-    place = torch.empty_like(order).scatter_(-1, order, numbers)
-    alone = present & (place < plan.alone.to(device, non_blocking=True)[..., None])
+    order, indices = rank.argsort(dim=-1, descending=True, stable=True), _count(rank)
+    rank_of = torch.empty_like(order).scatter_(-1, order, indices)
+    alone = present & (rank_of < plan.alone.to(device, non_blocking=True)[..., None])
     space = _Space.of(keys, values, value_weight, None if plan.whole else present)
 
-    places = spans(plan.tokens.to(device, non_blocking=True), plan.longest)  # [B, H, R, C]
+    run_indices = spans(plan.tokens.to(device, non_blocking=True), plan.longest)  # [B, H, R, C]
     others = (alone | ~present).to(torch.uint8).argsort(dim=-1, stable=True)
-    members = others.gather(-1, places.clamp(min=0).flatten(2)).view_as(places)
-    members = members.masked_fill_(places < 0, -1)
+    members = others.gather(-1, run_indices.clamp(min=0).flatten(2)).view_as(run_indices)
+    members = members.masked_fill_(run_indices < 0, -1)
     slots = plan.slots.to(device, non_blocking=True)
 
-    found = torch.full((B, H, N + 1), -1, device=device)
-    found[..., :N] = torch.where(alone, numbers, -1)
-    wide = max(plan.width, keys.shape[-1] + values.shape[-1])
-    together = max(1, tile(device) // (B * H * plan.longest * wide))
-    parts = zip(members.split(together, dim=2), slots.split(together, dim=2), strict=True)
-    for token, number in parts:
-        at, absent = token.clamp(min=0).flatten(2), token < 0
-        points = torch.cat([rows(keys, at), rows(values, at)], -1).float()
+    leader_of = torch.full((B, H, N + 1), -1, device=device)
+    leader_of[..., :N] = torch.where(alone, indices, -1)
+    n_numbers = max(plan.width, keys.shape[-1] + values.shape[-1])
+    n_runs = max(1, tile(device) // (B * H * plan.longest * n_numbers))
+    parts = zip(members.split(n_runs, dim=2), slots.split(n_runs, dim=2), strict=True)
+    for token, n_groups in parts:
+        index, absent = token.clamp(min=0).flatten(2), token < 0
+        points = torch.cat([rows(keys, index), rows(values, index)], -1).float()
         points = points.unflatten(2, token.shape[2:])
-        if not plan.whole:  # padding may hold anything, NaN included
+        if not plan.whole:  # padding may hold any values, NaN included
             points.masked_fill_(absent[..., None], 0.0)
-        heavy = None if weights is None else weights.float().gather(-1, at).view_as(token)
-        ranked = place.gather(-1, at).view_as(token).masked_fill(absent, N)
+        counts = None if weights is None else weights.float().gather(-1, index).view_as(token)
+        ranked = rank_of.gather(-1, index).view_as(token).masked_fill(absent, N)
         centres = rows(points, ranked.argsort(dim=-1)[..., : plan.width])  # the best
-        label = _k_means(space, points, centres, heavy, absent, number, rounds)
-        label = _without_empty(label, ranked, number, plan.width)
+        label = _k_means(space, points, centres, counts, absent, n_groups, rounds)
+        label = _without_empty(label, ranked, n_groups, plan.width)
         best = ranked.new_full((*label.shape[:3], plan.width + 1), N)
         best = best.scatter_reduce(-1, label, ranked, "amin").gather(-1, label)
         best = torch.where(label == plan.width, ranked, best).clamp(max=N - 1)
         leader = order.gather(-1, best.flatten(2))
-        found.scatter_(-1, token.masked_fill(absent, N).flatten(2), leader)
-    return found[..., :N]
+        leader_of.scatter_(-1, token.masked_fill(absent, N).flatten(2), leader)
+    return leader_of[..., :N]
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What each head does with its slots, on the host."""
+    """How many single tokens and groups each head has, on the host."""
 
-    alone: Tensor  # int64 [B, H], tokens that stay alone
+    alone: Tensor  # int64 [B, H], tokens that stay single
     slots: Tensor  # int64 [B, H, R], groups of each run
-    tokens: Tensor  # int64 [B, H, R + 1], where each run begins among the others, the last ends
+    tokens: Tensor  # int64 [B, H, R + 1], starts of the runs among the other tokens, and the end
     longest: int  # C, the most tokens of a run
     width: int  # K, the most groups of a run
     whole: bool  # every head has all N tokens
 
     @classmethod
     def of(
-        cls, sizes: Tensor, must: Tensor, present: Tensor, N: int, exact: float, run: int
+        cls, sizes: Tensor, always_kept: Tensor, present: Tensor, N: int, exact: float, run: int
     ) -> _Plan:
-        sizes, must, present = torch.stack([sizes, must, present]).cpu()
+        sizes, always_kept, present = torch.stack([sizes, always_kept, present]).cpu()
         size = sizes.minimum(present)
-        alone = must + ((size - must) * exact).long()
-        # At least one slot is left for a group, unless there is nothing to group or no room.
-        alone = torch.where(size < present, alone.minimum(size - 1).maximum(must), size)
+        alone = always_kept + ((size - always_kept) * exact).long()
+        # At least one slot is left for a group, unless no token or no slot is left.
+        alone = torch.where(size < present, alone.minimum(size - 1).maximum(always_kept), size)
         groups = size - alone
         rest = torch.where(groups > 0, present - alone, 0)
         runs = (-(-rest // run)).minimum(groups).clamp(min=1)[..., None]
-        # Slots are shared out first, and tokens by slots: no run has more slots than tokens.
+        # Slots are divided first, and tokens by slots, so that no run has more slots than tokens.
         starts = torch.arange(int(runs.max()) + 1).minimum(runs) * groups[..., None] // runs
         tokens = starts * rest[..., None] // groups.clamp(min=1)[..., None]
         slots = starts.diff(dim=-1)
@@ -196,21 +197,21 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Space:
-    """Where points, keys beside values, are as far from each other as their standardised ones."""
+    """Distances of points, keys next to values, as if both were standardised."""
 
     mean: Tensor  # float32 [B, H, 1, 1, D + Dv], of the head's tokens
-    factor: Tensor  # alike, of squares: 1 / variance, times the weight of values
+    factor: Tensor  # same shape: 1 / variance, for values times the square of their weight
 
     @classmethod
     def of(
         cls, keys: Tensor, values: Tensor, value_weight: float, present: Tensor | None
     ) -> _Space:
-        """Of the tokens `present`, bool [B, H, N]; None: all."""
+        """Make it from the tokens `present`, bool [B, H, N]; None: all."""
         means, factors, number = list[Tensor](), list[Tensor](), keys.shape[2]
         if present is not None:
             number = present.sum(-1)[..., None, None].clamp(min=1)
         for x, weight in ((keys, 1.0), (values, value_weight)):
-            if present is not None:  # padding may hold anything, NaN included
+            if present is not None:  # padding may hold any values, NaN included
                 x = x.masked_fill(~present[..., None], 0.0)
             x = x.float()
             mean = x.sum(2, keepdim=True) / number
@@ -222,15 +223,15 @@ class _Space:
         return cls(*(torch.cat(x, -1)[:, :, None] for x in (means, factors)))
 
     def nearest(self, points: Tensor, centres: Tensor, unused: Tensor) -> Tensor:
-        """The nearest of centres [..., K, D + Dv] to each point [..., C, D + Dv]: int64 [..., C].
+        """Return the nearest centre [..., K, D + Dv] of points [..., C, D + Dv]: int64 [..., C].
 
-        Those that are `unused`, bool [..., K], are none.
+        `unused` is bool [..., K], True for centres that are left out.
         """
-        # With x and c around the mean, and scaled: the one of the largest x'c - c'c / 2.
-        apart = centres - self.mean
-        scaled = apart * self.factor
-        behind = (scaled * (apart / 2 + self.mean)).sum(-1).masked_fill(unused, torch.inf)
-        return largest((scaled @ points.mT).sub_(behind[..., None]))[1][..., 0, :]
+        # With x and c centred and scaled, the nearest c has the largest x'c - c'c / 2.
+        centred = centres - self.mean
+        scaled = centred * self.factor
+        offset = (scaled * (centred / 2 + self.mean)).sum(-1).masked_fill(unused, torch.inf)
+        return largest((scaled @ points.mT).sub_(offset[..., None]))[1][..., 0, :]
 
 
 def _k_means(
@@ -242,9 +243,9 @@ def _k_means(
     number: Tensor,
     rounds: int,
 ) -> Tensor:
-    """The group int64 [..., C] of each of a run's points [..., C, D]; K for a filler, `absent`.
+    """Return the group int64 [..., C] of each of a run's points [..., C, D]; K for `absent` ones.
 
-    Of the first centres [..., K, D] a run has `number`; `weight` is [..., C], None: all are 1.
+    A run uses the first `number` of the centres [..., K, D]; `weight` is [..., C], None: all 1.
     """
     K = centres.shape[-2]
     unused = torch.arange(K, device=x.device) >= number[..., None]
@@ -260,32 +261,32 @@ def _k_means(
 
 
 def _sums_of_groups(x: Tensor, label: Tensor, K: int) -> Tensor:
-    """Sums [..., K, D] of x [..., C, D] by group, int64 [..., C]; what has label K is left out."""
-    if x.device.type != "cpu":  # a product: its sums are the same each time
-        share = x.new_zeros(*label.shape[:-1], K + 1, label.shape[-1])
-        return (share.scatter_(-2, label[..., None, :], 1.0) @ x)[..., :K, :]
+    """Return sums [..., K, D] of x [..., C, D] by label, int64 [..., C]; label K is left out."""
+    if x.device.type != "cpu":  # a product, which is deterministic
+        one_hot = x.new_zeros(*label.shape[:-1], K + 1, label.shape[-1])
+        return (one_hot.scatter_(-2, label[..., None, :], 1.0) @ x)[..., :K, :]
     first = torch.arange(0, label[..., 0].numel() * (K + 1), K + 1).view(*label.shape[:-1], 1)
-    place = (first + label).view(-1, 1).expand(-1, x.shape[-1])
-    found = x.new_zeros(first.numel() * (K + 1), x.shape[-1])
-    found.scatter_add_(0, place, x.flatten(0, -2))
-    return found.view(*label.shape[:-1], K + 1, -1)[..., :K, :]
+    index = (first + label).view(-1, 1).expand(-1, x.shape[-1])
+    totals = x.new_zeros(first.numel() * (K + 1), x.shape[-1])
+    totals.scatter_add_(0, index, x.flatten(0, -2))
+    return totals.view(*label.shape[:-1], K + 1, -1)[..., :K, :]
 
 
 def _without_empty(label: Tensor, ranked: Tensor, number: Tensor, K: int) -> Tensor:
-    """Let tokens stay alone, label K, for groups that are empty.
+    """Make one token single, label K, for each empty group.
 
-    For each empty group the next best token leaves its own, of which the last in rank stays.
+    The best-ranked tokens leave their groups, except the last in rank of each group.
     """
-    none = label.new_full((*label.shape[:-1], K + 1), -1)
-    last = none.scatter_reduce(-1, label, ranked, "amax")
-    missing = number - (last[..., :K] >= 0).sum(-1)
-    free = (label < K) & (ranked != last.gather(-1, label))
-    best = ranked.argsort(dim=-1)
-    leaves = free.gather(-1, best)
+    empty = label.new_full((*label.shape[:-1], K + 1), -1)
+    worst = empty.scatter_reduce(-1, label, ranked, "amax")
+    missing = number - (worst[..., :K] >= 0).sum(-1)
+    may_leave = (label < K) & (ranked != worst.gather(-1, label))
+    order = ranked.argsort(dim=-1)
+    leaves = may_leave.gather(-1, order)
     leaves &= leaves.cumsum(-1) <= missing[..., None]
-    return label.masked_fill(torch.zeros_like(free).scatter_(-1, best, leaves), K)
+    return label.masked_fill(torch.zeros_like(may_leave).scatter_(-1, order, leaves), K)
 
 
 def _count(like: Tensor) -> Tensor:
-    """0, 1, 2, ... along the last dimension, in the shape of `like`."""
+    """Return 0, 1, 2, ... along the last dimension, in the shape of `like`."""
     return torch.arange(like.shape[-1], device=like.device).expand(like.shape)

@@ -1,8 +1,8 @@
-"""Merging: evicted pairs are averaged into a kept one instead of being dropped.
+"""Merging by averages: evicted pairs are averaged into a kept pair.
 
 ElasticCache (arXiv 2407.18121, section 3) merges into the nearest kept position; PrefixKV (arXiv
 2412.03409, "combination with merging") also into the kept key of highest cosine similarity. Shape
-letters are those of `mmkv.scores`; M slots a head.
+letters are those of `mmkv.scores`; M is the number of slots of a head.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ class _IntoKept(Merge):
     """Every evicted pair is averaged into a kept one, its anchor."""
 
     def anchors(self, keys: Tensor, positions: Tensor, kept: Tensor, filler: Tensor) -> Tensor:
-        """The anchor of each token, int64 [B, H, U], among the M that are kept.
+        """Return the anchor of each token, int64 [B, H, U], among the M kept ones.
 
-        Those are `kept`, int64 [B, H, M] among the U, but for fillers; padding is at position -1.
+        `kept` is int64 [B, H, M], their indices among the U, except where `filler` is True; padding
+        has position -1.
         """
         raise NotImplementedError
 
-    def __call__(self, held: PromptKV, ranking: Ranking) -> Kept:
-        """Each kept pair is the plain mean of itself and of what is merged into it."""
-        kept = ranking.kept(held)
-        B, H, U, _ = held.keys.shape
-        positions, indices = held.positions.expand(B, H, U), kept.indices.expand(B, H, -1)
+    def __call__(self, prompt_kv: PromptKV, ranking: Ranking) -> Kept:
+        """Return the kept pairs, each the mean of itself and the pairs merged into it."""
+        kept = ranking.kept(prompt_kv)
+        B, H, U, _ = prompt_kv.keys.shape
+        positions, indices = prompt_kv.positions.expand(B, H, U), kept.indices.expand(B, H, -1)
         M, filler = indices.shape[-1], indices < 0
-        anchor = positions.clamp(max=0)  # none
+        anchor = positions.clamp(max=0)  # unused without slots
         if M:
-            anchor = self.anchors(held.keys, positions, indices.clamp(min=0), filler)
-        # A kept token is its own. Fillers write past the end, into a column that is cut off.
-        own = torch.arange(M, device=indices.device).expand_as(indices)
+            anchor = self.anchors(prompt_kv.keys, positions, indices.clamp(min=0), filler)
+        # A kept token is its own anchor. Fillers write to one more column, which is cut off.
+        slot_numbers = torch.arange(M, device=indices.device).expand_as(indices)
         anchor = torch.cat([anchor, torch.zeros_like(anchor[..., :1])], dim=-1)
-        anchor = anchor.scatter(-1, indices.masked_fill(filler, U), own)[..., :U]
-        pairs = held.keys.detach(), held.values.detach()
+        anchor = anchor.scatter(-1, indices.masked_fill(filler, U), slot_numbers)[..., :U]
+        pairs = prompt_kv.keys.detach(), prompt_kv.values.detach()
         keys, values = means(pairs, anchor, (positions >= 0).float(), M)
         return replace(kept, keys=keys, values=values)
 
@@ -57,10 +58,10 @@ class MergeByPosition(_IntoKept):
     """Evicted pairs are averaged into the nearest kept position (ElasticCache)."""
 
     def anchors(self, keys: Tensor, positions: Tensor, kept: Tensor, filler: Tensor) -> Tensor:
-        """The nearest position, the earlier one of two equally near."""
+        """Return the nearest kept position, the earlier one of two equally near."""
         far = torch.iinfo(torch.int64).max // 4
-        stands = positions.gather(-1, kept).masked_fill(filler, far)
-        ordered, order = stands.sort(dim=-1)
+        kept_positions = positions.gather(-1, kept).masked_fill(filler, far)
+        ordered, order = kept_positions.sort(dim=-1)
         right = torch.searchsorted(ordered, positions.contiguous()).clamp(max=kept.shape[-1] - 1)
         left = (right - 1).clamp(min=0)
         above = (ordered.gather(-1, right) - positions).abs()
@@ -74,9 +75,9 @@ class MergeByFeature(_IntoKept):
     """Evicted pairs are averaged into the kept key of highest cosine similarity (PrefixKV)."""
 
     def anchors(self, keys: Tensor, positions: Tensor, kept: Tensor, filler: Tensor) -> Tensor:
-        """By the cosine of keys."""
+        """Return the kept key of highest cosine similarity."""
         unit = torch.nn.functional.normalize(keys.float(), dim=-1)
         centres = unit.gather(2, kept[..., None].expand(-1, -1, -1, unit.shape[-1])).mT
-        gone = filler[:, :, None]
-        alike = ((x @ centres).masked_fill(gone, -torch.inf) for x in unit.split(_BLOCK, dim=2))
-        return torch.cat([x.argmax(dim=-1) for x in alike], dim=2)
+        absent = filler[:, :, None]
+        cosines = ((x @ centres).masked_fill(absent, -torch.inf) for x in unit.split(_BLOCK, dim=2))
+        return torch.cat([x.argmax(dim=-1) for x in cosines], dim=2)

@@ -1,11 +1,11 @@
-"""What a slot that several tokens share holds: their mean pair, and what it weighs in attention.
+"""The mean pair of a group of tokens, and its weight in attention.
 
-The mean key of m tokens, counted m times, weighs less than they do: a mean of exponentials is above
-the exponential of the mean. So the weight is what makes up for that over some queries of the prompt
-that are asked behind its end: `sum_i p_i / sum_i (exp(l_i) / Z_i)`, with `p_i` the attention of
-query `i` to the group's tokens, `l_i` its logit on their mean key, and `Z_i` the denominator of its
-softmax over all tokens. A group of equal keys weighs m. Shape letters are those of `mmkv.scores`; M
-slots a head.
+The mean key of m tokens, with weight m, gets less attention than the tokens did, as a mean of
+exponentials is above the exponential of the mean. So the weight is fitted to some queries of the
+prompt, rotated to the position after it: `sum_i p_i / sum_i (exp(l_i) / Z_i)`, with `p_i` the
+attention of query `i` to the group's tokens, `l_i` its logit on their mean key, and `Z_i` the
+denominator of its softmax over all tokens. A group of m equal keys has the weight m. Shape letters
+are those of `mmkv.scores`; M is the number of slots of a head.
 
 Related: Attention Matching, arXiv 2602.16284, fits one bias per kept key.
 """
@@ -22,37 +22,37 @@ from torch.nn.functional import embedding_bag
 from mmkv.layer_inputs import LayerInputs
 from mmkv.scores.attention import tile
 
-# A fitted weight is at most so many times the number of tokens, and at least that part of it.
-_MOST = math.log(4)
+# A fitted weight differs from the number of tokens by at most this factor, as a logarithm.
+_BOUND = math.log(4)
 
 
 def sums(x: Tensor, slot: Tensor, slots: int) -> Tensor:
-    """Sums over tokens of x [B, H, N, ...], each into its `slot` [B, H, N]: [B, H, M, ...].
+    """Sum x [B, H, N, ...] over the tokens of each slot: [B, H, M, ...].
 
-    A slot of M, their number, is none.
+    `slot` is int64 [B, H, N], M (the number `slots`) for tokens that are in none.
     """
     total = x.new_zeros(*x.shape[:2], slots + 1, *x.shape[3:])
-    at = slot if x.ndim == 3 else slot[..., None].expand_as(x)
-    return total.scatter_add_(2, at, x)[:, :, :slots]
+    index = slot if x.ndim == 3 else slot[..., None].expand_as(x)
+    return total.scatter_add_(2, index, x)[:, :, :slots]
 
 
 def means(pairs: tuple[Tensor, Tensor], slot: Tensor, weight: Tensor, slots: int) -> list[Tensor]:
-    """Weighted means of keys and values [B, H, N, D] by slot: [B, H, M, D], in their types.
+    """Return the weighted means of keys and values [B, H, N, D] by slot: [B, H, M, D], same dtypes.
 
-    Each token's slot is int64 [B, H, N], M, the number of `slots`, for none; its weight is float32
-    [B, H, N], 0 for none. Where there are no slots a token is given for empty ones to copy.
+    `slot` is int64 [B, H, N], M (the number `slots`) for tokens that are in none; `weight` is
+    float32 [B, H, N], 0 for no token. Without slots the first token is returned as filler.
     """
     if not slots:
         return [x[:, :, :1] for x in pairs]
     B, H, N, _ = pairs[0].shape
     size = sums(weight, slot, slots).clamp(min=1)[..., None]
-    # The tokens of each slot, one bag behind the other; what padding holds may be anything.
-    found, order = slot.masked_fill(weight <= 0, slots).sort(dim=-1, stable=True)
-    each = torch.arange(slots + 1, device=slot.device).expand(B, H, -1).contiguous()
+    # Tokens sorted by slot, a bag for each; padding, which may hold any values, is in the last.
+    sorted_slots, order = slot.masked_fill(weight <= 0, slots).sort(dim=-1, stable=True)
+    slot_numbers = torch.arange(slots + 1, device=slot.device).expand(B, H, -1).contiguous()
     row = torch.arange(B * H, device=slot.device).view(B, H, 1)
-    starts = (row * N + torch.searchsorted(found, each)).flatten()
+    starts = (row * N + torch.searchsorted(sorted_slots, slot_numbers)).flatten()
     weight = weight.gather(-1, order).flatten()
-    made = list[Tensor]()
+    slot_means = list[Tensor]()
     for x in pairs:
         if x.transpose(1, 2).is_contiguous():  # as a projection leaves it
             flat = x.transpose(1, 2).reshape(-1, x.shape[-1])
@@ -62,13 +62,13 @@ def means(pairs: tuple[Tensor, Tensor], slot: Tensor, weight: Tensor, slots: int
         total = embedding_bag(
             token.flatten(), flat.float(), starts, mode="sum", per_sample_weights=weight
         )
-        made.append((total.view(B, H, slots + 1, -1)[:, :, :-1] / size).to(x.dtype))
-    return made
+        slot_means.append((total.view(B, H, slots + 1, -1)[:, :, :-1] / size).to(x.dtype))
+    return slot_means
 
 
 @dataclass(frozen=True)
 class ReferenceQueries:
-    """Queries of a prompt, asked behind its end."""
+    """Queries of a prompt, rotated to the position after it."""
 
     query: Tensor  # float32 [B, Hq, S, D], times the layer's scale
     present: Tensor  # bool [B, S], False for fillers
@@ -76,21 +76,21 @@ class ReferenceQueries:
 
     @classmethod
     def of(cls, layer: LayerInputs, number: int, remembered: int | None) -> ReferenceQueries | None:
-        """`number` of a layer's queries, S, evenly spread up to the last one; None: there is none.
+        """Choose `number` (S) of a layer's queries, evenly spread up to the last; None if none.
 
-        Padding is none of them, so a padded row has the readers that it has alone. The last
-        `remembered` queries are known however a prompt is read; None: all.
+        Only the last `remembered` queries (None: all) are used, which are kept however a prompt is
+        read. Padding is left out, so a padded row has the queries that it has alone.
         """
         query, valid, rotary = layer.query, layer.valid[:, -layer.query.shape[2] :], layer.rotary
-        known = valid.shape[1] if remembered is None else min(remembered, valid.shape[1])
-        if number * known == 0:
+        n_known = valid.shape[1] if remembered is None else min(remembered, valid.shape[1])
+        if number * n_known == 0:
             return None
-        valid = valid[:, -known:]
+        valid = valid[:, -n_known:]
         count = valid.sum(-1, keepdim=True)
-        steps = torch.arange(min(number, known), device=valid.device)
-        place = count - 1 - steps * (-(-count // number)).clamp(min=1)
+        step = torch.arange(min(number, n_known), device=valid.device)
+        place = count - 1 - step * (-(-count // number)).clamp(min=1)
         order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
-        at = order.gather(1, place.clamp(min=0)) + query.shape[2] - known
+        at = order.gather(1, place.clamp(min=0)) + query.shape[2] - n_known
         query = query.gather(2, at[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
         if rotary is not None:
             query = rotary.of_tokens(at).moved(query, rotary.ahead(1))
@@ -100,34 +100,34 @@ class ReferenceQueries:
         return cls(query, present, layer.softcap)
 
     def select_rows(self, batch: Tensor) -> ReferenceQueries:
-        """Rows of the batch, which may repeat."""
+        """Return rows of the batch, which may repeat."""
         batch = batch.to(self.present.device)
         return ReferenceQueries(self.query[batch], self.present[batch], self.softcap)
 
     def mass(self, keys: Tensor, bias: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
-        """What tokens get of these queries' attention, and what means would with a weight of 1.
+        """Return the attention of tokens, and that of mean keys with a weight of 1 each.
 
-        Keys are [B, H, U, D], means [B, H, M, D]; bias [B, H, U] is -inf where there is no token.
+        Keys are [B, H, U, D], means [B, H, M, D]; bias [B, H, U] is -inf for no token.
 
         Returns:
             float32 [B, H, U] and [B, H, M], sums over queries and the query heads of a group.
         """
         B, H, U, _ = keys.shape
         keys, means, absent = keys.float(), means.float(), (bias == -math.inf)[:, :, None]
-        received = torch.zeros(B, H, U, device=keys.device)
-        alone = torch.zeros(B, H, means.shape[2], device=keys.device)
-        together = max(1, tile(keys.device) // (self.query.shape[1] * B * U))
-        of_groups = self.query.unflatten(1, (H, -1))
-        parts = zip(of_groups.split(together, dim=3), self.present.split(together, 1), strict=True)
+        token_attention = torch.zeros(B, H, U, device=keys.device)
+        mean_attention = torch.zeros(B, H, means.shape[2], device=keys.device)
+        n_queries = max(1, tile(keys.device) // (self.query.shape[1] * B * U))
+        grouped = self.query.unflatten(1, (H, -1))
+        parts = zip(grouped.split(n_queries, dim=3), self.present.split(n_queries, 1), strict=True)
         for query, present in parts:
             rows = query.flatten(2, 3)
-            counted = present[:, None, None].expand(-1, 1, query.shape[2], -1).flatten(2)[..., None]
-            # What padding holds may be anything, NaN included.
+            mask = present[:, None, None].expand(-1, 1, query.shape[2], -1).flatten(2)[..., None]
+            # Padding may hold any values, NaN included.
             logits = (self._logits(rows, keys) + bias[:, :, None]).masked_fill_(absent, -math.inf)
             total = logits.logsumexp(-1, keepdim=True)
-            received += (logits - total).exp().mul(counted).sum(2)
-            alone += (self._logits(rows, means) - total).exp().mul(counted).sum(2)
-        return received, alone
+            token_attention += (logits - total).exp().mul(mask).sum(2)
+            mean_attention += (self._logits(rows, means) - total).exp().mul(mask).sum(2)
+        return token_attention, mean_attention
 
     def _logits(self, rows: Tensor, keys: Tensor) -> Tensor:
         logits = rows @ keys.mT
@@ -137,33 +137,33 @@ class ReferenceQueries:
 def log_weights(
     slot: Tensor,
     slots: int,
-    there: Tensor,
+    present: Tensor,
     keys: Tensor,
     bias: Tensor | None,
     means: Tensor,
     queries: ReferenceQueries | None,
 ) -> Tensor:
-    """What attention adds to the logit of each slot: float32 [B, H, M], 0 where it is empty.
+    """Return the bias that attention adds to each slot's logit: float32 [B, H, M], 0 if empty.
 
-    The logarithm of how many tokens it stands for or, fitted, of what they weigh together. A token
-    that stays alone has the bias it had.
+    It is the logarithm of the group's weight, fitted or the sum of its tokens' weights. A token
+    that is alone in its slot keeps its bias.
 
     Args:
-        slot: int64 [B, H, U], of each token; M, the number of `slots`, where it is in none.
-        there: bool [B, H, U], where there is a token.
-        keys: [B, H, U, D], of the tokens.
-        bias: float32 [B, H, U], added to their logits so far; None: nothing.
-        means: [B, H, M, D], the keys of the slots.
-        queries: what weights are fitted to; None: the tokens' own weights are added up.
+        slot: int64 [B, H, U], each token's slot; M (the number `slots`) for none.
+        present: bool [B, H, U], False for no token.
+        keys: [B, H, U, D], the tokens' keys.
+        bias: float32 [B, H, U], added to the tokens' logits so far; None: 0.
+        means: [B, H, M, D], the slots' keys.
+        queries: the queries to which weights are fitted; None: tokens' weights are summed.
     """
-    bias = torch.zeros(there.shape, device=keys.device) if bias is None else bias
-    bias = bias.masked_fill(~there, -math.inf)
-    whole = sums(bias.exp(), slot, slots)
-    found = added_up = whole.log()
+    bias = torch.zeros(present.shape, device=keys.device) if bias is None else bias
+    bias = bias.masked_fill(~present, -math.inf)
+    summed = sums(bias.exp(), slot, slots)
+    log_weight = log_sum = summed.log()
     if queries is not None and slots:
-        received, alone = queries.mass(keys, bias, means)
-        mass, tiny = sums(received, slot, slots), torch.finfo(torch.float32).tiny
-        several = sums(there.float(), slot, slots) > 1
-        fitted = (mass.log() - alone.log()).clamp(added_up - _MOST, added_up + _MOST)
-        found = torch.where(several & (mass > tiny) & (alone > tiny), fitted, added_up)
-    return found.masked_fill(whole == 0, 0.0)
+        attention, of_means = queries.mass(keys, bias, means)
+        of_groups, tiny = sums(attention, slot, slots), torch.finfo(torch.float32).tiny
+        is_group = sums(present.float(), slot, slots) > 1
+        fitted = (of_groups.log() - of_means.log()).clamp(log_sum - _BOUND, log_sum + _BOUND)
+        log_weight = torch.where(is_group & (of_groups > tiny) & (of_means > tiny), fitted, log_sum)
+    return log_weight.masked_fill(summed == 0, 0.0)

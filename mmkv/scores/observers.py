@@ -1,11 +1,12 @@
-"""What a token is worth to the text around it: queries of the prompt observe their run.
+"""Score by the queries around a token: the largest change of an output if it were dropped.
 
-The prompt is cut into runs. Inside a run every query, or every second one, is an observer of every
-key, earlier or later, as if it were asked behind the prompt; a token's score is the most that any
-observer would lose if that token alone were dropped. A run has no attention sinks but the first,
-so what its observers give to tokens is more than they give in the model: a few more observe the
-whole prompt, the last ones and some between. Cost is linear in the prompt, and nothing in it waits
-for the host. Shape letters are those of `mmkv.scores`; a run has C positions.
+The prompt is cut into runs. In a run every query, or every `stride`-th one, observes all keys of
+the run, earlier and later ones, as if it came after the prompt. A token's score is the largest
+change of any observer's output if that token alone were dropped. Only the first run has attention
+sinks, so the observers of other runs give their tokens more attention than the model does; a few
+queries, the last ones and some before, therefore observe the whole prompt. The cost is linear in
+the prompt's length, and no operation synchronises with the host. Shape letters are those of
+`mmkv.scores`; a run has C positions.
 
 Related: observers beyond the window (KVzip, arXiv 2505.23416), the leave-one-out unit (DropKV).
 """
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
 @register_part("observers")
 @dataclass(frozen=True, kw_only=True)
 class Observers(Score):
-    """The most that a query of a token's run, asked at the prompt's end, would lose without it.
+    """The largest change of an output, over queries near the token, if it were dropped.
 
     Options:
         chunk: queries observe runs of about this many tokens; 1 or more.
-        stride: every how many queries one observes; 1 or more.
-        whole: how many queries observe the whole prompt, half of them its last; 0: none.
+        stride: every `stride`-th query observes; 1 or more.
+        whole: how many queries observe the whole prompt, half of them its last ones; 0: none.
         average_heads: rank tokens once per layer, by the mean over heads.
     """
 
@@ -48,14 +49,14 @@ class Observers(Score):
     uses_rotary = True
 
     def __call__(self, layer: LayerInputs) -> Tensor:
-        """What the layer's output would change by."""
+        """Return the largest change of the layer's output without each token."""
         query = layer.query
         if layer.rotary is not None:
             query = layer.rotary.moved(layer.query, layer.rotary.ahead(1))
         gram = None if layer.weight is None else output_gram(layer.output_weight)
-        own = {"run": self.chunk, "stride": self.stride, "whole": self.whole}
-        given: Any = {"scale": layer.scale, "softcap": layer.softcap, "valid": layer.valid, **own}
-        return observer_scores(query, layer.key, layer.value, gram, bias=layer.bias, **given)
+        options: Any = {"run": self.chunk, "stride": self.stride, "whole": self.whole}
+        options |= {"scale": layer.scale, "softcap": layer.softcap, "valid": layer.valid}
+        return observer_scores(query, layer.key, layer.value, gram, bias=layer.bias, **options)
 
 
 @torch.no_grad()
@@ -73,29 +74,29 @@ def observer_scores(
     bias: Tensor | None = None,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """The most that dropping a token alone changes for any query of its run.
+    """Return the largest change of an output, over the queries of a token's run, without the token.
 
-    With `p_ij` the attention of observer `i` over its run, whole and not causal, and `o_i` what it
-    reads, a token's score is `max_i p_ij / (1 - p_ij) * |W_g (v_j - o_i)|`, over the run's
-    observers and the query heads `g` of the group: how far the layer's output moves.
+    With `p_ij` the attention of observer `i` over its whole run, not causal, and `o_i` its output,
+    a token's score is `max_i p_ij / (1 - p_ij) * |W_g (v_j - o_i)|`, over the run's observers and
+    the query heads `g` of the group: how far the layer's output moves.
 
-    With `whole`, so many queries observe all keys of a row that has several runs: half of them are
-    its last ones, the others lie evenly before. What they find is scaled by head to the mean of
-    what runs found, and the larger of both counts.
+    In a row of several runs `whole` queries also observe all keys: half of them are the last ones,
+    the others are evenly spread before. Their scores are scaled to each head's mean score by runs,
+    and the larger of both scores counts.
 
-    A row's valid tokens, wherever they lie, are cut into `ceil(n / run)` runs of equal length (to
-    one token), so padding changes nothing.
+    A row's valid tokens are cut into `ceil(n / run)` runs of equal length (to one token), wherever
+    they lie, so padding changes nothing.
 
     Args:
-        query: `[B, Hq, Q, D]`, turned to where the prompt's reader will ask from, of the last
-            `Q <= N` tokens. Runs of earlier ones are observed by the last `run` of these.
+        query: `[B, Hq, Q, D]`, rotated to the position after the prompt, of the last `Q <= N`
+            tokens. Runs of earlier tokens are observed by the last `run` of these.
         key, value: `[B, H, N, D]` after rotary embedding, and `[B, H, N, Dv]`.
-        gram: `[1 or B, Hq, Dv, Dv]` from `output_gram`; None measures head outputs as they are.
+        gram: `[1 or B, Hq, Dv, Dv]` from `output_gram`; None measures head outputs, unprojected.
         run: most positions in a run.
-        stride: every how many queries of a run one observes: its first, and so on; where their own
-            queries are gone, the last one, and so on backwards.
+        stride: every `stride`-th query of a run observes, from its first on; for runs of earlier
+            tokens every `stride`-th of the last queries, from the last one backwards.
         scale, softcap, bias: those of `mmkv.scores.accumulated_attention`.
-        valid: bool `[B, N]`, False for padding: it observes nothing and scores 0.
+        valid: bool `[B, N]`, False for padding, which does not observe and scores 0.
 
     Returns:
         float32 `[B, H, N]`, not negative, in units of the layer's output.
@@ -104,26 +105,26 @@ def observer_scores(
     if valid is None:
         valid = torch.ones(B, N, dtype=torch.bool, device=key.device)
     root = None if gram is None else _root(gram).to(key.device).unflatten(1, (H, -1))
-    how: dict[str, Any] = {"run": run, "stride": stride, "whole": whole, "softcap": softcap}
-    how["scale"] = D**-0.5 if scale is None else scale
+    options: dict[str, Any] = {"run": run, "stride": stride, "whole": whole, "softcap": softcap}
+    options["scale"] = D**-0.5 if scale is None else scale
     if key.device.type != "cpu":
-        return _scores(query, key, value, valid, bias, root, **how)
-    # A row at a time, without its padding: what is computed stays near, and runs are slices.
-    found = key.new_zeros(B, H, N, dtype=torch.float32)
+        return _scores(query, key, value, valid, bias, root, **options)
+    # A row at a time, without its padding: tensors stay in the CPU's cache, and runs are slices.
+    scores = key.new_zeros(B, H, N, dtype=torch.float32)
     for b in range(B):
         row, start = slice(b, b + 1), int(valid[b].to(torch.uint8).argmax())
         if not valid[b, start:].all():
             start = 0
-        found[row, :, start:] = _scores(
+        scores[row, :, start:] = _scores(
             query[row, :, max(0, start - (N - Q)) :],
             key[row, :, start:],
             value[row, :, start:],
             valid[row, start:],
             None if bias is None else bias[row, :, start:],
             root if root is None or len(root) < B else root[row],
-            **how,
+            **options,
         )
-    return found
+    return scores
 
 
 def _scores(
@@ -140,51 +141,51 @@ def _scores(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """`observer_scores` of rows together, with the gram matrices' `_root`."""
+    """Return `observer_scores` of all rows, given the `_root` of the gram matrices."""
     (B, H, N, _), Q, G = key.shape, query.shape[2], query.shape[1] // key.shape[1]
-    # Where the host knows without waiting that there is no padding, runs are slices.
+    # On a CPU, which need not wait to know that there is no padding, runs are slices.
     sliced = key.device.type == "cpu" and bool(valid.all())
-    if not sliced:  # what padding holds may be anything, NaN included
+    if not sliced:  # padding may hold any values, NaN included
         key, value = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (key, value))
         query = query.masked_fill(~valid[:, None, N - Q :, None], 0.0)
-    # Some heads, and of these some runs, at a time: what is computed of them stays near.
+    # Some heads, and of these some runs, at a time, so that tensors stay in the CPU's cache.
     most = tile(key.device)
     heads = min(H, max(1, most // (B * G * N * min(run, N))))
     most = max(1, most // (B * G * heads))
-    of_runs, of_all = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+    runs, whole_run = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
     for first, last in ((0, N - Q), (N - Q, N)):
         for tokens in _runs(valid[:, first:last], run, alike=sliced) if first < last else ():
-            for some in tokens.split(max(1, most // min(run, N) ** 2), dim=1):
+            for part in tokens.split(max(1, most // min(run, N) ** 2), dim=1):
                 if last == N:
-                    asking = some[..., ::stride]
-                else:  # their own queries are gone
-                    asking = _last(valid[:, N - Q :], run)[:, None].flip(-1)[..., ::stride]
-                of_runs.append((some.add(first).masked_fill_(some < 0, -1), asking))
+                    observers = part[..., ::stride]
+                else:  # the queries of earlier turns are not kept
+                    observers = _latest(valid[:, N - Q :], run)[:, None].flip(-1)[..., ::stride]
+                runs.append((part.add(first).masked_fill_(part < 0, -1), observers))
     if whole and run < N:
         tokens = torch.arange(N, device=key.device).masked_fill(~valid, -1)[:, None]
-        asking = _spread(valid[:, N - Q :], whole)[:, None]
-        of_all = [(tokens, some) for some in asking.split(max(1, most // N), dim=-1)]
-    several, tiny = (valid.sum(-1) > run)[:, None, None], torch.finfo(torch.float32).tiny
+        observers = _spread_tokens(valid[:, N - Q :], whole)[:, None]
+        whole_run = [(tokens, part) for part in observers.split(max(1, most // N), dim=-1)]
+    has_runs, tiny = (valid.sum(-1) > run)[:, None, None], torch.finfo(torch.float32).tiny
     scores = key.new_zeros(B, H, N, dtype=torch.float32)
     for h in range(0, H, heads):
-        found = scores[:, h : h + heads]
+        local = scores[:, h : h + heads]
         k, v = (x[:, h : h + heads].float() for x in (key, value))
-        given = (
+        arguments = (
             query[:, h * G : (h + heads) * G].float() * scale,
             k,
             _table(v, G, None if root is None else root[:, h : h + heads], valid),
             softcap,
             None if bias is None else bias[:, h : h + heads].float(),
         )
-        found[:] = _observed(of_runs, *given, sliced=sliced)
-        if of_all:
-            wide = _observed(of_all, *given, sliced=sliced)
-            wide *= found.sum(-1, keepdim=True) / wide.sum(-1, keepdim=True).clamp(min=tiny)
-            found[:] = torch.where(several, torch.maximum(found, wide), found)
+        local[:] = _observer_scores(runs, *arguments, sliced=sliced)
+        if whole_run:
+            overall = _observer_scores(whole_run, *arguments, sliced=sliced)
+            overall *= local.sum(-1, keepdim=True) / overall.sum(-1, keepdim=True).clamp(min=tiny)
+            local[:] = torch.where(has_runs, torch.maximum(local, overall), local)
     return scores
 
 
-def _observed(
+def _observer_scores(
     runs: Iterable[tuple[Tensor, Tensor]],
     query: Tensor,
     key: Tensor,
@@ -194,35 +195,35 @@ def _observed(
     *,
     sliced: bool,
 ) -> Tensor:
-    """The most that observers of runs lose without a token: float32 [B, H, N].
+    """Return the largest change of the observers' outputs without each token: float32 [B, H, N].
 
-    Runs are tokens int64 [B, n, C] and who observes them, int64 [B, n or 1, O] among the queries;
-    -1 as filler, and `sliced` if there is none and runs are alike in all rows. The other arguments
-    are those of `observer_scores` in float32, queries times the scale, and what `_table` gives.
+    Runs are indices of tokens, int64 [B, n, C], and of the queries that observe them, int64 [B, n
+    or 1, O], with -1 as filler; `sliced`: no filler, and all rows have the same runs. The others
+    are as for `observer_scores`, in float32, queries times the scale, and the result of `_table`.
     """
     (B, H, N), G = key.shape[:3], query.shape[1] // key.shape[1]
-    found = torch.zeros(B, H, N + 1, device=key.device)
-    for tokens, asking in runs:
+    scores = torch.zeros(B, H, N + 1, device=key.device)
+    for tokens, observers in runs:
         absent = None if sliced else tokens < 0
-        lost = _lost(
-            rows(query, asking.clamp(min=0).flatten(1)[:, None])
-            .unflatten(2, asking.shape[1:])
+        change = _changes(
+            rows(query, observers.clamp(min=0).flatten(1)[:, None])
+            .unflatten(2, observers.shape[1:])
             .unflatten(1, (H, G)),
-            _taken(key, tokens, sliced=sliced),
-            _taken(table, tokens, sliced=sliced).unflatten(1, (H, G)),
+            _tokens_of(key, tokens, sliced=sliced),
+            _tokens_of(table, tokens, sliced=sliced).unflatten(1, (H, G)),
             softcap,
-            None if bias is None else _taken(bias[..., None], tokens, sliced=sliced),
+            None if bias is None else _tokens_of(bias[..., None], tokens, sliced=sliced),
             absent,
-            asking >= 0,
+            observers >= 0,
         )
-        # A token alone in its run leaves nothing that could be read in its place.
-        lost.masked_fill_((tokens >= 0).sum(-1, keepdim=True)[:, None] == 1, 0.0)
-        at = tokens.masked_fill(tokens < 0, N).flatten(1)[:, None].expand(-1, H, -1)
-        found.scatter_reduce_(-1, at, lost.flatten(2), "amax")
-    return found[..., :N]
+        # Without the only token of a run there is no output to compare with.
+        change.masked_fill_((tokens >= 0).sum(-1, keepdim=True)[:, None] == 1, 0.0)
+        index = tokens.masked_fill(tokens < 0, N).flatten(1)[:, None].expand(-1, H, -1)
+        scores.scatter_reduce_(-1, index, change.flatten(2), "amax")
+    return scores[..., :N]
 
 
-def _lost(
+def _changes(
     query: Tensor,
     key: Tensor,
     table: Tensor,
@@ -231,11 +232,11 @@ def _lost(
     absent: Tensor | None,
     observing: Tensor,
 ) -> Tensor:
-    """Scores [B, H, n, C] of runs with O observers each.
+    """Return the scores [B, H, n, C] of runs with O observers each.
 
-    Query is [B, H, G, n, O, D], key [B, H, n, C, D], bias [B, H, n, C, 1]; `absent` is where there
-    is no token, bool [B, n, C] (None: nowhere), `observing` where there is an observer, bool
-    [B, n or 1, O].
+    Query is [B, H, G, n, O, D], key [B, H, n, C, D], bias [B, H, n, C, 1]. `absent` is bool
+    [B, n, C], True for fillers of tokens (None: none); `observing` is bool [B, n or 1, O], False
+    for fillers of observers.
     """
     logits = key[:, :, None] @ query.mT
     if softcap is not None:
@@ -245,33 +246,32 @@ def _lost(
     if absent is not None:  # finite: a run of padding must stay finite
         logits.masked_fill_(absent[:, None, None, ..., None], -1e30)
     tiny = torch.finfo(torch.float32).tiny
-    # One token may have nearly all of an observer's attention: what the others then give is summed
-    # without it, so that 1 - p and v - o keep their digits. No other has more than a half.
-    most, first = largest(logits)
-    weight = logits.sub_(most).exp_().scatter_(-2, first, 0.0)  # the largest's is 1
+    # One token may have nearly all of an observer's attention. The others are summed without it, so
+    # that 1 - p and v - o keep their precision; none of them has more than half of the attention.
+    top_logit, first = largest(logits)
+    weight = logits.sub_(top_logit).exp_().scatter_(-2, first, 0.0)  # the largest weight is 1
     others, rest = (weight.mT @ table[..., :-1]).split([table.shape[-1] - 2, 1], dim=-1)
     chosen, total = rows(table, first[..., 0, :])[..., :-2], rest + 1
     apart = torch.addcdiv(chosen, others, rest.clamp(min=tiny), value=-1)
-    out = torch.addcmul(chosen, apart, rest / total, value=-1)
-    lost_first = -_half_square(apart) / total.square()
-    # Halves of negative squares, and in place: the elements [B, H, G, n, C, O] are what this costs.
-    lost = table @ torch.cat([out, -_half_square(out), -torch.ones_like(rest)], dim=-1).mT
+    output = torch.addcmul(chosen, apart, rest / total, value=-1)
+    first_change = -_half_square(apart) / total.square()
+    # As minus half the squares, and in place: tensors [B, H, G, n, C, O] take most of the time.
+    change = table @ torch.cat([output, -_half_square(output), -torch.ones_like(rest)], dim=-1).mT
     odds = weight.div_(total.mT - weight)
-    lost.mul_(odds).mul_(odds).scatter_(-2, first, lost_first.mT)
+    change.mul_(odds).mul_(odds).scatter_(-2, first, first_change.mT)
     if absent is not None:
-        lost.masked_fill_(~observing[:, None, None, :, None], 0.0)
-    found = lost.amin(-1).amin(2).mul_(-2).clamp_(min=0).sqrt_()
-    return found if absent is None else found.masked_fill_(absent[:, None], 0.0)
+        change.masked_fill_(~observing[:, None, None, :, None], 0.0)
+    scores = change.amin(-1).amin(2).mul_(-2).clamp_(min=0).sqrt_()
+    return scores if absent is None else scores.masked_fill_(absent[:, None], 0.0)
 
 
 def _table(value: Tensor, groups: int, root: Tensor | None, valid: Tensor) -> Tensor:
-    """Values [B, H, N, Dv], a one, and half their squared length: float32 [B, H * G, N, Dv + 2].
+    """Return values, a one, and half the value's squared length: float32 [B, H * G, N, Dv + 2].
 
-    About their mean, and where lengths are those of the layer's output: `root` [1 or B, H, G, Dv,
-    Dv] is of the gram matrices. Two products with these give sums of values and distances from a
-    value.
+    Values [B, H, N, Dv] are multiplied by `root` [1 or B, H, G, Dv, Dv], so that lengths are those
+    of the layer's output. A product with the result gives sums of values, or squared distances.
     """
-    # About their mean: differences of nearly equal values keep their digits.
+    # Less their mean, so that differences of nearly equal values keep their precision.
     number = valid.sum(-1).clamp(min=1)[:, None, None, None]
     value = (value - value.sum(-2, keepdim=True) / number)[:, :, None]
     if root is not None:
@@ -281,7 +281,7 @@ def _table(value: Tensor, groups: int, root: Tensor | None, valid: Tensor) -> Te
 
 
 def output_gram(weight: Tensor) -> Tensor:
-    """How long a head's output becomes behind the output projection `[..., Hq, hidden, Dv]`.
+    """Return the gram matrices of an output projection `[..., Hq, hidden, Dv]` by query head.
 
     Returns:
         float32 `[..., Hq, Dv, Dv]`: `|weight[g] x| ** 2 = x' gram[g] x`.
@@ -291,18 +291,18 @@ def output_gram(weight: Tensor) -> Tensor:
 
 
 def spans(starts: Tensor, width: int) -> Tensor:
-    """The places from each of starts [..., R + 1], not falling, to the next: int64 [..., R, C].
+    """Return the indices from each of starts [..., R + 1], sorted, to the next: int64 [..., R, C].
 
-    -1 as filler behind them; no two starts are further apart than `width`, C.
+    Each span is filled up with -1 to C, the `width`, which no span exceeds.
     """
     place = starts[..., :-1, None] + torch.arange(width, device=starts.device)
     return place.masked_fill(place >= starts[..., 1:, None], -1)
 
 
 def _runs(valid: Tensor, run: int, *, alike: bool) -> list[Tensor]:
-    """Each row's valid tokens [B, N] in runs of equal length, to one: int64 [B, R, C].
+    """Cut each row's valid tokens [B, N] into runs of equal length, to one: int64 [B, R, C].
 
-    -1 as filler; those of rows that are `alike`, without padding, are apart by length instead.
+    With -1 as filler; if all rows are `alike`, without padding, one tensor per length instead.
     """
     N = valid.shape[1]
     R, counts = -(-N // run), valid.sum(-1)[:, None]
@@ -317,17 +317,17 @@ def _runs(valid: Tensor, run: int, *, alike: bool) -> list[Tensor]:
     return [tokens.masked_fill(places < 0, -1)]
 
 
-def _last(valid: Tensor, most: int) -> Tensor:
-    """The last valid tokens of each row [B, Q], `most` of them: int64 [B, C], -1 as filler."""
+def _latest(valid: Tensor, most: int) -> Tensor:
+    """Return up to `most` last valid tokens of each row [B, Q]: int64 [B, C], -1 as filler."""
     Q = valid.shape[1]
     place = torch.arange(Q, device=valid.device).expand_as(valid).masked_fill(~valid, -1)
     return place.sort(dim=-1).values[:, -min(most, Q) :]
 
 
-def _spread(valid: Tensor, number: int) -> Tensor:
-    """Valid tokens of each row [B, Q]: its last ones, and as many evenly before: int64 [B, number].
+def _spread_tokens(valid: Tensor, number: int) -> Tensor:
+    """Choose valid tokens of each row [B, Q], its last and as many before: int64 [B, number].
 
-    -1 as filler.
+    -1 is filler.
     """
     count, last = valid.sum(-1, keepdim=True), -(-number // 2)
     steps = torch.arange(number, device=valid.device)
@@ -338,8 +338,8 @@ def _spread(valid: Tensor, number: int) -> Tensor:
     return order.gather(1, place.clamp(min=0)).masked_fill(place < 0, -1)
 
 
-def _taken(x: Tensor, tokens: Tensor, *, sliced: bool) -> Tensor:
-    """The tokens [B, n, C] of x [B, H, N, D]: [B, H, n, C, D]; any where there is none."""
+def _tokens_of(x: Tensor, tokens: Tensor, *, sliced: bool) -> Tensor:
+    """Return the tokens [B, n, C] of x [B, H, N, D]: [B, H, n, C, D]; any values for fillers."""
     n, C = tokens.shape[1:]
     if not sliced:
         return rows(x, tokens.clamp(min=0).flatten(1)[:, None]).unflatten(2, (n, C))
@@ -350,10 +350,10 @@ def _taken(x: Tensor, tokens: Tensor, *, sliced: bool) -> Tensor:
 
 
 def rows(x: Tensor, at: Tensor) -> Tensor:
-    """Rows [..., K, D] of x [..., C, D] at int64 [..., K]; leading dimensions may be repeated."""
+    """Return rows [..., K, D] of x [..., C, D] at int64 [..., K]; leading dimensions broadcast."""
     step = 1
     if x.ndim == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous():
-        # As projections leave heads: rows are taken from where they lie.
+        # Heads as a projection lays them out: no copy of x is needed.
         step, flat = x.shape[1], x.transpose(1, 2).reshape(-1, x.shape[-1])
         first = torch.arange(len(flat), device=x.device).view(x.shape[0], -1, step).mT[..., :1]
     else:
@@ -364,10 +364,10 @@ def rows(x: Tensor, at: Tensor) -> Tensor:
 
 
 def largest(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest element of each column of float32 [..., C, O], and its row: [..., 1, O]."""
+    """Return the largest of each column of float32 [..., C, O], and its row: [..., 1, O] both."""
     if x.device.type != "cpu":
         return x.max(-2, keepdim=True)
-    # Pooling computes on many columns at once, which `max` does not where it gives indices.
+    # Pooling handles many columns at once, which `max` with indices does not.
     flat = x.flatten(0, -3)[:, :, None].permute(0, 3, 1, 2)  # images of O channels and C rows
     most, row = max_pool2d(flat, (x.shape[-2], 1), return_indices=True)
     shape = (*x.shape[:-2], 1, x.shape[-1])
@@ -375,14 +375,14 @@ def largest(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _root(gram: Tensor) -> Tensor:
-    """float32 [..., Dv, Dv] with `x' gram x = |x' root| ** 2`, to a millionth."""
-    found = gram.double()
-    # Rounding may have left a product of deficient rank below zero.
-    largest = found.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True).clamp(min=1e-30)
-    found.diagonal(dim1=-2, dim2=-1).add_(1e-6 * largest)
-    return torch.linalg.cholesky_ex(found)[0].float()
+    """Return float32 [..., Dv, Dv] such that `x' gram x = |x' root| ** 2`, to a millionth."""
+    matrix = gram.double()
+    # Rounding may make a singular matrix slightly indefinite.
+    largest = matrix.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True).clamp(min=1e-30)
+    matrix.diagonal(dim1=-2, dim2=-1).add_(1e-6 * largest)
+    return torch.linalg.cholesky_ex(matrix)[0].float()
 
 
 def _half_square(x: Tensor) -> Tensor:
-    """Half the squared length of each row: [..., 1]."""
+    """Return half the squared length of each row: [..., 1]."""
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(0.5)

@@ -1,9 +1,9 @@
-"""Who gets how much: the sizes of layers, and of a layer's heads; formula and part together.
+"""Sizes of layers and of a layer's heads: each file holds a formula and the part that uses it.
 
-A budget is what is kept. Every formula spends its `total` exactly, so that no comparison is won by
-a larger cache, and settles ties the same way each time, the lowest index first. Inputs may be on
-any device; the arithmetic is float64 and done there, so that only sizes come to the host. Shape
-letters are those of `mmkv.scores`.
+A budget is the number or share of tokens kept. Every formula spends its `total` exactly, so that
+all policies are compared at the same cache size, and breaks ties by the lowest index. Inputs may be
+on any device and are computed there in float64; only sizes are sent to the host. Shape letters are
+those of `mmkv.scores`.
 """
 
 from mmkv.sizes.heads import adaptive_heads

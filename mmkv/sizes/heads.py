@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 @register_part("uniform")
 @dataclass(frozen=True, kw_only=True)
 class UniformHeads(Heads):
-    """Every head keeps as many tokens."""
+    """All heads of a layer keep the same number of tokens."""
 
     equal = True
 
 
 class _ByScores(Heads):
-    """By the scores of each head."""
+    """Head sizes computed from the scores of each head."""
 
     def check(self, policy: Policy) -> None:
-        """Scores must tell heads apart."""
+        """Check that scores differ between heads."""
         if policy.score.average_heads:
             raise ValueError(
                 f"heads={self.name!r} compares heads by their scores; average_heads=True and "
@@ -38,32 +38,32 @@ class _ByScores(Heads):
 @register_part("adaptive")
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveHeads(_ByScores):
-    """A layer's size is split by how widely each head attends (Ada-KV, arXiv 2407.11550).
+    """A layer's size is split by how spread each head's attention is (Ada-KV, arXiv 2407.11550).
 
     Options:
-        alpha: the share of it that is spread evenly, in [0, 1].
+        alpha: the share of the layer's size that is split equally, in [0, 1].
     """
 
     alpha: Share = 0.5
 
     def __call__(self, scores: Tensor, totals: Tensor, *, layer_idx: int) -> Tensor:
-        """Algorithm 1 of the paper, with the floor of algorithm 2."""
+        """Return head sizes by algorithm 1 of the paper, with the floor of algorithm 2."""
         return adaptive_heads(scores, totals, alpha=self.alpha)
 
 
 @register_part("global")
 @dataclass(frozen=True, kw_only=True)
 class GlobalHeads(_ByScores):
-    """The best tokens of all heads of all layers stay, by one ranking (KVzip, arXiv 2505.23416).
+    """One ranking of the tokens of all heads in all layers (KVzip, arXiv 2505.23416).
 
-    Scores are compared as they are, and no head has a floor beyond what must be kept: so do KVzip's
-    code and that of Layer-DefensiveKV (arXiv 2510.13334).
+    Scores are compared without normalisation, and no head has a floor beyond what must be kept, as
+    in the code of KVzip and Layer-DefensiveKV (arXiv 2510.13334).
     """
 
     is_global = True
 
     def check(self, policy: Policy) -> None:
-        """It sizes the layers too, and scores must tell heads apart."""
+        """Check that no other part sizes layers, and that scores differ between heads."""
         if not isinstance(policy.layers, UniformLayers):
             raise ValueError(
                 f"heads='global' shares the budget among all layers and leaves "
@@ -72,18 +72,18 @@ class GlobalHeads(_ByScores):
         super().check(policy)
 
     def __call__(self, scores: Tensor, totals: Tensor, *, layer_idx: int) -> Tensor:
-        """By the owners of the largest scores."""
+        """Return how many of the largest scores each head has."""
         return adaptive_heads(scores, totals, alpha=0.0)
 
 
 def adaptive_heads(scores: Tensor, totals: Tensor, *, alpha: float = 0.5) -> Tensor:
-    """Split tokens among heads by where the largest scores are.
+    """Split tokens among heads by their numbers of largest scores.
 
     Args:
         scores: `[B, H, N]`, higher = keep. NaN counts as 0.
         totals: int64 `[B]`, tokens over all heads of each row, at most `H * N`.
-        alpha: share of the budget that is spread evenly, in [0, 1]: 1 is uniform, 0 follows the
-            scores alone and retains the highest sum of scores of all splits.
+        alpha: share of the budget that is split equally, in [0, 1]: 1 is uniform, 0 depends on the
+            scores alone and keeps the highest sum of scores of all splits.
 
     Returns:
         LongTensor `[B, H]`, in [0, N]; each row sums to its total.
@@ -92,7 +92,7 @@ def adaptive_heads(scores: Tensor, totals: Tensor, *, alpha: float = 0.5) -> Ten
     """
     B, H, N = scores.shape
     totals = totals.to(scores.device)[:, None]
-    # Token-major and stable, so that equal scores go round the heads.
+    # Token-major and stable, so that tokens of equal scores are given to the heads in turn.
     flat = scores.nan_to_num(nan=0.0).mT.reshape(B, N * H)
     order = flat.argsort(dim=-1, descending=True, stable=True)
     adaptive = count_first(order, totals, H)
@@ -106,9 +106,9 @@ def adaptive_heads(scores: Tensor, totals: Tensor, *, alpha: float = 0.5) -> Ten
 
 
 def count_first(order: Tensor, total: Tensor, n: int) -> Tensor:
-    """How often each of `n` occurs among the first `total` `[B, 1]` of indices modulo n: `[B, n]`.
+    """Count each residue modulo n among the first `total` `[B, 1]` entries of `order`: `[B, n]`.
 
     `order` is int64 `[B, ...]`.
     """
-    taken = torch.arange(order.shape[-1], device=order.device) < total
-    return order.new_zeros(len(order), n).scatter_add_(1, order % n, taken.long())
+    counted = torch.arange(order.shape[-1], device=order.device) < total
+    return order.new_zeros(len(order), n).scatter_add_(1, order % n, counted.long())

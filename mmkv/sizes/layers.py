@@ -1,4 +1,4 @@
-"""Layer sizes that follow from depth alone, and how any wished sizes are made whole."""
+"""Layer sizes by depth alone, and `fit`, which rounds sizes to whole tokens of a given sum."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Annotated
 
 from mmkv.parts import Layers, PositiveShare, SizeInputs, at_least, register_part
 
-# Sizes closer than this to a whole number of tokens are that number, so that the noise of float
-# arithmetic neither takes a token from a layer nor settles a tie.
+# Sizes closer than this to a whole number are rounded to it, so that rounding errors of floats
+# neither cost a layer a token nor decide a tie.
 NOISE = 1e-6
 
 
 @register_part("uniform")
 @dataclass(frozen=True, kw_only=True)
 class UniformLayers(Layers):
-    """Every layer keeps as many tokens."""
+    """All layers keep the same number of tokens."""
 
     def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
-        """Equal to one token."""
-        known = zip(rows.totals, rows.lengths, strict=True)
-        return [uniform(rows.n_layers, total, max_size=length) for total, length in known]
+        """Return sizes that differ by one token at most."""
+        row_sizes = zip(rows.totals, rows.lengths, strict=True)
+        return [uniform(rows.n_layers, total, max_size=length) for total, length in row_sizes]
 
 
 @register_part("pyramid")
@@ -31,21 +31,21 @@ class UniformLayers(Layers):
 class PyramidLayers(Layers):
     """Sizes fall in equal steps with depth (PyramidKV, arXiv 2406.02069, section 4.1).
 
-    What is always kept stays outside the series, as in the paper's own code.
+    Tokens that are always kept come on top of the series, as in the paper's own code.
 
     Options:
-        beta: the slope: the last layer's size is the mean over `beta`; 1 or more.
+        beta: the slope: the last layer's size is the mean divided by `beta`; 1 or more.
     """
 
     beta: Annotated[float, partial(at_least, 1)] = 20.0
 
     def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
-        """An arithmetic series over what is not kept anyway."""
-        L, found = rows.n_layers, list[list[float]]()
+        """Return each row's floor plus an arithmetic series."""
+        L, sizes = rows.n_layers, list[list[float]]()
         for total, length, floor in zip(rows.totals, rows.lengths, rows.floors, strict=True):
-            free, most = total - L * floor, length - floor
-            found.append([floor + n for n in pyramid(L, free, beta=self.beta, max_size=most)])
-        return found
+            budget, bound = total - L * floor, length - floor
+            sizes.append([floor + n for n in pyramid(L, budget, beta=self.beta, max_size=bound)])
+        return sizes
 
 
 @register_part("geometric")
@@ -60,21 +60,21 @@ class GeometricLayers(Layers):
     decay: PositiveShare = 0.9
 
     def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
-        """A geometric series."""
+        """Return a geometric series for each row."""
         L, decay = rows.n_layers, self.decay
-        known = zip(rows.totals, rows.lengths, strict=True)
-        return [geometric(L, total, decay=decay, max_size=length) for total, length in known]
+        row_sizes = zip(rows.totals, rows.lengths, strict=True)
+        return [geometric(L, total, decay=decay, max_size=length) for total, length in row_sizes]
 
 
 def fit(sizes: Sequence[float], total: int, *, floor: int = 0, max_size: int) -> list[int]:
-    """Make wished sizes whole and within bounds, with a sum of exactly `total`.
+    """Round sizes to whole tokens within bounds, with a sum of exactly `total`.
 
-    Wishes are clipped to the bounds; what is then missing or over is shared equally among the
+    Sizes are clipped to the bounds; then the difference to `total` is split equally among the
     layers that are not at a bound (the smallest change in the least-squares sense), and the largest
-    fractions are rounded up. The order of the wishes is kept.
+    fractions are rounded up. The order of the sizes by value is preserved.
 
     Args:
-        sizes: `[L]`, tokens wished per layer, whole or not.
+        sizes: `[L]`, target tokens per layer, whole or not.
         total: tokens to spend over all layers.
         floor: fewest tokens of a layer.
         max_size: most tokens of a layer.
@@ -83,7 +83,7 @@ def fit(sizes: Sequence[float], total: int, *, floor: int = 0, max_size: int) ->
         `[L]`, tokens per layer, between `floor` and `max_size`, of sum `total`.
 
     Raises:
-        ValueError: the bounds leave no room for `total`, or a wish is NaN.
+        ValueError: no sizes within the bounds have the sum `total`, or a size is NaN.
     """
     n_layers = len(sizes)
     if n_layers < 1:
@@ -104,10 +104,10 @@ def fit(sizes: Sequence[float], total: int, *, floor: int = 0, max_size: int) ->
         raise ValueError(f"sizes must be numbers, got {list(sizes)}")
     if sum(sizes) == total and all(n == int(n) and floor <= n <= max_size for n in sizes):
         return [int(n) for n in sizes]
-    wishes = [float(min(max(size, floor), max_size)) for size in sizes]
+    targets = [float(min(max(size, floor), max_size)) for size in sizes]
 
     def shifted(by: float) -> list[float]:
-        return [min(max(wish + by, floor), max_size) for wish in wishes]
+        return [min(max(target + by, floor), max_size) for target in targets]
 
     low, high = float(floor - max_size), float(max_size - floor)
     for _ in range(100):  # far beyond float64's precision
@@ -115,7 +115,7 @@ def fit(sizes: Sequence[float], total: int, *, floor: int = 0, max_size: int) ->
         low, high = (middle, high) if sum(shifted(middle)) <= total else (low, middle)
     reals = shifted(low)
     whole = [math.floor(real + NOISE) for real in reals]
-    # Among equal fractions the larger wish, as clipping may have made different wishes equal.
+    # Among equal fractions the larger target, as clipping may have made different targets equal.
     by_fraction = sorted(
         range(n_layers),
         key=lambda layer: (-round((reals[layer] - whole[layer]) / NOISE), -sizes[layer]),
@@ -126,7 +126,7 @@ def fit(sizes: Sequence[float], total: int, *, floor: int = 0, max_size: int) ->
 
 
 def uniform(n_layers: int, total: int, *, max_size: int) -> list[int]:
-    """Give every layer the same number of tokens; the first layers take what is left over.
+    """Give every layer the same number of tokens; the first layers get the remainder.
 
     Args:
         n_layers: number of layers.
@@ -145,13 +145,13 @@ def uniform(n_layers: int, total: int, *, max_size: int) -> list[int]:
 
 
 def pyramid(n_layers: int, total: int, *, beta: float = 20, max_size: int) -> list[int]:
-    """Let the sizes fall in equal steps from the first layer to the last.
+    """Return sizes that fall in equal steps from the first layer to the last.
 
     Args:
         n_layers: number of layers.
         total: tokens to spend over all layers, beyond the window that every layer keeps.
         beta: the last layer has the mean size divided by `beta`, unless the first layer would
-            exceed `max_size`: then the first has `max_size`, and the last makes up for it.
+            exceed `max_size`: then the first has `max_size`, and the last is raised.
         max_size: most tokens of a layer, without the window.
 
     Returns:
@@ -176,7 +176,7 @@ def pyramid(n_layers: int, total: int, *, beta: float = 20, max_size: int) -> li
 
 
 def geometric(n_layers: int, total: int, *, decay: float = 0.95, max_size: int) -> list[int]:
-    """Let the kept fraction shrink by the same factor from each layer to the next.
+    """Return sizes that shrink by the same factor from each layer to the next.
 
     Layers whose share exceeds `max_size` keep `max_size`, and the series starts after them.
 

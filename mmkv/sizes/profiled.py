@@ -1,7 +1,7 @@
-"""Layer and head sizes by what was measured of each head; `mmkv.wrap` makes them of a profile.
+"""Layer and head sizes by measurements of each head, which `mmkv.wrap` takes from a profile.
 
-In proportion to how much it copies (retrieval) or reads from pictures (visual), or by what it costs
-to shrink it: its curve is the divergence of the next-token distribution, in nats a token, when that
+A head's size is proportional to how much it copies (retrieval) or reads from pictures (visual), or
+follows from its cost curve: the divergence of the next-token distribution, in nats a token, if that
 head alone keeps a share of the prompt's tokens. `mmkv.calibrate` measures the curves.
 
 Related: head budgets measured offline (SparseMM, arXiv 2506.05344; LU-KV).
@@ -27,45 +27,45 @@ if TYPE_CHECKING:
     from mmkv.policy import Policy
 
 Weights = tuple[tuple[float, ...], ...]
-# Where `mmkv.wrap` looks for a profile beside a model's weights.
+# Names of the profiles that `mmkv.wrap` reads from a model's folder.
 FILE = "mmkv-profile.json"
 VISUAL_FILE = "mmkv-visual-heads.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledHeads(Heads):
-    """A layer's size is split as a profile says.
+    """A layer's size is split among its heads by a profile.
 
     Attributes:
-        layers: numbers of the layers that were measured.
-        least: tokens that each head keeps where there are any to keep.
+        layers: indices of the layers that were measured.
+        least: how many tokens each head keeps, if the mean size allows it.
     """
 
     layers: tuple[int, ...]
     least: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        """Nothing to check: `mmkv.wrap` makes it."""
+        """Skip the checks: `mmkv.wrap` makes this part from a checked profile."""
 
-    def wished(self, place: int, spare: int, most: int) -> Sequence[float]:
-        """Tokens of each head of a measured layer, of mean `spare`; there are `most` to keep."""
+    def target_sizes(self, index: int, mean: int, max_size: int) -> Sequence[float]:
+        """Return the sizes of a measured layer's heads, of this mean, at most `max_size` tokens."""
         raise NotImplementedError
 
     def __call__(self, scores: Tensor, totals: Tensor, *, layer_idx: int) -> Tensor:
-        """As its layer's size was found; the host waits once for the rows' numbers of tokens.
+        """Return head sizes by the profile; the host waits once, for the rows' totals.
 
         Raises:
-            ValueError: the profile is of another number of heads.
+            ValueError: the profile has another number of heads.
         """
-        H, place = scores.shape[1], self.layers.index(layer_idx)
-        offered = (scores > -torch.inf).any(1).sum(-1)
-        found = list[list[int]]()
-        for spare, most in torch.stack([totals // H, offered], dim=1).tolist():
-            wished = self.wished(place, spare, most) if spare else [0.0] * H
-            if len(wished) != H:
-                raise ValueError(f"profile: it has {len(wished)} heads a layer, this model {H}")
-            found.append(fit(wished, H * spare, floor=min(self.least, spare), max_size=most))
-        return torch.tensor(found).to(scores.device, non_blocking=True)
+        H, index = scores.shape[1], self.layers.index(layer_idx)
+        n_candidates = (scores > -torch.inf).any(1).sum(-1)
+        sizes = list[list[int]]()
+        for mean, n in torch.stack([totals // H, n_candidates], dim=1).tolist():
+            targets = self.target_sizes(index, mean, n) if mean else [0.0] * H
+            if len(targets) != H:
+                raise ValueError(f"profile: it has {len(targets)} heads a layer, this model {H}")
+            sizes.append(fit(targets, H * mean, floor=min(self.least, mean), max_size=n))
+        return torch.tensor(sizes).to(scores.device, non_blocking=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,34 +74,34 @@ class HeadsByWeight(ProfiledHeads):
 
     weights: Weights
 
-    def wished(self, place: int, spare: int, most: int) -> Sequence[float]:
-        """In proportion."""
-        weights = self.weights[place]
-        return proportional(weights, len(weights) * spare, most)
+    def target_sizes(self, index: int, mean: int, max_size: int) -> Sequence[float]:
+        """Return sizes in proportion to weights."""
+        weights = self.weights[index]
+        return proportional(weights, len(weights) * mean, max_size)
 
 
 @dataclass(frozen=True)
 class LayersByWeight(Layers):
-    """Each layer keeps what its heads do, by `weights` [L][H]."""
+    """A layer's size is the mean of its heads' sizes, by `weights` [L][H]."""
 
     weights: Weights
 
     def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
-        """What is not kept anyway is shared out to the heads of all layers."""
-        H, L, found = len(self.weights[0]), rows.n_layers, list[list[float]]()
+        """Return the floor plus the rest of the total, split among the heads of all layers."""
+        H, L, layer_sizes = len(self.weights[0]), rows.n_layers, list[list[float]]()
         flat = [w for layer in self.weights for w in layer]
         for total, length, floor in zip(rows.totals, rows.lengths, rows.floors, strict=True):
             sizes = proportional(flat, H * (total - L * floor), length - floor)
-            found.append([floor + sum(sizes[i * H : (i + 1) * H]) / H for i in range(L)])
-        return found
+            layer_sizes.append([floor + sum(sizes[i * H : (i + 1) * H]) / H for i in range(L)])
+        return layer_sizes
 
 
 def by_weight(policy: Policy, weights: Weights, layers: tuple[int, ...]) -> Policy:
-    """A policy whose head sizes are in proportion to weights [L][H], but at most the whole prompt.
+    """Return the policy with head sizes in proportion to weights [L][H], at most the whole prompt.
 
-    Weights are of the compressed `layers`, not negative. Uniform layer sizes give way to those that
-    follow from their heads; other ones stay, and each layer's is split among its heads. What must
-    be kept anyway, the observation window too, comes on top of each head's size.
+    Weights are those of the compressed `layers`, not negative. Uniform layer sizes are replaced by
+    the means of the heads' sizes; other layer sizes stay, and are split among the layer's heads.
+    Tokens that are always kept, as in the observation window, are added to each head's size.
     """
     heads = HeadsByWeight(weights=weights, layers=layers)
     if isinstance(policy.layers, UniformLayers):
@@ -109,34 +109,34 @@ def by_weight(policy: Policy, weights: Weights, layers: tuple[int, ...]) -> Poli
     return replace(policy, heads=heads)
 
 
-def proportional(weights: Sequence[float], total: float, most: float) -> list[float]:
-    """Sizes in proportion to weights, but none above `most`; what these leave goes to the others.
+def proportional(weights: Sequence[float], total: float, max_size: float) -> list[float]:
+    """Return sizes in proportion to weights, at most `max_size`, of sum `total`.
 
-    They add up to `total`, which is at most `len(weights) * most`. Weights of 0 get what no other
-    can take, evenly.
+    What exceeds `max_size` is split among the others; weights of 0 share equally what the others
+    cannot use. `total` is at most `len(weights) * max_size`.
     """
-    sizes, open_ = [0.0] * len(weights), [i for i, w in enumerate(weights) if w > 0]
+    sizes, unfilled = [0.0] * len(weights), [i for i, w in enumerate(weights) if w > 0]
     left = total
-    while open_:
-        each = left / sum(weights[i] for i in open_)
-        full = [i for i in open_ if weights[i] * each >= most]
-        for i in full or open_:
-            sizes[i] = most if full else weights[i] * each
+    while unfilled:
+        scale = left / sum(weights[i] for i in unfilled)
+        full = [i for i in unfilled if weights[i] * scale >= max_size]
+        for i in full or unfilled:
+            sizes[i] = max_size if full else weights[i] * scale
         left = total - sum(sizes)
-        open_ = [i for i in open_ if i not in full] if full else []
-    idle = [i for i, w in enumerate(weights) if w <= 0]
-    for i in idle:
-        sizes[i] = max(0.0, left) / len(idle)
+        unfilled = [i for i in unfilled if i not in full] if full else []
+    zero_weights = [i for i, w in enumerate(weights) if w <= 0]
+    for i in zero_weights:
+        sizes[i] = max(0.0, left) / len(zero_weights)
     return sizes
 
 
 class _Measured(Heads):
-    """Sizes that a profile brings; equal without one."""
+    """Head sizes by a profile; equal without one."""
 
     equal = True
 
     def check(self, policy: Policy) -> None:
-        """Each head has a ranking."""
+        """Check that each head has its own ranking."""
         if policy.score.average_heads:
             raise ValueError(
                 f"heads={self.name!r} gives heads of a layer different sizes; average_heads=True "
@@ -149,15 +149,15 @@ class _Measured(Heads):
 class RetrievalHeads(_Measured):
     """Sizes over the whole model by how much each head copies (see `mmkv.attach.copy_probe`).
 
-    A few heads of a language model look up what followed the same text before ("induction" and
+    A few heads of a language model attend to what followed the same text before ("induction" and
     "echo" heads); in a small cache they need the whole prompt. RazorAttention (arXiv 2407.15891)
-    and DuoAttention (arXiv 2410.10819) keep such heads whole; here sizes are in proportion.
+    and DuoAttention (arXiv 2410.10819) keep all tokens of such heads; here sizes are proportional.
 
-    Where the model comes with cost curves of `mmkv.calibrate`, these decide.
+    If the model's folder holds cost curves of `mmkv.calibrate`, sizes follow from these instead.
 
     Options:
         floor: a head's size is proportional to its copy score, in [0, 1], plus this.
-        copying: where no head has this copy score, none looks things up and all keep as much.
+        copying: if all copy scores are below this, all heads keep the same number of tokens.
     """
 
     floor: PositiveShare = 0.02
@@ -166,13 +166,13 @@ class RetrievalHeads(_Measured):
 
 
 def sized_by_copying(policy: Policy, scores: Weights, layers: tuple[int, ...]) -> Policy:
-    """A policy with the sizes of copy scores [L][H], of the compressed `layers`.
+    """Return the policy with sizes by copy scores [L][H] of the compressed `layers`.
 
-    The share of the prompt that head u keeps is `min(1, c * (r_u + floor))`, with c such that their
-    mean is the budget. What must be kept anyway, the observation window too, comes on top.
+    Head u keeps the share `min(1, c * (r_u + floor))` of the prompt, with c such that the mean is
+    the budget. Tokens that are always kept, as in the observation window, are added.
 
     Raises:
-        ValueError: its score leaves heads no sizes of their own.
+        ValueError: its score ranks tokens once for all heads of a layer.
     """
     chosen = policy.heads if isinstance(policy.heads, RetrievalHeads) else RetrievalHeads()
     chosen.check(policy)
@@ -187,10 +187,10 @@ def sized_by_copying(policy: Policy, scores: Weights, layers: tuple[int, ...]) -
 class VisualHeads(_Measured):
     """Sizes over the whole model by how visual each head is (SparseMM, arXiv 2506.05344).
 
-    The visual scores are of a profile of `mmkv.calibrate`; without one all heads keep as much.
+    Visual scores are read from a profile of `mmkv.calibrate`; without one all sizes are equal.
 
     Options:
-        rho: the share of the mean size that every head keeps, in [0, 1]; the rest is shared out in
+        rho: the share of the mean size that every head keeps, in [0, 1]; the rest is split in
             proportion to visual scores.
     """
 
@@ -202,7 +202,7 @@ class VisualHeads(_Measured):
     )
 
     def check(self, policy: Policy) -> None:
-        """Layers follow from their heads, and each head has a ranking."""
+        """Check that no other part sizes layers, and that each head has its own ranking."""
         if policy.layers.name and not isinstance(policy.layers, UniformLayers):
             raise ValueError(
                 f"heads='visual' sizes the heads of all layers and leaves layers="
@@ -212,14 +212,14 @@ class VisualHeads(_Measured):
 
 
 def sized_by_pictures(policy: Policy, scores: Weights, layers: tuple[int, ...]) -> Policy:
-    """A policy with the sizes of visual scores [L][H], of the compressed `layers`.
+    """Return the policy with sizes by visual scores [L][H] of the compressed `layers`.
 
-    A head's size is `rho * b + (1 - rho) * b * L * H * s`, with b the mean and s the head's share
-    of all scores. What must be kept anyway, the observation window too, comes on top, and b is the
-    mean of what is left of the budget.
+    A head's size is `rho * b + (1 - rho) * b * L * H * s`, with s the head's share of all scores
+    and b the mean of what the tokens that are always kept, as in the observation window, leave of
+    the budget; these tokens are added.
 
     Raises:
-        ValueError: its layer sizes, or its score, leave heads no sizes of their own.
+        ValueError: another part sizes layers, or the score ranks tokens once for all heads.
     """
     chosen = policy.heads if isinstance(policy.heads, VisualHeads) else VisualHeads()
     chosen.check(policy)
@@ -242,36 +242,36 @@ class CalibratedHeads(Heads):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsByCost(ProfiledHeads):
-    """A layer's size is split so that its heads lose least, by `curves`."""
+    """A layer's size is split so that the sum of its heads' costs, by `curves`, is least."""
 
     curves: Curves
     least = 1
 
-    def wished(self, place: int, spare: int, most: int) -> Sequence[float]:
-        """By the layer's own curves."""
-        (shares,) = self.curves.shares(spare / most, [place])
-        return [most * share for share in shares]
+    def target_sizes(self, index: int, mean: int, max_size: int) -> Sequence[float]:
+        """Return sizes by the layer's curves."""
+        (shares,) = self.curves.shares(mean / max_size, [index])
+        return [max_size * share for share in shares]
 
 
 @dataclass(frozen=True)
 class LayersByCost(Layers):
-    """The total is shared so that all heads together lose least."""
+    """The total is split so that the sum of all heads' costs, by `curves`, is least."""
 
     curves: Curves
 
     def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
-        """The mean of each layer's heads, of what is not kept anyway."""
-        found = list[list[float]]()
+        """Return the floor plus the mean size of each layer's heads."""
+        sizes = list[list[float]]()
         for total, length, floor in zip(rows.totals, rows.lengths, rows.floors, strict=True):
             budget = (total / rows.n_layers - floor) / (length - floor)
-            found.append([floor + (length - floor) * x for x in self.curves.by_layer(budget)])
-        return found
+            sizes.append([floor + (length - floor) * x for x in self.curves.by_layer(budget)])
+        return sizes
 
 
 def sized(policy: Policy, curves: Curves, layers: tuple[int, ...]) -> Policy:
-    """A policy with the sizes of cost curves, of the compressed `layers`.
+    """Return the policy with sizes by cost curves of the compressed `layers`.
 
-    Heads that share one ranking of tokens keep as many each; only layers are sized then.
+    If heads share one ranking of tokens, their sizes stay equal and only layers are sized.
     """
     policy = replace(policy, layers=LayersByCost(curves))
     if policy.score.average_heads:
@@ -288,7 +288,7 @@ class Curves:
         costs: `[L, H, R]`, nats a token, not negative.
 
     Raises:
-        ValueError: they are not such numbers.
+        ValueError: shapes or values are wrong.
     """
 
     levels: tuple[float, ...]
@@ -311,49 +311,49 @@ class Curves:
                     raise ValueError(f"head {i, h}: costs must be 0 or more, got {list(curve)[:9]}")
 
     def shares(self, budget: float, layers: Sequence[int]) -> list[list[float]]:
-        """The share of the prompt that each head of some layers keeps, so that least is lost.
+        """Return the share of the prompt that each head of some layers keeps, at the least cost.
 
-        Every head starts at the lowest level; the head and higher level with the largest drop of
-        cost per slot is raised, while the budget lasts.
+        Every head starts at the lowest level. The step to a higher level with the largest drop of
+        cost per token is taken first, until the budget is spent.
 
         Args:
             budget: mean share over these heads, in [0, 1].
-            layers: which of the L.
+            layers: indices among the L.
 
         Returns:
-            `[len(layers)][H]`, in [0, 1], of mean `budget`, or less where no curve asks for more.
+            `[len(layers)][H]`, in [0, 1], of mean `budget`, or less if no curve falls further.
         """
         heads = len(self.costs[0])
         low = min(budget, self.levels[0])
-        found = {layer: [low] * heads for layer in layers}
+        shares = {layer: [low] * heads for layer in layers}
         left = len(layers) * heads * (budget - low)
-        for _, _, width, layer, head in self._raises:
-            if layer in found and left > 0:
-                found[layer][head] += min(width, left)
+        for _, _, width, layer, head in self._steps:
+            if layer in shares and left > 0:
+                shares[layer][head] += min(width, left)
                 left -= width
-        return [found[layer] for layer in layers]
+        return [shares[layer] for layer in layers]
 
     def by_layer(self, budget: float) -> list[float]:
-        """The mean share of each layer's heads, `[L]`."""
+        """Return the mean share of each layer's heads, `[L]`."""
         shares = self.shares(budget, range(len(self.costs)))
         return [sum(heads) / len(heads) for heads in shares]
 
     @cached_property
-    def _raises(self) -> list[tuple[float, float, float, int, int]]:
-        """What lowers a cost, steepest first: slope, level, by which share, layer and head.
+    def _steps(self) -> list[tuple[float, float, float, int, int]]:
+        """Steps that lower a cost, steepest first: slope, level, width, layer and head.
 
-        Those of a head are its curve's lower hull, in order.
+        A head's steps are the lower convex hull of its curve, in order.
         """
-        levels, found = self.levels, list[tuple[float, float, float, int, int]]()
+        levels, steps = self.levels, list[tuple[float, float, float, int, int]]()
         for i, layer in enumerate(self.costs):
             for h, curve in enumerate(layer):
-                falling = list(accumulate(curve, min))  # noise that rises is levelled
-                at = 0
-                while falling[at] > falling[-1]:
-                    slope, to = min(
-                        ((falling[k] - falling[at]) / (levels[k] - levels[at]), -k)
-                        for k in range(at + 1, len(levels))
+                costs = list(accumulate(curve, min))  # a rise is noise
+                level = 0
+                while costs[level] > costs[-1]:
+                    slope, minus_next = min(
+                        ((costs[k] - costs[level]) / (levels[k] - levels[level]), -k)
+                        for k in range(level + 1, len(levels))
                     )
-                    found.append((slope, levels[at], levels[-to] - levels[at], i, h))
-                    at = -to
-        return sorted(found)
+                    steps.append((slope, levels[level], levels[-minus_next] - levels[level], i, h))
+                    level = -minus_next
+        return sorted(steps)

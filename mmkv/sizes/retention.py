@@ -1,4 +1,4 @@
-"""Layer sizes by the share of importance that each layer retains (PrefixKV, XKV)."""
+"""Layer sizes by the share of the scores that each layer retains (PrefixKV, XKV)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _ByScores(Layers):
-    """Layer sizes from the scores of all layers, with options for when these are learned."""
+    """Layer sizes from the scores of all layers, with options for when scores are collected."""
 
     allocation: Literal["one-pass", "mini-prefill", "sampled"] = "one-pass"
     samples: int | None = None
@@ -29,16 +29,16 @@ class _ByScores(Layers):
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
-        given = {"samples": self.samples, "requests": self.requests}
-        given = {name: n for name, n in given.items() if n is not None}
-        at_least(1, **given)
-        if self.allocation == "sampled" and len(given) != 1:
+        counts = {"samples": self.samples, "requests": self.requests}
+        counts = {name: n for name, n in counts.items() if n is not None}
+        at_least(1, **counts)
+        if self.allocation == "sampled" and len(counts) != 1:
             raise ValueError(
                 f"allocation='sampled' with samples={self.samples}, requests={self.requests}: give "
                 "one, such as samples=20 to learn from 20 requests, or requests=200 for a tenth"
             )
-        if given and self.allocation != "sampled":
-            ((name, n), *_) = given.items()
+        if counts and self.allocation != "sampled":
+            ((name, n), *_) = counts.items()
             raise ValueError(
                 f"{name}={n} is read with allocation='sampled', and here it is "
                 f"{self.allocation!r}: leave it out, or use allocation='sampled'"
@@ -46,16 +46,16 @@ class _ByScores(Layers):
 
     @property
     def learns(self) -> int:
-        """As `samples` or `requests` say."""
+        """How many first requests of a task set its sizes: `samples`, or a tenth of `requests`."""
         return self.samples or -(-(self.requests or 0) // 10)
 
     @property
     def mini_prefill(self) -> bool:
-        """As `allocation` says."""
+        """Whether `allocation` needs a first pass over the prompt."""
         return self.allocation != "one-pass"
 
     def check(self, policy: Policy) -> None:
-        """Scores must tell layers apart."""
+        """Check that scores differ between layers."""
         if not policy.score.ranks:
             raise ValueError(
                 f"layers={self.name!r} compares layers by their scores; "
@@ -69,15 +69,15 @@ class PrefixLayers(_ByScores):
     """Every layer retains the same share of importance (PrefixKV, arXiv 2412.03409, section 3.2).
 
     Options:
-        allocation: when scores are learned: "one-pass", after a prefill that holds every layer
-            whole; "mini-prefill", in a first pass that stores nothing; or "sampled", so for the
-            first requests of each `mmkv.task` alone, whose mean sizes all others get.
-        samples: how many requests to learn from, with "sampled"; 1 or more.
-        requests: in its place, how many will come: a tenth of them are learned from.
+        allocation: when sizes are set: "one-pass", after a prefill that keeps every layer whole;
+            "mini-prefill", after a first pass that stores nothing; "sampled", as "mini-prefill" for
+            the first requests of each `mmkv.task`, and to their mean sizes for all later ones.
+        samples: for "sampled", how many first requests set the sizes; 1 or more.
+        requests: in place of `samples`, how many requests will come: a tenth of them set the sizes.
     """
 
     def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
-        """Equal retention."""
+        """Return sizes of equal retention."""
         return beyond_floors(prefix, rows)
 
 
@@ -87,10 +87,10 @@ class PooledLayers(_ByScores):
     """The largest mean retention over layers (XKV, arXiv 2412.05896, section IV-B).
 
     Options:
-        allocation: when scores are learned, as for "prefix".
-        samples: how many requests to learn from, as for "prefix".
-        requests: how many will come, as for "prefix".
-        retention: instead of a budget, the mean share of importance to be retained, in (0, 1]; the
+        allocation: when sizes are set, as for "prefix".
+        samples: how many first requests set the sizes, as for "prefix".
+        requests: how many requests will come, as for "prefix".
+        retention: in place of a budget, the mean share of importance to retain, in (0, 1], with the
             smallest sizes that reach it.
     """
 
@@ -107,49 +107,51 @@ class PooledLayers(_ByScores):
             )
 
     def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
-        """By the scores of all layers, pooled."""
+        """Return sizes of the largest mean retention."""
         return beyond_floors(partial(pooled, retention=self.retention), rows)
 
 
-def beyond_floors(by: Callable[..., list[list[int]]], rows: SizeInputs) -> list[list[float]]:
-    """What each layer must keep, and of what competes as much as `by` gives it."""
-    L, scores, offered = rows.n_layers, rows.scores, rows.offered
+def beyond_floors(allocate: Callable[..., list[list[int]]], rows: SizeInputs) -> list[list[float]]:
+    """Return each row's floor plus the sizes by `allocate` of the tokens that compete."""
+    L, scores, n_candidates = rows.n_layers, rows.scores, rows.n_candidates
     assert scores is not None
-    assert offered is not None
-    spare = torch.tensor(rows.totals) - L * torch.tensor(rows.floors)
-    # In a later turn what competes may be less than there is room for.
-    spare = spare.to(scores.device, non_blocking=True).clamp(min=0).minimum(L * offered)
-    found = by(scores, spare, offered)
-    return [[floor + n for n in row] for floor, row in zip(rows.floors, found, strict=True)]
+    assert n_candidates is not None
+    to_split = torch.tensor(rows.totals) - L * torch.tensor(rows.floors)
+    # In a later turn fewer tokens may compete than the total allows.
+    to_split = to_split.to(scores.device, non_blocking=True).clamp(min=0).minimum(L * n_candidates)
+    sizes = allocate(scores, to_split, n_candidates)
+    return [[floor + n for n in row] for floor, row in zip(rows.floors, sizes, strict=True)]
 
 
-def prefix(importance: Tensor, totals: Tensor, offered: Tensor | None = None) -> list[list[int]]:
-    """Give each layer the tokens that make the lowest retention over layers as high as it can be.
+def prefix(
+    importance: Tensor, totals: Tensor, n_candidates: Tensor | None = None
+) -> list[list[int]]:
+    """Return the layer sizes with the highest minimum retention over layers.
 
-    With `P_l(o)` the share of layer `l`'s importance in its `o` largest entries, the paper
-    bisects for one `p` and keeps `min{o : P_l(o) >= p}` tokens, which is the number of `o` with
-    `P_l(o) < p`. So the `total` smallest of all `P_l(o)` are the answer, with the tokens that no
-    `p` can place already at the layers of the lowest retention, and one sort finds them exactly.
+    With `P_l(o)` the share of layer `l`'s importance in its `o` largest entries, the paper searches
+    one `p` by bisection and keeps `min{o : P_l(o) >= p}` tokens, the number of `o` with `P_l(o) <
+    p`. So each layer's size is its number among the `total` smallest of all `P_l(o)`, which one
+    sort finds exactly; tokens that no `p` can place go to the layers of the lowest retention.
 
     Args:
         importance: `[B, L, N]`, not negative; normalised per layer here. NaN counts as 0, inf as
             the largest finite entry of the layer, and a layer of zeros as uniform.
-        totals: int64 `[B]`, tokens of each row over all layers, at most L times what is offered.
-        offered: int64 `[B]`, how many of the N are there, the others being filler; None: all.
+        totals: int64 `[B]`, tokens over all layers, at most L times the row's candidates.
+        n_candidates: int64 `[B]`, how many of the N are tokens; the others are filler; None: all.
 
     Returns:
-        `[B][L]`, tokens per layer, each row of sum `total`; in one transfer to the host.
+        `[B][L]`, tokens per layer, each row of sum `total`; sent to the host at once.
 
     Raises:
         ValueError: an entry is negative.
 
-    Source: PrefixKV, arXiv 2412.03409, section 3.3; its search may miss the sum, this one does not.
+    Source: PrefixKV, arXiv 2412.03409, section 3.3, whose bisection may miss the total.
     """
-    shares, filler = _shares(importance, offered)
+    shares, filler = _shares(importance, n_candidates)
     curve = shares.sort(dim=-1, descending=True).values.cumsum(-1)
     curve = torch.nn.functional.pad(curve / curve[..., -1:], (1, 0))
     reached = curve[..., :-1]  # [B, L, N]: P_l before the next token is added
-    # Token-major, so that equal entries (the zeros of a tail) go round the layers.
+    # Token-major, so that equal entries (zeros at the end) are given to the layers in turn.
     order = reached.masked_fill(filler, torch.inf).mT.flatten(1).argsort(dim=-1, stable=True)
     return _counted(order, totals, importance)
 
@@ -157,19 +159,19 @@ def prefix(importance: Tensor, totals: Tensor, offered: Tensor | None = None) ->
 def pooled(
     importance: Tensor,
     totals: Tensor,
-    offered: Tensor | None = None,
+    n_candidates: Tensor | None = None,
     *,
     retention: float | None = None,
 ) -> list[list[int]]:
-    """Give each layer the tokens that make the mean retention over layers as high as it can be.
+    """Return the layer sizes with the highest mean retention over layers.
 
     The paper's greedy loop adds one token at a time where it adds most. As retention is concave in
-    the size, that is the `total` largest of all layers' normalised entries: one sort, no loop.
+    the size, that selects the `total` largest normalised entries of all layers: one sort, no loop.
 
     Args:
-        importance, totals, offered: as of `prefix`.
-        retention: the mean retention to reach with as few tokens as possible, in (0, 1], where that
-            takes more than `totals`.
+        importance, totals, n_candidates: as for `prefix`.
+        retention: the mean retention to reach with as few tokens as possible, in (0, 1]; `totals`
+            are then minima.
 
     Returns:
         `[B][L]`, as `prefix`.
@@ -179,33 +181,33 @@ def pooled(
 
     Source: XKV, arXiv 2412.05896, algorithm 1.
     """
-    shares, filler = _shares(importance, offered)
-    # Token-major, so that equal entries go round the layers.
+    shares, filler = _shares(importance, n_candidates)
+    # Token-major, so that equal entries are given to the layers in turn.
     entries = shares.masked_fill(filler, -1.0).mT.flatten(1)
     entries, order = entries.sort(dim=-1, descending=True, stable=True)
     if retention is not None:
         mean = entries.clamp(min=0).cumsum(-1)
         mean = mean / mean[:, -1:]
-        # Less a rounding error, or ten entries of 0.1 would not reach 0.8 with eight of them.
+        # Less a rounding error: eight entries of 0.1 must reach 0.8.
         totals = totals.maximum((mean < retention * (1 - 1e-12)).sum(-1) + 1)
     return _counted(order, totals, importance)
 
 
-def _shares(importance: Tensor, offered: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Importance `[..., L, N]` with each layer normalised to sum 1, float64; 0 for filler.
+def _shares(importance: Tensor, n_candidates: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Normalise importance `[..., L, N]` to sum 1 in each layer: float64, 0 for filler.
 
-    Also which of the N are filler, bool `[..., 1, N]`: all from `offered` `[...]` on.
+    Also return which of the N are filler, bool `[..., 1, N]`: all after `n_candidates` `[...]`.
     """
     N, device = importance.shape[-1], importance.device
-    here = torch.arange(N, device=device)
-    most = torch.tensor(N) if offered is None else offered
-    filler = here >= most.to(device)[..., None, None]
+    index = torch.arange(N, device=device)
+    count = torch.tensor(N) if n_candidates is None else n_candidates
+    filler = index >= count.to(device)[..., None, None]
     weights = importance.detach().double().nan_to_num(nan=0.0, posinf=torch.inf)
     infinite = weights.isinf()
     largest = weights.masked_fill(infinite, 0.0).amax(-1, keepdim=True)
-    # A layer of nothing but inf and zeros has no finite scale: any positive number serves.
+    # A layer of inf and zeros alone has no finite scale: any positive number will do.
     largest = torch.where(largest > 0, largest, 1.0)
-    # By the largest first: the sum of very large or very small entries is not finite or not exact.
+    # Divided by the largest first: sums of very large or small entries overflow or underflow.
     weights = torch.where(infinite, 1.0, weights / largest)
     weights = torch.where(weights.amax(-1, keepdim=True) > 0, weights, 1.0)
     weights = weights.masked_fill(filler, 0.0)
@@ -213,11 +215,11 @@ def _shares(importance: Tensor, offered: Tensor | None = None) -> tuple[Tensor, 
 
 
 def _counted(order: Tensor, totals: Tensor, importance: Tensor) -> list[list[int]]:
-    """Occurrences of each layer among the first `totals` `[B]` of token-major indices: `[B][L]`."""
+    """Count each layer among the first `totals` `[B]` token-major indices: `[B][L]`."""
     B, L, _ = importance.shape
-    found = count_first(order, totals.to(order.device)[:, None], L)
+    sizes = count_first(order, totals.to(order.device)[:, None], L)
     lowest = importance.nan_to_num(nan=0.0).amin().double()
-    *flat, lowest = torch.cat([found.flatten().double(), lowest[None]]).tolist()
+    *flat, lowest = torch.cat([sizes.flatten().double(), lowest[None]]).tolist()
     if lowest < 0:
         raise ValueError(f"importance must not be negative, got {lowest}")
     return [[int(n) for n in flat[b * L : (b + 1) * L]] for b in range(B)]

@@ -18,28 +18,29 @@ from mmkv.sizes.layers import fit, uniform
 @register_part("squeeze")
 @dataclass(frozen=True, kw_only=True)
 class SqueezeLayers(Layers):
-    """Layers that change the residual stream least keep little (SqueezeAttention, section 3).
+    """Layers that change the residual stream least keep fewer tokens (SqueezeAttention, section 3).
 
     Options:
-        p: their size as a share of the mean size, in (0, 1].
+        p: the size of these layers as a share of the mean size, in (0, 1].
     """
 
     p: PositiveShare = 0.35
     needs = "similarity"
 
     def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
-        """By groups of the layers' similarity; one that overflowed changes the stream."""
+        """Return sizes by clusters of similarity; NaN, from an overflow, counts as 0."""
         assert rows.measured is not None
-        known = zip(rows.measured.nan_to_num(nan=0.0), rows.totals, rows.lengths, strict=True)
-        return [squeeze(alike, total, p=self.p, max_size=length) for alike, total, length in known]
+        similarity = rows.measured.nan_to_num(nan=0.0)
+        row_sizes = zip(similarity, rows.totals, rows.lengths, strict=True)
+        return [squeeze(x, total, p=self.p, max_size=length) for x, total, length in row_sizes]
 
 
 def squeeze(
     similarity: Tensor | Sequence[float], total: int, *, p: float = 0.35, max_size: int
 ) -> list[int]:
-    """Cut the layers that change the residual stream least to `p` of the mean size.
+    """Reduce the layers that change the residual stream least to `p` times the mean size.
 
-    What that frees is shared equally by the other layers.
+    The other layers share the tokens freed equally.
 
     Args:
         similarity: `[L]`, cosine similarity of the residual stream before and after each layer's
@@ -76,10 +77,11 @@ def squeeze(
 
 
 def _highest_cluster(values: NDArray[np.float64]) -> float:
-    """The least value in the highest of the 3 clusters that k-means looks for, the best ones.
+    """Return the least value of the highest of 3 clusters, optimal by the k-means objective.
 
-    In one dimension clusters are intervals, so all pairs of cuts are tried: the squares within
-    clusters are least where the sum of (cluster's sum) ** 2 / size, of centred values, is largest.
+    In one dimension clusters are intervals, so all pairs of cuts are tried. The sum of squares
+    within clusters is least where the sum of (cluster's sum) ** 2 / size, of centred values, is
+    largest.
     """
     ordered, n = np.sort(values), len(values)
     sums = np.concatenate([[0.0], np.cumsum(ordered - ordered.mean())])
@@ -90,13 +92,13 @@ def _highest_cluster(values: NDArray[np.float64]) -> float:
 
 @torch.no_grad()
 def residual_similarity(before: Tensor, after: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Mean cosine similarity of the residual stream `[B, N, hidden]` around an attention block.
+    """Return the mean cosine similarity of the residual stream before and after attention.
 
-    Before it, and after its output was added; `valid` is bool `[B, N]`, False for padding.
+    Both are `[B, N, hidden]`, after with attention's output added; `valid` is bool `[B, N]`.
 
     Returns:
-        float32 `[B]`, in [-1, 1]; 0 for a row that is all padding. High means that the layer
-        changes little.
+        float32 `[B]`, in [-1, 1], high if the layer changes the stream little; 0 for a row of
+        padding.
 
     Source: SqueezeAttention, arXiv 2404.04793, section 3.
     """
