@@ -1,4 +1,4 @@
-"""Where a model keeps what we need. The only module that knows one model from another."""
+"""Names of each model's parts. No other module depends on the class of a model."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from mmkv.calls import check_container, unwrap_container
 
 @dataclass(frozen=True)
 class Decoder:
-    """Facts about one kind of text decoder."""
+    """Names and properties of one kind of text decoder."""
 
-    layers: str = "layers"  # where its blocks are
-    attention: str = "self_attn"  # where a block keeps its attention module
-    output: str = "o_proj"  # where the attention module keeps its output projection
-    # The module of a block that the attention's output passes before it is added to the residual
-    # stream; None where it is added as it is.
+    layers: str = "layers"  # name of its list of blocks
+    attention: str = "self_attn"  # name of a block's attention module
+    output: str = "o_proj"  # name of the attention module's output projection
+    # Name of the block's module that is applied to attention's output before it is added to the
+    # residual stream; None: no module.
     added: str | None = None
-    rotary: str | None = None  # why keys cannot be turned afterwards; None where they can
-    interleaved: bool = False  # its rotary embedding turns dimensions 2 i and 2 i + 1 together
-    others: str | None = None  # what layers that are not compressed are, such as "sliding"
-    # In place of the attention module's forward, called with the module first, where that does not
-    # go through transformers' AttentionInterface.
+    rotary: str | None = None  # why stored keys cannot be rotated again; None if they can
+    interleaved: bool = False  # rotary embedding of dimensions 2 i and 2 i + 1 together
+    others: str | None = None  # kind of its layers that are not compressed, such as "sliding"
+    # Replaces the attention module's forward, called with the module first, if that does not use
+    # transformers' AttentionInterface.
     forward: Callable[..., Any] | None = None
-    # Settings of the config, the values that they may have, and why no other.
+    # Settings of the config, their allowed values, and why others are refused.
     refused: tuple[tuple[str, tuple[Any, ...], str], ...] = ()
 
 
@@ -60,7 +60,7 @@ def _falcon_attention(
 
 _THREE_AXES = "its rotary positions have three parts"
 
-# By `config.model_type` of the decoder.
+# Decoders by `config.model_type`.
 DECODERS: dict[str, Decoder] = {
     **dict.fromkeys(("gemma", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3"), Decoder()),
     **dict.fromkeys(
@@ -119,7 +119,7 @@ DECODERS: dict[str, Decoder] = {
 }
 
 
-# Kinds of decoders that a model may hold, by its class's name; a subclass counts as its base.
+# Allowed decoders by the name of the model's class; a subclass counts as its base.
 MODELS: dict[str, tuple[str, ...]] = {
     "FalconForCausalLM": ("falcon",),
     "Gemma2ForCausalLM": ("gemma2",),
@@ -158,7 +158,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "SmolVLMForConditionalGeneration": ("llama",),
 }
 
-# Of this one, all tokens of a prompt see each other, so that no cut may part them.
+# In this model all tokens of a prompt see each other, so that it cannot be read in chunks.
 _BOTH_WAYS = "PaliGemmaForConditionalGeneration"
 
 # Known classes that cannot be wrapped, and why.
@@ -171,27 +171,27 @@ REFUSED: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """A model's parts."""
+    """The parts of a model."""
 
-    decoder: nn.Module  # its forward sees embeddings, mask and cache
-    config: Any  # the decoder's, which carries the attention implementation
-    layers: tuple[nn.Module, ...]  # the residual stream enters a block as its first argument
-    attentions: tuple[Any, ...]  # of each block; None where it has linear attention
-    image_token_ids: tuple[int, ...]  # of images and videos in `input_ids`; () for a text model
+    decoder: nn.Module  # its forward takes embeddings, mask and cache
+    config: Any  # the decoder's, which names the attention implementation
+    layers: tuple[nn.Module, ...]  # blocks; their first argument is the residual stream
+    attentions: tuple[Any, ...]  # of each block; None for linear attention
+    image_token_ids: tuple[int, ...]  # images and videos in `input_ids`; () for a text model
     facts: Decoder
     both_ways: bool = False  # whether all tokens of a prompt see each other
-    ranks: int = 1  # over how many processes each layer's heads are spread (tensor parallelism)
+    ranks: int = 1  # number of processes that share each layer's heads (tensor parallelism)
 
     def added(self, index: int, output: Tensor) -> Tensor:
-        """What a block adds to the residual stream, given its attention module's output."""
+        """Return what a block adds to the residual stream, from its attention module's output."""
         name = self.facts.added
         return output if name is None else getattr(self.layers[index], name)(output)
 
     def output_weight(self, index: int) -> Tensor:
-        """The output projection of a block's attention by query head, [Hq, hidden, Dv].
+        """Return the output projection of a block's attention by query head, [Hq, hidden, Dv].
 
-        Without the gate that the attention's output passes before it in some models (Qwen3.5). Of
-        heads that are spread over processes those of this one.
+        It does not include the gate that some models (Qwen3.5) apply before it. With tensor
+        parallelism it has the heads of this process.
 
         Raises:
             ValueError: it is spread over processes, and quantised or adapted.
@@ -208,7 +208,7 @@ class Adapter:
                 )
             weight = getattr(weight, "to_local", lambda: linear.weight)()
         elif not plain:
-            # Quantised or adapted: what it does to each unit vector.
+            # Quantised or adapted: apply it to each unit vector.
             dtype = next(self.layers[index].parameters()).dtype
             unit = torch.eye(linear.in_features, device=weight.device)
             unit = unit.to(dtype if dtype.is_floating_point else torch.float32)
@@ -217,7 +217,7 @@ class Adapter:
         return weight.unflatten(1, (heads, -1)).transpose(0, 1)
 
     def pair_shape(self, index: int) -> tuple[int, int]:
-        """H and D: how many heads of keys and values a layer has, and how many numbers each."""
+        """Return H and D of a layer: its number of key-value heads, and their dimension."""
         module, config = self.attentions[index], self.config.per_layer_config[index]
         heads: int = config.num_attention_heads // getattr(module, "num_key_value_groups", 1)
         if self.facts.forward is not None:  # Falcon
@@ -225,16 +225,16 @@ class Adapter:
         return heads, _dim(config)
 
     def turns_by(self) -> Tensor:
-        """Radians per position of each pair of dimensions that is turned, [R / 2]."""
+        """Return radians per position of each rotated pair of dimensions, [R / 2]."""
         rotary: Any = self.decoder.rotary_emb
         name = "inv_freq" if hasattr(rotary, "inv_freq") else "full_attention_inv_freq"
         return getattr(rotary, name)
 
     def rotary_frequencies(self) -> Tensor:
-        """Frequencies of the rotary embedding, [D / 2]; pair i is dimensions i and i + D / 2.
+        """Return frequencies of the rotary embedding, [D / 2], of dimensions i and i + D / 2.
 
         Raises:
-            ValueError: the embedding cannot be undone by turning whole keys by fixed frequencies.
+            ValueError: whole keys cannot be rotated by fixed frequencies.
         """
         why = self.facts.rotary
         if why is None:
@@ -252,14 +252,14 @@ class Adapter:
 
 
 def of_full_layers(config: Any) -> Any:
-    """A decoder's config, as its layers with full attention have it (Gemma 4's others differ)."""
+    """Return the config of a decoder's layers with full attention (Gemma 4's others differ)."""
     kinds: list[str] = getattr(config, "layer_types", None) or []
     full = kinds.index("full_attention") if "full_attention" in kinds else 0
     return config.per_layer_config[full]
 
 
 def head_dim(config: Any) -> int:
-    """Numbers in one head's key, of layers with full attention."""
+    """Return the head dimension of layers with full attention."""
     return _dim(of_full_layers(config))
 
 
@@ -268,18 +268,17 @@ def _dim(config: Any) -> int:
 
 
 def shape(config: Any) -> dict[str, Any]:
-    """What a cache or a profile and the decoder it is for must agree in."""
+    """Return the settings in which a decoder must equal that of a cache or profile."""
     names = ("model_type", "num_hidden_layers", "hidden_size", "num_key_value_heads")
     full = of_full_layers(config)
     return {name: getattr(full, name, None) for name in names}
 
 
 def find(model: nn.Module) -> Adapter:
-    """Find the parts of a model, or of the one inside what stands around it.
+    """Find the parts of a model, also inside containers such as PEFT's.
 
     Raises:
-        ValueError: the class or its decoder is not supported; the message names it and those that
-            are.
+        ValueError: the class or its decoder is not supported; the message lists supported ones.
     """
     check_container(model)
     model = unwrap_container(model)
@@ -291,23 +290,23 @@ def find(model: nn.Module) -> Adapter:
             "device_map='auto'"
         )
     names = [cls.__name__ for cls in type(model).__mro__]
-    known = next((MODELS[n] for n in names if n in MODELS), None)
-    if known is None:
+    kinds = next((MODELS[n] for n in names if n in MODELS), None)
+    if kinds is None:
         why = next((f": {REFUSED[n]}" for n in names if n in REFUSED), "")
-        whole = [n for n in MODELS if n.startswith(f"{name.removesuffix('Model')}For")]
-        if whole and name.endswith("Model"):
+        classes = [n for n in MODELS if n.startswith(f"{name.removesuffix('Model')}For")]
+        if classes and name.endswith("Model"):
             raise ValueError(
-                f"mmkv cannot wrap a {name}: load it as {' or '.join(whole)}, which can generate"
+                f"mmkv cannot wrap a {name}: load it as {' or '.join(classes)}, which can generate"
             )
         raise ValueError(f"mmkv cannot wrap a {name}{why}; supported: {', '.join(MODELS)}")
     decoder: Any = model.get_decoder()  # type: ignore[operator]
-    if type(decoder).__name__ in MODELS:  # Llama 4 finds a whole language model
+    if type(decoder).__name__ in MODELS:  # for Llama 4 a whole language model
         decoder = decoder.model
     kind = decoder.config.model_type
-    if kind not in known:
+    if kind not in kinds:
         raise ValueError(
             f"mmkv cannot wrap a {name} whose decoder is a {type(decoder).__name__} ({kind!r}); "
-            f"decoders: {', '.join(known)}"
+            f"decoders: {', '.join(kinds)}"
         )
     facts = DECODERS[kind]
     for setting, allowed, why in facts.refused:
@@ -316,24 +315,24 @@ def find(model: nn.Module) -> Adapter:
             raise ValueError(f"mmkv cannot wrap a {name} with {setting}={value!r}: {why}")
     layers = tuple(attrgetter(facts.layers)(decoder))
     attentions = tuple(getattr(layer, facts.attention, None) for layer in layers)
-    ids = (getattr(model.config, f"{x}_token_id", None) for x in ("image", "video"))
+    token_ids = (getattr(model.config, f"{x}_token_id", None) for x in ("image", "video"))
     return Adapter(
         decoder=decoder,
         config=decoder.config,
         layers=layers,
         attentions=attentions,
-        image_token_ids=tuple(token for token in ids if token is not None),
+        image_token_ids=tuple(token for token in token_ids if token is not None),
         facts=facts,
         both_ways=_BOTH_WAYS in names,
         ranks=_ranks((model, decoder, *layers), attentions),
     )
 
 
-def _ranks(around: Sequence[Any], attentions: Sequence[Any]) -> int:
-    """Over how many processes heads are spread; `around` is all that holds attention modules."""
-    found = getattr(around[0], "_tp_size", None) or 1
-    if found > 1 or any(type(x).__name__.startswith("FSDP") for x in around):
-        return found  # FSDP gathers the weights of a layer before it runs
+def _ranks(containers: Sequence[Any], attentions: Sequence[Any]) -> int:
+    """Return how many processes share the heads; `containers` hold the attention modules."""
+    n_ranks = getattr(containers[0], "_tp_size", None) or 1
+    if n_ranks > 1 or any(type(x).__name__.startswith("FSDP") for x in containers):
+        return n_ranks  # FSDP gathers the weights of a layer before it runs
     for module in attentions:
         for weight in () if module is None else module.parameters():
             if any(x.is_shard() for x in getattr(weight, "placements", ())):
@@ -342,15 +341,15 @@ def _ranks(around: Sequence[Any], attentions: Sequence[Any]) -> int:
 
 
 def table() -> list[dict[str, str]]:
-    """Every known class: "class", "status" ("supported" or "refused") and "compressed"."""
-    found = {name: ("refused", f"nothing: {why}") for name, why in REFUSED.items()}
+    """Return every known class: "class", "status" ("supported", "refused") and "compressed"."""
+    statuses = {name: ("refused", f"nothing: {why}") for name, why in REFUSED.items()}
     for name, kinds in MODELS.items():
         others = {DECODERS[kind].others for kind in kinds}
-        what = "every layer"
+        layers = "every layer"
         if None not in others:
-            what = f"layers with full attention; {others.pop()} layers are left alone"
+            layers = f"layers with full attention; {others.pop()} layers are left alone"
         elif len(others) > 1:
-            what = "every layer, or those with full attention where others slide"
-        found[name] = "supported", what
-    rows = sorted(found.items(), key=lambda row: row[0].lower())
-    return [{"class": name, "status": x, "compressed": what} for name, (x, what) in rows]
+            layers = "every layer, or those with full attention where others slide"
+        statuses[name] = "supported", layers
+    rows = sorted(statuses.items(), key=lambda row: row[0].lower())
+    return [{"class": name, "status": x, "compressed": y} for name, (x, y) in rows]

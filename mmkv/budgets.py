@@ -1,4 +1,4 @@
-"""What a budget may be, in Python and on a command line: the one place that checks it."""
+"""Checks of budgets, in Python and on a command line."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mmkv.policy import Policy
 
-_MOST = 2**31  # far more tokens than any prompt has, and few enough to calculate with
+_MOST = 2**31  # more tokens than any prompt has, and small enough for arithmetic
 
 
 def number(budget: Any) -> float | int:
-    """A budget as a plain float, the fraction kept, or int, the tokens kept per layer and head.
+    """Convert a budget to a float, the fraction kept, or an int, the tokens per layer and head.
 
-    NumPy's numbers, `Fraction` and `Decimal` are taken too.
+    NumPy's numbers, `Fraction` and `Decimal` are accepted too.
     """
     if isinstance(budget, bool) or not isinstance(budget, Real | Decimal):
         raise ValueError(f"budget={budget!r}: expected a float in (0, 1] or an int of at least 1")
@@ -27,11 +27,11 @@ def number(budget: Any) -> float | int:
         if int(budget) > _MOST:
             raise ValueError(f"budget: an int is the number of tokens kept, at most {_MOST}")
         return int(budget)
-    # A float32 of 0.2 says 0.2; as a float it would be 0.20000000298.
+    # By its text, so that a float32 of 0.2 is 0.2 and not 0.20000000298.
     exact = isinstance(budget, float | Fraction)
     try:
         fraction = float(budget) if exact else float(str(budget))
-    except OverflowError:  # of a Fraction
+    except OverflowError:  # a large Fraction
         fraction = math.inf
     if not 0 < fraction <= 1:
         raise ValueError(
@@ -42,7 +42,7 @@ def number(budget: Any) -> float | int:
 
 
 def checked(policy: Policy, budget: Any) -> float | int | None:
-    """The budget that a policy goes by: None: its retention decides; 1.0: it keeps all."""
+    """Check a policy's budget; return None if its retention decides, 1.0 if it keeps all."""
     size = None if budget is None else number(budget)
     if policy.keeps_all:
         return 1.0
@@ -57,51 +57,51 @@ def checked(policy: Policy, budget: Any) -> float | int | None:
             f"policy {policy.name!r} needs a budget: a float in (0, 1] for a fraction of the "
             "prompt, or an int for a number of tokens"
         )
-    always = policy.window_size + policy.sinks
-    if isinstance(size, int) and size < always:
-        kept = f"window={policy.window_size - policy.postpone}, sinks={policy.sinks}"
-        kept += f", postpone={policy.postpone}" if policy.postpone else ""
+    min_kept = policy.window_size + policy.sinks
+    if isinstance(size, int) and size < min_kept:
+        options = f"window={policy.window_size - policy.postpone}, sinks={policy.sinks}"
+        options += f", postpone={policy.postpone}" if policy.postpone else ""
         raise ValueError(
-            f"budget={size} is below the {always} tokens that {policy.name!r} always keeps "
-            f"({kept}): raise it, or lower those"
+            f"budget={size} is below the {min_kept} tokens that {policy.name!r} always keeps "
+            f"({options}): raise it, or lower those"
         )
     return size
 
 
 def parse(text: str) -> float | int:
-    """A budget on a command line: "0.2" and "20%" are fractions, "200" is a number of tokens."""
+    """Parse a budget: "0.2" and "20%" are fractions, "200" is a number of tokens."""
     text = text.strip()
     try:
         if text.endswith("%"):
-            found: float | int = float(Decimal(text[:-1].strip()) / 100)
+            budget: float | int = float(Decimal(text[:-1].strip()) / 100)
         else:
-            found = int(text) if text.lstrip("+-").isdigit() else float(text)
+            budget = int(text) if text.lstrip("+-").isdigit() else float(text)
     except (ValueError, ArithmeticError):
         raise ValueError(
             f"budget {text!r}: expected a fraction such as 0.2 or 20%, or a number of tokens such "
             "as 200"
         ) from None
-    return number(found)
+    return number(budget)
 
 
 def parse_list(text: str) -> list[float | int]:
-    """Budgets with commas between them, each once."""
-    found: list[float | int] = []
+    """Parse budgets separated by commas, and refuse duplicates."""
+    budgets: list[float | int] = []
     for part in text.split(","):
         budget = parse(part)
-        if named(budget) in map(named, found):
+        if named(budget) in map(named, budgets):
             raise ValueError(f"budget {part.strip()} is named twice")
-        found.append(budget)
-    return found
+        budgets.append(budget)
+    return budgets
 
 
 def note(budget: float | int | None) -> str:
-    """What a user may not have meant by a budget; "" where there is no doubt."""
+    """Return a note on a budget that may not be meant; "" if there is no doubt."""
     if budget == 1 and isinstance(budget, int):
         return "a budget of 1 is one token per layer and head; 1.0 or 100% keeps everything"
     return ""
 
 
 def named(budget: float | int) -> str:
-    """A budget in a label: "0.2", "1.0" for everything, "1" for one token."""
+    """Return a budget's label: "0.2", "1.0" for everything, "1" for one token."""
     return "1.0" if budget == 1 and isinstance(budget, float) else f"{budget:g}"

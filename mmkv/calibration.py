@@ -1,13 +1,13 @@
-"""Calibration: measure a profile, layer sizes or what each head costs, over a few samples.
+"""Calibration: measure a profile, layer sizes or head costs, over a few samples.
 
-A head's cost is what the model's output feels when that head alone is shrunk. A second-order
-estimate needs one backward pass a draw for all heads and levels together. The model's own greedy
-reply is read again behind the whole prompt. With signs `z_tv = +-1` at random for each of its
-tokens and each word, the gradient `g` of `sum_tv z_tv sqrt(p_tv) log p_tv`, the roots held fixed,
-has the Fisher information as its covariance. So half the mean square of `g . change` is the
-Kullback-Leibler divergence that a change of a head's output causes, to second order, summed over
-the reply. Labels drawn from p in place of signs for every word have the same mean, but a sure model
-seldom draws those that tell most.
+A head's cost is the divergence of the model's output when that head alone is compressed. It is
+estimated to second order, with one backward pass per draw for all heads and levels together. The
+model's own greedy reply is read again after the whole prompt. With random signs `z_tv = +-1` for
+each of its tokens and each word of the vocabulary, the gradient `g` of `sum_tv z_tv sqrt(p_tv) log
+p_tv`, the roots held constant, has the Fisher information as its covariance. So half the mean
+square of `g . change` is, to second order, the Kullback-Leibler divergence that a change of a
+head's output causes, summed over the reply. Labels drawn from p would have the same mean, but a
+confident model seldom draws the most informative ones.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mmkv.wrapping import comparing, wrapped
 LEVELS = (0.03, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.55, 0.75, 1.0)
 # Most tokens of a reply, and draws of signs for each.
 _REPLY, _DRAWS = 128, 16
-# Any at which tokens are scored.
+# Only needed so that tokens are scored; any value will do.
 _BUDGET = 0.5
 
 
@@ -55,26 +55,26 @@ def calibrate(
 ) -> Profile:
     """Measure a profile over samples.
 
-    It is the mean of a policy's kept fractions by layer; or, for policies with heads="calibrated"
-    (condense), what shrinking each head costs the model's own greedy replies; or, for those with
-    heads="visual" (sparsemm), how visual each head is, see `mmkv.visual_heads.measure` for what
-    samples may say of their pictures.
+    It holds the mean of a policy's kept fractions by layer; or, for heads="calibrated" or
+    "retrieval" (condense), cost curves of the heads on the model's own greedy replies; or, for
+    heads="visual" (sparsemm), how visual each head is (see `mmkv.visual_heads.measure` for image
+    regions in samples).
 
     Args:
         model: not wrapped; it is wrapped for the length of the call.
-        samples: what `model(**sample)` takes, such as a processor returns; each row of a batch
+        samples: inputs for `model(**sample)`, such as a processor returns; each row of a batch
             counts as a sample.
         policy: one whose layer sizes depend on the prompt: prefixkv, xkv, squeeze; or condense or
             sparsemm.
-        budget: a fraction in (0, 1); what is measured of heads does not depend on it.
+        budget: a fraction in (0, 1); measurements of heads do not depend on it.
         policy_options: override the policy's defaults, of which `least` is 0 here.
 
     Returns:
         A profile for `mmkv.wrap(model, profile=...)`.
 
     Raises:
-        ValueError: no samples, one that is no mapping of inputs, or a policy whose sizes do not
-            depend on the prompt.
+        ValueError: there are no samples, one is not a mapping of inputs, or the policy's sizes do
+            not depend on the prompt.
     """
     chosen = get_policy(policy, **exact_share(policy) | policy_options)
     if chosen.postpone:
@@ -93,21 +93,21 @@ def calibrate(
             f"calibrate measures all heads, and those of this model are spread over {parts.ranks} "
             "processes: measure it in one, with device_map='auto'"
         )
-    about: Any = {"policy": chosen.name, "model": adapters.shape(parts.config)}
+    origin: Any = {"policy": chosen.name, "model": adapters.shape(parts.config)}
     if isinstance(chosen.heads, CalibratedHeads | RetrievalHeads):
         curves, n = cost_curves(model, _checked(samples), chosen)
-        return Profile(curves=curves, samples=n, **about)
+        return Profile(curves=curves, samples=n, **origin)
     if isinstance(chosen.heads, VisualHeads):
         scores, n = visual_heads.measure(model, _checked(samples), chosen)
-        return Profile(visual=scores, samples=n, **about)
+        return Profile(visual=scores, samples=n, **origin)
     if not chosen.layers.needs:
         raise ValueError(
             f"policy {chosen.name!r} sizes its layers without looking at the prompt "
             f"(layers={chosen.layers.name!r}): there is nothing to calibrate"
         )
     rows: list[list[float]] = []
-    asked = None if chosen.retention is not None else budget
-    with wrapped(model, chosen, asked), torch.no_grad():
+    target = None if chosen.retention is not None else budget
+    with wrapped(model, chosen, target), torch.no_grad():
         for sample in _checked(samples):
             cache = cache_in(model(**sample, use_cache=True))
             for row, length in enumerate(cache.lengths):
@@ -115,14 +115,14 @@ def calibrate(
     if not rows:
         raise ValueError("calibrate: no samples")
     mean = tuple(sum(layer) / len(rows) for layer in zip(*rows, strict=True))
-    spent = sum(mean) / len(mean)
-    # Sizes are whole tokens: what is spent differs from what was asked for by less than one.
-    size = spent if asked is None or abs(spent - asked) > CLOSE else asked
-    return Profile(mean, budget=size, samples=len(rows), **about)
+    mean_size = sum(mean) / len(mean)
+    # Sizes are whole tokens, so their mean may differ from the budget by less than one token.
+    size = mean_size if target is None or abs(mean_size - target) > CLOSE else target
+    return Profile(mean, budget=size, samples=len(rows), **origin)
 
 
 def _checked(samples: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
-    """The samples, with a bar of how many are done; in a pipe, a line now and then."""
+    """Yield the checked samples, with a progress bar; in a pipe, a line now and then."""
     total = len(samples) if isinstance(samples, Sized) else None
     with bar(total) as advance:
         for i, sample in enumerate(samples):
@@ -133,34 +133,34 @@ def _checked(samples: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
 def cost_curves(
     model: Any, samples: Iterable[Mapping[str, Any]], policy: Policy
 ) -> tuple[Curves, int]:
-    """Cost curves under a policy, means over all tokens of the replies, and how many prompts.
+    """Measure cost curves, means over all tokens of the replies; also return the number of prompts.
 
-    The policy chooses and merges tokens; all heads of a layer are shrunk alike. Model and samples
-    are as for `mmkv.calibrate`.
+    Tokens are chosen and merged by the policy, with equal sizes for all heads of a layer. Model and
+    samples are as for `mmkv.calibrate`.
     """
     config, model = adapters.find(model).config, unwrap_container(model)
-    alike = replace(policy, layers=UniformLayers(), heads=UniformHeads(), decode=Grow(), least=0)
+    uniform = replace(policy, layers=UniformLayers(), heads=UniformHeads(), decode=Grow(), least=0)
     generator = torch.Generator().manual_seed(0)
     total, tokens, rows = torch.zeros(()), 0, 0
-    # A caller's inference mode would leave nothing to differentiate.
+    # In a caller's inference mode no gradients could be computed.
     with torch.inference_mode(False):
         for sample in samples:
             reply, valid = greedy(model, sample, _REPLY)
             if not bool(valid.any()):
                 continue
-            cache = _Probe(config, CacheConfig(alike, _BUDGET))
-            given = passing(model, cache)
-            with wrapped(model, alike, _BUDGET):
+            cache = _Probe(config, CacheConfig(uniform, _BUDGET))
+            cache_arguments = passing(model, cache)
+            with wrapped(model, uniform, _BUDGET):
                 with torch.no_grad():
-                    model(**sample, **given, use_cache=True)
+                    model(**sample, **cache_arguments, use_cache=True)
                 with torch.enable_grad():
-                    found = model(
+                    outputs = model(
                         input_ids=reply,
                         attention_mask=_extended(config, sample.get("attention_mask"), reply),
-                        **given,
+                        **cache_arguments,
                         use_cache=True,
                     )
-                    log_p = found.logits.float().log_softmax(-1)
+                    log_p = outputs.logits.float().log_softmax(-1)
             total = total + cache.costs(log_p, valid, generator)
             tokens, rows = tokens + int(valid.sum()), rows + int(valid.any(-1).sum())
     if not tokens:
@@ -171,22 +171,22 @@ def cost_curves(
 
 
 class _Probe(CompressedCache):
-    """Holds a prompt whole and scored; a reply tells what shrinking each head would change."""
+    """A cache that keeps a prompt whole, and measures on a reply what compressing heads changes."""
 
     def __init__(self, config: Any, plan: CacheConfig) -> None:
         super().__init__(config, plan)
-        # By layer, of the reply: outputs [B, T, Hq, D], and their changes [R - 1, B, T, Hq, D].
+        # For each layer: the reply's outputs [B, T, Hq, D], and changes [R - 1, B, T, Hq, D].
         self.outputs: list[Tensor] = []
         self.changes: list[Tensor] = []
         self.heads = 1  # H
 
-    def _evict(self, *given: Any, **more: Any) -> None:
-        """Nothing yet."""
+    def _evict(self, *args: Any, **kwargs: Any) -> None:
+        """Do not evict."""
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """A reply's states are not kept: written in place they would spoil its gradient."""
+        """Discard a reply's states, as writing them in place would break the gradient."""
         if self.expects_prompt:
             return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
         return recurrent_states
@@ -200,9 +200,9 @@ class _Probe(CompressedCache):
         delegate: Callable[[], tuple[Tensor, Any]],
         **options: Any,
     ) -> tuple[Tensor, Any]:
-        """The reply's attention over the whole prompt, and over what would be kept at each level.
+        """Compute the reply's attention over the whole prompt, and over the pairs of each level.
 
-        In float32: small changes of outputs in bfloat16 would be rounding.
+        In float32, as bfloat16 would round small changes of outputs away.
         """
         if self.expects_prompt:
             return super().attend(layer_idx, query, key, value, delegate, **options)
@@ -211,56 +211,56 @@ class _Probe(CompressedCache):
         assert isinstance(layer, CompressedLayer)
         assert isinstance(layer.state, PromptKV)
         assert prompt is not None
-        held = layer.state
+        prompt_kv = layer.state
         first = layer.seen - query.shape[2]
         new = torch.arange(first, layer.seen, device=key.device).expand(len(key), 1, -1)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
 
-        def read(past: PromptKV) -> Tensor:
+        def attend_to(past: PromptKV) -> Tensor:
             past = past.extended(key.float(), value.float(), new)
             return past.attend(query.float(), first, scale=scale, softcap=softcap)
 
-        out = read(held)
-        if not out.requires_grad:
-            out.requires_grad_()
-        self.outputs.append(out)
+        output = attend_to(prompt_kv)
+        if not output.requires_grad:
+            output.requires_grad_()
+        self.outputs.append(output)
         self.heads = key.shape[1]
         with torch.no_grad():
-            whole = prompt.to(key.device)
+            token_masks = prompt.to(key.device)
             changes: list[Tensor] = []
             for level in LEVELS[:-1]:
                 plan = replace(self.plan, budget=level)
                 sizes = [n for (n,) in sizes_of_rows(plan, prompt, 1)]
-                kept = evict(held, self.plan, whole, sizes, 0, layer_idx).dense()
-                changes.append(read(kept) - out)
+                kept = evict(prompt_kv, self.plan, token_masks, sizes, 0, layer_idx).dense()
+                changes.append(attend_to(kept) - output)
         self.changes.append(torch.stack(changes))
-        return out.to(query.dtype), None
+        return output.to(query.dtype), None
 
     def costs(self, log_p: Tensor, valid: Tensor, generator: torch.Generator) -> Tensor:
-        """Cost curves [L, H, R], in nats, summed over all replies' tokens that are `valid` [B, T].
+        """Return cost curves [L, H, R], in nats, summed over all tokens that are `valid` [B, T].
 
-        Each is followed by a token of `log_p` [B, T, V]. Signs are drawn on the host.
+        `log_p` [B, T, V] predicts the token after each of these. Signs are drawn on the host.
         """
         weight = log_p.detach().mul(0.5).exp() * valid[..., None].to(log_p.device)
-        found = list[Tensor]()
+        draws = list[Tensor]()
         for _ in range(_DRAWS):
-            sign = torch.randint(0, 2, log_p.shape, generator=generator, dtype=torch.int8) * 2 - 1
-            loss = (log_p * weight * sign.to(log_p.device)).sum()
+            signs = torch.randint(0, 2, log_p.shape, generator=generator, dtype=torch.int8) * 2 - 1
+            loss = (log_p * weight * signs.to(log_p.device)).sum()
             gradients = torch.autograd.grad(loss, self.outputs, retain_graph=True)
-            felt = [
+            terms = [
                 torch.einsum("bthd,rbthd->bhr", g, change).cpu()
                 for g, change in zip(gradients, self.changes, strict=True)
             ]
-            found.append(torch.stack(felt, dim=1).double().unflatten(2, (self.heads, -1)).sum(3))
-        mean = torch.stack(found).square().mean(0)  # [B, L, H, R - 1]
+            draws.append(torch.stack(terms, dim=1).double().unflatten(2, (self.heads, -1)).sum(3))
+        mean = torch.stack(draws).square().mean(0)  # [B, L, H, R - 1]
         return pad(mean.sum(0) / 2, (0, 1))
 
 
 def _extended(config: Any, mask: Tensor | None, reply: Tensor) -> Tensor | None:
-    """A prompt's mask with the reply behind it, for models that count positions by it.
+    """Extend a prompt's mask by the reply, for models that compute positions from it.
 
-    Padding is refused where the model would count it, and what it counts matters: with MRoPE, and
-    where queries are scaled by their position.
+    Padding is refused where it would shift positions in a way that changes the output: with MRoPE,
+    and if queries are scaled by their position.
     """
     if mask is None:
         return None

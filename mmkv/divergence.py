@@ -1,8 +1,8 @@
-"""How far a compressed cache's predictions are from the full cache's, on a user's own prompts.
+"""Divergence of a compressed cache's predictions from the full cache's, on a user's own prompts.
 
-The model's own greedy reply with the full cache is fed again behind each cache. Kullback-Leibler
-divergences of the next-token distributions are in nats a token, over the tokens that a cache has a
-say in: a reply's first token is predicted while its prompt is read, before anything is evicted.
+The model's own greedy reply with the full cache is fed again to each cache. Kullback-Leibler
+divergences of the next-token distributions are in nats a token, over all tokens of a reply but the
+first, which is predicted while the prompt is read, before anything is evicted.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from mmkv.wrapping import wrapped
 
 Row = dict[str, Any]
 FULL = "full"
-# Caches whose bytes differ by no more are as large: a floor, and not their budget, sizes them.
+# Caches whose bytes differ by no more count as equal: a floor sets their size, not the budget.
 _ALIKE = 0.02
 BUDGETS, WITHIN, REPLY = (0.05, 0.1, 0.2, 0.3, 0.5), 0.05, 48
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A cache that is compared with the full one; `label` is its row's `policy`."""
+    """A cache to compare with the full one; `label` is its row's `policy`."""
 
     policy: Policy
     budget: float | int
@@ -46,13 +46,13 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """The policy as evaluations name it."""
+        """The policy and the cache's data type, as evaluations name them."""
         return self.policy.name + (f":kv_dtype={self.kv_dtype}" if self.kv_dtype else "")
 
     def wrapped(self, model: Any) -> AbstractContextManager[Any]:
-        """The model with this cache, for the length of a `with` block."""
-        how: Any = {"profile": self.profile, "kv_dtype": self.kv_dtype}
-        return wrapped(model, self.policy, self.budget, **how)
+        """Return a context in which the model has this cache."""
+        options: Any = {"profile": self.profile, "kv_dtype": self.kv_dtype}
+        return wrapped(model, self.policy, self.budget, **options)
 
 
 def check(
@@ -67,23 +67,23 @@ def check(
     kv_dtype: str | None = None,
     **policy_options: Any,
 ) -> CheckReport:
-    """Measure on prompts what a policy costs at each budget, and what 8 and 4 bits cost.
+    """Measure the divergence that a policy causes at each budget, and that of 8 and 4 bits.
 
     Args:
         model: not wrapped; it is wrapped for parts of the call.
-        inputs: what `model(**x)` takes, such as a processor returns, for each prompt; each row of
-            a left-padded batch counts as a prompt.
-        policy: as for `mmkv.wrap`; so are `profile`, `kv_dtype` and `policy_options`.
+        inputs: for each prompt the inputs of `model(**x)`, such as a processor returns; each row
+            of a left-padded batch counts as a prompt.
+        policy, profile, kv_dtype, policy_options: as for `mmkv.wrap`.
         budgets: fractions of the prompt, or tokens per layer and head.
         within: the tolerance, nats a token.
         max_new_tokens: most tokens of a reply.
 
     Returns:
-        A row a budget, and the smallest budget within the tolerance.
+        A row for each budget, and the smallest budget within the tolerance.
 
     Raises:
-        ValueError: no prompts, one of a single token or longer than the model's positions, a
-            tolerance or budget out of range, or what `mmkv.wrap` refuses.
+        ValueError: there are no prompts, one has a single token or more than the model's positions,
+            a tolerance or budget is out of range, or `mmkv.wrap` refuses an option.
     """
     if policy_options and not isinstance(policy, str):
         raise ValueError(f"options {sorted(policy_options)} beside a Policy: give them to it")
@@ -103,31 +103,31 @@ def measured(
     max_new_tokens: int,
     done: Container[tuple[str, str, int]] = (),
 ) -> Iterator[list[Row]]:
-    """The rows of all samples, those of one cache and sample at a time, with a bar of progress.
+    """Yield the rows of all samples, one cache and sample at a time, with a progress bar.
 
-    What is `done`, by policy, budget and number of the row, is left out.
+    Rows in `done`, given as policy, budget and number of the row, are left out.
     """
-    first = 0
+    first_row = 0
     with bar(len(samples) * len(settings)) as advance:
         for i, inputs in enumerate(samples, start=1):
-            left = [x for x in settings if (x.label, repr(x.budget), first) not in done]
+            remaining = [x for x in settings if (x.label, repr(x.budget), first_row) not in done]
             name = f"prompt {i} of {len(samples)}"
-            advance(len(settings) - len(left), name)
-            if left:
+            advance(len(settings) - len(remaining), name)
+            if remaining:
                 answers = replies(model, inputs, max_new_tokens)
-                full, whole = log_probabilities(model, inputs, answers)
-                for setting in left:
+                full, full_nbytes = log_probabilities(model, inputs, answers)
+                for setting in remaining:
                     with setting.wrapped(model):
                         scored = score_answers(model, inputs, answers, full=full)
-                    yield _rows(setting, scored, _lengths(inputs), whole, first)
+                    yield _rows(setting, scored, _lengths(inputs), full_nbytes, first_row)
                     advance(1, name)
-            first += len(inputs["input_ids"])
+            first_row += len(inputs["input_ids"])
 
 
 def _rows(
-    setting: Setting, scored: Scored, lengths: list[int], whole: int, first: int
+    setting: Setting, scored: Scored, lengths: list[int], full_nbytes: int, first_row: int
 ) -> list[Row]:
-    """What a cache scored on each prompt of a batch, whose full cache has `whole` bytes."""
+    """Return a row for each prompt of a batch, whose full cache has `full_nbytes` bytes."""
     if not all(map(math.isfinite, scored.divergence)):
         raise ValueError(
             f"{setting.label} {sizes.named(setting.budget)}: the model's next-token "
@@ -138,14 +138,14 @@ def _rows(
         {
             "policy": setting.label,
             "budget": setting.budget,
-            "index": first + i,
+            "index": first_row + i,
             "prompt_tokens": lengths[i],
             "tokens": n,
             "divergence": scored.divergence[i] / n if n else None,
             "same": scored.same[i] / n if n else None,
             "kept": kept[i],
             "nbytes": scored.held_bytes // len(kept),
-            "full_nbytes": whole // len(kept),
+            "full_nbytes": full_nbytes // len(kept),
         }
         for i, n in enumerate(scored.compared)
     ]
@@ -154,7 +154,7 @@ def _rows(
 def check_arguments(
     policy: Policy, budgets: Sequence[float | int], within: float, max_new_tokens: int
 ) -> None:
-    """What can be checked without a model."""
+    """Check the arguments that need no model."""
     if not 0 < within < math.inf:
         raise ValueError(f"within={within}: expected nats a token above 0, such as {WITHIN}")
     if max_new_tokens < 2:
@@ -176,20 +176,20 @@ def check_arguments(
 
 
 def check_prompts(model: Any, samples: Sequence[Mapping[str, Any]], max_new_tokens: int) -> None:
-    """Refuse a prompt with nothing to compress, or too long for the model with its reply."""
+    """Refuse a prompt of one token, or one too long for the model with its reply."""
     if not samples:
         raise ValueError("check: no prompts: give one or more")
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     lengths = [n for sample in samples for n in _lengths(sample)]
     for i, n in enumerate(lengths, start=1):
         if n < 2:
             raise ValueError(
                 f"prompt {i} has {n} token: there is nothing to compress; give a longer one"
             )
-        if most is not None and n + max_new_tokens > most:
+        if max_positions is not None and n + max_new_tokens > max_positions:
             raise ValueError(
                 f"prompt {i} has {n:,} tokens, and with {max_new_tokens} of a reply more than the "
-                f"model's {most:,} positions: shorten it"
+                f"model's {max_positions:,} positions: shorten it"
             )
 
 
@@ -201,30 +201,30 @@ def settings_of(
     profile: Profile | str | os.PathLike[str] | None = None,
     kv_dtype: str | None = None,
 ) -> tuple[list[Setting], list[str]]:
-    """The caches to compare, each put on the model once, and notes on those that cannot be had."""
-    found = [Setting(policy, sizes.number(b), kv_dtype, profile) for b in budgets]
-    for setting in found:
+    """Return the caches to compare, after wrapping with each, and notes on those left out."""
+    settings = [Setting(policy, sizes.number(b), kv_dtype, profile) for b in budgets]
+    for setting in settings:
         with setting.wrapped(model):
             pass
     notes, full = list[str](), get_policy(FULL)
     for dtype in BITS:
         try:
             with (setting := Setting(full, 1.0, dtype)).wrapped(model):
-                found.append(setting)
+                settings.append(setting)
         except ValueError as error:
             notes.append(f"the full cache in {dtype} is left out: {error}")
-    return found, notes
+    return settings, notes
 
 
 def kept_shares(cache: Any) -> list[float]:
-    """The share of each row's pairs that a compressed cache holds of its prompt."""
+    """Return the share of each row's prompt pairs that a compressed cache keeps."""
     by_row = zip(*(x.keeping().sizes for x in cache.compressed), strict=True)
     pairs = zip(by_row, cache.lengths, strict=True)
     return [sum(kept) / (n * len(kept)) for kept, n in pairs]
 
 
 def _lengths(inputs: Mapping[str, Any]) -> list[int]:
-    """Tokens of each row, without padding."""
+    """Return the number of tokens of each row, without padding."""
     ids = inputs["input_ids"]
     mask = inputs.get("attention_mask")
     return [ids.shape[1]] * len(ids) if mask is None else mask.sum(-1).tolist()
@@ -232,20 +232,20 @@ def _lengths(inputs: Mapping[str, Any]) -> list[int]:
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One cache beside the full one, over all prompts."""
+    """One cache compared with the full one, over all prompts."""
 
-    policy: str  # with what its pairs are held as: "condense", "full:kv_dtype=int8"
-    budget: float | int  # what was asked for
-    divergence: float  # of next-token distributions from the full cache's, nats a token
-    worst: float  # the largest of one prompt
+    policy: str  # and the data type of its pairs: "condense", "full:kv_dtype=int8"
+    budget: float | int  # the budget requested
+    divergence: float  # of next-token distributions from the full cache's, in nats a token
+    worst: float  # the largest divergence of one prompt
     worst_prompt: int  # that prompt's number
     same: float  # the share of tokens for which both caches have the same first choice
-    kept: float  # the share of the prompts' pairs held once they are read, groups included
-    nbytes: int  # of the storages then, mean of a prompt
+    kept: float  # the share of the prompts' pairs kept after the prefill, groups included
+    nbytes: int  # bytes of the cache after the prefill, mean over prompts
 
     @property
     def name(self) -> str:
-        """As a table shows it."""
+        """The cache's name in tables."""
         name, _, dtype = self.policy.partition(":kv_dtype=")
         first = "full cache" if name == FULL else f"{name} {sizes.named(self.budget)}"
         return f"{first} in {dtype}" if dtype else first
@@ -253,16 +253,17 @@ class CheckRow:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What a policy costs on some prompts.
+    """The divergence that a policy causes on some prompts.
 
     Attributes:
         policy: as in its rows.
         within: the tolerance, nats a token.
-        prompts: how many, and `prompt_tokens` how long the shortest and the longest are.
-        tokens: of replies, over which means are taken.
-        full_nbytes: bytes of the full cache once a prompt is read, mean of a prompt.
+        prompts: number of prompts.
+        prompt_tokens: tokens of the shortest and of the longest prompt.
+        tokens: number of reply tokens, over which means are taken.
+        full_nbytes: bytes of the full cache after the prefill, mean over prompts.
         rows: the policy at each budget, then the full cache in 8 and in 4 bits.
-        notes: what a reader should know.
+        notes: remarks for the reader, such as budgets that were not reached.
     """
 
     policy: str
@@ -276,27 +277,27 @@ class CheckReport:
 
     @property
     def smallest(self) -> float | int | None:
-        """The smallest budget, by bytes, whose divergence is within the tolerance; None: none is.
+        """The smallest budget, by bytes, whose divergence is within the tolerance, or None.
 
-        Of budgets that hold as much, since a floor sizes them, it is the largest.
+        Of budgets with equal bytes, whose size a floor sets, it is the largest.
         """
         return None if self._smallest is None else self._smallest.budget
 
     @property
     def _smallest(self) -> CheckRow | None:
-        # Of budgets that hold as much the smaller ones were not put to the test.
-        good = [x for x in self.rows if x.policy == self.policy and x.divergence <= self.within]
-        least = min((x.nbytes for x in good), default=0)
-        alike = [x for x in good if x.nbytes <= (1 + _ALIKE) * least]
-        return max(alike, key=lambda x: (x.kept, x.budget), default=None)
+        # Of budgets with equal bytes the smaller ones were not really tested.
+        passing = [x for x in self.rows if x.policy == self.policy and x.divergence <= self.within]
+        min_nbytes = min((x.nbytes for x in passing), default=0)
+        equal_size = [x for x in passing if x.nbytes <= (1 + _ALIKE) * min_nbytes]
+        return max(equal_size, key=lambda x: (x.kept, x.budget), default=None)
 
     @property
     def verdict(self) -> str:
-        """The smallest budget in a sentence, or that there is none."""
-        found = self._smallest
-        if found is None:
-            own = (x for x in self.rows if x.policy == self.policy)
-            best = min(own, key=lambda x: x.divergence)
+        """A sentence with the smallest budget, or that there is none."""
+        row = self._smallest
+        if row is None:
+            of_policy = (x for x in self.rows if x.policy == self.policy)
+            best = min(of_policy, key=lambda x: x.divergence)
             return (
                 f"no budget is within {self.within:g} nats a token: {best.name} is nearest, with "
                 f"{best.divergence:.3g}; try larger budgets, another policy or options, or a "
@@ -304,17 +305,17 @@ class CheckReport:
             )
         return (
             f"the smallest budget within {self.within:g} nats a token: "
-            f"{sizes.named(found.budget)} ({found.divergence:.3g}, and {found.worst:.3g} on "
-            f"prompt {found.worst_prompt + 1}, the worst), in "
-            f"{found.nbytes / self.full_nbytes:.0%} of the full cache's bytes"
+            f"{sizes.named(row.budget)} ({row.divergence:.3g}, and {row.worst:.3g} on "
+            f"prompt {row.worst_prompt + 1}, the worst), in "
+            f"{row.nbytes / self.full_nbytes:.0%} of the full cache's bytes"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
+        """Return plain data for JSON."""
         return asdict(self) | {"smallest": self.smallest, "verdict": self.verdict}
 
     def __rich__(self) -> Group:
-        """A table for the terminal, the verdict and the notes."""
+        """Return a table for the terminal, with the verdict and the notes."""
         least, most = self.prompt_tokens
         long = f"{least:,}" if least == most else f"{least:,} to {most:,}"
         some = "1 prompt" if self.prompts == 1 else f"{self.prompts:,} prompts"
@@ -332,49 +333,49 @@ class CheckReport:
 
 
 def summed_up(rows: Iterable[Row], within: float, notes: Sequence[str] = ()) -> CheckReport:
-    """The report on rows of `measured`, those of the policy first."""
+    """Return the report on rows of `measured`, in which the policy's come first."""
     by_cache: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         by_cache.setdefault((row["policy"], sizes.named(row["budget"])), []).append(row)
-    found, notes = [_over_prompts(each) for each in by_cache.values()], list(notes)
-    untested = [x for x in found if isinstance(x.budget, float) and x.kept > 1.1 * x.budget + 0.01]
+    caches, notes = [_over_prompts(x) for x in by_cache.values()], list(notes)
+    untested = [x for x in caches if isinstance(x.budget, float) and x.kept > 1.1 * x.budget + 0.01]
     if untested:
         notes.append(
             f"{', '.join(x.name for x in untested)} kept more than the budget says: what always "
             "stays of these prompts, such as least= tokens a head, is more; longer prompts put it "
             "to the test"
         )
-    each = next(iter(by_cache.values()))
-    if silent := sum(not x["tokens"] for x in each):
-        notes.append(f"{silent} replies end with their first token and say nothing of a cache")
-    lengths = [x["prompt_tokens"] for x in each]
+    first_cache = next(iter(by_cache.values()))
+    if empty := sum(not x["tokens"] for x in first_cache):
+        notes.append(f"{empty} replies end with their first token and say nothing of a cache")
+    lengths = [x["prompt_tokens"] for x in first_cache]
     return CheckReport(
-        policy=found[0].policy,
+        policy=caches[0].policy,
         within=within,
-        prompts=len(each),
+        prompts=len(first_cache),
         prompt_tokens=(min(lengths), max(lengths)),
-        tokens=sum(x["tokens"] for x in each),
-        full_nbytes=round(sum(x["full_nbytes"] for x in each) / len(each)),
-        rows=tuple(found),
+        tokens=sum(x["tokens"] for x in first_cache),
+        full_nbytes=round(sum(x["full_nbytes"] for x in first_cache) / len(first_cache)),
+        rows=tuple(caches),
         notes=tuple(notes),
     )
 
 
 def _over_prompts(rows: Sequence[Row]) -> CheckRow:
-    told = [x for x in rows if x["tokens"]]
-    if not told:
+    compared = [x for x in rows if x["tokens"]]
+    if not compared:
         raise ValueError(
             "check: all replies end with their first token, which no cache has a say in: give "
             "prompts with longer replies"
         )
-    worst = max(told, key=lambda x: x["divergence"])
+    worst = max(compared, key=lambda x: x["divergence"])
     return CheckRow(
         policy=worst["policy"],
         budget=worst["budget"],
-        divergence=_mean(told, "divergence", "tokens"),
+        divergence=_mean(compared, "divergence", "tokens"),
         worst=worst["divergence"],
         worst_prompt=worst["index"],
-        same=_mean(told, "same", "tokens"),
+        same=_mean(compared, "same", "tokens"),
         kept=_mean(rows, "kept", "prompt_tokens"),
         nbytes=round(sum(x["nbytes"] for x in rows) / len(rows)),
     )

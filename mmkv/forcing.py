@@ -1,4 +1,4 @@
-"""Teacher forcing: what a model predicts of a given reply, behind a full or a compressed prompt."""
+"""Teacher forcing: a model's predictions of a given reply, with a full or a compressed prompt."""
 
 from __future__ import annotations
 
@@ -16,59 +16,59 @@ from mmkv.cache.layer import nbytes
 from mmkv.cache.token_masks import keeps_everything
 from mmkv.calls import cache_in, passing
 
-# Tokens fed at once where nothing is dropped while decoding; bounds the memory of the logits.
+# Tokens fed at once if decode steps drop nothing; this bounds the memory of the logits.
 _CHUNK = 128
 
 
-# The cache of prompts, and logits [B, 1, V] of their last tokens.
+# Returns the cache of prompts, and logits [B, 1, V] of their last tokens.
 Read = Callable[[], tuple[Any, Tensor]]
 
 
 class Steps:
-    """Passes of a model, with what positions and masks need of all tokens so far."""
+    """Passes of a model, with positions and masks that count all tokens so far."""
 
     def __init__(self, model: Any, inputs: Mapping[str, Tensor]) -> None:
         ids = inputs["input_ids"]
         self.model, self.inputs = model, inputs
         self.mask = inputs["attention_mask"] if "attention_mask" in inputs else torch.ones_like(ids)
-        accepted = inspect.signature(model.forward).parameters
-        # Positions of more than one axis (Qwen2-VL) are left to the model.
+        parameters = inspect.signature(model.forward).parameters
+        # The model computes positions of several axes (Qwen2-VL) itself.
         models = (model, getattr(model, "model", None))
-        itself = any(hasattr(x, "get_rope_index") for x in models)
-        self.numbered = "position_ids" in accepted and not itself
-        self.last = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        numbers_itself = any(hasattr(x, "get_rope_index") for x in models)
+        self.numbered = "position_ids" in parameters and not numbers_itself
+        self.last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
     def read(self) -> tuple[Any, Tensor]:
-        """The pass of the prompts."""
+        """Run the prompts; return the cache and logits [B, 1, V] of their last tokens."""
         out = self.run(self.inputs, **self.last)
         return cache_in(out), out.logits[:, -1:]
 
     def behind(self, cache: Any, ids: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Logits [B, t, V] of new tokens [B, t]; those of padding, False in `valid`, are none."""
+        """Return logits [B, t, V] of new tokens [B, t]; `valid` is False for padding."""
         new = self.mask.new_ones(ids.shape) if valid is None else valid.to(self.mask.dtype)
         self.mask = torch.cat([self.mask, new], dim=-1)
         return self.run({"input_ids": ids}, **passing(self.model, cache)).logits
 
-    def run(self, tokens: Mapping[str, Tensor], **more: Any) -> Any:
-        """A pass of tokens, the last that the mask knows; `more` is the model's."""
+    def run(self, tokens: Mapping[str, Tensor], **arguments: Any) -> Any:
+        """Run the model on tokens, which are the mask's last ones, with more arguments."""
         if self.numbered:
             positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
-            more["position_ids"] = positions[:, -tokens["input_ids"].shape[1] :]
-        return self.model(**{**tokens, "attention_mask": self.mask}, use_cache=True, **more)
+            arguments["position_ids"] = positions[:, -tokens["input_ids"].shape[1] :]
+        return self.model(**{**tokens, "attention_mask": self.mask}, use_cache=True, **arguments)
 
 
 @torch.no_grad()
 def forced(
     model: Any, inputs: Mapping[str, Tensor], reply: Tensor, read: Read | None = None
 ) -> Generator[tuple[Any, Tensor]]:
-    """Feed left-padded prompts, then the same reply [B, T] whatever the model predicts.
+    """Feed left-padded prompts, then a given reply [B, T], whatever the model predicts.
 
-    Many tokens at once where that gives the same numbers: where decoding drops nothing. `read`
-    stands in for the pass of the prompts.
+    Many tokens are fed at once if decode steps drop nothing, as this gives the same logits. `read`
+    replaces the pass of the prompts.
 
     Yields:
-        the cache and logits [B, 1, V], which the prompts' last tokens give; then, piece by piece,
-        the cache and logits [B, t, V], which the reply's T tokens give.
+        the cache and logits [B, 1, V] of the prompts' last tokens; then, piece by piece, the cache
+        and logits [B, t, V] of the reply's T tokens.
     """
     steps = Steps(model, inputs)
     cache, logits = (read or steps.read)()
@@ -83,17 +83,17 @@ def forced(
 class Scored:
     """Answers scored by a model, one entry a row, and the cache after the last step.
 
-    Divergences are from the full cache's next-token distributions, over the tokens that the
-    compressed prompt has a say in; 0 where there was nothing to compare with.
+    Divergences are from the full cache's next-token distributions, over the tokens predicted with
+    the compressed prompt; 0 if nothing was compared.
     """
 
     nll: list[float]  # summed negative log-likelihood of the answer's tokens, in nats
-    tokens: list[int]  # how many there are
+    tokens: list[int]  # how many tokens the answer has
     greedy: list[bool]  # whether each of them was the model's first choice
     cache: Any
-    held_bytes: int  # of the cache once the prompt was read
+    held_bytes: int  # bytes of the cache after the prefill
     divergence: list[float]  # summed Kullback-Leibler divergence, in nats
-    same: list[int]  # at how many tokens both have the same first choice
+    same: list[int]  # at how many tokens both caches have the same first choice
     compared: list[int]  # how many tokens are compared
 
 
@@ -109,110 +109,110 @@ def score_answers(
     """Teacher-force one answer per row behind the prompts.
 
     As PrefixKV measures perplexity (arXiv 2412.03409, section 4): prefill, evict, then feed the
-    answer token by token, with decode-time pruning. The first token is predicted by the prefill's
-    last position. Rows whose answer has ended keep being fed, and no longer count.
+    answer token by token, with eviction in decode steps. The first token is predicted by the
+    prompt's last one. Rows whose answer has ended are fed on with padding, which does not count.
 
     Args:
         model, inputs, read: as for `forced`.
-        answers: token ids, one list a row; an empty one scores nothing.
-        full: what `log_probabilities` gives for the same answers. The first token is not compared:
-            it is predicted while the prompt is read, before anything is evicted.
+        answers: token ids, one list a row; an empty one is not scored.
+        full: the result of `log_probabilities` for the same answers. The first token is not
+            compared, as it is predicted while the prompt is read, before anything is evicted.
         hidden: the prompt was evicted without its question, so the first token is compared too.
     """
     ids = inputs["input_ids"]
     if len(answers) != ids.shape[0]:
         raise ValueError(f"{len(answers)} answers for {ids.shape[0]} prompts")
-    wide, lengths = _padded(answers, ids.device), torch.tensor([len(x) for x in answers])
+    padded, lengths = _padded(answers, ids.device), torch.tensor([len(x) for x in answers])
     nll, nats = torch.zeros(2, len(answers), dtype=torch.float64)
     wrong, same, compared = torch.zeros(3, len(answers), dtype=torch.int64)
-    cache, held, end = None, 0, 0
-    for cache, logits in forced(model, inputs, wide[:, :-1], read):
+    cache, held_bytes, end = None, 0, 0
+    for cache, logits in forced(model, inputs, padded[:, :-1], read):
         start, end = end, end + logits.shape[1]
-        held = held if start else sum(map(nbytes, cache.layers))
-        counts = torch.arange(start, end) < lengths[:, None]
-        target, best = wide[:, start:end].to(logits.device), logits.argmax(-1)
+        held_bytes = held_bytes if start else sum(map(nbytes, cache.layers))
+        is_counted = torch.arange(start, end) < lengths[:, None]
+        target, best = padded[:, start:end].to(logits.device), logits.argmax(-1)
         flat = logits.float().flatten(0, 1)
         losses = torch.nn.functional.cross_entropy(flat, target.flatten(), reduction="none")
-        nll += losses.view_as(target).double().cpu().where(counts, 0.0).sum(-1)
-        wrong += ((best != target).cpu() & counts).sum(-1)
-        if full is None or not (hidden or start) or not counts.any():
+        nll += losses.view_as(target).double().cpu().where(is_counted, 0.0).sum(-1)
+        wrong += ((best != target).cpu() & is_counted).sum(-1)
+        if full is None or not (hidden or start) or not is_counted.any():
             continue
-        wanted = pad_sequence([x[start:end] for x in full], batch_first=True).to(logits.device)
-        nats += divergence(wanted, logits).cpu().where(counts, 0.0).sum(-1)
-        same += ((best == wanted.argmax(-1)).cpu() & counts).sum(-1)
-        compared += counts.sum(-1)
-    counted = nats.tolist(), same.tolist(), compared.tolist()
+        full_log_p = pad_sequence([x[start:end] for x in full], batch_first=True).to(logits.device)
+        nats += divergence(full_log_p, logits).cpu().where(is_counted, 0.0).sum(-1)
+        same += ((best == full_log_p.argmax(-1)).cpu() & is_counted).sum(-1)
+        compared += is_counted.sum(-1)
+    divergences = nats.tolist(), same.tolist(), compared.tolist()
     greedy = (wrong == 0).tolist()
-    return Scored(nll.tolist(), lengths.tolist(), greedy, cache, held, *counted)
+    return Scored(nll.tolist(), lengths.tolist(), greedy, cache, held_bytes, *divergences)
 
 
 def log_probabilities(
     model: Any, inputs: Mapping[str, Tensor], answers: Sequence[Sequence[int]]
 ) -> tuple[list[Tensor], int]:
-    """Logarithms of next-token probabilities along answers, of a model that is not wrapped.
+    """Return the log-probabilities of next tokens along answers, of a model that is not wrapped.
 
-    They are float32 [T, V] for each row, on the CPU, T the answer's tokens. Also bytes of the cache
-    once the prompts were read.
+    They are float32 [T, V] for each row, on the CPU, with T the answer's tokens. Also return the
+    bytes of the cache after the prefill.
     """
-    wide, held, pieces = _padded(answers, inputs["input_ids"].device), 0, list[Tensor]()
-    for cache, logits in forced(model, inputs, wide[:, :-1]):
-        held = held or sum(map(nbytes, cache.layers))
+    padded, held_bytes, pieces = _padded(answers, inputs["input_ids"].device), 0, list[Tensor]()
+    for cache, logits in forced(model, inputs, padded[:, :-1]):
+        held_bytes = held_bytes or sum(map(nbytes, cache.layers))
         pieces.append(logits.float().log_softmax(-1).cpu())
-    found = [torch.cat([piece[row] for piece in pieces]) for row in range(len(answers))]
-    return [x[: len(answer)].clone() for x, answer in zip(found, answers, strict=True)], held
+    log_p = [torch.cat([piece[row] for piece in pieces]) for row in range(len(answers))]
+    return [x[: len(answer)].clone() for x, answer in zip(log_p, answers, strict=True)], held_bytes
 
 
 def divergence(log_p: Tensor, logits: Tensor) -> Tensor:
-    """Kullback-Leibler divergence of logits [B, T, V] from `log_p`, nats: float64 [B, T]."""
+    """Return the Kullback-Leibler divergence of logits [B, T, V] from `log_p`: float64 [B, T]."""
     terms = log_p.exp() * (log_p - logits.float().log_softmax(-1))
-    # What can never come adds nothing, whatever it has in the other.
+    # A token of probability 0 adds nothing, whatever its logit.
     terms = terms.masked_fill(log_p == -math.inf, 0.0)
     return terms.sum(-1, dtype=torch.float64).clamp(min=0)
 
 
 def _padded(answers: Sequence[Sequence[int]], device: Any) -> Tensor:
-    """Answers, [B, T]; padding is a real token to the model, and what it predicts never counts."""
+    """Pad answers to [B, T] with token 0, whose predictions are not counted."""
     longest = max(1, max(map(len, answers), default=0))
     return torch.tensor([[*x, *[0] * (longest - len(x))] for x in answers], device=device)
 
 
-def replies(model: Any, inputs: Mapping[str, Any], most: int) -> list[list[int]]:
-    """The model's own greedy reply to each prompt, up to its end or `most` tokens."""
-    how: Any = {"max_new_tokens": most, "do_sample": False, "num_beams": 1}
+def replies(model: Any, inputs: Mapping[str, Any], max_new_tokens: int) -> list[list[int]]:
+    """Return the model's greedy reply to each prompt, up to its end or `max_new_tokens`."""
+    options: Any = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1}
     with torch.no_grad():
-        ids = model.generate(**inputs, **how, return_dict_in_generate=False)
+        ids = model.generate(**inputs, **options, return_dict_in_generate=False)
     ends = ends_of(model)
     return [up_to_end(row, ends) for row in ids[:, inputs["input_ids"].shape[1] :].tolist()]
 
 
-def greedy(model: Any, inputs: Mapping[str, Any], most: int) -> tuple[Tensor, Tensor]:
-    """The tokens [B, T] of `replies` but for the last of each, and which are a row's own."""
-    found = [reply[:-1] for reply in replies(model, inputs, most)]
-    reply = _padded(found, inputs["input_ids"].device)
-    lengths = torch.tensor([len(x) for x in found], device=reply.device)
+def greedy(model: Any, inputs: Mapping[str, Any], max_new_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return `replies` without the last token of each: ids [B, T], and bool [B, T], not padding."""
+    cut = [reply[:-1] for reply in replies(model, inputs, max_new_tokens)]
+    reply = _padded(cut, inputs["input_ids"].device)
+    lengths = torch.tensor([len(x) for x in cut], device=reply.device)
     return reply, torch.arange(reply.shape[1], device=reply.device) < lengths[:, None]
 
 
 def ends_of(model: Any) -> set[int]:
-    """Tokens that end a reply."""
+    """Return the tokens that end a reply."""
     ends = model.generation_config.eos_token_id
     return {ends} if isinstance(ends, int) else set(ends or ())
 
 
 def up_to_end(ids: Sequence[int], ends: set[int]) -> list[int]:
-    """Tokens up to the first that ends a reply, which is among them."""
+    """Return the tokens up to the first that ends a reply, with that one."""
     return list(ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids)) + 1])
 
 
-def checked_inputs(sample: Any, i: int, what: str) -> Mapping[str, Any]:
-    """Sample number i of what `model(**sample)` takes, or an error that says who asked."""
+def checked_inputs(sample: Any, i: int, caller: str) -> Mapping[str, Any]:
+    """Return sample i, checked to be inputs of `model(**sample)`; `caller` is named in errors."""
     kind = f"a {type(sample).__name__}"
     if isinstance(sample, Mapping):
         if "input_ids" in sample:
             return cast("Mapping[str, Any]", sample)
         kind = f"a mapping of {sorted(map(str, sample))} without 'input_ids'"
     raise ValueError(
-        f"{what}: sample {i} is {kind}, expected a list of what model(**sample) takes, such as "
+        f"{caller}: sample {i} is {kind}, expected a list of what model(**sample) takes, such as "
         "[{'input_ids': ids}]"
     )
 

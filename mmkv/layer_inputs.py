@@ -1,6 +1,6 @@
-"""What a score is given of one layer: all that its attention had to work with.
+"""The inputs of a score: queries, keys and values of one layer, and its attention's settings.
 
-Shape letters as in `mmkv.scores`. Nothing here is computed before a score asks for it.
+Shape letters as in `mmkv.scores`. Derived values are computed only if a score reads them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Turn(NamedTuple):
-    """What `turn` applies to queries or keys, see there."""
+    """A rotary embedding for `turn`."""
 
     cos: Tensor
     sin: Tensor
@@ -25,11 +25,11 @@ class Turn(NamedTuple):
 class Rotary:
     """The rotary embedding of the last Q tokens, as the layer applied it."""
 
-    # [B, Q, R]; the first R dimensions of a head are turned, i together with i + R / 2.
+    # [B, Q, R]; the first R dimensions of a head are rotated, i together with i + R / 2.
     cos: Tensor
     sin: Tensor
     inv_freq: Tensor  # [R / 2], radians per position of each pair
-    interleaved: bool = False  # dimensions 2 i and 2 i + 1 are turned together instead
+    interleaved: bool = False  # dimensions 2 i and 2 i + 1 are rotated together instead
 
     @classmethod
     def of(
@@ -41,7 +41,7 @@ class Rotary:
         *,
         interleaved: bool = False,
     ) -> Rotary:
-        """From a layer's `position_embeddings`; [3, B, Q, R] are the axes of an MRoPE model."""
+        """Make it from a layer's `position_embeddings`, [3, B, Q, R] for the axes of MRoPE."""
         if cos.ndim == 4:
             parts = config.rope_parameters["mrope_section"] * 2
             cos, sin = (
@@ -51,15 +51,15 @@ class Rotary:
         return cls(cos, sin, inv_freq, interleaved)
 
     def undo(self, x: Tensor) -> Tensor:
-        """Queries or keys [B, h, Q, D] of these tokens as they were before: float32."""
-        # Some models scale cos and sin; a turn back by the same factor undoes it once.
+        """Return queries or keys [B, h, Q, D] of these tokens before rotation: float32."""
+        # Some models scale cos and sin, so the inverse divides by the square of the scale.
         size = (self.cos.float() ** 2 + self.sin.float() ** 2)[:, None]
         turned = turn(x, self.cos, -self.sin, self.interleaved)
         R = self.cos.shape[-1]
         return torch.cat([turned[..., :R] / size, turned[..., R:]], dim=-1)
 
     def moved(self, x: Tensor, to: Turn) -> Tensor:
-        """`turn(undo(x), *to)` in one pass: these tokens' queries or keys, turned elsewhere."""
+        """Return `turn(undo(x), *to)`, in one pass: queries or keys moved to another position."""
         old_cos, old_sin = self.cos.float(), self.sin.float()
         size = old_cos**2 + old_sin**2
         cos = (to.cos * old_cos + to.sin * old_sin) / size
@@ -67,42 +67,42 @@ class Rotary:
         return turn(x, cos, sin, self.interleaved)
 
     def last(self, n: int) -> Rotary:
-        """That of the last n tokens, in storage of its own."""
+        """Return the embedding of the last n tokens, copied."""
         return replace(self, cos=self.cos[:, -n:].clone(), sin=self.sin[:, -n:].clone())
 
     def rows(self, at: Tensor) -> Rotary:
-        """Some rows of the batch."""
+        """Return the embedding of some rows of the batch."""
         return replace(self, cos=self.cos[at], sin=self.sin[at])
 
     def of_tokens(self, at: Tensor) -> Rotary:
-        """That of some of the tokens, int64 [B, n]."""
+        """Return the embedding of some of the tokens, int64 [B, n]."""
         index = at[..., None].expand(-1, -1, self.cos.shape[-1])
         cos, sin = (x.expand(len(at), -1, -1).gather(1, index) for x in (self.cos, self.sin))
         return replace(self, cos=cos, sin=sin)
 
     def followed_by(self, other: Rotary) -> Rotary:
-        """That of these tokens and of those that came next."""
+        """Return the embedding of these tokens and the next ones."""
         cos, sin = (torch.cat(x, dim=1) for x in ((self.cos, other.cos), (self.sin, other.sin)))
         return replace(self, cos=cos, sin=sin)
 
     def ahead(self, n: int) -> Turn:
-        """cos and sin [B, 1, R] of the text position `n` behind the last token."""
+        """Return cos and sin [B, 1, R] of the text position `n` after the last token."""
         angle = n * self._frequencies()
         return self._turned_on(angle.cos(), angle.sin())
 
     def mean_ahead(self, n: int) -> Turn:
-        """Means of cos and sin [B, 1, R] over the `n` text positions behind the last token."""
+        """Return the mean cos and sin [B, 1, R] of the `n` text positions after the last token."""
         steps = torch.arange(1, n + 1, device=self.inv_freq.device)[:, None]
         angle = steps * self._frequencies()
         return self._turned_on(angle.cos().mean(0), angle.sin().mean(0))
 
     def _frequencies(self) -> Tensor:
-        """Radians per position of each dimension, float32 [R]."""
-        found = self.inv_freq.float()
-        return found.repeat_interleave(2) if self.interleaved else found.repeat(2)
+        """Return radians per position of each dimension, float32 [R]."""
+        frequencies = self.inv_freq.float()
+        return frequencies.repeat_interleave(2) if self.interleaved else frequencies.repeat(2)
 
     def _turned_on(self, cos: Tensor, sin: Tensor) -> Turn:
-        """The last token's embedding, turned on by an angle of these (or by their means)."""
+        """Return the last token's embedding, rotated further by an angle's cos and sin."""
         old_cos, old_sin = self.cos[:, -1:].float(), self.sin[:, -1:].float()
         cos, sin = old_cos * cos - old_sin * sin, old_sin * cos + old_cos * sin
         return Turn(cos, sin, self.interleaved)
@@ -111,7 +111,7 @@ class Rotary:
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Apply a rotary embedding cos, sin [B, Q or 1, R] to x [B, h, Q, D]; float32.
 
-    Dimension i is turned together with i + R / 2 or, `interleaved`, 2 i together with 2 i + 1.
+    Dimension i is rotated together with i + R / 2 or, if `interleaved`, 2 i together with 2 i + 1.
     """
     R = cos.shape[-1]
     cos, sin, part = cos[:, None].float(), sin[:, None].float(), x[..., :R].float()
@@ -128,9 +128,9 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerInputs:
-    """What one layer's attention had to work with, for the score of its tokens.
+    """The tensors and settings of one layer's attention, from which its tokens are scored.
 
-    In a later turn heads hold different tokens: there each key-value head is a row of its own
+    In a later turn heads hold different tokens, so each key-value head is a row of its own
     ([B * H, 1, N, D], with the G query heads of its group), and Q < N.
 
     Attributes:
@@ -138,21 +138,21 @@ class LayerInputs:
         key: [B, H, N, D], after rotary embedding.
         value: [B, H, N, Dv].
         valid: bool [B, N], False for padding.
-        scale: what the layer multiplies query-key products with; None: D ** -0.5.
+        scale: the layer's factor of query-key products; None: D ** -0.5.
         softcap: bound of the layer's logits (Gemma 2), or None.
-        mask: bool [B, 1, Q, N], which query sees which key; None: plainly causal.
-        bias: float32 [B, H, N], added to the logits of each key: the logarithm of what it weighs,
-            if it stands for tokens of earlier turns; None where each stands for itself.
-        image: bool [B, N], True where an image token stands; None: not known.
-        size: float32 [B], tokens kept of each row, mean over layers and heads; None where the score
-            does not ask for it (`uses_size`), or no budget says so.
-        hidden: [B, Q, hidden], what the attention block was given where the queries stand; None
-            but for a prompt that is fed again (`mmkv.attach.repetition`).
-        layer_idx: which layer.
-        rotary: of the last Q tokens; None where the score does not ask for it (`uses_rotary`), and
-            where the layer has none.
-        weight: gives the output projection [Hq, hidden, Dv], see `output_weight`.
-        head: int64 [B], which key-value head each row is, where each is a row; None otherwise.
+        mask: bool [B, 1, Q, N], True where a query sees a key; None: causal.
+        bias: float32 [B, H, N], added to the logits of each key: the logarithm of its weight, if it
+            is a group of tokens of earlier turns; None: no groups.
+        image: bool [B, N], True for image tokens; None if unknown.
+        size: float32 [B], tokens kept of each row, mean over layers and heads; None if the score
+            does not read it (`uses_size`), or no budget sets it.
+        hidden: [B, Q, hidden], input of the attention block at the queries, if a prompt is fed
+            again (`mmkv.attach.repetition`); otherwise None.
+        layer_idx: the layer's number in the model.
+        rotary: embedding of the last Q tokens; None if the score does not read it (`uses_rotary`),
+            or the layer has none.
+        weight: function that returns the output projection [Hq, hidden, Dv], see `output_weight`.
+        head: int64 [B], each row's key-value head, if each head is a row; otherwise None.
     """
 
     query: Tensor
@@ -173,7 +173,7 @@ class LayerInputs:
 
     @property
     def attention(self) -> dict[str, Any]:
-        """What the functions of `mmkv.scores` take beside query and key."""
+        """Keyword arguments of the functions of `mmkv.scores`, besides query and key."""
         names = ("scale", "softcap", "valid", "mask", "bias")
         return {name: getattr(self, name) for name in names}
 
@@ -184,7 +184,7 @@ class LayerInputs:
         A head's attention output o adds `output_weight @ o` to the residual stream.
 
         Raises:
-            ValueError: it is not known, as where a score is called by itself.
+            ValueError: the inputs do not belong to a model's layer.
         """
         if self.weight is None:
             raise ValueError(
@@ -205,7 +205,7 @@ class LayerInputs:
         """The keys before rotary embedding, float32 [B, H, N, D].
 
         Raises:
-            ValueError: some are of an earlier turn, whose embedding is not kept.
+            ValueError: some keys are of an earlier turn, whose embedding is not stored.
         """
         if self.rotary is None:
             return self.key.float()
@@ -218,18 +218,18 @@ class LayerInputs:
         return self.rotary.undo(self.key)
 
     def rows(self, at: Tensor) -> LayerInputs:
-        """Some rows of the batch."""
-        found: dict[str, Any] = {}
+        """Return some rows of the batch."""
+        selected: dict[str, Any] = {}
         for name in (f.name for f in fields(self)):
             x = getattr(self, name)
             if isinstance(x, Tensor):
-                found[name] = x[at]
+                selected[name] = x[at]
             elif isinstance(x, Rotary):
-                found[name] = x.rows(at)
-        return replace(self, **found)
+                selected[name] = x.rows(at)
+        return replace(self, **selected)
 
     def by_head(self, valid: Tensor, image: Tensor) -> LayerInputs:
-        """Each key-value head as a row; `valid` and `image` [B, H, N] are each head's own."""
+        """Return each key-value head as a row, with its own `valid` and `image` [B, H, N]."""
         B, H = self.key.shape[:2]
         device = self.key.device
         mask, rotary = self.mask, self.rotary

@@ -1,15 +1,15 @@
-"""Profiles: layer sizes, or what each head costs, measured once over a few samples and reused.
+"""Profiles: layer sizes or head measurements, taken once over a few samples and reused.
 
 PrefixKV's offline estimation (arXiv 2412.03409: 10 samples are enough, 1 is close) and XKV's
 sampling (arXiv 2412.05896, section IV-C).
 
 A profile file is JSON: `{"format": "mmkv-profile", "version": 1, "policy", "budget", "samples",
 "fractions", "model"}`, where `fractions` holds the kept fraction of each compressed layer and
-`model` the shape it was measured on. In place of "fractions" and "budget" it may have "levels" and
-"costs", those of `mmkv.sizes.profiled`; "visual", how visual each head is (SparseMM); or
-"retrieval", how much each copies (`mmkv.attach.copy_probe`). The PrefixKV authors' files, a JSON
-list of one number per layer, the fraction removed, are read too. `FILE` and `VISUAL_FILE` in a
-model's own folder are those it comes with.
+`model` the shape of the model measured. In place of "fractions" and "budget" it may have "levels"
+and "costs" (`mmkv.sizes.profiled`); "visual", how visual each head is (SparseMM); or "retrieval",
+how much each head copies (`mmkv.attach.copy_probe`). The PrefixKV authors' files, a JSON list of
+the fraction removed from each layer, are read too. A model's folder may hold profiles as `FILE` and
+`VISUAL_FILE`.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from mmkv.sizes.profiled import FILE, Curves
 
 _FORMAT, _VERSION = "mmkv-profile", 1
 _MOST_BYTES = 2**20
-# Budgets that differ by no more are the same but for whole tokens.
+# Budgets that differ by no more count as equal, as sizes are rounded to whole tokens.
 CLOSE = 0.01
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Kept fraction per compressed layer, or the cost of each of its heads.
+    """Kept fraction of each compressed layer, or a measurement of each of its heads.
 
     Attributes:
-        fractions: one number in (0, 1] a layer; none with curves.
-        budget: what was asked for, which is their mean but for rounding; None with curves, which
-            serve every budget.
-        policy: the policy it was measured with; None where unknown.
-        samples: how many prompts it averages; None where unknown.
-        model: the shape of the decoder it was measured on; None where unknown.
-        curves: what each head costs, for layer and head sizes; None: layers have `fractions`.
-        visual: [L][H], how visual each head is, for layer and head sizes, shares of 1.
+        fractions: one number in (0, 1] per layer; empty for measurements of heads.
+        budget: the budget requested, the mean of the fractions up to rounding; None for
+            measurements of heads, which serve every budget.
+        policy: the policy it was measured with; None if unknown.
+        samples: how many prompts it averages; None if unknown.
+        model: the shape of the decoder it was measured on; None if unknown.
+        curves: cost curves of the heads, for layer and head sizes; None: layers have `fractions`.
+        visual: [L][H], how visual each head is, for layer and head sizes, of sum 1.
         retrieval: [L][H], how much each head copies, for layer and head sizes, in [0, 1].
     """
 
@@ -58,12 +58,12 @@ class Profile:
     retrieval: tuple[tuple[float, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is not a fraction."""
+        """Check that it has one kind of measurement, with valid numbers."""
         of_heads = [x for x in ("curves", "visual", "retrieval") if getattr(self, x) is not None]
         if of_heads:
             if self.fractions or self.budget is not None or len(of_heads) > 1:
-                also = [x for x in ("fractions", "budget") if getattr(self, x)]
-                raise ValueError(f"profile: it has {' and '.join(of_heads + also)}: give one")
+                others = [x for x in ("fractions", "budget") if getattr(self, x)]
+                raise ValueError(f"profile: it has {' and '.join(of_heads + others)}: give one")
             self._check_heads()
             return
         for layer, f in enumerate(self.fractions):
@@ -75,11 +75,11 @@ class Profile:
             raise ValueError(f"profile: budget={self.budget!r}, expected a number in (0, 1]")
 
     def _check_heads(self) -> None:
-        name, found = ("visual", self.visual) if self.visual else ("retrieval", self.retrieval)
-        if found is None:
+        name, layers = ("visual", self.visual) if self.visual else ("retrieval", self.retrieval)
+        if layers is None:
             return
-        scores = [x for layer in found for x in layer]
-        if len({len(layer) for layer in found}) != 1 or not scores:
+        scores = [x for layer in layers for x in layer]
+        if len({len(layer) for layer in layers}) != 1 or not scores:
             raise ValueError(f"profile: {name} needs as many heads in every layer, at least one")
         if not all(0 <= x < math.inf for x in scores) or not (self.retrieval or sum(scores)):
             least = "0 or more" if self.retrieval else "0 or more and not all 0"
@@ -97,10 +97,10 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Read a profile, ours or one of the PrefixKV authors'.
+        """Read a profile, of our format or of the PrefixKV authors'.
 
         Raises:
-            ValueError: unreadable, or not a profile; the message names the file.
+            ValueError: the file is unreadable, or not a profile; the message names it.
         """
         if not isinstance(path, str | os.PathLike):
             raise ValueError(f"profile={path!r}: expected a Profile, or the path of one")
@@ -130,15 +130,15 @@ class Profile:
             raise ValueError(f"profile {os.fspath(path)}: {_reason(error)}") from None
 
     def check(self, config: Any, n_layers: int, budget: SupportsFloat | None) -> None:
-        """Refuse it where it was measured on another model, or does not spend the budget."""
-        of_heads = self.curves.costs if self.curves else self.visual or self.retrieval
-        there = len(of_heads or self.fractions)
-        if there != n_layers:
-            raise ValueError(f"profile: it has {there} layers, this model compresses {n_layers}")
-        mine = adapters.shape(config)
-        known = mine if self.model is None else self.model
-        if wrong := [name for name, value in mine.items() if known.get(name) != value]:
-            both = ", ".join(f"{x} {known.get(x)!r} there, {mine[x]!r} here" for x in wrong)
+        """Refuse a profile that was measured on another model, or with another budget."""
+        by_head = self.curves.costs if self.curves else self.visual or self.retrieval
+        n = len(by_head or self.fractions)
+        if n != n_layers:
+            raise ValueError(f"profile: it has {n} layers, this model compresses {n_layers}")
+        here = adapters.shape(config)
+        there = here if self.model is None else self.model
+        if wrong := [name for name, value in here.items() if there.get(name) != value]:
+            both = ", ".join(f"{x} {there.get(x)!r} there, {here[x]!r} here" for x in wrong)
             raise ValueError(f"profile: measured on another model: {both}")
         if self.budget is None or budget is None:
             return
@@ -156,9 +156,9 @@ def read(
     n_layers: int,
     budget: SupportsFloat | None,
 ) -> Profile:
-    """A profile, or the one at a path, that fits a decoder by its config and compressed layers.
+    """Return a profile, read if it is a path, after a check that it fits the decoder and budget.
 
-    The budget is what is asked for beside it; None leaves it to the profile.
+    `n_layers` is the number of compressed layers; `budget` is None to take the profile's.
     """
     loaded = profile if isinstance(profile, Profile) else Profile.load(profile)
     try:
@@ -171,22 +171,22 @@ def read(
 
 
 def beside(model: Any, file: str = FILE) -> Path | None:
-    """Where a profile lies in the folder that a model was loaded from; None: nowhere."""
+    """Return the path of a profile in the folder that a model was loaded from; None if missing."""
     folder = getattr(model.config, "_name_or_path", None)
     path = Path(folder or "", file)
     return path if folder and path.is_file() else None
 
 
 def own(model: Any, file: str = FILE) -> Profile | None:
-    """The profile `file` of the folder that a model was loaded from, if it is one of its shape."""
+    """Return the profile `file` from a model's folder, or None if missing or of another shape."""
     path = beside(model, file)
-    found = None if path is None else Profile.load(path)
-    fits = found is not None and found.model == adapters.shape(model.get_decoder().config)
-    return found if fits else None
+    profile = None if path is None else Profile.load(path)
+    fits = profile is not None and profile.model == adapters.shape(model.get_decoder().config)
+    return profile if fits else None
 
 
 def _reason(error: ValueError) -> str:
-    """What is wrong with a file, without its name."""
+    """Return the error's reason without the file's name."""
     if isinstance(error.__cause__, OSError):
         return error.__cause__.strerror or str(error)
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
@@ -195,14 +195,14 @@ def _reason(error: ValueError) -> str:
 
 
 def _number(x: Any, name: str = "") -> float:
-    # The bound comes first: an integer of JSON can be too large to be a float.
+    # Bounded before float(), which fails on too large integers of JSON.
     if isinstance(x, bool) or not isinstance(x, int | float) or not -1e6 <= x <= 1e6:
         raise ValueError(f"{name and f'{name}: '}expected a number, got {str(x)[:40]!r}")
     return float(x)
 
 
 def _numbers(x: Any, name: str, depth: int) -> Any:
-    """Numbers in lists, `depth` of them in each other, as tuples."""
+    """Convert lists of numbers, nested `depth` deep, to tuples."""
     if not depth:
         return _number(x, name)
     if not isinstance(x, list):

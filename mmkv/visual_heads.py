@@ -1,10 +1,10 @@
-"""Measures visual heads: how often a head's largest attention falls on what a word is read from.
+"""Visual heads: how often a head's largest attention is on the image region that a word names.
 
-Wang et al., "SparseMM", arXiv 2506.05344, section 3.1. For each word of a reply the model attends
-to the prompt when it predicts that word. A head that attends most to a token of the word's image
-region scores 1 over the number of the region's tokens, as in the authors' code,
-https://github.com/CR400AF-A/SparseMM; scores add up over words and over the query heads that read
-one key-value head. The authors' regions are OCR boxes; here samples say them.
+Wang et al., "SparseMM", arXiv 2506.05344, section 3.1. For each word of a reply, the query that
+predicts the word is compared with the prompt's keys. If a head attends most to a token of the
+word's image region, it scores 1 over the number of the region's tokens, as in the authors' code,
+https://github.com/CR400AF-A/SparseMM; scores are summed over words and over the query heads of one
+key-value head. The authors' regions are OCR boxes; here samples give them.
 """
 
 from __future__ import annotations
@@ -29,43 +29,43 @@ from mmkv.policy import Policy
 from mmkv.sizes.heads import UniformHeads
 from mmkv.wrapping import wrapped
 
-# What a sample may have beside the model's inputs.
+# Keys that a sample may have besides the model's inputs.
 REPLY, REGIONS = "reply", "regions"
-# Most tokens of a reply that the model gives itself.
+# Most tokens of a reply that the model generates.
 _MOST = 128
 
 
 def measure(
     model: Any, samples: Iterable[Mapping[str, Any]], policy: Policy
 ) -> tuple[tuple[tuple[float, ...], ...], int]:
-    """Visual scores [L][H] of the compressed layers' key-value heads, which add up to 1.
+    """Measure visual scores [L][H] of the compressed layers' key-value heads, of sum 1.
 
     Args:
         model: not wrapped; it is wrapped for a part of the call.
-        samples: each what `model(**sample)` takes, of one row, and besides
-            "reply": token ids [T] of what is read from the picture; left out: what the model says.
+        samples: each the inputs of `model(**sample)`, of one row, and optionally
+            "reply": token ids [T] of text read from the picture; by default the model's own reply.
             "regions": for each of the T tokens the positions in `input_ids` of the image tokens
-            that it is read from, none for a token that does not count; left out: all image tokens
-            for every token, which tells heads that read the picture from those that do not.
-        policy: whose profile it is; its options do not matter.
+            that it is read from, empty for a token that does not count; by default all image
+            tokens, which separates heads that read the picture from those that do not.
+        policy: the policy of the profile; its options do not matter.
 
     Returns:
-        the scores, and how many samples.
+        the scores, and the number of samples.
     """
-    parts, inner = adapters.find(model), unwrap_container(model)
-    plain, hits = replace(policy, heads=UniformHeads()), list[Tensor]()
+    parts, unwrapped = adapters.find(model), unwrap_container(model)
+    uniform, hits = replace(policy, heads=UniformHeads()), list[Tensor]()
     for i, sample in enumerate(samples):
         inputs = {k: v for k, v in sample.items() if k not in (REPLY, REGIONS)}
-        reply = _reply(inner, inputs, sample.get(REPLY))
+        reply = _reply(unwrapped, inputs, sample.get(REPLY))
         regions = _regions(parts.image_token_ids, i, inputs["input_ids"], reply, sample)
-        cache = _Probe(parts.config, CacheConfig(plain, 1.0), regions)
-        followed, shape = dict(inputs), inputs["input_ids"].shape
-        for name, x in inputs.items():  # masks, and types of tokens, go on behind the prompt
+        cache = _Probe(parts.config, CacheConfig(uniform, 1.0), regions)
+        with_reply, shape = dict(inputs), inputs["input_ids"].shape
+        for name, x in inputs.items():  # masks and token types are extended by the reply
             if isinstance(x, Tensor) and x.shape == shape:
-                followed[name] = pad(x, (0, len(reply)), value=int("attention_mask" in name))
-        followed["input_ids"] = torch.cat([inputs["input_ids"], reply[None]], dim=1)
-        with wrapped(model, plain, 1.0), torch.no_grad():
-            inner(**followed, **passing(inner, cache), use_cache=True)
+                with_reply[name] = pad(x, (0, len(reply)), value=int("attention_mask" in name))
+        with_reply["input_ids"] = torch.cat([inputs["input_ids"], reply[None]], dim=1)
+        with wrapped(model, uniform, 1.0), torch.no_grad():
+            unwrapped(**with_reply, **passing(unwrapped, cache), use_cache=True)
         hits.append(torch.stack(cache.hits))
     if not hits:
         raise ValueError("calibrate: no samples")
@@ -80,7 +80,7 @@ def measure(
 
 
 class _Probe(CompressedCache):
-    """Looks at where heads attend most, and stores nothing."""
+    """A cache that counts where heads attend most, and stores nothing."""
 
     def __init__(self, config: Any, plan: CacheConfig, regions: Tensor) -> None:
         super().__init__(config, plan)
@@ -92,34 +92,34 @@ class _Probe(CompressedCache):
 
 
 def head_hits(layer: LayerInputs, regions: Tensor) -> Tensor:
-    """What each key-value head scores, summed over its query heads: float64 [H].
+    """Return each key-value head's score, summed over its query heads: float64 [H].
 
-    Regions [T, N + T] say from which tokens each of the last T is read. The token before it
-    predicts it, and does so by the query that counts.
+    `regions` is bool [T, N + T], the tokens from which each of the last T tokens is read. The query
+    that counts is that of the token before, which predicts it.
     """
     T, N = regions.shape
     H = layer.key.shape[1]
     query = layer.query[0, :, N - T - 1 : N - 1].float().unflatten(0, (H, -1))
-    # Softmax, a scale above 0 and a softcap change no order.
+    # Softmax, a positive scale and a softcap do not change the order.
     logits = query @ layer.key[0].float()[:, None].mT  # [H, G, T, N]
-    sees = torch.ones(T, N, dtype=torch.bool, device=logits.device).tril(N - T - 1)
+    visible = torch.ones(T, N, dtype=torch.bool, device=logits.device).tril(N - T - 1)
     if layer.mask is not None:
-        sees = layer.mask[0, 0, N - T - 1 : N - 1].to(logits.device)
-    sees = sees & layer.valid[0].to(logits.device)
-    most = logits.masked_fill(~sees, -torch.inf).argmax(-1)
-    worth = regions.double() / regions.sum(-1, keepdim=True).clamp(min=1)
-    return worth.expand(*most.shape[:2], T, N).gather(-1, most[..., None]).sum((1, 2, 3))
+        visible = layer.mask[0, 0, N - T - 1 : N - 1].to(logits.device)
+    visible = visible & layer.valid[0].to(logits.device)
+    top = logits.masked_fill(~visible, -torch.inf).argmax(-1)
+    region_scores = regions.double() / regions.sum(-1, keepdim=True).clamp(min=1)
+    return region_scores.expand(*top.shape[:2], T, N).gather(-1, top[..., None]).sum((1, 2, 3))
 
 
-def _reply(model: Any, inputs: Mapping[str, Any], given: Any) -> Tensor:
-    """int64 [T]."""
+def _reply(model: Any, inputs: Mapping[str, Any], reply_ids: Any) -> Tensor:
+    """Return the sample's reply, or the model's own: int64 [T]."""
     ids = inputs["input_ids"]
     if len(ids) != 1:
         raise ValueError(
             f"calibrate: input_ids of {len(ids)} rows: for visual heads give samples one by one"
         )
-    if given is not None:
-        return torch.as_tensor(given, device=ids.device).long().flatten()
+    if reply_ids is not None:
+        return torch.as_tensor(reply_ids, device=ids.device).long().flatten()
     reply, valid = greedy(model, inputs, _MOST + 1)
     return reply[valid]
 
@@ -127,29 +127,29 @@ def _reply(model: Any, inputs: Mapping[str, Any], given: Any) -> Tensor:
 def _regions(
     image_ids: Sequence[int], i: int, ids: Tensor, reply: Tensor, sample: Mapping[str, Any]
 ) -> Tensor:
-    """Bool [T, N + T]; the sample's, or all image tokens for every token."""
+    """Return the sample's regions, or all image tokens for every token: bool [T, N + T]."""
     T, N = len(reply), ids.shape[1]
-    found = torch.zeros(T, N + T, dtype=torch.bool)
-    given = sample.get(REGIONS)
-    if given is None:
-        found[:, :N] = torch.isin(ids[0].cpu(), torch.tensor(list(image_ids)))
-        if not bool(found[:, :N].any()):
+    in_region = torch.zeros(T, N + T, dtype=torch.bool)
+    regions = sample.get(REGIONS)
+    if regions is None:
+        in_region[:, :N] = torch.isin(ids[0].cpu(), torch.tensor(list(image_ids)))
+        if not bool(in_region[:, :N].any()):
             raise ValueError(
                 f"calibrate: sample {i} has no image tokens: visual heads are measured on prompts "
                 'with pictures, or name what is read in its "regions"'
             )
-        return found
-    if len(given) != T:
+        return in_region
+    if len(regions) != T:
         raise ValueError(
-            f'calibrate: sample {i} has "regions" of {len(given)} tokens for a reply of {T}: give '
-            'one for each token of "reply"'
+            f'calibrate: sample {i} has "regions" of {len(regions)} tokens for a reply of {T}: '
+            'give one for each token of "reply"'
         )
-    for t, region in enumerate(given):
-        places = torch.as_tensor(list(region), dtype=torch.long)
-        if len(places) and not 0 <= int(places.min()) <= int(places.max()) < N:
+    for t, region in enumerate(regions):
+        positions = torch.as_tensor(list(region), dtype=torch.long)
+        if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < N:
             raise ValueError(
-                f"calibrate: sample {i}, token {t} is read from {places.tolist()[:9]}, expected "
+                f"calibrate: sample {i}, token {t} is read from {positions.tolist()[:9]}, expected "
                 f"positions among the {N} tokens of input_ids"
             )
-        found[t, places] = True
-    return found
+        in_region[t, positions] = True
+    return in_region
