@@ -258,8 +258,7 @@ class CheckReport:
     Attributes:
         policy: as in its rows.
         within: the tolerance, nats a token.
-        prompts: number of prompts.
-        prompt_tokens: tokens of the shortest and of the longest prompt.
+        prompts: number of prompts; `prompt_tokens`: tokens of the shortest and the longest.
         tokens: number of reply tokens, over which means are taken.
         full_nbytes: bytes of the full cache after the prefill, mean over prompts.
         rows: the policy at each budget, then the full cache in 8 and in 4 bits.

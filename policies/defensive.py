@@ -3,9 +3,8 @@
 Feng et al., "Taming the Fragility of KV Cache Eviction in LLM Inference", arXiv 2510.13334: the
 largest attention, and at least the mean of these maxima over tokens. The rest is as in the authors'
 code, https://github.com/FFY0/DefensiveKV: attention is averaged over neighbours before the maximum,
-and multiplied by each head's share of the norms of W_O v; some tokens are kept first. The share of
-attention that selects these is 0.9 less that on the `window` tokens before the window, although
-the code's names say the window itself.
+and multiplied by each head's share of the norms of W_O v; the tokens of 0.9 of the attention, less
+that on the `window` tokens before the window (the code's names say the window), are kept first.
 
 In later turns, where heads hold different tokens, shares are computed from the heads' mean norms.
 """

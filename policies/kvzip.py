@@ -88,13 +88,11 @@ class Repetition(Score):
         """
         (B, Hq, Q, _), (H, N) = layer.query.shape, layer.key.shape[1:3]
         scores = torch.zeros(B, H, Hq // H, N, device=layer.key.device)
-        query_weights = None
+        inverse = None
         if self.outputs:
             assert layer.hidden is not None
-            query_weights = 1 / layer.hidden.float().norm(dim=-1).clamp(min=torch.finfo().tiny)
-            query_weights = query_weights.masked_fill(~layer.valid[:, -Q:], 0.0)[
-                :, None, None, :, None
-            ]
+            inverse = 1 / layer.hidden.float().norm(dim=-1).clamp(min=torch.finfo().tiny)
+            inverse = inverse.masked_fill(~layer.valid[:, -Q:], 0.0)[:, None, None, :, None]
         size = max(1, tile(layer.key.device) // (B * Hq * N))
         options: Any = {"scale": layer.scale, "softcap": layer.softcap}
         for start in range(0, Q, size):
@@ -103,8 +101,8 @@ class Repetition(Score):
             query, key = layer.query[:, :, start:stop], layer.key[:, :, :last]
             valid = layer.valid[:, :last]
             attention = window_rows(query, key, stop - start, valid=valid, **options)
-            if query_weights is not None:
-                attention = attention * query_weights[:, :, :, start:stop]
+            if inverse is not None:
+                attention = attention * inverse[:, :, :, start:stop]
             scores[..., :last] = scores[..., :last].maximum(attention.amax(3))
         if self.outputs:
             scores = scores * head_output_norms(layer, N, 2)

@@ -71,9 +71,9 @@ class LagRelative(Score):
 
 def _spread(x: Tensor) -> Tensor:
     """Score blocks `[B, H, n, lag, D]` by the next ones: `[B, H, n - 1, lag]`."""
-    least, most = x[:, :, 1:].aminmax(dim=3, keepdim=True)
-    size = most - least
-    scaled = ((x[:, :, :-1] - least) / size).masked_fill(size == 0, 0.0)
+    low, high = x[:, :, 1:].aminmax(dim=3, keepdim=True)
+    span = high - low
+    scaled = ((x[:, :, :-1] - low) / span).masked_fill(span == 0, 0.0)
     return scaled.std(dim=-1).softmax(dim=-1)
 
 

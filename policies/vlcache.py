@@ -77,8 +77,8 @@ class SparsityLayers(Layers):
     def measure(self, layer: LayerInputs) -> Tensor:
         """Return the density: 1 - the paper's sparsity, of attention from text after the picture.
 
-        It is the share of entries, of those that a query sees, that are at least `threshold` times
-        the largest of their query; 0 if no query sees any.
+        Of the entries that a query sees, it is the share of those at least `threshold` times the
+        query's largest; 0 if there are none.
         """
         layer = last_queries(layer)
         assert layer.mask is not None
@@ -113,15 +113,13 @@ def last_queries(layer: LayerInputs) -> LayerInputs:
     """Return the inputs with the queries after the picture alone; masks hide all others."""
     observing = post_vision_queries(layer)
     Q, N = layer.query.shape[2], layer.key.shape[2]
-    n_queries = int((Q - observing.int().argmax(-1)).max())
-    query, observing = layer.query[:, :, Q - n_queries :], observing[:, Q - n_queries :]
+    n = int((Q - observing.int().argmax(-1)).max())
+    query, observing = layer.query[:, :, Q - n :], observing[:, Q - n :]
     mask = layer.mask
     if mask is None:
-        mask = torch.ones(n_queries, N, dtype=torch.bool, device=layer.key.device).tril(
-            N - n_queries
-        )
-        mask = mask.expand(len(query), 1, n_queries, N)
-    mask = mask[:, :, -n_queries:] & observing[:, None, :, None] & layer.valid[:, None, None]
+        mask = torch.ones(n, N, dtype=torch.bool, device=layer.key.device).tril(N - n)
+        mask = mask.expand(len(query), 1, n, N)
+    mask = mask[:, :, -n:] & observing[:, None, :, None] & layer.valid[:, None, None]
     return replace(layer, query=query, mask=mask)
 
 

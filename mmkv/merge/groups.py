@@ -130,17 +130,17 @@ def leaders(
     plan = _Plan.of(sizes, (rank == torch.inf).sum(-1), present.sum(-1), N, exact, run)
     order, indices = rank.argsort(dim=-1, descending=True, stable=True), _count(rank)
     rank_of = torch.empty_like(order).scatter_(-1, order, indices)
-    alone = present & (rank_of < plan.alone.to(device, non_blocking=True)[..., None])
-    space = _Space.of(keys, values, value_weight, None if plan.whole else present)
+    single = present & (rank_of < plan.single.to(device, non_blocking=True)[..., None])
+    space = _Space.of(keys, values, value_weight, None if plan.unpadded else present)
 
     run_indices = spans(plan.tokens.to(device, non_blocking=True), plan.longest)  # [B, H, R, C]
-    others = (alone | ~present).to(torch.uint8).argsort(dim=-1, stable=True)
+    others = (single | ~present).to(torch.uint8).argsort(dim=-1, stable=True)
     members = others.gather(-1, run_indices.clamp(min=0).flatten(2)).view_as(run_indices)
     members = members.masked_fill_(run_indices < 0, -1)
     slots = plan.slots.to(device, non_blocking=True)
 
     leader_of = torch.full((B, H, N + 1), -1, device=device)
-    leader_of[..., :N] = torch.where(alone, indices, -1)
+    leader_of[..., :N] = torch.where(single, indices, -1)
     n_numbers = max(plan.width, keys.shape[-1] + values.shape[-1])
     n_runs = max(1, tile(device) // (B * H * plan.longest * n_numbers))
     parts = zip(members.split(n_runs, dim=2), slots.split(n_runs, dim=2), strict=True)
@@ -148,7 +148,7 @@ def leaders(
         index, absent = token.clamp(min=0).flatten(2), token < 0
         points = torch.cat([rows(keys, index), rows(values, index)], -1).float()
         points = points.unflatten(2, token.shape[2:])
-        if not plan.whole:  # padding may hold any values, NaN included
+        if not plan.unpadded:  # padding may hold any values, NaN included
             points.masked_fill_(absent[..., None], 0.0)
         counts = None if weights is None else weights.float().gather(-1, index).view_as(token)
         ranked = rank_of.gather(-1, index).view_as(token).masked_fill(absent, N)
@@ -167,12 +167,12 @@ def leaders(
 class _Plan:
     """How many single tokens and groups each head has, on the host."""
 
-    alone: Tensor  # int64 [B, H], tokens that stay single
+    single: Tensor  # int64 [B, H], tokens that stay single
     slots: Tensor  # int64 [B, H, R], groups of each run
     tokens: Tensor  # int64 [B, H, R + 1], starts of the runs among the other tokens, and the end
     longest: int  # C, the most tokens of a run
     width: int  # K, the most groups of a run
-    whole: bool  # every head has all N tokens
+    unpadded: bool  # every head has all N tokens
 
     @classmethod
     def of(
@@ -180,19 +180,19 @@ class _Plan:
     ) -> _Plan:
         sizes, always_kept, present = torch.stack([sizes, always_kept, present]).cpu()
         size = sizes.minimum(present)
-        alone = always_kept + ((size - always_kept) * exact).long()
+        single = always_kept + ((size - always_kept) * exact).long()
         # At least one slot is left for a group, unless no token or no slot is left.
-        alone = torch.where(size < present, alone.minimum(size - 1).maximum(always_kept), size)
-        groups = size - alone
-        rest = torch.where(groups > 0, present - alone, 0)
+        single = torch.where(size < present, single.minimum(size - 1).maximum(always_kept), size)
+        groups = size - single
+        rest = torch.where(groups > 0, present - single, 0)
         runs = (-(-rest // run)).minimum(groups).clamp(min=1)[..., None]
         # Slots are divided first, and tokens by slots, so that no run has more slots than tokens.
         starts = torch.arange(int(runs.max()) + 1).minimum(runs) * groups[..., None] // runs
         tokens = starts * rest[..., None] // groups.clamp(min=1)[..., None]
         slots = starts.diff(dim=-1)
         longest, width = int(tokens.diff(dim=-1).max()), int(slots.max())
-        whole = bool((present == N).all())
-        return cls(alone, slots, tokens, max(1, longest), max(1, width), whole)
+        unpadded = bool((present == N).all())
+        return cls(single, slots, tokens, max(1, longest), max(1, width), unpadded)
 
 
 @dataclass(frozen=True)

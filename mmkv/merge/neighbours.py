@@ -29,8 +29,7 @@ class _IntoKept(Merge):
     def anchors(self, keys: Tensor, positions: Tensor, kept: Tensor, filler: Tensor) -> Tensor:
         """Return the anchor of each token, int64 [B, H, U], among the M kept ones.
 
-        `kept` is int64 [B, H, M], their indices among the U, except where `filler` is True; padding
-        has position -1.
+        `kept` is int64 [B, H, M], their indices, unless `filler`; padding has position -1.
         """
         raise NotImplementedError
 

@@ -88,14 +88,14 @@ class ReferenceQueries:
         valid = valid[:, -n_known:]
         count = valid.sum(-1, keepdim=True)
         step = torch.arange(min(number, n_known), device=valid.device)
-        place = count - 1 - step * (-(-count // number)).clamp(min=1)
+        index = count - 1 - step * (-(-count // number)).clamp(min=1)
         order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
-        at = order.gather(1, place.clamp(min=0)) + query.shape[2] - n_known
+        at = order.gather(1, index.clamp(min=0)) + query.shape[2] - n_known
         query = query.gather(2, at[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
         if rotary is not None:
             query = rotary.of_tokens(at).moved(query, rotary.ahead(1))
         scale = query.shape[-1] ** -0.5 if layer.scale is None else layer.scale
-        present = place >= 0
+        present = index >= 0
         query = (query.float() * scale).masked_fill(~present[:, None, :, None], 0.0)
         return cls(query, present, layer.softcap)
 

@@ -265,8 +265,7 @@ class Merge(Part):
 
         Args:
             prompt_kv: all pairs of the layer, with their positions and weights.
-            ranking: which tokens are kept, and how many; `ranking.kept(prompt_kv)` drops all
-                others.
+            ranking: which tokens are kept; `ranking.kept(prompt_kv)` drops all others.
         """
         raise NotImplementedError
 

@@ -2,9 +2,8 @@
 
 Keys carry their rotation, so their order does not matter to attention, and a new token takes the
 slot of the token that the last step dropped: no concatenation, constant shapes, and a drop writes
-nothing. Except where attention decides what is dropped (`victims`), slots depend only on the sizes
-after the prefill. They are planned on the host some steps ahead and sent to the device in advance,
-so that no step synchronises.
+nothing. Except where attention decides what is dropped (`victims`), slots depend only on sizes
+after the prefill: the host plans them some steps ahead, so that no step synchronises.
 
 A schedule holds one entry per row of its block ([R]: a batch row and key-value head), one per group
 of rows with equal sizes ([U]), or a single entry ([1]) when all rows use the same slots, so that a

@@ -39,7 +39,6 @@ class HeavyHitterSlots(SlotSchedule):
         # If padding lies between turns: positions [R, n] of the prompt's last tokens, and its end.
         self.places: Tensor | None = None
         self.end = 0
-        # Whether all tokens of some row may be protected or recent.
         self.lacks_candidates = bool((self.capacity < self.protected + self.recent).any())
         self.columns: dict[str, int | Tensor] = {}
         self.buffers: tuple[Tensor, Tensor] | None = None
@@ -91,8 +90,8 @@ class HeavyHitterSlots(SlotSchedule):
     def drop(self, attention: Tensor, positions: Tensor, newest: int | Tensor) -> None:
         """Choose the tokens that are dropped after this step; the next ones take their slots.
 
-        `attention` is float32 [R, S], accumulated by slot, inf for an empty one; `positions` [R, S]
-        are -1 there; `newest` is the position of the token just written.
+        `attention` is float32 [R, S], accumulated by slot; it is inf and `positions` [R, S] are -1
+        for an empty slot; `newest` is the position of the token just written.
         """
         is_full = self.n_tokens >= self.capacity
         if not is_full.any():
@@ -122,8 +121,8 @@ class HeavyHitterSlots(SlotSchedule):
     def behind(self, places: Tensor, end: int) -> None:
         """Leave padding between turns out when recent tokens are counted.
 
-        `places` [R, n] are the positions of the prompt's last tokens, ascending; n is at least any
-        row's number of recent tokens. `end` is the prompt's length T with padding.
+        `places` [R, n] are positions of the prompt's last tokens, ascending, n enough for `recent`;
+        `end` is T, the prompt's length with padding.
         """
         self.places, self.end = places, end
 
@@ -152,7 +151,7 @@ class HeavyHitterSlots(SlotSchedule):
         torch.where(excluded, attention.new_full((), torch.inf), attention, out=candidates)
         if not self.lacks_candidates:
             return candidates.argmin(-1)
-        # If the recent tokens fill the whole capacity, the oldest of them is dropped.
+        # If protected and recent tokens fill a row, the oldest recent one is dropped.
         never = (positions < 0) | self.protected_slots
         oldest = positions.masked_fill(never, 2**31 - 1)
         no_candidates = (excluded | never).all(-1, keepdim=True)

@@ -149,13 +149,13 @@ def _scores(
         key, value = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (key, value))
         query = query.masked_fill(~valid[:, None, N - Q :, None], 0.0)
     # Some heads, and of these some runs, at a time, so that tensors stay in the CPU's cache.
-    most = tile(key.device)
-    heads = min(H, max(1, most // (B * G * N * min(run, N))))
-    most = max(1, most // (B * G * heads))
+    limit = tile(key.device)
+    heads = min(H, max(1, limit // (B * G * N * min(run, N))))
+    limit = max(1, limit // (B * G * heads))
     runs, whole_run = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
     for first, last in ((0, N - Q), (N - Q, N)):
         for tokens in _runs(valid[:, first:last], run, alike=sliced) if first < last else ():
-            for part in tokens.split(max(1, most // min(run, N) ** 2), dim=1):
+            for part in tokens.split(max(1, limit // min(run, N) ** 2), dim=1):
                 if last == N:
                     observers = part[..., ::stride]
                 else:  # the queries of earlier turns are not kept
@@ -164,7 +164,7 @@ def _scores(
     if whole and run < N:
         tokens = torch.arange(N, device=key.device).masked_fill(~valid, -1)[:, None]
         observers = _spread_tokens(valid[:, N - Q :], whole)[:, None]
-        whole_run = [(tokens, part) for part in observers.split(max(1, most // N), dim=-1)]
+        whole_run = [(tokens, part) for part in observers.split(max(1, limit // N), dim=-1)]
     has_runs, tiny = (valid.sum(-1) > run)[:, None, None], torch.finfo(torch.float32).tiny
     scores = key.new_zeros(B, H, N, dtype=torch.float32)
     for h in range(0, H, heads):
@@ -295,8 +295,8 @@ def spans(starts: Tensor, width: int) -> Tensor:
 
     Each span is filled up with -1 to C, the `width`, which no span exceeds.
     """
-    place = starts[..., :-1, None] + torch.arange(width, device=starts.device)
-    return place.masked_fill(place >= starts[..., 1:, None], -1)
+    index = starts[..., :-1, None] + torch.arange(width, device=starts.device)
+    return index.masked_fill(index >= starts[..., 1:, None], -1)
 
 
 def _runs(valid: Tensor, run: int, *, alike: bool) -> list[Tensor]:
@@ -317,11 +317,11 @@ def _runs(valid: Tensor, run: int, *, alike: bool) -> list[Tensor]:
     return [tokens.masked_fill(places < 0, -1)]
 
 
-def _latest(valid: Tensor, most: int) -> Tensor:
-    """Return up to `most` last valid tokens of each row [B, Q]: int64 [B, C], -1 as filler."""
+def _latest(valid: Tensor, number: int) -> Tensor:
+    """Return up to `number` last valid tokens of each row [B, Q]: int64 [B, C], -1 as filler."""
     Q = valid.shape[1]
-    place = torch.arange(Q, device=valid.device).expand_as(valid).masked_fill(~valid, -1)
-    return place.sort(dim=-1).values[:, -min(most, Q) :]
+    index = torch.arange(Q, device=valid.device).expand_as(valid).masked_fill(~valid, -1)
+    return index.sort(dim=-1).values[:, -min(number, Q) :]
 
 
 def _spread_tokens(valid: Tensor, number: int) -> Tensor:
@@ -332,10 +332,10 @@ def _spread_tokens(valid: Tensor, number: int) -> Tensor:
     count, last = valid.sum(-1, keepdim=True), -(-number // 2)
     steps = torch.arange(number, device=valid.device)
     before = (steps - last) * (count - last).clamp(min=0) // max(1, number - last)
-    place = torch.where(steps < last, count - 1 - steps, before)
-    place = place.masked_fill(count == 0, -1)
+    index = torch.where(steps < last, count - 1 - steps, before)
+    index = index.masked_fill(count == 0, -1)
     order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
-    return order.gather(1, place.clamp(min=0)).masked_fill(place < 0, -1)
+    return order.gather(1, index.clamp(min=0)).masked_fill(index < 0, -1)
 
 
 def _tokens_of(x: Tensor, tokens: Tensor, *, sliced: bool) -> Tensor:
@@ -359,8 +359,8 @@ def rows(x: Tensor, at: Tensor) -> Tensor:
     else:
         flat = x.reshape(-1, x.shape[-1])
         first = torch.arange(len(flat), device=x.device).view(x.shape[:-1])[..., :1]
-    place = first + at * step
-    return flat.index_select(0, place.flatten()).view(*place.shape, x.shape[-1])
+    index = first + at * step
+    return flat.index_select(0, index.flatten()).view(*index.shape, x.shape[-1])
 
 
 def largest(x: Tensor) -> tuple[Tensor, Tensor]:

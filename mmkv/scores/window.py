@@ -43,10 +43,9 @@ class WindowAttention(Score):
         pooling: "max", "avg", or None for none.
         recency_weighted: weigh the queries by how recent they are (PyramidInfer).
         value: how a token's value counts: "norm", attention times the value's L1 norm (VATP);
-            "output", attention plus 1e-4, times its L1 norm after the output projection;
-            "critical", the same for half of the budget, the other half by attention alone
-            (CriticalKV); "residual", how far a query's output moves without the token (DropKV);
-            None: not at all.
+            "output", attention plus 1e-4, times its L1 norm after the output projection; "critical"
+            (CriticalKV), the same for half of the budget, after half by attention alone;
+            "residual", how far a query's output moves without the token (DropKV); None: not at all.
         diversity: mix with the norms of values and the dissimilarity of keys (MixKV).
         average_heads: rank tokens once per layer, by the mean over heads.
     """

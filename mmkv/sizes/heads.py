@@ -97,12 +97,12 @@ def adaptive_heads(scores: Tensor, totals: Tensor, *, alpha: float = 0.5) -> Ten
     order = flat.argsort(dim=-1, descending=True, stable=True)
     adaptive = count_first(order, totals, H)
 
-    reals = (1 - alpha) * adaptive.double() + alpha * totals.double() / H
-    whole = (reals + NOISE).floor()
-    missing = totals - whole.sum(-1, keepdim=True)
-    fraction = ((reals - whole) / NOISE).round()
+    targets = (1 - alpha) * adaptive.double() + alpha * totals.double() / H
+    rounded = (targets + NOISE).floor()
+    missing = totals - rounded.sum(-1, keepdim=True)
+    fraction = ((targets - rounded) / NOISE).round()
     rank = fraction.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    return (whole + (rank < missing)).long()
+    return (rounded + (rank < missing)).long()
 
 
 def count_first(order: Tensor, total: Tensor, n: int) -> Tensor:

@@ -114,15 +114,15 @@ def fit(sizes: Sequence[float], total: int, *, floor: int = 0, max_size: int) ->
         middle = (low + high) / 2
         low, high = (middle, high) if sum(shifted(middle)) <= total else (low, middle)
     reals = shifted(low)
-    whole = [math.floor(real + NOISE) for real in reals]
+    rounded = [math.floor(real + NOISE) for real in reals]
     # Among equal fractions the larger target, as clipping may have made different targets equal.
     by_fraction = sorted(
         range(n_layers),
-        key=lambda layer: (-round((reals[layer] - whole[layer]) / NOISE), -sizes[layer]),
+        key=lambda layer: (-round((reals[layer] - rounded[layer]) / NOISE), -sizes[layer]),
     )
-    for layer in by_fraction[: total - sum(whole)]:
-        whole[layer] += 1
-    return whole
+    for layer in by_fraction[: total - sum(rounded)]:
+        rounded[layer] += 1
+    return rounded
 
 
 def uniform(n_layers: int, total: int, *, max_size: int) -> list[int]:

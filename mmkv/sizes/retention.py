@@ -113,19 +113,17 @@ class PooledLayers(_ByScores):
 
 def beyond_floors(allocate: Callable[..., list[list[int]]], rows: SizeInputs) -> list[list[float]]:
     """Return each row's floor plus the sizes by `allocate` of the tokens that compete."""
-    L, scores, n_candidates = rows.n_layers, rows.scores, rows.n_candidates
+    L, scores, candidates = rows.n_layers, rows.scores, rows.n_candidates
     assert scores is not None
-    assert n_candidates is not None
+    assert candidates is not None
     to_split = torch.tensor(rows.totals) - L * torch.tensor(rows.floors)
     # In a later turn fewer tokens may compete than the total allows.
-    to_split = to_split.to(scores.device, non_blocking=True).clamp(min=0).minimum(L * n_candidates)
-    sizes = allocate(scores, to_split, n_candidates)
+    to_split = to_split.to(scores.device, non_blocking=True).clamp(min=0).minimum(L * candidates)
+    sizes = allocate(scores, to_split, candidates)
     return [[floor + n for n in row] for floor, row in zip(rows.floors, sizes, strict=True)]
 
 
-def prefix(
-    importance: Tensor, totals: Tensor, n_candidates: Tensor | None = None
-) -> list[list[int]]:
+def prefix(importance: Tensor, totals: Tensor, candidates: Tensor | None = None) -> list[list[int]]:
     """Return the layer sizes with the highest minimum retention over layers.
 
     With `P_l(o)` the share of layer `l`'s importance in its `o` largest entries, the paper searches
@@ -137,7 +135,7 @@ def prefix(
         importance: `[B, L, N]`, not negative; normalised per layer here. NaN counts as 0, inf as
             the largest finite entry of the layer, and a layer of zeros as uniform.
         totals: int64 `[B]`, tokens over all layers, at most L times the row's candidates.
-        n_candidates: int64 `[B]`, how many of the N are tokens; the others are filler; None: all.
+        candidates: int64 `[B]`, how many of the N are tokens; the others are filler; None: all.
 
     Returns:
         `[B][L]`, tokens per layer, each row of sum `total`; sent to the host at once.
@@ -147,7 +145,7 @@ def prefix(
 
     Source: PrefixKV, arXiv 2412.03409, section 3.3, whose bisection may miss the total.
     """
-    shares, filler = _shares(importance, n_candidates)
+    shares, filler = _shares(importance, candidates)
     curve = shares.sort(dim=-1, descending=True).values.cumsum(-1)
     curve = torch.nn.functional.pad(curve / curve[..., -1:], (1, 0))
     reached = curve[..., :-1]  # [B, L, N]: P_l before the next token is added
@@ -159,7 +157,7 @@ def prefix(
 def pooled(
     importance: Tensor,
     totals: Tensor,
-    n_candidates: Tensor | None = None,
+    candidates: Tensor | None = None,
     *,
     retention: float | None = None,
 ) -> list[list[int]]:
@@ -169,7 +167,7 @@ def pooled(
     the size, that selects the `total` largest normalised entries of all layers: one sort, no loop.
 
     Args:
-        importance, totals, n_candidates: as for `prefix`.
+        importance, totals, candidates: as for `prefix`.
         retention: the mean retention to reach with as few tokens as possible, in (0, 1]; `totals`
             are then minima.
 
@@ -181,7 +179,7 @@ def pooled(
 
     Source: XKV, arXiv 2412.05896, algorithm 1.
     """
-    shares, filler = _shares(importance, n_candidates)
+    shares, filler = _shares(importance, candidates)
     # Token-major, so that equal entries are given to the layers in turn.
     entries = shares.masked_fill(filler, -1.0).mT.flatten(1)
     entries, order = entries.sort(dim=-1, descending=True, stable=True)
@@ -193,14 +191,14 @@ def pooled(
     return _counted(order, totals, importance)
 
 
-def _shares(importance: Tensor, n_candidates: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _shares(importance: Tensor, candidates: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Normalise importance `[..., L, N]` to sum 1 in each layer: float64, 0 for filler.
 
-    Also return which of the N are filler, bool `[..., 1, N]`: all after `n_candidates` `[...]`.
+    Also return which of the N are filler, bool `[..., 1, N]`: all after `candidates` `[...]`.
     """
     N, device = importance.shape[-1], importance.device
     index = torch.arange(N, device=device)
-    count = torch.tensor(N) if n_candidates is None else n_candidates
+    count = torch.tensor(N) if candidates is None else candidates
     filler = index >= count.to(device)[..., None, None]
     weights = importance.detach().double().nan_to_num(nan=0.0, posinf=torch.inf)
     infinite = weights.isinf()

@@ -79,9 +79,8 @@ def squeeze(
 def _highest_cluster(values: NDArray[np.float64]) -> float:
     """Return the least value of the highest of 3 clusters, optimal by the k-means objective.
 
-    In one dimension clusters are intervals, so all pairs of cuts are tried. The sum of squares
-    within clusters is least where the sum of (cluster's sum) ** 2 / size, of centred values, is
-    largest.
+    In one dimension clusters are intervals, so all pairs of cuts are tried. Squares within clusters
+    are least where the sum of (cluster's sum) ** 2 / size, of centred values, is largest.
     """
     ordered, n = np.sort(values), len(values)
     sums = np.concatenate([[0.0], np.cumsum(ordered - ordered.mean())])
