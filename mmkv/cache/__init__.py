@@ -1,1 +1,1 @@
-"""The compressed cache: what it holds, how it evicts, and where a new token goes."""
+"""The compressed cache: its storage, its eviction, and the slots of new tokens."""

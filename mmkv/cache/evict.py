@@ -1,4 +1,4 @@
-"""Eviction itself: from a layer's whole tokens to blocks that hold only the kept ones."""
+"""Eviction: from all tokens of a layer to blocks of the kept ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mmkv.scores.attention import autocast_off
 
 
 def evict(
-    held: PromptKV,
+    prompt_kv: PromptKV,
     plan: CacheConfig,
     prompt: TokenMasks,
     sizes: Sequence[int],
@@ -32,64 +32,64 @@ def evict(
     layer_idx: int,
     split: Tensor | None = None,
 ) -> KeptKV:
-    """Choose what one layer keeps, merge or drop the rest, and copy it into storage of its own.
+    """Choose the tokens that a layer keeps, merge or drop the others, and copy them into blocks.
 
     Args:
-        held: the layer's tokens, whole.
+        prompt_kv: all tokens of the layer.
         plan: policy and budget.
-        prompt: what is known of the tokens, on the layer's device.
+        prompt: the masks of the tokens, on the layer's device.
         sizes: tokens kept per head, for each row.
-        expected: tokens that will be generated, as far as known.
-        layer_idx: which layer of the model.
-        split: what `head_sizes` found for this layer.
+        expected: how many tokens will be generated; 0 if that is not known.
+        layer_idx: the index of the layer.
+        split: the result of `head_sizes` for this layer.
     """
-    policy, (B, H, U, _) = plan.policy, held.keys.shape
-    marks = prompt.marks(held.positions)
+    policy, (B, H, U, _) = plan.policy, prompt_kv.keys.shape
+    marks = prompt.marks(prompt_kv.positions)
     ranking = selection.ranked(
-        policy, held.scores, held.positions, prompt, marks, sizes, layer_idx, split
+        policy, prompt_kv.scores, prompt_kv.positions, prompt, marks, sizes, layer_idx, split
     )
     merge = None if list(sizes) == prompt.lengths else policy.merge
     if merge is None:
-        kept = ranking.kept(held)
+        kept = ranking.kept(prompt_kv)
     else:
-        with autocast_off(held.keys):
-            kept = merge(held, ranking)
-    reduction = "" if held.scores is None else policy.score.turn_reduction
+        with autocast_off(prompt_kv.keys):
+            kept = merge(prompt_kv, ranking)
+    reduction = "" if prompt_kv.scores is None else policy.score.turn_reduction
     scored = plan.evicting(prompt) if reduction == "max" else []
     retained = None
-    if held.scores is not None and policy.score.ranks:
-        alone = kept.indices
+    if prompt_kv.scores is not None and policy.score.ranks:
+        singles = kept.indices
         if kept.weights is not None:
-            alone = alone.masked_fill(kept.weights > 1, -1)
-        retained = retained_share(held.scores, alone, ranking.free)
+            singles = singles.masked_fill(kept.weights > 1, -1)
+        retained = retained_share(prompt_kv.scores, singles, ranking.free)
     indices = kept.indices.expand(B, H, -1)
-    tokens = indices.flatten(0, 1)  # [R, M], where each slot's pair lies in `keys` and `values`
-    keys, values = held.keys.detach(), held.values.detach()
+    tokens = indices.flatten(0, 1)  # [R, M], the index of each slot's pair in `keys` and `values`
+    keys, values = prompt_kv.keys.detach(), prompt_kv.values.detach()
     if kept.keys is not None and kept.values is not None:
         keys, values = kept.keys, kept.values
-        whole = torch.arange(indices.shape[-1], device=indices.device)
-        tokens = torch.where(indices < 0, -1, whole).flatten(0, 1)
+        slot_numbers = torch.arange(indices.shape[-1], device=indices.device)
+        tokens = torch.where(indices < 0, -1, slot_numbers).flatten(0, 1)
 
-    def per_token(x: Tensor, empty: float) -> Tensor:
-        found = x.expand(B, H, U).gather(2, indices.clamp(min=0))
-        return found.masked_fill(indices < 0, empty)
+    def per_token(x: Tensor, padding: float) -> Tensor:
+        values = x.expand(B, H, U).gather(2, indices.clamp(min=0))
+        return values.masked_fill(indices < 0, padding)
 
-    stands = per_token(held.positions, -1)
-    positions = stands.flatten(0, 1).int()
+    kept_positions = per_token(prompt_kv.positions, -1)
+    positions = kept_positions.flatten(0, 1).int()
     mass = None
-    if held.scores is not None and reduction:
-        mass = per_token(held.scores, 0)
+    if prompt_kv.scores is not None and reduction:
+        mass = per_token(prompt_kv.scores, 0)
         if kept.slot is not None:
-            # Not negative: what a slot stands for is added up, or the largest counts.
-            how = "sum" if reduction == "sum" else "amax"
-            mass = held.scores.new_zeros(B, H, indices.shape[-1] + 1)
-            mass.scatter_reduce_(-1, kept.slot, held.scores.expand(B, H, U), how)
+            # Scores are at least 0 here. Those of a slot's tokens are added, or the largest counts.
+            reduce = "sum" if reduction == "sum" else "amax"
+            mass = prompt_kv.scores.new_zeros(B, H, indices.shape[-1] + 1)
+            mass.scatter_reduce_(-1, kept.slot, prompt_kv.scores.expand(B, H, U), reduce)
             mass = mass[..., :-1]
         mass = mass.flatten(0, 1)
         if not all(scored):
             whole_rows = ~torch.tensor(scored).repeat_interleave(H)[:, None]
             whole_rows = whole_rows.to(mass.device, non_blocking=True)
-            mass.masked_fill_(whole_rows, 0.0)  # alone, such a row would not be scored
+            mass.masked_fill_(whole_rows, 0.0)  # outside of a batch, such a row is not scored
     elif policy.decode.needs_decode_attention and not plan.keeps_everything:
         mass = torch.zeros(positions.shape, device=positions.device)
     bias = kept.bias
@@ -100,92 +100,92 @@ def evict(
         return x.expand(B, H).reshape(-1).numpy()
 
     counts, n_pinned = per_row(kept.counts), per_row(kept.n_pinned)
-    group_index = held.group_index
+    group_index = prompt_kv.group_index
     if kept.slot is not None and kept.weights is not None:
-        leads = stands.masked_fill(kept.weights < 2, -1)
-        group_index = _leaders(kept.slot, leads, held, prompt.valid.shape[1])
+        leaders = kept_positions.masked_fill(kept.weights < 2, -1)
+        group_index = _leaders(kept.slot, leaders, prompt_kv, prompt.valid.shape[1])
     blocks: list[PaddedBlock] = []
-    off = torch.zeros(B * H, 2, 2, device=keys.device)
-    for rows, schedule, width, most in _planned(plan, prompt, counts, n_pinned, expected):
-        empty = (0, most - width)
+    errors = torch.zeros(B * H, 2, 2, device=keys.device)
+    for rows, schedule, width, capacity in _planned(plan, prompt, counts, n_pinned, expected):
+        padding = (0, capacity - width)
         index = torch.from_numpy(rows).to(keys.device, non_blocking=True)
-        at = pad(tokens[index, :width], empty, value=-1)
-        where = pad(positions[index, :width], empty, value=-1)
+        block_tokens = pad(tokens[index, :width], padding, value=-1)
+        block_positions = pad(positions[index, :width], padding, value=-1)
         stored: list[Stored] = []
         for i, x in enumerate((keys, values)):
-            exact = gathered(x, index[:, None], at)
+            exact = gathered(x, index[:, None], block_tokens)
             if plan.kv_dtype is None:
                 stored.append(exact)
                 continue
             stored.append(QuantizedKV.of(exact, plan.kv_dtype))
-            off[index, i] = squares(exact, stored[i][:, :], where >= 0)
+            errors[index, i] = squares(exact, stored[i][:, :], block_positions >= 0)
         blocks.append(
             PaddedBlock.of(
                 stored[0],
                 stored[1],
-                where,
-                None if mass is None else pad(mass[index, :width], empty),
+                block_positions,
+                None if mass is None else pad(mass[index, :width], padding),
                 schedule,
                 width,
                 rows=rows,
                 inv_freq=plan.inv_freq,
-                log_weights=None if bias is None else pad(bias[index, :width], empty),
+                log_weights=None if bias is None else pad(bias[index, :width], padding),
             )
         )
-    error = None if plan.kv_dtype is None else relative_error(off.view(B, H, 2, 2).sum(1))
+    error = None if plan.kv_dtype is None else relative_error(errors.view(B, H, 2, 2).sum(1))
     return KeptKV(blocks, B, H, list(sizes), retained, error, group_index)
 
 
 def retained_share(scores: Tensor, indices: Tensor, free: Tensor) -> Tensor:
-    """The share of the importance of the tokens `free` that was kept, [B]; 1 where none compete.
+    """Return the share of importance that was kept of the `free` tokens, [B]; 1 if there are none.
 
-    Kept as they are, and not in groups, were `indices` int64 [B, 1 or H, M], -1 as filler.
+    `indices`, int64 [B, 1 or H, M], are the tokens kept single, not in groups, -1 as filler.
     """
     s = scores.clamp(min=0) * free
     kept = s.expand(-1, indices.shape[1], -1).gather(-1, indices.clamp(min=0))
     kept = kept.masked_fill(indices < 0, 0.0).mean(dim=1).sum(-1)
     total = s.mean(dim=1).sum(-1)
-    # Sums in another order may be a rounding apart.
+    # The two sums add in different orders, so the quotient can round to more than 1.
     return torch.where(total > 0, kept / total.clamp(min=1e-30), 1.0).clamp(max=1.0)
 
 
-def _leaders(slot: Tensor, leads: Tensor, held: PromptKV, seen: int) -> Tensor:
-    """In which group each token seen lies, by the position of its leader: int16 or 32 [B, H, T].
+def _leaders(slot: Tensor, leaders: Tensor, prompt_kv: PromptKV, seen: int) -> Tensor:
+    """Return the group of each token seen, as its leader's position: int16 or int32 [B, H, T].
 
-    -1 for a token that is kept alone, gone, or padding. Each token held has its slot [B, H, U], and
-    `leads` [B, H, M] is where the leader of each slot stands, -1: it is alone.
+    -1 for a token that is kept single, for an evicted one, and for padding. `slot` [B, H, U] is the
+    slot of each token; `leaders` [B, H, M] is the position of each slot's leader, -1 for a single.
     """
-    at, before = pad(leads, (0, 1), value=-1).gather(-1, slot), held.group_index
-    now = at.new_full((*at.shape[:2], seen + 1), -1)
-    positions = held.positions.expand(at.shape)
-    now.scatter_(-1, positions.masked_fill(positions < 0, seen), at)
-    now = now[..., :seen]
-    if before is not None:
-        before = pad(before.long(), (0, seen - before.shape[-1]), value=-1)
-        itself = torch.arange(seen, device=at.device).expand_as(before)
-        now = now.gather(-1, torch.where(before < 0, itself, before))
-    return now.to(torch.int16 if seen < 2**15 else torch.int32)
+    group, old_groups = pad(leaders, (0, 1), value=-1).gather(-1, slot), prompt_kv.group_index
+    index = group.new_full((*group.shape[:2], seen + 1), -1)
+    positions = prompt_kv.positions.expand(group.shape)
+    index.scatter_(-1, positions.masked_fill(positions < 0, seen), group)
+    index = index[..., :seen]
+    if old_groups is not None:
+        old_groups = pad(old_groups.long(), (0, seen - old_groups.shape[-1]), value=-1)
+        own_position = torch.arange(seen, device=group.device).expand_as(old_groups)
+        index = index.gather(-1, torch.where(old_groups < 0, own_position, old_groups))
+    return index.to(torch.int16 if seen < 2**15 else torch.int32)
 
 
 def _planned(
     plan: CacheConfig, prompt: TokenMasks, counts: np.ndarray, n_pinned: np.ndarray, expected: int
 ) -> list[tuple[np.ndarray, SlotSchedule, int, int]]:
-    """Each block's rows of the B * H, its schedule, the slots it uses and those it has.
+    """Return of each block its rows among the B * H, its schedule, its used slots and all slots.
 
     Each row keeps `counts` tokens, of which decoding must not drop the first `n_pinned`.
     """
     heads, seen = len(counts) // len(prompt.lengths), prompt.valid.shape[1]
     lengths = np.repeat(prompt.lengths, heads)
-    # A prompt that loses nothing fills up what is kept anyway while decoding.
-    whole = plan.kept_whole
-    capacity, share = np.where(lengths <= whole, whole, counts), None
+    # A row so short that it loses no token may grow to this size while decoding.
+    kept_whole = plan.kept_whole
+    capacity, share = np.where(lengths <= kept_whole, kept_whole, counts), None
     if not isinstance(plan.budget, int):
         share = counts / lengths * np.repeat(prompt.granted, heads)
         if plan.budget is not None:
-            # What `policy.least` keeps beyond the budget is no share of later tokens.
-            asked = plan.budget * lengths
-            share = share * (asked / np.maximum(asked, np.minimum(whole, lengths)))
-    found = list[tuple[np.ndarray, SlotSchedule, int, int]]()
+            # Tokens kept because of `policy.least`, beyond the budget, do not raise this share.
+            target = plan.budget * lengths
+            share = share * (target / np.maximum(target, np.minimum(kept_whole, lengths)))
+    blocks = list[tuple[np.ndarray, SlotSchedule, int, int]]()
     for rows in group_rows(counts):
         sizes = RowSizes(
             counts=counts[rows],
@@ -204,43 +204,43 @@ def _planned(
             if places is not None:
                 schedule.behind(places[send(rows // heads, places.device)], seen)
         width = int(counts[rows].max())
-        ahead = min(expected, spare(width, seen))
-        found.append((rows, schedule, width, schedule.most(ahead)))
-    return found
+        n_expected = min(expected, spare(width, seen))
+        blocks.append((rows, schedule, width, schedule.most(n_expected)))
+    return blocks
 
 
 def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = 0.15) -> list[np.ndarray]:
-    """Split rows into as few blocks as hold them with little padding.
+    """Split rows into the fewest blocks with little padding.
 
     Args:
         counts: [R], tokens kept by each row.
-        most: blocks at the most; each costs one attention call a step.
-        slack: padding allowed as a share of what is kept; more blocks are tried until it is met.
+        most: the largest number of blocks; each costs one attention call a step.
+        slack: allowed padding as a share of the kept tokens, which decides the number of blocks.
 
     Returns:
-        Row indices of each block, each in rising order.
+        Row indices of each block, ascending.
     """
     order = np.argsort(-counts, kind="stable")
     size = counts[order].astype(np.int64)
-    # Cut only where the rounded length changes: at most 33 places, so the search is cheap.
+    # Cut only where the rounded length changes: at most 33 cuts, so the search is cheap.
     rounded = np.ceil(size / max(1, size[0]) * 32)
     cuts = np.concatenate([[0], np.flatnonzero(np.diff(rounded)) + 1, [len(size)]])
     allowed = (1 + slack) * size.sum()
     n = len(cuts) - 1
-    # cost[j]: slots needed for the first cuts[j] rows; `back`: where their last block starts.
+    # cost[j]: slots needed for the first cuts[j] rows; `starts`: the cut where their last block is.
     cost = np.full(n + 1, np.inf)
     cost[0] = 0.0
-    back: list[np.ndarray] = []
+    starts: list[np.ndarray] = []
     for _ in range(min(most, n)):
         longest = size[np.minimum(cuts, len(size) - 1)]
-        tried = cost[:, None] + (cuts[None, :] - cuts[:, None]) * longest[:, None]
-        tried[np.tril_indices(n + 1)] = np.inf
-        back.append(tried.argmin(0))
-        cost = tried.min(0)
+        candidates = cost[:, None] + (cuts[None, :] - cuts[:, None]) * longest[:, None]
+        candidates[np.tril_indices(n + 1)] = np.inf
+        starts.append(candidates.argmin(0))
+        cost = candidates.min(0)
         if cost[n] <= allowed:
             break
     edges = [n]
-    for step in reversed(back):
-        edges.append(int(step[edges[-1]]))
+    for start in reversed(starts):
+        edges.append(int(start[edges[-1]]))
     edges.reverse()
     return [np.sort(order[cuts[a] : cuts[b]]) for a, b in pairwise(edges) if a < b]

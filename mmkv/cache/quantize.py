@@ -1,14 +1,14 @@
 """Kept keys and values in 8 or 4 bits: `wrap(..., kv_dtype="int8")`.
 
-A token is quantised when its slot is written and read back in the model's own type, so slots are
-overwritten, emptied and chosen as without. Each token's D numbers are one group, or groups of 64
-where D is a multiple of 64, each with a scale and a zero point of its own: a token's codes depend
-on no other token.
+A token is quantised when its slot is written, and read back in the model's own type, so all other
+code treats slots as without quantisation. Each token's D numbers are one group, or groups of 64 if
+D is a multiple of 64; each group has its own scale and zero point, so a token's codes depend on no
+other token.
 
 Codes, packing and reading are those of hqq (github.com/mobiusml/hqq, Apache-2.0), which the
 `QuantizedCache` of transformers uses too: code = round(x / scale + zero), read as
-(code - zero) * scale. The other backend there, optimum-quanto, has no 8 bits (transformers 5.23),
-and is in maintenance mode (github.com/huggingface/optimum-quanto, pull request 408).
+(code - zero) * scale. Its other backend, optimum-quanto, has no 8 bits (transformers 5.23), and is
+in maintenance mode (github.com/huggingface/optimum-quanto, pull request 408).
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from torch.nn.functional import pad
 
 BITS = {"int8": 8, "int4": 4}
 _GROUP = 64
-# Codes that attention turns to numbers at a time: on a CPU what stays in its cache.
+# The number of codes that attention unpacks at a time: on a CPU as many as fit its cache.
 _CPU_PIECE, _DEVICE_PIECE = 2**20, 2**28
-# Where hqq stops: a smaller range is one code, and no scale is below one over this.
+# Limits of hqq: the range below which a group has one code, and the largest 1 / scale.
 _SMALLEST_RANGE, _MOST_SCALED = 1e-4, 2e4
 _PARAMETERS = torch.float16
 
 
 class QuantizedKV:
-    """Rows of tokens in 8 or 4 bits, read and written as a tensor [R, S, D] is: by row and slot.
+    """Rows of tokens in 8 or 4 bits, indexed by row and slot like a tensor [R, S, D].
 
     Attributes:
-        codes: uint8 [R, S, D] for 8 bits; [R, S, D / 2] for 4, the first half of a token's numbers
-            in the high bits, the second in the low ones.
+        codes: uint8 [R, S, D] for 8 bits; [R, S, D / 2] for 4 bits, with the first half of a
+            token's numbers in the high bits and the second half in the low bits.
         scale, zero: float16 [R, S, G], for each of a token's G groups.
-        dtype: what was stored, and what reading gives.
+        dtype: the type of the numbers before quantisation and after reading.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class QuantizedKV:
         """Quantise tokens [R, S, D].
 
         Raises:
-            ValueError: an unknown `kv_dtype`, or an odd D in 4 bits.
+            ValueError: `kv_dtype` is unknown, or D is odd in 4 bits.
         """
         check(kv_dtype, x.shape[-1])
         return cls(*_quantise(x, BITS[kv_dtype], _by_hqq), BITS[kv_dtype], x.dtype)
@@ -64,44 +64,44 @@ class QuantizedKV:
 
     @property
     def exact(self) -> torch.dtype:
-        """What codes are reckoned with."""
+        """The type in which codes are converted: float32, or the stored type if it is wider."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def device(self) -> torch.device:
-        """Of the codes, scales and zero points."""
+        """The device of the codes, scales and zero points."""
         return self.codes.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages held: codes, scales and zero points."""
-        return sum(x.untyped_storage().nbytes() for x in self._held)
+        """Bytes of the storages of codes, scales and zero points."""
+        return sum(x.untyped_storage().nbytes() for x in self._tensors)
 
     @property
-    def _held(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.codes, self.scale, self.zero
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> QuantizedKV:
-        """With other rows or slots."""
-        codes, scale, zero = map(change, self._held)
+        """Apply `change` to codes, scales and zero points."""
+        codes, scale, zero = map(change, self._tensors)
         return QuantizedKV(codes, scale, zero, self.bits, self.dtype)
 
     def __getitem__(self, where: Any) -> Tensor:
-        """The tokens at rows and slots `where`, in fresh storage of `dtype`."""
-        codes, scale, zero = (x[where] for x in self._held)
+        """Read the tokens at rows and slots `where` into new storage of type `dtype`."""
+        codes, scale, zero = (x[where] for x in self._tensors)
         return _read(codes, scale, zero, self.bits, self.dtype)
 
     def up_to(self, width: int) -> QuantizedKV:
-        """The first `width` slots, in the same storage."""
+        """Return the first `width` slots, as views."""
         return self._each(lambda x: x[:, :width])
 
     def products(self, query: Tensor) -> Tensor:
-        """Inner products of queries [R, Q, D] with every token: [R, Q, S].
+        """Return the inner products of queries [R, Q, D] with every token: [R, Q, S].
 
-        With the codes, a few rows at a time; each group's scale and zero point are of the product:
+        Scale and zero point are applied to each group's product with the codes, for some rows each:
         sum(q * (c - zero) * scale) = scale * (sum(q * c) - zero * sum(q)).
         """
-        found = query.new_empty(*query.shape[:2], self.shape[1])
+        products = query.new_empty(*query.shape[:2], self.shape[1])
         for rows in self._pieces():
             codes, scale, zero = self._groups(rows, query.dtype)
             total: Tensor | float = 0.0
@@ -110,29 +110,29 @@ class QuantizedKV:
             ):
                 shift = q.sum(-1, keepdim=True) @ z.mT
                 total = torch.baddbmm(shift, q, c.mT, beta=-1).mul_(s.mT).add_(total)
-            found[rows] = total
-        return found
+            products[rows] = total
+        return products
 
     def mixed(self, weights: Tensor) -> Tensor:
-        """Sums of all tokens by weights [R, Q, S]: [R, Q, D]; as `products` reads them."""
-        found = weights.new_empty(*weights.shape[:2], self.shape[2])
+        """Return sums of all tokens by weights [R, Q, S]: [R, Q, D]; computed like `products`."""
+        sums = weights.new_empty(*weights.shape[:2], self.shape[2])
         for rows in self._pieces():
             codes, scale, zero = self._groups(rows, weights.dtype)
-            sums = found[rows].chunk(len(scale), -1)
-            for out, c, s, z in zip(sums, codes, scale, zero, strict=True):
+            group_sums = sums[rows].chunk(len(scale), -1)
+            for out, c, s, z in zip(group_sums, codes, scale, zero, strict=True):
                 scaled = weights[rows] * s.mT
                 out.copy_(torch.baddbmm(scaled @ z, scaled, c, beta=-1))
-        return found
+        return sums
 
     def _pieces(self) -> list[slice]:
-        """The rows, in parts of which codes become numbers at once."""
-        most = _CPU_PIECE if self.device.type == "cpu" else _DEVICE_PIECE
-        R, n = len(self.codes), max(1, most // max(1, self.shape[1] * self.shape[2]))
+        """Return the slices of rows whose codes are unpacked at a time."""
+        max_codes = _CPU_PIECE if self.device.type == "cpu" else _DEVICE_PIECE
+        R, n = len(self.codes), max(1, max_codes // max(1, self.shape[1] * self.shape[2]))
         return [slice(a, min(a + n, R)) for a in range(0, R, n)]
 
     def _groups(self, rows: slice, dtype: torch.dtype) -> tuple[Sequence[Tensor], ...]:
-        """Codes [r, S, width], scales and zero points [r, S, 1] of each of the G groups."""
-        codes, scale, zero = (x[rows] for x in self._held)
+        """Return codes [r, S, width], scales and zero points [r, S, 1] of each of the G groups."""
+        codes, scale, zero = (x[rows] for x in self._tensors)
         numbers = _unpacked(codes, self.bits, dtype)
         G = scale.shape[-1]
         return numbers.chunk(G, -1), scale.to(dtype).chunk(G, -1), zero.to(dtype).chunk(G, -1)
@@ -142,22 +142,22 @@ class QuantizedKV:
         self.codes[where], self.scale[where], self.zero[where] = _quantise(x, self.bits, _by_step)
 
     def select(self, index: Tensor) -> QuantizedKV:
-        """A copy of the rows `index`, which may repeat: their codes, as they are."""
+        """Return a copy of the rows `index`, which may repeat, without quantising again."""
         return self._each(lambda x: x[index])
 
-    def grown(self, more: int) -> QuantizedKV:
-        """The same tokens with `more` empty slots behind them, in fresh storage."""
-        return self._each(lambda x: pad(x, (0, 0, 0, more)))
+    def grown(self, n_new: int) -> QuantizedKV:
+        """Return the same tokens with `n_new` empty slots behind them, in new storage."""
+        return self._each(lambda x: pad(x, (0, 0, 0, n_new)))
 
 
 Stored = Tensor | QuantizedKV
 
 
 def check(kv_dtype: str | None, head_dim: int | None = None) -> None:
-    """Whether kept pairs can be held as `kv_dtype`; None is the model's own type.
+    """Check that kept pairs can be stored as `kv_dtype`; None is the model's own type.
 
     Raises:
-        ValueError: an unknown one, an odd `head_dim` in 4 bits, or hqq is not installed.
+        ValueError: it is unknown, `head_dim` is odd in 4 bits, or hqq is not installed.
     """
     if kv_dtype is None:
         return
@@ -176,40 +176,40 @@ def check(kv_dtype: str | None, head_dim: int | None = None) -> None:
 
 
 def select(x: Stored, index: Tensor) -> Stored:
-    """A copy of the rows `index`."""
+    """Return a copy of the rows `index`."""
     return x.select(index) if isinstance(x, QuantizedKV) else x[index]
 
 
 def nbytes(x: Stored) -> int:
-    """Bytes of the storages held."""
+    """Return the bytes of the storages."""
     return x.nbytes if isinstance(x, QuantizedKV) else x.untyped_storage().nbytes()
 
 
-def squares(exact: Tensor, read: Tensor, filled: Tensor) -> Tensor:
-    """Sums of squares of each row's error and of the row itself: float32 [R, 2].
+def squares(exact: Tensor, stored: Tensor, filled: Tensor) -> Tensor:
+    """Return the sums of squares of each row's error and of the row itself: float32 [R, 2].
 
-    Of the tokens `exact` [R, S, D] and `read` after quantisation, where slots are `filled`.
+    Over `filled` slots; the error is `stored` after quantisation minus `exact`, [R, S, D] both.
     """
     exact = exact.float().masked_fill(~filled[..., None], 0.0)
-    error = read.float().masked_fill(~filled[..., None], 0.0) - exact
+    error = stored.float().masked_fill(~filled[..., None], 0.0) - exact
     return torch.stack([error.square().sum((1, 2)), exact.square().sum((1, 2))], dim=-1)
 
 
 def relative_error(squares: Tensor) -> Tensor:
-    """|exact - read| / |exact| from the sums of squares [..., 2] of both: [...]."""
-    error, whole = squares.unbind(-1)
-    return (error / whole.clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
+    """Return |exact - stored| / |exact| [...] from the results [..., 2] of `squares`."""
+    error, exact = squares.unbind(-1)
+    return (error / exact.clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
 
 
-def _quantise(x: Tensor, bits: int, how: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and zero points of tokens [..., D], as `QuantizedKV` holds them."""
+def _quantise(x: Tensor, bits: int, quantise: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, scales and zero points of tokens [..., D] in the layout of `QuantizedKV`."""
     D = x.shape[-1]
     width = _GROUP if D % _GROUP == 0 else D
-    codes, scale, zero = how(x.reshape(-1, width), bits)
-    # A group whose numbers differ by less than float16 can tell beside their size is one number.
-    level = zero.abs() > torch.finfo(_PARAMETERS).max
-    codes = codes.masked_fill(level, 0).to(torch.uint8).view(*x.shape)
-    zero, scale = torch.where(level, zero * scale, zero), scale.masked_fill(level, 1.0)
+    codes, scale, zero = quantise(x.reshape(-1, width), bits)
+    # A zero point too large for float16 means a tiny range: such a group is stored as one number.
+    is_constant = zero.abs() > torch.finfo(_PARAMETERS).max
+    codes = codes.masked_fill(is_constant, 0).to(torch.uint8).view(*x.shape)
+    zero, scale = torch.where(is_constant, zero * scale, zero), scale.masked_fill(is_constant, 1.0)
     if bits == 4:
         halves = codes.unflatten(-1, (2, D // 2)).movedim(-2, 0)
         codes = _hqq().pack["4bit_u8"](halves)[0]
@@ -218,21 +218,21 @@ def _quantise(x: Tensor, bits: int, how: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _by_hqq(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [n, width], scales and zero points [n, 1] of groups [n, width].
+    """Return codes [n, width], scales and zero points [n, 1] of groups [n, width].
 
-    Without hqq's search for better zero points, which lets groups influence each other.
+    Without hqq's search for better zero points, in which groups influence each other.
     """
-    plain: dict[str, Any] = {"axis": 1, "optimize": False, "bitpack": False}
+    options: dict[str, Any] = {"axis": 1, "optimize": False, "bitpack": False}
     width, device = groups.shape[1], str(groups.device)
-    codes, meta = _hqq().quantize(groups, nbits=bits, group_size=width, device=device, **plain)
+    codes, meta = _hqq().quantize(groups, nbits=bits, group_size=width, device=device, **options)
     return codes, meta["scale"], meta["zero"]
 
 
 def _by_step(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What `_by_hqq` gives, to the bit, for the tokens of a step.
+    """Return the results of `_by_hqq`, bit for bit, for the tokens of a step.
 
-    hqq's own function empties torch's CUDA cache twice a call: fit for a prompt, not for each layer
-    of each step, which would wait for memory to be freed and allocated again.
+    hqq's own function empties torch's CUDA cache twice a call, after which memory is allocated
+    again: too slow for each layer of each step.
     """
     x, levels = groups.float(), 2**bits - 1
     low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
@@ -243,7 +243,7 @@ def _by_step(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _read(codes: Tensor, scale: Tensor, zero: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Numbers [..., D] from their codes: all of a layer's at each step, hence in place."""
+    """Return the numbers [..., D] of codes; in place, as each step reads all of a layer's."""
     x = _unpacked(codes, bits, torch.promote_types(dtype, torch.float32)).unflatten(
         -1, (scale.shape[-1], -1)
     )
@@ -252,24 +252,24 @@ def _read(codes: Tensor, scale: Tensor, zero: Tensor, bits: int, dtype: torch.dt
 
 
 def _unpacked(codes: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Codes as numbers [..., D]."""
+    """Return codes as numbers [..., D]."""
     if bits == 8:
         return codes.to(dtype)
     half = codes.shape[-1]
-    found = torch.empty(*codes.shape[:-1], 2 * half, dtype=dtype, device=codes.device)
-    found[..., :half], found[..., half:] = codes >> 4, codes & 15
-    return found
+    numbers = torch.empty(*codes.shape[:-1], 2 * half, dtype=dtype, device=codes.device)
+    numbers[..., :half], numbers[..., half:] = codes >> 4, codes & 15
+    return numbers
 
 
 def products(query: Tensor, keys: Stored, scale: float) -> Tensor:
-    """Logits of queries [R, Q, D]: [R, Q, U]."""
+    """Return the logits [R, Q, U] of queries [R, Q, D]."""
     if isinstance(keys, QuantizedKV):
         return keys.products(query.to(keys.exact) * scale)
     return (query * scale) @ keys.mT
 
 
 def mixed(weights: Tensor, values: Stored) -> Tensor:
-    """Values summed by weights [R, Q, U], in the model's type: [R, Q, D]."""
+    """Return the sums of values by weights [R, Q, U], in the model's type: [R, Q, D]."""
     if isinstance(values, QuantizedKV):
         return values.mixed(weights.to(values.exact)).to(values.dtype)
     return weights.to(values.dtype) @ values
@@ -277,7 +277,7 @@ def mixed(weights: Tensor, values: Stored) -> Tensor:
 
 @cache
 def _hqq() -> Any:
-    """hqq's quantiser; its import takes seconds, so that only who uses it pays."""
+    """Import hqq's quantiser when it is first used, as that takes seconds."""
     from hqq.core.quantize import Quantizer
 
     return Quantizer

@@ -1,7 +1,7 @@
-"""Layer sizes learned on the first requests of a task, for all others (XKV's sampling).
+"""Layer sizes learned on the first requests of a task and reused for the others (XKV's sampling).
 
-Li et al., "XKV", arXiv 2412.05896, section IV-C: requests of one kind need much the same sizes, so
-those of the first ones are averaged and reused.
+Li et al., "XKV", arXiv 2412.05896, section IV-C: requests of one kind need similar sizes, so the
+sizes of the first ones are averaged and reused.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _task: ContextVar[str] = ContextVar("mmkv_task", default="")
 
 @contextmanager
 def task(name: str) -> Generator[None]:
-    """Name the task of the requests in a `with` block, of this thread, for allocation="sampled".
+    """Name the task of this thread's requests in a `with` block, for allocation="sampled".
 
-    Each task has layer sizes of its own; requests outside any block are of one task too.
+    Each task has its own layer sizes; requests outside any block share one unnamed task.
 
     Raises:
-        ValueError: the name is no text, or empty.
+        ValueError: the name is not a string, or empty.
     """
     if not isinstance(name, str) or not name:
         raise ValueError(f"task({name!r}): expected the name of a task, such as 'summaries'")
@@ -35,15 +35,15 @@ def task(name: str) -> Generator[None]:
 
 
 def current_task() -> str:
-    """The task of what this thread runs; "" where none is named."""
+    """Return the task of this thread's requests; "" if none is named."""
     return _task.get()
 
 
 class SampledSizes:
-    """What one wrap learns of layer sizes; several threads may use it.
+    """The layer sizes that one wrap has learned, by task; safe to use from several threads.
 
     Args:
-        samples: requests of each task to learn from.
+        samples: the number of requests to learn from, for each task.
     """
 
     def __init__(self, samples: int) -> None:
@@ -52,30 +52,30 @@ class SampledSizes:
         self._lock = threading.Lock()
 
     def add(self, name: str, sizes: Sequence[int]) -> None:
-        """Take in the sizes [L] of one request; those after the first `samples` do not count."""
+        """Add the sizes [L] of one request; those after the first `samples` do not count."""
         with self._lock:
-            seen = self._seen.setdefault(name, [])
-            if len(seen) < self.samples:
-                seen.append(tuple(n / sum(sizes) for n in sizes))
+            shares = self._seen.setdefault(name, [])
+            if len(shares) < self.samples:
+                shares.append(tuple(n / sum(sizes) for n in sizes))
 
     def known(self, name: str) -> int:
-        """How many requests of a task were learned from."""
+        """Return the number of a task's requests that were learned from."""
         with self._lock:
             return len(self._seen.get(name, ()))
 
     def shares(self, name: str) -> tuple[float, ...] | None:
-        """Each layer's share of the total, a mean over requests; None while it is learned."""
+        """Return each layer's share of the total, a mean over requests; None before all samples."""
         with self._lock:
-            seen = self._seen.get(name, ())
-            if len(seen) < self.samples:
+            shares = self._seen.get(name, ())
+            if len(shares) < self.samples:
                 return None
-            return tuple(math.fsum(layer) / len(seen) for layer in zip(*seen, strict=True))
+            return tuple(math.fsum(layer) / len(shares) for layer in zip(*shares, strict=True))
 
     def __getstate__(self) -> dict[str, Any]:
-        """A lock cannot be pickled."""
+        """Leave out the lock, which cannot be pickled."""
         with self._lock:
             return {"samples": self.samples, "_seen": {k: [*v] for k, v in self._seen.items()}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """With a lock of its own."""
+        """Restore the state with a new lock."""
         vars(self).update(state, _lock=threading.Lock())

@@ -1,4 +1,4 @@
-"""From scores to kept tokens: what must stay, and which tokens a layer keeps.
+"""Selection of the kept tokens: which are always kept, and which a layer keeps by score.
 
 Shape letters as in `mmkv.scores`.
 """
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ranking:
-    """What one layer's heads have to choose from, and how much of it each keeps.
+    """The ranking of one layer's tokens, and how many of them each head keeps.
 
     Attributes:
-        rank: float [B, 1 or H, U], scores; inf for tokens that must stay, -inf where there is none.
-        size: int64 [B, 1 or H], how many each head keeps.
-        protected: bool [B, 1 or H, U], those that decoding must not drop.
-        free: bool [B, 1 or H, U], those that only their scores keep.
-        known: `counts` and `n_pinned` of what is kept, where that needs no look at a device.
+        rank: float [B, 1 or H, U], scores; inf for tokens always kept, -inf where there is none.
+        size: int64 [B, 1 or H], how many tokens each head keeps.
+        protected: bool [B, 1 or H, U], tokens that decoding must not drop.
+        free: bool [B, 1 or H, U], tokens that are not always kept.
+        known: `counts` and `n_pinned` of `Kept`, if they are known without a device read.
     """
 
     rank: Tensor
@@ -43,35 +43,35 @@ class Ranking:
     free: Tensor
     known: tuple[Tensor, Tensor] | None = None
 
-    def kept(self, held: PromptKV) -> Kept:
-        """The tokens of the highest rank, in the order in which slots are filled."""
-        (B, H, U, _), device = held.keys.shape, self.rank.device
+    def kept(self, kv: PromptKV) -> Kept:
+        """Return the tokens of the highest rank, in the order in which slots are filled."""
+        (B, H, U, _), device = kv.keys.shape, self.rank.device
         counts, n_pinned = self.known or torch.stack([self.size, self.protected.sum(-1)]).cpu()
         M = int(counts.max())
         chosen = self.rank.argsort(dim=-1, descending=True, stable=True)[..., :M]
         filler = torch.arange(M, device=device) >= self.size[..., None]
-        late = ~self.protected.gather(-1, chosen)
-        order = (chosen + U * late).masked_fill(filler, 3 * U).argsort(dim=-1)
+        droppable = ~self.protected.gather(-1, chosen)
+        order = (chosen + U * droppable).masked_fill(filler, 3 * U).argsort(dim=-1)
         indices = chosen.masked_fill(filler, -1).gather(-1, order)
         at = indices.expand(B, H, -1).clamp(min=0)
-        weights, bias = (None if x is None else x.gather(2, at) for x in (held.weights, held.bias))
+        weights, bias = (None if x is None else x.gather(2, at) for x in (kv.weights, kv.bias))
         return Kept(indices, counts, n_pinned, weights=weights, bias=bias)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What one layer keeps: M slots a head.
+    """The tokens that one layer keeps, in M slots per head.
 
     Attributes:
         indices: int64 [B, 1 or H, M], tokens among the U, -1 as filler at the end. Those that
-            decoding must not drop come first, then by age.
-        counts: int64 [B, 1 or H], on the host.
+            decoding must not drop come first; then in order of position.
+        counts: int64 [B, 1 or H], how many tokens each head keeps, on the host.
         n_pinned: int64 [B, 1 or H], how many of them decoding must not drop, on the host.
-        keys, values: [B, H, M, D], the slots' pairs; None: those of the tokens as they are.
-        slot: int64 [B, H, U], which slot each token stands in, M for none; None: only those that
-            are kept stand in one.
-        weights: float32 [B, H, M], how many tokens each stands for; None: itself alone.
-        bias: float32 [B, H, M], what attention adds to its logit; None where `weights` is.
+        keys, values: [B, H, M, D], the slots' pairs; None: the pairs of the tokens, unchanged.
+        slot: int64 [B, H, U], the slot that each token is merged into, M for none; None: nothing
+            is merged.
+        weights: float32 [B, H, M], how many tokens each slot stands for; None: one each.
+        bias: float32 [B, H, M], added to each slot's logit; None if `weights` is None.
     """
 
     indices: Tensor
@@ -85,62 +85,62 @@ class Kept:
 
 
 def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Tensor:
-    """The policy's scores, float32 [B, 1 or H, N], made finite.
+    """Compute the policy's scores, float32 [B, 1 or H, N], all finite.
 
-    A query or key that overflowed must not decide the rest: NaN and -inf count as no importance,
-    inf as more than any finite score. As many last queries observe a row as `windows` [B] say.
+    One query or key that overflowed must not spoil all scores: NaN and -inf become 0, inf becomes
+    larger than any finite score. `windows` [B] are the lengths of the rows' observation windows.
 
     Raises:
-        ValueError: the scores have another shape, or are NaN where queries and keys are numbers.
+        ValueError: the scores have another shape, or are NaN although queries and keys are finite.
     """
     device = layer.key.device
-    layer, most = replace(layer, valid=layer.valid.to(device)), layer.key.shape[2] - 1
+    layer, longest = replace(layer, valid=layer.valid.to(device)), layer.key.shape[2] - 1
 
-    def of_rows(window: int, rows: LayerInputs) -> Tensor:
-        # A row that is nothing but window loses nothing, so that its scores decide nothing.
-        score, window = policy.score, min(window, most)
+    def of_rows(window: int, inputs: LayerInputs) -> Tensor:
+        # A row no longer than its window loses no token, so its scores do not matter.
+        score, window = policy.score, min(window, longest)
         if score.window and window != score.window:
-            # Its other options were checked when it was made.
+            # Not `replace`: the options were validated when the score was made.
             score = copy.copy(score)
             object.__setattr__(score, "window", window)
-        return score(rows)
+        return score(inputs)
 
-    # Under autocast, products of float32 would be rounded to 16 bits.
-    exact = nullcontext()
+    # Autocast would round float32 products to 16 bits.
+    no_autocast = nullcontext()
     if torch.is_autocast_enabled(device.type):
-        exact = torch.autocast(device.type, enabled=False)
-    with torch.no_grad(), exact:
+        no_autocast = torch.autocast(device.type, enabled=False)
+    with torch.no_grad(), no_autocast:
         if len(set(windows)) == 1:
-            found = of_rows(windows[0], layer)
+            scores = of_rows(windows[0], layer)
         else:
             parts, order = [], []
             for window in sorted(set(windows)):
                 rows = [b for b, w in enumerate(windows) if w == window]
                 parts.append(of_rows(window, layer.rows(torch.tensor(rows, device=device))))
                 order += rows
-            found = torch.cat(parts)[torch.tensor(order, device=device).argsort()]
+            scores = torch.cat(parts)[torch.tensor(order, device=device).argsort()]
     if not type(policy.score).__module__.startswith(("mmkv.scores.", "mmkv.policies.")):
-        _check_scores(policy.score, found, layer.query, layer.key)
-    if policy.score.average_heads and found.shape[1] > 1:
-        found = found.mean(dim=1, keepdim=True)
-    return found.nan_to_num(nan=0.0, posinf=1e30, neginf=0.0)
+        _check_scores(policy.score, scores, layer.query, layer.key)
+    if policy.score.average_heads and scores.shape[1] > 1:
+        scores = scores.mean(dim=1, keepdim=True)
+    return scores.nan_to_num(nan=0.0, posinf=1e30, neginf=0.0)
 
 
-def _check_scores(score: Score, found: Tensor, query: Tensor, key: Tensor) -> None:
-    """What a score gave can be ranked; not asked of our own, as it makes a GPU wait."""
+def _check_scores(score: Score, out: Tensor, query: Tensor, key: Tensor) -> None:
+    """Check a score's result; skipped for built-in scores, as it waits for the GPU."""
     B, H, N, _ = key.shape
     name = type(score).__name__
-    if not isinstance(found, torch.Tensor) or found.shape not in ((B, H, N), (B, 1, N)):
-        got = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+    if not isinstance(out, torch.Tensor) or out.shape not in ((B, H, N), (B, 1, N)):
+        got = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
         raise ValueError(
             f"{name} returned {got} for keys [B, H, N, D] = {tuple(key.shape)}: expected scores "
             f"[B, H, N] = {(B, H, N)}, or {(B, 1, N)} for one ranking of all heads"
         )
-    if not found.is_floating_point():
-        raise ValueError(f"{name} returned {found.dtype}: expected floating-point scores")
-    if bool(found.isnan().any()) and bool(query.isfinite().all() and key.isfinite().all()):
+    if not out.is_floating_point():
+        raise ValueError(f"{name} returned {out.dtype}: expected floating-point scores")
+    if bool(out.isnan().any()) and bool(query.isfinite().all() and key.isfinite().all()):
         raise ValueError(
-            f"{name} returned NaN for {int(found.isnan().sum())} of {found.numel()} tokens, though "
+            f"{name} returned NaN for {int(out.isnan().sum())} of {out.numel()} tokens, though "
             "queries and keys are finite: give tokens that cannot be scored a number, such as 0"
         )
 
@@ -155,26 +155,26 @@ def ranked(
     layer_idx: int = 0,
     split: Tensor | None = None,
 ) -> Ranking:
-    """Rank what one layer holds.
+    """Rank the tokens of one layer.
 
     Args:
-        policy: its `heads`, `recent` and always-kept parts decide.
-        scores: [B, 1 or H, U]; None when every row keeps everything.
+        policy: its `heads`, `merge`, `recent` and `text_prior` are used.
+        scores: [B, 1 or H, U]; None if every row keeps all tokens.
         positions: [B, 1 or H, U], ascending, -1 where there is no token.
-        prompt: what is known of the tokens.
+        prompt: the masks of the tokens.
         marks: `prompt.marks(positions)`, bool [B, 1 or H, U] each.
         sizes: tokens kept per head, for each of the B rows.
-        layer_idx: which layer of the model.
-        split: int64 [B, H], tokens kept by each head, where all layers shared them out at once.
+        layer_idx: the index of the layer.
+        split: int64 [B, H], tokens kept by each head, if the heads of all layers share a budget.
     """
     heads, merge = policy.heads, policy.merge
     known = None
     if heads.equal and split is None and positions.shape[1:] == (1, prompt.valid.shape[1]):
-        # A first prompt whose heads keep as many each.
+        # A first prompt of which all heads keep the same number of tokens.
         lengths, n_pinned = torch.tensor(prompt.lengths), torch.tensor(prompt.n_pinned)
-        each = 1 if scores is None else scores.shape[1]
+        P = 1 if scores is None else scores.shape[1]
         counts = torch.tensor(sizes).minimum(lengths)
-        known = counts[:, None].expand(-1, each), n_pinned[:, None].expand(-1, each)
+        known = counts[:, None].expand(-1, P), n_pinned[:, None].expand(-1, P)
     always_kept, protected, image = marks
     free = (positions >= 0) & ~always_kept
     scores, present, always_kept, size = contested(policy, scores, positions, always_kept, sizes)
@@ -182,12 +182,12 @@ def ranked(
     if split is not None:
         size = split.to(size.device, non_blocking=True)
     elif not (heads.equal or heads.is_global):
-        forced, competes = always_kept.sum(-1), present & ~always_kept
-        size = _split(policy, scores, competes, forced, size, sizes, layer_idx)
+        n_always, competing = always_kept.sum(-1), present & ~always_kept
+        size = _split(policy, scores, competing, n_always, size, sizes, layer_idx)
     if merge is not None and merge.newest:
-        # Of few slots no more than an eighth: the others need most of them.
-        latest = (size // 8).clamp(max=merge.newest).minimum(size - always_kept.sum(-1))
-        always_kept = always_kept | _last(latest, present & ~always_kept)
+        # At most an eighth of the slots, so that most are left for the other tokens.
+        n_newest = (size // 8).clamp(max=merge.newest).minimum(size - always_kept.sum(-1))
+        always_kept = always_kept | _last(n_newest, present & ~always_kept)
     rank = scores.masked_fill(always_kept, float("inf")).masked_fill(~present, float("-inf"))
     if policy.text_prior:
         rank = _text_first(rank, image.expand(present.shape))
@@ -197,70 +197,70 @@ def ranked(
 def _split(
     policy: Policy,
     scores: Tensor,
-    free: Tensor,
-    forced: Tensor,
+    competes: Tensor,
+    n_always: Tensor,
     size: Tensor,
     sizes: Sequence[int],
     layer_idx: int,
 ) -> Tensor:
-    """Split each row's size among its heads: [B, H] tokens, all at most what a head holds.
+    """Split each row's size among its heads: [B, H] tokens, at most as many as a head has.
 
-    Of scores [B, H, U] those that are `free` compete, and `forced` [B, H] tokens stay whatever they
-    score; if all heads kept as many, each would keep `size` [B, H], which is at most `sizes` [B].
+    Of scores [B, H, U] those where `competes` compete; `n_always` [B, H] tokens are always kept.
+    With equal heads each would keep `size` [B, H], which is at most `sizes` [B].
     """
-    held, H = forced + free.sum(-1), scores.shape[1]
-    asked = torch.tensor(sizes).to(forced.device, non_blocking=True)
-    spare = asked - forced.amax(-1)
-    # Where there is room for all that earlier turns left, nothing is split.
-    room = free.sum((1, 2)) <= spare * H
-    splits = ~room & (spare > 0)
-    competing = scores.masked_fill(~free, float("-inf"))
-    totals = torch.where(splits, H * spare, 0)
-    split = forced + policy.heads(competing, totals, layer_idx=layer_idx)
+    n_present, H = n_always + competes.sum(-1), scores.shape[1]
+    row_sizes = torch.tensor(sizes).to(n_always.device, non_blocking=True)
+    budget_left = row_sizes - n_always.amax(-1)
+    # If all tokens left by earlier turns fit, there is nothing to split.
+    fits = competes.sum((1, 2)) <= budget_left * H
+    splits = ~fits & (budget_left > 0)
+    competing_scores = scores.masked_fill(~competes, float("-inf"))
+    totals = torch.where(splits, H * budget_left, 0)
+    split = n_always + policy.heads(competing_scores, totals, layer_idx=layer_idx)
     split = torch.where(splits[:, None], split, size)
-    return torch.where(room[:, None], held, split.minimum(held))
+    return torch.where(fits[:, None], n_present, split.minimum(n_present))
 
 
 def head_sizes(
     layers: Sequence[PromptKV], policy: Policy, prompt: TokenMasks, sizes: Sequence[Sequence[int]]
 ) -> Sequence[Tensor | None]:
-    """What each head of each layer keeps, [B, H], where the heads of all layers share the budget.
+    """Return how many tokens each head of each layer keeps, [B, H], if they share one budget.
 
-    None where each layer splits its own size, and where nothing was scored: all is kept. If all
-    heads of a layer kept as many, they would keep `sizes` [L][B].
+    None for each layer if layers split their own sizes, or if no score was computed because all
+    tokens are kept. With equal heads, each head of a layer would keep `sizes` [L][B].
     """
     if not policy.heads.is_global or any(x.scores is None for x in layers):
         return [None] * len(layers)
-    wide, device = max(x.keys.shape[2] for x in layers), layers[0].keys.device
-    competing, forced, free = list[Tensor](), list[Tensor](), list[Tensor]()
-    for held, size in zip(layers, sizes, strict=True):
-        here = prompt.to(held.positions.device)
-        (stays,) = here.at(held.positions, "always_kept")
-        s, present, always_kept, _ = contested(policy, held.scores, held.positions, stays, size)
-        # By age, the newest last: a row ranks ties as it does alone.
+    widest, device = max(x.keys.shape[2] for x in layers), layers[0].keys.device
+    competing, n_always, n_free = list[Tensor](), list[Tensor](), list[Tensor]()
+    for kv, size in zip(layers, sizes, strict=True):
+        masks = prompt.to(kv.positions.device)
+        (marked,) = masks.at(kv.positions, "always_kept")
+        s, present, always_kept, _ = contested(policy, kv.scores, kv.positions, marked, size)
+        # Pad on the left, so that ties of a padded row are ranked as in the row alone.
         s = s.masked_fill(always_kept | ~present, float("-inf"))
-        competing.append(pad(s, (wide - s.shape[-1], 0), value=-torch.inf).to(device))
-        forced.append(always_kept.sum(-1).to(device))
-        free.append((present & ~always_kept).flatten(1).sum(-1).to(device))
-    needed = torch.stack(forced, dim=1)  # [B, L, H]
-    totals = send(np.array(sizes).sum(0) * needed.shape[2], device) - needed.sum((1, 2))
-    # Earlier turns may have left less than there is room for.
-    totals = totals.minimum(torch.stack(free).sum(0))
+        competing.append(pad(s, (widest - s.shape[-1], 0), value=-torch.inf).to(device))
+        n_always.append(always_kept.sum(-1).to(device))
+        n_free.append((present & ~always_kept).flatten(1).sum(-1).to(device))
+    n_required = torch.stack(n_always, dim=1)  # [B, L, H]
+    totals = send(np.array(sizes).sum(0) * n_required.shape[2], device) - n_required.sum((1, 2))
+    # Earlier turns may have left fewer tokens than fit.
+    totals = totals.minimum(torch.stack(n_free).sum(0))
     split = policy.heads(torch.cat(competing, dim=1), totals, layer_idx=0)
-    return list((needed + split.view_as(needed)).cpu().unbind(1))
+    return list((n_required + split.view_as(n_required)).cpu().unbind(1))
 
 
 def _text_first(rank: Tensor, image: Tensor) -> Tensor:
-    """The same ranking with tokens `image`, bool [B, H, U], below all others but those of -inf.
+    """Rank tokens where `image`, bool [B, H, U], is True below all others but those of -inf.
 
-    LOOK-M (arXiv 2406.18139) adds the largest score to those of text. Here places stand for scores,
-    so that sums do not round small ones away.
+    LOOK-M (arXiv 2406.18139) adds the largest score to the scores of text. Here ranks replace the
+    scores, as the sum would round small differences away.
     """
     order = rank.argsort(dim=-1, descending=True, stable=True)
     order = order.gather(-1, image.gather(-1, order).int().argsort(dim=-1, stable=True))
     places = torch.arange(rank.shape[-1], 0, -1, device=rank.device, dtype=rank.dtype)
-    found = torch.empty_like(rank).scatter_(-1, order, places.expand_as(rank))
-    return torch.where(rank.isinf(), rank, found)
+    ranks = torch.empty_like(rank).scatter_(-1, order, places.expand_as(rank))
+    return torch.where(rank.isinf(), rank, ranks)
 
 
 def contested(
@@ -270,13 +270,13 @@ def contested(
     always_kept: Tensor,
     sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What one layer's heads have to choose from, before sizes are split; arguments as of `ranked`.
+    """Return the tokens from which one layer's heads choose; arguments are those of `ranked`.
 
     Returns:
         scores: float [B, 1 or H, U].
-        present: bool, alike, where there is a token.
-        always_kept: bool, alike, which of them stay; recent ones are among them.
-        size: int64 [B, 1 or H], how many each head keeps if all keep as many.
+        present: bool [B, 1 or H, U], where there is a token.
+        always_kept: bool [B, 1 or H, U], tokens always kept, with the share `policy.recent`.
+        size: int64 [B, 1 or H], how many tokens each head keeps if heads are equal.
     """
     B, P, U = positions.shape
     if scores is None:
@@ -284,16 +284,16 @@ def contested(
     heads = max(P, scores.shape[1])
     present = (positions >= 0).expand(B, heads, U)
     always_kept = always_kept.expand(B, heads, U)
-    # A head cannot keep more than earlier turns left it.
-    asked = torch.tensor(sizes).to(positions.device, non_blocking=True)
-    size = asked[:, None].minimum(present.sum(-1))
+    # A head cannot keep more tokens than earlier turns left it.
+    row_sizes = torch.tensor(sizes).to(positions.device, non_blocking=True)
+    size = row_sizes[:, None].minimum(present.sum(-1))
     if policy.recent:
-        # The most recent tokens take their share of what is left over by the tokens kept anyway.
-        share = torch.minimum((policy.recent * size).long(), size - always_kept.sum(-1))
-        always_kept = always_kept | _last(share, present & ~always_kept)
+        # The share of the most recent tokens is bounded by what the tokens always kept leave.
+        n_recent = torch.minimum((policy.recent * size).long(), size - always_kept.sum(-1))
+        always_kept = always_kept | _last(n_recent, present & ~always_kept)
     return scores.expand(B, heads, U), present, always_kept, size
 
 
 def _last(number: Tensor, free: Tensor) -> Tensor:
-    """The last `number` [B, H] of the tokens `free`, bool [B, H, U]."""
+    """Return the last `number` [B, H] tokens among those that are `free`, bool [B, H, U]."""
     return free & (free.flip(-1).cumsum(-1).flip(-1) <= number[..., None])
