@@ -87,7 +87,7 @@ class _Probe(CompressedCache):
         self.regions = regions  # bool [T, N + T]
         self.hits: list[Tensor] = []  # by layer, float64 [H]
 
-    def _read(self, layer_idx: int, phase: Reading, held: PromptKV, new: LayerInputs) -> None:
+    def _read(self, layer_idx: int, phase: Reading, prompt_kv: PromptKV, new: LayerInputs) -> None:
         self.hits.append(head_hits(new, self.regions.to(new.key.device)).cpu())
 
 

@@ -1,11 +1,11 @@
-"""Decode steps replayed as one CUDA graph: what a step costs the host is paid once.
+"""Replay of decode steps as one CUDA graph, which saves the host's work on each step.
 
-`generate` calls the `Runner` in place of the model for each step after the prefill. The first step
-reads everything that changes from step to step on the device; the second is captured, and then
-replayed, as is each one after it. What changes from step to step: the inputs, the position, and the
-row of the slot tables (`mmkv.parts.slots`), which are worked out on the host some steps ahead.
-A graph knows the slots it was captured with: once they are taken there are more, and it begins
-anew. Whatever cannot be captured runs as always, and the log says why.
+`generate` calls the `Runner` instead of the model for each step after the prefill. The first step
+runs as usual, but reads its inputs from fixed tensors on the device; the second step is captured
+and replayed, and so is each later one. The tensors that change from step to step are the inputs,
+the position, and the row of the slot tables (`mmkv.parts.slots`), which the host computes some
+steps ahead. A graph has a fixed number of slots: once all are in use, more are allocated and a new
+graph is captured. A step that cannot be captured runs as usual, and the log says why.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from mmkv.calls import CACHE, cache_in, without
 
 logger = logging.getLogger(__name__)
 
-# A capture costs about as much as some steps; a shorter run does not get it back.
+# A capture takes as long as some steps: it does not pay off for fewer new tokens than these.
 LEAST_STEPS = 16
 
-# Tokens that the first graph has slots for, and any: fewer would be captured too often.
+# New tokens that the first graph has slots for, and that every graph has at least.
 AHEAD, LEAST_AHEAD = 256, 64
 
 
 def refusal(model: nn.Module, cache: Any, config: Any) -> str | None:
-    """Why `generate` with this config should not replay its steps; None where it should."""
+    """Return why `generate` with this config should not replay its steps; None if it should."""
     if not isinstance(cache, CompressedCache):
         return "the cache is none of ours"
     if not cache.plan.graph:
@@ -64,7 +64,7 @@ def _capturable(device: torch.device) -> bool:
 
 
 class Runner:
-    """One `generate`'s decode steps, in place of `get_compiled_call`."""
+    """Runs the decode steps of one `generate` call, in place of `get_compiled_call`."""
 
     def __init__(self, model: nn.Module, compile_config: Any = None) -> None:
         self.model = model
@@ -77,12 +77,12 @@ class Runner:
         self.out: Any = None
 
     def __call__(self, **inputs: Any) -> Any:
-        """A decode step or a prompt's chunk, with the arguments that `generate` gives the model."""
+        """Run a decode step or a chunk of a prompt with the arguments of the model's `forward`."""
         cache: CompressedCache = cache_in(inputs)
         if (
             self.why_not is None
             and _decodes(cache, inputs)
-            # From a row's first drop on its slots follow otherwise (H2O).
+            # After a row's first drop its slots follow another rule (H2O).
             and (self.clock is not None or not any(b.schedule.filling for b in cache.blocks))
         ):
             try:
@@ -112,15 +112,15 @@ class Runner:
             return out
         if self.replay is None:
             with _undone(cache, always=True):
-                # Seen while recording, but not done: the replay below is this step.
+                # The capture records the step without running it; the replay below runs it.
                 self.replay, self.out = capture(lambda: self._step(cache), self.clock.row.device)
         for layer in cache.compressed:
             layer.seen += 1
         for block in cache.blocks:
             block.schedule.advance()
         self.replay()
-        found = tree_map_only(Tensor, torch.clone, without(self.out))
-        return type(self.out)(**found, **{CACHE: cache})
+        outputs = tree_map_only(Tensor, torch.clone, without(self.out))
+        return type(self.out)(**outputs, **{CACHE: cache})
 
     def _step(self, cache: CompressedCache) -> Any:
         cache.on_clock = True
@@ -130,10 +130,10 @@ class Runner:
             cache.on_clock = False
 
     def _take(self, inputs: dict[str, Any]) -> None:
-        """Put the step's inputs where the graph reads them."""
+        """Copy the step's inputs to the tensors that the graph reads."""
         if not isinstance(inputs.get("position_ids"), Tensor):
             raise NotCapturableError("the model is not told the positions")
-        # A step sees all that is held: its mask says nothing, and would grow.
+        # A step attends to all kept tokens, so its mask, whose shape would grow, is not needed.
         inputs = {**inputs, "attention_mask": None}
         if not self.inputs:
             self.inputs = tree_map_only(Tensor, torch.clone, inputs)
@@ -154,7 +154,7 @@ class Runner:
 
 
 def pays(model: nn.Module, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-    """In place of `_valid_auto_compile_criteria`: whether to replay steps; the log says why not."""
+    """Replace `_valid_auto_compile_criteria`: return whether to replay steps, and log why not."""
     why_not = refusal(model, model_kwargs.get(CACHE), generation_config)
     if why_not is not None:
         logger.info("decoding without a CUDA graph: %s", why_not)
@@ -162,46 +162,46 @@ def pays(model: nn.Module, model_kwargs: dict[str, Any], generation_config: Any)
 
 
 def _decodes(cache: CompressedCache, inputs: dict[str, Any]) -> bool:
-    """Whether this is one token behind a prompt that has been evicted, and no part of a prompt."""
+    """Return whether this pass decodes one token after a prompt that has been evicted."""
     tokens = inputs.get("input_ids")
     tokens = inputs["inputs_embeds"] if tokens is None else tokens
     return not (cache.expects_prompt or cache.postpones) and tokens.shape[1] == 1
 
 
 def step_of(blocks: Iterable[Any]) -> int:
-    """The row of the schedules' tables that is the next step's, that of all blocks."""
+    """Return the next step's row in the schedules' tables, which is the same for all blocks."""
     rows: set[int] = set()
     for block in blocks:
         block.schedule.prepare()
-        if not block.schedule.needs_decode_attention:  # one that does has no table
+        if not block.schedule.needs_decode_attention:  # otherwise there is no table
             rows.add(block.schedule.at)
     if len(rows) > 1:
         raise ValueError(f"the layers are not at the same step, but at {sorted(rows)}")
     return max(rows, default=0)
 
 
-def _reserve(cache: CompressedCache, ahead: int) -> None:
-    """Set slots aside for up to `ahead` tokens, but not so many that the full cache is smaller.
+def _reserve(cache: CompressedCache, n_ahead: int) -> None:
+    """Allocate slots for up to `n_ahead` tokens, but no more than a full cache would have.
 
-    Of the mean row: those who keep all need slots too. Policies that drop a token a step need few.
+    The bound is a mean over rows. Policies that drop a token a step need few slots.
     """
     blocks, seen = cache.blocks, cache.get_seq_length()
     if not cache.plan.keeps_everything:
-        used, rows = (sum(x) for x in zip(*(b.taken for b in blocks), strict=True))
-        dropped = seen - used // rows
-        ahead = max(LEAST_AHEAD, min(ahead, dropped))
+        used, rows = (sum(x) for x in zip(*(b.used_slots for b in blocks), strict=True))
+        n_dropped = seen - used // rows
+        n_ahead = max(LEAST_AHEAD, min(n_ahead, n_dropped))
     if cache.max_length:
-        ahead = min(ahead, cache.max_length - seen)
+        n_ahead = min(n_ahead, cache.max_length - seen)
     for block in blocks:
-        block.freeze(max(1, ahead))
+        block.freeze(max(1, n_ahead))
 
 
 @contextmanager
 def _undone(cache: CompressedCache, *, always: bool) -> Generator[None]:
-    """Leave the cache as it was, after an error or `always`: a capture only looks at a step."""
-    host = [(layer, layer.seen) for layer in cache.compressed]
+    """Restore the cache's state after an error or, after a capture, `always`."""
+    tokens_seen = [(layer, layer.seen) for layer in cache.compressed]
     schedules = [(b, copy.copy(b.schedule)) for b in cache.blocks]
-    saved = [(x, x.clone()) for b in cache.blocks for x in b.mutable]
+    saved = [(x, x.clone()) for b in cache.blocks for x in b.accumulators]
     try:
         yield
     except BaseException:
@@ -210,7 +210,7 @@ def _undone(cache: CompressedCache, *, always: bool) -> Generator[None]:
             x.copy_(old)
         raise
     finally:
-        for layer, seen in host if always else ():
+        for layer, seen in tokens_seen if always else ():
             layer.seen = seen
         for block, schedule in schedules if always else ():
             block.schedule = schedule

@@ -1,4 +1,4 @@
-"""Hooks on a wrapped model: they tell the cache what comes, before the layers see it."""
+"""Hooks of a wrapped model: they prepare the cache for each pass before its layers run."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-# The mask of the call that `generate` makes next.
+# The attention mask of `generate`'s next call.
 generated_mask: ContextVar[Any] = ContextVar("mmkv_generated_mask", default=None)
 
 
 def check_cache(cache: Any, attachment: Attachment) -> None:
-    """Whether the wrapped model may continue this cache.
+    """Check that the wrapped model can continue this cache.
 
     Raises:
-        ValueError: it is of another kind, another model's, or made under another policy.
+        ValueError: it is of another kind, or was made by another model or with another policy.
     """
     if not isinstance(cache, CompressedCache):
         raise ValueError(
@@ -47,7 +47,7 @@ def check_cache(cache: Any, attachment: Attachment) -> None:
 
 @torch.compiler.disable
 def before_model(attachment: Attachment, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-    """Remember what the model is called with, which its decoder does not see."""
+    """Record those arguments of the model's call that its decoder does not receive."""
     if module is not attachment.model:
         raise ValueError(
             "this is a shallow copy of a wrapped model and shares its hooks: use "
@@ -58,7 +58,7 @@ def before_model(attachment: Attachment, module: nn.Module, args: Args, kwargs: 
         ForwardPass(
             ids=kwargs.get("input_ids", args[0] if args else None),
             mask=mask,
-            cache_given=cache_in(kwargs),
+            passed_cache=cache_in(kwargs),
             generating=mask is not None and mask is generated_mask.get(),
         )
     )
@@ -67,7 +67,7 @@ def before_model(attachment: Attachment, module: nn.Module, args: Args, kwargs: 
 
 @torch.compiler.disable
 def after_model(*call: Any) -> None:
-    """Nothing of this call may reach the next one; called after an exception too."""
+    """Clear the state of this call, after an exception too."""
     current.set(None)
 
 
@@ -75,7 +75,7 @@ def after_model(*call: Any) -> None:
 def before_decoder(
     attachment: Attachment, module: nn.Module, args: Args, kwargs: Kwargs
 ) -> tuple[Args, Kwargs] | None:
-    """Make the cache where none was given, and tell it what comes."""
+    """Make the cache if the model was called without one, and prepare it for this pass."""
     parts = attachment.parts
     if module.training:
         raise ValueError(
@@ -85,12 +85,12 @@ def before_decoder(
         kwargs = {"input_ids": args[0], **kwargs}
     cache: Any = cache_in(kwargs)
     running = current.get()
-    if running is None or running.entered:  # the decoder is called by itself
-        running = ForwardPass(mask=kwargs.get("attention_mask"), cache_given=cache)
+    if running is None or running.entered:  # the decoder was called directly
+        running = ForwardPass(mask=kwargs.get("attention_mask"), passed_cache=cache)
         current.set(running)
     running.entered, running.parts = True, parts
-    if running.cache_given is None and isinstance(cache, DynamicCache):
-        cache = cache if cache.get_seq_length() else None  # Idefics3 made it on its way down
+    if running.passed_cache is None and isinstance(cache, DynamicCache):
+        cache = cache if cache.get_seq_length() else None  # an empty one is made by Idefics3
     if cache is None:
         use_cache = kwargs.get("use_cache")
         if not (module.config.use_cache if use_cache is None else use_cache):  # type: ignore[union-attr]
@@ -108,26 +108,26 @@ def before_decoder(
     tokens = kwargs["input_ids"] if embeds is None else embeds
     mask = kwargs.get("attention_mask")
     if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim == 4):
-        # Gemma 3 and PaliGemma say above the decoder which tokens see each other.
+        # Gemma 3 and PaliGemma make the 4-D mask above the decoder: use the model's own argument.
         mask = running.mask
     seen, q = cache.get_query_offset(), tokens.shape[1]
     if isinstance(cache.phase, Reading):
-        seen_by = _mask(mask, tokens, seen)
+        full_mask = _mask(mask, tokens, seen)
         valid = tokens.new_ones(tokens.shape[:2], dtype=torch.bool)
         earlier = None
-        if seen_by is not None:
-            earlier, valid = seen_by[:, :seen], seen_by[:, seen:]
+        if full_mask is not None:
+            earlier, valid = full_mask[:, :seen], full_mask[:, seen:]
         policy = cache.plan.policy
-        given = running, parts.decoder, policy, attachment.compressed, kwargs
-        first = partial(attention.run_mini_prefill, *given)
+        arguments = running, parts.decoder, policy, attachment.compressed, kwargs
+        mini_prefill = partial(attention.run_mini_prefill, *arguments)
         image = _image_tokens(attachment, policy, running, valid)
-        cache.begin(running, valid, earlier, image, first)
+        cache.begin(running, valid, earlier, image, mini_prefill)
         if running.ids is not None and running.ids.shape == valid.shape and not running.generating:
             cache.remember(running.ids, seen + q)
     else:
-        # `generate` only ever adds ones to its mask: to look at it would make a GPU wait.
-        looks = q > 1 or tokens.device.type == "cpu" or not running.generating
-        cache.step(running, _mask(mask, tokens, seen) if looks else None, q)
+        # `generate` only appends ones to its mask, and reading it would wait for the GPU.
+        needs_mask = q > 1 or tokens.device.type == "cpu" or not running.generating
+        cache.step(running, _mask(mask, tokens, seen) if needs_mask else None, q)
     return (), kwargs
 
 
@@ -135,7 +135,7 @@ def before_decoder(
 def after_decoder(
     attachment: Attachment, module: nn.Module, args: Args, kwargs: Kwargs, output: Any
 ) -> None:
-    """Evict the layers that had to wait for all others."""
+    """Evict the layers whose sizes depend on all layers."""
     running = current.get()
     if running is None or running.cache is None or output is None:
         return
@@ -149,33 +149,33 @@ def after_decoder(
 
 @torch.compiler.disable
 def uncompiled(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The decoder's pass in a model that torch.compile took: what it keeps, no graph foresees."""
+    """Run the decoder outside of torch.compile, as a cache's sizes change from call to call."""
     return forward(*args, **kwargs)
 
 
 def before_attention(
     layer_idx: int, attachment: Attachment, module: nn.Module, args: Args, kwargs: Kwargs
 ) -> None:
-    """Remember a layer's rotary embedding of the new tokens, for a score that needs it."""
-    running, found = current.get(), kwargs.get("position_embeddings")
+    """Record a layer's rotary embedding of the new tokens, for a score that needs it."""
+    running, cos_sin = current.get(), kwargs.get("position_embeddings")
     cache = None if running is None else running.cache
-    if running is None or cache is None or found is None:
+    if running is None or cache is None or cos_sin is None:
         return
     if not (running.observes or isinstance(cache.phase, Reading)):
         return
     if not getattr(module, "use_rope", True):  # Llama 4's layers with full attention
         return
-    if running.turned is None or running.turned[0] is not found:
-        running.turned = found, _rotary(attachment.parts, found, len(cache.lengths))
-    running.rotary[layer_idx] = running.turned[1]
+    if running.latest_rotary is None or running.latest_rotary[0] is not cos_sin:
+        running.latest_rotary = cos_sin, _rotary(attachment.parts, cos_sin, len(cache.lengths))
+    running.rotary[layer_idx] = running.latest_rotary[1]
 
 
-def _rotary(parts: Adapter, found: Any, rows: int) -> Rotary:
-    """A layer's `position_embeddings`, of every row."""
-    if isinstance(found, Tensor):  # complex [B, Q, R / 2]
-        found = tuple(x.repeat_interleave(2, dim=-1) for x in (found.real, found.imag))
-    cos, sin = found
-    inv_freq = parts.turns_by().to(cos.device)  # a device_map keeps them elsewhere
+def _rotary(parts: Adapter, cos_sin: Any, rows: int) -> Rotary:
+    """Return a layer's `position_embeddings` as a `Rotary` of every row."""
+    if isinstance(cos_sin, Tensor):  # complex [B, Q, R / 2]
+        cos_sin = tuple(x.repeat_interleave(2, dim=-1) for x in (cos_sin.real, cos_sin.imag))
+    cos, sin = cos_sin
+    inv_freq = parts.turns_by().to(cos.device)  # with a device_map they may be elsewhere
     rotary = Rotary.of(cos, sin, inv_freq, parts.config, interleaved=parts.facts.interleaved)
     cos, sin = (x.expand(rows, -1, -1) for x in (rotary.cos, rotary.sin))
     return replace(rotary, cos=cos, sin=sin)
@@ -184,7 +184,7 @@ def _rotary(parts: Adapter, found: Any, rows: int) -> Rotary:
 def before_repetition(
     attachment: Attachment, module: nn.Module, args: Args, kwargs: Kwargs
 ) -> None:
-    """Tell what repeats a prompt in this pass what a layer's attention is given."""
+    """Pass the input of a layer's attention on to the collector that repeats a prompt."""
     running = current.get()
     if running is not None and running.collector is not None:
         running.collector.hidden = args[0] if args else kwargs["hidden_states"]
@@ -193,7 +193,7 @@ def before_repetition(
 def before_layer(
     layer_idx: int, attachment: Attachment, module: nn.Module, args: Args, kwargs: Kwargs
 ) -> None:
-    """Remember the residual stream before a layer's attention (SqueezeAttention)."""
+    """Record the residual stream before a layer's attention (SqueezeAttention)."""
     running = current.get()
     if running is None or running.collector is not None:
         return
@@ -202,32 +202,32 @@ def before_layer(
 
 
 def after_attention(layer_idx: int, attachment: Attachment, module: nn.Module, *call: Any) -> None:
-    """Compare it with the stream after the attention's output was added back."""
+    """Compare that stream with the one after the attention's output is added (SqueezeAttention)."""
     running = current.get()
     if running is None or running.cache is None or layer_idx not in running.streams:
         return
     before, cache = running.streams.pop(layer_idx), running.cache
     if cache.prompt is None or not isinstance(cache.phase, Reading):
         return
-    added = attachment.parts.added(layer_idx, call[-1][0])  # the output is the last
-    before = before.to(added.device)  # a device_map moves the stream behind this layer's hooks
+    output = attachment.parts.added(layer_idx, call[-1][0])  # the output is the last
+    before = before.to(output.device)  # a device_map moves it after this layer's hooks
     valid = cache.prompt.valid[:, -before.shape[1] :].to(before.device)
-    after = before + added
+    after = before + output
     with torch.no_grad():
         similarity = residual_similarity(before, after, valid)
     cache.phase.compare(layer_idx, similarity, valid.sum(-1))
 
 
 def _mask(mask: Any, tokens: Tensor, seen: int) -> Tensor | None:
-    """Bool [B, seen + q], False for padding and what is masked; None where there is no mask."""
+    """Return the mask, bool [B, seen + q], False for padding and masked tokens; None: no mask."""
     if mask is None:
         return None
-    wanted = (tokens.shape[0], seen + tokens.shape[1])
-    if not isinstance(mask, Tensor) or mask.shape != wanted:
+    expected = (tokens.shape[0], seen + tokens.shape[1])
+    if not isinstance(mask, Tensor) or mask.shape != expected:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
             f"attention_mask of shape {shape}: a compressed cache reads padding from a mask of "
-            f"shape {wanted}"
+            f"shape {expected}"
         )
     return mask.to(tokens.device).bool()
 
@@ -235,20 +235,20 @@ def _mask(mask: Any, tokens: Tensor, seen: int) -> Tensor | None:
 def _image_tokens(
     attachment: Attachment, policy: Policy, running: ForwardPass, valid: Tensor
 ) -> Tensor | None:
-    """Bool [B, q], True where the prompt holds an image token; None where there is none to see."""
+    """Return which tokens are image tokens, bool [B, q]; None if the model has none, or no ids."""
     tokens, ids = attachment.parts.image_token_ids, running.ids
     if not tokens:
         return None
     if ids is None or ids.shape != valid.shape:
         if policy.protect is not None or policy.text_prior:
-            asked, less = (
+            option, alternative = (
                 ("text_prior=True", "text_prior=False")
                 if policy.protect is None
                 else ("protect='instruction'", "protect='none'")
             )
             raise ValueError(
-                f"{asked} tells text from image tokens by input_ids, and the model "
-                f"was given inputs_embeds alone: pass input_ids, or use {less}"
+                f"{option} tells text from image tokens by input_ids, and the model "
+                f"was given inputs_embeds alone: pass input_ids, or use {alternative}"
             )
         return None
     return torch.isin(ids, torch.tensor(tokens, device=ids.device)).to(valid.device)

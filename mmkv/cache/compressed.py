@@ -1,11 +1,11 @@
-"""The compressed cache: what a wrapped model's `generate` holds.
+"""The compressed cache that a wrapped model's `generate` uses.
 
-The way of one prompt: `begin` (before the first layer) learns the prompt and, where they are known,
-the layer sizes; `attend` (once a layer) delegates the prefill and evicts, at once or, when sizes
-depend on all layers, in `finish` (after the last layer). A decode step writes the new token into a
-slot, attends, and empties the slot of the token it drops. A new turn of a conversation is a prompt
-again: what is left of earlier turns competes with the new tokens under the same budget. What the
-cache then holds, and can be asked for, is its `CacheState`.
+A prompt takes three steps: `begin` (before the first layer) marks its tokens and computes the layer
+sizes that do not depend on scores; `attend` (in each layer) runs the model's own attention and
+evicts the layer if its size is known; `finish` (after the last layer) sizes and evicts the others.
+A decode step writes the new token into a slot, attends, and frees the slot of the token it drops.
+A new turn of a conversation is read like a prompt: the kept tokens of earlier turns compete with
+the new ones under the same budget. `CacheState` holds the state of the cache between passes.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from mmkv.parts.slots import send
 
 
 class CompressedCache(CacheState):
-    """A key-value cache that keeps what a policy finds worth keeping.
+    """A key-value cache that keeps the tokens a policy scores highest.
 
     `model.generate` on a wrapped model makes one; `return_dict_in_generate=True` returns it as
     `past_key_values`, from transformers 5.24 on as `cache`. Layers with a sliding window or linear
-    attention are left alone.
+    attention are not compressed.
 
     Args:
         config: the decoder's config.
         plan: policy, budget and profile.
-        max_length: prompt and generated tokens at the most, if known: slots are set aside.
+        max_length: prompt and generated tokens at most, to allocate slots for; 0: not known.
     """
 
     def expect(self, until: int | None = None) -> None:
-        """The next pass begins a prompt or a new turn, complete at `until` tokens seen."""
+        """Expect a prompt or a new turn next, which is complete once `until` tokens are seen."""
         self.phase = Reading(until, keeps_all=not self.evicts_turns)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Hand the layer's new tokens to the attention function that runs next.
+        """Pass the layer's new keys and values on to the attention function that runs next.
 
         Raises:
-            ValueError: no wrapped model is running with this cache, or the attention function of
-                the layer before did not take up its tokens.
+            ValueError: no wrapped model is running with this cache, or our attention function did
+                not run in the layer before.
         """
         running, layer = current.get(), self.layers[layer_idx]
         if running is not None and running.pending is not None:
@@ -85,14 +85,14 @@ class CompressedCache(CacheState):
         image: Tensor | None,
         mini_prefill: Callable[[TokenMasks], list[Tensor]],
     ) -> None:
-        """Before a prompt, or its next chunk: learn it; size the layers where sizes are known.
+        """Mark the tokens of a prompt or of its next chunk; set the layer sizes that are known.
 
-        `mini_prefill` gives the scores of every layer in a pass that stores nothing; the masks are
-        those of `TokenMasks.of`.
+        `mini_prefill` returns the scores of every layer from a pass that stores nothing; the masks
+        are those of `TokenMasks.of`.
 
         Raises:
-            ValueError: a row without tokens or padded on the right, or tokens that were masked
-                before and are gone.
+            ValueError: a row has no tokens or is padded on the right, or the mask shows tokens that
+                it hid before, which were not stored.
         """
         phase, seen = self.phase, self.compressed[0].seen
         assert isinstance(phase, Reading)
@@ -100,17 +100,17 @@ class CompressedCache(CacheState):
             self.plan = self.plan.started()
         self.clock, plan = None, self.plan
         self._check_whole()
-        known = self._tokens_known(seen)
-        if known is not None and earlier is not None:
-            earlier = earlier.to(known.device)
-            phase.hides = self._hides(known, earlier)
-            known = known & earlier
-        self.prompt = prompt = self._marked(valid, image, known)
+        earlier_valid = self._valid_tokens(seen)
+        if earlier_valid is not None and earlier is not None:
+            earlier = earlier.to(earlier_valid.device)
+            phase.masks_earlier = self._masks_earlier(earlier_valid, earlier)
+            earlier_valid = earlier_valid & earlier
+        self.prompt = prompt = self._marked(valid, image, earlier_valid)
         phase.sizes, running.cache = None, self
         if phase.until is not None and prompt.valid.shape[1] >= phase.until:
             phase.until = None
-        whole = phase.until is None
-        phase.evicts = whole or (plan.evict_chunks and all(prompt.lengths))
+        is_complete = phase.until is None
+        phase.evicts = is_complete or (plan.evict_chunks and all(prompt.lengths))
         phase.postpones = bool(plan.policy.postpone) and not (
             phase.keeps_all or plan.keeps_everything
         )
@@ -120,12 +120,12 @@ class CompressedCache(CacheState):
         prompt.check_ends()
         if phase.postpones:
             return
-        if whole and not phase.keeps_all:
+        if is_complete and not phase.keeps_all:
             plan.log_shortfalls(prompt, len(self.compressed))
         if plan.runs_mini_prefill and seen == 0 and plan.evicts(prompt):
             scores = mini_prefill(prompt)
-            everywhere = torch.arange(valid.shape[1], device=valid.device)
-            positions = everywhere.masked_fill(~prompt.valid, -1)[:, None]
+            places = torch.arange(valid.shape[1], device=valid.device)
+            positions = places.masked_fill(~prompt.valid, -1)[:, None]
             phase.sizes = self._sizes(prompt, scores, [positions.to(x.device) for x in scores])
         elif phase.keeps_all:
             phase.sizes = [prompt.lengths] * len(self.compressed)
@@ -133,11 +133,11 @@ class CompressedCache(CacheState):
             phase.sizes = self._sizes(prompt)
 
     def step(self, running: ForwardPass, mask: Tensor | None, q: int) -> None:
-        """Before q generated tokens; `mask` [B, seen + q] is False for those that they do not see.
+        """Prepare a step of q tokens; `mask` [B, seen + q] is False for tokens they do not see.
 
         Raises:
             ValueError: several tokens where decoding drops one a step, padding among the new ones,
-                or earlier tokens that were masked when they came and are gone.
+                or a mask that shows tokens that it hid before, which were not stored.
         """
         self._check_step(running, mask, q)
         running.cache = self
@@ -154,9 +154,9 @@ class CompressedCache(CacheState):
         if self.due:
             return
         phase.waiting = decode.latest
-        known = self._tokens_known(self.get_seq_length() + q)
-        assert known is not None
-        self.prompt = self._marked(known[:, :0], None, known)
+        valid = self._valid_tokens(self.get_seq_length() + q)
+        assert valid is not None
+        self.prompt = self._marked(valid[:, :0], None, valid)
         phase.reading = Reading(evicts=True, similarity=phase.similarity)
         self._prepare_scores(self.prompt, phase.reading)
         if phase.postponed:
@@ -165,7 +165,7 @@ class CompressedCache(CacheState):
             phase.reading.sizes = self._sizes(self.prompt)
 
     def _marked(self, valid: Tensor, image: Tensor | None, earlier: Tensor | None) -> TokenMasks:
-        """What is known of all tokens, with the new ones; arguments as of `TokenMasks.of`."""
+        """Return the masks of all tokens, the new ones included; arguments of `TokenMasks.of`."""
         return TokenMasks.of(
             self.plan.policy,
             valid,
@@ -177,7 +177,7 @@ class CompressedCache(CacheState):
         )
 
     def _check_step(self, running: ForwardPass, mask: Tensor | None, q: int) -> None:
-        """Whether `step` can be done; what the mask hides."""
+        """Check that `step` can be done, and record which kept tokens the mask hides."""
         self._check_whole()
         if q > 1 and any(b.schedule.drops for b in self.blocks):
             raise ValueError(
@@ -195,11 +195,11 @@ class CompressedCache(CacheState):
             raise ValueError(
                 "padding among tokens that continue a compressed cache is not supported"
             )
-        known = self._tokens_known(mask.shape[1] - q)
-        assert known is not None
-        earlier = mask[:, :-q].to(known.device)
-        if self._hides(known, earlier):
-            running.hidden = known & ~earlier
+        valid = self._valid_tokens(mask.shape[1] - q)
+        assert valid is not None
+        earlier = mask[:, :-q].to(valid.device)
+        if self._masks_earlier(valid, earlier):
+            running.masked = valid & ~earlier
 
     def attend(
         self,
@@ -213,20 +213,20 @@ class CompressedCache(CacheState):
         scale: float | None,
         softcap: float | None = None,
     ) -> tuple[Tensor, Any]:
-        """One layer's attention: a first prompt's is delegated, a later one's and a step's is ours.
+        """Compute one layer's attention; for a first prompt, by the model's own function.
 
         Args:
-            layer_idx: which layer.
+            layer_idx: the index of the layer.
             query: [B, Hq, q, D].
             key: [B, H, q, D].
             value: [B, H, q, D].
-            delegate: the model's own attention over just these tokens.
-            mask: [B or 1, 1, q, K], what the layer was given.
+            delegate: the model's own attention over the new tokens alone.
+            mask: [B or 1, 1, q, K], the layer's attention mask.
             scale: factor of the query-key products, None for D ** -0.5.
             softcap: bound of the logits, or None.
 
         Returns:
-            [B, q, Hq, D], and attention weights where the model's own attention gives them.
+            [B, q, Hq, D], and attention weights if the model's own attention returns them.
         """
         layer, running, phase = self.layers[layer_idx], current.get(), self.phase
         assert isinstance(layer, CompressedLayer)
@@ -241,24 +241,24 @@ class CompressedCache(CacheState):
         assert self.prompt is not None
         out = delegate() if layer.state is None else None
         first = layer.seen - query.shape[2]
-        new = self.prompt.valid[:, first:]
-        view = running.view(mask, new)
+        new_valid = self.prompt.valid[:, first:]
+        view = running.view(mask, new_valid)
         with outside_inference_mode():
             positions = torch.arange(first, layer.seen, device=key.device)
-            positions = positions.masked_fill(~new.to(key.device), -1)[:, None]
-            held = PromptKV(key, value, positions)
+            positions = positions.masked_fill(~new_valid.to(key.device), -1)[:, None]
+            prompt_kv = PromptKV(key, value, positions)
             if out is None:
                 past: Any = layer.dense()
-                if phase.hides:
+                if phase.masks_earlier:
                     past = past.masked(self.prompt.valid)
-                held = past.extended(key, value, positions)
+                prompt_kv = past.extended(key, value, positions)
         if out is None:
             inv_freq = self.plan.inv_freq
-            attended = held.attend(query, first, among=view, inv_freq=inv_freq, **options)
+            attended = prompt_kv.attend(query, first, among=view, inv_freq=inv_freq, **options)
             out = refuse_gradient(attended), None
         with outside_inference_mode(), torch.no_grad():
-            inputs = running.inputs(layer_idx, held, query=query, mask=view, **options)
-            self._read(layer_idx, phase, held, inputs)
+            inputs = running.inputs(layer_idx, prompt_kv, query=query, mask=view, **options)
+            self._read(layer_idx, phase, prompt_kv, inputs)
         return out
 
     def _step(
@@ -271,7 +271,7 @@ class CompressedCache(CacheState):
         mask: Tensor | None,
         options: Any,
     ) -> Tensor:
-        """One layer's attention in a decode step, or a continuation by several tokens."""
+        """Compute one layer's attention in a decode step, or a continuation by several tokens."""
         assert self.prompt is not None
         B, q = len(query), query.shape[2]
         if q > 1 and running.view(mask, self.prompt.valid.new_ones(B, q)) is not None:
@@ -282,54 +282,54 @@ class CompressedCache(CacheState):
         layer: Any = self.layers[layer_idx]
         kept, clock = layer.state, self.clock if self.on_clock else None
         assert isinstance(kept, KeptKV)
-        hidden = None if running.hidden is None else running.hidden.to(key.device)
-        out = kept.attend(query, key, value, layer.seen, clock=clock, hidden=hidden, **options)
+        masked = None if running.masked is None else running.masked.to(key.device)
+        out = kept.attend(query, key, value, layer.seen, clock=clock, masked=masked, **options)
         if running.observes:
             layer.remember(query, running.rotary.get(layer_idx))
             assert isinstance(self.phase, Decoding)
             if self.phase.reading is not None:
-                held = kept.dense()
+                prompt_kv = kept.dense()
                 queries, rotary = layer.remembered()
-                held.tail = layer.tail.of_last(held.keys.shape[2] - queries.shape[2])
+                prompt_kv.tail = layer.tail.of_last(prompt_kv.keys.shape[2] - queries.shape[2])
                 if rotary is not None:
                     running.rotary[layer_idx] = rotary
-                inputs = running.inputs(layer_idx, held, query=queries, mask=None, **options)
+                inputs = running.inputs(layer_idx, prompt_kv, query=queries, mask=None, **options)
                 with torch.no_grad():
-                    self._read(layer_idx, self.phase.reading, held, inputs)
+                    self._read(layer_idx, self.phase.reading, prompt_kv, inputs)
         return refuse_gradient(out) if out.requires_grad else out
 
-    def _read(self, layer_idx: int, phase: Reading, held: PromptKV, new: LayerInputs) -> None:
-        """Score what a layer holds; evict at once if its size is known, else hold it whole."""
+    def _read(self, layer_idx: int, phase: Reading, prompt_kv: PromptKV, new: LayerInputs) -> None:
+        """Score a layer's tokens; evict at once if its size is known, else keep all of them."""
         policy, prompt = self.plan.policy, self.prompt
         assert prompt is not None
         layer: Any = self.layers[layer_idx]
-        layer.asked, layer.tail = [], Tail()
+        layer.reply_queries, layer.tail = [], Tail()
         if phase.scores:
             if phase.mean_sizes is not None:
-                known = send(np.array(phase.mean_sizes, np.float32), new.key.device)
-                new = replace(new, size=known)
-            held.score(policy, new, prompt)
+                mean_sizes = send(np.array(phase.mean_sizes, np.float32), new.key.device)
+                new = replace(new, size=mean_sizes)
+            prompt_kv.score(policy, new, prompt)
         if phase.evicts and not phase.postpones:
-            held.tail = Tail()  # the prompt is complete
+            prompt_kv.tail = Tail()  # the prompt is complete
         else:
-            held.remember(policy, new)
-        layer.state = held
+            prompt_kv.remember(policy, new)
+        layer.state = prompt_kv
         if phase.evicts and phase.postpones:
-            self._hold(layer_idx, held)
+            self._postpone(layer_idx, prompt_kv)
         if phase.sizes is not None:
             self._evict(layer_idx, phase.sizes[self.ordinal[layer_idx]])
 
-    def _hold(self, layer_idx: int, held: PromptKV) -> None:
-        """The layer holds all its tokens where generated ones come in, until it is evicted."""
+    def _postpone(self, layer_idx: int, prompt_kv: PromptKV) -> None:
+        """Move all tokens of a layer into blocks with room for those generated before eviction."""
         assert self.prompt is not None
         layer: Any = self.layers[layer_idx]
-        prompt, ahead = self.prompt.to(held.keys.device), self.plan.policy.postpone
-        layer.tail = held.tail.by_age(held.positions)
-        whole = replace(self.plan, budget=1.0, kv_dtype=None)
-        layer.state = evict(held, whole, prompt, prompt.lengths, ahead, layer_idx)
+        prompt, n_generated = self.prompt.to(prompt_kv.keys.device), self.plan.policy.postpone
+        layer.tail = prompt_kv.tail.by_age(prompt_kv.positions)
+        full_plan = replace(self.plan, budget=1.0, kv_dtype=None)
+        layer.state = evict(prompt_kv, full_plan, prompt, prompt.lengths, n_generated, layer_idx)
 
     def finish(self) -> None:
-        """After the last layer of a pass: size and evict the layers that had to wait."""
+        """Size and evict the layers that wait for the last layer of the pass."""
         phase, prompt, layers = self.phase, self.prompt, self.compressed
         reading = self._reading
         if reading is None or prompt is None or not reading.evicts:
@@ -351,18 +351,18 @@ class CompressedCache(CacheState):
 
     @property
     def _reading(self) -> Reading | None:
-        """What this pass reads: a prompt, or a round of replies; None where it only decodes."""
+        """The prompt, or the round of generated tokens, of this pass; None if it only decodes."""
         return self.phase if isinstance(self.phase, Reading) else self.phase.reading
 
     @property
     def repeats(self) -> bool:
-        """Whether the prompt is to be fed again before this pass evicts."""
+        """Whether the model reads the prompt again before this pass evicts (KVzip)."""
         phase, plan = self.phase, self.plan
-        asked = plan.policy.score.repeats and not plan.keeps_everything
-        return asked and isinstance(phase, Reading) and phase.evicts and not phase.keeps_all
+        needed = plan.policy.score.repeats and not plan.keeps_everything
+        return needed and isinstance(phase, Reading) and phase.evicts and not phase.keeps_all
 
     def _prepare_scores(self, prompt: TokenMasks, phase: Reading) -> None:
-        """Say whether this pass scores: where it evicts, and always where scores add up."""
+        """Set whether this pass scores: if it evicts, and always if scores are sums over turns."""
         plan, score = self.plan, self.plan.policy.score
         evicts = phase.evicts and not (phase.keeps_all or phase.postpones)
         adds = score.turn_reduction == "sum" and not plan.keeps_everything
@@ -377,25 +377,25 @@ class CompressedCache(CacheState):
         positions: Sequence[Tensor] = (),
         measured: Sequence[Tensor] = (),
     ) -> list[list[int]]:
-        """Every layer's size for every row [L][B], from what was found of the layers."""
+        """Return each layer's size for each row, [L][B], from the layers' scores and measures."""
         phase, reading = self.phase, self._reading
-        found = {} if reading is None else reading.similarity
-        similarity = [found[i][0] for i in sorted(found)]
-        known = scores, positions, measured or similarity
-        sizes = sizes_of_rows(self.plan, prompt, len(self.compressed), *known)
+        by_layer = {} if reading is None else reading.similarity
+        similarity = [by_layer[i][0] for i in sorted(by_layer)]
+        layer_values = scores, positions, measured or similarity
+        sizes = sizes_of_rows(self.plan, prompt, len(self.compressed), *layer_values)
         if isinstance(phase, Reading) and phase.until is None and not self.sizes_learned:
             self.sizes_learned = True
             self.plan.learn(sizes, prompt.lengths)
         return [list(layer) for layer in zip(*sizes, strict=True)]
 
     def _evict(self, layer_idx: int, sizes: list[int], split: Tensor | None = None) -> None:
-        """The layer keeps a copy of what it keeps, and lets go of the rest."""
+        """Replace a layer's tokens by a copy of those that it keeps."""
         layer: Any = self.layers[layer_idx]
         assert isinstance(layer.state, PromptKV)
         assert self.prompt is not None
         expected = max(0, self.max_length - self.prompt.valid.shape[1])
         if isinstance(self.phase, Reading) and self.phase.until is not None:
-            expected = 0  # a chunk of the prompt comes next, which makes new storage
+            expected = 0  # the next chunk of the prompt allocates new storage
         device, prompt = layer.state.keys.device, self.prompt
         prompt = prompt if prompt.valid.device == device else prompt.to(device)
         layer.state = evict(layer.state, self.plan, prompt, sizes, expected, layer_idx, split)

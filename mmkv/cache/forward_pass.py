@@ -1,7 +1,7 @@
-"""What is known of the call that is running through a wrapped model.
+"""The state of one call of a wrapped model.
 
-One value per call, in one context variable: the hooks of `mmkv.attach` fill it in, the cache and
-the attention function read it. The next call replaces it, and every way out of this one drops it.
+It is one value in a context variable: the hooks of `mmkv.attach` set it, the cache and the
+attention function read it. It is cleared when the call ends, after an exception too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NOT_ATTENDED = (
 
 
 class AttentionCall(NamedTuple):
-    """What one layer's attention function was given: query [B, Hq, q, D], key [B, H, q, D]."""
+    """The arguments of one layer's attention function: query [B, Hq, q, D], key [B, H, q, D]."""
 
     query: Tensor
     key: Tensor
@@ -47,75 +47,75 @@ class ForwardPass:
     """One call of a wrapped model.
 
     Attributes:
-        ids: int [B, q], the model's input ids; None where it was given embeddings.
+        ids: int [B, q], the model's input ids; None if it was called with embeddings.
         mask: the attention mask that the model was called with.
-        cache_given: the cache that the model was called with.
-        generating: whether `generate` makes the call: its masks only ever grow by ones.
-        entered: whether the decoder has begun.
+        passed_cache: the cache that the model was called with.
+        generating: whether `generate` makes the call: it only appends ones to its mask.
+        entered: whether the decoder's forward has begun.
         cache: the cache of this pass; None before the decoder begins, and without a cache.
-        hidden: bool [B, seen], tokens held that the mask hides from this pass; None: none.
-        streams: the residual stream [B, q, hidden] that entered each layer, for SqueezeAttention.
-        collector: in a pass that stores nothing, its `add` is given each layer's `AttentionCall`
-            and returns its output, or None for the model's own; None otherwise.
-        observes: whether queries of this step are remembered, see `CacheState.observes_replies`.
-        parts: the model's; None before the decoder begins.
-        rotary: each layer's rotary embedding of the new tokens, where the score needs it.
-        turned: what the latest of these was made of, and it: layers share one.
+        masked: bool [B, seen], kept tokens that the mask hides in this pass; None: none.
+        streams: the residual stream [B, q, hidden] before each layer, for SqueezeAttention.
+        collector: set in a pass that stores nothing: `add` takes each layer's `AttentionCall` and
+            returns the layer's output, or None to run the model's own attention.
+        observes: whether to store the queries of this step, see `CacheState.observes_replies`.
+        parts: the model's parts; None before the decoder begins.
+        rotary: each layer's rotary embedding of the new tokens, if the score needs it.
+        latest_rotary: the latest `position_embeddings`, and the `Rotary` made of them.
     """
 
     ids: Tensor | None = None
     mask: Any = None
-    cache_given: Any = None
+    passed_cache: Any = None
     generating: bool = False
     entered: bool = False
     cache: CompressedCache | None = None
-    hidden: Tensor | None = None
+    masked: Tensor | None = None
     streams: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     collector: Any = None
     observes: bool = False
     parts: Adapter | None = None
     rotary: dict[int, Rotary] = field(default_factory=dict[int, Rotary])
-    turned: tuple[Any, Rotary] | None = None
-    # The layer whose new tokens the cache's `update` took, until its attention function runs.
+    latest_rotary: tuple[Any, Rotary] | None = None
+    # The layer between the cache's `update` and its attention function; None: no layer is.
     pending: int | None = None
-    # Per mask that the layers were given: the mask, and what `view` found.
+    # For each mask, by its id: the mask, which must not be freed, and the result of `view`.
     _views: dict[int, tuple[Tensor, Tensor | None]] = field(
         default_factory=dict[int, "tuple[Tensor, Tensor | None]"]
     )
 
     def check_attended(self) -> None:
-        """Every layer's new tokens were attended to by our attention function.
+        """Check that our attention function ran after the last `update` of a layer.
 
         Raises:
-            ValueError: those of one were not.
+            ValueError: it did not.
         """
         if self.pending is not None:
             layer_idx, self.pending = self.pending, None
             raise ValueError(NOT_ATTENDED.format(what=f"layer {layer_idx}"))
 
-    def inputs(self, layer_idx: int, held: PromptKV | None = None, **given: Any) -> LayerInputs:
-        """What a layer's score is given: `given`, and what this call knows of the layer.
+    def inputs(self, layer_idx: int, pairs: PromptKV | None = None, **fields: Any) -> LayerInputs:
+        """Return a layer's inputs for its score: `fields`, rotary embedding and output weight.
 
-        Keys, values, bias and which of them are tokens are those that are `held`, or given.
+        Keys, values, bias and valid tokens are those of `pairs`; None: they are in `fields`.
         """
-        if held is not None:
-            given |= {"key": held.keys, "value": held.values, "bias": held.bias}
-            given["valid"] = held.positions[:, 0] >= 0
+        if pairs is not None:
+            fields |= {"key": pairs.keys, "value": pairs.values, "bias": pairs.bias}
+            fields["valid"] = pairs.positions[:, 0] >= 0
         parts = self.parts
         weight = None if parts is None else partial(parts.output_weight, layer_idx)
         rotary = self.rotary.get(layer_idx)
-        return LayerInputs(layer_idx=layer_idx, rotary=rotary, weight=weight, **given)
+        return LayerInputs(layer_idx=layer_idx, rotary=rotary, weight=weight, **fields)
 
     def view(self, mask: Tensor | None, valid: Tensor) -> Tensor | None:
-        """Which of the q new tokens see which, bool [B, 1, q, q]; None where it is plainly causal.
+        """Return which of the q new tokens see which, bool [B, 1, q, q]; None if it is causal.
 
-        Prefix-LM masks (PaliGemma) and images whose tokens see all of themselves (Gemma 3) are not.
-        The mask is compared once a pass, not once a layer.
+        Prefix-LM masks (PaliGemma) and images whose tokens all see each other (Gemma 3) are not.
+        The result is computed once a pass, not once a layer.
 
         Args:
-            mask: [B or 1, 1, q, K], bool or added to the logits, as the layer was given it; None
-                where transformers left it out, because it is causal.
-            valid: bool [B, q], False for padding, of which it does not matter what it sees.
+            mask: [B or 1, 1, q, K], bool or added to the logits, the layer's attention mask; None
+                if transformers passes none because it is causal.
+            valid: bool [B, q], False for padding, whose mask is ignored.
         """
         q = valid.shape[1]
         if mask is None or mask.ndim != 4 or q == 1:
@@ -125,10 +125,10 @@ class ForwardPass:
             if block.dtype != torch.bool:
                 block = block > torch.finfo(block.dtype).min / 2
             valid = valid.to(mask.device)
-            both = valid[:, None, None, :] & valid[:, None, :, None]
+            valid_pairs = valid[:, None, None, :] & valid[:, None, :, None]
             causal = torch.ones(q, q, dtype=torch.bool, device=mask.device).tril()
-            plain = bool((((block ^ causal) & both) == 0).all())
-            self._views[id(mask)] = mask, None if plain else block & both
+            is_causal = bool((((block ^ causal) & valid_pairs) == 0).all())
+            self._views[id(mask)] = mask, None if is_causal else block & valid_pairs
         return self._views[id(mask)][1]
 
 
@@ -137,35 +137,35 @@ class NotCapturableError(RuntimeError):
 
 
 class GraphInputs(NamedTuple):
-    """What a replayed step reads on the device, so that it does not wait for the host."""
+    """Inputs that a replayed step reads on the device, so that it does not wait for the host."""
 
-    row: Tensor  # int64 [1], of the schedules' tables
-    position: Tensor  # int32 [], the new token's
+    row: Tensor  # int64 [1], the row of the schedules' tables
+    position: Tensor  # int32 [], the new token's position
 
     @classmethod
     def at(cls, device: torch.device) -> GraphInputs:
-        """On a device, still to be set."""
+        """Allocate the inputs on a device, with values still to be set."""
         row = torch.zeros(1, dtype=torch.int64, device=device)
         return cls(row, torch.zeros((), dtype=torch.int32, device=device))
 
     def set(self, row: int, position: int) -> None:
-        """To a step; the host does not wait."""
+        """Set the values for a step without waiting for the device."""
         self.row.fill_(row)
         self.position.fill_(position)
 
 
 current: ContextVar[ForwardPass | None] = ContextVar("mmkv_forward_pass", default=None)
-# What this thread does between two layers that are evicted at a prompt's end.
+# Called in this thread between two layers that are evicted at a prompt's end.
 between: ContextVar[Callable[[], None]] = ContextVar("mmkv_between", default=lambda: None)
 
 
 def outside_inference_mode() -> AbstractContextManager[None]:
-    """What is made in here is written to after the pass, which may run in inference mode."""
+    """Allow tensors made in this context to be written to after a pass in inference mode."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 class _NoGradient(torch.autograd.Function):
-    """The identity, which says at `backward` that gradients do not reach what is cached."""
+    """The identity; `backward` raises, as gradients cannot reach cached keys and values."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -180,5 +180,5 @@ class _NoGradient(torch.autograd.Function):
 
 
 def refuse_gradient(x: Tensor) -> Tensor:
-    """x [B, q, Hq, D] as it is; a gradient that comes back to it is an error."""
+    """Return x [B, q, Hq, D] unchanged; a backward pass through it raises ValueError."""
     return _NoGradient.apply(x) if x.requires_grad else x  # type: ignore[return-value]

@@ -1,8 +1,8 @@
-"""Where kept keys and values lie: a few rectangular blocks of rows of similar length.
+"""Storage of kept keys and values: a few rectangular blocks of rows of similar length.
 
-A row is one key-value head of one sequence, R = B * H of them. Rows that keep about as much share a
-block [R', S, D]; a layer whose rows all agree is a single block. Each block is one attention call,
-so per-head sizes free memory without a loop over heads.
+A row is one key-value head of one sequence; a layer has R = B * H rows. Rows that keep similar
+numbers of tokens share a block [R', S, D]; equal rows make a single block. Each block is one
+attention call, so per-head sizes free memory without a loop over heads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mmkv.cache.quantize import QuantizedKV, Stored, mixed, nbytes, products, se
 from mmkv.cache.rerotate import reposition
 from mmkv.parts.slots import SlotSchedule, spare
 
-# A position: on the device while a clock drives the steps.
+# A position: a tensor while a clock drives the steps, which are then replayed on the device.
 Place = int | Tensor
 
 
@@ -30,20 +30,20 @@ class PaddedBlock:
     """Rows of similar length and the slots they share.
 
     Attributes:
-        row_numbers: which of the layer's B * H rows, rising, on the host.
-        rows: the same as an index: a slice where they are evenly apart, so that taking them is a
-            view, or int64 [R].
+        row_numbers: numbers of these rows among the layer's B * H, ascending, on the host.
+        rows: the same as an index: a slice if they are evenly spaced, so that indexing returns a
+            view, else int64 [R].
         keys, values: [R, S, D]; S is the capacity, of which the schedule's `width` is in use. In 8
-            or 4 bits they are read and written in the model's type all the same.
-        positions: int32 [R, S], original position of each slot's token, -1 where empty; where no
-            token is dropped, also those of tokens to come (`held` has none of them).
+            or 4 bits, reading and writing convert from and to the model's type.
+        positions: int32 [R, S], original position of each slot's token, -1 if empty; if decoding
+            drops no token, also the positions of tokens to come, which `held` leaves out.
         bias: [R, 1, S], added to the logits: 0 for filled slots, -inf for empty ones; None while
-            all in use are filled. A bool mask would be turned into one in every step.
-        mass: float32 [R, S], attention accumulated by each slot, for policies that score by it;
-            decoding adds to it where it also drops by it (H2O), and then inf marks empty slots.
-        schedule: which slot is next.
-        log_weights: float32 [R, S], the logarithm of what a slot weighs, which the bias adds to
-            its logits; None: every slot stands for one token.
+            all slots in use are filled. A bool mask would be converted to a bias in every step.
+        mass: float32 [R, S], accumulated attention of each slot, for policies that score by it;
+            if decoding also drops by it (H2O), each step adds to it, and empty slots have inf.
+        schedule: chooses the slot of each new token.
+        log_weights: float32 [R, S], the logarithm of each slot's weight, which is part of the
+            bias; None: every slot stands for one token.
         inv_freq: [D / 2], to count positions inside the cache; None to keep the original ones.
     """
 
@@ -57,13 +57,13 @@ class PaddedBlock:
     schedule: SlotSchedule
     inv_freq: Tensor | None = None
     log_weights: Tensor | None = None
-    # [R] numbers of the rows, and attention weights [R, G, S] of a step; made when first needed.
+    # arange(R), and the attention weights [R, G, S] of a step; allocated when first needed.
     numbers: Tensor | None = None
     weights: Tensor | None = None
-    # While a clock drives the steps (`freeze`).
+    # Whether a clock drives the steps (`freeze`).
     frozen: bool = False
-    # Slots whose positions are written, and what their tokens' positions are ahead of them by.
-    dated: tuple[int, int] = (0, 0)
+    # How many slots have positions written ahead, and the difference between position and slot.
+    positions_ahead: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(
@@ -79,10 +79,10 @@ class PaddedBlock:
         inv_freq: Tensor | None = None,
         log_weights: Tensor | None = None,
     ) -> PaddedBlock:
-        """Take over storage [R, S, D] that holds kept pairs, at most `width` of them in a row."""
+        """Return a block that uses storage [R, S, D] of kept pairs, at most `width` in a row."""
         if mass is not None and schedule.needs_decode_attention:
             mass = mass.masked_fill(positions < 0, torch.inf)
-        where = _evenly(rows, positions.device)
+        where = _row_index(rows, positions.device)
         block = cls(
             rows, where, keys, values, positions, None, mass, schedule, inv_freq, log_weights
         )
@@ -90,69 +90,69 @@ class PaddedBlock:
         return block
 
     def freeze(self, steps: int) -> None:
-        """Let a clock drive up to `steps` steps: fixed shapes, and all that changes on the device.
+        """Allocate for up to `steps` steps of fixed shape, whose changes stay on the device.
 
-        Every slot is looked at then, and the bias says which are empty.
+        These steps attend to every slot; the bias masks the empty ones.
         """
         self._ensure(self.schedule.most(steps))
         self.frozen = True
         self.bias = self.slot_bias()
 
     def thaw(self) -> None:
-        """Back to steps that the host drives: shapes follow the schedule's `width`."""
+        """Return to steps that the host drives: shapes follow the schedule's `width`."""
         self.frozen = False
         self._bias_for(self.schedule.width - 1)
 
     def _bias_for(self, width: int) -> None:
-        """The bias of steps that look no further than at the new token behind `width` slots."""
+        """Set the bias of steps that attend to the first `width` slots and the new token."""
         self.bias = None
         if self.schedule.gapless and self.log_weights is None:
             return
         self.bias = self.slot_bias()
-        if self.schedule.shared:  # what lies behind is never looked at
+        if self.schedule.shared:  # slots from there on are not attended to before they are filled
             self.bias[:, :, width:] = 0.0
 
     def slot_bias(self) -> Tensor:
-        """[R, 1, S]: -inf where a slot is empty, the logarithm of its weight elsewhere."""
-        empty = (self.held if self.dated[0] else self.positions)[:, None] < 0
+        """Return the bias [R, 1, S]: -inf for empty slots, else the logarithm of the weight."""
+        empty = (self.held if self.positions_ahead[0] else self.positions)[:, None] < 0
         bias = torch.zeros(empty.shape, dtype=self.keys.dtype, device=empty.device)
         if self.log_weights is not None:
             bias += self.log_weights[:, None]
         return bias.masked_fill_(empty, -torch.inf)
 
     @property
-    def taken(self) -> tuple[int, int]:
-        """Slots in use, of rows that all use as many, and the rows."""
+    def used_slots(self) -> tuple[int, int]:
+        """The number of slots in use in all rows together, and the number of rows."""
         return len(self.positions) * self.schedule.used, len(self.positions)
 
     @property
     def slots(self) -> int:
-        """How many slots there are, empty ones included."""
+        """The number of slots, empty ones included."""
         return self.positions.numel()
 
     @property
     def fits(self) -> bool:
-        """Whether a clock can drive the next step."""
+        """Whether a clock can drive the next step: the block is frozen and has a slot for it."""
         return self.frozen and self.schedule.width <= self.positions.shape[1]
 
     @property
-    def mutable(self) -> list[Tensor]:
-        """What a step adds to; all else that it writes, the same step writes again."""
-        found = (self.mass, getattr(self.schedule, "freed", None))
-        return [x for x in found if x is not None]
+    def accumulators(self) -> list[Tensor]:
+        """Tensors that a step updates from their old values; a repeated step would change them."""
+        tensors = (self.mass, getattr(self.schedule, "freed", None))
+        return [x for x in tensors if x is not None]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages held for keys, values and weights, empty slots included."""
-        more = 0 if self.log_weights is None else nbytes(self.log_weights)
-        return nbytes(self.keys) + nbytes(self.values) + more
+        """Bytes of the storages of keys, values and weights, empty slots included."""
+        weight_bytes = 0 if self.log_weights is None else nbytes(self.log_weights)
+        return nbytes(self.keys) + nbytes(self.values) + weight_bytes
 
     @property
     def held(self) -> Tensor:
-        """Positions [R, S], -1 where empty: where the next token goes, nothing is held any more."""
+        """Positions [R, S] of kept tokens, -1 if empty; the next token's slot counts as empty."""
         if not self.schedule.drops:
-            behind = torch.arange(self.positions.shape[1], device=self.keys.device)
-            return self.positions.masked_fill(behind >= self.schedule.used, -1)
+            slot_numbers = torch.arange(self.positions.shape[1], device=self.keys.device)
+            return self.positions.masked_fill(slot_numbers >= self.schedule.used, -1)
         slots = self.schedule.slots(self.keys.device)
         if isinstance(slots, int):
             if slots >= self.positions.shape[1]:
@@ -171,10 +171,10 @@ class PaddedBlock:
         clock: GraphInputs | None,
         **options: Any,
     ) -> Tensor:
-        """Write the pairs of q new tokens, attend to all with them, and drop what they displace.
+        """Write the pairs of q new tokens, attend to all slots, and drop the tokens they displace.
 
-        Queries are [R, G * q, D], keys and values [R, q, D], the first of them at `first`. A clock,
-        where one is given, drives the step in place of the host.
+        Queries are [R, G * q, D], keys and values [R, q, D], `first` is the first one's position.
+        A clock, unless it is None, drives the step instead of the host.
         """
         q = key.shape[1]
         place: Place = first if clock is None else clock.position
@@ -214,11 +214,11 @@ class PaddedBlock:
                 if self.bias is not None and self.log_weights is not None:
                     self.bias[:, 0, slots : slots + q] = 0.0
                 self._reset(where)
-            elif self.dated[0] < slots + q or self.dated[1] != position - slots:
-                # Nothing has been in these slots, nor behind them: all that will be is known.
-                end, ahead = self.positions.shape[1], position - slots
-                self.positions[:, slots:] = torch.arange(position, end + ahead, device=key.device)
-                self.dated = end, ahead
+            elif self.positions_ahead[0] < slots + q or self.positions_ahead[1] != position - slots:
+                # These slots and all after them are empty, so their later positions are known.
+                end, offset = self.positions.shape[1], position - slots
+                self.positions[:, slots:] = torch.arange(position, end + offset, device=key.device)
+                self.positions_ahead = end, offset
         else:
             self._write(key, value, slots, position)
 
@@ -234,7 +234,7 @@ class PaddedBlock:
         self._reset(where)
 
     def _reset(self, where: tuple[Any, ...]) -> None:
-        """A new token stands for itself, and has received no attention."""
+        """Set the weight of new tokens to one, and their accumulated attention to zero."""
         if self.mass is not None and self.schedule.needs_decode_attention:
             self.mass[where] = 0.0
         if self.log_weights is not None:
@@ -248,12 +248,12 @@ class PaddedBlock:
         *,
         scale: float,
         softcap: float | None,
-        hidden: Tensor | None = None,
+        masked: Tensor | None = None,
     ) -> Tensor:
-        """Attention of q new tokens, appended before, over the slots in use; causal among them.
+        """Attend from q new tokens, already appended, to the slots in use; causal among the new.
 
-        The first is at `position`; `hidden`, bool [R, T], are earlier tokens, by position, that
-        they do not see. Queries, scale and softcap are those of the function `attend`.
+        `position` is that of the first; `masked`, bool [R, T], is True at the positions that the
+        attention mask hides. Queries, scale and softcap are those of the function `attend`.
         """
         width = self.keys.shape[1]
         if not self.frozen:
@@ -268,29 +268,29 @@ class PaddedBlock:
         keys, values = used(self.keys), used(self.values)
         visible = None if self.bias is None else self.bias[:, :, :width]
         if q > 1 and isinstance(position, int):
-            place, last = used(self.positions)[:, None], torch.arange(q, device=query.device)
-            visible = (place >= 0) & (place <= position + last[:, None])
+            place, offset = used(self.positions)[:, None], torch.arange(q, device=query.device)
+            visible = (place >= 0) & (place <= position + offset[:, None])
             if self.log_weights is not None:
                 bias = used(self.log_weights)[:, None].to(query.dtype)
                 visible = bias.masked_fill(~visible, -torch.inf)
-        if hidden is not None:
+        if masked is not None:
             place = used(self.positions).long()
-            known = (place >= 0) & (place < hidden.shape[1])
-            unseen = (hidden.gather(1, place.clamp(0, hidden.shape[1] - 1)) & known)[:, None]
+            in_range = (place >= 0) & (place < masked.shape[1])
+            unseen = (masked.gather(1, place.clamp(0, masked.shape[1] - 1)) & in_range)[:, None]
             if visible is None:
                 visible = torch.zeros(unseen.shape, dtype=query.dtype, device=query.device)
-            gone = False if visible.dtype == torch.bool else -torch.inf
-            visible = visible.masked_fill(unseen, gone)
+            masked_value = False if visible.dtype == torch.bool else -torch.inf
+            visible = visible.masked_fill(unseen, masked_value)
         if self.inv_freq is not None:
-            whole = keys[:, :] if isinstance(keys, QuantizedKV) else keys
-            keys = reposition(whole, used(self.positions), position + q - 1, self.inv_freq)
-        weighed = self.mass is not None and self.schedule.needs_decode_attention
-        plain = q == 1 and softcap is None and not weighed and isinstance(keys, Tensor)
+            numbers = keys[:, :] if isinstance(keys, QuantizedKV) else keys
+            keys = reposition(numbers, used(self.positions), position + q - 1, self.inv_freq)
+        accumulates = self.mass is not None and self.schedule.needs_decode_attention
+        plain = q == 1 and softcap is None and not accumulates and isinstance(keys, Tensor)
         if varlen.ENABLED and plain and isinstance(values, Tensor) and varlen.applies(query):
             slot = torch.arange(1, width + 1, device=query.device, dtype=torch.int32)
             used_slots = (slot * (used(self.positions) >= 0)).amax(-1)
             return varlen.varlen_attend(query, keys, values, used_slots, visible, scale)
-        if self.mass is None or not weighed:
+        if self.mass is None or not accumulates:
             return attend(query, keys, values, visible, scale=scale, softcap=softcap)
         if self.weights is None or self.weights.shape[2] != width:
             self.weights = torch.empty(*query.shape[:2], width, device=query.device)
@@ -304,14 +304,14 @@ class PaddedBlock:
         return mixed(self.weights, values)
 
     def select(self, chosen: np.ndarray, rows: np.ndarray) -> PaddedBlock:
-        """A copy holding the block's rows `chosen`, which become the layer's rows `rows`."""
+        """Return a copy of the block's rows `chosen`, which become the layer's rows `rows`."""
         if self.frozen:
             self.thaw()
         index = torch.from_numpy(chosen).to(self.keys.device)
         return replace(
             self,
             row_numbers=rows,
-            rows=_evenly(rows, self.positions.device),
+            rows=_row_index(rows, self.positions.device),
             keys=select(self.keys, index),
             values=select(self.values, index),
             positions=self.positions[index],
@@ -324,18 +324,18 @@ class PaddedBlock:
             frozen=False,
         )
 
-    def _ensure(self, width: int, ahead: int = 0) -> None:
-        """Have `width` slots; where that means to grow, what `ahead` more tokens need as well."""
+    def _ensure(self, width: int, n_reserved: int = 0) -> None:
+        """Grow to at least `width` slots; if it has to grow, then for `n_reserved` more tokens."""
         if width <= self.keys.shape[1]:
             return
-        steps = width - self.schedule.width + 1 + ahead
-        more = max(width, self.schedule.most(steps)) - self.keys.shape[1]
+        steps = width - self.schedule.width + 1 + n_reserved
+        n_new = max(width, self.schedule.most(steps)) - self.keys.shape[1]
 
         def grown(x: Tensor, fill: float) -> Tensor:
-            return torch.cat([x, x.new_full((x.shape[0], more, *x.shape[2:]), fill)], dim=1)
+            return torch.cat([x, x.new_full((x.shape[0], n_new, *x.shape[2:]), fill)], dim=1)
 
         def longer(x: Stored) -> Stored:
-            return x.grown(more) if isinstance(x, QuantizedKV) else grown(x, 0)
+            return x.grown(n_new) if isinstance(x, QuantizedKV) else grown(x, 0)
 
         lightest = self.schedule.needs_decode_attention
         self.keys, self.values = longer(self.keys), longer(self.values)
@@ -348,27 +348,27 @@ class PaddedBlock:
             self.bias = grown(self.bias[:, 0], 0 if self.schedule.shared else -torch.inf)[:, None]
 
 
-def _evenly(rows: np.ndarray, device: torch.device) -> slice | Tensor:
-    """Rising rows as a slice if they are evenly apart, or as an index."""
-    apart = set(np.diff(rows).tolist()) or {1}
-    if len(apart) == 1:
-        return slice(int(rows[0]), int(rows[-1]) + 1, apart.pop())
+def _row_index(rows: np.ndarray, device: torch.device) -> slice | Tensor:
+    """Return ascending row numbers as a slice if they are evenly spaced, else as an index."""
+    distances = set(np.diff(rows).tolist()) or {1}
+    if len(distances) == 1:
+        return slice(int(rows[0]), int(rows[-1]) + 1, distances.pop())
     return torch.from_numpy(rows).to(device, non_blocking=True)
 
 
-def gathered(x: Tensor, rows: Tensor, at: Tensor) -> Tensor:
-    """The pairs of `rows` [...] at tokens `at` [...] of x [B, H, U, D], in storage of their own.
+def gathered(x: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+    """Copy the pairs of `rows` [...] at `tokens` [...] out of x [B, H, U, D]: [..., D].
 
-    [..., D]; where `at` is -1, for an empty slot, any token is copied.
+    For an empty slot `tokens` is -1, and any token is copied.
     """
     _, H, U, D = x.shape
-    at = at.clamp(min=0)
-    if x.transpose(1, 2).is_contiguous():  # as a projection leaves it
-        place = rows // H * U + at
+    tokens = tokens.clamp(min=0)
+    if x.transpose(1, 2).is_contiguous():  # the layout of a projection's output
+        place = rows // H * U + tokens
         place, flat = place * H + rows % H, x.transpose(1, 2).reshape(-1, D)
     else:
-        place, flat = rows * U + at, x.reshape(-1, D)
-    return flat.index_select(0, place.flatten()).view(*at.shape, D)
+        place, flat = rows * U + tokens, x.reshape(-1, D)
+    return flat.index_select(0, place.flatten()).view(*tokens.shape, D)
 
 
 def attend(
@@ -380,12 +380,12 @@ def attend(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Attention of G query heads of q tokens each over one row's keys; no key is repeated.
+    """Attend from q tokens of G query heads to one row's keys, without repeating keys.
 
     Args:
-        query: [R, G * q, D], the q tokens of each head side by side; so is what is returned.
+        query: [R, G * q, D], the q tokens of each head together; the output has the same shape.
         keys, values: [R, U, D].
-        visible: bool [R, 1 or q, U], or a bias of the logits; None: all.
+        visible: bool [R, 1 or q, U], or a bias of the logits; None: all are visible.
         scale: factor of the query-key products.
         softcap: bound of the logits (Gemma 2), or None.
     """
@@ -403,7 +403,7 @@ def attend(
 def masked_logits(
     query: Tensor, keys: Stored, visible: Tensor | None, scale: float, softcap: float | None
 ) -> Tensor:
-    """The logits of `attend` in float32 at least, [R, G * q, U]."""
+    """Return the logits of `attend` in float32 or wider, [R, G * q, U]."""
     logits = products(query, keys, scale)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
@@ -424,9 +424,9 @@ def weigh(
     scale: float,
     softcap: float | None,
 ) -> None:
-    """The attention weights of `attend`, in place into `weights`, float32 [R, G, U].
+    """Write the attention weights of `attend` into `weights`, float32 [R, G, U].
 
-    Nothing as large as the cache is allocated in a step.
+    In place, so that a step allocates nothing as large as the cache.
     """
     if isinstance(keys, Tensor) and query.dtype == weights.dtype:
         torch.bmm(query * scale, keys.mT, out=weights)

@@ -1,4 +1,4 @@
-"""What a compressed cache expects next: more of a prompt, or generated tokens."""
+"""The two phases of a compressed cache: reading a prompt, and decoding."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ Similarity = dict[int, tuple[Tensor, Tensor]]
 
 @dataclass(eq=False)
 class Reading:
-    """A prompt, or the next turn of a conversation, is being read, whole or in chunks.
+    """The next pass reads a prompt or the next turn of a conversation, whole or a chunk of it.
 
     Attributes:
-        until: tokens seen when it is complete; None: the next pass brings all of it.
-        evicts: whether tokens are evicted after this pass: the last of the prompt, or with
-            `CacheConfig.evict_chunks` every one since each row has begun.
-        keeps_all: whether everything is kept, a question behind a context.
-        postpones: whether everything is held until some tokens are generated.
+        until: tokens seen when the prompt is complete; None: the next pass completes it.
+        evicts: whether this pass evicts: the last pass of a prompt does, and with
+            `CacheConfig.evict_chunks` every pass after each row has a token.
+        keeps_all: whether no token is evicted, as for a question about a context.
+        postpones: whether eviction waits until some tokens are generated.
         scores: whether this pass scores the tokens of each layer.
-        mean_sizes: [B], tokens that a head keeps in the mean, where the score asks.
+        mean_sizes: [B], mean number of tokens a head keeps; None if the score does not use it.
         sizes: tokens that each compressed layer keeps of each row, [L][B]; None until known.
-        similarity: by layer, the mean similarity [B] of the residual stream around its attention,
-            and the tokens [B] it is the mean of, over the chunks so far (SqueezeAttention).
-        hides: whether tokens held from earlier turns are masked now.
-        given: embeddings [B, q, hidden] and positions [A, B, q] of the chunks so far, where the
-            score has them fed again.
+        similarity: for each layer, the mean similarity [B] of the residual stream before and after
+            its attention, and the number of tokens [B], over all chunks (SqueezeAttention).
+        masks_earlier: whether the mask hides tokens kept from earlier turns.
+        chunks: embeddings [B, q, hidden] and positions [A, B, q] of each chunk, for a score that
+            reads the prompt again.
     """
 
     until: int | None = None
@@ -37,33 +37,33 @@ class Reading:
     mean_sizes: list[float] | None = None
     sizes: list[list[int]] | None = None
     similarity: Similarity = field(default_factory=dict[int, "tuple[Tensor, Tensor]"])
-    hides: bool = False
-    given: list[tuple[Tensor, Tensor]] = field(default_factory=list["tuple[Tensor, Tensor]"])
+    masks_earlier: bool = False
+    chunks: list[tuple[Tensor, Tensor]] = field(default_factory=list["tuple[Tensor, Tensor]"])
 
     def compare(self, layer_idx: int, similarity: Tensor, tokens: Tensor) -> None:
-        """Take in a chunk's similarity [B], the mean over `tokens` [B]."""
+        """Add a chunk's similarity [B], a mean over `tokens` [B] tokens, to the running mean."""
         if layer_idx in self.similarity:
-            before, known = self.similarity[layer_idx]
-            total = known + tokens
-            both = before * known + similarity * tokens
-            similarity, tokens = both / total.clamp(min=1), total
+            mean, n_tokens = self.similarity[layer_idx]
+            total = n_tokens + tokens
+            weighted_sum = mean * n_tokens + similarity * tokens
+            similarity, tokens = weighted_sum / total.clamp(min=1), total
         self.similarity[layer_idx] = similarity, tokens
 
     def select_rows(self, batch: Tensor) -> None:
-        """Choose rows of the batch."""
+        """Keep the rows `batch`."""
         self.similarity = _rows(self.similarity, batch)
-        self.given = [(x[batch.to(x.device)], p[:, batch.to(p.device)]) for x, p in self.given]
+        self.chunks = [(x[batch.to(x.device)], p[:, batch.to(p.device)]) for x, p in self.chunks]
 
 
 @dataclass(eq=False)
 class Decoding:
-    """The prompt is read: each pass brings generated tokens.
+    """The prompt is complete: each pass reads generated tokens.
 
     Attributes:
-        waiting: how many of them did not compete yet, where they do (decode="rounds", postpone).
-        reading: a round, or the postponed eviction, takes place in this pass; None: none does.
+        waiting: generated tokens that have not competed yet (decode="rounds", postpone).
+        reading: the round, or the postponed eviction, of this pass; None if there is none.
         postponed: whether the prompt is still to be evicted.
-        similarity: of that prompt, see `Reading`.
+        similarity: that of the prompt, see `Reading`.
     """
 
     waiting: int = 0
@@ -72,7 +72,7 @@ class Decoding:
     similarity: Similarity = field(default_factory=dict[int, "tuple[Tensor, Tensor]"])
 
     def select_rows(self, batch: Tensor) -> None:
-        """Choose rows of the batch."""
+        """Keep the rows `batch`."""
         self.similarity = _rows(self.similarity, batch)
 
 

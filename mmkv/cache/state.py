@@ -1,4 +1,4 @@
-"""What a compressed cache holds apart from any pass: its layers, what is kept, bytes and rows."""
+"""The state of a compressed cache between passes: its layers, kept tokens, bytes and rows."""
 
 from __future__ import annotations
 
@@ -21,51 +21,51 @@ from mmkv.report import CacheReport
 
 
 class CacheState(Cache):
-    """The state of a `CompressedCache`, which says how prompts and generated tokens change it."""
+    """The state of a `CompressedCache`, the subclass that reads prompts and generated tokens."""
 
     def __init__(self, config: Any, plan: CacheConfig, *, max_length: int = 0) -> None:
-        # What drives steps that are replayed (`mmkv.attach.graph`), and whether this is one.
+        # The inputs of replayed steps (`mmkv.attach.graph`), and whether this step reads them.
         self.clock: GraphInputs | None = None
         self.on_clock = False
         plain = DynamicCache(config=config).layers
         layers = [CompressedLayer() if type(x) is DynamicLayer else x for x in plain]
         super().__init__(layers=layers)
-        # The layers that are compressed, in order, and the place among these of each.
+        # The layers that are compressed, and their place among these by layer index.
         self.compressed = [x for x in layers if isinstance(x, CompressedLayer)]
         numbers = [i for i, x in enumerate(layers) if isinstance(x, CompressedLayer)]
         self.ordinal = {i: n for n, i in enumerate(numbers)}
         self.plan = plan
         self.max_length = max_length
         self.phase: Reading | Decoding = Reading()
-        # False where later turns only ask (`mmkv.contexts`): they are kept whole, as is all else.
+        # False if later turns are questions about a context (`mmkv.contexts`): they evict nothing.
         self.evicts_turns = True
-        # Whether the plan is this cache's own (`mmkv.serving`), not that of the model's wrap.
+        # Whether this cache has a plan of its own (`mmkv.serving`), not that of the model's wrap.
         self.own_plan = False
-        # Whether layer sizes were learned from it, see `mmkv.cache.sampling`.
+        # Whether this cache's layer sizes were added to the sample, see `mmkv.cache.sampling`.
         self.sizes_learned = False
-        # What is known of all tokens up to the end of the last prompt.
+        # The masks of all tokens up to the end of the last prompt.
         self.prompt: TokenMasks | None = None
-        # How far pictures moved the text of each row, int64 [B, 1]; None: not known, or not moved.
+        # The position offset of each row's text after pictures, int64 [B, 1]; None: not known.
         self.rope_deltas: Tensor | None = None
-        # Ids of the first tokens seen, int64 [B, t], as far as they are known; None: none is.
+        # Ids of the first t tokens seen, int64 [B, t]; None: not known.
         self.ids: Tensor | None = None
         self.shape = _shape(config)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen, not kept."""
+        """Return the number of tokens seen, not kept."""
         if self.on_clock:
             raise NotCapturableError("the model asks the cache for the number of tokens each step")
         return self.get_query_offset(layer_idx)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Where a mask's new tokens begin; its columns begin there too, see `get_mask_sizes`."""
+        """Return the position of the next token, at which a mask begins, see `get_mask_sizes`."""
         if layer_idx in self.ordinal:
             return self.compressed[self.ordinal[layer_idx]].seen
         return super().get_seq_length(layer_idx)
 
     @property
     def expects_prompt(self) -> bool:
-        """Whether the next pass brings a prompt, or more of one, and not a generated token."""
+        """Whether the next pass reads a prompt or a chunk of one, not a generated token."""
         return isinstance(self.phase, Reading)
 
     @property
@@ -76,107 +76,107 @@ class CacheState(Cache):
 
     @property
     def observes_replies(self) -> bool:
-        """Whether queries of generated tokens are remembered: they will observe."""
+        """Whether queries of generated tokens are stored, to score with them in a later round."""
         rounds = self.plan.policy.decode.every > 0
         return (rounds or self.postpones) and not self.plan.keeps_everything
 
     @property
     def postpones(self) -> bool:
-        """Whether the prompt is held whole until some more tokens are generated."""
+        """Whether eviction of the prompt waits until some more tokens are generated."""
         return isinstance(self.phase, Decoding) and self.phase.postponed
 
     @property
     def due(self) -> int:
-        """How many tokens must be generated until what is held is evicted, where it will be."""
+        """How many tokens must be generated before the next round or the postponed eviction."""
         assert isinstance(self.phase, Decoding)
         policy = self.plan.policy
         after = policy.decode.every + policy.decode.latest
         return max(0, (policy.postpone if self.phase.postponed else after) - self.phase.waiting)
 
     def kept(self, layer: int) -> Tensor:
-        """Original positions kept by a layer, int64 [B, H, n], ascending, -1 as filler.
+        """Return original positions kept by a layer, int64 [B, H, n], ascending, -1 as filler.
 
         Positions count along the sequence axis of the batch, padding included, as
         `get_seq_length` does.
 
         Raises:
-            ValueError: no such layer, one that is not compressed (sliding, linear attention), or
-                nothing was run.
+            ValueError: there is no such layer, it is not compressed (sliding, linear attention), or
+                no prompt was read.
         """
         return self._compressed_layer(layer).kept()
 
     def groups(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The groups of a layer, for policies with merge="groups".
+        """Return the groups of a layer, for policies with merge="groups".
 
         Returns:
             weights: int64 [B, H, n], how many tokens each group stands for, 0 as filler.
-            group: int64 [B, H, N], in which of them each token of the prompt lies, earlier turns
-                included; -1 for tokens that are kept as they are, gone, or padding.
+            group: int64 [B, H, N], the group of each token of the prompt and of earlier turns; -1
+                for tokens that are kept single, for evicted ones, and for padding.
 
         Raises:
-            ValueError: no such layer, one that is not compressed (sliding, linear attention), or
-                nothing was run.
+            ValueError: there is no such layer, it is not compressed (sliding, linear attention), or
+                no prompt was read.
         """
-        found = self._compressed_layer(layer).keeping()
+        state = self._compressed_layer(layer).keeping()
         assert self.prompt is not None
-        return found.groups(self.prompt.valid.shape[1])
+        return state.groups(self.prompt.valid.shape[1])
 
     def shares(self, layer: int) -> Tensor:
-        """How much of a pair each token seen has in a layer, float32 [B, H, T].
+        """Return which share of a kept pair each token seen has in a layer, float32 [B, H, T].
 
-        1 for a token that is kept as it is, 1 / m for one in a group of m tokens, 0 for one that is
-        gone or padding: over tokens they add up to the pairs held.
+        1 for a token that is kept single, 1 / m for one in a group of m tokens, 0 for an evicted
+        one and for padding: the sum over tokens is the number of pairs kept.
 
         Raises:
-            ValueError: no such layer, one that is not compressed (sliding, linear attention), or
-                nothing was run.
+            ValueError: there is no such layer, it is not compressed (sliding, linear attention), or
+                no prompt was read.
         """
-        found = self._compressed_layer(layer)
-        return found.keeping().shares(found.seen)
+        compressed = self._compressed_layer(layer)
+        return compressed.keeping().shares(compressed.seen)
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row up to the end of the last prompt, without padding."""
+        """The number of tokens of each row up to the end of the last prompt, without padding."""
         return [] if self.prompt is None else self.prompt.lengths
 
     def _compressed_layer(self, layer: int) -> CompressedLayer:
         if not -len(self.layers) <= layer < len(self.layers):
             raise ValueError(f"layer {layer}: the cache has layers 0 to {len(self.layers) - 1}")
-        found = self.layers[layer]
-        if not isinstance(found, CompressedLayer):
+        compressed_layer = self.layers[layer]
+        if not isinstance(compressed_layer, CompressedLayer):
             raise ValueError(
                 f"layer {layer} has a sliding window or linear attention: it is not compressed"
             )
-        return found
+        return compressed_layer
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages really held for keys and values, empty slots included."""
+        """Bytes of the storages of keys and values, empty slots included."""
         return sum(self.layer_nbytes)
 
     @property
     def layer_nbytes(self) -> list[int]:
-        """`nbytes` layer by layer."""
+        """`nbytes` of each layer."""
         return [nbytes(x) for x in self.layers]
 
     def report(self) -> CacheReport:
-        """Per layer: kept per head, bytes, retained importance; and the totals."""
+        """Return tokens kept per head, bytes and retained importance of each layer, and totals."""
         return CacheReport.of(self)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search: row i continues what row beam_idx[i] was."""
+        """Let row i continue the former row beam_idx[i], for beam search."""
         self._select_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
+        """Repeat every row `repeats` times."""
         self._select_rows(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these rows, by index or by a bool mask."""
+        """Keep only these rows, given by index or by a bool mask."""
         self._select_rows(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
 
     def _select_rows(self, batch: Tensor) -> None:
-        """Everything a row has moves with it."""
+        """Keep the rows `batch`, which may repeat, with all their state."""
         self.clock = None
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
@@ -200,31 +200,31 @@ class CacheState(Cache):
         self.rope_deltas = self.ids = None
 
     def remember(self, ids: Tensor, total: int) -> None:
-        """Take down the ids [B, n] of tokens that come now, the last of `total`."""
+        """Store the ids [B, n] of the tokens read in this pass, the last of `total`."""
         first = total - ids.shape[1]
-        if first == 0:  # a prompt's may be the caller's own, to write into
+        if first == 0:  # the caller may write into a prompt's ids later
             self.ids = ids if self.get_query_offset() else ids.clone()
         elif self.ids is not None and self.ids.shape[1] >= first:
             self.ids = torch.cat([self.ids[:, :first], ids], dim=1)
 
     def check_read(self, ids: Tensor, mask: Tensor | None) -> None:
-        """Whether a prompt's ids [B, T] begin with what was read.
+        """Check that a prompt's ids [B, T] begin with the ids that the cache has read.
 
-        Padding may differ, and tokens that it hides, where `mask` [B, T] is 0.
+        Padding may differ, and tokens for which `mask` [B, T] is 0.
 
         Raises:
-            ValueError: it has other tokens.
+            ValueError: another token differs.
         """
-        known, prompt = self.ids, self.prompt
-        if known is None or prompt is None or len(known) % len(ids):
+        read, prompt = self.ids, self.prompt
+        if read is None or prompt is None or len(read) % len(ids):
             return
-        n = min(known.shape[1], self.get_seq_length(), ids.shape[1])
+        n = min(read.shape[1], self.get_seq_length(), ids.shape[1])
         ids, counts = ids[:, :n], prompt.valid[:, :n].to(ids.device)
-        differ = ids.repeat_interleave(len(known) // len(ids), 0) != known[:, :n].to(ids.device)
+        differ = ids.repeat_interleave(len(read) // len(ids), 0) != read[:, :n].to(ids.device)
         differ[:, : counts.shape[1]] &= counts
         if mask is not None:
             hidden = mask[:, :n] == 0
-            differ &= ~hidden.repeat_interleave(len(known) // len(hidden), 0)
+            differ &= ~hidden.repeat_interleave(len(read) // len(hidden), 0)
         if bool(differ.any()):
             row, place = differ.nonzero()[0].tolist()
             raise ValueError(
@@ -233,10 +233,10 @@ class CacheState(Cache):
             )
 
     def check_plan(self, config: Any, plan: CacheConfig) -> None:
-        """Whether a model wrapped as `plan` says may continue this cache.
+        """Check that a model wrapped with `plan` can continue this cache.
 
         Raises:
-            ValueError: it was made under another policy or budget, or by another model.
+            ValueError: the cache has another policy or budget, or belongs to another model.
         """
         if self.shape != _shape(config):
             raise ValueError(
@@ -250,21 +250,21 @@ class CacheState(Cache):
                 "start a new one"
             )
 
-    def _tokens_known(self, seen: int) -> Tensor | None:
-        """Which of all tokens seen count, bool [B, seen]; None before the first prompt."""
+    def _valid_tokens(self, seen: int) -> Tensor | None:
+        """Return which tokens seen are not padding, bool [B, seen]; None before any prompt."""
         if self.prompt is None:
             return None
         valid = self.prompt.valid
         return torch.cat([valid, valid.new_ones(len(valid), seen - valid.shape[1])], dim=1)
 
-    def _hides(self, known: Tensor, earlier: Tensor) -> bool:
-        """Whether the mask of `earlier` tokens hides any that is `known`, bool [B, seen] both.
+    def _masks_earlier(self, valid: Tensor, earlier: Tensor) -> bool:
+        """Return whether the mask `earlier` hides any `valid` token, bool [B, seen] both.
 
         Raises:
-            ValueError: it shows a token that was masked when it came: it was not kept; or it hides
-                a token that a group stands for, or that is in the state of a linear layer.
+            ValueError: it shows a token that was masked when it was read and so was not stored, or
+                hides a token that is part of a group or of the state of a linear layer.
         """
-        hidden, shown = known & ~earlier, earlier & ~known
+        hidden, shown = valid & ~earlier, earlier & ~valid
         any_hidden, any_shown = torch.stack([hidden.any(), shown.any()]).tolist()
         if any_shown:
             row, position = shown.nonzero()[0].tolist()
@@ -301,7 +301,7 @@ class CacheState(Cache):
         return True
 
     def _check_whole(self) -> None:
-        """Refuse to go on after an interrupted pass: not every layer has seen every token."""
+        """Raise ValueError after an interrupted pass: some layers have seen fewer tokens."""
         seen = {x.seen for x in self.compressed}
         if len(seen) > 1:
             raise ValueError(
@@ -311,5 +311,5 @@ class CacheState(Cache):
 
 
 def _shape(config: Any) -> str:
-    """What a cache and the decoder it is for must agree in."""
+    """Return the sizes of a decoder that a cache for it must agree with, in words."""
     return ", ".join(f"{name}={value}" for name, value in adapters.shape(config).items())

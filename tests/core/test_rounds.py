@@ -90,7 +90,7 @@ def test_remembered_queries_count_and_go(models):
         cache.batch_select_indices(torch.tensor([1]))
         assert layer.nbytes - layer.state.nbytes == 15 * 4 * 16 * 4
         model(input_ids=torch.tensor([[9]]), past_key_values=cache)
-        assert layer.asked == []
+        assert layer.reply_queries == []
     assert cache.report().seen == [40 + 16]
 
 
@@ -99,7 +99,7 @@ def test_nothing_is_remembered_where_nothing_is_evicted(models):
     for budget, decode in ((1.0, ROUNDS), (0.3, {})):
         with mmkv.wrapped(model, "condense", budget, least=0, **decode):
             *_, cache, _ = generate(model, inputs, new=4)
-        assert cache.compressed[0].asked == []
+        assert cache.compressed[0].reply_queries == []
 
 
 def test_steps_are_not_replayed(models, monkeypatch):
