@@ -1,7 +1,7 @@
-"""What `wrap` changed on one model, and how to undo it.
+"""The changes that `wrap` makes to one model, and their undo.
 
-Nothing here is a closure: hooks and overrides are functions of modules bound to an `Attachment`, so
-a deep copy of a wrapped model is a wrapped model of its own, and it can be pickled.
+Hooks and overrides are partial functions bound to an `Attachment`, not closures, so that a wrapped
+model can be pickled, and its deep copy is a separate wrapped model.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _remembering = threading.Lock()
 
 
 class Attachment:
-    """A policy at work on a model.
+    """A policy attached to a model.
 
     Attributes:
-        model: what was wrapped.
+        model: the wrapped model.
         parts: its decoder, layers and attention modules.
         compressed: the layers that are compressed.
     """
@@ -46,7 +46,7 @@ class Attachment:
 
     @property
     def plan(self) -> CacheConfig:
-        """Policy, budget and profile; head sizes that the copy probe finds, once it can run."""
+        """Policy, budget and profile, with the copy probe's head sizes as soon as it can run."""
         if self._plan.waits_for_probe:
             self._plan = copy_probe.settled(self, self._plan)
         return self._plan
@@ -61,7 +61,7 @@ class Attachment:
             raise
 
     def remember_inputs(self) -> None:
-        """From now on, passes that repeat a prompt are told what attention modules are given."""
+        """Record the inputs of attention modules in all later passes that repeat a prompt."""
         with _remembering:
             if not self._remembers:
                 self._remembers = True
@@ -69,13 +69,13 @@ class Attachment:
                     self._hook(module, "register_forward_pre_hook", hooks.before_repetition)
 
     def detach(self) -> None:
-        """Restore the model; the latest change first."""
+        """Undo the changes of the model, the latest first."""
         while self._undo:
             function, arguments = self._undo.pop()
             function(*arguments)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickled, perhaps in another process: our attention functions must be known there."""
+        """Register our attention functions too, as this may be another process."""
         vars(self).update(state)
         attention.register()
 
@@ -120,9 +120,9 @@ class Attachment:
                 self._hook(attn, "register_forward_hook", partial(hooks.after_attention, i))
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set an attribute of one instance."""
-        known = name in vars(module)
-        self._undo.append((_restore, (module, name, value, known, vars(module).get(name))))
+        """Set an attribute of one module instance, and register its undo."""
+        was_set = name in vars(module)
+        self._undo.append((_restore, (module, name, value, was_set, vars(module).get(name))))
         vars(module)[name] = value
 
     def _hook(
@@ -133,37 +133,37 @@ class Attachment:
 
 
 def attachment_of(model: Any) -> Attachment:
-    """What `wrap` made of a model, or of the one inside what stands around it.
+    """Return the attachment of a wrapped model, or of the model inside a container such as PEFT's.
 
     Raises:
         ValueError: the model is not wrapped.
     """
     inner = unwrap_container(model)
-    found: Attachment | None = vars(inner).get("_mmkv")
-    if found is None:
+    attachment: Attachment | None = vars(inner).get("_mmkv")
+    if attachment is None:
         raise ValueError(
             f"this {type(inner).__name__} is not wrapped: call mmkv.wrap(model, ...) first"
         )
-    return found
+    return attachment
 
 
 def _show(attachment: Attachment) -> None:
-    """What a notebook shows of a cell that ends with `mmkv.wrap(...)`: not every module."""
+    """Print one line, not all modules, in a notebook cell that ends with `mmkv.wrap(...)`."""
     name = type(attachment.model).__name__
     print(f"{name}, wrapped: {attachment.plan.describe()}; print(model) shows its modules")
 
 
-def _restore(module: nn.Module, name: str, value: Any, known: bool, before: Any) -> None:
-    """Undo setting `value`, unless something else was set since: that stays.
+def _restore(module: nn.Module, name: str, value: Any, was_set: bool, original: Any) -> None:
+    """Undo setting `value`, unless the attribute has been set to something else since.
 
-    A hook of accelerate that came later goes on, and calls what was there before.
+    A hook that accelerate added later stays, and calls the original again.
     """
-    held, hidden = vars(module), f"_old_{name}"
-    if held.get(hidden) is value:
-        held[hidden] = before if known else getattr(type(module), name).__get__(module)
-    if held.get(name) is not value:
+    attrs, saved = vars(module), f"_old_{name}"
+    if attrs.get(saved) is value:
+        attrs[saved] = original if was_set else getattr(type(module), name).__get__(module)
+    if attrs.get(name) is not value:
         return
-    if known:
-        held[name] = before
+    if was_set:
+        attrs[name] = original
     else:
-        del held[name]
+        del attrs[name]

@@ -1,9 +1,9 @@
 """The attention function, registered with transformers' `AttentionInterface`.
 
-It delegates to what the model used before (sdpa, eager, flash) wherever all keys are present, and
-to the cache's own layer in decoding. On a model that is not wrapped it only delegates. Several
-models may be made with one config object, so wrapping changes none: a wrapped model's decoder looks
-at its config through a view that names our attention function.
+It delegates to the model's own implementation (sdpa, eager, flash) in the first pass of a prompt,
+and to the cache in later passes. For a model that is not wrapped it only delegates. Several models
+may share one config object, so `wrap` changes no config: a wrapped model's decoder has a view of
+its config that names our attention function.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NAMES = {
 
 
 def register() -> None:
-    """Register our attention and mask functions; idempotent, changes no model."""
+    """Register our attention and mask functions; this is idempotent and changes no model."""
     for base, name in NAMES.items():
         AttentionInterface.register(name, partial(_attention, base))
         # Without a mask function of its own, an attention name gets no mask at all.
@@ -54,7 +54,7 @@ def _attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """Attention of one layer: query [B, Hq, q, D], key and value [B, H, q, D]."""
+    """Compute one layer's attention: query [B, Hq, q, D], key and value [B, H, q, D]."""
 
     def delegate() -> tuple[Tensor, Any]:
         function, owner = _base_function(base, module)
@@ -66,10 +66,10 @@ def _attention(
     scale, softcap = kwargs.get("scaling"), kwargs.get("softcap")
     if running.collector is not None:
         call = AttentionCall(query, key, value, attention_mask, scale, softcap)
-        found = running.collector.add(module.layer_idx, call)
-        return delegate() if found is None else (found, None)
+        out = running.collector.add(module.layer_idx, call)
+        return delegate() if out is None else (out, None)
     layer_idx, running.pending = running.pending, None
-    if layer_idx is None:  # its tokens do not go into a compressed layer
+    if layer_idx is None:  # this layer is not compressed
         return delegate()
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise ValueError(
@@ -83,20 +83,20 @@ def _attention(
 
 
 def _base_function(base: str, module: nn.Module) -> tuple[Callable[..., Any], Any]:
-    """The model's own attention function, and the module it should see."""
+    """Return the model's own attention function, and the module to call it with."""
     if base == "eager":
-        own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        # Where a model has none (Falcon) the same is computed by sdpa.
-        return own or ALL_ATTENTION_FUNCTIONS["sdpa"], module
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        # If a model has none (Falcon), sdpa computes the same.
+        return eager or ALL_ATTENTION_FUNCTIONS["sdpa"], module
     if base.startswith("flash"):
-        # It looks its kernel up by the config's implementation name.
+        # Flash attention looks up its kernel by the config's implementation name.
         config = _Overlay(module.config, _attn_implementation=base)
         return ALL_ATTENTION_FUNCTIONS[base], _Overlay(module, config=config)
     return ALL_ATTENTION_FUNCTIONS[base], module
 
 
 class _Overlay:
-    """An object with some attributes replaced, the original untouched."""
+    """A view of an object with some attributes replaced; the original does not change."""
 
     def __init__(self, original: Any, **replaced: Any) -> None:
         self.__dict__.update(replaced, _original=original)
@@ -111,7 +111,7 @@ class _Enough(Exception):  # noqa: N818 - a signal, not an error
 
 @dataclass
 class _Collector:
-    """Gathers the scores of the layers that are compressed, in a pass that stores nothing."""
+    """Collects the scores of the compressed layers in a pass that stores nothing."""
 
     policy: Policy
     layers: Sequence[int]
@@ -120,12 +120,12 @@ class _Collector:
     scores: list[Tensor] = field(default_factory=list[Tensor])
 
     def add(self, layer_idx: int, call: AttentionCall) -> None:
-        """Score one layer; after the last one nothing more is needed."""
+        """Score one layer; end the pass after the last one."""
         if layer_idx not in self.layers:
             return
         valid, image = self.prompt.valid, self.prompt.image.to(call.key.device)
-        given = call._replace(mask=self.running.view(call.mask, valid))._asdict()
-        layer = self.running.inputs(layer_idx, valid=valid, image=image, **given)
+        arguments = call._replace(mask=self.running.view(call.mask, valid))._asdict()
+        layer = self.running.inputs(layer_idx, valid=valid, image=image, **arguments)
         self.scores.append(importance(self.policy, layer, self.prompt.windows))
         if len(self.scores) == len(self.layers):
             raise _Enough
@@ -139,7 +139,7 @@ def run_mini_prefill(
     arguments: dict[str, Any],
     prompt: TokenMasks,
 ) -> list[Tensor]:
-    """Scores [B, H or 1, N] of the compressed `layers`, from a pass that stores nothing.
+    """Return the scores [B, H or 1, N] of the compressed `layers` from a pass that stores nothing.
 
     XKV (arXiv 2412.05896, section IV-A): the pass ends inside the last layer, once its attention
     scores are known.
@@ -156,33 +156,33 @@ def run_mini_prefill(
 
 
 def is_view(config: Any) -> bool:
-    """Whether it is the view that a wrapped model's decoder has."""
+    """Return whether a config is the view of a wrapped model's decoder."""
     return hasattr(type(config), "_mmkv_original")
 
 
 def view(config: Any) -> Any:
-    """The same config, live in both directions, with the attention implementation renamed.
+    """Return a view of a config, sharing its attributes, that names our attention function.
 
-    A copy of a view, deep or pickled, is a view of the copied config.
+    A deep or pickled copy of a view is a view of the copied config.
     """
-    made = object.__new__(_view_class(type(config)))
-    object.__setattr__(made, "__dict__", vars(config))
-    object.__setattr__(made, "_mmkv_original", config)
-    return made
+    view_config = object.__new__(_view_class(type(config)))
+    object.__setattr__(view_config, "__dict__", vars(config))
+    object.__setattr__(view_config, "_mmkv_original", config)
+    return view_config
 
 
 @cache
 def _view_class(kind: type[Any]) -> type[Any]:
-    chosen: property = kind._attn_implementation
+    implementation: property = kind._attn_implementation
 
     def get(self: Any) -> str | None:
-        name = chosen.__get__(self)
+        name = implementation.__get__(self)
         return NAMES.get(name, name)
 
     def put(self: Any, value: Any) -> None:
-        if isinstance(value, dict) and "" not in value:  # names those of sub-configs alone
-            value = {"": chosen.__get__(self), **value}
-        chosen.__set__(self, value)
+        if isinstance(value, dict) and "" not in value:  # it has those of sub-configs only
+            value = {"": implementation.__get__(self), **value}
+        implementation.__set__(self, value)
 
     def reduce(self: Any, protocol: Any) -> Any:
         return view, (self._mmkv_original,)
@@ -190,7 +190,7 @@ def _view_class(kind: type[Any]) -> type[Any]:
     def shallow(self: Any) -> Any:
         return copy.copy(self._mmkv_original)
 
-    # It must not name `kind` as its __class__: torch.compile would read that one's properties.
+    # Its __class__ must not be `kind`: torch.compile would read the properties of `kind`.
     members = {
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,

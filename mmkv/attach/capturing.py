@@ -1,7 +1,7 @@
-"""One decode step captured as a CUDA graph, on its own device; a failed attempt leaves nothing.
+"""Capture of one decode step as a CUDA graph on the model's device, with clean-up after a failure.
 
-`torch.cuda.graph` captures on the current device, whichever that is, and where CUDA refuses to end
-a capture it leaves its stream current and the allocator as if the capture went on.
+`torch.cuda.graph` captures on whichever device is current; if CUDA refuses to end a capture, it
+leaves its stream current and the allocator in the state of a running capture.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from typing import Any
 
 import torch
 
-# For tests, which have none, to replace; and its private parts are not typed.
+# A variable, so that tests without a GPU can replace it; untyped, as its private parts are.
 cuda: Any = torch.cuda
 
-# One capture at a time: they share a stream. A stream for each would cost a workspace of cuBLAS
-# each, which is never freed.
+# Captures share a stream, so only one runs at a time. With a stream each, every capture would cost
+# a cuBLAS workspace, which is never freed.
 _lock = threading.Lock()
 _streams: dict[int, Any] = {}
-# torch's allocator of pinned memory goes on asking a failed graph about its capture.
+# Failed graphs are kept alive, as torch's allocator of pinned memory still queries their captures.
 _failed: list[Any] = []
 
 
 def capture(step: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """A function that replays what `step` did on `device`, and the output, which it fills.
+    """Return a function that replays `step` on `device`, and the output, which it overwrites.
 
     Raises:
-        RuntimeError: the step did what cannot be captured, or worked on another device.
+        RuntimeError: the step cannot be captured, or ran on another device.
     """
     with _lock, cuda.device(device):
-        ran = torch.zeros((), device=device)
+        marker = torch.zeros((), device=device)
         graph = cuda.CUDAGraph()
-        # A capture cannot get back what the allocator holds in reserve.
+        # A capture cannot use memory that the allocator has in reserve.
         cuda.synchronize()
         cuda.empty_cache()
         with cuda.stream(_stream()), _into(graph):
-            ran.add_(1)
+            marker.add_(1)
             out = step()
-        if ran.item():  # done at once
+        if marker.item():  # the step ran at once
             raise RuntimeError(f"the capture on {device} recorded nothing")
 
-    def replay(ran: torch.Tensor = ran) -> None:  # the graph writes to `ran`: it has to live on
+    def replay(marker: torch.Tensor = marker) -> None:  # keeps `marker`, which the graph writes to
         graph.replay()
 
     return replay, out
@@ -50,9 +50,9 @@ def capture(step: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
 
 @contextmanager
 def refusing_waits() -> Generator[None]:
-    """Make what would have the host wait for the device an error: a capture could not hold it.
+    """Make the host's waits for the device an error, as they cannot be captured.
 
-    The switch is the whole process's, so it is left alone while other threads are at work.
+    The setting is the whole process's, so it is not changed while other threads run.
     """
     if threading.active_count() > 1:
         yield
@@ -67,20 +67,20 @@ def refusing_waits() -> Generator[None]:
 
 @contextmanager
 def _into(graph: Any) -> Generator[None]:
-    """Capture what the current stream is given; over in every case."""
+    """Capture the work on the current stream, and end the capture after an error too."""
     device, pool = cuda.current_device(), cuda.graph_pool_handle()
     try:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             yield
         except BaseException:
-            with suppress(RuntimeError):  # what the step raised says more
+            with suppress(RuntimeError):  # the step's own error says more
                 graph.capture_end()
             raise
         graph.capture_end()
     except BaseException:
-        # torch tells its allocator of the end only once CUDA had no objection to it. It refuses
-        # where it knows of it already.
+        # torch tells its allocator of the end only if CUDA ends the capture without an error. If
+        # it has told it, these calls raise.
         with suppress(RuntimeError):
             cuda.memory._cuda_endAllocateToPool(device, pool)
             cuda.memory._cuda_releasePool(device, pool)
@@ -89,7 +89,7 @@ def _into(graph: Any) -> Generator[None]:
 
 
 def _stream() -> Any:
-    """The current device's stream for captures."""
+    """Return the current device's stream for captures."""
     index = cuda.current_device()
     if index not in _streams:
         _streams[index] = cuda.Stream()

@@ -1,9 +1,9 @@
-"""The copy probe: which heads of a model look up what followed the same text before.
+"""The copy probe: finds the heads of a model that look up earlier occurrences of the same text.
 
-Random tokens are read twice, `[bos] r r`, in one pass. A query of the second copy attends, in a
-head that looks things up, to what followed its twin in the first ("induction" heads), to the twin
-itself or to the token behind ("echo" heads): the three are added. Known from RazorAttention
-(arXiv 2407.15891) and DuoAttention (arXiv 2410.10819). No text, no labels, no gradients.
+Random tokens are read twice, `[bos] r r`, in one pass. In a retrieval head, a query of the second
+copy attends to the same token in the first copy ("echo" heads) or to the one or two tokens after it
+("induction" heads): the three weights are added. The method is known from RazorAttention
+(arXiv 2407.15891) and DuoAttention (arXiv 2410.10819). It needs no text, labels or gradients.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Random tokens in each copy, and the fewest that tell anything.
+# The number of random tokens in each copy, and the fewest that give a result.
 LENGTH, _LEAST = 256, 16
-# Attention to the twin, and to one and two tokens behind it.
+# Offsets of the attended tokens from the same token in the first copy.
 _BEHIND = (0, 1, 2)
-_VERSION = 1  # of what is cached
+_VERSION = 1  # of the cached results
 SPREAD = (
     "this model's heads are spread over {ranks} processes (tensor parallelism), and the copy probe "
     "compares heads of one: all heads keep as much"
@@ -42,42 +42,42 @@ SPREAD = (
 
 @dataclass
 class _Copies:
-    """Gathers the copy scores of the compressed layers, `found`, in one pass."""
+    """Collects the copy scores of the compressed layers in one pass."""
 
     length: int
-    found: dict[int, Tensor]
+    scores: dict[int, Tensor]
 
     def add(self, layer_idx: int, call: AttentionCall) -> None:
         """Score one layer."""
-        if layer_idx in self.found:
-            how: Any = {"scale": call.scale, "softcap": call.softcap}
-            self.found[layer_idx] = copy_scores(call.query, call.key, self.length, **how)
+        if layer_idx in self.scores:
+            options: Any = {"scale": call.scale, "softcap": call.softcap}
+            self.scores[layer_idx] = copy_scores(call.query, call.key, self.length, **options)
 
 
 def copy_scores(
     query: Tensor, key: Tensor, length: int, *, scale: float | None, softcap: float | None
 ) -> Tensor:
-    """How much each key-value head's queries of the last `length` tokens copy.
+    """Return how much each key-value head copies: float32 [H], in [0, 1].
 
-    The largest, over the query heads of its group, of their mean attention to the twin, `length`
-    tokens before, and to the one and two tokens behind it: float32 [H], in [0, 1]. Queries are
-    [1, Hq, N, D], after rotary embedding, N at least twice `length`, and keys [1, H, N, D].
+    This is the maximum, over the query heads of its group, of the mean attention of the last
+    `length` tokens to the token `length` before and to the two after that. Queries [1, Hq, N, D]
+    and keys [1, H, N, D] are after rotary embedding, with N at least twice `length`.
     """
     (N, D), H = query.shape[2:], key.shape[1]
-    last = query[0, :, N - length :].unflatten(0, (H, -1)).float()
-    logits = last @ key[0, :, None].float().mT * (D**-0.5 if scale is None else scale)
+    queries = query[0, :, N - length :].unflatten(0, (H, -1)).float()
+    logits = queries @ key[0, :, None].float().mT * (D**-0.5 if scale is None else scale)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    place = torch.arange(N - length, N, device=key.device)
-    later = torch.arange(N, device=key.device) > place[:, None]
-    share = logits.masked_fill_(later, -torch.inf).softmax(-1)
-    twin = (place - length)[:, None] + torch.tensor(_BEHIND, device=key.device)
-    copied = share.gather(-1, twin.expand(*share.shape[:-1], -1))
+    places = torch.arange(N - length, N, device=key.device)
+    is_later = torch.arange(N, device=key.device) > places[:, None]
+    weights = logits.masked_fill_(is_later, -torch.inf).softmax(-1)
+    targets = (places - length)[:, None] + torch.tensor(_BEHIND, device=key.device)
+    copied = weights.gather(-1, targets.expand(*weights.shape[:-1], -1))
     return copied.sum(-1).mean(-1).amax(-1)
 
 
 def measure(attachment: Attachment) -> Profile:
-    """The copy scores of a wrapped model's compressed layers, as a profile.
+    """Return the copy scores of a wrapped model's compressed layers, as a profile.
 
     Raises:
         ValueError: the model has too few tokens or positions for the probe, or its heads are spread
@@ -103,42 +103,42 @@ def measure(attachment: Attachment) -> Profile:
             decoder.forward(input_ids=ids, use_cache=False)
     finally:
         current.reset(before)
-    scores = tuple(tuple(round(float(r), 4) for r in found) for found in copies.found.values())
+    scores = tuple(tuple(round(float(r), 4) for r in layer) for layer in copies.scores.values())
     shape = adapters.shape(config)
     return Profile(policy="condense", samples=1, model=shape, retrieval=scores)
 
 
 def cached(attachment: Attachment) -> Profile:
-    """`measure`, or what it found for the same weights before.
+    """Return the result of `measure`, or the saved one of a model with the same weights.
 
     Raises:
-        ValueError: as `measure`.
+        ValueError: see `measure`.
     """
     if attachment.parts.ranks > 1:
         return measure(attachment)
     try:
-        known = digest.of_model(attachment.model, attachment.parts.config)
-    except NotImplementedError:  # weights that accelerate keeps elsewhere cannot be looked at
+        model_hash = digest.of_model(attachment.model, attachment.parts.config)
+    except NotImplementedError:  # accelerate has moved the weights, so they cannot be hashed
         return measure(attachment)
-    path = cache_folder() / "probes" / f"{known[:32]}-{_VERSION}.json"
+    path = cache_folder() / "probes" / f"{model_hash[:32]}-{_VERSION}.json"
     if path.is_file():
-        with suppress(ValueError):  # damaged: it is measured again
-            found, shape = Profile.load(path), adapters.shape(attachment.parts.config)
-            if found.model == shape and len(found.retrieval or ()) == len(attachment.compressed):
-                return found
-    found = measure(attachment)
+        with suppress(ValueError):  # the file is damaged: measure again
+            saved, shape = Profile.load(path), adapters.shape(attachment.parts.config)
+            if saved.model == shape and len(saved.retrieval or ()) == len(attachment.compressed):
+                return saved
+    profile = measure(attachment)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        found.save(path)
+        profile.save(path)
     except OSError as error:
         logger.debug("the copy probe's result is not kept: %s", error)
-    return found
+    return profile
 
 
 def settled(attachment: Attachment, plan: CacheConfig) -> CacheConfig:
-    """A plan whose head sizes are known: where the probe is to find them, it does so now.
+    """Return the plan with head sizes, after a run of the copy probe if they depend on it.
 
-    It waits, and the plan stays as it is, while the model has no weights or is in training mode.
+    While the model has no weights or is in training mode, return the plan unchanged.
     """
     if not plan.waits_for_probe or not _ready(attachment):
         return plan
@@ -153,33 +153,33 @@ def settled(attachment: Attachment, plan: CacheConfig) -> CacheConfig:
 
 
 def _ready(attachment: Attachment) -> bool:
-    """Whether the model can run: it is in eval mode, and its weights are there."""
+    """Return whether the model can run: it is in eval mode and has its weights."""
     decoder = attachment.parts.decoder
-    spread = getattr(attachment.model, "hf_device_map", None)  # accelerate brings weights in time
-    return not decoder.training and (spread or not any(x.is_meta for x in decoder.parameters()))
+    device_map = getattr(attachment.model, "hf_device_map", None)  # accelerate loads weights
+    return not decoder.training and (device_map or not any(x.is_meta for x in decoder.parameters()))
 
 
 def _tokens(attachment: Attachment, length: int) -> Tensor | None:
-    """int64 [1, 1 + 2 * length]: a first token, and ordinary random ones twice; None: too few.
+    """Return ids [1, 1 + 2 * length], a first token and random ones twice; None: too few exist.
 
-    Special and added tokens stand at both ends of vocabularies; what the configs name is left out
-    wherever it stands.
+    Both ends of the vocabulary are left out, as they have special and added tokens, and so are all
+    special tokens in the configs.
     """
     model: Any = attachment.model
     config = attachment.parts.config
-    size, named = config.vocab_size, set(attachment.parts.image_token_ids)
+    size, special = config.vocab_size, set(attachment.parts.image_token_ids)
     for x in (config, model.config, model.generation_config):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(x, name, None)
-            named |= set(value if isinstance(value, list) else [value])
+            special |= set(value if isinstance(value, list) else [value])
     low, high = size // 64, size - size // 16
-    ordinary = torch.tensor([i for i in range(low, high) if i not in named])
+    ordinary = torch.tensor([i for i in range(low, high) if i not in special])
     if len(ordinary) < _LEAST:
         return None
     generator = torch.Generator().manual_seed(0)
-    drawn = ordinary[torch.randint(len(ordinary), (length,), generator=generator)]
+    random_ids = ordinary[torch.randint(len(ordinary), (length,), generator=generator)]
     first = getattr(config, "bos_token_id", None)
     first = ordinary[:1] if first is None else torch.tensor([first])
     weight = model.get_input_embeddings().weight
     device = model.device if weight.is_meta else weight.device
-    return torch.cat([first, drawn, drawn])[None].to(device)
+    return torch.cat([first, random_ids, random_ids])[None].to(device)

@@ -1,4 +1,4 @@
-"""What `generate` asks a wrapped model for: its cache, and whether it can do what is asked."""
+"""Replacements for methods of `generate`: they make its cache and refuse unsupported options."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mmkv.calls import CACHE, cache_in
 if TYPE_CHECKING:
     from mmkv.attach.attachment import Attachment
 
-# How far pictures move the text of the call in hand, int64 [B, 1], where the model says so.
+# The position offset of text after pictures in the current call, int64 [B, 1]; None: not known.
 _rope_deltas: ContextVar[Tensor | None] = ContextVar("_rope_deltas", default=None)
-_remembered = threading.Lock()
-# Ways that transformers moved into code on the Hub, and the settings that ask for them.
+_rope_deltas_lock = threading.Lock()
+# Generation modes that transformers moved to code on the Hub, and the settings that choose them.
 _MOVED = {
     "contrastive_search": ("penalty_alpha",),
     "dola_generation": ("dola_layers",),
@@ -34,7 +34,7 @@ def prepare_cache(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """In place of `_prepare_cache_for_generation`: make a compressed cache, or continue one."""
+    """Replace `_prepare_cache_for_generation`: make a compressed cache, or continue one."""
     mode = kwargs.get("generation_mode", args[0] if args else "")
     _refuse_other_caches(generation_config, str(getattr(mode, "value", mode)))
     cache = model_kwargs.get(CACHE)
@@ -51,11 +51,11 @@ def prepare_cache(
     else:
         cache = CompressedCache(attachment.parts.config, attachment.plan)
         model_kwargs[CACHE] = cache
-    if generation_config.num_beams > 1:  # beams do not ask
+    if generation_config.num_beams > 1:  # beam search does not call it, so the log would lack it
         graph.pays(attachment.model, model_kwargs, generation_config)
     cache.max_length = generation_config.max_length or 0
     cache.rope_deltas = _rope_deltas.get()
-    if cache.rope_deltas is not None:  # of rows before they were repeated for beams
+    if cache.rope_deltas is not None:  # one for each row, before rows are repeated for beams
         rows = model_kwargs["position_ids"].shape[-2]
         cache.rope_deltas = cache.rope_deltas.repeat_interleave(rows // len(cache.rope_deltas), 0)
     until = None
@@ -66,68 +66,68 @@ def prepare_cache(
 
 
 def prepare_config(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
-    """In place of `_prepare_generation_config`: refuse what a compressed cache cannot do."""
+    """Replace `_prepare_generation_config`: refuse what a compressed cache does not support."""
     model: Any = attachment.model
-    found = type(model)._prepare_generation_config(model, *args, **kwargs)
-    _refuse_moved(found[0])
+    prepared = type(model)._prepare_generation_config(model, *args, **kwargs)
+    _refuse_moved(prepared[0])
     _rope_deltas.set(None)
-    return found
+    return prepared
 
 
 def prepare_positions(
     attachment: Attachment, inputs: Tensor, model_kwargs: dict[str, Any]
 ) -> Tensor:
-    """In place of `_prepare_position_ids_for_generation`: those of this cache, whoever called last.
+    """Replace `_prepare_position_ids_for_generation`: use the offsets of this call's cache.
 
-    Models with three axes of positions (Qwen2-VL) remember how far pictures moved the text of the
-    last call. Here a cache remembers it. Where it does not (`mmkv.contexts`), the model counts from
-    all tokens and the grids of all pictures.
+    Models with three axes of positions (Qwen2-VL) store the position offset after pictures of the
+    last call. Here each cache stores its own. If it has none (`mmkv.contexts`), the model computes
+    positions from all tokens and the grids of all pictures.
 
     Raises:
-        ValueError: a cache that cannot be continued, or there is no token that it has not seen.
+        ValueError: the cache cannot be continued, or it has seen all of the tokens.
     """
     model: Any = attachment.model
-    known: Any = model_kwargs.get(CACHE)
-    if known is not None:
-        hooks.check_cache(known, attachment)
+    cache: Any = model_kwargs.get(CACHE)
+    if cache is not None:
+        hooks.check_cache(cache, attachment)
     parts: list[Any] = [model, getattr(model, "model", None)]
     owners = [x for x in parts if hasattr(x, "rope_deltas")]
     prepare = type(model)._prepare_position_ids_for_generation
-    with _remembered:
+    with _rope_deltas_lock:
         for owner in owners:
-            owner.rope_deltas = None if known is None else known.rope_deltas
-        found: Tensor = prepare(model, inputs, model_kwargs)
+            owner.rope_deltas = None if cache is None else cache.rope_deltas
+        positions: Tensor = prepare(model, inputs, model_kwargs)
         for owner in owners:
             _rope_deltas.set(owner.rope_deltas)
-    if known is not None and 0 < known.get_seq_length() >= found.shape[-1]:
+    if cache is not None and 0 < cache.get_seq_length() >= positions.shape[-1]:
         raise ValueError(
-            f"the cache has seen {known.get_seq_length()} tokens, and there are "
-            f"{found.shape[-1]}: give all that it has seen, and at least one more"
+            f"the cache has seen {cache.get_seq_length()} tokens, and there are "
+            f"{positions.shape[-1]}: give all that it has seen, and at least one more"
         )
     ids = model_kwargs.get("input_ids", inputs)
-    if known is not None and ids.ndim == 2 and ids.shape[1] == found.shape[-1]:
-        known.check_read(ids, model_kwargs.get("attention_mask"))
-    return found
+    if cache is not None and ids.ndim == 2 and ids.shape[1] == positions.shape[-1]:
+        cache.check_read(ids, model_kwargs.get("attention_mask"))
+    return positions
 
 
 def prepare_inputs(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
-    """In place of `prepare_inputs_for_generation`: the call that follows is `generate`'s."""
+    """Replace `prepare_inputs_for_generation`: record the mask and ids of the next call."""
     model: Any = attachment.model
-    found = type(model).prepare_inputs_for_generation(model, *args, **kwargs)
+    inputs = type(model).prepare_inputs_for_generation(model, *args, **kwargs)
     ids, mask, cache = args[0], kwargs.get("attention_mask"), cache_in(kwargs)
     if isinstance(cache, CompressedCache) and mask is not None and mask.ndim == 2:
         cache.remember(ids, mask.shape[1])
-    hooks.generated_mask.set(found.get("attention_mask"))
-    return found
+    hooks.generated_mask.set(inputs.get("attention_mask"))
+    return inputs
 
 
 def refuse_batching(*args: Any, **kwargs: Any) -> None:
-    """In place of `generate_batch`: refused."""
+    """Replace `generate_batch`: refuse it."""
     raise ValueError("continuous batching keeps a paged cache of its own: mmkv.unwrap(model) first")
 
 
 def _refuse_moved(config: Any) -> None:
-    """Refuse what needs foreign code, which treats the cache in ways that nobody has checked."""
+    """Refuse modes that run code from the Hub, as that may not handle a compressed cache."""
     mode = str(getattr(config.get_generation_mode(), "value", ""))
     for name in _MOVED.get(mode, ()):
         if (value := getattr(config, name, None)) is not None:
@@ -139,7 +139,7 @@ def _refuse_moved(config: Any) -> None:
 
 
 def _refuse_other_caches(config: Any, mode: str) -> None:
-    """Refuse a cache of another kind, or one that tokens are taken back from."""
+    """Refuse caches of other kinds, and assisted decoding, which removes tokens from the cache."""
     name = config.cache_implementation
     if name not in (None, "dynamic"):
         raise ValueError(
