@@ -1,6 +1,6 @@
-"""A context as a safetensors file: what its cache holds, and a header. All of it is checked.
+"""Save and load a context as safetensors: tensors of its cache, and a header, all checked.
 
-What follows from the tokens read (masks, lengths, what is always kept) is not stored.
+Masks, lengths and the tokens that are always kept are not stored: they follow from the input ids.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from mmkv.cache.token_masks import TokenMasks
 FORMAT, VERSION = "mmkv-context", 3
 _TEXTS = ("plan", "weights", "dtype", "lead", "task", "digest")
 _LISTS = ("roles", "pictures", "sizes", "learned")
-_ABOUT = {"version": int} | dict.fromkeys(_TEXTS, str) | dict.fromkeys(_LISTS, list)
-# What a template may be asked to count, in a file.
-_MOST_PICTURES = 10_000
+_HEADER = {"version": int} | dict.fromkeys(_TEXTS, str) | dict.fromkeys(_LISTS, list)
+# Bound on the pictures of a file, which chat templates may count.
+_MAX_PICTURES = 10_000
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """What a tensor of a file must be: its shape, None for any length; types; range."""
+class _Spec:
+    """Expected shape (None for any length), dtypes and range of a tensor of a file."""
 
     shape: tuple[int | None, ...]
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
-    least: float = -math.inf
-    most: float = math.inf
+    low: float = -math.inf
+    high: float = math.inf
 
 
 _INTEGERS = (torch.int64, torch.int32)
-# What a model is told of each token, [B, T], up to which number (that of ids is the model's).
+# Inputs per token, [B, T], with their largest value (of ids it depends on the model).
 TOKENWISE = {"input_ids": 0, "attention_mask": 1, "token_type_ids": 2, "mm_token_type_ids": 2}
-# What it is told of each picture or film.
+# Inputs per picture or video.
 GRIDS = {
-    "image_grid_thw": _Kind((None, 3), _INTEGERS, 1),
-    "video_grid_thw": _Kind((None, 3), _INTEGERS, 1),
-    "second_per_grid_ts": _Kind((None,), least=1e-6),
+    "image_grid_thw": _Spec((None, 3), _INTEGERS, 1),
+    "video_grid_thw": _Spec((None, 3), _INTEGERS, 1),
+    "second_per_grid_ts": _Spec((None,), low=1e-6),
 }
 
 
@@ -66,7 +66,7 @@ def save(
 ) -> None:
     """Write a context; `load` reads it. Arguments are those of `mmkv.Context`."""
     _check_whole(model)
-    windows = _windows(cache)
+    windows = _sliding_layers(cache)
     if len(cache.compressed) + len(windows) != len(cache.layers):
         raise ValueError(
             "a context of a model with linear-attention layers cannot be saved: ask while it is "
@@ -78,14 +78,14 @@ def save(
         kept = layer.keeping()
         dense = kept.dense()
         pairs = ("keys", "values", "positions", "scores", "bias", "group_index")
-        found = {name: getattr(dense, name) for name in pairs}
-        found |= {"retained": kept.retained, "error": kept.error}
-        tensors |= {f"layers.{i}.{k}": x for k, x in found.items() if x is not None}
+        layer_tensors = {name: getattr(dense, name) for name in pairs}
+        layer_tensors |= {"retained": kept.retained, "error": kept.error}
+        tensors |= {f"layers.{i}.{k}": x for k, x in layer_tensors.items() if x is not None}
         sizes.append(kept.sizes)
     for i, window in windows.items():
-        both: Any = {"keys": window.keys, "values": window.values}
-        tensors |= {f"windows.{i}.{k}": x for k, x in both.items()}
-    about: dict[str, Any] = {
+        pair: Any = {"keys": window.keys, "values": window.values}
+        tensors |= {f"windows.{i}.{k}": x for k, x in pair.items()}
+    header: dict[str, Any] = {
         "version": VERSION,
         "plan": _plan(cache.plan),
         "weights": digest.of_model(model, attachment_of(model).parts.config),
@@ -96,9 +96,9 @@ def save(
         "learned": cache.plan.learned or [],
     }
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-    about["digest"] = digest.of_tensors(tensors, json.dumps(about, sort_keys=True))
+    header["digest"] = digest.of_tensors(tensors, json.dumps(header, sort_keys=True))
     try:
-        save_file(tensors, os.fspath(path), {FORMAT: json.dumps(about)})
+        save_file(tensors, os.fspath(path), {FORMAT: json.dumps(header)})
     except (OSError, SafetensorError) as error:
         raise ValueError(f"context {os.fspath(path)}: cannot be written: {error}") from None
 
@@ -106,83 +106,83 @@ def save(
 def load(
     path: str | os.PathLike[str], model: Any
 ) -> tuple[CompressedCache, dict[str, Tensor], dict[str, Any]]:
-    """What `save` was given beside the model, which read it; errors name the file."""
+    """Return cache, inputs and chat state of a context; errors name the file."""
     _check_whole(model)
     attachment = attachment_of(model)
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
-            about = _about((file.metadata() or {}).get(FORMAT))
-            _check_model(about, attachment)
+            header = _read_header((file.metadata() or {}).get(FORMAT))
+            _check_model(header, attachment)
             names: list[str] = list(file.keys())
             tensors = {name: file.get_tensor(name) for name in names}
-        known = about.pop("digest")
-        if known != digest.of_tensors(tensors, json.dumps(about, sort_keys=True)):
+        written = header.pop("digest")
+        if written != digest.of_tensors(tensors, json.dumps(header, sort_keys=True)):
             raise ValueError("damaged: its content is not what was written")
-        opened = {name: tuple(about[name]) for name in ("roles", "pictures")}
-        return *_restored(attachment, about, tensors), {**opened, "lead": about["lead"]}
+        opened = {name: tuple(header[name]) for name in ("roles", "pictures")}
+        return *_restored(attachment, header, tensors), {**opened, "lead": header["lead"]}
     except (OSError, SafetensorError, ValueError) as error:
-        what = "" if isinstance(error, ValueError) else "unreadable: "
-        raise ValueError(f"context {os.fspath(path)}: {what}{error}") from None
+        prefix = "" if isinstance(error, ValueError) else "unreadable: "
+        raise ValueError(f"context {os.fspath(path)}: {prefix}{error}") from None
 
 
-def _about(text: str | None) -> dict[str, Any]:
-    """The header of a file, from its text."""
+def _read_header(text: str | None) -> dict[str, Any]:
+    """Parse and check the header of a file."""
     if text is None:
         raise ValueError("it holds no context")
     try:
-        found = json.loads(text)
+        header = json.loads(text)
     except RecursionError:
         raise ValueError("its header is nested too deeply") from None
-    version = found.get("version") if isinstance(found, dict) else found
+    version = header.get("version") if isinstance(header, dict) else header
     if version != VERSION:
         raise ValueError(f"version {str(version)[:40]}, expected {VERSION}: read it again")
-    if found.keys() != _ABOUT.keys():
-        raise ValueError(f"its header has not the entries {', '.join(_ABOUT)}")
-    if wrong := [name for name, kind in _ABOUT.items() if type(found[name]) is not kind]:
-        raise _wrong(found, *wrong)
-    roles, pictures = found["roles"], found["pictures"]
-    chat = all(type(x) is str for x in roles) and all(type(x) is int and x >= 0 for x in pictures)
-    if not chat or len(roles) != len(pictures) or sum(pictures) > _MOST_PICTURES:
-        raise _wrong(found, "roles", "pictures")
-    return found
+    if header.keys() != _HEADER.keys():
+        raise ValueError(f"its header has not the entries {', '.join(_HEADER)}")
+    if wrong := [name for name, expected in _HEADER.items() if type(header[name]) is not expected]:
+        raise _wrong(header, *wrong)
+    roles, pictures = header["roles"], header["pictures"]
+    valid = all(type(x) is str for x in roles) and all(type(x) is int and x >= 0 for x in pictures)
+    if not valid or len(roles) != len(pictures) or sum(pictures) > _MAX_PICTURES:
+        raise _wrong(header, "roles", "pictures")
+    return header
 
 
-def _wrong(about: dict[str, Any], *names: str) -> ValueError:
-    said = ", ".join(f"{name}={str(about[name])[:40]}" for name in names)
-    return ValueError(f"its header says {said}")
+def _wrong(header: dict[str, Any], *names: str) -> ValueError:
+    entries = ", ".join(f"{name}={str(header[name])[:40]}" for name in names)
+    return ValueError(f"its header says {entries}")
 
 
-def _check_model(about: dict[str, Any], attachment: Attachment) -> None:
-    """Whether a context was read by this model under this wrap."""
+def _check_model(header: dict[str, Any], attachment: Attachment) -> None:
+    """Check that a context was read by this model, wrapped in the same way."""
     model: Any = attachment.model
-    if about["dtype"] != str(model.dtype):
+    if header["dtype"] != str(model.dtype):
         raise ValueError(
-            f"it was read in {about['dtype'][:40]}, and the model is in {model.dtype}: load the "
+            f"it was read in {header['dtype'][:40]}, and the model is in {model.dtype}: load the "
             "model in that dtype, or read it again"
         )
-    if about["weights"] != digest.of_model(model, attachment.parts.config):
+    if header["weights"] != digest.of_model(model, attachment.parts.config):
         raise ValueError(
             "it was read by a model with other weights or adapters: load that model (--model)"
         )
-    here, before = _plan(attachment.plan), None
-    if about["plan"] != here:
+    current, stored = _plan(attachment.plan), None
+    if header["plan"] != current:
         with suppress(ValueError, RecursionError):
-            before = json.loads(about["plan"])
-        if not isinstance(before, dict):
-            raise _wrong(about, "plan")
-        now = json.loads(here)
-        names = [x for x in ("policy", "budget", *now, *before) if before.get(x) != now.get(x)]
+            stored = json.loads(header["plan"])
+        if not isinstance(stored, dict):
+            raise _wrong(header, "plan")
+        now = json.loads(current)
+        names = [x for x in ("policy", "budget", *now, *stored) if stored.get(x) != now.get(x)]
         name = names[0] if names else "policy"
-        old, new = (f"{name}={plan.get(name)}"[:60] for plan in (before, now))
+        was, here = (f"{name}={plan.get(name)}"[:60] for plan in (stored, now))
         raise ValueError(
-            f"it was read with {old}, and the model is wrapped with {new} now: wrap it as it was"
+            f"it was read with {was}, and the model is wrapped with {here} now: wrap it as it was"
         )
 
 
 def _restored(
-    attachment: Attachment, about: dict[str, Any], tensors: dict[str, Tensor]
+    attachment: Attachment, header: dict[str, Any], tensors: dict[str, Tensor]
 ) -> tuple[CompressedCache, dict[str, Tensor]]:
-    """Cache and inputs of a context, from what a file holds."""
+    """Return the cache and inputs of a context from the header and tensors of a file."""
     model, parts = attachment.model, attachment.parts
     cache = CompressedCache(parts.config, attachment.plan)
     device: torch.device = model.device  # type: ignore[assignment]
@@ -198,28 +198,28 @@ def _restored(
         n_layers=L,
     )
     prompt.check_ends()
-    _check_sizes(about, cache.plan, L, prompt.lengths)
-    cache.plan = replace(cache.plan, task=about["task"], learned=tuple(about["learned"]) or None)
+    _check_sizes(header, cache.plan, L, prompt.lengths)
+    cache.plan = replace(cache.plan, task=header["task"], learned=tuple(header["learned"]) or None)
     dtypes: tuple[torch.dtype, ...] = (model.dtype,)  # type: ignore[assignment]
     if torch.is_autocast_enabled(device.type):
         dtypes += (torch.get_autocast_dtype(device.type),)
-    for i, layer, sizes in zip(cache.ordinal, cache.compressed, about["sizes"], strict=True):
+    for i, layer, sizes in zip(cache.ordinal, cache.compressed, header["sizes"], strict=True):
         heads, dim = parts.pair_shape(i)
-        found = _pairs(f"layers.{i}.", tensors, cache.plan, prompt, (B, heads, T, dim), dtypes)
-        kept: Any = {name: x.to(device) for name, x in found.items()}
-        retained, error = kept.pop("retained", None), kept.pop("error", None)
-        pairs = PromptKV(**kept)
+        stored = _pairs(f"layers.{i}.", tensors, cache.plan, prompt, (B, heads, T, dim), dtypes)
+        fields: Any = {name: x.to(device) for name, x in stored.items()}
+        retained, error = fields.pop("retained", None), fields.pop("error", None)
+        pairs = PromptKV(**fields)
         if pairs.group_index is not None:
             pairs.weights = token_numbers(pairs.positions, pairs.group_index)
         with torch.no_grad():
             layer.state = evict(pairs, cache.plan, prompt.to(device), prompt.lengths, 0, i)
         layer.state.sizes, layer.state.retained, layer.state.error = sizes, retained, error
         layer.seen, layer.is_initialized = T, True
-    for i, window in _windows(cache).items():
+    for i, window in _sliding_layers(cache).items():
         (heads, dim), last = parts.pair_shape(i), min(T, window.sliding_window - 1)
-        kind = _Kind((B, heads, last, dim), dtypes)
-        found = _taken(tensors, f"windows.{i}.", {"keys": kind, "values": kind})
-        keys, values = found["keys"].to(device), found["values"].to(device)
+        spec = _Spec((B, heads, last, dim), dtypes)
+        stored = _pop(tensors, f"windows.{i}.", {"keys": spec, "values": spec})
+        keys, values = stored["keys"].to(device), stored["values"].to(device)
         window.lazy_initialization(keys, values)
         window.keys, window.values, window.cumulative_length = keys, values, T
     if tensors:
@@ -231,41 +231,41 @@ def _restored(
 
 
 def _check_sizes(
-    about: dict[str, Any], plan: CacheConfig, n_layers: int, lengths: list[int]
+    header: dict[str, Any], plan: CacheConfig, n_layers: int, lengths: list[int]
 ) -> None:
-    """Check the header's tokens of each layer and row, and shares of layers learned of a task."""
-    sizes, shares = about["sizes"], about["learned"]
+    """Check the header's sizes of layers and rows, and the layer shares learned for a task."""
+    sizes, shares = header["sizes"], header["learned"]
     if [isinstance(x, list) and len(x) for x in sizes] != [len(lengths)] * n_layers or not all(
         type(n) is int and 0 < n <= most
         for layer in sizes
         for n, most in zip(layer, lengths, strict=True)
     ):
-        raise _wrong(about, "sizes")
-    sound = all(type(x) is float and 0 <= x <= 1 for x in shares)
-    sound = sound and len(shares) in (0, n_layers) and math.isclose(sum(shares or [1.0]), 1.0)
-    if not sound or (plan.sampling is None and (about["task"] or shares)):
-        raise _wrong(about, "task", "learned")
+        raise _wrong(header, "sizes")
+    valid = all(type(x) is float and 0 <= x <= 1 for x in shares)
+    valid = valid and len(shares) in (0, n_layers) and math.isclose(sum(shares or [1.0]), 1.0)
+    if not valid or (plan.sampling is None and (header["task"] or shares)):
+        raise _wrong(header, "task", "learned")
 
 
 def _inputs(attachment: Attachment, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What was read, token by token, and the grids of its pictures; taken from `tensors`."""
+    """Check and return the inputs per token and per picture, removed from `tensors`."""
     model: Any = attachment.model
     images = attachment.parts.image_token_ids
-    there = {x.removeprefix("inputs.") for x in tensors if x.startswith("inputs.")}
+    names = {x.removeprefix("inputs.") for x in tensors if x.startswith("inputs.")}
     ids = tensors.get("inputs.input_ids", torch.empty(0))
     if ids.ndim != 2 or 0 in ids.shape:
         raise ValueError("it lacks input_ids [B, T]")
-    words = max([model.get_input_embeddings().num_embeddings - 1, *images])
-    kinds = {k: _Kind(tuple(ids.shape), _INTEGERS, 0, most) for k, most in TOKENWISE.items()}
-    kinds = {**kinds, "input_ids": replace(kinds["input_ids"], most=words), **GRIDS}
-    there |= {"attention_mask"}
-    found = _taken(tensors, "inputs.", {k: x for k, x in kinds.items() if k in there})
+    last_id = max([model.get_input_embeddings().num_embeddings - 1, *images])
+    specs = {k: _Spec(tuple(ids.shape), _INTEGERS, 0, most) for k, most in TOKENWISE.items()}
+    specs = {**specs, "input_ids": replace(specs["input_ids"], high=last_id), **GRIDS}
+    names |= {"attention_mask"}
+    inputs = _pop(tensors, "inputs.", {k: x for k, x in specs.items() if k in names})
     pictured = torch.isin(ids, torch.tensor(images, dtype=ids.dtype))
-    types = found.get("mm_token_type_ids")
-    if types is not None and not torch.equal(types > 0, pictured):
+    token_types = inputs.get("mm_token_type_ids")
+    if token_types is not None and not torch.equal(token_types > 0, pictured):
         raise ValueError("inputs.mm_token_type_ids are not those of its pictures")
-    names = ("image_grid_thw", "video_grid_thw")
-    grids = [row for name in names if name in found for row in found[name].tolist()]
+    grid_names = ("image_grid_thw", "video_grid_thw")
+    grids = [row for name in grid_names if name in inputs for row in inputs[name].tolist()]
     if grids or "image_grid_thw" in signature(type(model).forward).parameters:
         tokens, patches = int(pictured.sum()), sum(map(math.prod, grids))
         vision = getattr(model.config, "vision_config", None)
@@ -273,13 +273,13 @@ def _inputs(attachment: Attachment, tensors: dict[str, Tensor]) -> dict[str, Ten
         if patches != tokens * merged:
             raise ValueError(f"its grids have {patches} patches for {tokens} tokens of pictures")
     if grids:
-        given = {name: x.to(model.device) for name, x in found.items()}
+        on_device = {name: x.to(model.device) for name, x in inputs.items()}
         try:
-            model._prepare_position_ids_for_generation(given["input_ids"], given)
-        except Exception as error:  # of models, which meet wrong grids with errors of every type
+            model._prepare_position_ids_for_generation(on_device["input_ids"], on_device)
+        except Exception as error:  # models raise errors of every type for wrong grids
             why = " ".join(str(error).split())
             raise ValueError(f"its grids are not those of its pictures: {why}") from None
-    return found
+    return inputs
 
 
 def _pairs(
@@ -290,92 +290,92 @@ def _pairs(
     shape: tuple[int, int, int, int],
     dtypes: tuple[torch.dtype, ...],
 ) -> dict[str, Tensor]:
-    """The pairs that a layer keeps, checked; taken from `tensors`. The shape is B, H, T, D."""
+    """Check and return the pairs that a layer keeps, removed from `tensors`; shape: B, H, T, D."""
     (B, H, T, D), policy = shape, plan.policy
     positions = tensors.get(f"{layer}positions", torch.empty(0))
     U = min(max(1, positions.shape[-1]), T) if positions.ndim else 1
     n_kept = int((positions >= 0).sum()) if positions.dtype == torch.int64 else 0
-    added = {"": False, "sum": True, "max": plan.evicts(prompt) or policy.score.repeats}[
+    has_scores = {"": False, "sum": True, "max": plan.evicts(prompt) or policy.score.repeats}[
         policy.score.turn_reduction
     ]
-    kinds = {
-        "keys": _Kind((B, H, U, D), dtypes),
-        "values": _Kind((B, H, U, D), dtypes),
-        "positions": _Kind((B, H, U), (torch.int64,), -1, T - 1),
+    specs = {
+        "keys": _Spec((B, H, U, D), dtypes),
+        "values": _Spec((B, H, U, D), dtypes),
+        "positions": _Spec((B, H, U), (torch.int64,), -1, T - 1),
     }
-    if (added or policy.decode.needs_decode_attention) and not plan.keeps_everything:
-        kinds["scores"] = _Kind((B, H, U), least=0.0)
+    if (has_scores or policy.decode.needs_decode_attention) and not plan.keeps_everything:
+        specs["scores"] = _Spec((B, H, U), low=0.0)
     merges = policy.merge is not None and policy.merge.weighted
     if grouped := merges and n_kept != H * sum(prompt.lengths):
         # The logarithm of a group's weight; weights far from this would overflow.
-        kinds["bias"] = _Kind((B, H, U), least=-32.0, most=32.0)
-        kinds["group_index"] = _Kind((B, H, T), (torch.int16, torch.int32), -1, T - 1)
+        specs["bias"] = _Spec((B, H, U), low=-32.0, high=32.0)
+        specs["group_index"] = _Spec((B, H, T), (torch.int16, torch.int32), -1, T - 1)
     if plan.kv_dtype:
-        kinds["error"] = _Kind((B, 2), least=0.0)
+        specs["error"] = _Spec((B, 2), low=0.0)
     if policy.score.ranks and f"{layer}retained" in tensors:
-        kinds["retained"] = _Kind((B,), least=0.0, most=1.0)
-    found = _taken(tensors, layer, kinds)
-    held, place = positions >= 0, positions.clamp(min=0)
+        specs["retained"] = _Spec((B,), low=0.0, high=1.0)
+    pairs = _pop(tensors, layer, specs)
+    is_kept, index = positions >= 0, positions.clamp(min=0)
 
     def at(mask: Tensor) -> Tensor:
-        return mask[:, None].expand(-1, H, -1).gather(-1, place) & held
+        return mask[:, None].expand(-1, H, -1).gather(-1, index) & is_kept
 
-    ascend = (positions[..., 1:] > positions[..., :-1]) | ~held[..., :-1]
-    always = at(prompt.always_kept).sum(-1) == torch.tensor(prompt.floors)[:, None]
-    sound = ascend.all() & (at(prompt.valid) == held).all() & (always & held[..., -1]).all()
-    if not bool(sound):
+    ascend = (positions[..., 1:] > positions[..., :-1]) | ~is_kept[..., :-1]
+    complete = at(prompt.always_kept).sum(-1) == torch.tensor(prompt.floors)[:, None]
+    valid = ascend.all() & (at(prompt.valid) == is_kept).all() & (complete & is_kept[..., -1]).all()
+    if not bool(valid):
         raise ValueError(f"{layer}positions are not those of tokens that are kept, ascending")
     if grouped:
-        group = found["group_index"].long()
+        group = pairs["group_index"].long()
         lead = group.clamp(min=0)
-        leads = torch.zeros(B, H, T + 1, dtype=torch.bool)
-        leads.scatter_(-1, positions.masked_fill(~held, T), True)
-        sound = (group.gather(-1, lead) == lead) & leads.gather(-1, lead) & prompt.valid[:, None]
-        if not bool((sound | (group < 0)).all()):
+        is_lead = torch.zeros(B, H, T + 1, dtype=torch.bool)
+        is_lead.scatter_(-1, positions.masked_fill(~is_kept, T), True)
+        valid = (group.gather(-1, lead) == lead) & is_lead.gather(-1, lead) & prompt.valid[:, None]
+        if not bool((valid | (group < 0)).all()):
             raise ValueError(f"{layer}group_index names groups that are not there")
         alone = token_numbers(positions, group) == 1
-        if bool((found["bias"].masked_fill(~alone, 0.0) != 0).any()):
+        if bool((pairs["bias"].masked_fill(~alone, 0.0) != 0).any()):
             raise ValueError(f"{layer}bias weighs tokens that are in no group")
-    return found
+    return pairs
 
 
-def _taken(tensors: dict[str, Tensor], start: str, kinds: dict[str, _Kind]) -> dict[str, Tensor]:
-    """The tensors whose names begin so, by the rest of their names; they are taken out."""
+def _pop(tensors: dict[str, Tensor], start: str, specs: dict[str, _Spec]) -> dict[str, Tensor]:
+    """Remove, check and return the tensors whose names begin with `start`, by the rest."""
     names = [name for name in tensors if name.startswith(start)]
-    found = {name.removeprefix(start): tensors.pop(name) for name in names}
-    if different := kinds.keys() ^ found.keys():
+    popped = {name.removeprefix(start): tensors.pop(name) for name in names}
+    if different := specs.keys() ^ popped.keys():
         raise ValueError(f"it has, or lacks, {start}{', '.join(sorted(different))[:60]}")
-    for name, kind in kinds.items():
-        x = found[name]
-        fits = len(x.shape) == len(kind.shape) and all(
-            n in (None, m) for n, m in zip(kind.shape, x.shape, strict=True)
+    for name, spec in specs.items():
+        x = popped[name]
+        fits = len(x.shape) == len(spec.shape) and all(
+            n in (None, m) for n, m in zip(spec.shape, x.shape, strict=True)
         )
-        if not fits or x.dtype not in kind.dtypes:
-            wanted = " or ".join(str(d).removeprefix("torch.") for d in kind.dtypes)
-            shape = ", ".join("n" if n is None else str(n) for n in kind.shape)
+        if not fits or x.dtype not in spec.dtypes:
+            dtypes = " or ".join(str(d).removeprefix("torch.") for d in spec.dtypes)
+            shape = ", ".join("n" if n is None else str(n) for n in spec.shape)
             raise ValueError(
                 f"{start}{name} is {str(x.dtype).removeprefix('torch.')} {list(x.shape)}, "
-                f"expected {wanted} [{shape}]"
+                f"expected {dtypes} [{shape}]"
             )
-        if not bool((x.isfinite() & (x >= kind.least) & (x <= kind.most)).all()):
+        if not bool((x.isfinite() & (x >= spec.low) & (x <= spec.high)).all()):
             raise ValueError(
-                f"{start}{name} holds numbers that are not finite or not in [{kind.least}, "
-                f"{kind.most}]"
+                f"{start}{name} holds numbers that are not finite or not in [{spec.low}, "
+                f"{spec.high}]"
             )
-    return found
+    return popped
 
 
-def _windows(cache: CompressedCache) -> dict[int, DynamicSlidingWindowLayer]:
-    """The layers that hold their last tokens alone, as the model has it, by their index."""
+def _sliding_layers(cache: CompressedCache) -> dict[int, DynamicSlidingWindowLayer]:
+    """Return the sliding-window layers by their index."""
     layers = enumerate(cache.layers)
     return {i: x for i, x in layers if isinstance(x, DynamicSlidingWindowLayer)}
 
 
 def _plan(plan: CacheConfig) -> str:
-    """Policy with all its options, budget and type, as one line."""
-    known = {"policy": plan.policy.name, **plan.policy.flat()}
-    known |= {"budget": plan.budget, "kv_dtype": plan.kv_dtype}
-    return json.dumps(known, default=str, sort_keys=True)
+    """Return policy, options, budget and dtype as one line of JSON."""
+    fields = {"policy": plan.policy.name, **plan.policy.flat()}
+    fields |= {"budget": plan.budget, "kv_dtype": plan.kv_dtype}
+    return json.dumps(fields, default=str, sort_keys=True)
 
 
 def _check_whole(model: Any) -> None:

@@ -1,8 +1,8 @@
 """Texts and chat messages as inputs of a context, which is read before its question is known.
 
-The last message that is read is the user's, and stays open: a text that follows belongs to it. So
-what is read, and what follows it, are written by the chat template in one piece and cut apart, and
-each is turned into tokens alone.
+The last message that is read is the user's, and stays open: a later text continues it. So the chat
+template writes earlier and later messages as one text, which is cut, and each part is tokenized
+alone.
 """
 
 from __future__ import annotations
@@ -16,49 +16,47 @@ from PIL.Image import Image
 from torch import Tensor
 from torch.nn.functional import pad
 
-# Where a template's text is cut: behind what was read before, and before what may follow.
+# Marks at which a template's text is cut: after earlier messages, and before later ones.
 _START, _END = "<|mmkv start|>", "<|mmkv end|>"
 _BETWEEN = "\n\n"  # two texts of a message
 
 
 @dataclass(frozen=True)
 class Opened:
-    """How a context goes on."""
+    """State of a context's chat, which later texts and messages continue."""
 
-    roles: tuple[
-        str, ...
-    ] = ()  # of its messages, the last the user's and open; () if it is no chat
-    pictures: tuple[int, ...] = ()  # how many each of them has, which templates may count
-    lead: str = ""  # white space before what follows, which tokens hold with its beginning
+    roles: tuple[str, ...] = ()  # of the messages, the last one the user's; () if no chat
+    pictures: tuple[int, ...] = ()  # number of each message, as templates may count them
+    lead: str = ""  # white space before the next text, tokenized together with it
 
 
 def encode(
-    given: Any, processor: Any, before: Opened | None, *, ends: bool
+    inputs: Any, processor: Any, earlier: Opened | None, *, ends: bool
 ) -> tuple[Mapping[str, Any], Opened]:
-    """A model's inputs from what a user gives, and how the context goes on behind them.
+    """Return the model's inputs of a prompt or question, and the state of the chat after them.
 
     Args:
-        given: what a processor returns, ids [N] or [B, N], a text or several, or chat messages.
-        processor: turns text and pictures into inputs, as a tokenizer does text; or None.
-        before: how the context that they stand behind goes on; None: they begin one.
+        inputs: output of a processor, ids [N] or [B, N], a text or several, or chat messages.
+        processor: encodes text and pictures, or a tokenizer, which encodes text; or None.
+        earlier: state of the chat of the context that they continue; None: they begin one.
         ends: whether a reply follows.
     """
-    if isinstance(given, Mapping):
-        return given, before or Opened()
-    if isinstance(given, Tensor):
-        if given.ndim not in (1, 2) or given.is_floating_point() or given.dtype == torch.bool:
-            raise ValueError(f"ids of {given.dtype} {list(given.shape)}: expected ints, [B, N]")
-        return {"input_ids": given.long().view(-1, given.shape[-1])}, before or Opened()
-    texts: list[Any] = [given] if isinstance(given, str) else []
-    if isinstance(given, list | tuple):
-        texts = list(given)
+    if isinstance(inputs, Mapping):
+        return inputs, earlier or Opened()
+    if isinstance(inputs, Tensor):
+        if inputs.ndim not in (1, 2) or inputs.is_floating_point() or inputs.dtype == torch.bool:
+            raise ValueError(f"ids of {inputs.dtype} {list(inputs.shape)}: expected ints, [B, N]")
+        return {"input_ids": inputs.long().view(-1, inputs.shape[-1])}, earlier or Opened()
+    texts: list[Any] = [inputs] if isinstance(inputs, str) else []
+    if isinstance(inputs, list | tuple):
+        texts = list(inputs)
     if "" in texts:
         raise ValueError("an empty text: say what is asked, or read")
     chat = bool(texts) and all(isinstance(x, Mapping) for x in texts)
     if not (chat or (texts and all(isinstance(x, str) for x in texts))):
         raise ValueError(
             "expected what a processor returns, a text or several, chat messages or a tensor of "
-            f"ids, not {str(given)[:60]}"
+            f"ids, not {str(inputs)[:60]}"
         )
     if not callable(processor):
         name = "none" if processor is None else f"a {type(processor).__name__}"
@@ -66,51 +64,51 @@ def encode(
             f"a text needs the model's processor or tokenizer, and there is {name}: pass it as "
             "processor=, to mmkv.read or mmkv.load_context for all that follows"
         )
-    known: Any = processor
+    encoder: Any = processor
     if chat:
-        return _chat(texts, known, before, ends)
-    if before.roles if before else known.chat_template is not None:
-        found = [_chat([{"role": "user", "content": x}], known, before, ends) for x in texts]
-        return _padded([inputs for inputs, _ in found]), found[0][1]
-    return _padded([_tokens(known, text, begins=before is None) for text in texts]), Opened()
+        return _chat(texts, encoder, earlier, ends)
+    if earlier.roles if earlier else encoder.chat_template is not None:
+        encoded = [_chat([{"role": "user", "content": x}], encoder, earlier, ends) for x in texts]
+        return _padded([encoded_inputs for encoded_inputs, _ in encoded]), encoded[0][1]
+    return _padded([_tokens(encoder, text, begins=earlier is None) for text in texts]), Opened()
 
 
 def _chat(
-    given: Sequence[Mapping[str, Any]], processor: Any, before: Opened | None, ends: bool
+    messages: Sequence[Mapping[str, Any]], processor: Any, earlier: Opened | None, ends: bool
 ) -> tuple[Mapping[str, Any], Opened]:
-    """`encode` of chat messages."""
+    """Encode chat messages; see `encode`."""
     if processor.chat_template is None:
         raise ValueError("chat messages, and the processor has no chat template: give a text")
-    if before is not None and not before.roles:
+    if earlier is not None and not earlier.roles:
         raise ValueError("chat messages behind a context that was read from ids: give a text")
-    text, pictures, opened = _written(processor, before, given, ends=ends)
-    if before is not None:
+    text, pictures, opened = _rendered(processor, earlier, messages, ends=ends)
+    if earlier is not None:
         text = text.partition(_START)[2]
     if not ends:
         text = text.rpartition(_END)[0]
     cut = text if ends else text.rstrip()
-    content = given[0]["content"] or [{}]
-    goes_on = isinstance(content, str) or "text" in content[0]
-    lead = before.lead if before else ""
-    if given[0]["role"] != "user":  # the text's own blanks stay, a template's behind a picture not
+    content = messages[0]["content"] or [{}]
+    continues = isinstance(content, str) or "text" in content[0]
+    lead = earlier.lead if earlier else ""
+    if messages[0]["role"] != "user":  # keep the text's blanks, not a template's after a picture
         lead = lead.removesuffix(_BETWEEN) if lead.endswith(_BETWEEN) else ""
-    elif not goes_on:
+    elif not continues:
         lead = ""
-    inputs = _tokens(processor, lead + cut, pictures, begins=before is None)
+    inputs = _tokens(processor, lead + cut, pictures, begins=earlier is None)
     return inputs, replace(opened, lead=text[len(cut) :])
 
 
-def _written(
-    processor: Any, before: Opened | None, new: Sequence[Mapping[str, Any]], *, ends: bool
+def _rendered(
+    processor: Any, earlier: Opened | None, new: Sequence[Mapping[str, Any]], *, ends: bool
 ) -> tuple[str, list[Any], Opened]:
-    """What the template makes of new messages behind others, of which no content is known.
+    """Return the template's text of new messages after earlier ones, whose content is not known.
 
-    That is the text with its marks, the new pictures, and how all messages go on.
+    The text contains the marks; the new pictures and the state of the whole chat come with it.
     """
-    known = zip(before.roles, before.pictures, strict=True) if before else ()
-    whole: list[tuple[str, list[Any]]] = [(role, [{"type": "image"}] * n) for role, n in known]
-    if whole:
-        whole[-1][1].append(_text(_START))
+    roles = zip(earlier.roles, earlier.pictures, strict=True) if earlier else ()
+    turns: list[tuple[str, list[Any]]] = [(role, [{"type": "image"}] * n) for role, n in roles]
+    if turns:
+        turns[-1][1].append(_text(_START))
     for i, message in enumerate(new):
         role, content = message.get("role"), message.get("content")
         parts = [_text(content)] if isinstance(content, str) else content
@@ -124,31 +122,31 @@ def _written(
                     f"message part {str(part)[:60]}: expected {{'type': 'text', 'text': ...}} or "
                     "{'type': 'image', 'image': a picture of PIL}"
                 )
-        if i == 0 and role == "user" and whole:
-            whole[-1][1].extend(parts)
+        if i == 0 and role == "user" and turns:
+            turns[-1][1].extend(parts)
         else:
-            whole.append((role, list(parts)))
+            turns.append((role, list(parts)))
     if not ends:
-        if whole[-1][0] != "user":
-            whole.append(("user", []))
-        parts = whole[-1][1]
-        said = parts and parts[-1]["type"] == "text" and parts[-1]["text"] not in ("", _START)
-        parts.append(_text((_BETWEEN if said else "") + _END))
-    pictures = [x["image"] for _, parts in whole for x in parts if "image" in x]
-    counts = [sum(x["type"] == "image" for x in parts) for _, parts in whole]
-    messages = [{"role": role, "content": _content(processor, parts)} for role, parts in whole]
+        if turns[-1][0] != "user":
+            turns.append(("user", []))
+        parts = turns[-1][1]
+        has_text = parts and parts[-1]["type"] == "text" and parts[-1]["text"] not in ("", _START)
+        parts.append(_text((_BETWEEN if has_text else "") + _END))
+    pictures = [x["image"] for _, parts in turns for x in parts if "image" in x]
+    counts = [sum(x["type"] == "image" for x in parts) for _, parts in turns]
+    messages = [{"role": role, "content": _content(processor, parts)} for role, parts in turns]
     try:
         text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # of templates, which raise what they like
+    except Exception as error:  # templates raise errors of any type
         raise ValueError(f"the chat template refuses the messages: {error}") from None
-    for mark in (*([_START] if before else []), *([] if ends else [_END])):
+    for mark in (*([_START] if earlier else []), *([] if ends else [_END])):
         if mark not in text:
             raise ValueError("the chat template leaves out a text: give tokens in its place")
-    return text, pictures, Opened(tuple(role for role, _ in whole), tuple(counts))
+    return text, pictures, Opened(tuple(role for role, _ in turns), tuple(counts))
 
 
 def _content(processor: Any, parts: list[Any]) -> Any:
-    """A message's content as a template wants it, texts side by side joined."""
+    """Return a message's content as a template takes it, adjacent texts joined."""
     joined: list[Any] = []
     for part in parts:
         if joined and part["type"] == joined[-1]["type"] == "text":
@@ -167,19 +165,19 @@ def _tokens(
 ) -> Mapping[str, Any]:
     bos = getattr(processor, "tokenizer", processor).bos_token
     special = begins and (bos is None or not text.startswith(bos))  # a template has written its own
-    how: dict[str, Any] = {"add_special_tokens": special, "return_tensors": "pt"}
+    options: dict[str, Any] = {"add_special_tokens": special, "return_tensors": "pt"}
     if pictures:
-        how["images"] = list(pictures)
-    return processor(text=text, **how)
+        options["images"] = list(pictures)
+    return processor(text=text, **options)
 
 
 def _padded(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Rows of text as one batch, padded on the left."""
+    """Join rows into one batch, padded on the left."""
     if len(rows) == 1:
         return rows[0]
-    most = max(row["input_ids"].shape[1] for row in rows)
+    length = max(row["input_ids"].shape[1] for row in rows)
     return {
-        name: torch.cat([pad(x[name], (most - x[name].shape[1], 0)) for x in rows])
+        name: torch.cat([pad(x[name], (length - x[name].shape[1], 0)) for x in rows])
         for name in rows[0]
     }
 

@@ -3,9 +3,8 @@
     context = mmkv.read(model, document, processor=tokenizer)
     text = context.answer("What is it about?")
 
-What `read` evicts, it evicts without knowing a question. Asking evicts nothing more: a question's
-tokens, and the reply's as the policy has it, stand behind what is left, and the context stays as it
-is for the next one.
+`read` evicts without knowing a question. A question evicts nothing more: its tokens, and those of
+the reply as the policy decodes them, follow the kept ones, and the context is not changed.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from mmkv.context_files import GRIDS, TOKENWISE
 from mmkv.context_texts import Opened
 from mmkv.report import CacheReport
 
-# What a processor returns; a text, or several; chat messages; ids.
-Given = Mapping[str, Any] | str | Sequence[str] | Sequence[Mapping[str, Any]] | Tensor
-# Of videos (Qwen2.5-VL), one for each grid.
+# Output of a processor; a text, or several; chat messages; ids.
+Input = Mapping[str, Any] | str | Sequence[str] | Sequence[Mapping[str, Any]] | Tensor
+# An input for videos (Qwen2.5-VL), one number for each grid.
 _SECONDS = "second_per_grid_ts"
-_MOST_NEW = 256
+_MAX_NEW_TOKENS = 256
 
 
 @dataclass(eq=False, repr=False)
 class Context:
-    """A prompt that was read, and what its compressed cache holds.
+    """A prompt that was read into a compressed cache.
 
     Made by `mmkv.read` or `mmkv.load_context`.
 
     Attributes:
         model: the wrapped model that read it.
-        cache: the `CompressedCache` it is held in.
-        inputs: what was read, token by token [B, T], and the grids of its pictures.
-        processor: turns texts and messages into inputs; None: they are given as inputs.
-        opened: how texts and messages go on behind what was read.
+        cache: the `CompressedCache` with the kept pairs.
+        inputs: the tokens read and the other inputs per token, [B, T], and grids of pictures.
+        processor: encodes texts and messages; None where only encoded inputs are used.
+        opened: state of the chat, which later texts and messages continue.
     """
 
     model: Any
@@ -56,20 +55,20 @@ class Context:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages held for keys and values."""
+        """Bytes of the storage for keys and values."""
         return self.cache.nbytes
 
     def report(self) -> CacheReport:
-        """What the cache holds."""
+        """Return the report of the cache."""
         return self.cache.report()
 
-    def answer(self, question: Given, *, processor: Any = None, **options: Any) -> Any:
-        """The model's reply as text: `ask`, and what the processor makes of its tokens.
+    def answer(self, question: Input, *, processor: Any = None, **options: Any) -> Any:
+        """Return the model's reply to a question as text: `ask`, decoded by the processor.
 
         Args:
             question: as for `ask`.
             processor: as for `ask`.
-            options: of `model.generate`; at most 256 new tokens where they do not say how many.
+            options: of `model.generate`; `max_new_tokens` is 256 by default.
 
         Returns:
             A text; a list of them for several questions, or several replies.
@@ -81,77 +80,77 @@ class Context:
         if not hasattr(processor, "decode"):
             raise ValueError("to answer in text takes the model's processor: pass processor=")
         if not {"max_new_tokens", "max_length", "generation_config"} & options.keys():
-            options["max_new_tokens"] = _MOST_NEW
+            options["max_new_tokens"] = _MAX_NEW_TOKENS
         out = self.ask(question, processor=processor, **options)
         rows = out if isinstance(out, Tensor) else out.sequences
         texts = [processor.decode(row, skip_special_tokens=True).strip() for row in rows]
         several = isinstance(question, list | tuple) and isinstance(question[0], str)
         return texts if several or len(texts) > 1 else texts[0]
 
-    def ask(self, inputs: Given, *, processor: Any = None, **options: Any) -> Any:
-        """The model's reply to a question behind the context, which stays as it is.
+    def ask(self, inputs: Input, *, processor: Any = None, **options: Any) -> Any:
+        """Return the model's reply to a question about the context, which is not changed.
 
         Args:
-            inputs: the question, a text, several, or chat messages; or what the processor or
-                tokenizer makes of the question alone (without special tokens that begin a text),
+            inputs: the question, a text, several, or chat messages; or the output of the processor
+                or tokenizer for the question alone (without special tokens that begin a text),
                 [Q, q], padded on the left, with pictures where it has any; or these ids alone. A
                 context of one row answers Q questions at once.
-            processor: of texts and messages; None: the one that the context was read with.
+            processor: encodes texts and messages; None for the one that the context was read with.
             options: of `model.generate`.
 
         Returns:
-            int64 [Q, n], the new tokens; with `return_dict_in_generate=True` what `generate` gives,
-            whose `sequences` are the new tokens.
+            int64 [Q, n], the new tokens; with `return_dict_in_generate=True` the output of
+            `generate`, whose `sequences` are the new tokens.
 
         Raises:
-            ValueError: the context has several rows, and the questions are not as many; the model
-                was wrapped anew since; or a text or messages without a processor.
+            ValueError: the context has several rows and there is another number of questions; the
+                model was wrapped again since; or a text or messages without a processor.
         """
-        given = self.behind(self._encoded(inputs, processor, ends=True)[0])
-        start = given["input_ids"].shape[1]
+        arguments = self.behind(self._encoded(inputs, processor, ends=True)[0])
+        start = arguments["input_ids"].shape[1]
         config = options.get("generation_config") or self.model.generation_config
-        asked = (options.get(x, getattr(config, x)) for x in ("num_beams", "num_return_sequences"))
-        if (each := max(x or 1 for x in asked)) > 1:  # as `generate` does with the tokens
-            given[CACHE].batch_repeat_interleave(each)
-        out = self.model.generate(**given, **{"use_cache": True, **options})
+        counts = (options.get(x, getattr(config, x)) for x in ("num_beams", "num_return_sequences"))
+        if (n_replies := max(x or 1 for x in counts)) > 1:  # as `generate` does with the tokens
+            arguments[CACHE].batch_repeat_interleave(n_replies)
+        out = self.model.generate(**arguments, **{"use_cache": True, **options})
         if isinstance(out, Tensor):
             return out[:, start:]
         out.sequences = out.sequences[:, start:]
         return out
 
     def behind(self, inputs: Mapping[str, Any], *, copied: bool = True) -> dict[str, Any]:
-        """What `generate` is given for a question of `ask`: among it a cache that keeps it whole.
+        """Return the arguments of `generate` for a question, of which the cache evicts nothing.
 
-        The context is used up where the cache is not copied.
+        If the cache is not `copied`, the context cannot be used again.
         """
-        attachment_of(self.model)  # as long as it is wrapped
+        attachment_of(self.model)  # raises where it is not wrapped any more
         cache = copy.deepcopy(self.cache) if copied else self.cache
         cache.evicts_turns = False
         return {**self._behind(inputs, cache), CACHE: cache}
 
     def append(
-        self, inputs: Given, *, processor: Any = None, prefill_chunk_size: int | None = None
+        self, inputs: Input, *, processor: Any = None, prefill_chunk_size: int | None = None
     ) -> None:
-        """Read on: more pages, more frames, which compete with what is held under the same budget.
+        """Read more pages or frames, which compete with the kept tokens under the same budget.
 
         Args:
-            inputs: as for `ask`, one row for each of the context.
+            inputs: as for `ask`, as many rows as the context has.
             processor: as for `ask`.
             prefill_chunk_size: how many tokens to read at a time; None: all at once.
 
         Raises:
             ValueError: another number of rows, or a text or messages without a processor.
         """
-        more, opened = self._encoded(inputs, processor, ends=False)
-        given = self._behind(more, self.cache)
-        self.cache = _read(self.model, {**given, CACHE: self.cache}, prefill_chunk_size)
-        self.inputs, self.opened = _lasting(given), opened
+        new, opened = self._encoded(inputs, processor, ends=False)
+        arguments = self._behind(new, self.cache)
+        self.cache = _read(self.model, {**arguments, CACHE: self.cache}, prefill_chunk_size)
+        self.inputs, self.opened = _turn_inputs(arguments), opened
 
     def _encoded(
-        self, given: Given, processor: Any, *, ends: bool
+        self, inputs: Input, processor: Any, *, ends: bool
     ) -> tuple[Mapping[str, Any], Opened]:
         processor = self.processor if processor is None else processor
-        return context_texts.encode(given, processor, self.opened, ends=ends)
+        return context_texts.encode(inputs, processor, self.opened, ends=ends)
 
     def __repr__(self) -> str:
         rows, seen = self.inputs["attention_mask"].shape
@@ -159,39 +158,39 @@ class Context:
         return f"Context({what}, {self.cache.plan.describe()})"
 
     def _behind(self, inputs: Mapping[str, Any], cache: CompressedCache) -> dict[str, Any]:
-        """What `generate` is given: all tokens seen with the new ones, and the new pictures."""
-        more = _tensors(inputs, self.model)
-        before, asked = self.inputs, len(more["input_ids"])
-        rows = len(before["input_ids"])
-        if more["input_ids"].shape[1] == 0:
+        """Return the arguments of `generate`: old and new tokens, and the new pictures."""
+        new_inputs = _tensors(inputs, self.model)
+        earlier, n_new = self.inputs, len(new_inputs["input_ids"])
+        rows = len(earlier["input_ids"])
+        if new_inputs["input_ids"].shape[1] == 0:
             raise ValueError("there are no tokens behind the context: give at least one")
-        if rows != asked and (rows != 1 or cache is self.cache):
+        if rows != n_new and (rows != 1 or cache is self.cache):
             raise ValueError(
-                f"{asked} rows behind a context of {rows}: give one row for each of the context's"
+                f"{n_new} rows behind a context of {rows}: give one row for each of the context's"
                 + ("" if cache is self.cache else ", or read one row and ask many questions")
             )
-        grids = [name for name in more if name in GRIDS]
-        if grids and asked > 1:
+        grids = [name for name in new_inputs if name in GRIDS]
+        if grids and n_new > 1:
             raise ValueError(
-                f"{grids[0]} for {asked} rows behind a context of {rows}: with pictures in the "
+                f"{grids[0]} for {n_new} rows behind a context of {rows}: with pictures in the "
                 "question, ask one row at a time"
             )
-        if asked != rows:
-            cache.batch_repeat_interleave(asked)
-            before = {name: torch.cat([x] * asked) for name, x in before.items()}
+        if n_new != rows:
+            cache.batch_repeat_interleave(n_new)
+            earlier = {name: torch.cat([x] * n_new) for name, x in earlier.items()}
         cache.rope_deltas = None  # positions are counted from all tokens and grids
-        given: dict[str, Any] = dict(more)
+        arguments: dict[str, Any] = dict(new_inputs)
         if grids:
-            given |= _features(self.model, given)
-        for name, old in before.items():
+            arguments |= _features(self.model, arguments)
+        for name, old in earlier.items():
             if name in GRIDS:
-                given[name] = torch.cat([old, more[name]]) if name in more else old
+                arguments[name] = torch.cat([old, new_inputs[name]]) if name in new_inputs else old
             else:
-                new = more.get(name)
+                new = new_inputs.get(name)
                 if new is None:
-                    new = old.new_zeros(more["input_ids"].shape)
-                given[name] = torch.cat([old, new], dim=1)
-        return given
+                    new = old.new_zeros(new_inputs["input_ids"].shape)
+                arguments[name] = torch.cat([old, new], dim=1)
+        return arguments
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the context to a safetensors file; `mmkv.load_context` reads it.
@@ -205,17 +204,17 @@ class Context:
 
 
 def read(
-    model: nn.Module, inputs: Given, *, processor: Any = None, prefill_chunk_size: int | None = None
+    model: nn.Module, inputs: Input, *, processor: Any = None, prefill_chunk_size: int | None = None
 ) -> Context:
     """Read a prompt without its question into a compressed cache, to ask about it many times.
 
     Args:
         model: a wrapped model.
         inputs: what its processor returns for the prompt: input_ids [B, N], attention_mask, and
-            pixel values and all else that belongs to pictures; or ids alone, [N] or [B, N]; or a
-            text, several, or chat messages, whose last one, the user's, what follows belongs to.
+            pixel values and the other inputs of pictures; or ids alone, [N] or [B, N]; or a text,
+            several, or chat messages, of which later texts continue the last one, the user's.
         processor: the model's processor or tokenizer, for texts and messages, here and whenever
-            the context is asked; where it has a chat template, a text is a user's message.
+            a question is asked; where it has a chat template, a text is a user's message.
         prefill_chunk_size: how many tokens to read at a time; None: all at once.
 
     Raises:
@@ -224,8 +223,8 @@ def read(
     """
     inner, attachment = unwrap_container(model), attachment_of(model)
     cache = CompressedCache(attachment.parts.config, attachment.plan)
-    given, opened = context_texts.encode(inputs, processor, None, ends=False)
-    context = read_into(cache, inner, given, prefill_chunk_size)
+    encoded, opened = context_texts.encode(inputs, processor, None, ends=False)
+    context = read_into(cache, inner, encoded, prefill_chunk_size)
     context.processor, context.opened = processor, opened
     return context
 
@@ -233,14 +232,14 @@ def read(
 def read_into(
     cache: CompressedCache, model: Any, inputs: Mapping[str, Any], chunk: int | None
 ) -> Context:
-    """As `read`, into an empty cache, which may have a plan of its own."""
+    """Read a prompt into an empty cache, whose plan may differ from the model's; see `read`."""
     if postpone := cache.plan.policy.postpone:
         raise ValueError(
             f"postpone={postpone} waits for generated tokens, and a context is read without any: "
             "wrap the model with postpone=0"
         )
-    given = _tensors(inputs, model)
-    return Context(model, _read(model, {**given, CACHE: cache}, chunk), _lasting(given))
+    tensors = _tensors(inputs, model)
+    return Context(model, _read(model, {**tensors, CACHE: cache}, chunk), _turn_inputs(tensors))
 
 
 def load_context(
@@ -252,13 +251,13 @@ def load_context(
     """Read a context from a file that `Context.save` wrote.
 
     Args:
-        path: the file. Nothing in it is run. File and model may stand in either order.
+        path: the file; no code in it is run. File and model may be given in either order.
         model: the model that read it, wrapped in the same way.
         processor: as for `read`.
 
     Raises:
-        ValueError: no context, or one of another model, policy or budget, or damaged; the message
-            names the file. Or the model's heads are spread over processes.
+        ValueError: the file is no context, is damaged, or is of another model, policy or budget; or
+            the model's heads are spread over processes. The message names the file.
     """
     if isinstance(path, nn.Module):
         path, model = model, path
@@ -269,55 +268,55 @@ def load_context(
     return Context(inner, cache, inputs, processor, Opened(**opened))
 
 
-def _read(model: Any, given: dict[str, Any], chunk: int | None) -> CompressedCache:
-    """The cache of a prompt, or of one with more behind it."""
-    how: Any = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1}
-    how |= {"use_cache": True, "return_dict_in_generate": True, "prefill_chunk_size": chunk}
-    return cache_in(model.generate(**given, **how))
+def _read(model: Any, arguments: dict[str, Any], chunk: int | None) -> CompressedCache:
+    """Run a prompt, or more of it, through the model; return its cache."""
+    options: Any = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"num_beams": 1, "num_return_sequences": 1, "prefill_chunk_size": chunk}
+    return cache_in(model.generate(**arguments, **options, use_cache=True))
 
 
 @torch.no_grad()
-def _features(model: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """What the vision tower makes of new pictures with grids (Qwen), which it is not given then.
+def _features(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the tower's output for new pictures with grids (Qwen), whose pixels are removed.
 
-    Positions need the grids of all pictures seen, the tower those of the new ones.
+    Positions need the grids of all pictures, and the tower needs those of the new ones only.
     """
-    found: dict[str, Any] = {}
+    features: dict[str, Any] = {}
     for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-        if pixels in given:
+        if pixels in inputs:
             encode = getattr(model, f"get_{kind}_features")
-            grid = given[f"{kind}_grid_thw"]
-            found[kind] = encode(given.pop(pixels), grid, return_dict=True)
-    return {"mm_encoder_outputs": found} if found else {}
+            grid = inputs[f"{kind}_grid_thw"]
+            features[kind] = encode(inputs.pop(pixels), grid, return_dict=True)
+    return {"mm_encoder_outputs": features} if features else {}
 
 
 def _tensors(inputs: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    """Model inputs on the model's device, pictures in its type, with a mask."""
-    found = dict(inputs)
-    if isinstance(seconds := found.get(_SECONDS), list):
-        found[_SECONDS] = torch.tensor(seconds)
-    found = {k: x.to(model.device) if isinstance(x, Tensor) else x for k, x in found.items()}
-    # Processors give float32, and not every vision tower makes it the model's type (Llama 4).
-    found |= {k: x.to(model.dtype) for k, x in found.items() if k.startswith("pixel_values")}
-    if "input_ids" not in found:
+    """Return inputs on the model's device, pixels in its dtype, with an attention mask."""
+    tensors = dict(inputs)
+    if isinstance(seconds := tensors.get(_SECONDS), list):
+        tensors[_SECONDS] = torch.tensor(seconds)
+    tensors = {k: x.to(model.device) if isinstance(x, Tensor) else x for k, x in tensors.items()}
+    # Processors return float32, which not every vision tower converts (Llama 4).
+    tensors |= {k: x.to(model.dtype) for k, x in tensors.items() if k.startswith("pixel_values")}
+    if "input_ids" not in tensors:
         raise ValueError(f"there are no input_ids among {sorted(inputs)}")
-    if found["input_ids"].ndim != 2:
-        shape = tuple(found["input_ids"].shape)
+    if tensors["input_ids"].ndim != 2:
+        shape = tuple(tensors["input_ids"].shape)
         raise ValueError(f"input_ids of shape {shape}: expected [B, N]")
-    ids, known = found["input_ids"], model.get_input_embeddings().num_embeddings
-    if bool(((ids < 0) | (ids >= known)).any()):
-        few, many = int(ids.min()), int(ids.max())
-        raise ValueError(f"ids from {few} to {many}: expected 0 to {known - 1}")
-    if "position_ids" in found:
+    ids, n_ids = tensors["input_ids"], model.get_input_embeddings().num_embeddings
+    if bool(((ids < 0) | (ids >= n_ids)).any()):
+        lowest, highest = int(ids.min()), int(ids.max())
+        raise ValueError(f"ids from {lowest} to {highest}: expected 0 to {n_ids - 1}")
+    if "position_ids" in tensors:
         raise ValueError(
             "position_ids: those of a context and of what comes behind it are the model's own, "
             "leave them out"
         )
-    found.setdefault("attention_mask", torch.ones_like(found["input_ids"]))
-    return found
+    tensors.setdefault("attention_mask", torch.ones_like(tensors["input_ids"]))
+    return tensors
 
 
-def _lasting(given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What later turns must be told: all that goes token by token, and grids of pictures."""
-    known = given.keys() & {*TOKENWISE, *GRIDS}
-    return {k: x for k, x in given.items() if k in known and isinstance(x, Tensor)}
+def _turn_inputs(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the inputs that later turns need too: those per token, and grids of pictures."""
+    names = inputs.keys() & {*TOKENWISE, *GRIDS}
+    return {k: x for k, x in inputs.items() if k in names and isinstance(x, Tensor)}

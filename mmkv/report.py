@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer."""
+    """What one layer of a cache keeps."""
 
     layer: int  # its index in the decoder
-    compressed: bool  # False where it is left alone: with a sliding window or linear attention
-    kept: list[list[int]]  # pairs held by each head of each row, groups included; [] if left alone
+    compressed: bool  # False for a layer with a sliding window or linear attention
+    kept: list[list[int]]  # pairs of each head of each row, groups included; [] if not compressed
     nbytes: int  # of its storages
-    # The share of the competing prompt tokens' importance that was kept, mean over rows, without
-    # what groups hold; None where the policy has no attention score.
+    # Share of the competing prompt tokens' importance that was kept, groups not counted, mean over
+    # rows; None where the policy has no attention score.
     retained: float | None
-    # What 8 or 4 bits cost, |x - as read| / |x| over what was kept of the last prompt, mean over
-    # rows; None where nothing is quantised.
+    # Error of 8 or 4 bits, |x - dequantised x| / |x| over the kept pairs of the last prompt, mean
+    # over rows; None where nothing is quantised.
     key_error: float | None = None
     value_error: float | None = None
-    groups: float | None = None  # how many pairs are groups, mean over heads and rows
+    groups: float | None = None  # number of groups, mean over heads and rows
 
     @property
     def mean_kept(self) -> float:
@@ -43,19 +43,19 @@ class CacheReport:
 
     Attributes:
         policy: its name.
-        budget: what was asked for.
+        budget: the budget that was given to `wrap`.
         seen: tokens seen by each row, [B].
         generated: how many of them came after the last prompt.
         layers: one report a layer.
         nbytes: bytes of all storages, empty slots included.
         full_nbytes: bytes that a cache of all tokens seen (padding included) would hold.
         kept_fraction: pairs held over pairs seen, over all compressed layers.
-        prompt_fraction: the same of the prompt alone: of all tokens up to its end, earlier turns
+        prompt_fraction: the same for the tokens up to the end of the last prompt, earlier turns
             and replies among them.
         retained: mean over layers of the retained importance; None where unknown.
-        kv_dtype: what kept pairs are held as; None for the model's own type.
+        kv_dtype: type in which kept pairs are stored; None for the model's type.
         key_error, value_error: means over the compressed layers; None where nothing is quantised.
-        notes: what a reader should know, such as rows that lost nothing.
+        notes: remarks in words, such as on rows of which nothing was evicted.
     """
 
     policy: str
@@ -75,19 +75,19 @@ class CacheReport:
 
     @classmethod
     def of(cls, cache: CacheState) -> CacheReport:
-        """Read a cache; it stays as it is.
+        """Return the report of a cache, which is not changed.
 
         Raises:
-            ValueError: nothing was run through it yet.
+            ValueError: no prompt was run through the cache yet.
         """
         prompt, layers = cache.prompt, []
         if prompt is None:
             raise ValueError("nothing is kept yet: run a prompt through the wrapped model first")
-        full, compressed = 0, {id(x): x for x in cache.compressed}
+        full_nbytes, compressed = 0, {id(x): x for x in cache.compressed}
         merge = cache.plan.policy.merge
         weighted = merge is not None and merge.weighted
-        for i, (other, held) in enumerate(zip(cache.layers, cache.layer_nbytes, strict=True)):
-            if x := compressed.get(id(other)):
+        for i, (layer, nbytes) in enumerate(zip(cache.layers, cache.layer_nbytes, strict=True)):
+            if x := compressed.get(id(layer)):
                 state = x.keeping()
                 counts = state.counts().tolist()
                 share = None if state.retained is None else float(state.retained.mean())
@@ -95,19 +95,19 @@ class CacheReport:
                 groups = None
                 if weighted:
                     groups = float((cache.groups(i)[0] > 0).sum(-1).float().mean())
-                layers.append(LayerReport(i, True, counts, held, share, *errors, groups=groups))
+                layers.append(LayerReport(i, True, counts, nbytes, share, *errors, groups=groups))
                 block = state.blocks[0]
                 width = (block.keys.shape[-1] + block.values.shape[-1]) * block.keys.dtype.itemsize
-                full += state.batch * state.heads * x.seen * width
+                full_nbytes += state.batch * state.heads * x.seen * width
             else:
-                full += held
-                layers.append(LayerReport(i, False, [], held, None))
+                full_nbytes += nbytes
+                layers.append(LayerReport(i, False, [], nbytes, None))
         generated = cache.compressed[0].seen - prompt.valid.shape[1]
         seen = [n + generated for n in cache.lengths]
         heads = cache.compressed[0].keeping().heads
         pairs = sum(n for x in layers for row in x.kept for n in row)
-        each, end = heads * len(cache.compressed), prompt.valid.shape[1]
-        early = sum(int(x.keeping().counts(end).sum()) for x in cache.compressed)
+        n_heads, prompt_end = heads * len(cache.compressed), prompt.valid.shape[1]
+        prompt_pairs = sum(int(x.keeping().counts(prompt_end).sum()) for x in cache.compressed)
         return cls(
             policy=cache.plan.policy.name,
             budget=cache.plan.budget,
@@ -115,9 +115,9 @@ class CacheReport:
             generated=generated,
             layers=layers,
             nbytes=cache.nbytes,
-            full_nbytes=full,
-            kept_fraction=pairs / (sum(seen) * each),
-            prompt_fraction=early / (sum(cache.lengths) * each),
+            full_nbytes=full_nbytes,
+            kept_fraction=pairs / (sum(seen) * n_heads),
+            prompt_fraction=prompt_pairs / (sum(cache.lengths) * n_heads),
             retained=mean_known(x.retained for x in layers),
             kv_dtype=cache.plan.kv_dtype,
             key_error=mean_known(x.key_error for x in layers),
@@ -126,11 +126,11 @@ class CacheReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
+        """Return plain data, ready for JSON."""
         return dataclasses.asdict(self)
 
     def __rich__(self) -> Table:
-        """A table for the terminal; it has no columns of what is unknown."""
+        """Return a table for the terminal, without columns of which all values are unknown."""
 
         def figures(x: LayerReport | CacheReport) -> dict[str, str]:
             errors = [f"{e:.2%}" for e in (x.key_error, x.value_error) if e is not None]
@@ -160,16 +160,16 @@ class CacheReport:
 
     @property
     def headline(self) -> str:
-        """The share of the prompt that is kept, and what is held of the tokens generated since."""
-        held = "" if self.kv_dtype is None else f" in {self.kv_dtype}"
-        kept = f"{self.prompt_fraction:.1%} of the prompt kept{held}"
+        """Share of the prompt that is kept, and how many generated tokens are, as text."""
+        dtype = "" if self.kv_dtype is None else f" in {self.kv_dtype}"
+        kept = f"{self.prompt_fraction:.1%} of the prompt kept{dtype}"
         if not self.generated:
             return kept
         seen, rows = sum(self.seen), len(self.seen)
         prompt = self.prompt_fraction * (seen - rows * self.generated)
-        beside = f"{(self.kept_fraction * seen - prompt) / rows:.1f}".removesuffix(".0")
-        of = "" if beside == str(self.generated) else f"{beside} of "
-        return f"{kept}, {of}{self.generated} generated tokens beside it"
+        n_generated = f"{(self.kept_fraction * seen - prompt) / rows:.1f}".removesuffix(".0")
+        fraction = "" if n_generated == str(self.generated) else f"{n_generated} of "
+        return f"{kept}, {fraction}{self.generated} generated tokens beside it"
 
 
 _LEGEND = (
@@ -179,7 +179,7 @@ _LEGEND = (
 
 
 def mean_known(numbers: Iterable[float | None]) -> float | None:
-    """Their mean without the unknown ones; None where none is known."""
+    """Return the mean of the known numbers; None where none is known."""
     known = [x for x in numbers if x is not None]
     return sum(known) / len(known) if known else None
 
@@ -190,23 +190,23 @@ def _notes(cache: CacheState) -> list[str]:
     if cache.plan.keeps_everything:
         return ["the full cache: nothing is evicted"]
     if cache.postpones:
-        waits = f"{cache.due} of postpone={policy.postpone} generated tokens"
-        return [f"held whole: {waits} are to come before it is evicted"]
+        progress = f"{cache.due} of postpone={policy.postpone} generated tokens"
+        return [f"held whole: {progress} are to come before it is evicted"]
     notes = list[str]()
-    plan, whole = cache.plan, 0
-    asked = f"budget {plan.budget}" if plan.budget else f"retention {policy.retention}"
+    plan, n_whole = cache.plan, 0
+    setting = f"budget {plan.budget}" if plan.budget else f"retention {policy.retention}"
     for row, length in enumerate(cache.lengths):
         sizes = [x.keeping().sizes[row] for x in cache.compressed]
         raised = plan.raised(length, len(sizes), sum(sizes))
         if all(n == length for n in sizes):
-            whole += 1
+            n_whole += 1
             why = f"window {policy.window_size}, " if policy.window_size else ""
             why += f"least={policy.least}, " if raised else ""
-            notes.append(f"row {row} lost nothing: {length} prompt tokens, {why}{asked}")
+            notes.append(f"row {row} lost nothing: {length} prompt tokens, {why}{setting}")
         elif raised:
             kept = f"least={policy.least} keeps {policy.least} of {length} tokens"
-            notes.append(f"row {row}: {kept}, more than {asked}")
-    if policy.merge is not None and policy.merge.weighted and whole < len(cache.lengths):
+            notes.append(f"row {row}: {kept}, more than {setting}")
+    if policy.merge is not None and policy.merge.weighted and n_whole < len(cache.lengths):
         notes.append(
             "tokens that are not kept as they are stand in weighted groups, which retained "
             "importance leaves out"
@@ -215,12 +215,12 @@ def _notes(cache: CacheState) -> list[str]:
     if competed and (policy.decode.every or policy.postpone):
         notes.append("generated tokens count as prompt once they have competed")
     if (sampling := cache.plan.sampling) is not None:
-        named = f"task {cache.plan.task!r}: " if cache.plan.task else ""
+        task = f"task {cache.plan.task!r}: " if cache.plan.task else ""
         learned, n = sampling.known(cache.plan.task), sampling.samples
         notes.append(
-            f"{named}learning layer sizes, {learned} of {n} requests so far"
+            f"{task}learning layer sizes, {learned} of {n} requests so far"
             if cache.plan.learned is None
-            else f"{named}the mean layer sizes of {n} requests"
+            else f"{task}the mean layer sizes of {n} requests"
         )
     if policy.heads.without_profile:
         notes.append(policy.heads.without_profile.format(policy=policy.name))

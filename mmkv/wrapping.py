@@ -39,8 +39,8 @@ EQUAL_HEADS = (
     "and need the whole prompt: heads='retrieval' finds them, and mmkv.check measures what a "
     "policy costs (docs/quality)"
 )
-# Policies that this process was told of: researchers wrap hundreds of times.
-_told = set[str]()
+# Policies whose notice was logged: once a process, as researchers wrap hundreds of times.
+_logged_policies = set[str]()
 _comparing = ContextVar("mmkv_comparing", default=False)
 
 
@@ -64,7 +64,7 @@ def wrap(
         budget: what is kept. A float in (0, 1] is the fraction of the prompt's key-value pairs,
             averaged over layers and heads; 1.0 keeps everything, in decoding too. An int is the
             mean number of tokens per layer and head. NumPy's numbers, `Fraction` and `Decimal` are
-            read alike.
+            accepted too.
         profile: measured by `mmkv.calibrate`, or a file of it. Kept fractions replace the policy's
             layer sizes and give the budget where none is named; cost curves and visual scores
             replace layer and head sizes. None: policies with heads="retrieval", "calibrated" or
@@ -83,21 +83,21 @@ def wrap(
 
     Raises:
         ValueError: an unsupported model, an unknown policy or option, a budget out of range, a
-            profile of another model or budget, or a model that is wrapped already. Nothing is
-            changed then.
+            profile of another model or budget, or a model that is wrapped already. The model
+            is not changed then.
     """
-    given, model = model, unwrap_container(model)
+    outer, model = model, unwrap_container(model)
     kind = type(model).__name__
     if is_wrapped(model):
-        how = attachment_of(model).plan.describe()
-        raise ValueError(f"this {kind} is wrapped already ({how}): call mmkv.unwrap(model) first")
+        label = attachment_of(model).plan.describe()
+        raise ValueError(f"this {kind} is wrapped already ({label}): call mmkv.unwrap(model) first")
     if isinstance(policy, Policy) and policy_options:
         raise ValueError(
             f"options {sorted(policy_options)} were given beside a Policy object: "
             "give them to the policy, or name it by a string"
         )
     chosen = policy if isinstance(policy, Policy) else get_policy(policy, **policy_options)
-    parts = adapters.find(given)
+    parts = adapters.find(outer)
     if attention.is_view(parts.config):
         raise ValueError(
             f"the decoder of this {kind} is wrapped already, as a part of another model: "
@@ -109,8 +109,8 @@ def wrap(
             f"attn_implementation={base!r} is not supported: load the model with one of "
             f"{', '.join(attention.NAMES)}"
         )
-    more: Any = {"kv_dtype": kv_dtype, "evict_chunks": evict_chunks, "graph": graph}
-    plan, compressed = planned(model, parts, chosen, budget, profile=profile, **more)
+    options: Any = {"kv_dtype": kv_dtype, "evict_chunks": evict_chunks, "graph": graph}
+    plan, compressed = planned(model, parts, chosen, budget, profile=profile, **options)
     attachment = Attachment(model, parts, plan, compressed)
     attachment.attach()
     vars(model)["_mmkv"] = attachment
@@ -119,14 +119,14 @@ def wrap(
     except BaseException:
         unwrap(model)
         raise
-    return given
+    return outer
 
 
 def probe(model: nn.Module) -> profiles.Profile:
     """Measure which heads of a model look things up, in one pass over random tokens.
 
-    What heads="retrieval" goes by, see `mmkv.attach.copy_probe`; `wrap` does it by itself and keeps
-    the result. The model stays as it is.
+    heads="retrieval" sizes heads by the result, see `mmkv.attach.copy_probe`; `wrap` measures and
+    saves it by itself. The model is not changed.
 
     Args:
         model: wrapped or not, with its weights, in eval mode.
@@ -154,10 +154,10 @@ def planned(
     evict_chunks: bool = False,
     graph: bool = True,
 ) -> tuple[CacheConfig, tuple[int, ...]]:
-    """What caches work by, and which layers are compressed; arguments as of `wrap`."""
+    """Return the configuration of caches and the compressed layers' indices; see `wrap`."""
     kind = type(model).__name__
-    everywhere = CompressedCache(parts.config, CacheConfig(chosen, None)).layers
-    compressed = tuple(i for i, x in enumerate(everywhere) if isinstance(x, CompressedLayer))
+    layers = CompressedCache(parts.config, CacheConfig(chosen, None)).layers
+    compressed = tuple(i for i, x in enumerate(layers) if isinstance(x, CompressedLayer))
     n_layers = len(compressed)
     if n_layers == 0:
         window = getattr(parts.config, "sliding_window", None)
@@ -165,10 +165,10 @@ def planned(
             f"every layer of this {kind} has a sliding window (sliding_window={window}) or linear "
             "attention, and keeps its own cache small: there is nothing to compress"
         )
-    if chosen.score.repeats and n_layers < len(everywhere):
+    if chosen.score.repeats and n_layers < len(layers):
         raise ValueError(
             f"score={chosen.score.name!r} feeds the prompt again to layers that still hold it, and "
-            f"{len(everywhere) - n_layers} of {len(everywhere)} layers of this {kind} have a "
+            f"{len(layers) - n_layers} of {len(layers)} layers of this {kind} have a "
             "sliding window or linear attention: use another score"
         )
     if chosen.score.repeats and not hasattr(parts.decoder, "rotary_emb"):
@@ -176,37 +176,37 @@ def planned(
             f"score={chosen.score.name!r} feeds the prompt again behind its end, where this {kind} "
             "soon has no positions left: use another score"
         )
-    fractions, known = None, None
+    fractions, measured = None, None
     if profile is not None:
-        known = profiles.read(profile, parts.config, n_layers, budget)
+        measured = profiles.read(profile, parts.config, n_layers, budget)
     elif chosen.heads.profile and isinstance(chosen.layers, UniformLayers):
-        known = profiles.own(model, chosen.heads.profile)
-        if known is None and chosen.heads.without_profile:
-            _say_once(chosen, chosen.heads.without_profile)
-    if known is None:
+        measured = profiles.own(model, chosen.heads.profile)
+        if measured is None and chosen.heads.without_profile:
+            _log_once(chosen, chosen.heads.without_profile)
+    if measured is None:
         pass
-    elif known.curves is not None:
-        chosen = sized(chosen, known.curves, compressed)
-    elif known.visual is not None:
-        chosen = sized_by_pictures(chosen, known.visual, compressed)
-    elif known.retrieval is not None:
-        chosen = sized_by_copying(chosen, known.retrieval, compressed)
+    elif measured.curves is not None:
+        chosen = sized(chosen, measured.curves, compressed)
+    elif measured.visual is not None:
+        chosen = sized_by_pictures(chosen, measured.visual, compressed)
+    elif measured.retrieval is not None:
+        chosen = sized_by_copying(chosen, measured.retrieval, compressed)
     else:
         if chosen.heads.is_global:
             raise ValueError(
                 f"profile={str(profile)!r} gives layer sizes, and heads={chosen.heads.name!r} "
                 "finds them for itself: leave out one of the two"
             )
-        fractions, budget = known.fractions, known.budget if budget is None else budget
-    kept = budgets.checked(chosen, budget)
-    if not token_masks.keeps_everything(chosen, kept):
+        fractions, budget = measured.fractions, measured.budget if budget is None else budget
+    checked_budget = budgets.checked(chosen, budget)
+    if not token_masks.keeps_everything(chosen, checked_budget):
         _check_spread(parts, chosen, sized=fractions is not None)
     if chosen.protect is not None and not parts.image_token_ids:
         raise ValueError(
             "protect='instruction' keeps the prompt's text and lets image tokens compete; "
             f"{kind} has no image tokens: use protect='none'"
         )
-    if chosen.layers.learns and known is not None:
+    if chosen.layers.learns and measured is not None:
         raise ValueError(
             f"profile={str(profile)!r} gives layer sizes, and allocation='sampled' learns them: "
             "leave out one of the two"
@@ -219,23 +219,23 @@ def planned(
     inv_freq = parts.rotary_frequencies() if chosen.reposition else None
     if kv_dtype is not None:
         quantize.check(kv_dtype, adapters.head_dim(parts.config))
-    learning = SampledSizes(chosen.layers.learns) if chosen.layers.learns else None
-    sizes = kept, fractions, inv_freq, kv_dtype, evict_chunks
-    made = CacheConfig(chosen, *sizes, graph=graph and parts.ranks == 1, sampling=learning)
-    exact = made.keeps_everything or made.waits_for_probe
-    # Equal heads serve few language models. Of visual heads more was said.
-    said = exact or chosen.heads.without_profile or profiles.beside(model) is not None
-    if known is None and chosen.heads.equal and not said:
-        _say_once(chosen, EQUAL_HEADS)
-    return made, compressed
+    sampling = SampledSizes(chosen.layers.learns) if chosen.layers.learns else None
+    fields = checked_budget, fractions, inv_freq, kv_dtype, evict_chunks
+    config = CacheConfig(chosen, *fields, graph=graph and parts.ranks == 1, sampling=sampling)
+    exact = config.keeps_everything or config.waits_for_probe
+    # Equal heads suit few language models. Other policies had a more exact notice above.
+    explained = exact or chosen.heads.without_profile or profiles.beside(model) is not None
+    if measured is None and chosen.heads.equal and not explained:
+        _log_once(chosen, EQUAL_HEADS)
+    return config, compressed
 
 
 def _check_spread(parts: adapters.Adapter, policy: Policy, *, sized: bool) -> None:
-    """Refuse what cannot be decided by a part of the heads (tensor parallelism).
+    """Refuse a policy that compares heads of different processes (tensor parallelism).
 
-    Each process sees its own key-value heads, and chooses what these keep. A policy that compares
-    heads would choose otherwise in each process, and than in one. Where layers are `sized` before,
-    its `layers` part is not asked.
+    Each process has some of the key-value heads and selects tokens for these alone, so such a
+    policy would select differently in each process. `sized` says that a profile gives the layer
+    sizes, so that the policy's `layers` part is not used.
     """
     if parts.ranks == 1:
         return
@@ -265,16 +265,16 @@ def _check_spread(parts: adapters.Adapter, policy: Policy, *, sized: bool) -> No
     )
 
 
-def _say_once(policy: Policy, text: str) -> None:
-    """One line of the log for a process and policy, and none where policies are compared."""
-    if policy.name not in _told and not _comparing.get():
-        _told.add(policy.name)
+def _log_once(policy: Policy, text: str) -> None:
+    """Log a notice once for a process and policy; not where policies are compared."""
+    if policy.name not in _logged_policies and not _comparing.get():
+        _logged_policies.add(policy.name)
         logger.warning("%s", text.format(policy=policy.name))
 
 
 @contextmanager
 def comparing() -> Generator[None]:
-    """Policies are compared on purpose in this block: nothing is said of their equal heads."""
+    """Log no notice about equal heads in this block, which compares policies on purpose."""
     token = _comparing.set(True)
     try:
         yield
@@ -301,7 +301,7 @@ def unwrap(model: M) -> M:
 
 @contextmanager
 def wrapped(model: M, *args: Any, **kwargs: Any) -> Generator[M]:
-    """`wrap` for the length of a `with` block; takes the same arguments."""
+    """Wrap a model within a `with` block; takes the arguments of `wrap`."""
     wrap(model, *args, **kwargs)
     try:
         yield model
@@ -310,5 +310,5 @@ def wrapped(model: M, *args: Any, **kwargs: Any) -> Generator[M]:
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Whether `wrap` was called on this very model, or on what stands around it."""
+    """Return whether `wrap` was called on this model, or on a container around it."""
     return "_mmkv" in vars(unwrap_container(model))

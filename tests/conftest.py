@@ -35,7 +35,7 @@ def nothing_imported_is_collected() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def told_of_equal_heads() -> None:
     """`wrap` says it once a process: no test's log has it because it ran first."""
-    wrapping._told.update(registry.list_policies())
+    wrapping._logged_policies.update(registry.list_policies())
 
 
 @pytest.fixture

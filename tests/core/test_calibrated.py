@@ -156,7 +156,7 @@ class TestEqualHeads:
 
     @pytest.fixture(autouse=True)
     def untold(self, monkeypatch):
-        monkeypatch.setattr(wrapping, "_told", set())
+        monkeypatch.setattr(wrapping, "_logged_policies", set())
 
     def said(self, caplog, model, policy, budget=0.5, **options):
         caplog.clear()

@@ -107,7 +107,7 @@ def test_sizes_are_proportional_below_what_there_is(weights, share, most):
 
 
 def test_without_a_profile_heads_are_equal_and_it_is_said(caplog, monkeypatch):
-    monkeypatch.setattr(wrapping, "_told", set())
+    monkeypatch.setattr(wrapping, "_logged_policies", set())
     model, inputs = make_model("llava-llama"), make_inputs("llava-llama", (60,))
     found = []
     for policy in ("snapkv", "sparsemm"):
