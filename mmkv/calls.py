@@ -1,7 +1,7 @@
-"""How a model is called: what may stand around it, and the name of the argument for its cache.
+"""Find a model inside its containers, and the name of its argument for the cache.
 
-Both change with other libraries alone. This file needs none of the others: it is loaded by itself
-beside older releases of transformers.
+Both depend on other libraries alone. This file imports no other file of mmkv: it is also loaded by
+itself, beside older releases of transformers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from transformers.generation.utils import GenerationMixin
 
-# By class name: where they keep the model. A subclass counts as its base.
+# Attribute or method that returns the model, by class name; a subclass counts as its base.
 AROUND: dict[str, str] = {
     "DataParallel": "module",
     "DistributedDataParallel": "module",
@@ -27,26 +27,26 @@ _PEFT_REFUSED = {"CARTRIDGE": "a cartridge", "PREFIX_TUNING": "prefix tuning"}
 
 
 def unwrap_container(model: Any) -> Any:
-    """The model inside what stands around it, or itself; refuse what is no model."""
+    """Return the model inside its containers, or the model itself; refuse other objects."""
     while isinstance(model, nn.Module):
-        if (inside := _inside(model)) is None:
+        if (inner := _inside(model)) is None:
             return model
-        model = inside
+        model = inner
     raise ValueError(_no_model(model))
 
 
 def _inside(model: nn.Module) -> Any:
-    """What `model` stands around; None where it is a model of its own."""
+    """Return the model inside one container; None if `model` is no container."""
     names = [cls.__name__ for cls in type(model).__mro__]
-    where = next((AROUND[n] for n in names if n in AROUND), None)
-    if where is None:
+    attribute = next((AROUND[n] for n in names if n in AROUND), None)
+    if attribute is None:
         return None
-    inside = getattr(model, where)
-    return inside if isinstance(inside, nn.Module) else inside()
+    inner = getattr(model, attribute)
+    return inner if isinstance(inner, nn.Module) else inner()
 
 
 def check_container(model: nn.Module) -> None:
-    """Refuse what changes the cache on its way between the caller and the model."""
+    """Refuse containers that change the cache between the caller and the model."""
     outer: Any = model
     while outer is not None:
         name = type(outer).__name__
@@ -64,29 +64,29 @@ def check_container(model: nn.Module) -> None:
         outer = _inside(outer)
 
 
-def _no_model(given: Any) -> str:
-    """Why it cannot be wrapped, and what to call instead."""
+def _no_model(value: Any) -> str:
+    """Return why an object cannot be wrapped, and what to call instead."""
     loading = "model = AutoModelForCausalLM.from_pretrained(...), then mmkv.wrap(model, ...)"
-    if isinstance(given, str | os.PathLike):
-        return f"mmkv takes a loaded model, not the path or name {os.fspath(given)!r}: {loading}"
-    if isinstance(given, type):
-        return f"mmkv takes a loaded model, not the class {given.__name__}: {loading}"
-    name = type(given).__name__
-    if isinstance(getattr(given, "model", None), nn.Module):
+    if isinstance(value, str | os.PathLike):
+        return f"mmkv takes a loaded model, not the path or name {os.fspath(value)!r}: {loading}"
+    if isinstance(value, type):
+        return f"mmkv takes a loaded model, not the class {value.__name__}: {loading}"
+    name = type(value).__name__
+    if isinstance(getattr(value, "model", None), nn.Module):
         return (
             f"mmkv takes a model, not the {name} around it: call mmkv.wrap(x.model, ...) on its "
             "model; it then generates with the compressed cache"
         )
-    if isinstance(given, tuple) and any(isinstance(x, nn.Module) for x in given):
+    if isinstance(value, tuple) and any(isinstance(x, nn.Module) for x in value):
         return "mmkv takes the model alone: model, processor = ..., then mmkv.wrap(model, ...)"
     a = "an" if name[0].lower() in "aeiou" else "a"
-    what = "None" if given is None else f"{a} {name}"
+    what = "None" if value is None else f"{a} {name}"
     return f"mmkv takes a loaded model, not {what}: {loading}"
 
 
-# What transformers calls a cache: the second up to 5.23, the first from 5.24. Releases with the new
-# name rename the old argument, with a warning, where a function begins: a hook still sees what the
-# caller wrote. Models that are not of transformers may know one name alone.
+# Names of the cache in transformers: the second up to 5.23, the first from 5.24. From 5.24 on, the
+# old argument is renamed, with a warning, at the start of a function: a hook still sees what the
+# caller wrote. Models that are not of transformers may accept only one name.
 _NAMES = ("cache", "past_key_values")
 
 
@@ -96,20 +96,20 @@ def _name(kind: type[Any], method: str = "forward") -> str | None:
     return next((name for name in _NAMES if name in accepted), None)
 
 
-# In the arguments of `generate` and of its methods, and in what models return.
+# The name in arguments of `generate` and of its methods, and in outputs of models.
 CACHE = _name(GenerationMixin, "prepare_inputs_for_generation") or _NAMES[0]
 
 
-def passing(module: nn.Module, held: Any) -> dict[str, Any]:
-    """A cache as the argument by which this model or decoder takes it."""
-    return {_name(type(module)) or CACHE: held}
+def passing(module: nn.Module, kv_cache: Any) -> dict[str, Any]:
+    """Return the cache as a keyword argument of this model or decoder."""
+    return {_name(type(module)) or CACHE: kv_cache}
 
 
 def without(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a call but for the cache."""
+    """Return the arguments of a call without the cache."""
     return {name: x for name, x in arguments.items() if name not in _NAMES}
 
 
-def cache_in(found: Mapping[str, Any]) -> Any:
-    """The cache among a call's arguments, or in what a model returned; None: there is none."""
-    return next((found[name] for name in _NAMES if name in found), None)
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache in a call's arguments or in a model's output; None if there is none."""
+    return next((arguments[name] for name in _NAMES if name in arguments), None)

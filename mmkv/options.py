@@ -1,4 +1,4 @@
-"""Options that several commands take, with one help text each."""
+"""Command-line options that several commands share, with one help text each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmkv.terminal import told
 
 @told
 def _plugins(files: list[Path] | None) -> list[Path] | None:
-    """Run them now: a command may ask for what they register."""
+    """Load plugin files at once: later options may name policies that they register."""
     for file in files or []:
         from mmkv.registry import load_plugin
 

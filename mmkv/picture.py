@@ -1,4 +1,4 @@
-"""Pictures: how large a processor makes them, which patches a cache still holds, and a figure.
+"""Pictures: their size after an image processor, the kept shares of their patches, and a figure.
 
 Shape letters as in `mmkv.scores`; P is the number of pictures of a prompt.
 """
@@ -24,8 +24,8 @@ Shares = NDArray[np.float32]
 # Suffixes of the files that figures are written to.
 FORMATS = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".pdf", ".svg")
 # Pixels that an image processor may scale a picture to; in float32, 200 MB.
-_MOST_MADE = 2**24
-# A patch no head holds keeps this much of its light and colour.
+_MAX_PIXELS = 2**24
+# Share of light and colour that a patch keeps which no head keeps.
 _DIM = 0.2
 _SHADE = np.array([34.0, 38.0, 48.0])
 _INK, _QUIET, _LINE = "#22262e", "#6b7280", "#ffffff"
@@ -38,31 +38,31 @@ def check_format(path: str | os.PathLike[str]) -> None:
 
 
 def resized(size: tuple[int, int], processor: Any) -> tuple[int, int] | None:
-    """Width and height to which an image processor scales a picture; None: bounded, or not known.
+    """Return width and height to which an image processor scales a picture; None: bounded, unknown.
 
-    Only what scales the shorter side to a length of its own makes a strip longer without bound.
+    Only processors that scale the shorter side to a fixed length enlarge strips without bound.
     """
-    wanted = dict(getattr(processor, "size", None) or {})
-    side = wanted.get("shortest_edge")
-    if side is None or wanted.get("longest_edge") is not None:
+    size_options = dict(getattr(processor, "size", None) or {})
+    side = size_options.get("shortest_edge")
+    if side is None or size_options.get("longest_edge") is not None:
         return None
     short = min(size)
     return int(side * size[0] / short), int(side * size[1] / short)
 
 
 def check_size(picture: Image.Image, processor: Any) -> None:
-    """Refuse a picture of which an image processor would make far more pixels."""
-    made = resized(picture.size, processor)
-    if made is not None and made[0] * made[1] > _MOST_MADE:
+    """Refuse a picture that an image processor would scale to too many pixels."""
+    scaled = resized(picture.size, processor)
+    if scaled is not None and scaled[0] * scaled[1] > _MAX_PIXELS:
         width, height = picture.size
         raise ValueError(
             f"a picture of {width} x {height} pixels, which the model's image processor would "
-            f"scale to {made[0]} x {made[1]}: give one whose sides differ less"
+            f"scale to {scaled[0]} x {scaled[1]}: give one whose sides differ less"
         )
 
 
 def patch_grid(image_tokens: int, pictures: int) -> tuple[int, int]:
-    """Rows and columns of the patches of a picture, for models with one square grid a picture."""
+    """Return rows and columns of a picture's patches, for models with one square grid each."""
     per_picture, rest = divmod(image_tokens, pictures) if pictures else (0, image_tokens)
     side = math.isqrt(per_picture)
     if rest or not per_picture or side * side != per_picture:
@@ -74,21 +74,21 @@ def patch_grid(image_tokens: int, pictures: int) -> tuple[int, int]:
 
 
 def kept_patches(shares: Tensor, image: Tensor, pictures: int) -> Shares:
-    """How much of each patch is held, mean over heads: float32 [P, rows, cols] in [0, 1].
+    """Return the kept share of each patch, mean over heads: float32 [P, rows, cols] in [0, 1].
 
-    The shares [H, T] are a row of `cache.shares(layer)`; `image` [N] is True for image tokens,
-    which come from P pictures, one after the other.
+    `shares` [H, T] is a row of `cache.shares(layer)`; `image` [N] is True for image tokens, which
+    belong to P pictures, in order.
     """
-    places = image.nonzero()[:, 0]
-    grid = patch_grid(len(places), pictures)
-    held = shares.to(places.device).mean(dim=0)[places]
-    return held.view(pictures, *grid).cpu().numpy()
+    tokens = image.nonzero()[:, 0]
+    grid = patch_grid(len(tokens), pictures)
+    patches = shares.to(tokens.device).mean(dim=0)[tokens]
+    return patches.view(pictures, *grid).cpu().numpy()
 
 
 def as_seen(picture: Image.Image, pixels: Any, processor: Any) -> Image.Image:
-    """The part of a picture that the model sees, as sharp as the original where that is possible.
+    """Return the part of a picture that the model sees, as sharp as the original if possible.
 
-    It is RGB, and `pixels` [3, height, width] are what the image processor made of it.
+    It is RGB; `pixels` [3, height, width] are the image processor's output.
     """
     mean, std = (np.reshape(getattr(processor, f"image_{x}"), (3, 1, 1)) for x in ("mean", "std"))
     rgb = np.clip(np.asarray(pixels, dtype=np.float64) * std + mean, 0, 1).transpose(1, 2, 0) * 255
@@ -98,7 +98,7 @@ def as_seen(picture: Image.Image, pixels: Any, processor: Any) -> Image.Image:
     left, top = (width - side) // 2, (height - side) // 2
     for candidate in (picture, picture.crop((left, top, left + side, top + side))):
         small = np.asarray(candidate.resize(seen.size, Image.Resampling.BICUBIC), dtype=np.float64)
-        if np.abs(small - rgb).mean() < 6:  # of 255: the same view, but for rounding
+        if np.abs(small - rgb).mean() < 6:  # of 255: the same part, up to rounding
             longest = max(256, *seen.size)
             return candidate.resize((longest, longest * seen.height // seen.width))
     return seen
@@ -112,8 +112,8 @@ def save(
 ) -> None:
     """Write the picture once for each layer, evicted patches darkened, and the mean over layers.
 
-    It is RGB, what the model sees; the layers have what `kept_patches` gives of it. The suffix
-    gives the format; missing folders are made.
+    `picture` is RGB, as the model sees it; `layers` has the shares of `kept_patches` by layer. The
+    suffix gives the format; missing folders are made.
     """
     from matplotlib.figure import Figure
 
@@ -145,21 +145,21 @@ def save(
     for i, (layer, shares) in enumerate(layers, start=1):
         axis = panel(i, f"layer {layer}: {shares.sum():.0f} of {shares.size}")
         axis.imshow(_lit(picture, shares))
-        # A thin line around what is kept: a dark object stays apart from a dark patch.
-        held = np.pad(_spread(shares > 0, picture), 1)
-        x, y = np.arange(held.shape[1]) - 1, np.arange(held.shape[0]) - 1
-        axis.contour(x, y, held, levels=[0.5], colors=_LINE, linewidths=0.8, alpha=0.85)
+        # A thin line around kept patches, as dark objects look like darkened patches.
+        outline = np.pad(_spread(shares > 0, picture), 1)
+        x, y = np.arange(outline.shape[1]) - 1, np.arange(outline.shape[0]) - 1
+        axis.contour(x, y, outline, levels=[0.5], colors=_LINE, linewidths=0.8, alpha=0.85)
 
     mean = np.mean([shares for _, shares in layers], axis=0)
     extent = (-0.5, picture.width - 0.5, picture.height - 0.5, -0.5)
     axis = panel(panels - 1, f"all layers: {mean.mean():.0%} kept")
-    shown = axis.imshow(mean, cmap="cividis", vmin=0, vmax=1, extent=extent)
-    beside = axis.inset_axes((0, -0.05, 1, 0.03))
-    bar = figure.colorbar(shown, cax=beside, orientation="horizontal", ticks=[0.02, 0.98])
+    heatmap = axis.imshow(mean, cmap="cividis", vmin=0, vmax=1, extent=extent)
+    scale = axis.inset_axes((0, -0.05, 1, 0.03))
+    bar = figure.colorbar(heatmap, cax=scale, orientation="horizontal", ticks=[0.02, 0.98])
     bar.outline.set_visible(False)  # type: ignore[operator]
-    beside.set_xticklabels(["in no layer and head", "in all"])
-    beside.tick_params(labelsize=7, labelcolor=_QUIET, length=0, pad=2)
-    for label, side in zip(beside.get_xticklabels(), ("left", "right"), strict=True):
+    scale.set_xticklabels(["in no layer and head", "in all"])
+    scale.tick_params(labelsize=7, labelcolor=_QUIET, length=0, pad=2)
+    for label, side in zip(scale.get_xticklabels(), ("left", "right"), strict=True):
         label.set_horizontalalignment(side)
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ def save(
 
 
 def _lit(picture: Image.Image, shares: Shares) -> NDArray[np.uint8]:
-    """The picture, each patch as bright as the share of heads that hold it."""
+    """Return the picture, each patch as bright as the share of heads that keep it."""
     rgb = np.asarray(picture, dtype=np.float64)
     light = _spread(shares, picture)[:, :, None]
     dark = _DIM * rgb + (1 - _DIM) * _SHADE
@@ -175,7 +175,7 @@ def _lit(picture: Image.Image, shares: Shares) -> NDArray[np.uint8]:
 
 
 def _spread(shares: NDArray[Any], picture: Image.Image) -> NDArray[Any]:
-    """[rows, cols] to [height, width], each patch its own rectangle."""
+    """Enlarge [rows, cols] to the picture's [height, width]."""
     rows, cols = shares.shape
     y = np.arange(picture.height) * rows // picture.height
     x = np.arange(picture.width) * cols // picture.width

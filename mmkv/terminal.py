@@ -1,4 +1,4 @@
-"""What all commands share: the console, errors of one line, and tables that fit the terminal."""
+"""Shared by all commands: the console, errors of one line, tables that fit the terminal."""
 
 from __future__ import annotations
 
@@ -27,62 +27,62 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Between two lines of progress in a pipe.
-_SECONDS = 10.0
-# Columns where no terminal says its own: in a file, lines are found by grep, not by eye.
+# Seconds between two lines of progress in a pipe.
+_PROGRESS_INTERVAL = 10.0
+# Columns where there is no terminal: lines of a file are long, for grep.
 _FILE_WIDTH = 200
-# Operating system errors that say that a path, a port or a device was wrong.
+# Operating system errors for a wrong path, port or device.
 _NO_FOLDER = (IsADirectoryError, NotADirectoryError)
 _WRONG_USE = (FileNotFoundError, FileExistsError, PermissionError, *_NO_FOLDER)
 _TRACEBACK = "MMKV_TRACEBACK"
 
 
 def console() -> Console:
-    """Standard output, as wide as the terminal that a pipe's reader looks at."""
+    """Return the console of standard output, as wide as the terminal that shows it."""
     from rich.console import Console
 
-    found = Console()
-    watched = found.is_terminal or "COLUMNS" in os.environ or os.isatty(0) or os.isatty(2)
-    return found if watched else Console(width=_FILE_WIDTH)
+    screen = Console()
+    seen = screen.is_terminal or "COLUMNS" in os.environ or os.isatty(0) or os.isatty(2)
+    return screen if seen else Console(width=_FILE_WIDTH)
 
 
 def write(screen: Console, text: Any, style: str | None = None) -> None:
-    """A line as it is, however long; or a table."""
+    """Print a line, without wrapping or markup, or a table."""
     wrap = isinstance(text, str)
     screen.print(text, style=style, markup=False, highlight=False, soft_wrap=wrap)
 
 
 def say(text: str) -> None:
-    """One line on standard error, in place of what `Progress` left there."""
+    """Print one line on standard error, over the last line of `Progress`."""
     clear = "\r\033[K" if sys.stderr.isatty() else ""
     typer.echo(f"{clear}mmkv: {text}", err=True)
 
 
-# Warnings that are remembered as printed.
-_MOST_SEEN = 1000
+# How many printed warnings are remembered.
+_MAX_PRINTED = 1000
 
 
 class _Warnings(logging.Handler):
-    """Prints each warning once, as a cache warns with every prompt; an exception each time."""
+    """Prints each warning once, as caches repeat them for every prompt; exceptions always."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._seen = set[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a message in one line, and what was raised."""
+        """Print a message in one line, and the traceback of its exception."""
         text = " ".join(record.getMessage().splitlines())
         if record.exc_info:
             say(f"{text}\n{logging.Formatter().formatException(record.exc_info)}")
         elif text not in self._seen:
-            if len(self._seen) >= _MOST_SEEN:  # they may come from clients of a server
+            if len(self._seen) >= _MAX_PRINTED:  # clients of a server could cause any number
                 self._seen.clear()
             self._seen.add(text)
             say(text)
 
 
 def show_warnings() -> None:
-    """Let the library's warnings read like a command's other messages."""
+    """Print the library's warnings in the form of a command's other messages."""
     logger = logging.getLogger("mmkv")
     for handler in [h for h in logger.handlers if isinstance(h, _Warnings)]:
         logger.removeHandler(handler)
@@ -90,24 +90,24 @@ def show_warnings() -> None:
 
 
 def wait_asleep() -> None:
-    """Have torch's threads sleep while they wait for each other; to be called before its import.
+    """Let torch's threads sleep while they wait for each other; call this before its import.
 
-    By default they spin, and beside a server a thread that spins keeps the processors from the one
-    that it waits for. What the environment says already stays.
+    By default they spin, and beside a server a spinning thread takes processor time from the thread
+    that it waits for. A value in the environment stays.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address, not listening yet: a model is loaded first."""
+    """Return a socket bound to an address, not listening yet: a model is loaded first."""
     try:
         family, *_, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with ExitStack() as undo:
-            found = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
+            bound = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
             undo.pop_all()
-        return found
+        return bound
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ValueError(
@@ -118,18 +118,18 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def check_place(folder: Path) -> None:
-    """Refuse a folder that neither is there nor can be made."""
-    there = folder
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if not there.is_dir():
-        raise ValueError(f"--out {folder}: {there} is a file, not a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {folder}: nothing can be written in {there.absolute()}")
+    """Refuse a folder that neither exists nor can be made."""
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise ValueError(f"--out {folder}: {existing} is a file, not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"--out {folder}: nothing can be written in {existing.absolute()}")
 
 
 def told(command: Callable[P, T]) -> Callable[P, T]:
-    """Turn what goes wrong in a command into a line: exit code 2 for wrong use, 1 for failure."""
+    """Print a command's error in one line; exit with code 2 for wrong use, 1 for failure."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -148,21 +148,21 @@ def told(command: Callable[P, T]) -> Callable[P, T]:
 
 
 def need(error: ModuleNotFoundError, *preferred: str) -> str | None:
-    """What to install, in words, where a module of an extra is missing; None for other modules.
+    """Return what to install, in words, if the missing module is of an extra; else None.
 
-    Of several extras that have it, the first of `preferred` is named.
+    If several extras have it, the first of `preferred` is named.
     """
     module = (error.name or "").partition(".")[0]
     package = module.replace("_", "-").lower()
-    known = (re.match(r'([\w.-]+).*extra == "(\w+)"', x) for x in metadata.requires("mmkv") or ())
-    extras = [x[2] for x in known if x and x[1].replace("_", "-").lower() == package]
+    matches = (re.match(r'([\w.-]+).*extra == "(\w+)"', x) for x in metadata.requires("mmkv") or ())
+    extras = [x[2] for x in matches if x and x[1].replace("_", "-").lower() == package]
     for extra in (*(x for x in preferred if x in extras), *extras):
         return f"needs {module}: pip install 'mmkv[{extra}]'"
     return None
 
 
 def _explain(error: Exception) -> int:
-    """Print an error; its exit code."""
+    """Print an error; return its exit code."""
     if os.environ.get(_TRACEBACK):
         traceback.print_exception(error)
     text = " ".join(str(error).split())
@@ -184,8 +184,8 @@ def _explain(error: Exception) -> int:
 class Table:
     """A table that is printed in parts where the terminal is too narrow for all of its columns.
 
-    Every part begins with the first column, whose name is `corner`. The terminal shows no "**" of
-    Markdown.
+    Every part begins with the first column, whose name is `corner`. Markdown's "**" is left out in
+    the terminal.
     """
 
     corner: str
@@ -203,7 +203,7 @@ class Table:
         return "\n\n".join([f"### {self.title}", "\n".join(lines), *self.notes]) + "\n"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The parts, none of them wider than the console."""
+        """Yield the parts, none of them wider than the console."""
         from rich.measure import Measurement
         from rich.text import Text
 
@@ -211,8 +211,8 @@ class Table:
             yield Text(self.title, style="bold")
         wide, rest = options.update(width=10_000), list(range(len(self.columns)))
         while rest:
-            n, most = len(rest), options.max_width
-            while n > 1 and Measurement.get(console, wide, self._part(rest[:n])).maximum > most:
+            n, width = len(rest), options.max_width
+            while n > 1 and Measurement.get(console, wide, self._part(rest[:n])).maximum > width:
                 n -= 1
             yield self._part(rest[:n])
             rest = rest[n:]
@@ -227,7 +227,7 @@ class Table:
         for i in columns:
             table.add_column(Text(self.columns[i]), justify="right", overflow="fold")
         for name, cells in self.rows:
-            # A row may have fewer cells: what is not there is left empty.
+            # A row may have fewer cells: the others are left empty.
             shown = (name, *(cells[i] for i in columns if i < len(cells)))
             table.add_row(*(Text(text.replace("**", "")) for text in shown))
         return table
@@ -235,10 +235,10 @@ class Table:
 
 @contextmanager
 def bar(total: int | None, *, shown: bool = True) -> Generator[Callable[[int, str], None]]:
-    """A bar with the time left on standard error; in a pipe, a line now and then.
+    """Show a progress bar on standard error; in a pipe, a line every few seconds.
 
     Yields:
-        what to call with how much more is done, and with the name of the work.
+        A function of the number of items done since its last call, and of the name of the work.
     """
     from rich import progress
     from rich.console import Console
@@ -246,23 +246,23 @@ def bar(total: int | None, *, shown: bool = True) -> Generator[Callable[[int, st
     console = Console(stderr=True)
     columns = (*progress.Progress.get_default_columns(), progress.MofNCompleteColumn())
     hidden = not (shown and console.is_terminal)
-    drawn = progress.Progress(*columns, console=console, disable=hidden)
-    task, said = drawn.add_task("", total=total), time.monotonic()
+    bars = progress.Progress(*columns, console=console, disable=hidden)
+    task, printed = bars.add_task("", total=total), time.monotonic()
 
     def advance(n: int, what: str) -> None:
-        nonlocal said
-        drawn.update(task, advance=n, description=what)
-        if shown and not console.is_terminal and time.monotonic() - said >= _SECONDS:
+        nonlocal printed
+        bars.update(task, advance=n, description=what)
+        if shown and not console.is_terminal and time.monotonic() - printed >= _PROGRESS_INTERVAL:
             of = "" if total is None else f" of {total}"
-            print(f"{drawn.tasks[task].completed:.0f}{of}: {what}", file=sys.stderr, flush=True)
-            said = time.monotonic()
+            print(f"{bars.tasks[task].completed:.0f}{of}: {what}", file=sys.stderr, flush=True)
+            printed = time.monotonic()
 
-    with drawn:
+    with bars:
         yield advance
 
 
 class Progress:
-    """What is being done, on standard error: a line that is overwritten, or lines in a pipe."""
+    """Shows the current work on standard error: a line that is overwritten, lines in a pipe."""
 
     def __init__(self) -> None:
         self._last = ""
