@@ -1,6 +1,6 @@
-"""`mmkv chat`: one question with both caches or, without one, questions and commands line by line.
+"""`mmkv chat`: one question to both caches or, without one, questions and commands line by line.
 
-With `--context` pictures are read once and saved compressed, for questions at any later time.
+`--context` reads pictures once and saves their compressed cache, for later questions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmkv import options as given
+from mmkv import options as cli_options
 from mmkv.terminal import check_place, console, need, say, told, write
 
 if TYPE_CHECKING:
@@ -53,19 +53,19 @@ def chat(
     image: Annotated[
         list[Path] | None, typer.Option(metavar="PATH", help="A picture before the others.")
     ] = None,
-    policy: given.PolicyName = "condense",
-    budget: given.BudgetOption = None,
-    option: given.PairsOption = None,
-    plugin: given.PluginOption = None,
-    profile: given.ProfileOption = None,
-    kv_dtype: given.KvDtypeOption = None,
-    model: given.ModelOption = "builtin",
-    device: given.DeviceOption = "auto",
-    dtype: given.DtypeOption = "auto",
+    policy: cli_options.PolicyName = "condense",
+    budget: cli_options.BudgetOption = None,
+    option: cli_options.PairsOption = None,
+    plugin: cli_options.PluginOption = None,
+    profile: cli_options.ProfileOption = None,
+    kv_dtype: cli_options.KvDtypeOption = None,
+    model: cli_options.ModelOption = "builtin",
+    device: cli_options.DeviceOption = "auto",
+    dtype: cli_options.DtypeOption = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 80,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[
-        int,  # what torch takes as one
+        int,  # in the range that torch accepts
         typer.Option(min=-(2**63), max=2**64 - 1, help="Seed of a temperature above 0."),
     ] = 0,
     out: Annotated[
@@ -91,10 +91,10 @@ def chat(
     options = talk.parse_options(policy, option or [])
     chosen = get_policy(policy, **options)
     size = None if budget is None else budgets.parse(budget)
-    kept = talk.budget_or_default(size, chosen, profile)
-    how: Any = {"options": options, "kv_dtype": kv_dtype, "profile": profile}
-    how |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    settings = Settings(policy=policy, budget=kept, **how)
+    checked_budget = talk.budget_or_default(size, chosen, profile)
+    more_settings: Any = {"options": options, "kv_dtype": kv_dtype, "profile": profile}
+    more_settings |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    settings = Settings(policy=policy, budget=checked_budget, **more_settings)
     if not words:
         if context is not None or as_json:
             name = "--json" if context is None else "--context"
@@ -121,23 +121,23 @@ def chat(
     loaded = talk.load(model, device, dtype)
     talk.check_pictures(loaded, pictures)
     if context is not None:
-        data, tell = _ask_context(context, loaded, question, pictures, settings)
+        data, lines = _ask_context(context, loaded, question, pictures, settings)
     else:
-        data, tell = _ask_both(loaded, question, pictures, paths, out, settings)
+        data, lines = _ask_both(loaded, question, pictures, paths, out, settings)
     if as_json:
         typer.echo(json.dumps(data, indent=2))
-    for text, style in () if as_json else tell:
+    for text, style in () if as_json else lines:
         write(console(), text, style)
 
 
 def _pictures_and_question(words: list[str], images: list[Path]) -> tuple[list[Path], str]:
-    """Split the arguments: the last is the question."""
+    """Split the arguments into pictures and the question, which is the last one."""
     *pictures, question = words
     suffix = Path(question).suffix
-    a_picture = suffix.lower() in _PICTURES and len(question.split()) == 1
+    names_picture = suffix.lower() in _PICTURES and len(question.split()) == 1
     if question == "-":
         question = sys.stdin.read()
-    elif suffix and (os.path.exists(question) or a_picture):
+    elif suffix and (os.path.exists(question) or names_picture):
         raise ValueError(
             f"no question: the last argument is the file {question!r}: add the question after it, "
             f"or ask several with: mmkv chat --image {shlex.quote(question)}"
@@ -148,7 +148,7 @@ def _pictures_and_question(words: list[str], images: list[Path]) -> tuple[list[P
 
 
 def _check_out(out: Path, pictures: int) -> None:
-    """Refuse an --out that could not be written, before a model is loaded."""
+    """Refuse an --out that cannot be written, before a model is loaded."""
     from mmkv.picture import check_format
 
     if not _is_folder(out):
@@ -166,7 +166,7 @@ def _is_folder(out: Path) -> bool:
     return out.is_dir() or not out.suffix
 
 
-# What to print: texts or tables, each with its style.
+# Lines to print: texts or tables, each with its style.
 Shown = list[tuple[Any, str | None]]
 
 
@@ -178,7 +178,7 @@ def _ask_both(
     out: Path,
     settings: Settings,
 ) -> tuple[dict[str, Any], Shown]:
-    """Ask with both caches and write the figures; return the result as JSON and as text."""
+    """Ask both caches and write the figures; return the result as JSON and as lines to print."""
     from mmkv import picture as figures
     from mmkv.builtin import KNOWS
     from mmkv.demo.conversation import Conversation
@@ -198,16 +198,16 @@ def _ask_both(
     try:
         if kept.problem is not None:
             raise ValueError(kept.problem)
-        for i, (shown_as, path) in enumerate(zip(kept.pictures, written, strict=True)):
+        for i, (seen_picture, path) in enumerate(zip(kept.pictures, written, strict=True)):
             layers = [(layer, x[i]) for layer, x in zip(kept.layers, kept.patches, strict=True)]
-            figures.save(path, shown_as, layers, title)
+            figures.save(path, seen_picture, layers, title)
     except (ValueError, ModuleNotFoundError) as error:
         needs = need(error, "plot") if isinstance(error, ModuleNotFoundError) else None
         say(f"no picture written: {error if needs is None else f'that {needs}'}")
         written = []
     n_image = sum(x.tokens for x in kept.words if x.layers is None)
     images = f", {n_image} of them image tokens" if n_image else ""
-    shown: Shown = [(question, "bold"), (f"prompt: {kept.seen} tokens{images}", "dim")]
+    lines: Shown = [(question, "bold"), (f"prompt: {kept.seen} tokens{images}", "dim")]
     data: dict[str, Any] = {
         "model": loaded.name,
         "question": question,
@@ -216,45 +216,45 @@ def _ask_both(
     }
     for key, answer in (("full", turn.full), ("compressed", turn.compressed)):
         name = "full cache" if key == "full" else f"{report.policy}, budget {report.budget}"
-        head = f"{name}: {answer.nbytes / 1024:.1f} KiB after {answer.tokens} tokens"
+        caption = f"{name}: {answer.nbytes / 1024:.1f} KiB after {answer.tokens} tokens"
         if answer.tokens == settings.max_new_tokens:
-            head += ", the most that --max-new-tokens allows"
-        shown += [("", None), (head, "bold"), (f"  {answer.text}", None)]
+            caption += ", the most that --max-new-tokens allows"
+        lines += [("", None), (caption, "bold"), (f"  {answer.text}", None)]
         data[key] = {"answer": answer.text, "tokens": answer.tokens, "nbytes": answer.nbytes}
     data |= {"report": report.to_dict(), "png": list(map(str, written))}
-    shown += [("", None), (report, None), *((f"kept patches: {path}", None) for path in written)]
+    lines += [("", None), (report, None), *((f"kept patches: {path}", None) for path in written)]
     if knows := KNOWS.get(loaded.name):
-        shown.append((f"({knows}; --model takes another)", "dim"))
-    return data, shown
+        lines.append((f"({knows}; --model takes another)", "dim"))
+    return data, lines
 
 
 def _ask_context(
     path: Path, loaded: Loaded, question: str, pictures: Sequence[Image.Image], settings: Settings
 ) -> tuple[dict[str, Any], Shown]:
-    """Answer from the context file, made from the pictures if it does not exist yet."""
+    """Answer from the context file, which is made from the pictures if it does not exist."""
     import mmkv
     from mmkv.demo.answer import generation
     from mmkv.loading import quiet
 
-    made, processor = not path.exists(), loaded.processor
+    is_new, processor = not path.exists(), loaded.processor
     policy, budget = settings.chosen()
     wrap: Any = {"profile": settings.profile, "kv_dtype": settings.kv_dtype}
     with mmkv.wrapped(loaded.model, policy, budget, **wrap), quiet():
-        if made:
+        if is_new:
             content = [{"type": "image", "image": x} for x in pictures]
             message = {"role": "user", "content": content}
             context = mmkv.read(loaded.model, [message], processor=processor)
             context.save(path)
         else:
             context = mmkv.load_context(path, loaded.model, processor=processor)
-        new = context.ask(question, **generation(settings, loaded.model.device))[0]
+        reply_ids = context.ask(question, **generation(settings, loaded.model.device))[0]
     tokens, nbytes = context.inputs["input_ids"].shape[1], context.nbytes
-    text = loaded.processor.decode(new, skip_special_tokens=True).strip()
-    about = {"file": str(path), "made": made, "tokens": tokens, "nbytes": nbytes}
-    what = "read into" if made else "from"
-    held = f"{tokens} tokens {what} {path}, stored in {nbytes / 1024:.1f} KiB"
-    data = {"question": question, "answer": text, "tokens": len(new), "context": about}
-    return data, [(question, "bold"), (held, "dim"), (text, None)]
+    text = loaded.processor.decode(reply_ids, skip_special_tokens=True).strip()
+    file_info = {"file": str(path), "made": is_new, "tokens": tokens, "nbytes": nbytes}
+    origin = "read into" if is_new else "from"
+    summary = f"{tokens} tokens {origin} {path}, stored in {nbytes / 1024:.1f} KiB"
+    data = {"question": question, "answer": text, "tokens": len(reply_ids), "context": file_info}
+    return data, [(question, "bold"), (summary, "dim"), (text, None)]
 
 
 def converse(loaded: Loaded, settings: Settings, *pictures: Image.Image) -> int:
@@ -280,9 +280,9 @@ def converse(loaded: Loaded, settings: Settings, *pictures: Image.Image) -> int:
 
 
 class Lines:
-    """Reads lines; each is a command or a question for both caches, about the pictures.
+    """Reads lines, each of which is a command, or a question about the pictures for both caches.
 
-    A terminal gets a live view of answers, a pipe the finished ones.
+    A terminal shows answers as they grow, a pipe gets the finished ones.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The command line. Heavy imports stay inside the commands, so that `mmkv --help` is quick.
 
-The packages of `_MOUNTED` add the commands of `commands`, a `typer.Typer` in their `cli` module.
+The packages of `_MOUNTED` have further commands, in the `typer.Typer` `commands` of their `cli`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     app(args=None if argv is None else list(argv), prog_name="mmkv")
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         from mmkv import __version__
 
         typer.echo(__version__)
@@ -111,8 +111,8 @@ def _mount(package: str, commands: dict[str, str]) -> None:
 
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
     for name, summary in commands.items():
-        how: Any = {"help": summary, "add_help_option": False, "context_settings": settings}
-        app.command(name, **how)(forward)
+        options: Any = {"help": summary, "add_help_option": False, "context_settings": settings}
+        app.command(name, **options)(forward)
 
 
 for command in (policies, chat, demo, serve):

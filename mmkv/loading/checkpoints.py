@@ -1,7 +1,7 @@
-"""Original LLaVA checkpoints (`liuhaotian/llava-v1.5-7b` and its kind) as transformers' LLaVA.
+"""Load original LLaVA checkpoints (such as `liuhaotian/llava-v1.5-7b`) as transformers' LLaVA.
 
-Their weights are those of LLaVA-1.5 (arXiv 2310.03744) under other names, and their configuration
-says the vision side in `mm_*` fields. Nothing is downloaded and no code of a checkpoint is run.
+Their weights are those of LLaVA-1.5 (arXiv 2310.03744) under other names, and the vision side is
+configured by `mm_*` fields. Nothing is downloaded and no code of a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from mmkv.loading import untrusted
 
 IMAGE, PAD = "<image>", "<pad>"
 _SENTENCEPIECE = ("sentencepiece", "google.protobuf")
-_MULTIPLE = 64  # of embedding rows
-_MOST_BYTES = 64 * 2**20  # of a JSON file; an index of shards has the most
+_ROW_MULTIPLE = 64  # the number of embedding rows is padded to one
+_MAX_JSON_BYTES = 64 * 2**20  # an index of shards is the largest JSON file
 _SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
-# Vicuna's conversation, as LLaVA-1.5 was trained on it. The original tokenizes the text around a
-# picture piece by piece, so that each starts with a space: those behind <s> and <image> here.
+# Vicuna's conversation, on which LLaVA-1.5 was trained. The original tokenizes the text before and
+# after a picture apart, so that each part starts with a space: after <s> and <image> here.
 CHAT_TEMPLATE = (
     "{{- bos_token + ' ' -}}"
     "{%- if messages[0]['role'] != 'system' -%}{{- '" + _SYSTEM.replace("'", "\\'") + " ' -}}"
@@ -49,10 +49,10 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- 'ASSISTANT:' -}}{%- endif -%}"
 )
-# Towers that a checkpoint may bring with it, by name, and pictures' sides: their configuration is
-# not in it.
+# Sides of pictures for the towers whose weights a checkpoint may contain; it does not contain their
+# configuration.
 _KNOWN_TOWERS = {"clip-vit-large-patch14-336": 336, "clip-vit-large-patch14": 224}
-_LARGE = {
+_CLIP_LARGE = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
     "num_hidden_layers": 24,
@@ -60,9 +60,9 @@ _LARGE = {
     "patch_size": 14,
     "projection_dim": 768,
 }
-_TEXT = {"llava": "LlamaConfig", "llava_llama": "LlamaConfig", "llava_mistral": "MistralConfig"}
-# By the beginnings of names: those of transformers' converted checkpoints, which every version of
-# it reads.
+_DECODERS = {"llava": "LlamaConfig", "llava_llama": "LlamaConfig", "llava_mistral": "MistralConfig"}
+# New beginnings of names: those of transformers' converted checkpoints, which all its versions
+# read.
 _RENAMED = {
     "model.mm_projector.0.": "multi_modal_projector.linear_1.",
     "model.mm_projector.2.": "multi_modal_projector.linear_2.",
@@ -77,31 +77,31 @@ def load(
 ) -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
     """Load an original LLaVA-1.5 checkpoint from a local folder.
 
-    The image token `<image>` and a padding token stand at the end of the vocabulary, as in
+    The image token `<image>` and a padding token are appended to the vocabulary, as in
     transformers' own conversion; their embeddings are the mean of the others.
 
     Args:
         path: the folder, with `config.json`, a tokenizer and safetensors.
-        vision_tower: the folder of its CLIP tower, where the checkpoint does not hold it; by
+        vision_tower: the folder of its CLIP tower, if the checkpoint does not contain it; by
             default a folder of that name in or beside `path`.
-        dtype: of the weights; by default what the configuration says.
+        dtype: of the weights; by default that of the configuration.
 
     Returns:
         The model in eval mode on the CPU, and its processor.
 
     Raises:
-        ValueError: not such a checkpoint, a part of it that transformers' LLaVA does not have, or
-            weights that are missing or not in safetensors.
+        ValueError: the folder is no such checkpoint, has a part that transformers' LLaVA does not
+            have, or its weights are missing or not in safetensors.
     """
     folder = Path(path)
     fields = _read_json(folder / "config.json")
-    _refuse_what_differs(folder, fields)
+    _check_supported(folder, fields)
     weights = _read_weights(folder)
     name = Path(str(fields["mm_vision_tower"])).name
-    near = [folder / name, folder.parent / name] if name else []
+    candidates = [folder / name, folder.parent / name] if name else []
     if vision_tower is not None:
-        near = [Path(vision_tower)]
-    tower = next((x for x in near if (x / "config.json").is_file()), None)
+        candidates = [Path(vision_tower)]
+    tower = next((x for x in candidates if (x / "config.json").is_file()), None)
     if vision_tower is not None and tower is None:
         raise ValueError(f"vision_tower={str(vision_tower)!r}: no folder with a config.json")
     unused = ("rotary_emb.inv_freq", "embeddings.position_ids")
@@ -116,25 +116,25 @@ def load(
                 f"{folder} does not hold its vision tower {fields['mm_vision_tower']!r}: download "
                 "it and give its folder, mmkv.load(path, vision_tower=folder)"
             )
-        own = _read_weights(tower).items()
-        state |= {f"vision_tower.{k}": v for k, v in own if k.startswith("vision_model.")}
+        tower_weights = _read_weights(tower).items()
+        state |= {f"vision_tower.{k}": v for k, v in tower_weights if k.startswith("vision_model.")}
     tokenizer, image, pad = _tokenizer(folder)
-    held = len(state.get("language_model.model.embed_tokens.weight", ()))
-    if fields["vocab_size"] != held:
+    n_embeddings = len(state.get("language_model.model.embed_tokens.weight", ()))
+    if fields["vocab_size"] != n_embeddings:
         raise ValueError(
             f"the weights in {folder} do not fit its configuration: vocab_size="
-            f"{fields['vocab_size']!r}, but {held} tokens have an embedding"
+            f"{fields['vocab_size']!r}, but {n_embeddings} tokens have an embedding"
         )
-    rows = -(-max(held, len(tokenizer)) // _MULTIPLE) * _MULTIPLE
+    rows = -(-max(n_embeddings, len(tokenizer)) // _ROW_MULTIPLE) * _ROW_MULTIPLE
     for name in ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight"):
-        if name in state:  # a mean token in the new rows
-            old = state[name]
-            mean = old.float().mean(dim=0, keepdim=True).to(old.dtype)
-            state[name] = torch.cat([old, mean.expand(max(0, rows - len(old)), -1)])
+        if name in state:  # the new rows are the mean of the others
+            weight = state[name]
+            mean = weight.float().mean(dim=0, keepdim=True).to(weight.dtype)
+            state[name] = torch.cat([weight, mean.expand(max(0, rows - len(weight)), -1)])
     try:
         config = _config(fields, tower, rows=rows, image=image, pad=pad)
         _check_sizes(config, state)
-    except Exception as error:  # transformers meets wrong values with errors of every type
+    except Exception as error:  # transformers raises errors of every type
         raise ValueError(
             f"the weights in {folder} do not fit its configuration: {error}"
         ) from error
@@ -143,17 +143,17 @@ def load(
         dtype = getattr(torch, named, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"torch_dtype={named!r}: no such dtype")
-    # Mismatched sizes are reported, and refused here.
-    how: Any = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
-    maker: Any = LlavaForConditionalGeneration
-    model, info = maker.from_pretrained(None, config=config, state_dict=state, **how)
+    # Mismatched sizes are only reported by transformers, and refused below.
+    options: Any = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
+    model_class: Any = LlavaForConditionalGeneration
+    model, info = model_class.from_pretrained(None, config=config, state_dict=state, **options)
     wrong = {k: sorted(map(str, v))[:4] for k, v in info.items() if v}
     if wrong:
         raise ValueError(f"the weights in {folder} do not fit its configuration: {wrong}")
     if (generation := folder / "generation_config.json").is_file():
-        given = _read_json(generation)
+        saved = _read_json(generation)
         try:
-            model.generation_config = transformers.GenerationConfig.from_dict(given)
+            model.generation_config = transformers.GenerationConfig.from_dict(saved)
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{generation}: {error}") from error
     model.generation_config.pad_token_id = pad
@@ -162,16 +162,16 @@ def load(
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = untrusted.read_json(path, _MOST_BYTES)
+        content = untrusted.read_json(path, _MAX_JSON_BYTES)
     except ValueError as error:
         raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected an object, got a {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected an object, got a {type(content).__name__}")
+    return content
 
 
-def _refuse_what_differs(folder: Path, fields: dict[str, Any]) -> None:
-    """Name what transformers' LLaVA would compute in another way."""
+def _check_supported(folder: Path, fields: dict[str, Any]) -> None:
+    """Refuse a checkpoint that transformers' LLaVA would compute in another way."""
     if "mm_vision_tower" not in fields or "vocab_size" not in fields:
         raise ValueError(
             f"{folder} is not an original LLaVA checkpoint: its config.json has no mm_vision_tower "
@@ -180,8 +180,8 @@ def _refuse_what_differs(folder: Path, fields: dict[str, Any]) -> None:
     kind, projector = fields.get("model_type"), fields.get("mm_projector_type")
     feature = fields.get("mm_vision_select_feature", "patch")
     merge, why = fields.get("mm_patch_merge_type"), None
-    if kind not in _TEXT:
-        why = f"model_type={kind!r}: expected one of {', '.join(_TEXT)}"
+    if kind not in _DECODERS:
+        why = f"model_type={kind!r}: expected one of {', '.join(_DECODERS)}"
     elif projector != "mlp2x_gelu":
         why = f"mm_projector_type={projector!r}: transformers' LLaVA has 'mlp2x_gelu' alone"
     elif feature not in ("patch", "cls_patch"):
@@ -198,7 +198,7 @@ def _refuse_what_differs(folder: Path, fields: dict[str, Any]) -> None:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors, in one file or in shards."""
+    """Read all tensors of a folder, from one safetensors file or from shards."""
     index, files = folder / "model.safetensors.index.json", ["model.safetensors"]
     if index.is_file():
         names = _read_json(index).get("weight_map")
@@ -210,9 +210,9 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
                 raise ValueError(f"{index}: {name!r} is not a safetensors file of this folder")
     elif not (folder / files[0]).is_file():
         why = f"{folder} has no model.safetensors"
-        if found := sorted(p.name for p in folder.glob("*.bin")):
+        if pickles := sorted(p.name for p in folder.glob("*.bin")):
             why += (
-                f" but {found[0]}, a pickle, which can run code and is not loaded: convert it to "
+                f" but {pickles[0]}, a pickle, which can run code and is not loaded: convert it to "
                 "safetensors first (safetensors' convert.py, or the Hub's conversion space)"
             )
         raise ValueError(why)
@@ -228,7 +228,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _tokenizer(folder: Path) -> tuple[Any, int, int]:
-    """The tokenizer with the image and padding tokens added, and their ids."""
+    """Return the tokenizer with the image and padding tokens added, and their ids."""
     if (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
         try:
             missing = [x for x in _SENTENCEPIECE if importlib.util.find_spec(x) is None]
@@ -240,14 +240,14 @@ def _tokenizer(folder: Path) -> tuple[Any, int, int]:
                 ": pip install 'mmkv[llava]'"
             )
     try:
-        # The folder's own config.json names no model that transformers knows.
+        # transformers does not know the model type in the folder's config.json.
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             folder,
             config=transformers.LlamaConfig(),
             local_files_only=True,
             trust_remote_code=False,
         )
-    except Exception as error:  # of tokenizers, which raises just that
+    except Exception as error:  # tokenizers raises plain `Exception`s
         raise ValueError(f"{folder}: its tokenizer cannot be loaded ({error})") from error
     image = transformers.AddedToken(IMAGE, special=True, normalized=False)
     tokenizer.add_tokens(image, special_tokens=True)
@@ -259,16 +259,16 @@ def _tokenizer(folder: Path) -> tuple[Any, int, int]:
 def _config(
     fields: dict[str, Any], tower: Path | None, *, rows: int, image: int, pad: int
 ) -> LlavaConfig:
-    make = getattr(transformers, _TEXT[fields["model_type"]])
-    known = {*make().to_dict(), "rope_theta", "rope_scaling"} - {"model_type", "architectures"}
-    text = make.from_dict({k: v for k, v in fields.items() if k in known})
+    make = getattr(transformers, _DECODERS[fields["model_type"]])
+    names = {*make().to_dict(), "rope_theta", "rope_scaling"} - {"model_type", "architectures"}
+    text = make.from_dict({k: v for k, v in fields.items() if k in names})
     text.vocab_size, text.pad_token_id = rows, pad
     name = Path(str(fields["mm_vision_tower"])).name
     if tower is not None:
-        found = _read_json(tower / "config.json")
-        vision = found.get("vision_config", found)
+        tower_config = _read_json(tower / "config.json")
+        vision = tower_config.get("vision_config", tower_config)
     elif name in _KNOWN_TOWERS:
-        vision = {**_LARGE, "image_size": _KNOWN_TOWERS[name]}
+        vision = {**_CLIP_LARGE, "image_size": _KNOWN_TOWERS[name]}
     else:
         raise ValueError(
             f"mm_vision_tower={fields['mm_vision_tower']!r} is none of "
@@ -289,19 +289,19 @@ def _config(
 
 
 def _check_sizes(config: LlavaConfig, state: dict[str, Tensor]) -> None:
-    """Sizes that the weights do not have are refused before memory is asked for them."""
+    """Refuse sizes that do not fit the weights, before memory is allocated for them."""
     sizes: Any = config
     layers = {"language_model": sizes.text_config, "vision_tower": sizes.vision_config}
     for part, n in ((name, x.num_hidden_layers) for name, x in layers.items()):
-        found = {m[1] for x in state if (m := re.match(rf"{part}\..*\.layers\.(\d+)\.", x))}
-        if len(found) != n:
-            raise ValueError(f"{n} layers in the {part}, and weights of {len(found)}")
+        indices = {m[1] for x in state if (m := re.match(rf"{part}\..*\.layers\.(\d+)\.", x))}
+        if len(indices) != n:
+            raise ValueError(f"{n} layers in the {part}, and weights of {len(indices)}")
     with torch.device("meta"):
         model = LlavaForConditionalGeneration(config)
     needed = sum(x.numel() for x in model.parameters())
-    there = sum(x.numel() for x in state.values())
-    if needed > 1.5 * there:
-        raise ValueError(f"it needs {needed} numbers, and the weights have {there}")
+    available = sum(x.numel() for x in state.values())
+    if needed > 1.5 * available:
+        raise ValueError(f"it needs {needed} numbers, and the weights have {available}")
 
 
 def _processor(fields: dict[str, Any], config: Any, tokenizer: Any) -> LlavaProcessor:
@@ -311,7 +311,7 @@ def _processor(fields: dict[str, Any], config: Any, tokenizer: Any) -> LlavaProc
         image_processor=LlavaImageProcessorPil(
             size={"shortest_edge": side},
             crop_size={"height": side, "width": side},
-            # Square pictures with bars, as LLaVA-1.5 was trained on; else the middle is cut out.
+            # LLaVA-1.5 was trained on pictures padded to squares; others crop the middle.
             do_pad=fields.get("image_aspect_ratio") == "pad",
         ),
         tokenizer=tokenizer,

@@ -1,7 +1,7 @@
-"""Models in GGUF, llama.cpp's file of quantised weights, as safetensors in the user's cache.
+"""Convert GGUF files, llama.cpp's quantised weights, to safetensors in the user's cache.
 
-transformers dequantises a GGUF file whenever it loads it, for seconds to minutes. Here that is done
-once: weights in float16, which is nearer to 4 to 8 bits than bfloat16, and the tokenizer, in a
+transformers dequantises a GGUF file at each loading, for seconds to minutes. Here it is done once:
+weights in float16, which represents 4 to 8 bits more exactly than bfloat16, and the tokenizer, in a
 folder that is named by the GGUF file's digest.
 """
 
@@ -24,39 +24,39 @@ _MAGIC = b"GGUF"
 
 
 def read(path: Path, **options: Any) -> tuple[Any, Any]:
-    """The model of a GGUF file, in floating point, and its tokenizer.
+    """Return the model of a GGUF file, in floating point, and its tokenizer.
 
-    The options are those of transformers' `from_pretrained`.
+    `options` are those of transformers' `from_pretrained`.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    there: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
-    watched = sys.stderr.isatty()
-    # One of transformers' bars for GGUF heeds no setting.
-    unseen = contextlib.nullcontext() if watched else contextlib.redirect_stderr(io.StringIO())
+    file_options: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
+    interactive = sys.stderr.isatty()
+    # One of transformers' progress bars for GGUF cannot be turned off.
+    hidden = contextlib.nullcontext() if interactive else contextlib.redirect_stderr(io.StringIO())
     try:
-        with quiet(bars=watched), unseen:
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, **there)
+        with quiet(bars=interactive), hidden:
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, **file_options)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path.parent, output_loading_info=True, **there, **options
+                path.parent, output_loading_info=True, **file_options, **options
             )
             model, info = loaded
-            # transformers fills what is missing with random numbers.
+            # transformers fills missing weights with random numbers.
             if wrong := sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]})):
                 raise ValueError(f"it lacks weights such as {wrong[0]}")
-    except Exception as error:  # the reader meets what it does not know with errors of every type
+    except Exception as error:  # the reader raises errors of every type for unknown contents
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"transformers cannot read the GGUF file {path} ({why}): if it is whole, name the "
             "folder of the original model instead"
         ) from error
-    # Some versions of transformers tell the tokenizer other special tokens than the model, and
-    # have it drop blanks when it decodes.
+    # Some versions of transformers give the tokenizer other special tokens than the model, and
+    # let it drop blanks when it decodes.
     for kind in ("bos", "eos", "pad", "unk"):
         if (token := getattr(model.config, f"{kind}_token_id", None)) is not None:
             setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(token))
     tokenizer.clean_up_tokenization_spaces = False
-    # Nothing in it is quantised any more.
+    # The weights are not quantised any more.
     model.hf_quantizer, model.is_quantized = None, False
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -64,9 +64,9 @@ def read(path: Path, **options: Any) -> tuple[Any, Any]:
 
 
 def converted(path: Path, *, make: bool = True) -> Path | None:
-    """The folder that holds a GGUF file's model as safetensors, made where it is not there yet.
+    """Return the folder with a GGUF file's model as safetensors, converted if it is not there yet.
 
-    None where the cache folder cannot be written, or it is not to be made: read the file itself.
+    None if the cache folder is not writable, or `make` is False: then read the file itself.
     """
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:

@@ -1,4 +1,4 @@
-"""Models by name: one of our own naming, a GGUF file, a folder or a hub's id; and their device."""
+"""Load models by name: a built-in one, a GGUF file, a folder or a hub's id; find a device."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Source:
-    """What transformers' `from_pretrained` takes for a name."""
+    """Arguments of transformers' `from_pretrained` for a model's name."""
 
     path: str  # a folder or a hub's id
     gguf_file: str | None = None  # in the folder; None: safetensors
-    dtype: str = "auto"  # where none is asked for
-    remedy: str = ""  # where it cannot be loaded
+    dtype: str = "auto"  # used if the caller's is "auto"
+    remedy: str = ""  # advice in the error if it cannot be loaded
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the path needs beside it, for a config or a tokenizer."""
+        """Further arguments, for a config or a tokenizer."""
         return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
 
 
 def find(name: str, *, convert: bool = True) -> Source:
-    """What is loaded for the name of a model; a GGUF file is converted once, into the user's cache.
+    """Return the source of a model's name; a GGUF file is converted once, in the user's cache.
 
     Args:
         name: one of `NAMES`, a GGUF file, a folder with a model or one GGUF file, or a hub's id.
-        convert: False reads a GGUF file that is not converted as it is: enough for a config.
+        convert: False uses a GGUF file as it is unless converted already: enough for a config.
     """
     if name == BUILTIN:
         return Source(str(WEIGHTS), dtype="float32")
@@ -70,24 +70,24 @@ def find(name: str, *, convert: bool = True) -> Source:
 
 
 def _packaged() -> Path | None:
-    """SmolLM2's GGUF file, where its package is installed."""
+    """Return SmolLM2's GGUF file, or None if its package is not installed."""
     spec = importlib.util.find_spec(_PACKAGE)
     folders = (spec and spec.submodule_search_locations) or ()
     return next((path for x in folders for path in sorted(Path(x).glob("*.gguf"))), None)
 
 
 def _path(name: str) -> Path | None:
-    """The GGUF file that a name means; None for a folder of safetensors or a hub's id."""
+    """Return the GGUF file of a name; None for a folder of safetensors or a hub's id."""
     path, why = Path(name), None
     if path.is_dir():
         if (path / "config.json").is_file():
             return None
-        found = sorted(path.glob("*.gguf"))
-        if len(found) == 1:
-            return found[0]
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) == 1:
+            return ggufs[0]
         why = "this folder holds no config.json"
-        if found:
-            why += f" and {len(found)} GGUF files: name one, such as {found[0]}"
+        if ggufs:
+            why += f" and {len(ggufs)} GGUF files: name one, such as {ggufs[0]}"
     elif path.suffix == ".gguf":
         if path.exists():
             return path
@@ -104,51 +104,51 @@ def _path(name: str) -> Path | None:
 
 
 def pretrained(name: str, **options: Any) -> tuple[Any, Any, bool]:
-    """A model in eval mode, its processor or tokenizer, and whether it reads pictures.
+    """Load a model, in eval mode; return it, its processor or tokenizer, whether it reads pictures.
 
-    Its weights come from safetensors or GGUF alone, and no code of its repository is run. The name
-    is as for `find`, the options are transformers'. The dtype "auto" is what the model was saved
-    in, float32 for `NAMES` and GGUF files.
+    Weights are read from safetensors or GGUF only, and no code of the repository is run. `name` is
+    as for `find`, `options` are transformers'. The dtype "auto" is that of the saved weights,
+    float32 for `NAMES` and GGUF files.
     """
     import transformers as hf
 
     source = find(name)
     if options.get("dtype", "auto") == "auto":
         options["dtype"] = source.dtype
-    # Large models load, or are downloaded, for minutes: who looks at a terminal sees it.
+    # Large models load, or are downloaded, for minutes: a terminal shows progress.
     bars = sys.stderr.isatty() and name != BUILTIN
     with _in_one_line(source, f"cannot load model {name!r}", bars=bars):
         if source.gguf_file is not None:
             model, tokenizer = gguf_files.read(Path(source.path) / source.gguf_file, **options)
             return model.eval(), tokenizer, False
-        _, maker, reads_pictures = _config_and_class(source)
+        _, model_class, reads_pictures = _config_and_class(source)
         reader: Any = hf.AutoProcessor if reads_pictures else hf.AutoTokenizer
-        how: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, **options}
-        model = maker.from_pretrained(source.path, **how).eval()
+        kwargs: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, **options}
+        model = model_class.from_pretrained(source.path, **kwargs).eval()
         return model, reader.from_pretrained(source.path, trust_remote_code=False), reads_pictures
 
 
 @contextmanager
-def _in_one_line(source: Source, what: str, *, bars: bool = False) -> Generator[None]:
-    """transformers without its messages, and its errors as `ValueError`s that begin with `what`."""
-    wrong = (OSError, ValueError, KeyError, ImportError, SafetensorError)
-    # The reader of GGUF meets what it does not know with errors of every type.
-    expected = wrong if source.gguf_file is None else (Exception,)
+def _in_one_line(source: Source, prefix: str, *, bars: bool = False) -> Generator[None]:
+    """Silence transformers, and turn its errors into `ValueError`s that begin with `prefix`."""
+    usual = (OSError, ValueError, KeyError, ImportError, SafetensorError)
+    # The reader of GGUF raises errors of every type for unknown contents.
+    expected = usual if source.gguf_file is None else (Exception,)
     try:
         with quiet(bars=bars):
             yield
     except expected as error:
-        # What follows the first line is advice for callers.
+        # The lines after the first are advice for callers.
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if source.remedy:
             why = f"{source.remedy} ({why})"
         elif not Path(source.path).is_dir():
             why = f"it is no folder here, and {why}"
-        raise ValueError(f"{what}: {why}") from error
+        raise ValueError(f"{prefix}: {why}") from error
 
 
 def load_tokenizer(name: str) -> Any:
-    """A model's tokenizer, or its processor's, alone; the name is as for `find`."""
+    """Load a model's tokenizer only; `name` is as for `find`."""
     from transformers import AutoTokenizer
 
     source = find(name)
@@ -157,26 +157,26 @@ def load_tokenizer(name: str) -> Any:
 
 
 def empty(name: str, dtype: torch.dtype) -> Any:
-    """A model on the meta device, from its config alone: modules and shapes without weights."""
+    """Make a model on the meta device from its config: modules and shapes without weights."""
     source = find(name, convert=False)
     with _in_one_line(source, f"model {name!r}"), torch.device("meta"):
-        config, maker, _ = _config_and_class(source)
-        return maker.from_config(config, dtype=dtype)
+        config, model_class, _ = _config_and_class(source)
+        return model_class.from_config(config, dtype=dtype)
 
 
 def _config_and_class(source: Source) -> tuple[Any, Any, bool]:
-    """A model's config, the auto class that makes it, and whether it reads pictures."""
+    """Return a model's config, its auto class, and whether it reads pictures."""
     import transformers as hf
     from transformers.models.auto import modeling_auto
 
     config = hf.AutoConfig.from_pretrained(source.path, trust_remote_code=False, **source.options)
     pictures = config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    maker = hf.AutoModelForImageTextToText if pictures else hf.AutoModelForCausalLM
-    return config, maker, pictures
+    model_class = hf.AutoModelForImageTextToText if pictures else hf.AutoModelForCausalLM
+    return config, model_class, pictures
 
 
 def find_device(name: str) -> torch.device:
-    """A device by name, which must compute; "auto" is the GPU where there is one."""
+    """Return a device by name, checked to work; "auto" is the GPU where there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

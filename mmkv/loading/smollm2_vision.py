@@ -1,8 +1,8 @@
-"""smollm2-vision: a LLaVA whose text model is SmolLM2, put together once in the user's cache.
+"""smollm2-vision: a LLaVA whose text model is SmolLM2, assembled once in the user's cache.
 
-Shipped is what was trained (`mmkv.builtin.training.vision`): a vision tower of the shape of a small
-CLIP, a projector, and low-rank updates of the text layers, which are added to their weights here.
-What lies in the cache is an ordinary checkpoint of `LlavaForConditionalGeneration`.
+Only the trained parts are shipped (`mmkv.builtin.training.vision`): a vision tower of the shape of
+a small CLIP, a projector, and low-rank updates that are added to the weights of the text layers.
+The cache contains an ordinary checkpoint of `LlavaForConditionalGeneration`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIDE, PATCH = 192, 16
 IMAGE_TOKENS = (SIDE // PATCH) ** 2
 IMAGE_TOKEN = "<image>"
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
-_RESERVED = "<filename>"  # of SmolLM2's special tokens, the one that stands for a picture
+_RESERVED = "<filename>"  # the special token of SmolLM2 that is renamed to IMAGE_TOKEN
 _TEMPLATE = (
     "{% set names = " + repr(ORDINALS) + " %}{% set seen = namespace(pictures=0) %}"
     "{% for message in messages %}"
@@ -44,9 +44,9 @@ _TEMPLATE = (
 
 
 def build(text: Any, tokenizer: Any) -> tuple[Any, Any]:
-    """`LlavaForConditionalGeneration` around SmolLM2, in its dtype, and its processor.
+    """Make a `LlavaForConditionalGeneration` around SmolLM2, in its dtype, and its processor.
 
-    SmolLM2's weights are copied; the tower and the projector are not trained.
+    SmolLM2's weights are copied; the tower and the projector are untrained.
     """
     import transformers as hf
 
@@ -91,7 +91,7 @@ def build(text: Any, tokenizer: Any) -> tuple[Any, Any]:
 
 
 def _with_image_token(tokenizer: Any) -> Any:
-    """The tokenizer with a reserved token's name changed: no token is added to the vocabulary."""
+    """Rename a reserved token to IMAGE_TOKEN, so that the vocabulary does not grow."""
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as place:
@@ -109,7 +109,7 @@ def _with_image_token(tokenizer: Any) -> Any:
 def add_parts(model: Any, parts: dict[str, Any]) -> None:
     """Put trained parts into a model that `build` made, in place.
 
-    They are weights by name; of a low-rank update `<layer>.lora_A` `[r, in]` and `<layer>.lora_B`
+    They are weights by name; a low-rank update is `<layer>.lora_A` `[r, in]` and `<layer>.lora_B`
     `[out, r]`.
     """
     weights = model.state_dict()
@@ -125,12 +125,12 @@ def add_parts(model: Any, parts: dict[str, Any]) -> None:
 
 
 def assembled(load: Callable[[], tuple[Any, ...]], source: str) -> Path:
-    """The folder of the whole checkpoint, made where it is not there yet.
+    """Return the folder of the whole checkpoint, made if it does not exist.
 
-    `load` gives SmolLM2 and its tokenizer; `source` tells one copy of its weights from another.
+    `load` returns SmolLM2 and its tokenizer; `source` identifies the copy of its weights.
     """
-    told = (source + _TEMPLATE).encode() + PARTS.read_bytes()
-    digest = hashlib.blake2b(told, digest_size=16).hexdigest()
+    identity = (source + _TEMPLATE).encode() + PARTS.read_bytes()
+    digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
 
     def make(folder: Path) -> None:
         model, processor = build(*load()[:2])

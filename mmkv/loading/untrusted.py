@@ -1,7 +1,7 @@
-"""Files from strangers: pictures and JSON, bounded before they are read.
+"""Read untrusted pictures and JSON files, whose size is checked before they are read.
 
-A picture's format is one that Pillow reads by itself (of others it starts programs, as Ghostscript
-for EPS), and its header is believed only up to a number of pixels.
+Only formats are read that Pillow decodes by itself (for others it starts programs, as Ghostscript
+for EPS), and a header may state a bounded number of pixels only.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ T = TypeVar("T")
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 MOST_PIXELS = 50_000_000
 MOST_BYTES = 64 * 2**20
-_DECODING = threading.Lock()  # what is strict while a picture is read is the process's own
+_DECODING = threading.Lock()  # Pillow's strictness is a setting of the process
 
 
 class PictureError(ValueError):
-    """Why a file is no picture to us; the message does not name the file."""
+    """Reason why a file is refused as a picture; the message does not name the file."""
 
 
 def read_picture(
@@ -37,14 +37,14 @@ def read_picture(
     most_pixels: int = MOST_PIXELS,
     most_bytes: int = MOST_BYTES,
 ) -> T:
-    """What `read` makes of a picture that is open, but not decoded yet: its first frame.
+    """Open a picture, and return the result of `read` for its first frame, not decoded yet.
 
     Args:
-        path: a file, or what would be in one.
-        read: gets the open picture; what it raises is a broken picture, a `PictureError`.
-        formats: names of Pillow's.
-        most_pixels: that a header may state.
-        most_bytes: of the file.
+        path: a file, or the content of one.
+        read: gets the open picture; its errors are raised as a `PictureError`.
+        formats: names of formats in Pillow.
+        most_pixels: bound on the pixels that a header states.
+        most_bytes: bound on the size of the file.
     """
     if isinstance(path, bytes):
         source, size = BytesIO(path), len(path)
@@ -66,14 +66,14 @@ def read_picture(
         raise PictureError(f"not a picture in a known format ({', '.join(formats)})") from None
     except PictureError:
         raise
-    except Exception as error:  # decoders meet broken files with errors of every type
+    except Exception as error:  # decoders raise errors of every type
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise PictureError(f"broken: {' '.join(why.split())}") from error
 
 
 @contextmanager
 def _strictly() -> Generator[None]:
-    """Pillow refuses decompression bombs (up to twice its limit it only warns) and cut files."""
+    """Let Pillow refuse truncated files, and decompression bombs of which it only warns."""
     with _DECODING, warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         lenient = ImageFile.LOAD_TRUNCATED_IMAGES  # other packages turn it on, as lmms-eval
@@ -85,12 +85,12 @@ def _strictly() -> Generator[None]:
 
 
 def upright(picture: Image.Image) -> Image.Image:
-    """A picture as RGB, turned as its camera was."""
+    """Return a picture as RGB, rotated as its EXIF orientation says."""
     return ImageOps.exif_transpose(picture).convert("RGB")
 
 
 def read_json(path: str | os.PathLike[str], most_bytes: int) -> Any:
-    """The content of a JSON file in UTF-8; errors do not name the file."""
+    """Return the content of a JSON file in UTF-8; errors do not name the file."""
     try:
         with Path(path).open("rb") as file:  # a device has no size to ask for
             raw = file.read(most_bytes + 1)
